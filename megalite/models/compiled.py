@@ -3,14 +3,15 @@
     norm | matmul | rotation | attention | matmul | add, norm | matmul | (activation, its backward) | matmul | add
     ----          ----------                        ---------             --------------------------
 
-Each is a pure function of tensors, compiled once and shared by all layers, `fullgraph` so that nothing falls back to
-eager in silence. Matmuls stay the library's, with their collectives, their overlap and their sums into the gradient
-buffer (nn/linear.py); so does attention. So tp, pp, recompute and the hooks of optim/buffer.py see no difference.
+Each is a pure function of tensors, compiled once and shared by all layers, with `fullgraph` so that no part of it falls
+back to eager in silence. Matmuls are not compiled: they keep their collectives, their overlap and their sums into the
+gradient buffer (nn/linear.py). Nor is attention. So nothing changes for tp, pp, recompute and the hooks of
+optim/buffer.py.
 
-Rejected: a graph per block. It fuses no more, since a matmul ends a fusion. With tp 2 it falls into 10 (at every
-collective and wait), with dp 2 into 3 (at the hooks that wait for weights), and layer and step, which are coordinates
-of dropout, become constants of it: a new graph for each. Dropout and activation are two functions, forward and
-backward, not one that is differentiated: the compiler would keep the mask.
+Rejected: a graph per block. It fuses no more, because a matmul ends a fusion. With tp 2 it breaks into 10 graphs (at
+every collective and wait), with dp 2 into 3 (at the hooks that wait for weights), and layer and step, which are
+coordinates of dropout, become its constants, so each needs a new graph. Dropout and activation are compiled as two
+functions, forward and backward, because the compiler would keep the mask of a function that it differentiates.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class NoTritonToCompile(CompileError, MissingPackage):
 
 
 def check_compile(device_type: str) -> None:
-    """Raises CompileError. Inductor makes C++ for a CPU and Triton kernels for a card."""
+    """Check that inductor can run: it makes C++ for a CPU and Triton kernels for a card. Raises CompileError."""
     if chosen("kernels") == "triton":
         raise CompileError(f"compile=True compiles the torch kernels, but {asked_for()}; use auto or torch")
     if device_type == "cuda" and not installed():
         raise NoTritonToCompile(needs("compile=True on cuda", "triton"))
-    name = variable("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what inductor calls, and no other
+    name = variable("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the only one that inductor calls
     remedy = "install one or set CXX to the name of one, without options"
     if shutil.which(name) is None:
         raise CompileError(f"compile=True needs a C++ compiler and there is no {name or 'name in CXX'}; {remedy}")
@@ -69,7 +70,7 @@ def describe_compile() -> str:
 
 
 def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:
-    """Let the blocks of `stages` run compiled functions; they compile at their first use (train/life/warm_up.py)."""
+    """Make the blocks of `stages` use compiled functions, which compile at their first use (train/life/warm_up.py)."""
 
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
@@ -94,5 +95,5 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
 
 
 def _key_tensor(key: int, device: torch.device) -> Tensor:
-    """The key of a mask as an input of a graph: a number would be a constant of it."""
+    """The key of a mask as an input of the graph; a number would become a constant of it."""
     return torch.full((), key, dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
-"""Published models as settings of models/gpt.py, and all that is known of their files. Pure data, without torch.
+"""Published models as settings of models/gpt.py, and the names in their files. Pure data, without torch.
 
-PRESETS give option names to values. A `Family` (family.py) says how the tensors of a `model_type` are named and what
-its config.json means: a new family is an entry of FAMILIES.
+PRESETS map a model's name to values of options. A `Family` (family.py) says how the tensors of a `model_type` are named
+and what its config.json means: a new family is an entry of FAMILIES.
 
 Shapes from the papers and model cards: arXiv:2005.14165 table 2.1, arXiv:2307.09288, arXiv:2407.21783 table 3,
 arXiv:2310.06825, arXiv:2412.15115, arXiv:2505.09388. tests/models/test_families.py holds the published counts.
@@ -50,7 +50,7 @@ _LLAMA3: dict[str, Any] = {"rotary_base": 500000.0}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        # to try out; the rates: docs/performance.md
+        # for trying things out; their learning rates: docs/performance.md
         "tiny": _llama_preset(8, 256, 8, 4, 704, 8192, 256, lr=1e-3),
         "small": _llama_preset(12, 768, 12, 4, 2048, 8192, 1024, lr=1e-3),
         "gpt2": _gpt_preset(12, 768, 12, 1024),

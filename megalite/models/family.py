@@ -1,6 +1,6 @@
-"""What a family of published models is: how its files name the tensors, and what its config.json means. Pure data.
+"""The description of a family of published models: how its files name the tensors, and what its config.json means.
 
-Rules and keys are tables that are read in both directions, from theirs to ours and from ours to theirs. The families
+Pure data. Rules and keys are tables that are read in both directions, from their names to ours and back. The families
 themselves are in families.py.
 """
 
@@ -14,15 +14,16 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One tensor of a foreign checkpoint and the parameters of ours that it is made of.
+    """One tensor of a foreign checkpoint and our parameters that it is made of.
 
     theirs  its name; {n} is the layer's number
     ours    our parameters in the order of its rows; NAME[i] is the i-th half of a stacked one (kv, gate_up)
     form    "rows": our parameters one below the other
-            "columns": that, transposed ([in, out] instead of [out, in])
-            "groups": of q, kv[0], kv[1]; rows by key/value group [G, H/G + 2, K]: the queries of a group, its key,
+            "columns": the same, transposed ([in, out] instead of [out, in])
+            "groups": the rows of q, kv[0], kv[1] by key/value group [G, H/G + 2, K]: the queries of a group, its key,
             its value
-    copied  what it repeats in a model without `ours`: the embedding, of a head tied to it. Files may lack it then
+    copied  the parameter that it repeats in a model without `ours`, as a tied head repeats the embedding. Files may
+            lack it then
     """
 
     theirs: str
@@ -32,20 +33,22 @@ class TensorRule:
 
 
 def rules(text: str, layer: str) -> tuple[TensorRule, ...]:
-    """`THEIRS = OURS + OURS (FORM)` or `THEIRS = OURS | COPIED` per line; `layer.` and `our.` stand for the names of
-    layer n. A line with stars is two rules: .* is .weight and .bias, another * nothing and _bias."""
-    found = []
+    """Read rules: `THEIRS = OURS + OURS (FORM)` or `THEIRS = OURS | COPIED` per line. `layer.` and `our.` stand for the
+    names of layer n. A line with stars is two rules, of the weight and of the bias: .* stands for .weight and .bias,
+    any other * for nothing and _bias."""
+    tensor_rules = []
     for line in text.strip().splitlines():
         for kind in ("weight", "bias") if "*" in line else ("",):
             bias = kind == "bias"
-            one = line.strip().replace(".*", f".{kind}").replace("*", "_bias" if bias else "")
-            theirs, _, right = one.partition(" = ")
+            rule = line.strip().replace(".*", f".{kind}").replace("*", "_bias" if bias else "")
+            theirs, _, right = rule.partition(" = ")
             right, _, copied = right.partition(" | ")
             ours, _, form = right.partition(" (")
             names = tuple(re.sub(r"^our\.", "layers.{n}.", name) for name in ours.split(" + "))
             form = "rows" if not form or (bias and form == "columns)") else form.strip(")")  # a vector has no columns
-            found.append(TensorRule(re.sub(r"^layer\.", layer, theirs), names, form, (copied,) if copied else ()))
-    return tuple(found)
+            theirs = re.sub(r"^layer\.", layer, theirs)
+            tensor_rules.append(TensorRule(theirs, names, form, (copied,) if copied else ()))
+    return tuple(tensor_rules)
 
 
 QKV = "our.attention.q* + our.attention.kv*[0] + our.attention.kv*[1]"  # in one tensor
@@ -53,10 +56,10 @@ QKV = "our.attention.q* + our.attention.kv*[0] + our.attention.kv*[1]"  # in one
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
-    """`rules`: a rule counts where the model has its parameters (a bias, a head of its own).
+    """The tensor names of a family. A rule applies if the model has its parameters (a bias, a head of its own).
 
-    prefix    of the names, which some files leave out
-    ignored   names beside the weights: tables that are computed, ends of names
+    prefix    start of the names, which some files leave out
+    ignored   ends of the names of tensors that are no weights, such as computed tables
     """
 
     name: str
@@ -67,18 +70,18 @@ class Naming:
 
 @dataclass(frozen=True, kw_only=True)
 class Family(Naming):
-    """A `model_type` of config.json. Defaults are those of the family's class in transformers, since old files leave
+    """A `model_type` of config.json. Defaults are those of the family's class in transformers, because old files leave
     keys out.
 
     keys        option -> key; `optional`: key -> default
     fixed       option -> value: set on import, required on export
-    only        key -> allowed values, the first being the default: the model knows no other
-    activations value of `activation_key` -> ours; the first of a kind is written
-    written     key -> attribute of ModelConfig, for keys that are written beside `keys` and read in a way of their own.
-                With num_key_value_heads and head_dim, heads may be grouped and of any size; with rotary_pct, a part of
-                the channels may turn; all keys of add_bias_linear must agree
-    scalings    rope_type of its stretched rotary waves, beside "default"
-    windows     how it says which layers have a sliding window: they all or none do, or layer by layer; "": none has
+    only        key -> values that are supported, the default first
+    activations value of `activation_key` -> our name; of several with one name the first is written
+    written     key -> attribute of ModelConfig, for keys that are written in addition to `keys` and read in a way of
+                their own. With num_key_value_heads and head_dim, heads may be grouped and of any size; with rotary_pct,
+                only a part of the channels may be rotated; all keys of add_bias_linear must agree
+    scalings    values of rope_type for stretched rotary waves, in addition to "default"
+    windows     which layers may have a sliding window: "all" or none of them, or each "by layer"; "": none
     even_heads  hidden_size must be a multiple of the number of heads
     """
 

@@ -5,8 +5,7 @@
     Block:  x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))
     or, with a parallel residual:  x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))
 
-A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last); it does not know the schedule.
-Everything but the schedule is called here, where it happens.
+A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last stage). It does not know the schedule.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class Batch:
     """One micro-batch. labels_SB None: the last stage returns logits_SBv. mask_SB: 1 where a token counts; None: all.
 
     sample_ids_B and step are the coordinates of dropout: global sample numbers and the training step.
-    positions_SB: of each token for the position embedding; None: 0 .. S - 1. documents: kernels/attention.py.
-    loss_weight: what the loss's gradient will be in backward, where the loss may count on it (nn/loss.py).
+    positions_SB: position of each token; None: 0 .. S - 1. documents: kernels/attention.py.
+    loss_weight: the gradient that the loss will get in backward, if it is known (nn/loss.py).
     later: where weight gradients wait (nn/later.py).
     """
 
@@ -57,8 +56,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Recompute:
-    """granularity None | "selective" (`modules` of core_attn, layernorm, mlp) | "full"; full: "uniform" groups of
-    `num_layers` layers, or "block": the first `num_layers` layers of each stage."""
+    """The activations that are computed again in backward. granularity: None | "selective" (the `modules`, of
+    core_attn, layernorm, mlp) | "full", with method "uniform" (in groups of `num_layers` layers) or "block" (the first
+    `num_layers` layers of each stage)."""
 
     granularity: str | None = None
     method: str = "uniform"
@@ -67,12 +67,21 @@ class Recompute:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Of each block."""
+        """The parts of each block that are computed again."""
         return self.modules if self.granularity == "selective" else ()
+
+    def groups(self, layers: int) -> list[tuple[slice, bool]]:
+        """Consecutive layers of a stage that has `layers`, and whether they are computed again as a whole."""
+        n = self.num_layers
+        if self.granularity != "full":
+            return [(slice(layers), False)]
+        if self.method == "uniform":
+            return [(slice(i, i + n), True) for i in range(0, layers, n)]
+        return [(slice(i, i + 1), i < n) for i in range(layers)]
 
 
 def rope_scaling(model: ModelConfig) -> Scaling:
-    """How the model's rotary wavelengths are stretched."""
+    """The stretching of the model's rotary wavelengths, if any."""
     if model.position_embedding_type == "yarn":
         return Yarn(
             model.rotary_scaling_factor,
@@ -86,6 +95,11 @@ def rope_scaling(model: ModelConfig) -> Scaling:
     return RopeScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None
 
 
+def _norm_of(model: ModelConfig) -> tuple[int, str, float, bool]:
+    """size, kind, eps and one_plus (nn/norm.py) of a norm over the hidden dim."""
+    return model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p
+
+
 class Block(nn.Module):
     def __init__(self, make: Maker, model: ModelConfig, layer: int, again: tuple[str, ...] = ()):
         """`again`: the parts that are computed again in backward (Recompute.parts)."""
@@ -97,7 +111,7 @@ class Block(nn.Module):
         self.dropout_add: Callable[..., Tensor] = dropout_add  # or compiled (models/compiled.py)
         std = model.init_method_std
         out_std = std / math.sqrt(2.0 * model.num_layers)
-        norm = (model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p)
+        norm = _norm_of(model)
         self.attention_norm = Norm(make, f"layers.{layer}.attention.norm", *norm)
         shape = AttentionShape(
             hidden_size=model.hidden_size,
@@ -139,7 +153,7 @@ class Block(nn.Module):
         return self._add(self.mlp(n_sBD, where.later), h_sBD, SITE_HIDDEN_2, where)
 
     def _forward_again(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
-        """The same, where norms or the feed-forward block leave nothing behind but their inputs."""
+        """The same result, but norms or the feed-forward keep only their inputs for backward."""
         keeping = without_keeping if self.norms_again else lambda make, use: use(make())
         a_sBD = keeping(lambda: self.attention_norm(x_sBD), lambda n_sBD: self.attention(n_sBD, where))
         h_sBD = self._add(a_sBD, x_sBD, SITE_HIDDEN_1, where)
@@ -166,7 +180,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm, then the loss; without labels the logits over this rank's part of the vocabulary.
 
-    `word` is the tied weight, or None. `z_loss`: coefficient.
+    `word`: the tied weight, or None. `z_loss`: its coefficient.
     """
 
     def __init__(
@@ -181,9 +195,7 @@ class Head(nn.Module):
         super().__init__()
         make = make.of("head")
         self.tp, self.vocab_size, self.z_loss = make.mesh.tp, vocab_size, z_loss
-        self.norm = Norm(
-            make, "final_norm", model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p
-        )
+        self.norm = Norm(make, "final_norm", *_norm_of(model))
         self.weight = word if word is not None else make(spec)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
@@ -195,9 +207,9 @@ class Head(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage `number` of those that the layers are cut into; the first has the embedding, the last the head.
+    """Stage `number` of the model; the first has the embedding, the last the head.
 
-    stages: the layers of each. vocab_size is the true one; padded_vocab_size what the tensors have.
+    stages: the layers of each stage. vocab_size: without padding; padded_vocab_size: the rows that the tensors have.
     """
 
     def __init__(
@@ -242,7 +254,7 @@ class Stage(nn.Module):
             )
 
     def forward(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
-        """Hidden states x_sBD; on the last stage the summed loss (with a z-loss [2], both); or logits if no labels."""
+        """Hidden states x_sBD; on the last stage the summed loss ([2] with a z-loss), or logits without labels."""
         x_sBD = self.hidden(received_sBD, batch)
         return x_sBD if self.head is None else self.head(x_sBD, batch)
 
@@ -253,10 +265,10 @@ class Stage(nn.Module):
         else:
             assert received_sBD is not None, "only the first stage starts from tokens"
             x_sBD = received_sBD
-        where = self.coordinates(batch)
-        for blocks, again in self._groups():
+        where, blocks = self.coordinates(batch), list(self.blocks)
+        for group, again in self.recompute.groups(len(blocks)):
 
-            def run(x_sBD: Tensor, blocks: list[nn.Module] = blocks) -> Tensor:
+            def run(x_sBD: Tensor, blocks: list[nn.Module] = blocks[group]) -> Tensor:
                 for block in blocks:
                     x_sBD = block(x_sBD, where)
                 return x_sBD
@@ -265,18 +277,9 @@ class Stage(nn.Module):
         return x_sBD
 
     def coordinates(self, batch: Batch) -> Coordinates:
-        """What the blocks must know of a micro-batch."""
+        """The facts of a micro-batch that the blocks need."""
         rope = None
         if self.rope is not None:
             chosen = slice(batch.tokens_SB.shape[0]) if batch.positions_SB is None else batch.positions_SB
             rope = (self.rope[0][chosen], self.rope[1][chosen])
         return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.later)
-
-    def _groups(self) -> list[tuple[list[nn.Module], bool]]:
-        """Consecutive blocks, and whether their activations are recomputed as one."""
-        blocks, n = list(self.blocks), self.recompute.num_layers
-        if self.recompute.granularity != "full":
-            return [(blocks, False)]
-        if self.recompute.method == "uniform":
-            return [(blocks[i : i + n], True) for i in range(0, len(blocks), n)]
-        return [([block], i < n) for i, block in enumerate(blocks)]

@@ -1,4 +1,4 @@
-"""The parameters of a model, or of a stage of it, as facts: no memory is used."""
+"""The specs of all parameters of a model, or of a stage of it, without their memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def specs_of(
     stages: Sequence[range] | None = None,
     number: int = 0,
 ) -> dict[str, ParamSpec]:
-    """Every parameter by name, in order of use: of the whole model, or of stage `number` of `stages`. `padded`: rows of
-    embedding and head; default: `vocab_size`. A tied head of a stage without the embedding has the embedding's spec."""
+    """Name -> spec in order of use, for the whole model or for stage `number` of `stages`. `padded`: rows of embedding
+    and head; default: `vocab_size`. A tied head of a stage without the embedding has the embedding's spec."""
     make, rows = Maker(Mesh.alone(), torch.float32, seed=0, meta=True), padded or vocab_size
     cut = [range(model.num_layers)] if stages is None else stages
     stage = Stage(make, model, cut, number, vocab_size=vocab_size, padded_vocab_size=rows)

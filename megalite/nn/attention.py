@@ -2,9 +2,9 @@
 
     x_sBD --gather--> q_SBhK, k_SBgK, v_SBgK -> rope -> softmax(q k^T / sqrt(K)) v -> o_SBhK @ W --scatter--> y_sBD
 
-q [H*K, D] and kv [2, G*K, D] are two parameters. With G >= tp both are split over tp. With G < tp, kv is
-replicated, each rank computes only the one group that its query heads use, and the gradients of the replicas are
-summed over tp with the norms'. One fused qkv tensor has no box for that case.
+q [H*K, D] and kv [2, G*K, D] are two parameters. With G >= tp both are split over tp. With G < tp, kv is replicated,
+each rank computes only the group that its query heads use, and the replicas' gradients are summed over tp with those of
+the norms. A fused qkv tensor could not be described by one box in that case.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megalite.parallel.spec import Constant, Normal, ParamSpec
 
 @dataclass(frozen=True)
 class Coordinates:
-    """What attention and dropout must know of a micro-batch besides x.
+    """The facts of a micro-batch, besides x, that attention and dropout need.
 
     rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
     sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
-    documents     what may attend to what (kernels/attention.py); None: each sample is one document
+    documents     the documents that attention is limited to (kernels/attention.py); None: each sample is one
     later         where weight gradients wait (nn/later.py)
     """
 
@@ -55,11 +55,11 @@ class AttentionShape:
     """Sizes and kind of one layer's attention.
 
     heads, groups  query heads H and groups G of keys and values, each of `head_size` K channels
-    std, out_std   of the initial weights
-    bias           of all projections; `qkv_bias`: of all but the last
+    std, out_std   standard deviations of the initial weights; `out_std`: of the output projection
+    bias           whether all projections have a bias; `qkv_bias`: all but the output projection
     qk_norm        kind, eps, one_plus and decay (nn/norm.py) of a norm on each head of q and k; None: no norm
-    window         how many keys a query sees, itself included; None: all before it
-    rotary         whether positions turn q and k; `interleaved`: neighbouring channels as a pair
+    window         how many keys a query sees, its own included; None: all keys up to its own
+    rotary         whether q and k are rotated by position; `interleaved`: neighbouring channels are a pair
     """
 
     hidden_size: int
@@ -78,17 +78,17 @@ class AttentionShape:
 
 
 class Attention(nn.Module):
-    """`again`: scores and softmax are computed again in backward."""
+    """`again`: whether scores and softmax are computed again in backward."""
 
     def __init__(self, make: Maker, name: str, shape: AttentionShape, layer: int, again: bool):
         super().__init__()
         tp = make.mesh.tp
         self.tp, self.shape, self.layer, self.seed, self.again = tp, shape, layer, make.seed, again
         self.rotate = rotate  # or compiled (models/compiled.py)
-        self.attend: Callable[..., Tensor] = attention  # or what keeps keys and values (generate/cache.py)
+        self.attend: Callable[..., Tensor] = attention  # or one with a cache of keys and values (generate/cache.py)
         D, H, G, K, std = shape.hidden_size, shape.heads, shape.groups, shape.head_size, shape.std
         self.replicated = tp.size > G
-        self.group = tp.rank * G // tp.size  # the one group of this rank when replicated
+        self.group = tp.rank * G // tp.size  # this rank's only group if they are replicated
         kv_shards, summed = ((), ("tp",)) if self.replicated else (((1, "tp"),), ())
         zero = Constant(0.0)
         self.q = make(ParamSpec(f"{name}.q", (H * K, D), shards=((0, "tp"),), init=Normal(std)))
@@ -110,9 +110,9 @@ class Attention(nn.Module):
         K = self.shape.head_size
         kv, kv_bias = self.kv, self.kv_bias
         if self.replicated:
-            mine = slice(self.group * K, (self.group + 1) * K)
-            kv = kv[:, mine]
-            kv_bias = None if kv_bias is None else kv_bias[:, mine]
+            rows = slice(self.group * K, (self.group + 1) * K)
+            kv = kv[:, rows]
+            kv_bias = None if kv_bias is None else kv_bias[:, rows]
         q, kv_out = gather_linear(x_sBD, [self.q, kv], self.tp, where.later)
         q_SBhK = add_bias(q, self.q_bias).unflatten(-1, (-1, K))
         k_SBgK, v_SBgK = add_bias(kv_out, kv_bias).unflatten(-1, (2, -1, K)).unbind(-3)
@@ -129,7 +129,7 @@ class Attention(nn.Module):
             drop = Drop(self.shape.dropout_p, key, where.sample_ids_B, self.tp.start_of(q_SBhK.shape[2]))
         scale, window = 1.0 / math.sqrt(K), self.shape.window
         core = partial(self.attend, scale=scale, drop=drop, documents=where.documents, window=window)
-        again = self.again and self.training
-        o_SBhK = recompute(core, q_SBhK, k_SBgK, v_SBgK) if again else core(q_SBhK, k_SBgK, v_SBgK)
+        qkv = (q_SBhK, k_SBgK, v_SBgK)
+        o_SBhK = recompute(core, *qkv) if self.again and self.training else core(*qkv)
         y_sBD = linear_scatter(o_SBhK.flatten(-2), self.out, self.tp, later=where.later)
         return add_bias(y_sBD, self.out_bias)

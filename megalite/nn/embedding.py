@@ -1,7 +1,7 @@
 """Vocabulary-parallel word embedding, learned positions, and the dropout after them.
 
-Each tp rank holds the rows of its part of the vocabulary, looks up what it has (zero elsewhere) and the sum over
-tp arrives already split along the sequence: tokens_SB -> x_sBD, one reduce-scatter.
+Each tp rank holds the rows of its part of the vocabulary and looks up the tokens that it has (zero for the others). The
+sum over tp is one reduce-scatter, so it arrives split along the sequence: tokens_SB -> x_sBD.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from megalite.parallel.comm import scatter_seq
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Normal, ParamSpec
 
-SITE_EMBEDDING, SITE_ATTENTION, SITE_HIDDEN_1, SITE_HIDDEN_2 = range(4)  # where in a layer a dropout sits
+SITE_EMBEDDING, SITE_ATTENTION, SITE_HIDDEN_1, SITE_HIDDEN_2 = range(4)  # the places of dropouts
 
 
 def vocabulary_spec(name: str, padded: int, vocab_size: int, hidden_size: int, std: float, tied: bool) -> ParamSpec:
-    """The word embedding, or the head, [V, D] with `padded` rows of which `vocab_size` mean something; a tied head at
-    the other end of the pipeline has the very spec of the embedding."""
-    shape = (padded, hidden_size)
-    shards = ((0, "tp"),)
+    """The spec of the word embedding or the head: [V, D] with `padded` rows, the first `vocab_size` of which are
+    vocabulary. A tied head at the other end of the pipeline has the same spec as the embedding."""
+    shape, shards = (padded, hidden_size), ((0, "tp"),)
     return ParamSpec(name, shape, shards=shards, init=Normal(std), vocabulary=True, tied=tied, rows=vocab_size)
 
 
 class _Lookup(Function):
-    """Rows of a weight whose gradient goes to its sink: of [v, D], backward touches the rows that were looked up."""
+    """A look-up in a weight whose gradient goes to its sink; backward touches only the rows that were looked up."""
 
     @staticmethod
     def forward(ctx: Any, index_SB: Tensor, weight_vD: Tensor, sink: GradientSink) -> Tensor:
@@ -66,7 +65,7 @@ class Embedding(nn.Module):
             self.position = make(ParamSpec("embedding.position", (positions, size), partial=("tp",), init=spec.init))
 
     def forward(self, tokens_SB: Tensor, sample_ids_B: Tensor, step: int, positions_SB: Tensor | None = None) -> Tensor:
-        """`positions_SB`: for the learned positions, where they are not 0 .. S - 1."""
+        """`positions_SB`: the learned positions of the tokens; None: 0 .. S - 1."""
         tp = self.mesh.tp
         rows = self.word.shape[0]
         if tp.size == 1:
@@ -78,11 +77,11 @@ class Embedding(nn.Module):
             x_sBD = scatter_seq(x_SBD.masked_fill(elsewhere_SB.unsqueeze(-1), 0), tp)
         first = tp.start_of(x_sBD.shape[0])
         if self.position is not None:
-            here = slice(first, first + x_sBD.shape[0])
+            share = slice(first, first + x_sBD.shape[0])
             if positions_SB is None:
-                x_sBD = x_sBD + self.position[here].unsqueeze(1)
+                x_sBD = x_sBD + self.position[share].unsqueeze(1)
             else:
-                x_sBD = x_sBD + look_up(positions_SB[here], self.position)
+                x_sBD = x_sBD + look_up(positions_SB[share], self.position)
         if self.dropout_p and self.training:
             key = fold(self.seed, step, -1, SITE_EMBEDDING)
             x_sBD = dropout(x_sBD, self.dropout_p, key, sample_ids_B, first)

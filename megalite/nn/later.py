@@ -1,11 +1,11 @@
-"""Weight gradients that may wait, for a pipeline that splits its backward (pipeline/schedule.py, Split).
+"""Delays weight gradients, for a pipeline that splits its backward (pipeline/schedule.py: Split).
 
     backward of a matmul    dx = dy W, which the stage before is waiting for; (x, dy) are left here
     run                     dW += dy^T x, oldest first
 
-One for each forward, made by the pipeline and handed down with its batch; None: nothing waits. Where x is this rank's
-part of the sequence it is gathered here and not in backward, the next one behind this one's matmuls: as many
-collectives as without. What does not add to a sink, and all that is no matmul, does not wait.
+The pipeline makes one for each forward and passes it with the batch; None: nothing waits. If x is this rank's part of
+the sequence, it is gathered here and not in backward, behind the matmuls of the entry before, so there are no more
+collectives than without. Only matmuls whose gradient goes to a sink wait.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megalite.parallel.mesh import Axis
 
 
 def add_weight_grad(sink: GradientSink, dy: Tensor, x: Tensor) -> None:
-    """The sink's sum += dy^T x, over all dims but the last."""
+    """Add dy^T x to the sink's sum, contracted over all dims but the last."""
     grad, begin = sink.open()
     accumulate_outer_(grad.view(-1, grad.shape[-1]), dy.flatten(0, -2), x.flatten(0, -2), begin=begin)
 
 
 @dataclass(frozen=True)
-class _Left:
+class _Entry:
     x: Tensor
-    over: Axis | None  # to be gathered over, along dim 0
-    parts: list[tuple[GradientSink, Tensor]]  # where to, and its dy
+    over: Axis | None  # the axis over which x is gathered, along dim 0
+    parts: list[tuple[GradientSink, Tensor]]  # a sink, and its dy
 
     def gather(self) -> Pending:
         return Pending(self.x) if self.over is None else start_all_gather(self.x, self.over)
@@ -41,26 +41,26 @@ class _Left:
 
 class Later:
     def __init__(self) -> None:
-        self._left: deque[_Left] = deque()
+        self._entries: deque[_Entry] = deque()
 
     def leave(self, x: Tensor, over: Axis | None, parts: Iterable[tuple[GradientSink, Tensor]]) -> None:
-        """Of matmuls of one input: `x`, [S, B, ..] or, with `over`, this rank's positions of it; nobody may change it
-        or a dy from now on."""
-        self._left.append(_Left(x.detach(), over, list(parts)))  # without the graph that x came from
+        """Leave the gradients of matmuls with one input `x`: [S, B, ..] or, with `over`, this rank's positions of it.
+        `x` and each dy must not change from now on."""
+        self._entries.append(_Entry(x.detach(), over, list(parts)))  # without the graph that x came from
 
     @property
     def sinks(self) -> Iterator[GradientSink]:
-        """Those that wait, in order."""
-        return (sink for left in self._left for sink, _ in left.parts)
+        """The sinks of all waiting gradients, in order."""
+        return (sink for entry in self._entries for sink, _ in entry.parts)
 
     @torch.no_grad()
     def run(self) -> None:
-        """Add all that waits, telling each sink, and let go of it."""
-        coming = self._left[0].gather() if self._left else None
-        while coming is not None:
-            left, x = self._left.popleft(), coming
-            coming = self._left[0].gather() if self._left else None
+        """Add all waiting gradients to their sinks, tell each sink, and free the tensors."""
+        gathering = self._entries[0].gather() if self._entries else None
+        while gathering is not None:
+            entry, x = self._entries.popleft(), gathering
+            gathering = self._entries[0].gather() if self._entries else None
             x_SBD = x.wait()
-            for sink, dy in left.parts:
+            for sink, dy in entry.parts:
                 add_weight_grad(sink, dy, x_SBD)
                 sink.landed()

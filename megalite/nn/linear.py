@@ -3,18 +3,18 @@
     gather_linear    x_sBD --all-gather--> x_SBD @ W^T -> y_SBf          weights [f, D], f split over tp
     linear_scatter   a(u_SBf) @ W^T -> y_SBD --reduce-scatter--> y_sBD   weight [D, f], a: optional activation
 
-Only the shard x_sBD is saved (arXiv:2205.05198, sec. 4.2.2) and gathered once more in backward, where the gather
-hides behind the matmul for dx, and the reduce-scatter of dx behind the matmuls for dW:
+Only the shard x_sBD is saved (arXiv:2205.05198, sec. 4.2.2). It is gathered again in backward, behind the matmul for
+dx, and the reduce-scatter of dx hides behind the matmuls for dW:
 
     before   | gather x ||  dx = dy W  || scatter dx || dW = dy^T x |
     after    | gather x ............  |  scatter dx ..............  |
              | dx = dy W              |  dW += dy^T x               |
 
 dW is added to the weight's sum in the flat gradient buffer, if it has one, and autograd never sees it. With a `later`
-it is computed when the pipeline says so (nn/later.py), and the gather for it runs then.
-The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored; where a
-kernel adds the bias too, u + bias is not stored either.
-Rejected: a differentiable gather before the matmul, which saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
+it is computed, and x gathered for it, when the pipeline says so (nn/later.py).
+The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored. If a kernel
+also adds the bias, u + bias is not stored either.
+Rejected: a differentiable gather before the matmul. It saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _weight_grad(weight: Tensor, sink: GradientSink | None, dy: Tensor, x_ND: Tensor) -> Tensor | None:
-    """dW = dy^T x: added to the sink, or given to autograd where there is none."""
+    """Add dW = dy^T x to the sink; without a sink return it to autograd."""
     if sink is None:
         return (_rows(dy).T @ x_ND).view_as(weight)
     add_weight_grad(sink, dy, x_ND)
@@ -49,7 +49,7 @@ class _GatherLinear(Function):
     @staticmethod
     def forward(ctx: Any, x_sBD: Tensor, tp: Axis, later: Later | None, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.tp, ctx.later = tp, later
-        ctx.sinks = [sink_of(w) for w in weights]  # now: recompute saves other tensors than the parameters
+        ctx.sinks = [sink_of(w) for w in weights]  # not in backward: recompute saves other tensors than the parameters
         ctx.save_for_backward(x_sBD, *weights)
         x_SBD = start_all_gather(x_sBD, tp).wait()
         return tuple(x_SBD @ w.reshape(-1, w.shape[-1]).T for w in weights)
@@ -105,7 +105,7 @@ class _LinearScatter(Function):
 
 
 def gather_linear(x_sBD: Tensor, weights: list[Tensor], tp: Axis, later: Later | None = None) -> tuple[Tensor, ...]:
-    """One gather, one matmul per weight [..., D] (leading dims are flattened): the outputs [S, B, rows]."""
+    """One gather, then one matmul per weight [..., D], whose leading dims are flattened. Returns [S, B, rows] each."""
     return _GatherLinear.apply(x_sBD, tp, later, *weights)  # type: ignore[return-value]
 
 
@@ -124,5 +124,5 @@ def linear_scatter(
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Add a bias to the last dim; a multi-dim bias is flattened as its weight is."""
+    """Add a bias to the last dim; a bias of several dims is flattened as its weight is."""
     return x if bias is None else x + torch.flatten(bias)

@@ -1,13 +1,13 @@
-"""Vocabulary-parallel head and cross entropy: the sum of -log softmax(x W^T)[label] over the tokens that count, and
-of the z-loss z * lse^2 (kernels/cross_entropy.py).
+"""Vocabulary-parallel head and cross entropy: the sums of -log softmax(x W^T)[label] and of the z-loss z * lse^2 over
+the tokens that count (kernels/cross_entropy.py).
 
     x_sBD --gather--> x_ND | per chunk of tokens: logits_nv -> stats --gather--> dlogits_nv -> dx_nD, dW_vD += |
                            | dx_SBD --reduce-scatter--> dx_sBD
 
 Each tp rank has the logits of its part of the vocabulary, one chunk at a time (kernels/linear_cross_entropy.py). One
-small collective per chunk: (log-sum-exp of the part, the label's logit), from which each rank computes the whole
-log-sum-exp; arXiv:1909.08053, sec. 3, takes a maximum and then sums. Columns at or beyond the true vocabulary are
-padding: they take no probability. Gradients are computed in forward, so x is gathered once and not again.
+small collective per chunk exchanges (log-sum-exp of the part, the label's logit), from which each rank computes the
+whole log-sum-exp; arXiv:1909.08053, sec. 3, needs a maximum and then sums. Columns beyond the true vocabulary are
+padding without probability. Gradients are computed in forward, so x is gathered only once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megalite.parallel.mesh import Axis
 def _chunk_stats_(
     logits_nv: Tensor, labels_n: Tensor, dloss_n: Tensor | None, tp: Axis, vocab_size: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """(lse_n, the labels' logits) of a chunk; with `dloss_n`, its logits become their gradients."""
+    """(lse_n, the labels' logits) of a chunk; with `dloss_n`, the logits are replaced by their gradients."""
     first = tp.start_of(logits_nv.shape[1])
     valid = max(0, min(logits_nv.shape[1], vocab_size - first))
     if dloss_n is not None and tp.size == 1:
@@ -45,7 +45,7 @@ def _chunk_stats_(
 
 
 def _require(same: Tensor, text: str) -> None:
-    """Raises RuntimeError unless all are true; on CUDA when the device gets there."""
+    """Raise RuntimeError unless all are true; on CUDA only when the device computes it."""
     if same.device.type != "cpu":
         torch._assert_async(same.all(), text)  # pyright: ignore[reportPrivateImportUsage]
     elif not same.all():
@@ -73,7 +73,7 @@ class _LinearCrossEntropy(Function):
         loss_N, lse_N = torch.empty(2, n, dtype=dtype, device=x_ND.device)
         count_N = torch.ones_like(loss_N) if mask_SB is None else mask_SB.flatten().to(dtype)
         size = chunk_tokens(n, v, x_ND.dtype, x_ND.device)
-        space_nv = x_ND.new_empty(size, v)  # one for all chunks: fresh pages are dear on a CPU
+        space_nv = x_ND.new_empty(size, v)  # shared by all chunks, because new pages cost time on a CPU
         dloss_N, scattering, sink = None, None, None
         if grads:
             dloss_N = count_N if promised is None else count_N * promised
@@ -82,15 +82,15 @@ class _LinearCrossEntropy(Function):
             sink = None if promised is None else sink_of(weight_vD)
             dw_vD, begin = (torch.empty_like(weight_vD, dtype=dtype), True) if sink is None else sink.open()
         for start in range(0, n, size):
-            here = slice(start, min(start + size, n))
-            x_nD = x_ND[here]
+            chunk = slice(start, min(start + size, n))
+            x_nD = x_ND[chunk]
             logits_nv = torch.mm(x_nD, weight_vD.T, out=space_nv[: x_nD.shape[0]])
-            dloss_n = None if dloss_N is None else dloss_N[here]
-            lse_N[here], target_n = _chunk_stats_(logits_nv, labels_N[here], dloss_n, tp, vocab_size, z_loss)
-            torch.sub(lse_N[here], target_n, out=loss_N[here])
+            dloss_n = None if dloss_N is None else dloss_N[chunk]
+            lse_N[chunk], target_n = _chunk_stats_(logits_nv, labels_N[chunk], dloss_n, tp, vocab_size, z_loss)
+            torch.sub(lse_N[chunk], target_n, out=loss_N[chunk])
             if grads:
-                torch.mm(logits_nv, weight_vD, out=dx_ND[here])
-                if here.stop == n:  # the sum over tp hides behind the last matmul
+                torch.mm(logits_nv, weight_vD, out=dx_ND[chunk])
+                if chunk.stop == n:  # the sum over tp hides behind the last matmul
                     scattering = start_reduce_scatter(dx_SBD, tp)
                 accumulate_outer_(dw_vD, logits_nv, x_nD, begin=begin and start == 0)
         if scattering is not None:
@@ -108,16 +108,16 @@ class _LinearCrossEntropy(Function):
             _require(other == dloss, "the loss and its z-loss have different gradients; give both the same")
         if ctx.promised is not None:
             if ctx.spent:
-                raise RuntimeError("linear_cross_entropy: a second backward; its gradients were given out by the first")
+                raise RuntimeError("linear_cross_entropy: a second backward, but the first one has used the gradients")
             ctx.spent = True
             promised = ctx.promised
-            on_device = isinstance(promised, Tensor)  # its value is not known here, and not asked for
+            on_device = isinstance(promised, Tensor)  # reading its value would wait for the device
             expected = promised.to(dloss.dtype) if on_device else dloss.new_full((), promised)
             given = "that" if on_device else promised
             text = f"the loss's gradient is not {given}, which was promised; promise what backward will get"
             _require(dloss == expected, text)
             return dx_sBD, None if dw_vD is None else dw_vD.to(ctx.dtype), *nothing
-        # in place: a second backward is refused by autograd, which sees that saved tensors have changed
+        # in place, so that autograd refuses a second backward, because saved tensors have changed
         dw_vD = dw_vD.mul_(dloss) if dw_vD.dtype == ctx.dtype else torch.mul(dw_vD, dloss).to(ctx.dtype)
         return dx_sBD.mul_(dloss), dw_vD, *nothing
 
@@ -133,16 +133,16 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     promised: float | Tensor | None = None,
 ) -> Tensor:
-    """Sum over the tokens of mask * loss, in nats: a scalar in fp32 (fp64 for fp64), the same on every tp rank; with a
-    `z_loss`, [2]: that sum and the z-loss's, whose gradients must be the same.
+    """Sum over the tokens of mask * loss, in nats: a scalar in fp32 (fp64 for fp64), the same on every tp rank. With a
+    `z_loss`, [2]: that sum and the sum of the z-loss; backward must get the same gradient for both.
 
-    x_sBD: this rank's positions; weight_vD: its rows of the head; labels_SB and mask_SB: all positions, mask None: all
-    count. Without grad mode nothing but the loss is computed. The gradients are ready after forward; one backward.
+    x_sBD: this rank's positions; weight_vD: its rows of the head; labels_SB and mask_SB: all positions, None: all
+    count. Without grad mode only the loss is computed. The gradients are ready after forward, for one backward.
 
-    promised: the gradient that the result will get in backward, where that is known: a number, or a scalar on the
-    device that keeps its value until then. Then dW is in the weight's sink (nn/parameter.py), if it has one, when
-    forward is done: so backward has to follow in the same step, and forward may not be run again for it (recompute).
-    Backward raises RuntimeError if it is given another gradient.
+    promised: the gradient that the result will get in backward, if that is known: a number, or a scalar on the device
+    that keeps its value until then. Then dW is in the weight's sink (nn/parameter.py), if it has one, when forward is
+    done. So backward must follow in the same step, and forward must not run again for it (recompute). Backward
+    raises RuntimeError if it is given another gradient.
     """
     args = (labels_SB, mask_SB, tp, vocab_size, z_loss, promised, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x_sBD, weight_vD, *args)  # type: ignore[return-value]

@@ -2,8 +2,8 @@
 
     x_sBD --gather--> u_SBf = x @ up^T -> act(u) @ down^T --scatter--> y_sBD
 
-Gated activations (swiglu) have gate and up in one tensor [2, F, D], split over F, so that one matmul gives
-[gate | up] and any slice along F holds both halves of its columns.
+Gated activations (swiglu) have gate and up in one tensor [2, F, D], split over F, so that one matmul gives [gate | up]
+and any slice along F holds both halves of its columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megalite.parallel.spec import Constant, Normal, ParamSpec
 
 
 class MLP(nn.Module):
-    """`activation` is the name of a file in kernels/activations/; its width (1 or 2) says whether it is gated."""
+    """`activation` is the name of a file in kernels/activations/; a gated one has width 2."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class MLP(nn.Module):
         if bias:
             self.up_bias = make(ParamSpec(f"{name}.{up}_bias", lead, shards, init=zero, decay=False, stacked=gated))
         self.down = make(ParamSpec(f"{name}.down", (D, F), shards=((1, "tp"),), init=Normal(out_std)))
-        if bias:
+        if bias:  # made in the order of use
             self.down_bias = make(ParamSpec(f"{name}.down_bias", (D,), partial=("tp",), init=zero, decay=False))
 
     def forward(self, x_sBD: Tensor, later: Later | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over the last dim, by name.
 
-Weights are replicated over tp while each tp rank sees other positions (or other heads), so their gradients are
-summands: they are `partial`, and summed over tp once per step by the optimizer's buffer.
+Weights are replicated over tp, and each tp rank sees other positions (or other heads). So each has a summand of their
+gradient: they are `partial`, and the optimizer's buffer sums them over tp once per step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megalite.parallel.spec import Constant, ParamSpec
 
 
 def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool) -> Tensor:
-    """RMSNorm where there is no bias, else LayerNorm."""
+    """RMSNorm if there is no bias, otherwise LayerNorm."""
     weight = weight + 1 if one_plus else weight
     return rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
 
@@ -23,7 +23,7 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_pl
 def add_and_normalise(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool
 ) -> tuple[Tensor, Tensor]:
-    """h = x + residual and the norm of h, in one pass over both where the kernel is Triton's."""
+    """h = x + residual and the norm of h; the Triton kernel computes both in one pass."""
     weight = weight + 1 if one_plus else weight
     if bias is None:
         return add_rms_norm(x, residual, weight, eps)
@@ -47,7 +47,7 @@ class Norm(nn.Module):
             self.bias = make(ParamSpec(f"{name}.bias", (size,), partial=("tp",), init=Constant(0.0), decay=decay))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of x; with a residual, their sum and its norm."""
+        """The norm of x; with a residual, their sum and the norm of the sum."""
         if residual is None:
             return self.normalise(x, self.weight, self.bias, self.eps, self.one_plus)
         return self.add_and_normalise(x, residual, self.weight, self.bias, self.eps, self.one_plus)

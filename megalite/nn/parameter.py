@@ -1,4 +1,4 @@
-"""Make this rank's part of a parameter from its spec."""
+"""Makes this rank's part of a parameter from its spec."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megalite.parallel.spec import ParamSpec, Piece
 
 @dataclass(frozen=True)
 class Maker:
-    """What every parameter of a run has in common: the mesh, the dtype, the seed (of initial weights and dropout).
+    """Makes parameters from what all of a run have in common: mesh, dtype, seed (of initial weights and dropout).
 
-    `meta` leaves the memory out (shapes only), for plans and dry runs. `unit`: what part of the model they are for, as
-    it is used at once: "embedding", "layers.17", "head".
+    `meta`: without memory, for plans and dry runs. `unit`: the part of the model that uses the parameters at the same
+    time: "embedding", "layers.17", "head".
     """
 
     mesh: Mesh
@@ -29,7 +29,7 @@ class Maker:
     unit: str = ""
 
     def of(self, unit: str) -> Maker:
-        """The same for the parameters of `unit`."""
+        """A maker for the parameters of `unit`."""
         return replace(self, unit=unit)
 
     def __call__(self, spec: ParamSpec) -> nn.Parameter:
@@ -48,26 +48,26 @@ def spec_of(parameter: nn.Parameter) -> ParamSpec:
 
 
 def unit_of(parameter: nn.Parameter) -> str:
-    """The unit that `Maker` was told; "" where it was told none, or somebody else made the parameter."""
+    """The unit of the `Maker`; "" if it had none, or the parameter was made in another way."""
     return getattr(parameter, "unit", "")
 
 
 class GradientSink(Protocol):
-    """Where a parameter's gradients are added up outside of autograd (optim/buffer.py)."""
+    """Adds up a parameter's gradients outside of autograd (optim/grad_reduce.py)."""
 
     def open(self) -> tuple[Tensor, bool]:
-        """The sum so far, of the parameter's shape, to be added to at once; and whether it holds nothing yet, so that
-        it must be written over. Raises RuntimeError if it was reduced already."""
+        """The sum so far, of the parameter's shape, which the caller adds to at once; and whether the caller must
+        overwrite it, because it holds nothing yet. Raises RuntimeError if it was reduced already."""
         ...
 
     def landed(self) -> None:
-        """Told by whoever adds apart from backward (nn/later.py): what it had to add is there."""
+        """Called by code that adds outside of backward (nn/later.py) when it has added everything."""
         ...
 
 
 def sink_of(parameter: Tensor) -> GradientSink | None:
-    """Where its gradients go, or None: to autograd. A function that adds to it in backward returns None for the
-    parameter, and autograd still tells the sink when all uses of the parameter are done."""
+    """The sink of its gradients; None: they go to autograd. A function that adds to the sink in backward returns None
+    for the parameter, and autograd still tells the sink when all uses of the parameter are done."""
     return getattr(parameter, "sink", None)
 
 
@@ -78,7 +78,7 @@ def named_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
 
 
 def weight_pieces(module: nn.Module, mesh: Mesh) -> list[Piece]:
-    """What of this rank's weights a checkpoint holds, each parameter once, as views that loading may write."""
+    """This rank's weights as a checkpoint holds them, each parameter once, as views that loading may write."""
     pieces = []
     for spec, parameter in {spec.name: (spec, p) for spec, p in named_specs(module)}.values():
         box = spec.stored_box(mesh.sizes, mesh.position)

@@ -1,6 +1,6 @@
-"""Recompute a function's activations in backward instead of storing them (arXiv:1604.06174).
+"""Recomputes a function's activations in backward instead of storing them (arXiv:1604.06174).
 
-No random state is kept: dropout masks are functions of coordinates, so the second run draws the same ones.
+No random state is kept: dropout masks are functions of coordinates, so the second run draws the same masks.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)`, of which only the arguments stay in memory until backward."""
+    """Return `fn(*args)` and keep only the arguments in memory until backward."""
     return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def without_keeping(make: Callable[[], Tensor], use: Callable[[Tensor], Tensor]) -> Tensor:
-    """`use(make())`, where of make's result nothing stays until backward, which makes it again; `use` runs once, so
-    this costs as much as `make`. What `make` needs stays, and it has to give the same bits again."""
-    made = make()
-    which = _place(made)
+    """Return `use(make())` without keeping make's result, which backward makes again; `use` runs once, so this costs
+    one more `make`. The inputs of `make` stay, and it must give the same bits again."""
+    result = make()
+    place = _place(result)
 
     def keep(saved: Tensor) -> Tensor | None:
-        return None if _place(saved) == which else saved
+        return None if _place(saved) == place else saved
 
     def restore(kept: Tensor | None) -> Tensor:
         if kept is not None:
@@ -35,9 +35,9 @@ def without_keeping(make: Callable[[], Tensor], use: Callable[[Tensor], Tensor])
             return make()
 
     with saved_tensors_hooks(keep, restore):
-        return use(made)
+        return use(result)
 
 
 def _place(x: Tensor) -> tuple[object, ...]:
-    """Which elements of which memory x is, also of a tensor on the meta device, which has no address."""
+    """Identify the elements of memory that x is; works on the meta device too, where a tensor has no address."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()

@@ -1,7 +1,7 @@
-"""What this rank has begun on an axis: a few stores per collective, read by the thread that looks for hangs.
+"""Records what this rank has begun on an axis: a few stores per collective, read by the thread that looks for hangs.
 
-Numbers make ranks comparable: on one axis all ranks do the same collectives in the same order, so number 12 of one is
-number 12 of all, and the message that one numbers 12 on its way to a neighbour is that neighbour's number 12 from it.
+All ranks of an axis do the same collectives in the same order, so collective 12 of one rank is collective 12 of all,
+and message 12 that a rank sends to a neighbour is message 12 that the neighbour receives from it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-KEPT = 16  # of the last ones
+KEPT = 16  # calls
 SEND, RECEIVE = "send to", "receive from"
 
 
 @dataclass(eq=False)
 class Call:
-    """One collective, or one message; `peer`: the global rank at its other end, -1: there is none. As a context: the
-    rank issues it or waits for it."""
+    """One collective, or one message to or from the global rank `peer` (-1 for a collective). The rank enters it as a
+    context manager while it issues the call and while it waits for it."""
 
     axis: Any  # an Axis, which has the Calls
     op: str
@@ -36,7 +36,7 @@ class Call:
 
     def __enter__(self) -> Call:
         self.axis.calls.waiting = self, time.monotonic()
-        if self.peer < 0:  # what waits for a message says so by itself
+        if self.peer < 0:  # the pipeline has spans of its own for messages
             phase = "agreement" if self.axis.name == "world" else "communication"
             self._span = self.axis.clock.span(phase, self.op, self.axis.name)
             self._span.__enter__()
@@ -45,16 +45,16 @@ class Call:
     def __exit__(self, kind: Any, *error: Any) -> None:
         if self.peer < 0:
             self._span.__exit__(kind, *error)
-        if kind is None:  # an error leaves it: that is where this rank was
+        if kind is None:  # after an error it stays, since that is where this rank was
             self.axis.calls.waiting = None
 
 
 @dataclass(eq=False)
 class Calls:
-    """Of one rank on one axis.
+    """The calls of one rank on one axis.
 
-    waiting         what the rank is blocked in, and since when (time.monotonic)
-    message_limit   how long it waits for a message; None: as its group says, which gloo asks when it makes the group
+    waiting         the call that blocks the rank, and since when (time.monotonic)
+    message_limit   how long it waits for a message; None: the time-out that gloo was given when it made the group
     """
 
     last: deque[Call] = field(default_factory=lambda: deque(maxlen=KEPT))

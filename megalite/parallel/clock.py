@@ -1,12 +1,13 @@
-"""Where the time of a step goes, by phases that add up to it, and the same spans by name in a profile.
+"""Splits the time of a step into phases that add up to it, and names the same spans in a profile.
 
     with clock.span("backward", "B0.3"):              backward begins
         with clock.span("communication", "all-gather", "tp"):   backward is left, communication begins
             ...                                       and backward goes on
 
-A moment belongs to the innermost span. On a card a mark is an event on the current stream, so that a phase is what the
-card spent in it, waits included, and nobody waits to find out. Spans cost a look at two flags unless the step is timed
-(train/tell/phases.py says which are) or traced (train/tell/profiling.py). One step at a time, in one thread at a time.
+Each moment belongs to the innermost span. On a card a mark is an event on the current stream, so a phase is the time
+that the card spent in it, waits included, and the host never waits for the measurement. A span costs two flag checks
+unless the step is timed (train/tell/phases.py decides) or traced (train/tell/profiling.py). A clock measures one step
+at a time, in one thread at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from megalite.parallel.streams import Mark, mark, seconds_between
 
 NOTHING = contextlib.nullcontext()
-REST = "other"  # of a step: what is in no span
+REST = "other"  # the part of a step that is in no span
 
 
 class Clock:
@@ -27,14 +28,14 @@ class Clock:
         self.timed = self.traced = False
         self._device = torch.device("cpu")
         self._phase = REST
-        self._marks: list[tuple[str, Mark]] = []  # when which phase began
+        self._marks: list[tuple[str, Mark]] = []  # a phase, and when it began
 
     def span(self, phase: str, *name: object) -> contextlib.AbstractContextManager[Any]:
-        """`name`: what a profile calls it."""
+        """A context that counts as `phase`; a profile shows it as `name`."""
         return _Span(self, phase, name) if self.timed or self.traced else NOTHING
 
     def begin(self, device: torch.device) -> None:
-        """A step that is timed begins."""
+        """Begin to time a step."""
         self.timed, self._device, self._marks = True, device, []
         self.enter(REST)
 
@@ -43,14 +44,14 @@ class Clock:
         self.timed = False
 
     def enter(self, phase: str) -> str:
-        """Returns the phase before."""
-        before, self._phase = self._phase, phase
+        """Begin `phase`; return the phase that it interrupts."""
+        interrupted, self._phase = self._phase, phase
         self._marks.append((phase, mark(self._device)))
-        return before
+        return interrupted
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase of the step that was timed last. Empty where there is none, or a card is not through with
-        it; then it is lost: who asks during an error must not wait."""
+        """Seconds by phase of the step that was timed last. Empty if there is none, or if the card has not finished it;
+        its marks are dropped then, because a caller that handles an error must not wait."""
         marks, self._marks = self._marks, []
         spent: dict[str, float] = {}
         for (phase, begin), (_, end) in zip(marks, marks[1:], strict=False):
@@ -70,9 +71,9 @@ class _Span:
     def __enter__(self) -> None:
         self._record.__enter__()
         if self._clock.timed:
-            self._before = self._clock.enter(self._phase)
+            self._interrupted = self._clock.enter(self._phase)
 
     def __exit__(self, *error: Any) -> None:
         if self._clock.timed:
-            self._clock.enter(self._before)
+            self._clock.enter(self._interrupted)
         self._record.__exit__(*error)

@@ -1,16 +1,16 @@
-"""Collectives over one axis: those that can be waited for later, those in place, and a differentiable one.
+"""Collectives over one axis: some that are waited for later, some in place, and one that is differentiable.
 
     start_all_gather       [n, ...] -> [n * size, ...]
     start_reduce_scatter   [n * size, ...] -> [n, ...]
     scatter_seq            forward reduce-scatter, backward all-gather       arXiv:2205.05198
 
-Sequence is dim 0, so a gather is a concatenation of contiguous blocks: x_sBD of tp rank r holds positions
-r*s .. (r+1)*s of x_SBD. On an axis of size 1 all of them are the identity. The other differentiable collectives are
+The sequence is dim 0, so a gather is a concatenation of contiguous blocks: x_sBD of tp rank r holds positions
+r*s .. (r+1)*s of x_SBD. On an axis of size 1 each of them is the identity. The other differentiable collectives are
 inside the matmuls that they overlap with (nn/linear.py).
 
-On CPU, ranks of one machine exchange through shared memory (shared_memory.py). Otherwise over gloo, whose
-reduce_scatter is several times slower than its all_reduce (docs/decisions.md), so on CPU a
-reduce-scatter is an all-reduce of which one part is kept: the same sum, one collective.
+On CPU, ranks of one machine exchange data through shared memory (shared_memory.py), other ranks through gloo. gloo's
+reduce_scatter is several times slower than its all_reduce (docs/decisions.md), so there a reduce-scatter is an
+all-reduce of which one part is kept.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 def reduce_scatter_is_native(device: torch.device) -> bool:
-    """Whether `reduce_scatter_flat` is the way to sum and split on this device; else an all-reduce is."""
+    """Whether this device sums and splits with `reduce_scatter_flat`; otherwise it uses an all-reduce."""
     return device.type != "cpu"
 
 
 class Pending:
-    """A collective under way: `wait()` returns its result. Nothing of the result is valid before."""
+    """A collective that has begun. `wait()` returns its result, which is not valid before."""
 
     def __init__(self, result: Tensor, work: Any = None, keep: Tensor | None = None, call: Call | None = None):
-        """`call`: what `work` does. `copies`: `wait` returns a copy of the result, and keeps nothing."""
+        """keep: the input of `work`. call: the record of `work`. With `copies` set, `wait` returns a copy of the
+        result and keeps nothing."""
         self._result, self._work, self._keep, self._call = result, work, keep, call
         self.copies = False
 
@@ -92,15 +93,15 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Flat tensors: x [n], out [n * size], of which `x` may be this rank's part."""
+    """Gather flat tensors: x [n] into out [n * size]. `x` may be this rank's part of `out`."""
     if axis.direct is None and not x.is_cuda:
         x = x.clone()  # gloo's input must not alias its output
     return _gather(out, x, axis)
 
 
 def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """x [n * size, ...], and out [n, ...], which may be this rank's part of `x`, and is it where an all-reduce does the
-    work; the other parts may be overwritten."""
+    """Sum x [n * size, ...] over ranks into out [n, ...], this rank's block. `out` may be that part of `x`, and must be
+    where an all-reduce does the work; the other parts of `x` may be overwritten."""
     with axis.begin("reduce-scatter", x) as call:
         if axis.direct is not None:
             work: Any = axis.direct.start_reduce_scatter(out.view(-1), x.view(-1))
@@ -112,19 +113,19 @@ def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
-    """In place."""
+    """Sum `x` over the axis, in place."""
     with axis.begin("all-reduce", x) as call:
         return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), None, call)
 
 
 def start_message(x: Tensor, axis: Axis, at: int, op: str, mark: int = 0) -> Pending:
-    """Send `x` to the position `at` of the axis, or receive it from there. It must not change, or be read, before
-    `wait`. `op`: SEND or RECEIVE. `mark`: equal at both ends."""
+    """Send `x` to position `at` of the axis (`op` SEND), or receive it from there (RECEIVE). `x` must not be changed,
+    or read, before `wait`. `mark`: a number that is the same at both ends."""
     peer = axis.ranks[at]
     with axis.begin(op, x, peer) as call:
         tag = 0
         if dist.get_backend(axis.group) == "gloo":
-            # which takes a message for any buffer that it fits into, but pairs equal tags only
+            # gloo accepts a message into any buffer that is large enough, but it pairs only equal tags
             tag = zlib.crc32(f"{mark} {call.bytes} {x.dtype}".encode()) & 0x7FFFFFFF
         return Pending(x, (dist.isend if op == SEND else dist.irecv)(x, peer, group=axis.group, tag=tag), None, call)
 
@@ -138,7 +139,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Reduce
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Overwrite `x` by that of the axis position `source`; returns `x`."""
+    """Overwrite `x` with that of axis position `source`; returns `x`."""
     if axis.group is not None:
         with axis.begin("broadcast", x):
             dist.broadcast(x, src=axis.ranks[source], group=axis.group)
@@ -146,20 +147,20 @@ def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def reduce_number(number: int, mesh: Mesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> int:
-    """What the whole numbers of all ranks of the run come to; on all."""
+    """Reduce an integer over all ranks of the run; every rank gets the result."""
     return int(all_reduce_(torch.tensor(number, dtype=torch.int64, device=mesh.device), mesh.world, op))
 
 
 def first_says(number: int, mesh: Mesh) -> int:
-    """The whole number of the run's first rank; on all."""
+    """The integer of the run's first rank, on every rank."""
     return int(broadcast_(torch.tensor(number, dtype=torch.int64, device=mesh.device), mesh.world))
 
 
 def gather_texts(text: str, axis: Axis, device: torch.device, room: int = 1 << 14) -> list[str]:
-    """Of each rank, in axis order, on all; what has more than `room` bytes is cut."""
+    """The texts of all ranks in axis order, on every rank; each is cut after `room` bytes."""
     data = text.encode()[:room].ljust(room, b"\0")
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    rows = start_all_gather(mine[None], axis).wait().cpu()
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    rows = start_all_gather(row[None], axis).wait().cpu()
     return [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""Memory that comes and goes under tensors that stay: of weights that are gathered, gradients that are reduced."""
+"""Frees and restores the memory of tensors that stay: weights that are gathered, gradients that are reduced."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class Elastic:
-    """A flat tensor [numel] whose memory is given back and taken again. Its views, and what autograd has saved of
-    them, share one storage object: they are whole again when it is, with whatever was written into it meanwhile.
+    """A flat tensor [numel] whose memory can be freed and allocated again. Its views, and the views that autograd has
+    saved, share one storage object, so they are valid again as soon as it is, with the values that were written since.
 
-    A parameter's version is not that of the flat tensor its data is a part of, so autograd takes no offence: backward
-    uses the values that are there then. Nobody checks that the memory is there: whoever reads a view while it is away
-    ends the process (SIGSEGV on a CPU).
+    A parameter's version counter is not that of the flat tensor that its data is part of, so autograd does not notice,
+    and backward uses the values that are there at that time. Nothing checks that the memory is there: reading a view
+    without it ends the process (SIGSEGV on a CPU).
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
@@ -24,12 +24,12 @@ class Elastic:
         return self.flat.untyped_storage().nbytes() == self._bytes
 
     def come(self) -> Tensor:
-        """The flat tensor, with memory; where it had none the values are arbitrary."""
+        """Allocate the memory unless it is there, with arbitrary values; return the flat tensor."""
         if not self.is_there:
             self.flat.untyped_storage().resize_(self._bytes)
         return self.flat
 
     def go(self) -> None:
-        """Give the memory back. On CUDA the allocator may hand it to the current stream at once: another stream that
-        still reads it has to be waited for before (parallel/streams.py)."""
+        """Free the memory. On CUDA the allocator may give it to the current stream at once, so wait first for any other
+        stream that still reads it (parallel/streams.py)."""
         self.flat.untyped_storage().resize_(0)

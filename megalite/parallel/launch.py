@@ -29,13 +29,14 @@ from megalite.config.console import complain, let_go_of_console
 from megalite.parallel.meeting import MeetingError, meet, torchrun_lacks
 
 STARTERS = "torchrun, srun, mpirun or --nproc"
-SAID = "said"  # beside the next, once it is on the console
-FIRST_FAILURE = "first-failure.json"  # in `Ranks.shared`: of the rank that failed first there (train/tell/rank_log.py)
-HANG = "hang.json"  # there, too: of one that was told and has not passed, for an abort before anybody fails by it
+# files in `Ranks.shared`
+FIRST_FAILURE = "first-failure.json"  # written by the first rank that fails on this machine (train/tell/rank_log.py)
+SAID = "said"  # exists once that failure is on the console
+HANG = "hang.json"  # a hang that was reported and has not passed, in case a rank aborts before any rank fails by it
 
 
 def read_first_failure(shared: Path, name: str = FIRST_FAILURE) -> tuple[int, str] | None:
-    """Exit code and cause, as that rank has left them."""
+    """The exit code and the cause that the rank wrote, if any."""
     try:
         first = json.loads((shared / name).read_text("utf-8"))
         return int(first["code"]), f"rank {first['rank']}: {first['reason']}"
@@ -44,8 +45,8 @@ def read_first_failure(shared: Path, name: str = FIRST_FAILURE) -> tuple[int, st
 
 
 class LaunchError(Exception):
-    """The environment does not describe a process group; the text says what to set. `local_rank`: who is to tell it,
-    None: whoever of the machine fails first."""
+    """The environment does not describe a process group; the text says what to set. `local_rank`: the rank of this
+    machine that reports it; None: the first one that fails."""
 
     def __init__(self, text: str, local_rank: int | None = 0):
         super().__init__(text)
@@ -54,8 +55,8 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is. `init_method` None: the address is in MASTER_ADDR and MASTER_PORT. `resumes`: the run was
-    started again after a rank had died. `shared`: a folder of those that were started together on this machine."""
+    """The identity of this process. `init_method` None: the address is in MASTER_ADDR and MASTER_PORT. `resumes`: the
+    run was restarted after a rank had died. `shared`: a folder of the ranks that were started together here."""
 
     rank: int = 0
     world: int = 1
@@ -66,7 +67,7 @@ class Ranks:
     shared: str | None = None
 
 
-# rank, world, local rank, local world: of Open MPI, of MVAPICH, of Hydra (MPICH, Intel MPI) and what else speaks PMI
+# rank, world, local rank, local world of Open MPI, of MVAPICH, and of Hydra (MPICH, Intel MPI) and others that use PMI
 MPI_LAUNCHERS: tuple[tuple[str, str, str, str], ...] = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -75,17 +76,18 @@ MPI_LAUNCHERS: tuple[tuple[str, str, str, str], ...] = (
 
 
 def read_environment(env: Mapping[str, str] = os.environ) -> Ranks | None:
-    """The ranks that torchrun, mpirun or SLURM announce in `env`; None where no launcher did."""
+    """The ranks that torchrun, mpirun or SLURM announce in `env`; None if no launcher did."""
     if "RANK" in env or "WORLD_SIZE" in env:
         ranks = _checked(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", init_method=None)
         again = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         own = env.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_1/LOCAL_RANK/error.json
         return replace(ranks, resumes=again, shared=own and str(Path(own).parents[1]))
     slurm = "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS", "1") > 1
+    slurm_place = env.get("SLURM_PROCID"), env.get("SLURM_NTASKS")
     for names in MPI_LAUNCHERS:
-        # mpirun in a SLURM job has SLURM start its daemons, whose variables the ranks inherit: those count the daemons.
-        # Only where srun speaks PMI itself do both say the same, and then SLURM knows the first host.
-        same = slurm and names[0] == "PMI_RANK" and _pair(env, *names[:2]) == _pair(env, "SLURM_PROCID", "SLURM_NTASKS")
+        # In a SLURM job mpirun has SLURM start its daemons, and the ranks inherit SLURM's variables, which then count
+        # the daemons. Both agree only where srun provides PMI itself, and then SLURM knows the first host.
+        same = slurm and names[0] == "PMI_RANK" and (env.get(names[0]), env.get(names[1])) == slurm_place
         if _number(env, names[1], "1") > 1 and not same:
             return _checked(env, *names, init_method=_meeting_of_mpi(env, names[1], names[3]))
     if slurm:
@@ -98,19 +100,15 @@ def read_environment(env: Mapping[str, str] = os.environ) -> Ranks | None:
     return None
 
 
-def _pair(env: Mapping[str, str], *names: str) -> list[str | None]:
-    return [env.get(name) for name in names]
-
-
 def _meeting_of_mpi(env: Mapping[str, str], world: str, local_world: str) -> str:
-    """Where ranks of mpirun meet: MPI itself tells them no address."""
+    """The address where ranks of mpirun meet, which MPI itself does not give them."""
     host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(local_world) == env[world] else None)
     if host is None:
         raise LaunchError(
             f"MASTER_ADDR is not set and {world}={env[world]} ranks are on several nodes ({local_world}="
             f"{env.get(local_world)}): give every rank the host of rank 0, as mpirun -x MASTER_ADDR=HOST does"
         )
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")  # another job on this machine has another
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")  # differs between jobs on one machine
     return f"tcp://{host}:{env.get('MASTER_PORT') or (20000 + zlib.crc32(job.encode()) % 20000 if job else 29500)}"
 
 
@@ -142,7 +140,7 @@ def _checked(
                 raise LaunchError(f"{name} is not set although {world}={ranks.world}: start with torchrun, or set it")
     port = env.get("MASTER_PORT") or "1"
     if ranks.world > 1 and not (re.fullmatch("[0-9]{1,9}", port) and 0 < int(port) < 1 << 16):
-        raise LaunchError(f"MASTER_PORT={port!r} is no port: set a number from 1 to 65535, on all ranks the same")
+        raise LaunchError(f"MASTER_PORT={port!r} is not a port: set a number from 1 to 65535, the same on all ranks")
     return ranks
 
 
@@ -165,7 +163,7 @@ CUDA_VARIABLES: tuple[str, ...] = (
     "TORCH_NCCL_DUMP_ON_TIMEOUT",
     "TORCH_FR_DUMP_TEMP_FILE",
 )
-# what a user may call them as well: torch prefers ours
+# the other names that a user may set; torch gives priority to ours
 OTHER_NAMES = {
     "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
@@ -174,10 +172,10 @@ OTHER_NAMES = {
 
 
 def cuda_environment(tp: int, folder: Path, capability: int | None) -> dict[str, str]:
-    """Variables that torch, CUDA and NCCL read when they are loaded, so before torch is imported.
+    """Variables that torch, CUDA and NCCL read when they are loaded, so they are set before torch is imported.
 
     One hardware queue keeps the order in which kernels were launched, so that a tensor-parallel collective starts
-    before the matmul that it hides behind; devices from Blackwell on (`capability` 10) do not need it. The flight
+    before the matmul that it hides behind. Devices from Blackwell on (`capability` 10) do not need it. The flight
     recorder keeps the last collectives of a group and writes them into `folder` when one times out.
     """
     values = ("1", "expandable_segments:True", "2000", "1", str(folder / "nccl_trace_rank_"))
@@ -188,8 +186,8 @@ def cuda_environment(tp: int, folder: Path, capability: int | None) -> dict[str,
 
 
 def prepare_cuda(tp: int, folder: Path, deterministic: bool = False) -> None:
-    """Set `cuda_environment` where there is a card; what the user has set stays."""
-    if deterministic:  # without it torch refuses every matmul on a card, which a container has without the tool as well
+    """Set `cuda_environment` if there is a card, except what the user has set."""
+    if deterministic:  # or torch refuses every matmul on a card, and a container may have a card without nvidia-smi
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -199,15 +197,15 @@ def prepare_cuda(tp: int, folder: Path, deterministic: bool = False) -> None:
         answer = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         answer = ""
-    found = [int(line.partition(".")[0]) for line in answer.split() if re.match(r"[0-9]+\.", line)]
-    for name, value in cuda_environment(tp, folder, min(found, default=None)).items():
+    capabilities = [int(line.partition(".")[0]) for line in answer.split() if re.match(r"[0-9]+\.", line)]
+    for name, value in cuda_environment(tp, folder, min(capabilities, default=None)).items():
         if OTHER_NAMES.get(name, name) not in os.environ:
             os.environ.setdefault(name, value)
 
 
 def card_of(ranks: Ranks) -> Any:
-    """The torch.device of this rank's card. LaunchError, for the first rank without one to tell: those that have one
-    wait for it and know nothing."""
+    """The torch.device of this rank's card. Raises LaunchError, which the first rank without a card reports: the ranks
+    that have one only wait for it."""
     import torch
 
     count = torch.cuda.device_count()
@@ -221,22 +219,20 @@ def card_of(ranks: Ranks) -> Any:
 def process_group(
     ranks: Ranks, *, device: str, backend: str | None = None, startup_timeout: datetime.timedelta
 ) -> Iterator[Any]:
-    """Choose this rank's device, join the group (when there are other ranks) and leave it on every way out.
+    """Choose this rank's device, join the group if there are other ranks, and leave it on every way out.
 
     device   "cpu" or "cuda"; with "cuda" the local rank picks the card
     backend  None: nccl on CUDA, gloo elsewhere
-    Yields the torch.device. `startup_timeout` covers the rendezvous and all that happens before `Mesh.set_timeout`.
+    Yields the torch.device. `startup_timeout` covers the rendezvous and everything until `Mesh.set_timeout`.
     """
     import torch
     import torch.distributed as dist
 
+    own_device = card_of(ranks) if device == "cuda" else torch.device(device)
     if device == "cuda":
-        here = card_of(ranks)
-        torch.cuda.set_device(here)
-    else:
-        here = torch.device(device)
+        torch.cuda.set_device(own_device)
     if ranks.world == 1:
-        yield here
+        yield own_device
         return
     name = backend or ("nccl" if device == "cuda" else "gloo")
     try:
@@ -248,12 +244,12 @@ def process_group(
         raise LaunchError(str(error), local_rank=None) from error
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(
-            f"rank {ranks.rank} of {ranks.world} cannot exchange data with all others ({error}): do all nodes reach "
+            f"rank {ranks.rank} of {ranks.world} cannot exchange data with all others ({error}): can all nodes reach "
             "each other's addresses, at every port? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME name the interface to use",
             local_rank=None,
         ) from error
     try:
-        yield here
+        yield own_device
     finally:
         dist.destroy_process_group()
 
@@ -261,9 +257,10 @@ def process_group(
 def leave(run: Callable[[], int | None]) -> NoReturn:
     """End the process with the exit code of `run`, whether returned or raised as SystemExit.
 
-    A rank of a launcher ends as multiprocessing ends those of --nproc: everything is flushed and closed, but the
-    interpreter is not taken down. gloo's threads live until the last reference to their group is gone, which may be
-    then. Python ends a thread that needs the interpreter meanwhile, as to free a tensor, and C++ answers by SIGABRT.
+    A rank of a launcher ends as multiprocessing ends a rank of --nproc: everything is flushed and closed, but the
+    interpreter is not shut down. gloo's threads live until the last reference to their group is gone, which may be
+    during the shutdown. Python would end such a thread when it needs the interpreter, for example to free a tensor, and
+    C++ would answer with SIGABRT.
     """
     try:
         code: Any = run()
@@ -280,13 +277,14 @@ def leave(run: Callable[[], int | None]) -> NoReturn:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """PR_SET_PDEATHSIG, where there is such a thing."""
+    """Send this process the signal `number` when its parent dies (PR_SET_PDEATHSIG); does nothing except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)
 
 
 def follow_torchrun(env: Mapping[str, str] = os.environ) -> list[str]:
-    """A rank ends with its torchrun: that, killed, cannot end it. Returns what torchrun was not told."""
+    """Let this rank end with its torchrun, which cannot end its ranks if it is killed. Returns the options that
+    torchrun lacks."""
     if "TORCHELASTIC_RUN_ID" not in env:
         return []
     die_with_parent()
@@ -294,8 +292,8 @@ def follow_torchrun(env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def save_after_torchrun(most_s: float, env: Mapping[str, str] = os.environ) -> None:
-    """A rank that can save, and lets signals in, gets SIGTERM where its torchrun is gone, as of a SIGUSR1 that it does
-    not pass on; after `most_s` it is killed."""
+    """Send this rank SIGTERM when its torchrun ends (torchrun dies of a SIGUSR1 that it does not pass on), and kill it
+    after `most_s`. For a rank that can save and no longer blocks signals."""
     if "TORCHELASTIC_RUN_ID" not in env or sys.platform != "linux":
         return
     parent = os.getppid()
@@ -313,5 +311,5 @@ def save_after_torchrun(most_s: float, env: Mapping[str, str] = os.environ) -> N
 
 
 def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun starts a run again that ends with any code but 0, as 75 of a run that stopped on purpose."""
+    """Whether torchrun restarts a run that ends with any code but 0, even one that stopped on purpose (75)."""
     return env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

@@ -1,11 +1,11 @@
-"""Ranks on this machine, started without any other launcher.
+"""Starts ranks on this machine without any other launcher.
 
-They come from a fork server that has imported torch once (0.2 s for 8 ranks, where 8 interpreters take 11 s on 2 cores)
-and meet through a file and gloo's loopback device: no port is opened that another machine could reach.
+They come from a fork server that has imported torch once (0.2 s for 8 ranks; 8 interpreters take 11 s on 2 cores), and
+meet through a file and gloo's loopback device, so no port is opened that another machine could reach.
 
-A rank that dies takes the others with it: the launcher ends them, and starts all again where whoever started it wants
-that. A rank whose launcher is killed ends itself; the kernel alone would not (PR_SET_PDEATHSIG is about the fork
-server, which lives as long as a rank does).
+When a rank dies, the launcher ends the others, and restarts all of them if its caller wants that. When the launcher is
+killed, its ranks end themselves. The kernel would not end them: PR_SET_PDEATHSIG watches the fork server, which lives
+as long as a rank does.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ from megalite.parallel.launch import FIRST_FAILURE, HANG, SAID, LaunchError, Ran
 
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
-AT_ONCE = (signal.SIGQUIT,)  # Ctrl-\\: nobody waits for the ranks
+AT_ONCE = (signal.SIGQUIT,)  # Ctrl-\\: kills the ranks without a wait
 HELD = (*FORWARDED, *AT_ONCE)
 ORDERLY = (16, 75)  # exit codes of a run that stopped on purpose, its checkpoint complete (train/tell/run_dir.py)
-NO_SERVER = 255  # what multiprocessing says of a process whose end its fork server cannot tell any more
+NO_SERVER = 255  # the exit code that multiprocessing reports when the fork server is gone
 ORDERLY_S = 600.0
-# what the fork server imports for all ranks: the third, with sympy, is needed by the first backward (1 s of each rank)
+# what the fork server imports for all ranks; the first backward needs the third, with sympy (1 s for each rank)
 PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.train.life.run"]
-SCRATCH, YOUNG_S = "megalite-ranks-", 60.0  # a folder gets its lock just after it is made
-# of a path to a folder for the fork server's socket: 103 bytes (macOS; Linux 107), of which names below it take 56
-LONGEST_ROOT = 47
+SCRATCH, YOUNG_S = "megalite-ranks-", 60.0  # a younger folder may not have its lock yet
+LONGEST_ROOT = 47  # bytes: the path of the fork server's socket has 103 at most (Linux 107), names below take 56
 
 
 @dataclass(frozen=True)
 class End:
-    """Of all ranks that were started together. `code`: of the one that failed first, 0: of none. `cause`: what became
-    of it, for people. `asked`: the signals that all of them were told of; one that comes later is there, too."""
+    """How the ranks that were started together ended. `code`: the exit code of the first that failed, 0 if none did.
+    `cause`: what happened to it, in words. `asked`: the signals that came for all ranks, also after this was made."""
 
     code: int
     cause: str
@@ -58,20 +57,20 @@ class End:
 
 
 def cores() -> int:
-    """Processors that this process may use; of a quota of time, as containers have one, the whole ones."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(there, int(_quota())))
+    """The number of processors that this process may use; a container's quota of processor time is rounded down."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(usable, int(_quota())))
 
 
 def _quota(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """The least of this control group and those around it: processors, a large number where there is none."""
+    """The smallest quota of this control group and the groups around it, in processors; a large number if none."""
     least, texts = 1e6, list[str]()
     with contextlib.suppress(OSError, ValueError):
         group = Path(own.read_text("utf-8").rpartition("::")[2].strip())
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError):
                 texts.append((mounted / folder.relative_to("/") / "cpu.max").read_text("utf-8"))
-    with contextlib.suppress(OSError):  # of the first version
+    with contextlib.suppress(OSError):  # cgroup version 1
         texts.append(
             " ".join((mounted / "cpu" / f"cpu.cfs_{name}_us").read_text("utf-8") for name in ("quota", "period"))
         )
@@ -93,34 +92,34 @@ def start_local(
     holds_signals: bool = False,
     ended: Callable[[End], bool | None] = lambda end: None,
 ) -> int:
-    """Run `target(ranks, *args)` in `nproc` local processes; return 0, or the first failing exit code: what it returns,
-    or raises as SystemExit.
+    """Run `target(ranks, *args)` in `nproc` local processes. Returns 0, or the first failing exit code that `target`
+    returns or raises as SystemExit.
 
-    `target` must be importable (a module-level function). FORWARDED signals are passed on to every rank, AT_ONCE ends
-    them; the fork server never gets any, as ranks die with it. `holds_signals`: they wait until `target` lets them in.
-    When one rank fails the others get `grace_s` seconds to notice by themselves, then SIGKILL; after an orderly stop
-    (ORDERLY) they get ORDERLY_S, since rank 0 may still be closing its logs.
-    `ended` hears of the end of all, and says whether to start them again: None, or what their `Ranks.resumes` will be.
+    `target` must be importable (a module-level function). FORWARDED signals are passed on to every rank, AT_ONCE kills
+    the ranks; the fork server never gets a signal, because ranks die with it. With `holds_signals` they stay blocked
+    until `target` unblocks them. When one rank fails the others get `grace_s` seconds to notice, then SIGKILL; after an
+    orderly stop (ORDERLY) they get ORDERLY_S, because rank 0 may still be closing its logs.
+    `ended` is called when all have ended, and returns the `Ranks.resumes` of the next start, or None for no restart.
     `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.
     """
-    wanted = re.match(r"[1-9][0-9]*", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP allows a list, "4,2", too
-    os.environ["OMP_NUM_THREADS"] = wanted[0] if wanted else str(threads or max(1, cores() // nproc))
+    given = re.match(r"[1-9][0-9]*", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP also allows a list, "4,2"
+    os.environ["OMP_NUM_THREADS"] = given[0] if given else str(threads or max(1, cores() // nproc))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     processes: list[Any] = []
     with _scratch_folder() as scratch, _forward_signals(processes) as seen:
-        resource_tracker.ensure_running()  # it unblocks signals; the processes below find it there
+        resource_tracker.ensure_running()  # its start unblocks signals, so it must not happen below
         resumes: bool | None = False
         while resumes is not None:
             processes.clear()
-            with _held():  # the fork server inherits that, and whom it forks
+            with _held():  # the fork server and the ranks that it forks inherit the mask
                 forkserver.ensure_running()
-            folder = tempfile.mkdtemp(dir=scratch)  # a file of ranks that died would lead astray
+            folder = tempfile.mkdtemp(dir=scratch)  # each start needs a rendezvous file of its own
             for rank in range(nproc):
                 ranks = Ranks(rank, nproc, rank, nproc, f"file://{folder}/rendezvous", resumes, folder)
-                told = (ranks, target, args, holds_signals)
-                process = context.Process(target=_local_rank, args=told, name=f"rank {rank}")
-                let_go_of_console()  # or `start` fails of what a full one has not taken
+                rank_args = (ranks, target, args, holds_signals)
+                process = context.Process(target=_local_rank, args=rank_args, name=f"rank {rank}")
+                let_go_of_console()  # `start` flushes it, which fails if its disk is full
                 process.start()  # the first waits until torch is imported
                 processes.append(process)
                 for number in seen:
@@ -133,7 +132,7 @@ def start_local(
 
 
 def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder: Path) -> tuple[int, str]:
-    """Until all have ended: (the first failing exit code or 0, what became of that rank)."""
+    """Wait until all have ended. Returns the first failing exit code, or 0, and what happened to that rank."""
     failed, cause, early = 0, "", ""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     alive = list(processes)
@@ -144,10 +143,10 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder
             for process in alive:
                 process.kill()
             failed = failed or 124
-        gone = [p for p in alive if p.sentinel in ended]
-        for process in gone:
+        dead = [p for p in alive if p.sentinel in ended]
+        for process in dead:
             process.join()
-        for process in sorted(gone, key=lambda p: (p.exitcode >= 0, p.exitcode)):  # of some at once: who was killed
+        for process in sorted(dead, key=lambda p: (p.exitcode >= 0, p.exitcode)):  # killed ones first
             code = process.exitcode
             if code == 0 and not early:
                 early = f", after {process.name} had ended with exit code 0"
@@ -156,7 +155,7 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder
                 died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
                 died = "with the fork server, which was killed" if code == NO_SERVER else died
                 failed, cause = _first_failure(folder, failed, f"{process.name} ended {died}{early}")
-                if code not in (2, 3, *ORDERLY, INTERRUPTED):  # these have said what they had to say
+                if code not in (2, 3, *ORDERLY, INTERRUPTED):  # those ranks have explained themselves
                     complain(f"{process.name} ended {died}; ending the others")
                 deadline = time.monotonic() + (ORDERLY_S if code in ORDERLY else grace_s)
         alive = [p for p in alive if p.is_alive()]
@@ -164,8 +163,8 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder
 
 
 def _first_failure(folder: Path, code: int, cause: str) -> tuple[int, str]:
-    """What the rank has left that failed before the one that was the first to end, if there is such a rank. Who was
-    killed is the first; an abort may be NCCL's, of another's death or of a hang."""
+    """The report of the rank that failed first, which need not be the first that ended. A killed rank is the first that
+    failed; an abort may be NCCL's answer to another rank's death or to a hang."""
     if code > 128 and code != 128 + signal.SIGABRT:
         return code, cause
     hang = read_first_failure(folder, HANG) if code > 128 else None
@@ -174,8 +173,8 @@ def _first_failure(folder: Path, code: int, cause: str) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _scratch_folder() -> Iterator[str]:
-    """Of this launcher, and locked. Those of killed ones are free: they are removed. Raises LaunchError where there is
-    no room for one."""
+    """A locked folder of this launcher. Folders of killed launchers have no lock and are removed. Raises LaunchError
+    if it cannot be made."""
     try:
         own = tempfile.gettempdir()
         root = own if len(os.fsencode(own)) <= LONGEST_ROOT else "/tmp"
@@ -197,7 +196,7 @@ def _scratch_folder() -> Iterator[str]:
 
 
 def _locked(folder: str) -> int:
-    """Of a file descriptor, while it is open."""
+    """Lock `folder`; the lock lasts as long as the returned file descriptor is open."""
     number = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,21 +205,21 @@ def _locked(folder: str) -> int:
 
 @cache
 def _keep_server_in(root: str) -> None:
-    """The fork server's socket, in a folder that a later launcher knows for this one's, and removes where it was
-    killed: multiprocessing's own name, pymp-*, is everybody's. Raises OSError."""
+    """Put the fork server's socket into a folder with our prefix, so that a later launcher can remove it if this one is
+    killed; multiprocessing's own prefix, pymp-, is used by every program. Raises OSError."""
     folder = tempfile.mkdtemp(prefix=SCRATCH, dir=root)
     _locked(folder)  # until this process ends, as the server does
-    util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)  # its own has -100
+    util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)  # after its own, -100
     before, tempfile.tempdir = tempfile.tempdir, folder
     try:
-        util.get_temp_dir()  # decides it for this process
+        util.get_temp_dir()  # remembers the folder for this process
     finally:
         tempfile.tempdir = before
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a killed launcher of this user has left, and nothing that no launcher makes. Raises OSError where
-    there is something else, or its owner lives."""
+    """Remove the folder of a killed launcher of this user, with only the files that launchers make. Raises OSError if
+    it holds anything else, or if its launcher lives."""
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or time.time() < facts.st_mtime + YOUNG_S:
         return
@@ -242,7 +241,7 @@ def _sweep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _held() -> Iterator[None]:
-    """Signals to this thread wait."""
+    """Block the signals HELD in this thread."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:
         yield
@@ -257,7 +256,7 @@ def _signal(process: Any, number: int) -> None:
 
 
 def _end_fork_server() -> None:
-    """It would go on importing torch, and hold the launcher's stdout open."""
+    """Kill the fork server, which would continue to import torch and keep the launcher's stdout open."""
     server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
     if server._forkserver_pid is not None:
         with contextlib.suppress(OSError):
@@ -265,15 +264,16 @@ def _end_fork_server() -> None:
 
 
 def tell_stopping(number: int) -> None:
-    """At once, though it may be a while until it is done; from a signal's handler, which may have stopped a print."""
+    """Print at once that the run is stopping, which may take a while. Safe in a signal handler that interrupts a
+    print."""
     with contextlib.suppress(OSError):
         os.write(2, f"stopping: {signal.Signals(number).name}\n".encode())
 
 
 @contextlib.contextmanager
 def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
-    """To those of `processes` that live when a signal comes. Yields the signals so far: for those that come later.
-    Ctrl-C, and whatever is AT_ONCE, ends it here before there is one."""
+    """Forward signals to the living `processes`. Yields the signals so far, for processes that start later. Ctrl-C and
+    AT_ONCE raise KeyboardInterrupt while there is no process yet."""
     seen: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
@@ -285,7 +285,7 @@ def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
         for process in processes:
             _signal(process, number)
 
-    if threading.current_thread() is not threading.main_thread():  # the caller has the signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield seen
         return
     held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -300,7 +300,7 @@ def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
 
 
 def _end_with_launcher() -> None:
-    """Wait for the end of a pipe that only the launcher holds open."""
+    """Wait for the launcher's end, by a pipe that only it holds open, and kill this process."""
     launcher = multiprocessing.parent_process()
     if launcher is not None:
         launcher.join()
@@ -308,7 +308,7 @@ def _end_with_launcher() -> None:
 
 
 def _local_rank(ranks: Ranks, target: Callable[..., int | None], args: tuple[Any, ...], holds_signals: bool) -> None:
-    die_with_parent()  # the fork server
+    die_with_parent()  # its parent is the fork server
     if not holds_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     threading.Thread(target=_end_with_launcher, name="megalite-launcher", daemon=True).start()
@@ -318,7 +318,7 @@ def _local_rank(ranks: Ranks, target: Callable[..., int | None], args: tuple[Any
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         sys.exit(target(ranks, *args))
-    except KeyboardInterrupt:  # during start-up; later the run says what it did
+    except KeyboardInterrupt:  # during start-up; later the run itself handles it
         os._exit(INTERRUPTED)
     finally:
         let_go_of_console()

@@ -1,12 +1,12 @@
-"""How ranks of several machines find each other, and why they did not.
+"""Lets ranks of several machines find each other, and finds out why they did not.
 
-torchrun keeps one store over restarts, full of the addresses of ranks that died, and each of its nodes counts restarts
-by itself, so that the counts differ once a node has come back. Ranks therefore give every meeting a name of its own:
+torchrun keeps one store over restarts, with the addresses of ranks that died, and each of its nodes counts restarts by
+itself, so the counts differ after a node was replaced. Ranks therefore give every meeting a name of its own:
 
-    rank r > 0   writes a new word under "hello r", waits for the answer to it, which is the name, says it is here
-    rank 0       answers every word it has not seen, until each rank is here
+    rank r > 0   writes a new word under "hello r", waits for the answer, which is the name, and confirms it
+    rank 0       answers every new word until each rank has confirmed
 
-A word of a rank that died is answered too, which nobody reads. As rank 0 knows who is here, it can say who is missing.
+It also answers the word of a rank that died, which does no harm. Rank 0 knows who has come, so it can name the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class MeetingError(Exception):
-    """Not all came; the text says who, and what is the likely cause."""
+    """Not all ranks came; the text says which, and the likely cause."""
 
 
 def meet(
@@ -48,19 +48,19 @@ def meet(
     nodes: int,
     gloo: bool,
 ) -> Any:
-    """The store in which these ranks, and no others, tell each other their addresses; collective. `url`: where.
-    `nodes`: machines. Sets in `env` what `gloo` needs to be found by other machines. Raises MeetingError."""
+    """The store at `url` in which these ranks, and no others, exchange their addresses; collective. `nodes`: the number
+    of machines. Sets in `env` the interface that `gloo` needs to reach other machines. Raises MeetingError."""
     from torch.distributed import DistError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 
-    if url.startswith("file:"):  # made for these ranks alone
+    if url.startswith("file:"):  # no other ranks use it
         return next(rendezvous(url, rank, world, timeout=timeout))[0]
     host, _, number = url.removeprefix("tcp://").rpartition(":")
     host, port = host.strip("[]"), int(number)
     interface = "GLOO_SOCKET_IFNAME"
-    if nodes > 1 and gloo and interface not in env and (found := interface_for_others(host, port)) is not None:
-        env[interface] = found
-    serves = rank == 0 and env.get(AGENT_STORE) != "True"  # else torchrun does
+    if nodes > 1 and gloo and interface not in env and (name := interface_for_others(host, port)) is not None:
+        env[interface] = name
+    serves = rank == 0 and env.get(AGENT_STORE) != "True"  # otherwise torchrun does
 
     def find() -> Any:
         store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
@@ -77,8 +77,8 @@ def meet(
 
 
 def within(seconds: float, do: Callable[[], T]) -> T:
-    """What `do` returns or raises; TimeoutError after that time, and it is left behind: torch's own time-out ends no
-    wait for a listener that takes a connection and says nothing."""
+    """Return or raise what `do` does; raise TimeoutError after `seconds` and leave it behind in its thread. torch's own
+    time-out does not end a wait for a listener that accepts a connection and then says nothing."""
     outcome = queue.SimpleQueue[tuple[bool, Any]]()
 
     def run() -> None:
@@ -89,16 +89,17 @@ def within(seconds: float, do: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="megalite-meeting", daemon=True).start()
     try:
-        well, result = outcome.get(timeout=seconds)
+        succeeded, result = outcome.get(timeout=seconds)
     except queue.Empty:
         raise TimeoutError(f"silent for {seconds:.0f} s") from None
-    if not well:
+    if not succeeded:
         raise result
     return result
 
 
 def name_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> str:
-    """What all ranks of this meeting, and no others, call it. Raises MeetingError on rank 0, else torch's errors."""
+    """Agree on a name that only the ranks of this meeting know. Raises MeetingError on rank 0, elsewhere torch's
+    errors."""
     word = f"{socket.gethostname()} {rank} {os.getpid()} {time.time_ns()}"
     if rank:
         store.set(f"hello {rank}", word)
@@ -111,15 +112,15 @@ def name_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> str:
             if (hello := store.get(f"hello {other}").decode()) != heard.get(other):
                 store.set(f"answer {hello}", word)
                 heard[other] = hello
-            elif store.check([f"here {hello}"]) and store.get(f"here {hello}").decode() == word:  # not in the last one
+            elif store.check([f"here {hello}"]) and store.get(f"here {hello}").decode() == word:  # of this meeting
                 missing.remove(other)
         if missing and time.monotonic() > end:
             came = [other for other in range(1, world) if other not in missing]
             hosts = {word.split()[0], *(heard[other].split()[0] for other in came)}
             raise MeetingError(
                 f"only ranks {listed([0, *came])} of {world} came within {timeout.total_seconds():.0f} s, from "
-                f"{', '.join(sorted(hosts))}; missing: {listed(sorted(missing))}. Do their nodes run, with the same "
-                "address, and can they reach it (firewall)?"
+                f"{', '.join(sorted(hosts))}; missing: {listed(sorted(missing))}. Are their nodes running, do they "
+                "have the same address, and can they reach it (firewall)?"
             )
         time.sleep(PAUSE_S if missing else 0)
     return word
@@ -130,28 +131,27 @@ def listed(ranks: list[int], most: int = 16) -> str:
     >>> listed([0, 1, 5]), listed([0, 1, 5], most=2)
     ('0, 1, 5', '0, 1 and 1 more')
     """
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return ", ".join(map(str, ranks[:most])) + more
+    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
 
 
 def likely_cause(host: str, port: int, server: bool, nodes: int, error: str) -> str:
-    """Why a rank could not use the store at `host`:`port`, found out by trying again. `server`: it was to start it."""
+    """Try again to find out why a rank could not use the store at `host`:`port`. `server`: this rank starts it."""
     if server:
         taken = "EADDRINUSE" in error or "in use" in error
         return f"port {port} is taken, by another job? Set MASTER_PORT" if taken else "it cannot listen there"
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
-        return f"the name {host} means nothing here; is MASTER_ADDR right?"
-    if nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in found):
+        return f"this node cannot resolve the name {host}; is MASTER_ADDR right?"
+    if nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in addresses):
         return (
-            f"{host} is {', '.join(sorted(found))} here, this machine itself; is MASTER_ADDR the first node's, and "
-            "does /etc/hosts give it an address that others reach?"
+            f"{host} is {', '.join(sorted(addresses))} on this machine, which means itself; is MASTER_ADDR the first "
+            "node's, and does /etc/hosts give it an address that others reach?"
         )
     try:
         socket.create_connection((host, port), PROBE_S).close()
     except ConnectionRefusedError:
-        return "that machine answers, but nothing listens there: has rank 0 come, and does it have the same address?"
+        return "that machine answers, but nothing listens there: has rank 0 started, and with the same address?"
     except TimeoutError:
         return "nothing answers: a firewall, a wrong MASTER_ADDR, or the machine is down"
     except OSError as problem:
@@ -160,8 +160,8 @@ def likely_cause(host: str, port: int, server: bool, nodes: int, error: str) -> 
 
 
 def interface_for_others(host: str, port: int) -> str | None:
-    """The network interface for gloo where this machine's own name means itself (Debian's /etc/hosts says 127.0.1.1),
-    an address at which no other machine finds it; None where the name will do. Raises MeetingError for a choice."""
+    """The network interface that gloo needs if this machine's name is a loopback address (127.0.1.1 in Debian's
+    /etc/hosts), which no other machine can reach; None if the name will do. Raises MeetingError if it cannot choose."""
     with contextlib.suppress(OSError):
         own = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
         if not all(ipaddress.ip_address(address).is_loopback for address in own):
@@ -173,37 +173,37 @@ def interface_for_others(host: str, port: int) -> str | None:
             return way
     if len(names) != 1:
         raise MeetingError(
-            f"the name {socket.gethostname()} means this machine itself, where no other finds it: set "
+            f"the name {socket.gethostname()} is a loopback address here, which no other machine can reach: set "
             f"GLOO_SOCKET_IFNAME (with CUDA NCCL_SOCKET_IFNAME) to one of {', '.join(sorted(names.values())) or 'none'}"
         )
     return next(iter(names.values()))
 
 
 def _interfaces() -> dict[str, str]:
-    """Name -> IPv4 address of those that lead out of this machine."""
-    found = {}
+    """Name -> IPv4 address of the interfaces that lead to other machines."""
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no such address
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 address = ipaddress.ip_address(answer[20:24])
                 if not address.is_loopback:
-                    found[name] = str(address)
-    return found
+                    addresses[name] = str(address)
+    return addresses
 
 
 def torchrun_lacks(env: Mapping[str, str]) -> list[str]:
-    """What the torchrun that started this rank was not told, and what that will cost; one line each."""
-    found = []
+    """The options that the torchrun that started this rank lacks, one line each with the consequence."""
+    lines = []
     with contextlib.suppress(OSError):
         state = Path(f"/proc/{os.getppid()}/status").read_text("ascii", "replace")
         caught = re.search(r"SigCgt:\s*([0-9a-f]+)", state)
         if "SLURM_JOB_ID" in env and caught and not int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1:
-            found.append(
+            lines.append(
                 "torchrun dies of SIGUSR1, which SLURM may send before a time limit: start it with "
                 "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
             )
     elastic = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE")
     if elastic and env.get(AGENT_STORE) == "True":
-        found.append("a node that is lost cannot come back: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-    return found
+        lines.append("a node that is lost cannot come back: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    return lines

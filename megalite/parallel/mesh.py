@@ -5,11 +5,11 @@
     rank within the stage = (dp_rank * cp + cp_rank) * tp + tp_rank = (edp_rank * ep + ep_rank) * etp + etp_rank
     data_rank = dp_rank * cp + cp_rank = replica_rank * shard + shard_rank
 
-tp neighbours are adjacent ranks, so tensor parallelism stays inside a node; pipeline stages, which exchange the
-least, are farthest apart, unless dp is to be outermost. Experts split the same dp * cp * tp ranks in their own way
-(arXiv:2504.14960): all that is asked is that ep * etp divides them. An axis of size 1 has no group at all and its
-collectives are the identity, so that one process is not a special case; axes that run through the same ranks are one
-axis. A `Mesh` is passed explicitly: there is no module state. A planned one has sizes and positions alone.
+tp neighbours are adjacent ranks, so tensor parallelism stays inside a node. Pipeline stages, which exchange the least,
+are farthest apart, unless dp is outermost. Experts split the same dp * cp * tp ranks in their own way
+(arXiv:2504.14960); the only condition is that ep * etp divides them. An axis of size 1 has no group and its collectives
+are the identity, so one process is not a special case. Axes that run through the same ranks are one axis. A `Mesh` is
+passed explicitly: there is no module state. A planned mesh has only sizes and positions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AXES: Final = ("pp", "dp", "cp", "tp", "data", "shard", "replica") + (
     ("edp", "ep", "etp", "expert_shard", "expert_replica", "ends")
 )
 
-# torch 2.15 names it publicly, and warns of the other name
+# torch 2.15 has a public name for it, and warns about the private one
 set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
@@ -46,11 +46,10 @@ class Axis:
     """One direction of the mesh, seen from this rank.
 
     ranks      global ranks along the axis, in axis order
-    calls      what this rank has begun on it
-    clock      of this rank: what waits for a collective says so
-    transport  what its collectives travel on: a group; the memory that all its ranks share (on one machine, on CPU),
-               which has a group too, or what only counts them (plan/bill.py); PLANNED: nothing, a collective is an
-               error; None: there is no other rank
+    calls      the collectives and messages that this rank has begun on it
+    clock      this rank's clock, which times the waits for collectives
+    transport  what carries its collectives: a group, or a Transport with a group (memory that its ranks share, or a
+               recorder of plan/bill.py). PLANNED: nothing, and a collective is an error. None: there is no other rank
     """
 
     name: str
@@ -67,7 +66,7 @@ class Axis:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """None exactly when `size` is 1. Raises RuntimeError where it is only planned."""
+        """None exactly when `size` is 1. Raises RuntimeError if the axis is only planned."""
         if self.size == 1:
             return None
         if self.transport == PLANNED:
@@ -76,15 +75,15 @@ class Axis:
 
     @property
     def direct(self) -> Transport | None:
-        """What gathers and scatters in place of the group."""
+        """The Transport that gathers and scatters in place of the group, if there is one."""
         return self.transport if isinstance(self.transport, Transport) else None
 
     def begin(self, op: str, x: torch.Tensor, peer: int = -1) -> Call:
-        """Around the issue of a collective over the axis, or of a message to or from the rank `peer`."""
+        """Record a collective over the axis, or a message to or from the rank `peer`; a context for its issue."""
         return self.calls.begin(self, op, x, peer)
 
     def start_of(self, part: int) -> int:
-        """Where this rank's part begins in a dim of which every rank has `part` elements."""
+        """The index at which this rank's part begins in a dim of which every rank has `part` elements."""
         return self.rank * part
 
     @property
@@ -100,11 +99,11 @@ class Axis:
 class Mesh:
     """All axes of the run, and the device this rank computes on.
 
-    data              dp x cp: the ranks whose summands a gradient has
-    shard, replica    data again: ranks that share out what the optimizer keeps, and sets of ranks that do so
-    edp, ep, etp      the same ranks as dp x cp x tp, for experts: copies, experts shared out, each expert split
-    expert_shard, expert_replica    of edp, as shard and replica of data
-    pp_back           the ranks of pp again: gradients' own channel
+    data              dp x cp: the ranks over which gradients are summed
+    shard, replica    split data: ranks that shard the optimizer's state, and copies of such a set of ranks
+    edp, ep, etp      the ranks of dp x cp x tp, for experts: copies, different experts, shards of each expert
+    expert_shard, expert_replica    split edp as shard and replica split data
+    pp_back           the ranks of pp, with a channel of its own for gradients
     ends              first and last stage, for tied embeddings
     """
 
@@ -124,7 +123,7 @@ class Mesh:
     ends: Axis = field(default_factory=lambda: Axis("ends"))
     world: Axis = field(default_factory=lambda: Axis("world"))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    clock: Clock = field(default_factory=Clock, compare=False, repr=False)  # that of all axes
+    clock: Clock = field(default_factory=Clock, compare=False, repr=False)  # shared by all axes
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> Mesh:
@@ -132,11 +131,11 @@ class Mesh:
         return cls(device=torch.device(device))
 
     def axis(self, name: str) -> Axis:
-        """By its name here: an axis that runs through the same ranks as another has that one's."""
+        """The axis of that field; its own `name` may be that of an axis that runs through the same ranks."""
         return getattr(self, name)
 
     def owners(self, home: str) -> tuple[Axis, Axis]:
-        """(shard, replica) of what is kept of parameters that are at home there (parallel/spec.py)."""
+        """(shard, replica) for parameters of that home (parallel/spec.py: HOMES)."""
         return (self.shard, self.replica) if home == "dense" else (self.expert_shard, self.expert_replica)
 
     @property
@@ -149,19 +148,19 @@ class Mesh:
 
     @property
     def axes(self) -> list[Axis]:
-        """All that this rank shares with others, each once."""
-        every = {id(axis): axis for axis in map(self.axis, (*AXES, "pp_back", "world"))}.values()
-        return [axis for axis in every if axis.size > 1 and axis.transport != PLANNED]
+        """All axes that this rank shares with others, each once."""
+        distinct = {id(axis): axis for axis in map(self.axis, (*AXES, "pp_back", "world"))}.values()
+        return [axis for axis in distinct if axis.size > 1 and axis.transport != PLANNED]
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """How long a collective of any group may take; torch makes groups with other defaults than the first one's."""
+        """Limit the time of a collective on every group, since new groups do not inherit the default group's limit."""
         for axis in self.axes:
             set_group_timeout(timeout, axis.group)
-            if dist.get_backend(axis.group) == "gloo":  # nccl would have the host wait
+            if dist.get_backend(axis.group) == "gloo":  # with nccl a wait with a limit would block the host
                 axis.calls.message_limit = timeout
 
     def describe(self) -> str:
-        """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""
+        """This rank's name in errors and logs: `rank 5 (pp 1, dp 0, tp 1)`."""
         where = ", ".join(f"{k} {self.axis(k).rank}" for k in ("pp", "dp", "cp", "tp") if self.axis(k).size > 1)
         return f"rank {self.world.rank}" + (f" ({where})" if where else "")
 
@@ -183,7 +182,7 @@ def _grid(world: int, tp: int, pp: int, cp: int, dp_outermost: bool) -> Tensor:
 
 
 def world_axis() -> Axis:
-    """All ranks, in the default group: what there is before a mesh."""
+    """All ranks, in the default group, which exists before a mesh."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Axis("world")
     world = dist.get_world_size()
@@ -191,11 +190,11 @@ def world_axis() -> Axis:
 
 
 class Sizes(TypedDict, total=False):
-    """What a mesh is made of; dp is what remains of the world.
+    """Sizes of the axes of a mesh; dp is the rest of the world.
 
-    ep, etp    of experts; ep None: there are none, and what no other axis has is only planned
-    instances  into how many sets of ranks data splits (and edp), each with the whole of the optimizer's state; None:
-               every rank is one
+    ep, etp    for experts; ep None: there are none, and their axes are only planned unless another axis has the ranks
+    instances  the number of sets of ranks into which data and edp are split, each with the whole optimizer state; None:
+               every rank has the whole state
     """
 
     tp: int
@@ -216,68 +215,67 @@ def build_mesh(
 ) -> Mesh:
     """Make every group of the run; collective over the default group, so all ranks call it in the same way.
 
-    Raises ValueError where the world does not split so. timeout: of each group, as none inherits the default group's.
-    shared_memory: whether, on CPU, ranks of a stage that are all on one machine exchange through it (None: unless the
-    environment says otherwise).
+    timeout: for each group. shared_memory: whether, on CPU, ranks of a stage that are all on one machine exchange data
+    through it (None: yes, unless the environment says otherwise). Raises ValueError if the world cannot be split so.
     """
     memory = device.type == "cpu" and (override("shared_memory", True) if shared_memory is None else shared_memory)
-    made = _lay(_Groups(world_axis(), timeout, memory), **sizes)
+    mesh = _lay(_Groups(world_axis(), timeout, memory), **sizes)
     if timeout is not None:
-        made.set_timeout(timeout)
-    return replace(made, device=device)
+        mesh.set_timeout(timeout)
+    return replace(mesh, device=device)
 
 
 def plan_mesh(world: int, rank: int, **sizes: Unpack[Sizes]) -> Mesh:
-    """The same as rank `rank` of `world` sees it, without groups."""
+    """The mesh of rank `rank` of `world`, without groups."""
     return _lay(_Groups(Axis("world", world, rank, PLANNED, tuple(range(world)))), **sizes)
 
 
 class _Groups:
-    """Makes axes out of grids of ranks, and each group once. `world`: planned, and then all are."""
+    """Makes axes out of grids of ranks, and each group once. If `world` is planned, all axes are."""
 
     def __init__(self, world: Axis, timeout: datetime.timedelta | None = None, memory: bool = False):
         self.clock, self.timeout, self.memory = Clock(), timeout, memory
         self.world = replace(world, clock=self.clock)
-        self.made: dict[tuple[tuple[int, ...], ...], Axis] = {}
+        self.axes: dict[tuple[tuple[int, ...], ...], Axis] = {}
 
     def along(self, name: str, grid: Tensor, dim: int, *, planned: bool = False, own: bool = False) -> Axis:
-        """The axis `dim` of `grid`; of size 1 for a rank that is not in it. `own`: with a group of its own, for what is
-        not to queue behind others. `planned`: without one, unless there is one. All ranks ask for the same axes in the
-        same order."""
+        """The axis along `dim` of `grid`; of size 1 for a rank that is not in the grid. `own`: with a group of its own,
+        so that its work does not queue behind other work. `planned`: without a group, unless another axis has made it.
+        All ranks ask for the same axes in the same order."""
         size, rank = grid.shape[dim], self.world.rank
         alone = Axis(name, ranks=(rank,), clock=self.clock)
         if size == 1:
             return alone
         lines = grid.movedim(dim, -1).reshape(-1, size)
-        mine = [(tuple(lines[i].tolist()), int(j)) for i, j in (lines == rank).nonzero()]
-        axis = Axis(name, size, mine[0][1], PLANNED, mine[0][0], self.clock) if mine else alone
+        places = [(tuple(lines[i].tolist()), int(j)) for i, j in (lines == rank).nonzero()]
+        axis = Axis(name, size, places[0][1], PLANNED, places[0][0], self.clock) if places else alone
         if self.world.transport == PLANNED:
             return axis
-        every = tuple(sorted(map(tuple, lines.tolist())))
-        if every in self.made and not own:
-            return self.made[every]
+        rank_sets = tuple(sorted(map(tuple, lines.tolist())))
+        if rank_sets in self.axes and not own:
+            return self.axes[rank_sets]
         if planned:
             return axis
-        group = self._group(name, every, own)
-        if not mine:
+        group = self._group(name, rank_sets, own)
+        if not places:
             return axis
         axis = replace(axis, transport=group)
         if own:
             return axis
         if self.memory and name != "pp":  # collective over the axis
             axis = replace(axis, transport=SharedMemory.open(group, axis.rank, size) or group)
-        return self.made.setdefault(every, axis)
+        return self.axes.setdefault(rank_sets, axis)
 
-    def _group(self, name: str, lines: Sequence[tuple[int, ...]], own: bool) -> Any:
-        """This rank's of `lines`, or None; every rank takes part in making every group."""
-        if len(lines) == 1 and not own:
+    def _group(self, name: str, rank_sets: Sequence[tuple[int, ...]], own: bool) -> Any:
+        """Make a group of each set, with all ranks taking part; return this rank's group, or None."""
+        if len(rank_sets) == 1 and not own:
             return self.world.group
-        made = [dist.new_group(list(ranks), timeout=self.timeout, group_desc=name) for ranks in lines]
-        return next((group for group, ranks in zip(made, lines, strict=True) if self.world.rank in ranks), None)
+        groups = [dist.new_group(list(ranks), timeout=self.timeout, group_desc=name) for ranks in rank_sets]
+        return next((group for group, ranks in zip(groups, rank_sets, strict=True) if self.world.rank in ranks), None)
 
 
 def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:
-    """All axes, in one order on all ranks."""
+    """Make all axes, in the same order on all ranks."""
     if unknown := sizes.keys() - Sizes.__optional_keys__:
         raise TypeError(f"a mesh has no {', '.join(sorted(unknown))}")
     tp, pp, cp, ep, etp = (sizes.get(name) or 1 for name in ("tp", "pp", "cp", "ep", "etp"))
@@ -290,17 +288,17 @@ def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:
         raise ValueError(f"ep {ep} x etp {etp} does not divide the {stage.shape[1]} ranks of a stage")
     axes: dict[str, Any] = {name: groups.along(name, grid, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))}
 
-    def shared_out(of: Tensor, names: tuple[str, str, str], **planned: bool) -> None:
-        parts = sizes.get("instances", 1) or of.shape[1]
-        if of.shape[1] % parts:
-            raise ValueError(f"{parts} instances of the optimizer do not divide {names[0]} {of.shape[1]}")
-        split = of.unflatten(1, (parts, -1))
-        for name, where, dim in zip(names, (of, split, split), (1, 1, 2), strict=True):
-            axes[name] = groups.along(name, where, dim, **planned)
+    def add_data_axes(copies: Tensor, names: tuple[str, str, str], **planned: bool) -> None:
+        parts = sizes.get("instances", 1) or copies.shape[1]
+        if copies.shape[1] % parts:
+            raise ValueError(f"{parts} instances of the optimizer do not divide {names[0]} {copies.shape[1]}")
+        split = copies.unflatten(1, (parts, -1))
+        for name, ranks, dim in zip(names, (copies, split, split), (1, 1, 2), strict=True):
+            axes[name] = groups.along(name, ranks, dim, **planned)
 
     experts, planned = stage.unflatten(1, (-1, ep, etp)), sizes.get("ep") is None
-    shared_out(grid.flatten(1, 2), ("data", "replica", "shard"))
-    shared_out(experts, ("edp", "expert_replica", "expert_shard"), planned=planned)
+    add_data_axes(grid.flatten(1, 2), ("data", "replica", "shard"))
+    add_data_axes(experts, ("edp", "expert_replica", "expert_shard"), planned=planned)
     axes |= {name: groups.along(name, experts, dim, planned=planned) for dim, name in ((2, "ep"), (3, "etp"))}
     axes["pp_back"] = groups.along("pp_back", grid, 0, own=True)
     axes["ends"] = groups.along("ends", grid[[0, -1]] if pp > 1 else grid, 0, own=True)

@@ -1,13 +1,12 @@
-"""Randomness with coordinates instead of state: a value depends on what it is, never on who draws it.
+"""Randomness with coordinates instead of state: a value depends on its place, never on the rank that draws it.
 
-Initial weights are a function of (seed, name, block). A whole tensor is cut into blocks of indices along its (first)
-sharded dimension and each block has a generator of its own, so a rank draws just the blocks that meet its part, takes
-of them what is its along other sharded dimensions, and every layout gets the same bits. Blocks are drawn on the CPU in
-float32 (the same on every device and in every precision) and then converted. Dropout has coordinates too: see
-kernels/dropout.py.
+Initial weights are a function of (seed, name, block). A whole tensor is cut into blocks of indices along its first
+sharded dimension, and each block has a generator of its own. A rank draws the blocks that overlap its part and keeps
+its share along other sharded dimensions, so every layout gets the same bits. Blocks are drawn on the CPU in float32
+(the same on every device and in every precision) and then converted. Dropout has coordinates too (kernels/dropout.py).
 
-Rejected: one generator per rank (Megatron-LM's RNG tracker); the run then depends on the layout and the state
-must be saved and resharded.
+Rejected: one generator per rank (Megatron-LM's RNG tracker). The run would depend on the layout, and the state would
+have to be saved and resharded.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int) -> Tenso
     start, stop, std = box.start[dim], box.stop[dim], spec.init.std
     rows = tensor.movedim(dim, 0)
     others = [n for n in range(len(spec.shape)) if n != dim]
-    row, mine = [spec.shape[n] for n in others], [slice(box.start[n], box.stop[n]) for n in others]
+    row, share = [spec.shape[n] for n in others], [slice(box.start[n], box.stop[n]) for n in others]
 
-    @torch.no_grad()  # which is of one thread
+    @torch.no_grad()  # grad mode belongs to a thread
     def fill(block: int) -> None:
         first, last = block * size, min((block + 1) * size, spec.shape[dim])
         generator = torch.Generator().manual_seed(seed_of(seed, spec.name, block))
-        # the whole block, also at the end: torch draws the last of a number that is no multiple of 16 otherwise
+        # the whole block, also at the end: the last values of a draw depend on whether its size is a multiple of 16
         values = torch.randn(size, *row, generator=generator) * std
         a, b = max(first, start), min(last, stop)
-        rows[a - start : b - start].copy_(values[(slice(a - first, b - first), *mine)])
+        rows[a - start : b - start].copy_(values[(slice(a - first, b - first), *share)])
 
     blocks = range(start // size, (stop - 1) // size + 1)
     threads = min(len(blocks), torch.get_num_threads()) if tensor.numel() >= WORTH_THREADS else 1
     if threads == 1:
         for block in blocks:
             fill(block)
-    else:  # one generator is one thread's work, and a model of 8 G weights would take one core 40 s
+    else:  # a generator uses one thread, and 8 G weights would take one core 40 s
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(fill, blocks))
     return tensor

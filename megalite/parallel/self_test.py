@@ -1,9 +1,9 @@
-"""Every collective of every group, done once with numbers whose result is known, before a run trusts them.
+"""Runs every collective of every group once, with integers whose result is known, before a run trusts them.
 
-Each rank sends whole numbers of its own through the functions that a step uses: gloo or NCCL, shared memory where ranks
-have it, both channels of the pipeline, first and last stage. A link, a card's memory or a library that changes a bit is
-found here, with the group and the ranks, and not in a loss that looks odd days later. Of floats a sum may round the bit
-away.
+Each rank sends integers of its own through the functions that a step uses: gloo or NCCL, shared memory where ranks have
+it, both channels of the pipeline, first and last stage. A link, a card's memory or a library that changes a bit is
+found here, with the group and the ranks, and not days later in a loss that looks odd. They are integers because a sum
+of floats may round the changed bit away.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from megalite.parallel.launch import LaunchError
 from megalite.parallel.mesh import Axis, Mesh
 
 SMALL, LARGE = 1 << 10, 1 << 18  # elements of a whole tensor; NCCL has other protocols for large ones
-SHOWN = 8  # ranks that tell what they found
+SHOWN = 8  # ranks whose reports the error holds
 
-Outcome = tuple[str, Tensor, Tensor]  # what was done, what came of it, what should have
+Outcome = tuple[str, Tensor, Tensor]  # operation, result, expected result
 
 
 def numbers(rank: int, n: int, device: torch.device, ranks: int = 1) -> Tensor:
-    """What global rank `rank` sends: [n], int32; what `ranks` of them come to, where `rank` is their sum."""
+    """The int32 values [n] that global rank `rank` sends; or the sum of `ranks` ranks' values, if `rank` is the sum of
+    their numbers."""
     return (torch.arange(n, device=device) * 2654435761 % 1048573 * ranks + 40503 * rank).int()
 
 
 def check_collectives(mesh: Mesh) -> None:
-    """Collective. Raises LaunchError on all ranks, which names group, operation and ranks."""
+    """Test all groups; collective. Raises LaunchError on all ranks, which names group, operation and ranks."""
     if mesh.world.size == 1:
         return
     outcomes: list[tuple[Axis, str, Tensor, Tensor]] = []
@@ -39,38 +40,39 @@ def check_collectives(mesh: Mesh) -> None:
         for axis in sorted(mesh.axes, key=lambda axis: axis is not mesh.world):
             outcomes += [(axis, *outcome) for outcome in _outcomes(axis, mesh.world.rank, n, mesh.device)]
     wrong = torch.stack([(got != want).sum() for _, _, got, want in outcomes]).tolist()
-    found = [_told(*outcome, mesh.world.rank) for outcome, times in zip(outcomes, wrong, strict=True) if times]
-    number = torch.tensor(len(found), dtype=torch.int64, device=mesh.device)
-    if int(all_reduce_(number, mesh.world)) or found:
-        told = list(filter(None, gather_texts("; ".join(found), mesh.world, mesh.device)))[:SHOWN]
+    faults = [_describe(*outcome, mesh.world.rank) for outcome, count in zip(outcomes, wrong, strict=True) if count]
+    number = torch.tensor(len(faults), dtype=torch.int64, device=mesh.device)
+    if int(all_reduce_(number, mesh.world)) or faults:  # the sum itself may be wrong
+        reports = list(filter(None, gather_texts("; ".join(faults), mesh.world, mesh.device)))[:SHOWN]
         advice = "leave out the node, card or link that these have in common, and try tools/check_cluster.py on it"
-        raise LaunchError("\n".join(["collectives do not give what they should:", *told, advice]))
+        raise LaunchError("\n".join(["collectives give wrong values:", *reports, advice]))
 
 
 def _outcomes(axis: Axis, rank: int, n: int, device: torch.device) -> Iterator[Outcome]:
     part = max(1, n // axis.size)
     n = part * axis.size
-    mine, of = numbers(rank, n, device), lambda place: numbers(axis.ranks[place], n, device)
+    sent, sent_by = numbers(rank, n, device), lambda place: numbers(axis.ranks[place], n, device)
     total = numbers(sum(axis.ranks), n, device, axis.size)
-    fault("init.collectives", rank, 0, mine)
-    yield "all_reduce", all_reduce_(mine.clone(), axis), total
+    fault("init.collectives", rank, 0, sent)
+    yield "all_reduce", all_reduce_(sent.clone(), axis), total
     for place in (0, axis.size - 1):
-        yield f"broadcast of rank {axis.ranks[place]}", broadcast_(mine.clone(), axis, place), of(place)
+        yield f"broadcast of rank {axis.ranks[place]}", broadcast_(sent.clone(), axis, place), sent_by(place)
     if axis.name in ("pp", "pp_back"):
         step = 1 if axis.name == "pp" else -1
         source = (axis.rank - step) % axis.size
-        yield f"message from rank {axis.ranks[source]}", pass_on(axis, mine, step), of(source)
-    elif axis.name != "world":  # which does no more
-        each = [of(place)[:part] for place in range(axis.size)]
-        yield "all_gather", start_all_gather(mine[:part], axis).wait(), torch.cat(each)
+        yield f"message from rank {axis.ranks[source]}", pass_on(axis, sent, step), sent_by(source)
+    elif axis.name != "world":  # a step uses no other collective on it
+        parts = [sent_by(place)[:part] for place in range(axis.size)]
+        yield "all_gather", start_all_gather(sent[:part], axis).wait(), torch.cat(parts)
         block = total[axis.rank * part : (axis.rank + 1) * part]
-        yield "reduce_scatter", start_reduce_scatter(mine.clone(), axis).wait(), block
+        yield "reduce_scatter", start_reduce_scatter(sent.clone(), axis).wait(), block
 
 
-def pass_on(axis: Axis, mine: Tensor, step: int) -> Tensor:
-    """What the neighbour sent, as the pipeline sends. Even ones send first: nobody waits for a receive after his."""
-    got, to, source = torch.empty_like(mine), *(axis.ranks[(axis.rank + d) % axis.size] for d in (step, -step))
-    calls = [lambda: dist.isend(mine, to, group=axis.group), lambda: dist.irecv(got, source, group=axis.group)]
+def pass_on(axis: Axis, x: Tensor, step: int) -> Tensor:
+    """Send `x` to the rank `step` places further; return what came from the other side. Even positions send first, so
+    that no two neighbours both wait in a send."""
+    got, to, source = torch.empty_like(x), *(axis.ranks[(axis.rank + d) % axis.size] for d in (step, -step))
+    calls = [lambda: dist.isend(x, to, group=axis.group), lambda: dist.irecv(got, source, group=axis.group)]
     for call in calls if axis.rank % 2 == 0 else reversed(calls):
         work = call()
         assert work is not None
@@ -78,8 +80,8 @@ def pass_on(axis: Axis, mine: Tensor, step: int) -> Tensor:
     return got
 
 
-def _told(axis: Axis, what: str, got: Tensor, want: Tensor, rank: int) -> str:
-    """The first value that is wrong; of an all-gather each part is a rank's."""
+def _describe(axis: Axis, what: str, got: Tensor, want: Tensor, rank: int) -> str:
+    """Name the first wrong value; in an all-gather also the rank that its part came from."""
     wrong = (got != want).nonzero().flatten().tolist()
     i = wrong[0]
     part = f", in rank {axis.ranks[i * axis.size // len(got)]}'s part" if what == "all_gather" else ""

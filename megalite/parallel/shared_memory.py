@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter between ranks of one machine through memory that they share; gloo says when.
+"""All-gather and reduce-scatter between ranks of one machine, through memory that they share; gloo synchronises them.
 
     rank 0                                     rank 1
     copy x into a slot of its own       |      copy x into a slot of its own
@@ -6,14 +6,14 @@
     ... compute ...                     |      ... compute ...
     wait for it; read all slots         |      wait for it; read all slots
 
-A copy between processes runs at the speed of memory, a message through gloo's sockets at a tenth of it. The tiny
-all-reduce keeps what gloo is good at: a rank that died or hangs is an error on the others, after the group's time-out;
-and it carries what is being done, so ranks that do different things get an error instead of each other's bytes.
+A copy between processes runs at the speed of memory, a message through gloo's sockets at a tenth of it. Because of the
+tiny all-reduce, a rank that died or hangs is an error on the others after the group's time-out. It also carries the
+operation and its size, so ranks that do different things get an error instead of each other's bytes.
 
-Each rank has SLOTS slots; more bytes than a slot holds go piece by piece. When may a slot be filled again? When all
-have read it. Every rank runs the same program, so each counts its own puts and reads: who has seen the others' put p
-knows that they are past all reads that its own program has before p. Where that frees no slot, the oldest transfer is
-completed early, or one more tiny all-reduce tells.
+Each rank has SLOTS slots; what is larger than a slot goes piece by piece. A slot may be filled again when all ranks
+have read it. Every rank runs the same program and counts its own puts and reads, so a rank that has seen the others'
+put p knows that they are past all reads that come before p in the program. If that frees no slot, the oldest transfer
+is completed early, or one more tiny all-reduce brings the ranks together.
 """
 
 from __future__ import annotations
@@ -37,42 +37,43 @@ FOLDER = Path("/dev/shm")
 
 
 class OrderError(RuntimeError):
-    """Ranks of one group do different collectives."""
+    """The ranks of one group do different collectives."""
 
 
 class Transport(ABC):
-    """What an axis gathers and scatters by where that is not its group. Both: flat tensors; the result is valid after
-    `wait` of what is returned."""
+    """Gathers and scatters flat tensors in place of an axis's group. `out` is valid after `wait` of the result."""
 
     group: Any
 
     @abstractmethod
     def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
-        """x [n], out [size * n]: what all ranks' x are, in order."""
+        """x [n], out [size * n]: the x of all ranks, in order."""
 
     @abstractmethod
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
-        """x [size * n], out [n]: the sum over ranks of their x's block of this rank."""
+        """x [size * n], out [n]: the sum over ranks of this rank's block of their x. x must not change before `wait`;
+        `out` may be that block of x."""
 
 
 class SharedMemory(Transport):
-    """The slots of all ranks of a group, in one mapping. Not to be used by two threads."""
+    """The slots of all ranks of a group, in one mapping. Only one thread may use it."""
 
     def __init__(self, group: Any, rank: int, size: int, memory: Tensor, slots: int):
-        """memory: uint8, alike for all ranks."""
+        """memory: uint8, shared by all ranks."""
         self.group, self.rank, self.size = group, rank, size
         self.slots = list(memory.view(size, slots, -1).unbind(1))  # each [size, bytes]
         self._now = 0  # events of this rank's program: puts, reads and meetings
         self._passed = 0  # all ranks are past this event
         self._read_at: list[int | None] = [0] * slots  # when this rank read each slot; None: not yet
-        self._open: list[Transfer] = []
+        self.open_transfers: list[Transfer] = []
 
     @classmethod
     def open(
         cls, group: Any, rank: int, size: int, *, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES
     ) -> SharedMemory | None:
-        """Collective over `group`, which has a CPU backend. None on all ranks where they do not share a machine, or
-        it has no room. The file has no name any more when this returns, so nothing stays behind a killed process."""
+        """Map a new file on all ranks; collective over `group`, which has a CPU backend. None on all ranks if they are
+        on several machines, or the machine has no room. The file has no name when this returns, so a killed process
+        leaves nothing behind."""
         path, mapped = None, None
         names: list[Any] = [None]
         if rank == 0:
@@ -93,7 +94,6 @@ class SharedMemory(Transport):
         return cls(group, rank, size, torch.frombuffer(mapped, dtype=torch.uint8), slots)
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> Transfer:
-        """x [n], out [size * n]: what all ranks' x are, in order. Both flat; `out` is valid after `wait`."""
         piece = self.slots[0].shape[1] // x.element_size()
         parts = out.view(self.size, -1)
 
@@ -109,9 +109,7 @@ class SharedMemory(Transport):
         return self._start(1, x, x.numel(), piece, put, read)
 
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Transfer:
-        """x [size * n], out [n]: the sum over ranks of their x's block of this rank. Both flat; x must not change
-        before `wait`, `out` is valid after it and may be that block of x. In fp32 for half precision, in the order of
-        ranks: the same bits whoever sums."""
+        """Half precision is summed in fp32, in the order of ranks: the same bits on whatever rank."""
         piece = self.slots[0].shape[1] // x.element_size() // self.size
         blocks = x.view(self.size, -1)
 
@@ -146,14 +144,14 @@ class SharedMemory(Transport):
         spans = [(begin, min(begin + piece, elements)) for begin in range(0, elements, piece)]
         transfer = Transfer(self, facts, spans, put, read)
         if spans:
-            transfer.put_next()  # which may complete the oldest of the open ones
-            self._open.append(transfer)
+            transfer.put_next()  # this may complete the oldest open transfer
+            self.open_transfers.append(transfer)
         return transfer
 
     # ---- for Transfer
 
     def take(self) -> int:
-        """A slot that all ranks have read, or never used."""
+        """The number of a slot that all ranks have read, or never used."""
         while True:
             for number, at in enumerate(self._read_at):
                 if at is not None and at <= self._passed:
@@ -162,18 +160,17 @@ class SharedMemory(Transport):
             if self.has_room():
                 self.meet()
             else:
-                self._open[0].wait()
+                self.open_transfers[0].wait()
 
     def has_room(self) -> bool:
-        """Not all slots wait to be read here."""
+        """Whether this rank has a slot that does not wait to be read by it."""
         return any(at is not None for at in self._read_at)
 
     def meet(self) -> None:
-        """All ranks are here: past every read that this rank has made."""
+        """Wait until all ranks are here, past every read that this rank has made."""
         self._now += 1
-        here = self._now
-        self.arrive(torch.zeros(3, dtype=torch.int64)).wait()
-        self._passed = here
+        _Arrival(torch.zeros(3, dtype=torch.int64), self.group).wait()
+        self._passed = self._now
 
     def put_done(self) -> int:
         self._now += 1
@@ -184,15 +181,9 @@ class SharedMemory(Transport):
         self._read_at[slot] = self._now
         self._passed = max(self._passed, put_at)
 
-    def closed(self, transfer: Transfer) -> None:
-        self._open.remove(transfer)
-
-    def arrive(self, facts: Tensor) -> _Arrival:
-        return _Arrival(facts, self.group)
-
 
 class _Arrival:
-    """A tiny all-reduce: all ranks have come here, and with the same `facts`."""
+    """A tiny all-reduce, which shows that all ranks have come here with the same `facts`."""
 
     def __init__(self, facts: Tensor, group: Any):
         self._both = torch.cat([facts, -facts])
@@ -209,7 +200,7 @@ class _Arrival:
 
 
 class Transfer:
-    """A collective under way. `wait` on all ranks in one order."""
+    """A collective that has begun. All ranks must wait for their transfers in the same order."""
 
     def __init__(
         self,
@@ -226,25 +217,25 @@ class Transfer:
         span = self._left.pop(0)
         slot = self._memory.take()
         self._put(self._memory.slots[slot], *span)
-        self._coming.append((span, slot, self._memory.put_done(), self._memory.arrive(self._facts)))
+        self._coming.append((span, slot, self._memory.put_done(), _Arrival(self._facts, self._memory.group)))
 
     def wait(self) -> None:
-        """The result is there. Errors: those of the group's backend, OrderError."""
+        """Complete the transfer. Raises OrderError, and the errors of the group's backend."""
         if not self._coming:
             return
         while self._coming or self._left:
-            if self._left and self._memory.has_room():  # the next piece is on its way while this one is read
+            if self._left and self._memory.has_room():  # the next piece travels while this one is read
                 self.put_next()
             span, slot, put_at, arrival = self._coming.pop(0)
             arrival.wait()
             self._read(self._memory.slots[slot], *span)
             self._memory.read_done(slot, put_at)
-        self._memory.closed(self)
-        del self._put, self._read  # and with them the tensors
+        self._memory.open_transfers.remove(self)
+        del self._put, self._read  # they hold the tensors
 
 
 def _create(size: int) -> Path | None:
-    """A new file of `size` bytes, its pages reserved: a full file system would be a SIGBUS later."""
+    """Make a file of `size` bytes and reserve its pages; otherwise a full file system would be a SIGBUS later."""
     try:
         number, name = tempfile.mkstemp(prefix="megalite-", dir=FOLDER)
     except OSError:

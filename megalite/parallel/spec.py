@@ -1,12 +1,7 @@
-"""Where a value lives in the whole tensor: the one place that knows how a parameter is sharded.
+"""Where a value lives in the whole tensor: the one place that knows how a parameter is sharded. No torch.
 
-A `ParamSpec` says everything that anyone needs to know about a parameter: its canonical name (the same under
-every layout), the shape of the whole tensor, which dimension is split over which mesh axis, how it is
-initialised, whether it decays, and whether a second copy lives at the other end of the pipeline.
-Initialisation, gradient reduction, optimizer, gradient norm, checkpoint and conversion all read it; none of
-them keeps a copy of these facts.
-
-Pure Python: no torch. Shapes are in elements; a `Box` is half open, `start <= index < stop` per dimension.
+A `ParamSpec` holds all facts about a parameter. Initialisation, gradient reduction, optimizer, gradient norm,
+checkpoint and conversion read it, and none of them keeps a copy. Shapes are in elements.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ class Constant:
 
 Init = Normal | Constant
 
-# home -> the axis whose ranks each have a summand of the gradient, and the axes that split or copy the parameter
+# home -> the axis over which gradients are summed, and the axes that split or copy the parameter
 HOMES: Mapping[str, tuple[str, tuple[str, ...]]] = {"dense": ("data", ("tp",)), "expert": ("edp", ("ep", "etp"))}
 
 
@@ -61,19 +56,19 @@ class ParamSpec:
     shape   of the whole tensor, in elements
     shards  (dim, axis name) pairs: ((0, "tp"),) splits dim 0 evenly over the tp axis
     home    "dense" or "expert": which view of a stage's ranks it lives in (HOMES)
-    partial axes that hold copies of it, each with only a summand of its gradient: ("tp",) for norms under sequence
-            parallelism, row-parallel biases, replicated key/value projections
+    partial axes whose ranks hold copies of it, each with only a summand of its gradient: ("tp",) for norms under
+            sequence parallelism, row-parallel biases, replicated key/value projections
     init    how the whole tensor is drawn; bits do not depend on the layout (see parallel/rng.py)
     decay   whether weight decay applies
-    vocabulary  whether it is the word embedding or the head, which may have a learning rate of their own
+    vocabulary  whether it is the word embedding or the head, which can have a learning rate of their own
     tied    a second copy of this parameter lives at the other end of the pipeline; both copies carry the flag,
             and only when the pipeline has more than one rank
     stacked dim 0 counts matrices that are used as one, [2, F, D] for gate and up: split, drawn and known to other
             programs along dim 1, where the rows are
     offset  added to what is stored wherever it is used: 1 for norm weights that are stored as their difference from 1
     block   how many indices along `block_dim` share a generator of initial values (parallel/rng.py)
-    rows    how many rows of dim 0 mean something, where the rest pads the vocabulary so that it splits: padding
-            depends on the layout, so it is not part of what is stored
+    rows    how many rows of dim 0 are vocabulary; the others pad it so that it can be split. Padding depends on the
+            layout, so it is not stored. None: there is no padding
     """
 
     name: str
@@ -92,23 +87,20 @@ class ParamSpec:
 
     @property
     def block_dim(self) -> int:
-        """The dim along which initial values are drawn in blocks: the sharded one, or that of the rows."""
+        """The dim along which initial values are drawn in blocks: the sharded dim, or the dim of the rows."""
         return self.shards[0][0] if self.shards else int(self.stacked)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape that a checkpoint has, without padding: the same under every layout."""
+        """The shape in a checkpoint, without padding: the same under every layout."""
         return self.shape if self.rows is None else (self.rows, *self.shape[1:])
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape on one rank; `sizes` maps axis names to their sizes (absent: 1)."""
-        shape = list(self.shape)
         for dim, axis in self.shards:
-            size = sizes.get(axis, 1)
-            if shape[dim] % size:
+            if self.shape[dim] % (size := sizes.get(axis, 1)):
                 raise ValueError(f"{self.name}: dim {dim} of {self.shape} does not split over {axis}={size}")
-            shape[dim] //= size
-        return tuple(shape)
+        return self.box(sizes, {}).shape
 
     def box(self, sizes: Mapping[str, int], ranks: Mapping[str, int]) -> Box:
         """The part of the whole tensor that the rank at position `ranks` holds."""
@@ -120,8 +112,8 @@ class ParamSpec:
         return Box(tuple(start), tuple(stop))
 
     def stored_box(self, sizes: Mapping[str, int], ranks: Mapping[str, int]) -> Box:
-        """`box` without its rows of padding, which come last: flattened, it is a prefix of the flattened `box`. Empty
-        where all rows are padding."""
+        """`box` without its rows of padding. These come last, so it is a prefix of the flattened `box`, and empty if
+        all rows are padding."""
         box = self.box(sizes, ranks)
         if self.rows is None:
             return box
@@ -129,27 +121,27 @@ class ParamSpec:
 
     @property
     def data_axis(self) -> str:
-        """Over which its gradient is summed and its optimizer's state shared out."""
+        """The axis over which its gradient is summed and its optimizer's state is sharded."""
         return HOMES[self.home][0]
 
     @property
     def copied_over(self) -> tuple[str, ...]:
-        """Axes along which ranks hold the same elements, the data axis aside."""
+        """The axes along which ranks hold the same elements, apart from the data axis."""
         split = {axis for _, axis in self.shards}
         return tuple(a for a in HOMES[self.home][1] if a not in split) + (("ends",) if self.tied else ())
 
     def replicas(self, sizes: Mapping[str, int]) -> int:
-        """How many ranks hold each element, the data axis aside: its squared gradient counts 1/replicas."""
+        """How many ranks hold each element, apart from the data axis: its squared gradient counts 1/replicas."""
         return math.prod(sizes.get(axis, 1) for axis in self.copied_over)
 
     def first_copy(self, ranks: Mapping[str, int]) -> bool:
-        """Whether the rank at position `ranks` is the one of its replicas that speaks for them."""
+        """Whether the rank at position `ranks` holds the first of the replicas."""
         return not any(ranks.get(axis, 0) for axis in self.copied_over)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of one named value: a contiguous range of the flattened (row-major) `box`.
+    """The part of one named value that one rank holds: a contiguous range of the flattened (row-major) `box`.
 
     `span` counts elements inside the flattened box: range(0, box.numel) is the whole box; a ZeRO shard is a
     proper part of it. `data` is the 1-D tensor of `len(span)` elements, a view that loading may write into.

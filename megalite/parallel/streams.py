@@ -1,8 +1,8 @@
-"""Streams of a card and the order between them: the only place that names torch.cuda's. On a CPU all of it is nothing,
-since work is done where it is called: a stream is None there, and so is an event.
+"""The streams of a card and the order between them. No other module names torch.cuda's. A CPU does work where it is
+called, so there a stream and an event are None, and these functions do nothing.
 
-What one stream gets runs in order; what two get is ordered by events alone. The current stream is a thread's own
-affair, but the default one is the same in all threads, so a thread that is to hold up nobody works `beside` it.
+Work on one stream runs in order; work on two streams is ordered only by events. Each thread has its own current stream,
+but the default one is shared by all threads, so a thread that must not delay the others works `beside` it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def new_stream(device: torch.device) -> Stream | None:
 
 
 def reached(device: torch.device) -> Event | None:
-    """What the current stream has so far."""
+    """An event that follows all work that the current stream has so far."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -33,7 +33,7 @@ def reached(device: torch.device) -> Event | None:
 
 
 def mark(device: torch.device) -> Mark:
-    """This moment of the current stream; on a CPU seconds."""
+    """A time stamp in the current stream; on a CPU the time in seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -42,7 +42,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds_between(begin: Mark, end: Mark) -> float | None:
-    """Of two marks of one device; None while the card is not there yet."""
+    """Seconds between two marks of one device; None while the card has not reached the second."""
     if isinstance(begin, float) and isinstance(end, float):
         return end - begin
     assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
@@ -50,16 +50,16 @@ def seconds_between(begin: Mark, end: Mark) -> float | None:
 
 
 def wait_for(event: Event | None) -> None:
-    """What the current stream gets from here on comes after `event`; the host goes on."""
+    """Order later work of the current stream after `event`; the host does not wait."""
     if event is not None:
         event.wait()
 
 
 @contextlib.contextmanager
 def on_stream(stream: Stream | None) -> Iterator[None]:
-    """Here work goes to `stream`, after what the current one has so far and before what it gets next.
+    """Send the work inside to `stream`, after all earlier and before all later work of the current stream.
 
-    The default stream cannot be recorded, and autograd runs a parameter's node on the stream where it was made: so both
+    The default stream cannot be recorded, and autograd runs a parameter's node on the stream where it was made. So both
     the gradient buffer and the steps that are to be recorded belong inside.
     """
     if stream is None:
@@ -76,7 +76,8 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside(stream: Stream | None, after: Event | None) -> Iterator[None]:
-    """Here work goes to `stream`, after `after`; nobody waits for it but by an event that is `reached` inside."""
+    """Send the work inside to `stream`, after the event `after`. Other streams wait for it only through an event that
+    is `reached` inside."""
     if stream is None:
         yield
         return
@@ -86,13 +87,13 @@ def beside(stream: Stream | None, after: Event | None) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """The host waits for all that the device has."""
+    """Make the host wait for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class CudaGraph:
-    """Work of a card that can be repeated; recorded on the current stream, which must not be the default one."""
+    """Recorded work of a card that can be replayed. The stream that records it must not be the default one."""
 
     def __init__(self, pool: Any):
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
@@ -100,12 +101,12 @@ class CudaGraph:
 
     def record(self, work: Callable[[], None]) -> None:
         stream = torch.cuda.current_stream()
-        # thread_local: meanwhile the loader's thread may pin memory
+        # thread_local: the loader's thread may pin memory at the same time
         with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode="thread_local"):
             work()
 
 
 def cuda_graphs() -> Callable[[], CudaGraph]:
-    """Makes graphs that share their memory: they are replayed one after the other."""
+    """A factory of graphs that share their memory, because they are replayed one after the other."""
     pool = torch.cuda.graph_pool_handle()
     return lambda: CudaGraph(pool)

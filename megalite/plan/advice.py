@@ -1,8 +1,8 @@
-"""What a step, a run or a plan loses the most time by, and what would help: one adviser for all of them.
+"""Names the cause by which a step, a run or a plan loses the most time, and its remedy.
 
-Who asks gives shares of time by the names of CAUSES, measured (a run's report, tools/benchmark.py) or predicted
-(tools/plan.py). The cause named is the one that is farthest above the share from which it is worth a word; where none
-is, it is the computation itself. The figure of a remedy is the plan's, for the same run with another option.
+The caller gives shares of time by the names of CAUSES, measured (a run's report, tools/benchmark.py) or predicted
+(tools/plan.py). The cause named is the one that is farthest above its `worth`, the share from which it is mentioned; if
+none is above, it is the computation itself. The figure of a remedy is planned, for the same run with another option.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalite.plan.arrangement import Arrangement
 
 @dataclass(frozen=True)
 class Cause:
-    """what: the subject of "takes 12 % of a step". worth: the share from which it is worth a word."""
+    """what: the subject of "takes 12 % of a step". worth: the share from which it is mentioned."""
 
     what: str
     worth: float
@@ -30,7 +30,7 @@ CAUSES = {
     "data": Cause(
         "waiting for tokens",
         0.05,
-        "put --data-path and --data-cache-path on a faster disk; a thread reads the tokens, and shares the processors",
+        "put --data-path and --data-cache-path on a faster disk, or leave a processor free for the thread that reads",
     ),
     "checkpoint": Cause("waiting for saves", 0.05, "save less often, or in the background (--asynchronous-save on)"),
     "bubble": Cause(
@@ -45,12 +45,14 @@ CAUSES = {
         "use more micro-batches per step, tensor parallelism within a machine only, --grad-reduce-in-bf16; or one rank "
         "is slower than the others (--log-straggler)",
     ),
-    "tp": Cause(
-        "exposed communication of tp", 0.20, "use a smaller tp, keep its ranks on one machine, or larger micro-batches"
-    ),
-    "cp": Cause(
-        "exposed communication of cp", 0.20, "use a smaller cp, keep its ranks on one machine, or larger micro-batches"
-    ),
+    **{
+        axis: Cause(
+            f"exposed communication of {axis}",
+            0.20,
+            f"use a smaller {axis}, keep its ranks on one machine, or larger micro-batches",
+        )
+        for axis in ("tp", "cp")
+    },
     "dp": Cause(
         "the sum of gradients and the gather of weights, once per step,",
         0.20,
@@ -70,21 +72,19 @@ CAUSES = {
     "start-up": Cause("the start", 0.50, "the run was short; a longer one pays for it"),
     "fixed costs": Cause("the cost of any step, however small,", 0.15, "use a larger batch, or a larger model"),
     "other": Cause(
-        "what is beside all parts of a step",
+        "work outside all parts of a step",
         0.15,
         "use a larger --log-interval, fewer checks, a faster disk for logs; a profile (--profile) shows it",
     ),
     "recompute": Cause("computing activations again", NEVER, "recompute less, as far as memory allows"),
     "kernels": Cause("computing below the peak of the device", NEVER, "use larger micro-batches"),
-    "compute": Cause(
-        "computing", NEVER, "use faster kernels, more devices, or a smaller model; waits are not the limit"
-    ),
+    "compute": Cause("computing", NEVER, "use faster kernels, more devices, or a smaller model; waits do not limit it"),
 }
 COMPUTING = ("compute", "kernels", "recompute")
 
 
 def limit_of(shares: Mapping[str, float]) -> str:
-    """The cause to speak of. Other names than those of CAUSES may be among the shares, and are passed over.
+    """The cause to mention. Shares with other names than those of CAUSES are ignored.
 
     >>> limit_of({"compute": 0.7, "bubble": 0.2, "tp": 0.1}), limit_of({"compute": 0.9, "bubble": 0.09})
     ('bubble', 'compute')
@@ -97,7 +97,7 @@ def limit_of(shares: Mapping[str, float]) -> str:
 
 
 def sentence(cause: str, share: float, figures: str = "", of: str = "a step") -> str:
-    """`figures`: what is known of the cause or its remedy beyond its share.
+    """Say the share of a cause and its remedy. `figures`: more that is known about either.
 
     >>> sentence("evaluation", 0.3, of="the run")
     'evaluation takes 30.0% of the run: evaluate less often (--eval-interval), or fewer batches (--eval-iters)'
@@ -108,20 +108,20 @@ def sentence(cause: str, share: float, figures: str = "", of: str = "a step") ->
 
 def in_order(shares: Mapping[str, float]) -> str:
     """All shares that are not 0, the largest first."""
-    return ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda one: -one[1]) if share)
+    return ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda s: -s[1]) if share)
 
 
 def too_few_cores(ranks: int, threads: int, cores: int) -> str:
-    """Why waits say nothing where the threads of a machine's ranks share its cores; empty where each has one."""
+    """The reason why waits mean nothing if the threads of a machine's ranks share its cores; empty if they do not."""
     if ranks * threads <= cores:
         return ""
     have, number = f"{ranks} rank{'s' * (ranks > 1)}", f"{threads} thread{'s' * (threads > 1)}"
     shared = f"{have} of {number} share {cores} core{'s' * (cores > 1)}"
-    return f"{shared}, so what looks like a wait for others is one for a core"
+    return f"{shared}, so a wait for other ranks may be a wait for a core"
 
 
 def with_options(plan: Arrangement, **options: Any) -> Arrangement | None:
-    """The same run with other options, called "section__name"; None where they contradict each other."""
+    """The same run with other options, named "section__name"; None if they contradict each other."""
     config = plan.config
     for name, value in options.items():
         section, _, option = name.partition("__")
@@ -137,7 +137,7 @@ def with_options(plan: Arrangement, **options: Any) -> Arrangement | None:
 
 
 def about_the_bubble(plan: Arrangement) -> str:
-    """What is planned, and what it would be with each of its remedies."""
+    """The planned bubble, and the bubble with each of its remedies."""
     larger = f"twice the micro-batches (--global-batch-size {2 * plan.batch_size})"
     remedies = {larger: with_options(plan, train__global_batch_size=2 * plan.batch_size)}
     if not plan.config.parallel.split_backward:

@@ -1,13 +1,13 @@
-"""What a run is on its ranks, before there are any: batch sizes, steps, layers, memory, bubble, groups.
+"""A run on its ranks before it starts: batch sizes, steps, layers, memory, bubble, groups.
 
-A pure function of the configuration, the number of ranks and the vocabulary, made once per start: the check makes it,
-the start prints it, train/setup.py builds from it, and a dry run is it. What costs time (stages, the simulated
-schedule) is computed when it is first asked for.
+It is a pure function of the configuration, the number of ranks and the vocabulary, made once per start: the check makes
+it, the start and a dry run print it, and train/setup.py builds from it. Expensive parts (stages, the simulated
+schedule) are computed when they are first needed.
 
-Stages are built without memory (on the meta device) and laid out as optim/buffer.py does it, so weights, gradients and
-optimizer are the bytes that the run takes. What a stage computes, saves and leaves to wait is the sum over its layers
-of what one of their kind was seen to (plan/kinds.py). Activations are what the schedule has in flight of it; beside
-these plan/memory.py counts what lives for a moment, and nothing counts what CUDA and NCCL take.
+Stages are built without memory (on the meta device) and laid out as optim/buffer.py does it, so the bytes of weights,
+gradients and optimizer are those of the run. The FLOPs and bytes of a stage are sums over its layers, from the bill of
+each kind (plan/kinds.py). Activations are the bytes that the schedule has in flight. plan/memory.py adds what lives for
+a moment; memory of CUDA and NCCL is not counted.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from megalite.plan.partition import evenly, fastest, ranges, splits
 from megalite.plan.stage_costs import StageCosts, stage_costs
 from megalite.plan.sums import Sums
 
-TRIED_ACTIONS = 200_000  # of the schedules that are simulated to balance the stages: about a second
-LONG = 3  # groups of micro-batches that are simulated to compare splits; of more the rest is like the last
-TOLD_ACTIONS = 10_000  # of what is simulated for the figures, where that is longer: what waits may take long to settle
+TRIED_ACTIONS = 200_000  # simulated in all to balance the stages: about a second
+LONG = 3  # groups of micro-batches that are simulated to compare splits; later groups are like the last
+TOLD_ACTIONS = 10_000  # simulated at least for the figures, because waiting gradients may take long to settle
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """`world`: ranks, a multiple of tp x cp x pp. `vocab_size`: the true one."""
+    """`world`: number of ranks, a multiple of tp x cp x pp. `vocab_size`: without padding."""
 
     config: Config
     world: int
@@ -70,7 +70,7 @@ class Arrangement:
 
     @property
     def sizes(self) -> Sizes:
-        """What parallel/mesh.py makes a mesh of."""
+        """The sizes that parallel/mesh.py makes a mesh of."""
         p = self.config.parallel
         instances = 1 if p.use_distributed_optimizer else None
         return Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, dp_outermost=p.use_tp_pp_dp_mapping)
@@ -81,7 +81,7 @@ class Arrangement:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         if self.config.precision.bf16:
             return torch.bfloat16
         return torch.float16 if self.config.precision.fp16 else torch.float32
@@ -102,7 +102,7 @@ class Arrangement:
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:
-        """Raises ValueError where a ramp does not lead to the global batch size."""
+        """Raises ValueError if a ramp does not lead to the global batch size."""
         t = self.config.train
         if t.step_batch_size_schedule is not None:
             steps = read_batch_schedule(t.step_batch_size_schedule, self.config.model.seq_length)
@@ -114,7 +114,7 @@ class Arrangement:
 
     @cached_property
     def steps(self) -> int:
-        """Raises ValueError where there is none, and as `batch_sizes`."""
+        """The number of steps. Raises ValueError if it is 0, and as `batch_sizes` does."""
         t, sizes = self.config.train, self.batch_sizes
         if not (steps := t.train_iters or sizes.steps_for(t.train_samples or 0)):
             raise ValueError(f"train_samples={t.train_samples} is below one batch of {sizes.at(0)}; give more")
@@ -126,12 +126,12 @@ class Arrangement:
 
     @property
     def microbatches(self) -> int:
-        """Of a step, once its batch has its final size."""
+        """Micro-batches of a step, once its batch has its final size."""
         return self.batch_sizes.final // (self.config.train.micro_batch_size * self.dp)
 
     @cached_property
     def stages(self) -> list[range]:
-        """The layers of every stage: as the options give them, or balanced by simulated time and by memory."""
+        """The layers of every stage: given by the options, or balanced by simulated time and memory."""
         if self.given_or_even:
             return ranges(self.given_or_even)
         layers, stages = self.config.model.num_layers, self.placement.num_stages
@@ -145,14 +145,15 @@ class Arrangement:
 
     @property
     def given_or_even(self) -> Sequence[int]:
-        """Layers of every stage where there is no choice: as the options give them, or one each at most; else empty."""
+        """The number of layers of every stage if there is no choice: given by the options, or at most one each;
+        otherwise empty."""
         layers, stages = self.config.model.num_layers, self.placement.num_stages
         even = evenly(layers, stages) if layers <= stages or stages == 1 else ()
         return even if self._given is None else self._given
 
     @cached_property
     def counts(self) -> list[int]:
-        """How many layers every stage has."""
+        """The number of layers of every stage."""
         return [len(layers) for layers in self.stages]
 
     @cached_property
@@ -161,7 +162,7 @@ class Arrangement:
 
     @property
     def chunks(self) -> int:
-        """Stages of each pipeline rank."""
+        """The number of stages of each pipeline rank."""
         if self._given is not None:
             return len(self._given) // self.pp
         return self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
@@ -179,12 +180,12 @@ class Arrangement:
 
     @property
     def edge(self) -> int:
-        """Bytes of x_sBD, which is also a message."""
+        """Bytes of x_sBD, which is also the size of a message."""
         return self.tokens * self.config.model.hidden_size * self.dtype.itemsize // self.tp
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Tokens of a micro-batch."""
         return self.config.model.seq_length * self.config.train.micro_batch_size
 
     @cached_property
@@ -197,7 +198,8 @@ class Arrangement:
 
     @cached_property
     def holdings(self) -> list[Holding]:
-        """Of every pipeline rank. Those with as many layers and the same end of the model hold the same: built once."""
+        """The holding of every pipeline rank. It is built once for ranks with equal layers and the same end of the
+        model."""
         sizes = self.elements
         ranks = [[self.stages[s] for s in self.placement.stages(rank)] for rank in range(self.pp)]
         kinds = [
@@ -209,12 +211,12 @@ class Arrangement:
 
     @property
     def worst(self) -> int:
-        """The pipeline rank that holds the most weights, gradients and optimizer."""
+        """The pipeline rank with the most bytes of weights, gradients and optimizer."""
         return max(range(self.pp), key=lambda r: self.holdings[r].state)
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model, each once, without padding."""
+        """The number of parameters of the whole model, each counted once, without padding."""
         specs = specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab)
         return sum(math.prod(spec.stored_shape) for spec in specs.values())
 
@@ -235,29 +237,29 @@ class Arrangement:
 
     @cached_property
     def in_flight(self) -> list[int]:
-        """Of every pipeline rank: forwards of a chunk that wait for their backward, at most."""
+        """The most forwards of a chunk that wait for their backward, for every pipeline rank."""
         return [round(most) for most in self._most_alive(None, self.split, self.told)]
 
     @cached_property
     def activations(self) -> list[int]:
-        """Bytes of every pipeline rank that its forwards in flight keep, at most."""
+        """The most bytes that the forwards in flight keep, for every pipeline rank."""
         return [round(kept) for kept in self._most_alive(self.held, self.split, self.told)]
 
     @cached_property
     def bubble(self) -> float:
-        """Share of the time that ranks idle, by FLOPs."""
+        """The share of the time for which ranks are idle, by FLOPs."""
         times = sum(map(sum, self.costs))
         idle = 1.0 - self.microbatches * times / (self.pp * self._time(self.costs, self.split, self.told))
         return max(0.0, idle)  # rounding: not -0.0%
 
     def _time(self, costs: Sequence[Cost], split: Split | None, groups: int = LONG) -> float:
-        """Of a step, simulated; in units of the costs."""
+        """The simulated time of a step, in units of the costs."""
         return self.run(costs, split, groups)[0]
 
     def run(
         self, costs: Sequence[Cost], split: Split | None, groups: int = LONG, **more: Unpack[Simulated]
     ) -> tuple[float, Simulation]:
-        """(time of a step, how it or its first groups of micro-batches went). `more`: as simulate() takes it."""
+        """(time of a step, simulation of it or of its first groups of micro-batches). `more`: see simulate()."""
         run, rows = self._rows(split, groups)
         simulation = simulate(rows, costs, **more)
         if run == self.microbatches:
@@ -269,14 +271,14 @@ class Arrangement:
         return simulation.end + (self.microbatches - run) * each, simulation
 
     def _slowest(self, costs: Sequence[Cost]) -> float:
-        """Time of the busiest rank for one micro-batch."""
+        """The time of the busiest rank for one micro-batch."""
         return max(sum(sum(costs[s]) for s in self.placement.stages(rank)) for rank in range(self.pp))
 
     def _least_time(self, split: Sequence[int]) -> float:
         return self.microbatches * self._slowest(self.layers.costs_of(split))
 
     def _rate(self, split: Sequence[int]) -> tuple[float, float]:
-        """Time of a step, and bytes of the fullest rank: layers, embedding, head and what is in flight."""
+        """(time of a step, bytes of the fullest rank: layers, embedding, head and activations in flight)."""
         backward = self._split_of(split)
         alive = self._most_alive(self.layers.held_of(split), backward)
         held = [self.module_bytes.of(np.array(split), rank, self.placement) + alive[rank] for rank in range(self.pp)]
@@ -284,12 +286,12 @@ class Arrangement:
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """Of rank 0, by axis."""
+        """The groups of rank 0, by axis."""
         mesh = self._mesh(0)
         return {name: mesh.axis(name).ranks for name in ("tp", "dp", "pp")}
 
     def _mesh(self, rank: int) -> Mesh:
-        """Of the first rank of a pipeline position, without groups."""
+        """The mesh of the first rank of a pipeline position, without groups."""
         first = plan_mesh(self.world, 0, **self.sizes)
         return plan_mesh(self.world, first.pp.ranks[rank], **self.sizes) if rank else first
 
@@ -313,7 +315,7 @@ class Arrangement:
 
     @cached_property
     def elements(self) -> tuple[int, ...]:
-        """Of this rank's part of each layer's parameters."""
+        """The number of elements of each layer's parameters on a rank."""
         make = Maker(self._mesh(0), self.dtype, 0, meta=True)
 
         return tuple(self.layers.each(lambda kind: sum(p.numel() for p in Block(make, kind, 0).parameters())))
@@ -333,22 +335,22 @@ class Arrangement:
 
     @property
     def _group(self) -> int:
-        """Micro-batches of the first group."""
+        """The number of micro-batches of the first group."""
         p = self.config.parallel
         return group_sizes(self.microbatches, self.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[0]
 
     @property
     def told(self) -> int:
-        """How many groups the figures are of."""
+        """The number of groups that the figures describe."""
         return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self._group))
 
     @property
     def told_rows(self) -> Sequence[Sequence[Action]]:
-        """What each pipeline rank does of the micro-batches that the figures are of: of a short step all."""
+        """The actions of each pipeline rank for the micro-batches that the figures describe: all of a short step."""
         return self._rows(self.split, self.told)[1]
 
     def _rows(self, split: Split | None, groups: int) -> tuple[int, Sequence[Sequence[Action]]]:
-        """(micro-batches, what each pipeline rank does of them) of a step, or of its first `groups` groups."""
+        """(micro-batches, the actions of each pipeline rank for them) of a step, or of its first `groups` groups."""
         p, m, group = self.config.parallel, self.microbatches, self._group
         size = p.microbatch_group_size_per_virtual_pipeline_stage
         if m > groups * group:
@@ -356,12 +358,12 @@ class Arrangement:
         return m, plan(p.pipeline_schedule, self.pp, m, self.chunks, size, split)
 
     def _most_alive(self, held: Sequence[Held] | None, split: Split | None, groups: int = LONG) -> list[float]:
-        """Of every pipeline rank: forwards in flight at once, each counted `held` of its stage, or 1."""
+        """The most that is in flight on every pipeline rank: each forward counts `held` of its stage, or 1."""
         run, rows = self._rows(split, groups)
         now = [in_flight(row, held) for row in rows]
         if run == self.microbatches:
             return now
-        # what one more group adds without a split is what all the others add: what waits is limited
+        # each further group adds as much as one group without a split adds, because what waits is limited
         (run_2, two), (run_3, three) = self._rows(None, LONG - 1), self._rows(None, LONG)
         more = (self.microbatches - run) / (run_3 - run_2)
         return [
@@ -370,14 +372,15 @@ class Arrangement:
 
 
 def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
-    """Raises ValueError, `name=value breaks rule; remedy`, for what config/check.py cannot see."""
+    """Make the arrangement. Raises ValueError, `name=value breaks rule; remedy`, for all that config/check.py cannot
+    check."""
     made = Arrangement(config, world, vocab_size)
-    _ = made.steps, made.stages  # which raise
+    _ = made.steps, made.stages  # these raise
     return made
 
 
 def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
-    """This rank's chunks of the model; `meta`: without memory."""
+    """The chunks of the model on this rank; `meta`: without memory."""
     make = Maker(mesh, dtype, made.config.train.seed, meta)
     return [build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """`steps`: (samples, size), each size from that many consumed samples on; the first at 0, increasing. That all
-    sizes are multiples of micro-batch size x dp is checked with the configuration. `last_whole`: a last batch that
-    only partly fits into --train-samples is trained on, as Megatron-LM does with --step-batch-size-schedule.
+    """`steps`: (samples, size): each size is used from that number of consumed samples on; the first at 0, increasing.
+    The check of the configuration ensures that all sizes are multiples of micro-batch size x dp. `last_whole`: train on
+    a last batch that only partly fits into --train-samples, as Megatron-LM does with --step-batch-size-schedule.
 
     >>> sizes = BatchSizes.ramp(32, 8, 8, 300)
     >>> [sizes.at(n) for n in (0, 99, 100, 200, 299, 300)]
@@ -27,17 +27,17 @@ class BatchSizes:
 
     @classmethod
     def ramp(cls, final: int, start: int, increment: int, samples: int) -> BatchSizes:
-        """From `start` by `increment` up to `final` over `samples` samples; every size lasts equally long."""
+        """Sizes from `start` by `increment` up to `final` over `samples` samples, each for as many samples."""
         if start < 1 or increment < 1 or samples < 0 or start > final or (final - start) % increment:
             raise ValueError(
                 f"rampup_batch_size={start} {increment} {samples} does not lead to global_batch_size={final}; "
                 f"start at 1 to {final} and give an increment that divides the difference"
             )
         count = (final - start) // increment
-        begins = {0: start}  # of sizes that begin at the same sample, the last
+        begins = {0: start}  # sample -> size; if several sizes begin at one sample, the last counts
         for i in range(1, count + 1):
             begin = -(-i * samples // count)
-            if samples and int(begin / (samples / count)) < i:  # Megatron-LM divides so, and rounding loses a sample
+            if samples and int(begin / (samples / count)) < i:  # Megatron-LM divides like this, and rounding loses one
                 begin += 1
             begins[begin] = start + i * increment
         return cls(tuple(begins.items()))
@@ -47,7 +47,7 @@ class BatchSizes:
         return self.steps[-1][1]
 
     def at(self, consumed: int) -> int:
-        """Size of the step that starts when `consumed` samples are consumed."""
+        """Batch size of the step that starts after `consumed` samples."""
         return next(size for begin, size in reversed(self.steps) if begin <= consumed)
 
     def consumed_at(self, step: int) -> int:
@@ -60,7 +60,7 @@ class BatchSizes:
         return consumed
 
     def steps_for(self, samples: int) -> int:
-        """Whole steps that `samples` samples are enough for; with `last_whole`, the one that passes them too."""
+        """The number of whole steps in `samples` samples; with `last_whole`, also the step that exceeds them."""
         steps = 0
         for consumed, size, count in self._runs():
             left = samples - consumed
@@ -71,7 +71,7 @@ class BatchSizes:
         return steps
 
     def _runs(self) -> Iterator[tuple[int, int, float]]:
-        """(consumed at its begin, size, number of steps) of each size that is used; the last one has no end."""
+        """(samples consumed before it, size, number of steps) of each size that is used; the last one has no end."""
         consumed = 0
         for (_, size), (end, _) in zip(self.steps, (*self.steps[1:], (math.inf, 0)), strict=True):
             if end == math.inf:

@@ -1,13 +1,13 @@
-"""What a part of the model costs a rank, read off one run of that part on the meta device. No formula is in here.
+"""Reads the costs of a part of the model on a rank off one run of that part on the meta device. It has no formulas.
 
     matmul    rows, columns, depth of a product       scores   FLOPs that an attention kernel states (Kernel.flops)
     stream    bytes of an operation or a launch: each of its tensors is read or written once
-    begin     a collective over tp and its bytes      wait     for the one with this number
+    begin     a collective over tp and its bytes      wait     a wait for the collective with this number
 
-in the order in which a rank does it, in three phases: F, the forward; B, the backward to the input with what it
-computes again; W, the weights' gradients, of which those that backward computes at once count as B's. Bytes: `saved`
-from F to B, `waiting` from B to W, and `moment` of each phase: the most that there is at once beyond what was there
-when it began. Of the Triton kernels on a card, whatever device the plan is made on.
+These events are in the order of the rank's work, in three phases: F, the forward; B, the backward to the input with all
+that is computed again; W, the weights' gradients, unless backward computes them at once, in B. Bytes are `saved` from F
+to B, `waiting` from B to W, and the `moment` of each phase: its peak above the bytes that were there when it began. The
+run uses the Triton kernels of a card, whatever device the plan is made on.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FREE |= {aten.detach, aten.lift_fresh}
 
 
 class Event(NamedTuple):
-    """figures: of a matmul rows, columns, depth and whether it adds to a gradient's sum; of a stream its bytes; of
-    scores their FLOPs; of a collective its bytes and number, of a wait the number."""
+    """figures: (rows, columns, depth, whether it adds to a gradient's sum) of a matmul, (bytes) of a stream, (FLOPs)
+    of scores, (bytes, number) of a collective, (number) of a wait."""
 
     phase: str
     what: str
@@ -56,7 +56,7 @@ class Bill:
 
     @cached_property
     def flops(self) -> tuple[float, float, float]:
-        """Of F, B and W. A gradient of weights is W's, whenever it is computed."""
+        """FLOPs of F, B and W. Gradients of weights count in W, whenever they are computed."""
         sums = {"F": 0.0, "B": 0.0, "W": 0.0}
         for phase, what, _, figures in self.trace:
             if what == "matmul":
@@ -71,28 +71,25 @@ class Bill:
 
 
 class _Begun:
-    """A collective that is under way."""
+    """A collective that has begun."""
 
-    def __init__(self, seen: Recorder, number: int):
-        self.seen, self.number = seen, number
+    def __init__(self, recorder: Recorder, number: int):
+        self.recorder, self.number = recorder, number
 
     def wait(self, *_: Any) -> None:
-        self.seen.add("wait", "", self.number)
-
-    def is_completed(self) -> bool:
-        return False
+        self.recorder.add("wait", "", self.number)
 
 
 class _Counted(Transport):
-    """Moves nothing, and tells."""
+    """Moves nothing and records each collective."""
 
-    def __init__(self, seen: Recorder):
-        self.seen, self.group = seen, self
+    def __init__(self, recorder: Recorder):
+        self.recorder, self.group = recorder, self
 
     def _begin(self, name: str, x: Tensor) -> _Begun:
-        number = len(self.seen.trace)
-        self.seen.add("begin", name, x.nbytes, number)
-        return _Begun(self.seen, number)
+        number = len(self.recorder.trace)
+        self.recorder.add("begin", name, x.nbytes, number)
+        return _Begun(self.recorder, number)
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> _Begun:
         return self._begin("all-gather", out)
@@ -102,7 +99,7 @@ class _Counted(Transport):
 
 
 class _Sink:
-    """The sum of a parameter's gradients, which is there all the time."""
+    """The sum of a parameter's gradients, which is always in memory."""
 
     def __init__(self, p: nn.Parameter):
         self.grad = torch.empty(p.shape, dtype=main_dtype(p.dtype), device=META)
@@ -120,15 +117,15 @@ class Recorder(Meta):
         self.trace: list[Event] = []
         self.phase = ""
         self.moment: dict[str, int] = {}
-        self._names: dict[int, tuple[str, bool]] = {}  # of a parameter's storage: its name; whether it is its sum's
+        self._names: dict[int, tuple[str, bool]] = {}  # storage -> parameter's name, whether it is the gradients' sum
 
     def mesh(self, tp: int) -> Mesh:
-        """Of the first rank of `tp`."""
+        """The mesh of the first rank of `tp`, whose collectives are recorded."""
         axis = Axis("tp", tp, 0, _Counted(self), tuple(range(tp))) if tp > 1 else Axis("tp")
         return Mesh(tp=axis, device=META)
 
     def own(self, module: M) -> M:
-        """Parameters and the sums of their gradients are nobody's bytes here."""
+        """Leave out the bytes of the parameters and of the sums of their gradients."""
         for p in module.parameters():
             p.sink = _Sink(p)  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -176,8 +173,8 @@ class Recorder(Meta):
         return result
 
     def read(self, forward: Callable[..., Tensor], given: list[Tensor], dy_of: Any, later: Later | None = None) -> Bill:
-        """F, B, and W where backward is split. given: of `forward`; a list, which is emptied. dy_of: makes the gradient
-        of the result."""
+        """The bill of F, B, and W if backward is split. given: the inputs of `forward`; the list is emptied, so that
+        nothing else holds them. dy_of: makes the gradient of the result."""
         inputs = [x.requires_grad_() for x in given]
         given.clear()
         y = self.time("F", lambda: forward(*inputs))

@@ -1,18 +1,18 @@
-"""Devices, nodes and the links between them: a table, or a TOML file of one's own.
+"""Devices, nodes and the links between them: a table, or the user's own TOML file.
 
-    device = "h100"              # of the table; for what it does not know a table [device] in place of this line
+    device = "h100"              # a name of the table; for another device a section [device] in place of this line
     nodes = 16
     per_node = 8                 # default: the table's
 
     # [device]
     # name = "mine"
     # memory_gib = 96
-    # memory_gb_per_s = 4000     # of its own memory
+    # memory_gb_per_s = 4000     # rate of its own memory
     # price_per_hour = 2.5       # US dollars; peak_tflops: default by `name`, megalite/plan/peak_rates.py
     # peak_tflops = { bf16 = 500, fp32 = 60 }
 
     [inside]                     # a link within a node; [between] nodes. Each default is the table's
-    gb_per_s = 360               # 10^9 bytes, per device, one direction, as large collectives reach
+    gb_per_s = 360               # 10^9 bytes, per device, in one direction, that large collectives reach
     latency_us = 8
 
 A file's sections and keys are all optional.
@@ -41,8 +41,8 @@ GB, GIB, US = 1e9, 2**30, 1e-6
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes `latency_s` + n / `bytes_per_s`: per device, in one direction, as large collectives
-    reach. `label`: what the vendor says, bytes/s."""
+    """A message of n bytes takes `latency_s` + n / `bytes_per_s`, the rate per device and direction that large
+    collectives reach. `label`: the vendor's figure, bytes/s."""
 
     latency_s: float
     bytes_per_s: float
@@ -54,11 +54,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """vendor_name    as torch reports it: by it megalite/plan/peak_rates.py knows the peak
-    memory_bytes      that the driver shows
+    """vendor_name    the name that torch reports; megalite/plan/peak_rates.py finds the peak by it
+    memory_bytes      as the driver shows it
     price_per_hour    US dollars: an example, as rented by the hour in 2026; give your own
-    peaks             dtype -> TFLOP/s, for what the table of peaks does not know
-    local_ranks       of a CPU: processes that share it
+    peaks             dtype -> TFLOP/s, for devices that are not in the table of peaks
+    local_ranks       number of processes that share a CPU
     """
 
     name: str
@@ -70,21 +70,21 @@ class Device:
     local_ranks: int = 1
 
     def peak_tflops(self, dtype: torch.dtype) -> float:
-        """Dense, accumulating in fp32. Raises ValueError where the device has no units for `dtype`."""
+        """Dense rate, accumulating in fp32. Raises ValueError if the device has no known peak for `dtype`."""
         if (given := self.peaks.get(SHORT[dtype])) is not None:
             return given
         if self.name == "cpu":
             return _cpu_peak(dtype, self.local_ranks)
         if (peak := peak_of(self.vendor_name, dtype).tflops) is None:
-            known = [name for of, name in SHORT.items() if peak_of(self.vendor_name, of).tflops]
-            remedy = f"train in {' or '.join(known)}" if known else "give peak_tflops in the cluster's file"
+            names = [name for other, name in SHORT.items() if peak_of(self.vendor_name, other).tflops]
+            remedy = f"train in {' or '.join(names)}" if names else "give peak_tflops in the cluster's file"
             raise ValueError(f"device={self.name} has no known {SHORT[dtype]} peak; {remedy}")
         return peak
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`between`: nodes; per device, since each device has a network card of its own, or its share of one."""
+    """`inside`: the link within a node; `between`: nodes, per device, because each has a network card or a share."""
 
     device: Device
     per_node: int
@@ -105,60 +105,50 @@ def _cpu_peak(dtype: torch.dtype, local_ranks: int) -> float:
 
 
 def _link(label_gb_per_s: float, reached: float, latency_us: float) -> Link:
-    """`reached`: the share of the label that nccl-tests' bus bandwidth of large messages comes to."""
+    """`reached`: the share of the label that nccl-tests' bus bandwidth of large messages reaches."""
     return Link(latency_us * US, label_gb_per_s * reached * GB, label_gb_per_s * GB)
 
 
 def _this_machine() -> Device:
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Device("cpu", "", pages * size, 10 * GB, 0.05)  # bytes/s: of two cores; calibration measures it
+    return Device("cpu", "", pages * size, 10 * GB, 0.05)  # the rate of two cores; calibration measures it
 
 
 # Memory and its rate: the vendors' data sheets, memory as nvidia-smi shows it. Links: NVLink's label in one direction
 # (half of what is called bidirectional), and the share of it that ring collectives of large messages reach by
 # nccl-tests: 230 to 240 of 300 GB/s on an 8 x A100 node, 360 to 370 of 450 on 8 x H100 without the switch's own sums.
 # Network: 8 x 400 Gbit/s per DGX H100, H200 and B200 (50 GB/s per device), 8 x 200 per DGX A100, 4 x 100 for the 8
-# devices of a DGX-1V. Latency: of one hop of a ring, kernel included. Prices are examples, 2026-11.
+# devices of a DGX-1V. Latency: one hop of a ring, with its kernel. Prices are examples, 2026-11.
+_CARDS = (  # name, vendor's name, MiB, GB/s of memory, price; links within a node of 8 and between nodes
+    ("a100", "NVIDIA A100-SXM4-80GB", 81920, 2039, 1.8, _link(300, 0.78, 4), _link(25, 0.85, 12)),
+    ("h100", "NVIDIA H100 80GB HBM3", 81559, 3350, 2.8, _link(450, 0.80, 3), _link(50, 0.88, 10)),
+    ("h200", "NVIDIA H200", 143771, 4800, 3.5, _link(450, 0.80, 3), _link(50, 0.88, 10)),
+    ("b200", "NVIDIA B200", 183359, 8000, 5.5, _link(900, 0.78, 3), _link(50, 0.88, 10)),
+    ("v100", "Tesla V100-SXM2-32GB", 32510, 900, 0.6, _link(150, 0.85, 5), _link(6.25, 0.85, 15)),
+)
+# name -> device, devices per node (0: any number), links within and between nodes
 DEVICES: Mapping[str, tuple[Device, int, Link, Link]] = MappingProxyType(
     {
-        "a100": (
-            Device("a100", "NVIDIA A100-SXM4-80GB", 81920 * 2**20, 2039 * GB, 1.8),
-            *(8, _link(300, 0.78, 4), _link(25, 0.85, 12)),
-        ),
-        "h100": (
-            Device("h100", "NVIDIA H100 80GB HBM3", 81559 * 2**20, 3350 * GB, 2.8),
-            *(8, _link(450, 0.80, 3), _link(50, 0.88, 10)),
-        ),
-        "h200": (
-            Device("h200", "NVIDIA H200", 143771 * 2**20, 4800 * GB, 3.5),
-            *(8, _link(450, 0.80, 3), _link(50, 0.88, 10)),
-        ),
-        "b200": (
-            Device("b200", "NVIDIA B200", 183359 * 2**20, 8000 * GB, 5.5),
-            *(8, _link(900, 0.78, 3), _link(50, 0.88, 10)),
-        ),
-        "v100": (
-            Device("v100", "Tesla V100-SXM2-32GB", 32510 * 2**20, 900 * GB, 0.6),
-            *(8, _link(150, 0.85, 5), _link(6.25, 0.85, 15)),
-        ),
-        "cpu": (_this_machine(), 0, _link(2, 1.0, 100), _link(1.25, 0.9, 60)),  # 10 Gbit/s Ethernet between machines
+        name: (Device(name, vendor, mib * 2**20, gb_per_s * GB, price), 8, inside, between)
+        for name, vendor, mib, gb_per_s, price, inside, between in _CARDS
     }
+    | {"cpu": (_this_machine(), 0, _link(2, 1.0, 100), _link(1.25, 0.9, 60))}  # 10 Gbit/s Ethernet between machines
 )
 
 
 def cluster(device: str, num_devices: int, per_node: int | None = None) -> Cluster:
-    """`num_devices` of a device of the table. Raises ValueError, `name=value breaks rule; remedy`.
+    """A cluster of `num_devices` devices of the table. Raises ValueError, `name=value breaks rule; remedy`.
 
-    >>> made = cluster("h100", 16)
-    >>> made.nodes, made.per_node, made.inside.bytes_per_s / 1e9, made.between.bytes_per_s / 1e9
+    >>> h100s = cluster("h100", 16)
+    >>> h100s.nodes, h100s.per_node, h100s.inside.bytes_per_s / 1e9, h100s.between.bytes_per_s / 1e9
     (2, 8, 360.0, 44.0)
     """
     if device not in DEVICES:
         raise ValueError(f"device={device} is not in the table; give one of {', '.join(DEVICES)}, or a TOML file")
     if num_devices < 1:
         raise ValueError(f"num_devices={num_devices} is not positive; a cluster has at least 1")
-    model, usual, inside, between = DEVICES[device]
-    size = per_node if per_node is not None else min(usual or num_devices, num_devices)
+    model, default_size, inside, between = DEVICES[device]
+    size = per_node if per_node is not None else min(default_size or num_devices, num_devices)
     if size < 1:
         raise ValueError(f"per_node={size} is not positive; a node has at least 1 device")
     if num_devices % size:
@@ -169,22 +159,21 @@ def cluster(device: str, num_devices: int, per_node: int | None = None) -> Clust
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Raises ValueError with everything that is wrong with the file, OSError where it cannot be read."""
+    """Raises ValueError with everything that is wrong with the file, OSError if it cannot be read."""
     try:
-        found = tomllib.loads(path.read_text())
+        tables = tomllib.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
-    problems = _problems(found)
-    if problems:
+    if problems := _problems(tables):
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
-    of = found.get("device", "h100")
-    own = isinstance(of, dict)
-    name = of["name"] if own else of
-    base = cluster(name if name in DEVICES else "h100", 1)
-    per_node = found.get("per_node") or DEVICES.get(name, DEVICES["h100"])[1] or 1
-    made = cluster(base.device.name, per_node * found.get("nodes", 1), per_node)
-    changed = {side: _own_link(found.get(side, {}), getattr(made, side)) for side in ("inside", "between")}
-    return dataclasses.replace(made, device=_own_device(of) if own else made.device, **changed)
+    device = tables.get("device", "h100")
+    own = isinstance(device, dict)
+    name = device["name"] if own else device
+    name = name if name in DEVICES else "h100"
+    per_node = tables.get("per_node") or DEVICES[name][1] or 1
+    base = cluster(name, per_node * tables.get("nodes", 1), per_node)
+    links = {side: _own_link(tables.get(side, {}), getattr(base, side)) for side in ("inside", "between")}
+    return dataclasses.replace(base, device=_own_device(device) if own else base.device, **links)
 
 
 NUMBERS = {
@@ -194,24 +183,20 @@ NUMBERS = {
 }
 
 
-def _problems(found: dict[str, Any]) -> list[str]:
+def _problems(tables: dict[str, Any]) -> list[str]:
     """Everything that is wrong with a file's tables."""
     problems = [
-        f"{key}={found[key]!r} is not a whole number above 0"
+        f"{key}={tables[key]!r} is not a whole number above 0"
         for key in ("nodes", "per_node")
-        if key in found and (type(found[key]) is not int or found[key] < 1)
+        if key in tables and (type(tables[key]) is not int or tables[key] < 1)
     ]
-    if unknown := found.keys() - {"device", "nodes", "per_node", "inside", "between"}:
-        problems.append(
-            f"{', '.join(sorted(unknown))}: no such key; there are device, nodes, per_node, inside, between"
-        )
-    of = found.get("device", "h100")
-    if isinstance(of, dict) and not isinstance(of.get("name", ""), str):
-        problems.append(f"device.name={of['name']!r} is no text; write it in quotes")
-    if not isinstance(of, dict) and (not isinstance(of, str) or of not in DEVICES):
-        problems.append(f"device={of!r} is not in the table; give one of {', '.join(DEVICES)}, or a table [device]")
+    if unknown := tables.keys() - (keys := ("device", "nodes", "per_node", "inside", "between")):
+        problems.append(f"{', '.join(sorted(unknown))}: no such key; there are {', '.join(keys)}")
+    device = tables.get("device", "h100")
+    if not isinstance(device, dict) and (not isinstance(device, str) or device not in DEVICES):
+        problems.append(f"device={device!r} is not in the table; give one of {', '.join(DEVICES)}, or a table [device]")
     for section, keys in NUMBERS.items():
-        given = found.get(section, {})
+        given = tables.get(section, {})
         if not isinstance(given, dict):
             problems += [f"{section}={given!r} is not a table; write [{section}]"] * (section != "device")
             continue
@@ -224,23 +209,29 @@ def _problems(found: dict[str, Any]) -> list[str]:
             for key in keys
             if key in given and not (type(given[key]) in (int, float) and 0 < given[key] < math.inf)
         ]
-        if section == "device" and isinstance(of, dict):
-            needed = ("name", "memory_gib", "memory_gb_per_s")
-            problems += [f"device.{key} is missing; a device of one's own has it" for key in needed if key not in given]
-            peaks = given.get("peak_tflops", {})
-            if not isinstance(peaks, dict) or not all(type(v) in (int, float) and v > 0 for v in peaks.values()):
-                problems.append(f"device.peak_tflops={peaks!r} is not a table of numbers above 0, as {{ bf16 = 500 }}")
-            elif unknown := peaks.keys() - {*SHORT.values()}:
-                problems.append(
-                    f"device.peak_tflops.{unknown.pop()}: no such dtype; there are {', '.join(SHORT.values())}"
-                )
+        if section == "device" and "device" in tables:
+            problems += _device_problems(given)
     return problems
 
 
-def _own_link(given: dict[str, Any], usual: Link) -> Link:
-    rate = given["gb_per_s"] * GB if "gb_per_s" in given else usual.bytes_per_s
-    latency = given["latency_us"] * US if "latency_us" in given else usual.latency_s
-    return Link(latency, rate, rate if "gb_per_s" in given else usual.label)
+def _device_problems(given: dict[str, Any]) -> list[str]:
+    """The problems of a table [device] beyond its numbers."""
+    needed = ("name", "memory_gib", "memory_gb_per_s")
+    problems = [f"device.{key} is missing; a device of your own needs it" for key in needed if key not in given]
+    if not isinstance(given.get("name", ""), str):
+        problems.append(f"device.name={given['name']!r} is not a string; write it in quotes")
+    peaks = given.get("peak_tflops", {})
+    if not isinstance(peaks, dict) or not all(type(v) in (int, float) and v > 0 for v in peaks.values()):
+        problems.append(f"device.peak_tflops={peaks!r} is not a table of numbers above 0, as {{ bf16 = 500 }}")
+    elif unknown := peaks.keys() - {*SHORT.values()}:
+        problems.append(f"device.peak_tflops.{unknown.pop()}: no such dtype; there are {', '.join(SHORT.values())}")
+    return problems
+
+
+def _own_link(given: dict[str, Any], default: Link) -> Link:
+    rate = given["gb_per_s"] * GB if "gb_per_s" in given else default.bytes_per_s
+    latency = given["latency_us"] * US if "latency_us" in given else default.latency_s
+    return Link(latency, rate, rate if "gb_per_s" in given else default.label)
 
 
 def _own_device(given: dict[str, Any]) -> Device:

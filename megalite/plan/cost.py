@@ -1,15 +1,17 @@
-"""Seconds of forward, backward and weight gradients of every stage on one rank, and how much of them tp waits.
+"""Seconds of forward, backward and weight gradients of every stage on one rank, and how much of them it waits for tp.
 
-The bill of each kind of layer (plan/bill.py) goes through two queues, what computes and what communicates:
+The bill of each kind of layer (plan/bill.py) goes through two queues, of computation and of communication:
 
-    matmuls      FLOPs / (peak x share), more where the result has too few tiles, or rows and columns are no multiples
-                 of 128; of weights also the bytes of the sums that they are added to
-    attention    stated FLOPs / (peak x share S / (S + half)); backward computes the scores again, 1.25 times of it
-    streams      bytes / memory: what any other kernel or operation reads and writes, once each
-    tp           a collective begins when the bill says so and the one before has ended; what the rank waits for it
-                 shows, and what runs behind computation slows that down a little
+    matmuls      FLOPs / (peak x share), more if the result has too few tiles, or rows and columns are no multiples of
+                 128; gradients of weights also take the bytes of the sums that they are added to
+    attention    stated FLOPs / (peak x share S / (S + half)); 1.25 times as many in backward, which computes the scores
+                 again
+    streams      bytes / memory: all that any other kernel or operation reads and writes, once each
+    tp           a collective begins when the bill says so and the one before has ended; the time that the rank waits
+                 for it shows, and while it runs behind computation it slows that down a little
 
-and never less than the host takes to launch it all, unless a CUDA graph does. A calibrated profile knows the layer.
+A layer never takes less than the host needs to launch it, unless a CUDA graph does. A calibrated profile has the
+measured time of the layer instead.
 """
 
 from __future__ import annotations
@@ -29,31 +31,26 @@ from megalite.plan.links import Group, Links
 from megalite.plan.profile import Profile
 from megalite.plan.sums import Sums
 
-FORWARD_KERNELS, BACKWARD_KERNELS = 22, 44  # that a layer launches, with what autograd adds; collectives: 4 each
-SCORES_AGAIN = 1.25  # of backward's stated FLOPs: with the scores, which it computes again
-SCORE_BYTES = (13, 21)  # per score in 16 bits that is kept in memory, forward and backward; dropout's mask is a byte
+FORWARD_KERNELS, BACKWARD_KERNELS = 22, 44  # launches of a layer, with those of autograd; collectives: 4 each
+SCORES_AGAIN = 1.25  # times backward's stated FLOPs, because it computes the scores again
+SCORE_BYTES = (13, 21)  # moved in forward and backward per 16-bit score that is kept; dropout's mask is one byte of it
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of F, B and W on one rank: all of it, and what of that is waiting for tp."""
+    """`all`: the time of F, B and W on one rank; `tp`: the part of it that is waiting for tp."""
 
     all: tuple[float, float, float] = (0.0, 0.0, 0.0)
     tp: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def __add__(self, other: Seconds) -> Seconds:
-        return self.combine(1, other, 1)
-
-    def combine(self, a: float, other: Seconds, b: float) -> Seconds:
-        mix = lambda x, y: tuple(a * i + b * j for i, j in zip(x, y, strict=True))  # noqa: E731
-        return Seconds(mix(self.all, other.all), mix(self.tp, other.tp))
-
-    def times(self, n: float) -> Seconds:
-        return self.combine(n, Seconds(), 0)
+        (f, b, w), (f_tp, b_tp, w_tp) = self.all, self.tp
+        (f_2, b_2, w_2), (f_tp_2, b_tp_2, w_tp_2) = other.all, other.tp
+        return Seconds((f + f_2, b + b_2, w + w_2), (f_tp + f_tp_2, b_tp + b_tp_2, w_tp + w_tp_2))
 
 
 def shape_of(made: Arrangement) -> str:
-    """What a layer's time depends on: arrangements of one shape share what was calibrated."""
+    """All that a layer's time depends on: arrangements of the same shape share calibrated times."""
     m = made.config.model
     widths = (m.hidden_size, m.ffn_size, m.num_attention_heads, m.groups, m.head_size, made.padded_vocab)
     batch = (m.seq_length, made.config.train.micro_batch_size, made.tp)
@@ -64,7 +61,7 @@ def shape_of(made: Arrangement) -> str:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of the stages of `made`, on a rank of the first tp group."""
+    """The costs of the stages of `made`, on a rank of the first tp group."""
 
     made: Arrangement
     cluster: Cluster
@@ -81,12 +78,8 @@ class Costs:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Of rank 0."""
+        """The mesh of rank 0."""
         return plan_mesh(self.made.world, 0, **self.made.sizes)
-
-    @property
-    def split(self) -> bool:
-        return self.made.splits_backward
 
     @cached_property
     def tp_group(self) -> Group:
@@ -106,26 +99,25 @@ class Costs:
         return flops / (self.peak * self.profile.matmul) + self.profile.kernel_s
 
     def scores_s(self, kernel: str, flops: float) -> float:
-        """Of an attention kernel's launch."""
-        of, S = self.profile, self.made.config.model.seq_length
+        """The time of one launch of an attention kernel."""
+        profile, S = self.profile, self.made.config.model.seq_length
         forward = kernel.endswith("_forward")
-        if not of.fused:  # the whole square, and the scores are written and read
-            whole = 2 * flops
+        if not profile.fused:  # computes all S x S scores, and writes and reads them
             elements = self.made.tokens * S * self.made.config.model.num_attention_heads / self.made.tp
-            moved = SCORE_BYTES[0] if forward else SCORE_BYTES[1] / 2  # of backward's two kernels
-            return whole / (self.peak * of.attention[0]) + self.memory_s(moved * elements)
-        share, half = of.attention[not forward], of.attention_half[not forward]
+            moved = SCORE_BYTES[0] if forward else SCORE_BYTES[1] / 2  # backward has two kernels
+            return 2 * flops / (self.peak * profile.attention[0]) + self.memory_s(moved * elements)
+        share, half = profile.attention[not forward], profile.attention_half[not forward]
         return flops * (1.0 if forward else SCORES_AGAIN) / (self.peak * share * S / (S + half))
 
     def _priced(self, bill: Bill, head: bool = False) -> Seconds:
-        """Of F, B and W. `head`: matmuls and loss together, at the profile's rate for both."""
+        """The time of a bill's F, B and W. `head`: matmuls and loss together, at the profile's rate for both."""
         times, waits = zip(*(self._queued(bill.of(phase), head) for phase in "FBW"), strict=True)
         return Seconds(times, waits)
 
     def _queued(self, events: Sequence[Event], head: bool) -> tuple[float, float]:
-        """(seconds, of which waiting for collectives) of one rank, which does these in order."""
+        """(seconds, seconds of these that wait for collectives) of one rank that does `events` in order."""
         now = free = waited = 0.0
-        begun: dict[float, tuple[float, float, float]] = {}  # number -> when it ends, how long it takes, begins
+        begun: dict[float, tuple[float, float, float]] = {}  # number -> end, duration, begin
         scored = {event.name for event in events if event.what == "scores"}
         for _, what, name, figures in events:
             if what == "matmul":
@@ -151,21 +143,21 @@ class Costs:
         return self.matmul_s(rows, columns, depth) + self.memory_s(8 * rows * columns * self.profile.sums) * sinks
 
     def layer(self, kind: Kind, whole: bool = False) -> Seconds:
-        """`whole`: recomputed."""
-        if (known := self._calibrated("layer, split" if self.split else "layer")) is not None:
-            return known  # with what is recomputed
+        """The time of a layer; `whole`: all of it is recomputed."""
+        if (measured := self._calibrated("layer, split" if self.made.splits_backward else "layer")) is not None:
+            return measured  # recomputation is part of it
         time = self._priced(layers_bill((kind,), self.made.layers.setting, whole))
         if not (host := self.profile.dispatch_s) or self.made.config.train.cuda_graph_impl != "none":
             return time
         (f, b, w), collectives = time.all, 4 * (self.made.tp > 1)
         again = self.layer(kind).all[0] if whole else 0.0
-        more = max(0.0, host * (BACKWARD_KERNELS + collectives) - (b + w - again))
-        b, w = b + more * b / (b + w), w + more * w / (b + w)
+        host_wait = max(0.0, host * (BACKWARD_KERNELS + collectives) - (b + w - again))
+        b, w = b + host_wait * b / (b + w), w + host_wait * w / (b + w)
         return Seconds((max(f, host * (FORWARD_KERNELS + collectives)), b, w), time.tp)
 
     @cached_property
     def layers(self) -> Sums:
-        """Seconds of F, B and W, and of these waiting for tp, over layers."""
+        """Seconds of F, B and W of layers, and the parts of these that wait for tp."""
 
         def of(kind: Kind, whole: bool) -> tuple[float, ...]:
             time = self.layer(kind, whole)
@@ -173,14 +165,10 @@ class Costs:
 
         return self.made.layers.sums(of)
 
-    def block(self, layers: range) -> Seconds:
-        """These layers as one stage, with what is recomputed."""
-        f, b, w, *tp = self.layers.of(layers.start, layers.stop).tolist()
-        return Seconds((f, b, w), (tp[0], tp[1], tp[2]))
-
     def stages(self) -> list[Seconds]:
-        """Of one micro-batch."""
-        times = list(map(self.block, self.made.stages))
+        """The time of each stage for one micro-batch."""
+        sums = (self.layers.of(layers.start, layers.stop).tolist() for layers in self.made.stages)
+        times = [Seconds((f, b, w), (f_tp, b_tp, w_tp)) for f, b, w, f_tp, b_tp, w_tp in sums]
         times[0] += self.embedding
         times[-1] += self.head
         return times
@@ -200,11 +188,11 @@ class Costs:
         return self._calibrated("head") or self._priced(self.made.layers.head, head=True)
 
     def update_s(self) -> tuple[float, float]:
-        """Seconds of the rank that has most to do: the norm of the gradients, and the optimizer's step."""
+        """Seconds of the gradient norm and of the optimizer's step, on the rank with the most to do."""
         made = self.made
         held, shard = made.holdings[made.worst], self.mesh.shard.size
         gradients = held.gradients / shard
         moved = gradients + 2 * held.optimizer + held.weights / shard
-        if (known := self._calibrated("update")) is not None:  # seconds per byte: update, norm
-            return gradients * known.all[1], moved * known.all[0]
+        if (measured := self._calibrated("update")) is not None:  # seconds per byte: update, norm
+            return gradients * measured.all[1], moved * measured.all[0]
         return self.memory_s(gradients), self.memory_s(moved)

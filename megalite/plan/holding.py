@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer: of an element, and of a rank."""
+"""Bytes of weights, gradients and optimizer, per element and per rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalite.plan.sums import Sums
 
 @dataclass(frozen=True)
 class Holding:
-    """What each rank of one pipeline position holds all the time, in bytes."""
+    """The bytes that each rank of one pipeline position always holds."""
 
     local: int  # elements of this rank's shares of the parameters
     weights: int
@@ -29,22 +29,22 @@ class Holding:
 
 
 class ModuleBytes(NamedTuple):
-    """Of weights, gradients and optimizer on a rank: of the layers, the embedding and the head."""
+    """Bytes of weights, gradients and optimizer together on a rank, for layers, embedding and head."""
 
     layers: Sums
     embedding: float
     head: float
 
     def of(self, splits: np.ndarray, rank: int, place: Placement) -> Any:
-        """Of a pipeline rank, with `splits` [..., stages] of the layers."""
-        stops, mine = splits.cumsum(-1), list(place.stages(rank))
-        layers = self.layers.of((stops - splits)[..., mine], stops[..., mine])[..., 0].sum(-1)
+        """The bytes [...] of a pipeline rank, with `splits` [..., stages] of the layers."""
+        stops, own = splits.cumsum(-1), list(place.stages(rank))
+        layers = self.layers.of((stops - splits)[..., own], stops[..., own])[..., 0].sum(-1)
         return layers + self.embedding * (rank == 0) + self.head * (rank == place.pp - 1)
 
 
 def element_bytes(dtype: torch.dtype, states: Sequence[str]) -> tuple[int, int, int]:
-    """Of an element: weight, gradient, and what the optimizer keeps of it on the rank that updates it. `states`: the
-    dtypes of its states."""
+    """Bytes of an element's weight, gradient, and optimizer state on the rank that updates it. `states`: the dtypes of
+    the optimizer's states."""
     wide = main_dtype(dtype).itemsize
     main = 0 if wide == dtype.itemsize else wide
     return dtype.itemsize, wide, main + sum(2 if state == "bf16" else 4 for state in states)

@@ -1,4 +1,4 @@
-"""What the layers of a model are, and the bill of each kind: one block of it, or some that are recomputed as one."""
+"""The kinds of layers of a model, and the bill of each: of one block, or of several that are recomputed together."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ from megalite.nn.recompute import recompute
 from megalite.plan.bill import Bill, Recorder
 from megalite.plan.meta import META
 
-Kind = ModelConfig  # the model of one layer alone: equal where layers are
+Kind = ModelConfig  # a model of one layer; two layers are of one kind if theirs are equal
 
 
 @functools.lru_cache(maxsize=64)
 def kinds_of(model: ModelConfig) -> tuple[Kind, ...]:
-    """Of every layer."""
-    made: dict[tuple[int | None, bool], Kind] = {}
-    for one in zip(model.windows, model.rotary, strict=True):
-        if one not in made:
-            window, rotary = one
-            made[one] = replace(
-                model,
-                num_layers=1,
-                window_size=None if window is None else (window - 1, 0),
-                window_attn_skip_freq=None,
-                position_embedding_type=model.position_embedding_type if rotary else "none",
-                no_rope_freq=None,
-            )
-    return tuple(made[one] for one in zip(model.windows, model.rotary, strict=True))
+    """The kind of every layer; layers of one kind share one object."""
+
+    @functools.cache
+    def kind(window: int | None, rotary: bool) -> Kind:
+        return replace(
+            model,
+            num_layers=1,
+            window_size=None if window is None else (window - 1, 0),
+            window_attn_skip_freq=None,
+            position_embedding_type=model.position_embedding_type if rotary else "none",
+            no_rope_freq=None,
+        )
+
+    return tuple(map(kind, model.windows, model.rotary))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a rank. `again`: the parts of a block that are computed again in backward; `split`: weight gradients wait."""
+    """The facts of a rank that a bill depends on. `again`: the parts of a block that are computed again in backward;
+    `split`: weight gradients wait."""
 
     tp: int
     micro_batch: int
@@ -49,8 +50,8 @@ class Setting:
     split: bool = False
     again: tuple[str, ...] = ()
 
-    def maker(self, seen: Recorder) -> Maker:
-        return Maker(seen.mesh(self.tp), self.dtype, 0, meta=True)
+    def maker(self, recorder: Recorder) -> Maker:
+        return Maker(recorder.mesh(self.tp), self.dtype, 0, meta=True)
 
     def hidden(self, model: ModelConfig) -> Tensor:
         """x_sBD."""
@@ -64,10 +65,11 @@ class Setting:
 
 @functools.lru_cache(maxsize=4096)
 def layers_bill(kinds: tuple[Kind, ...], setting: Setting, whole: bool = False) -> Bill:
-    """`whole`: only the input of the first stays until backward, which computes all of them again."""
-    seen, (first, *_) = Recorder(), kinds
-    make = setting.maker(seen)
-    blocks = [seen.own(Block(make, kind, 0, setting.again)) for kind in kinds]
+    """The bill of consecutive layers. `whole`: only the first one's input stays until backward, which computes all of
+    them again."""
+    recorder, (first, *_) = Recorder(), kinds
+    make = setting.maker(recorder)
+    blocks = [recorder.own(Block(make, kind, 0, setting.again)) for kind in kinds]
     later = Later() if setting.split else None
     sample_ids_B = torch.empty(setting.micro_batch, dtype=torch.int64, device=META)
     where = Coordinates(_rope(first), sample_ids_B, 0, None, later)
@@ -77,9 +79,9 @@ def layers_bill(kinds: tuple[Kind, ...], setting: Setting, whole: bool = False) 
             x = block(x, where)
         return x
 
-    with seen:
+    with recorder:
         forward = (lambda x: recompute(run, x)) if whole else run
-        return seen.read(forward, [setting.hidden(first)], torch.empty_like, later)
+        return recorder.read(forward, [setting.hidden(first)], torch.empty_like, later)
 
 
 def _rope(model: ModelConfig) -> tuple[Tensor, Tensor] | None:
@@ -92,32 +94,32 @@ def _rope(model: ModelConfig) -> tuple[Tensor, Tensor] | None:
 
 @functools.lru_cache(maxsize=256)
 def head_bill(model: ModelConfig, setting: Setting, vocab_size: int, padded: int, z_loss: float) -> Bill:
-    """Final norm, output projection and loss, whose gradients are computed in forward."""
-    seen = Recorder()
+    """The bill of final norm, output projection and loss, whose gradients are computed in forward."""
+    recorder = Recorder()
     spec = vocabulary_spec("head", padded, vocab_size, model.hidden_size, 0.0, False)
-    head = seen.own(Head(setting.maker(seen), model, spec, None, vocab_size, z_loss))
+    head = recorder.own(Head(setting.maker(recorder), model, spec, None, vocab_size, z_loss))
     tokens = setting.tokens(model)
     batch = Batch(tokens, tokens, None, tokens[0], 0, loss_weight=1.0)
-    with seen:
-        return seen.read(lambda x: head(x, batch), [setting.hidden(model)], torch.ones_like)
+    with recorder:
+        return recorder.read(lambda x: head(x, batch), [setting.hidden(model)], torch.ones_like)
 
 
 @functools.lru_cache(maxsize=256)
 def embedding_bill(model: ModelConfig, setting: Setting, vocab_size: int, padded: int) -> Bill:
-    seen = Recorder()
+    recorder = Recorder()
     spec = vocabulary_spec("embedding.word", padded, vocab_size, model.hidden_size, 0.0, False)
     positions = model.positions if model.position_embedding_type == "learned_absolute" else None
-    module = seen.own(Embedding(setting.maker(seen), spec, positions=positions, dropout_p=model.hidden_dropout))
+    module = recorder.own(Embedding(setting.maker(recorder), spec, positions=positions, dropout_p=model.hidden_dropout))
     tokens = setting.tokens(model)
-    with seen:
-        return seen.read(lambda: module(tokens, tokens[0], 0), [], torch.empty_like)
+    with recorder:
+        return recorder.read(lambda: module(tokens, tokens[0], 0), [], torch.empty_like)
 
 
 @functools.lru_cache(maxsize=256)
 def model_flops(model: ModelConfig, padded_vocab_size: int) -> float:
-    """Of forward and backward per token, a multiply-add counted as 2: three times the forward of one rank that
-    recomputes nothing, and the head's, which has its backward in its forward. Scores that the mask hides do not count,
-    borders of documents do."""
+    """FLOPs of forward and backward per token, with a multiply-add counted as 2: three times the layers' forward on one
+    rank without recompute, and the head's forward, which has its backward in it. Scores that the causal mask or a
+    window hides do not count; scores across documents do."""
     alone = Setting(1, 1, torch.bfloat16)
     layers = sum(3 * layers_bill((kind,), alone).flops[0] for kind in kinds_of(model))
     head = sum(head_bill(model, alone, padded_vocab_size, padded_vocab_size, 0.0).flops)

@@ -1,19 +1,18 @@
-"""How long messages and collectives take over links of a cluster: latency + bytes / rate (alpha-beta). Pure.
+"""The times of messages and collectives over the links of a cluster: latency + bytes / rate (alpha-beta). Pure.
 
-n bytes of the whole tensor, N ranks, a link of B bytes/s and latency a; NCCL's algorithms, whose rings carry the least
-that any algorithm can (Patarasu and Yuan 2009, Bandwidth optimal all-reduce algorithms):
+n bytes of the whole tensor, N ranks, a link of B bytes/s and latency a; NCCL's algorithms, whose rings move the fewest
+bytes that any algorithm can (Patarasu and Yuan 2009, Bandwidth optimal all-reduce algorithms):
 
     message              a + n / B
     all-gather           (N - 1) a + (N - 1) / N n / B             ring
     reduce-scatter       the same
     all-reduce           2 (N - 1) a + 2 (N - 1) / N n / B         ring: reduce-scatter, then all-gather
                          2 log2(N) a + 2 (N - 1) / N n / B         double binary tree over nodes; the faster one counts
-    all-to-all           (N - 1) a + (N - 1) / N n / B             every rank sends each other one its part
 
-A group that spans nodes has its ring go through all its ranks of a node before the next node. What crosses a node's
-border is shared out over the network cards of the group's ranks there, so its rate is the lesser of the inside link's
-and that of the network times the ranks per node: 8 dp groups of tp 8 have a card each, a dp group of 8 ranks per node
-has all 8. Groups that run at once therefore never share a card, unless the ranks of a node do.
+The ring of a group that spans nodes goes through all its ranks of a node before the next node. Traffic between nodes is
+shared by the network cards of the group's ranks there, so the rate is the smaller of the inside link's and of the
+network's times the ranks per node: 8 dp groups of tp 8 have a card each, a dp group of 8 ranks per node has all 8.
+Groups that run at the same time therefore never share a card, unless the ranks of a node do.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megalite.plan.cluster import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that run a collective: how many, on how many nodes, and how many at least on one of them."""
+    """The ranks of a collective: how many, on how many nodes, and the fewest on one node."""
 
     size: int
     nodes: int = 1
@@ -46,7 +45,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Links:
-    """Seconds of what a group of `cluster` does with `n` bytes of the whole tensor.
+    """Seconds of the collectives of a group of `cluster` on `n` bytes of the whole tensor.
 
     >>> from megalite.plan.cluster import Link, cluster
     >>> from dataclasses import replace
@@ -61,12 +60,12 @@ class Links:
     cluster: Cluster
 
     def rate(self, group: Group) -> float:
-        """Bytes/s of a ring, per rank."""
+        """Bytes/s of a ring through the group, per rank."""
         inside, between = self.cluster.inside.bytes_per_s, self.cluster.between.bytes_per_s
         return inside if group.nodes == 1 else min(inside, group.fewest * between)
 
     def hops(self, group: Group) -> float:
-        """Latency of one way through all ranks."""
+        """Latency of one pass through all ranks."""
         a, b = self.cluster.inside.latency_s, self.cluster.between.latency_s
         return (group.size - group.nodes) * a + (group.nodes - 1) * b
 
@@ -86,23 +85,14 @@ class Links:
         latency = min(2 * self.hops(group), tree) if group.nodes > 1 else 2 * self.hops(group)
         return latency + 2 * (group.size - 1) / group.size * n / self.rate(group)
 
-    def all_to_all(self, n: float, group: Group) -> float:
-        """`n` bytes of each rank: what goes to other nodes passes the rank's own card, at the same time as the rest."""
-        if group.size == 1:
-            return 0.0
-        near, part = math.ceil(group.size / group.nodes), n / group.size
-        inside = (near - 1) * part / self.cluster.inside.bytes_per_s
-        across = (group.size - group.fewest) * part / self.cluster.between.bytes_per_s if group.nodes > 1 else 0.0
-        return self.hops(group) + max(inside, across)
-
     def message(self, n: float, source: int, target: int) -> float:
-        """From one global rank to another."""
+        """A message of `n` bytes from one global rank to another."""
         same = source // self.cluster.per_node == target // self.cluster.per_node
         return (self.cluster.inside if same else self.cluster.between).seconds(n)
 
 
 def table(cluster: Cluster) -> list[tuple[str, str, str, str]]:
-    """(link, what the vendor says, what large messages reach, latency), its head first."""
+    """Rows of (link, vendor's figure, rate that large messages reach, latency), the header first."""
     rows = [("link", "label, GB/s", "reached, GB/s", "latency, us")]
     for name, link in (("within a node", cluster.inside), ("between nodes, per device", cluster.between)):
         rows.append((name, f"{link.label / 1e9:g}", f"{link.bytes_per_s / 1e9:.4g}", f"{link.latency_s * 1e6:g}"))
@@ -110,10 +100,10 @@ def table(cluster: Cluster) -> list[tuple[str, str, str, str]]:
 
 
 def in_words(cluster: Cluster) -> list[str]:
-    """What the formulas mean for this cluster, for a reader of a plan."""
+    """The meaning of the formulas for this cluster, for readers of a plan."""
     ring = (
         "An all-reduce moves 2 (N - 1) / N of the tensor over each link of the ring, an all-gather or reduce-scatter "
-        "half of that: nearly independent of the number of ranks, so what grows with N is the latency, N - 1 hops."
+        "half of that. This hardly depends on the number of ranks: only the latency of N - 1 hops grows with N."
     )
     if cluster.nodes == 1:
         return [ring]
@@ -121,9 +111,9 @@ def in_words(cluster: Cluster) -> list[str]:
     even = cluster.between.latency_s * cluster.between.bytes_per_s
     return [
         ring,
-        f"A link within a node is {ratio:.1f} times as fast as a device's share of the network: tensor parallelism, "
-        "which waits for 4 collectives per layer forward, belongs into a node; stages exchange the least, and may be "
-        "apart.",
-        f"Between nodes a message of {even / 1e3:.0f} kB takes as long to start as to travel: buckets are to be much "
-        "larger.",
+        f"A link within a node is {ratio:.1f} times as fast as a device's share of the network. Keep tensor "
+        "parallelism, which waits for 4 collectives per layer in forward, inside a node; pipeline stages exchange the "
+        "least, so they may be on different nodes.",
+        f"Between nodes a message of {even / 1e3:.0f} kB takes as long to start as to travel, so buckets should be "
+        "much larger.",
     ]

@@ -1,14 +1,14 @@
-"""What a rank of each pipeline position takes at its peak: bytes counted from its shape and schedule, without a run.
+"""The peak memory of a rank of each pipeline position, in bytes: counted from its shape and schedule, without a run.
 
-    weights, gradients, optimizer   plan/holding.py: Holding, exactly what the run allocates
-    activations                     Arrangement.activations: what the schedule has in flight
-    buffers                         what there is beside these at the worst moment of the schedule: messages that have
-                                    come or are on their way, and what one layer, or the head, takes while it computes
+    weights, gradients, optimizer   plan/holding.py: Holding, exactly the bytes that the run allocates
+    activations                     Arrangement.activations: the bytes that the schedule has in flight
+    buffers                         all other bytes at the worst moment of the schedule: messages that have come or are
+                                    on their way, and temporary tensors of one layer, or of the head
 
-The peak is found by going through a rank's actions, and in each through the stage's layers by their own bills
-(plan/bill.py). As the Triton kernels keep it. Not counted: tokens, what CUDA, NCCL and cuBLAS take (gigabytes on a
-card), and what the allocator cannot reuse. In the 24 layouts of tests/planning/test_rank_memory.py activations with
-buffers are within ACTIVATIONS_ERROR of what is allocated.
+The peak is found by walking through a rank's actions, and in each through the bills of the stage's layers
+(plan/bill.py), as the Triton kernels allocate. Not counted: tokens, memory of CUDA, NCCL and cuBLAS (gigabytes on a
+card), and memory that the allocator cannot reuse. In the 24 layouts of tests/planning/test_rank_memory.py activations
+with buffers are within ACTIVATIONS_ERROR of the allocated bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from megalite.plan.arrangement import Arrangement
     from megalite.plan.bill import Bill
 
-ACTIVATIONS_ERROR = 0.02  # with buffers, of what was allocated, in the tested layouts
-LARGEST_ERROR = 0.02  # of any layout that was ever counted
+ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes, in the tested layouts
+LARGEST_ERROR = 0.02  # in any layout that was ever counted
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of the ranks of one pipeline position, bytes."""
+    """Bytes on each rank of one pipeline position."""
 
     weights: int
     gradients: int
@@ -42,7 +42,7 @@ class RankMemory:
 
 
 def memory(made: Arrangement) -> list[RankMemory]:
-    """Of every pipeline rank."""
+    """The memory of every pipeline rank."""
     return [
         RankMemory(held.weights, held.gradients, held.optimizer, *more)
         for held, more in zip(made.holdings, activations_and_buffers(made), strict=True)
@@ -57,7 +57,7 @@ def activations_and_buffers(made: Arrangement) -> list[tuple[int, int]]:
 
 
 def peak_of(row: Sequence[Action], made: Arrangement) -> int:
-    """The most bytes of activations, messages and moments that one rank has at once, going through its actions."""
+    """The most bytes of activations, messages and temporary tensors that a rank with these actions has at once."""
     walk = _Walk(made)
     for action in row:
         walk.take(action)
@@ -65,8 +65,8 @@ def peak_of(row: Sequence[Action], made: Arrangement) -> int:
 
 
 class _Walk:
-    """kept: what forwards have left behind; messages: on this rank, whether they have come or are on their way, of
-    which `sent` are on their way; each of `edge` bytes, as x_sBD. most: bytes at once so far."""
+    """kept: bytes that forwards have saved; messages: number of messages on this rank that have come or are on their
+    way, `sent` of them on their way; each has `edge` bytes, as x_sBD. most: the most bytes at once so far."""
 
     def __init__(self, made: Arrangement):
         from megalite.pipeline.runtime import SENT
@@ -104,7 +104,7 @@ class _Walk:
         if stage == 0:
             self._reach(self.made.layers.embedding.moment["F"])
         else:
-            self.messages -= 1  # x had come, and is the first layer's
+            self.messages -= 1  # x has come, and is now the first layer's
         for bill in self.bills[stage]:
             self._reach(self.edge + bill.moment["F"])
             self.kept += bill.saved
@@ -118,7 +118,7 @@ class _Walk:
         if stage == self.last:
             self.kept -= self.made.layers.head.saved
         else:
-            self.messages -= 1  # dy had come, and is the last layer's
+            self.messages -= 1  # dy has come, and is now the last layer's
         for bill in reversed(self.bills[stage]):
             self._reach(self.edge + bill.moment["B"])
             self.kept += bill.waiting - bill.saved

@@ -1,13 +1,12 @@
-"""Run on the meta device and see what would happen: torch's operations, kernel launches, the lives of storages.
+"""Runs code on the meta device and observes torch's operations, kernel launches and the lives of storages.
 
-    operations   `__torch_dispatch__`: each with what it is given and what it gives
-    launches     kernels/dispatch.py tells of each in place of launching it
-    storages     from the operation that makes one to its last reference
+    operations   `__torch_dispatch__` sees each with its arguments and results
+    launches     kernels/dispatch.py reports each instead of launching it
+    storages     live from the operation that makes them to their last reference
 
-What a host reads of the device is 1: loss and gradient norm are finite, and a step is taken. Results are made from
-shapes that were seen before, since most of torch's own functions for this device are slow Python. Rejected:
-FakeTensorMode, which refuses what a host reads, needs CUDA for the backward of a card's tensors, and would have to be
-asked for data pointers that it has not.
+Every value that the host reads is 1, so loss and gradient norm are finite, and a step is taken. Results are made from
+shapes that were seen before, because most of torch's own functions for this device are slow Python. Rejected:
+FakeTensorMode, which refuses such reads, needs CUDA for the backward of a card's tensors, and has no data pointers.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm:
 SAME = (aten.add, aten.mul, aten.sub, aten.div, aten.pow, aten.relu, aten.neg, aten.empty_like, aten.ones_like)
 SAME += (aten.zeros_like, aten.clone)
 BOOLS = (aten.bitwise_or, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
-DTYPES = dict.fromkeys(SAME) | dict.fromkeys(BOOLS, torch.bool)  # of what elementwise operations give; None: as given
+DTYPES = dict.fromkeys(SAME) | dict.fromkeys(BOOLS, torch.bool)  # elementwise operation -> its result's; None: promoted
 DENSE = {"memory_format": (None, torch.contiguous_format, torch.preserve_format), "pin_memory": (None, False)}
 
 
 def storage_of(x: Tensor) -> int:
-    """Its name: neighbours share one, and a tensor may change hands."""
+    """Identify the storage of `x`, which other tensors may share, now or later."""
     return x.untyped_storage()._cdata
 
 
 def _known(value: Any) -> Any:
-    """What an operation on the meta device sees of an argument. Raises TypeError where it may see more."""
+    """All that an operation on the meta device depends on in an argument. Raises TypeError if it may depend on more."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             raise TypeError
@@ -50,7 +49,7 @@ def _known(value: Any) -> Any:
 
 
 class Meta(TorchDispatchMode):
-    """`live`, `peak`: bytes of the storages that were made inside. `device_type`: what the device stands for."""
+    """`live`, `peak`: bytes of the storages that were made inside. `device_type`: the device that meta stands for."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # or torch imports its compiler for the first operation, which takes seconds
@@ -61,7 +60,7 @@ class Meta(TorchDispatchMode):
         self.device_type = device_type
         self.live = self.peak = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self._made: dict[Any, list[Any]] = {}  # of an operation and what it was given: shapes; None: the first argument
+        self._seen: dict[Any, list[Any]] = {}  # operation and arguments -> its results; None: the first argument
         self._inside = ExitStack()
 
     def __enter__(self) -> Any:
@@ -73,10 +72,10 @@ class Meta(TorchDispatchMode):
         self._inside.close()
 
     def launched(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
-        """A launch makes no tensors."""
+        """Called for each kernel launch, which makes no tensors."""
 
     def done(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> None:
-        """An operation and its results."""
+        """Called after each operation."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -87,15 +86,15 @@ class Meta(TorchDispatchMode):
         result = self._do(op, args, kwargs)
         results = tuple(result) if isinstance(result, tuple | list) else (result,)
         self.done(op, args, kwargs, results)
-        for made in results:
-            if isinstance(made, Tensor) and made.is_meta:
-                self._count(made.untyped_storage())
+        for x in results:
+            if isinstance(x, Tensor) and x.is_meta:
+                self._count(x.untyped_storage())
         return result
 
     def _do(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if op._overloadpacket in DTYPES and (alike := _elementwise(op, args, kwargs)) is not None:
             return alike
-        # torch's way of these imports a compiler's parts, for seconds
+        # torch's own functions for these import parts of its compiler, which takes seconds
         if op._overloadpacket in MATMULS:
             return _product(op, args, kwargs)
         if op._overloadpacket is aten.stack:
@@ -109,18 +108,16 @@ class Meta(TorchDispatchMode):
             return torch.empty(shape, dtype=torch.bool if op is aten.all.default else args[0].dtype, device=META)
         try:
             key = op, _known(args), _known(tuple(kwargs.items()))
-            known = self._made.get(key)
-        except TypeError:  # also of what has no hash
+            seen = self._seen.get(key)
+        except TypeError:  # also if an argument has no hash
             return op(*args, **kwargs)
-        if known is not None:
-            made = [
-                args[0] if one is None else torch.empty_strided(*one[:2], dtype=one[2], device=META) for one in known
-            ]
-            return made[0] if len(made) == 1 else tuple(made)
+        if seen is not None:
+            alike = [args[0] if x is None else torch.empty_strided(*x[:2], dtype=x[2], device=META) for x in seen]
+            return alike[0] if len(alike) == 1 else tuple(alike)
         result = op(*args, **kwargs)
         results = result if isinstance(result, tuple) and len(result) > 1 else (result,)
         if key[1] == _known(args) and all(isinstance(x, Tensor) and _is_new(x, args) for x in results):
-            self._made[key] = [None if args and x is args[0] else _known(x) for x in results]
+            self._seen[key] = [None if args and x is args[0] else _known(x) for x in results]
         return result
 
     def _count(self, storage: Any) -> None:
@@ -128,36 +125,37 @@ class Meta(TorchDispatchMode):
         if key in self._alive or not self.counts(key):
             return
 
-        def gone(_: Any) -> None:
+        def on_free(_: Any) -> None:
             self.live -= size
             del self._alive[key]
 
-        self._alive[key] = weakref.ref(storage, gone)
+        self._alive[key] = weakref.ref(storage, on_free)
         self.live += size
         self.peak = max(self.peak, self.live)
 
     def counts(self, storage: int) -> bool:
-        """Whether its bytes are counted."""
+        """Whether the bytes of `storage` are counted."""
         return True
 
 
 def _is_new(x: Tensor, args: tuple[Any, ...]) -> bool:
-    """Or the first argument, written in place; no view."""
+    """Whether x is a new tensor, or the first argument written in place, but not a view."""
     if args and x is args[0]:
         return x.is_meta
     return x.is_meta and storage_of(x) not in {storage_of(a) for a in args if isinstance(a, Tensor)}
 
 
 def _elementwise(op: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """What sums, products and their like give, dense; None where that is not certain."""
+    """The dense result of sums, products and other elementwise operations; None if that is not certain."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     plain = all(kwargs[name] in DENSE.get(name, ()) for name in kwargs.keys() - {"out"})
     if not plain or not all(x.is_meta and x.is_contiguous() for x in tensors):
         return None
     try:
-        shape = np.broadcast_shapes(*(x.shape for x in tensors))  # torch's own imports a compiler's parts, too
+        shape = np.broadcast_shapes(*(x.shape for x in tensors))  # torch's own imports parts of its compiler, too
     except ValueError:
-        raise RuntimeError(f"{op} of {' and '.join(str(tuple(x.shape)) for x in tensors)}, which do not fit") from None
+        shapes = " and ".join(str(tuple(x.shape)) for x in tensors)
+        raise RuntimeError(f"{op}: the shapes {shapes} cannot be combined") from None
     if "out" in kwargs:
         return kwargs["out"] if kwargs["out"].shape == shape else None
     dtype = DTYPES[op._overloadpacket] or (torch.result_type(*args[:2]) if len(args) > 1 else args[0].dtype)
@@ -165,12 +163,12 @@ def _elementwise(op: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def _product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Of two matrices, or two batches of them. Raises RuntimeError where they do not fit."""
+    """The product of two matrices, or of two batches of them. Raises RuntimeError if they cannot be multiplied."""
     a, b = args[MATMULS[op._overloadpacket] :][:2]
     shape = torch.Size((*a.shape[:-1], b.shape[-1]))
     out = kwargs.get("out", args[0]) if op._schema.is_mutable else None
     if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2] or (out is not None and out.shape != shape):
         into = "" if out is None else f" into {tuple(out.shape)}"
-        raise RuntimeError(f"{op} of {tuple(a.shape)} and {tuple(b.shape)}{into}, which do not fit together")
+        raise RuntimeError(f"{op}: the shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied{into}")
     dtype = next((x for x in args if isinstance(x, torch.dtype)), a.dtype)
     return torch.empty(shape, dtype=dtype, device=META) if out is None else out

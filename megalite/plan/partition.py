@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds. Pure."""
+"""Distributes the layers over the pipeline stages. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-Split = tuple[int, ...]  # layers of every stage
-TOLERANCE = 0.01  # of the time, given for less memory
-MORE_MEMORY = 0.25  # of the leanest split's fullest rank, at most, taken for less time: what fitted shall fit
+Split = tuple[int, ...]  # number of layers of every stage
+TOLERANCE = 0.01  # share of the time that may be given up for less memory
+MORE_MEMORY = 0.25  # share of the leanest split's fullest rank that may be added for less time, so that it still fits
 
 
 def evenly(num_layers: int, num_stages: int) -> Split:
-    """Of unequal stages the later one takes the layer."""
-    each, more = divmod(num_layers, num_stages)
-    return tuple(each + (s >= num_stages - more) for s in range(num_stages))
+    """As many layers for every stage; if some must have one more, the last ones have."""
+    each, remainder = divmod(num_layers, num_stages)
+    return tuple(each + (s >= num_stages - remainder) for s in range(num_stages))
 
 
 def ranges(split: Iterable[int]) -> list[range]:
@@ -29,9 +29,10 @@ def ranges(split: Iterable[int]) -> list[range]:
 
 
 def splits(num_stages: int, costs: Sequence[int]) -> Sequence[Split]:
-    """Those that may be fast, of layers with these costs: of two stages or more the first and the last, which has the
-    head and so needs no layer, are free, the others alike. The embedding is a look-up and costs no time; but it and
-    what is in flight on early stages take memory, so the first may have few layers."""
+    """The splits that may be fast, for layers with these costs and at least two stages: any number of layers on the
+    first and the last stage, the others balanced. The last stage has the head, so it needs no layer. The embedding is a
+    look-up and costs no time, but it and the activations in flight on early stages take memory, so the first stage may
+    have few layers."""
     alike = len(set(costs)) == 1
     return _splits(num_stages, (1,) * len(costs) if alike else tuple(costs))
 
@@ -40,21 +41,21 @@ def splits(num_stages: int, costs: Sequence[int]) -> Sequence[Split]:
 def _splits(num_stages: int, costs: tuple[int, ...]) -> tuple[Split, ...]:
     num_layers, others = len(costs), num_stages - 1
     sums = None if len(set(costs)) == 1 else [0, *itertools.accumulate(costs)]
-    found = []
+    candidates = []
     for last in range(-(-num_layers // num_stages) + 2):
         rest = num_layers - last
         for first in range(1, -(-rest // others) + 2) if others > 1 else [rest]:
             if first >= 1 and rest - first >= others - 1:
-                middle = () if others == 1 else evenly(rest - first, others - 1)
-                if sums and middle:
-                    middle = levelled(sums, first, rest, others - 1)
-                found.append((first, *middle, last))
-    return tuple(found)
+                middle = ()
+                if others > 1:
+                    middle = levelled(sums, first, rest, others - 1) if sums else evenly(rest - first, others - 1)
+                candidates.append((first, *middle, last))
+    return tuple(candidates)
 
 
 def levelled(sums: Sequence[int], start: int, stop: int, stages: int) -> Split:
-    """The layers from start to stop in `stages` parts, each with one at least, of which the costliest costs as little
-    as can be; later parts take more. `sums`: what the layers before each one cost."""
+    """Split the layers from start to stop into `stages` parts of at least one layer each, so that the cost of the
+    costliest part is minimal; later parts take more. `sums`: the cost of all layers before each one."""
     least, most = 0, sums[stop] - sums[start]
     while least < most:
         middle = (least + most) // 2
@@ -65,7 +66,7 @@ def levelled(sums: Sequence[int], start: int, stop: int, stages: int) -> Split:
 
 
 def _within(sums: Sequence[int], start: int, stop: int, stages: int, most: int) -> Split | None:
-    """Parts that cost no more than `most`, from behind; None where there are none."""
+    """Parts that cost at most `most`, filled from the end; None if there are none."""
     parts, end = [], stop
     for left in range(stages - 1, -1, -1):
         begin = max(bisect.bisect_left(sums, sums[end] - most, start, end), start + left)
@@ -77,25 +78,25 @@ def _within(sums: Sequence[int], start: int, stop: int, stages: int, most: int) 
 
 
 def fastest(
-    found: Iterable[Split],
+    candidates: Iterable[Split],
     bound: Callable[[Split], float],
     rate: Callable[[Split], tuple[float, float]],
     most: int,
 ) -> Split:
-    """Of those within TOLERANCE of the fastest, as far as MORE_MEMORY goes, the one whose fullest rank holds the least.
+    """The split whose fullest rank holds the least, of those within TOLERANCE of the fastest that MORE_MEMORY allows.
 
-    bound  a time that no schedule of the split is below
-    rate   its time, and what its fullest rank holds. Asked of `most` splits at most, those with the lowest bound
+    bound  a lower bound of the split's time
+    rate   its time, and the bytes of its fullest rank; called for at most `most` splits, those with the lowest bound
     """
     rated: list[tuple[float, float, Split]] = []
     fast: list[tuple[float, float, Split]] = []
-    for below, _, split in sorted((bound(split), i, split) for i, split in enumerate(found))[:most]:
-        if fast and below > (1 + TOLERANCE) * min(time for _, time, _ in fast):
+    for lowest, _, split in sorted((bound(split), i, split) for i, split in enumerate(candidates))[:most]:
+        if fast and lowest > (1 + TOLERANCE) * min(time for _, time, _ in fast):
             break
         time, held = rate(split)
         rated.append((held, time, split))
         least = min(rated)[0]
-        lean = [one for one in rated if one[0] <= (1 + MORE_MEMORY) * least]
+        lean = [rating for rating in rated if rating[0] <= (1 + MORE_MEMORY) * least]
         best = min(time for _, time, _ in lean)
-        fast = [one for one in lean if one[1] <= (1 + TOLERANCE) * best]
+        fast = [rating for rating in lean if rating[1] <= (1 + TOLERANCE) * best]
     return min(fast)[-1]

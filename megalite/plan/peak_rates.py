@@ -1,7 +1,7 @@
-"""Dense peak rates, the denominator of MFU. From the vendors' data sheets, without sparsity, at boost clock.
+"""Dense peak rates, the denominator of MFU, from the vendors' data sheets: without sparsity, at boost clock.
 
-A CPU's peak is measured by a short matmul. An unknown card has none (MFU n/a) unless --peak-tflops names it: a wrong
-peak would make a figure that looks like knowledge.
+A CPU's peak is measured with a short matmul. An unknown card has no peak (MFU n/a) unless --peak-tflops gives it,
+because a wrong peak would give an MFU that looks right.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 from megalite.parallel.local_ranks import cores
 
-# (words of the device name, bf16, fp16, fp32), TFLOP/s of one device as torch counts devices, accumulating in fp32;
-# fp32 without TF32, as torch multiplies by default. None: no matmul units for it. The first match wins, so the longer
-# name of a family comes first. An MI250X shows up as two devices, each with half of the card's rate.
+# (words of the device name, bf16, fp16, fp32): TFLOP/s of one device as torch counts devices, accumulating in fp32;
+# fp32 without TF32, torch's default. None: the device has no matmul units for it. The first match counts, so the longer
+# name of a family comes first. An MI250X appears as two devices, each with half of the card's rate.
 PEAKS: tuple[tuple[str, float | None, float, float], ...] = (
     ("GB300", 2500.0, 2500.0, 83.3),
     ("GB200", 2500.0, 2500.0, 80.0),
@@ -61,7 +61,7 @@ PEAKS: tuple[tuple[str, float | None, float, float], ...] = (
     ("MI250X", 191.5, 191.5, 47.9),
     ("MI250", 181.05, 181.05, 45.3),
 )
-# A part of a card, or a card at a lower clock, under the card's name.
+# words in the names of parts of a card, or of cards at a lower clock, that contain the card's name
 SLOWER = ("MIG", "Laptop", "Max-Q")
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -69,7 +69,7 @@ SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 
 @dataclass(frozen=True)
 class Peak:
-    """`tflops` None: unknown. `source` says where it is from, for the plan."""
+    """`tflops` None: unknown. `source`: where the figure is from, for the plan."""
 
     tflops: float | None
     source: str
@@ -88,28 +88,28 @@ def peak_of(device_name: str, dtype: torch.dtype) -> Peak:
         if _holds(device_name, words):
             tflops = {torch.bfloat16: bf16, torch.float16: fp16, torch.float32: fp32}.get(dtype)
             if tflops is None:
-                return Peak(None, f"no {SHORT[dtype]} peak is known of {device_name}; give --peak-tflops")
+                return Peak(None, f"no {SHORT[dtype]} peak is known for {device_name}; give --peak-tflops")
             return Peak(tflops, f"{device_name} {SHORT[dtype]} dense")
     return unknown
 
 
 def _holds(device_name: str, words: str) -> bool:
-    """Whole words only: an RTX A4000 is no A40."""
+    """Whether the name contains `words`, as whole words: an RTX A4000 is no A40."""
     return re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", device_name, re.IGNORECASE) is not None
 
 
-REPETITIONS = 8  # of each size: one that the system interrupts must not be the only one
+REPETITIONS = 8  # of each size, because the system may interrupt some
 
 
 def measure_cpu_peak(
     dtype: torch.dtype, seconds: float = 0.25, local_ranks: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> Peak:
-    """The best rate of square matmuls on this process's threads, TFLOP/s; takes about `seconds`, and at least
-    REPETITIONS matmuls, however slow the clock says they are.
+    """The best rate of square matmuls on this process's threads, in TFLOP/s. It takes about `seconds`, but always
+    REPETITIONS matmuls.
 
-    The size doubles while the next one fits the time: large ones are faster where the dtype has fast units, and fp16
-    has none on many CPUs, where one product of size 1024 would take seconds. `local_ranks` processes that share fewer
-    cores than they have threads each get their part.
+    The size doubles while the next one fits into the time. Large ones are faster if the dtype has fast units; fp16 has
+    none on many CPUs, where one product of size 1024 would take seconds. If `local_ranks` processes have more threads
+    than cores, each gets its share of the rate.
     """
     best, size, end = 0.0, 128, clock() + seconds
     while True:
@@ -137,7 +137,7 @@ def measure_cpu_peak(
 def find_peak(
     device: torch.device, dtype: torch.dtype, override_tflops: float | None = None, local_ranks: int = 1
 ) -> Peak:
-    """Of one device, or of one of the `local_ranks` processes that share this machine's CPU."""
+    """The peak of one device, or of one of the `local_ranks` processes that share this machine's CPU."""
     if override_tflops is not None:
         return Peak(override_tflops, "given by --peak-tflops")
     if device.type == "cuda":

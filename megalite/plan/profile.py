@@ -1,18 +1,17 @@
-"""How fast kinds of work run on a device: shares of its peak rates, by default or calibrated; JSON.
+"""The speed of each kind of work on a device, as shares of its peak rates, by default or calibrated; stored as JSON.
 
-What the defaults are from:
+Sources of the defaults:
 
     H100, H200   docs/performance.md, "GPU", sustained at the card's power: matmuls 703 of 989 TFLOP/s, attention 0.8 of
-                 what it reaches alone (598 to 620 forward, 463 to 544 backward at 4k and 32k), head and loss 647,
-                 copies 3,004 of 3,350 GB/s and norms 0.95 of that; launches: a GPT of 125 M without graphs.
-                 `attention_half`: the keys S at which rate S / (S + half) goes through both lengths. `sums`: dW added
-                 at 616 and begun at 657 TFLOP/s differ by 0.6 of the time that reading 4 bytes a weight takes.
-                 `contention`: a guess; it takes two cards to measure
+                 its rate alone (598 to 620 forward, 463 to 544 backward at 4k and 32k), head and loss 647, copies 3,004
+                 of 3,350 GB/s and norms 0.95 of that; launches: a GPT of 125 M without graphs. `attention_half`: fits
+                 rate S / (S + half) to both lengths. `sums`: dW added at 616 and begun at 657 TFLOP/s differ by 0.6 of
+                 the time that reading 4 bytes a weight takes. `contention`: a guess, since measuring needs two cards
     A100, B200   the largest rate of a matmul of any shape, 271.2 of 312 and 1,745 of 2,250 TFLOP/s (H100: 794.5), by
-                 github.com/stas00/ml-engineering, compute/accelerator/README.md, times 0.885, what the H100 sustains of
-                 its own; attention: FlashAttention-2 on A100 (arXiv:2307.08691, fig. 5), on B200 as on the H100
-    V100         scaled from the A100; attention in blocks by Triton, as on what has no fused kernel of a vendor
-    cpu          of the peak measured here; calibrate in place of these
+                 github.com/stas00/ml-engineering, compute/accelerator/README.md, times 0.885, the share of its own that
+                 the H100 sustains; attention: FlashAttention-2 on A100 (arXiv:2307.08691, fig. 5), on B200 as on H100
+    V100         scaled from the A100; attention in blocks by Triton, since it has no fused kernel of the vendor
+    cpu          shares of the peak measured here; better calibrate
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from megalite.plan.cluster import Link
 class Profile:
     """Shares are of the device's peaks (megalite/plan/cluster.py).
 
-    matmul         of large ones, sustained; `head`: of head and loss together
-    tiles          of 128 x 128 of a matmul's result that occupy the device: with fewer it is slower by as much
-    attention      forward and backward, of very long sequences; `attention_half`: keys at which half of it is reached
-    fused          attention keeps no scores in memory; else they are written and read, all S x S of them
-    memory         of the memory's rate, by elementwise kernels and the optimizer
-    sums           of the bytes of the gradients' sums, read and written by each weight gradient, what shows
-    kernel_s       of a kernel on the device beyond its work; `dispatch_s`: of the host, to launch one
-    contention     of the time of a collective behind a matmul, what it slows the matmul down by
-    step_s         of each step, beyond what is counted
-    device         of the table, where it was measured; "": a default
-    blocks         calibrated: seconds of F, B and W of the parts of a stage, for arrangements whose `shape` it is
+    matmul         large matmuls, sustained; `head`: head and loss together
+    tiles          number of 128 x 128 tiles of a result that fill the device; with fewer a matmul is slower by as much
+    attention      forward and backward of very long sequences; `attention_half`: keys at which half of it is reached
+    fused          whether attention keeps no scores in memory; otherwise all S x S are written and read
+    memory         share of the memory's rate that elementwise kernels and the optimizer reach
+    sums           share of the time of reading and writing the gradients' sums that shows in a weight gradient
+    kernel_s       seconds of any kernel on the device beyond its work; `dispatch_s`: seconds of the host to launch it
+    contention     share of a collective's time by which it slows down a matmul that it hides behind
+    step_s         seconds of any step beyond all that is counted
+    device         the device of the table where it was measured; "": a default
+    blocks         calibrated seconds of F, B and W of the parts of a stage, for arrangements of this `shape`
     message, collective    calibrated links; None: the cluster's
     """
 
@@ -71,24 +70,26 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises ValueError where the file is no profile, OSError where it cannot be read."""
+    """Raises ValueError if the file is not a profile, OSError if it cannot be read."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        links = {k: Link(**found[k]) for k in ("message", "collective") if found.get(k)}
-        pairs = {k: tuple(map(float, found[k])) for k in ("attention", "attention_half")}
-        blocks = {name: tuple(map(float, times)) for name, times in found["blocks"].items()}
+        values: dict[str, Any] = json.loads(path.read_text())
+        links = {k: Link(**values[k]) for k in ("message", "collective") if values.get(k)}
+        pairs = {k: tuple(map(float, values[k])) for k in ("attention", "attention_half")}
+        blocks = {name: tuple(map(float, times)) for name, times in values["blocks"].items()}
         if any(len(pair) != 2 for pair in pairs.values()) or any(len(times) != 3 for times in blocks.values()):
-            raise ValueError("a list has another length")
-        shares = [*(float(found[k]) for k in ("matmul", "head", "memory")), *pairs["attention"]]
+            raise ValueError("a list has the wrong length")
+        shares = [*(float(values[k]) for k in ("matmul", "head", "memory")), *pairs["attention"]]
         rates = [link.bytes_per_s for link in links.values()]
-        rest = [float(found.get(k, 0.0)) for k in ("kernel_s", "dispatch_s", "contention", "step_s", "sums", "tiles")]
-        rest += [*pairs["attention_half"], *(t for times in blocks.values() for t in times)]
-        if not all(0 < n < math.inf for n in (*shares, *rates)) or not all(0 <= n < math.inf for n in rest):
-            raise ValueError("a share or rate is not above 0, or a time below it")
-        return Profile(**{**found, **links, **pairs, "blocks": blocks})
+        amounts = [
+            float(values.get(k, 0.0)) for k in ("kernel_s", "dispatch_s", "contention", "step_s", "sums", "tiles")
+        ]
+        amounts += [*pairs["attention_half"], *(t for block in blocks.values() for t in block)]
+        if not all(0 < n < math.inf for n in (*shares, *rates)) or not all(0 <= n < math.inf for n in amounts):
+            raise ValueError("a share or rate is not above 0, or a time is below 0")
+        return Profile(**{**values, **links, **pairs, "blocks": blocks})
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is no profile ({error}); make one with: tools/plan.py calibrate --out {path}"
+            f"{path} is not a profile ({error}); make one with: tools/plan.py calibrate --out {path}"
         ) from error
 
 
@@ -128,5 +129,5 @@ DEFAULTS: Mapping[str, Profile] = MappingProxyType(
 
 
 def default_profile(device: str) -> Profile:
-    """Of a device of one's own: the H100's, since shares of the peaks differ less than the peaks."""
-    return DEFAULTS.get(device) or dataclasses.replace(_HOPPER, source=f"the H100's, nothing is known of {device}")
+    """The default of a device; the H100's for any other device, since shares differ less than peaks."""
+    return DEFAULTS.get(device) or dataclasses.replace(_HOPPER, source=f"the H100's, since {device} is unknown")

@@ -1,4 +1,4 @@
-"""What the stages of a model cost on a rank, summed over their layers by kind."""
+"""The costs of a model's stages on a rank, summed over their layers by kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StageCosts:
-    """`vocab_size`: the true one. A split says how many layers each stage has."""
+    """`vocab_size`: without padding. A split is the number of layers of each stage."""
 
     model: ModelConfig
     recompute: Recompute
@@ -37,17 +37,17 @@ class StageCosts:
 
     @cached_property
     def flops(self) -> tuple[int, ...]:
-        """Of each layer, forward and backward."""
+        """FLOPs of each layer, forward and backward together."""
         return tuple(self._layers.each[:, :3].sum(1).tolist())
 
     def bills(self, layers: range) -> list[Bill]:
-        """Of a stage with these layers, in order; those that are recomputed as one have one."""
-        kinds, n = self.kinds[layers.start : layers.stop], self.recompute.num_layers
-        if self.recompute.granularity != "full":
-            return [layers_bill((kind,), self.setting) for kind in kinds]
-        if self.recompute.method == "uniform":
-            return [layers_bill(kinds[i : i + n], self.setting, True) for i in range(0, len(kinds), n)]
-        return [layers_bill((kind,), self.setting, i < n) for i, kind in enumerate(kinds)]
+        """The bills of a stage with these layers, in order; layers that are recomputed together have one bill."""
+        kinds = self.kinds[layers.start : layers.stop]
+        bills = []
+        for group, again in self.recompute.groups(len(kinds)):
+            parts = [kinds[group]] if again else [(kind,) for kind in kinds[group]]
+            bills += [layers_bill(part, self.setting, again) for part in parts]
+        return bills
 
     @cached_property
     def head(self) -> Bill:
@@ -59,11 +59,11 @@ class StageCosts:
 
     @property
     def _plain(self) -> Setting:
-        """Of the ends of the model, which neither wait nor compute again."""
+        """The setting of embedding and head, where no weight gradient waits and nothing is recomputed."""
         return replace(self.setting, split=False, again=())
 
     def sums(self, of: Callable[..., Sequence[float]]) -> Sums:
-        """Figures of(kind, whole) of a layer, `whole`: recomputed, over the layers of any stage."""
+        """Sums over the layers of any stage of the figures of(kind, whole); `whole`: the layer is recomputed."""
         full, recompute = self.recompute.granularity == "full", self.recompute
         if not full or recompute.method == "uniform":
             return Sums(self.each(lambda kind: of(kind, full)))
@@ -71,13 +71,13 @@ class StageCosts:
         return Sums(plain, again, recompute.num_layers)
 
     def each(self, of: Callable[[Kind], T]) -> list[T]:
-        """Of every layer, asked once for each kind."""
-        known = {id(kind): of(kind) for kind in {id(kind): kind for kind in self.kinds}.values()}
-        return [known[id(kind)] for kind in self.kinds]
+        """of(kind) of every layer, computed once for each kind."""
+        results = {id(kind): of(kind) for kind in {id(kind): kind for kind in self.kinds}.values()}
+        return [results[id(kind)] for kind in self.kinds]
 
     @cached_property
     def _layers(self) -> Sums:
-        """FLOPs of F, B and W; bytes that are saved and that wait."""
+        """Sums of FLOPs of F, B and W, of saved bytes and of waiting bytes."""
 
         def of(kind: Kind, whole: bool) -> list[int]:
             bill = layers_bill((kind,), self.setting, whole)
@@ -90,21 +90,21 @@ class StageCosts:
         return self._layers.of(stops - np.array(split), stops).tolist()
 
     def costs_of(self, split: Sequence[int]) -> tuple[Cost, ...]:
-        """Of every stage: FLOPs of a micro-batch, whole, so that times that are equal are so to the bit."""
+        """FLOPs of every stage for a micro-batch, as integers, so that equal times are equal to the bit."""
         *others, last = (row[:3] for row in self._stage_sums(split))
-        f, b, w = (round(more) + n for n, more in zip(last, self.head.flops, strict=True))
+        f, b, w = (layers + round(head) for layers, head in zip(last, self.head.flops, strict=True))
         return (*((f, b, w) for f, b, w in others), (f, b, w))
 
     def held_of(self, split: Sequence[int]) -> tuple[Held, ...]:
-        """Bytes that a forward keeps of every stage, from F to B, and, if backward is split, from B to W."""
+        """Bytes that a forward keeps on every stage, from F to B, and, if backward is split, from B to W."""
         saved, waiting = self.saved_of(np.array(split)), (row[4] for row in self._stage_sums(split))
         return tuple(zip(saved.tolist(), waiting, strict=True))
 
     def saved_of(self, splits: np.ndarray) -> np.ndarray:
-        """[..., stages] bytes from F to B, of splits of the layers."""
+        """Bytes [..., stages] that are kept from F to B, for splits [..., stages] of the layers."""
         stops, recompute = splits.cumsum(-1), self.recompute
         saved = self._layers.of(stops - splits, stops)[..., 3]
-        if recompute.granularity == "full" and recompute.method == "uniform":  # one input for each group
+        if recompute.granularity == "full" and recompute.method == "uniform":  # each group keeps one input
             groups = -(-splits // recompute.num_layers)
             saved = saved // np.maximum(splits, 1) * groups
         saved[..., -1] += self.head.saved
@@ -112,7 +112,7 @@ class StageCosts:
 
     @cached_property
     def least_moment(self) -> int:
-        """Bytes that any layer's backward takes at least, beside what forwards have kept."""
+        """The fewest bytes that a layer's backward takes in addition to what forwards have kept."""
         full = self.recompute.granularity == "full"
         kinds = set(self.kinds)
         return min(layers_bill((kind,), self.setting, whole).moment["B"] for kind in kinds for whole in {False, full})
@@ -122,5 +122,5 @@ class StageCosts:
 def stage_costs(
     model: ModelConfig, recompute: Recompute, setting: Setting, vocab_size: int, padded_vocab: int, z_loss: float
 ) -> StageCosts:
-    """The same of all arrangements that share these: a search has thousands."""
+    """StageCosts, shared by all arrangements with the same arguments: a search has thousands."""
     return StageCosts(model, recompute, setting, vocab_size, padded_vocab, z_loss)

@@ -1,14 +1,14 @@
 """Seconds of a training step, by simulation of the schedule that the runtime runs (megalite/pipeline/).
 
     pipeline    the rows of megalite/pipeline/schedule.py with the durations of megalite/plan/cost.py; a message takes
-                its link's time, and one direction's messages of a rank follow each other. Long steps: the first groups
-                of micro-batches, as megalite/plan/arrangement.py tells its bubble
-    weights     gathered over dp bucket by bucket while the first forwards run: no forward before its stage's buckets
-    gradients   reduced bucket by bucket from the last backward of a chunk on (optim/grad_reduce.py); what the rank's
-                other work does not hide is added
+                its link's time, and a rank's messages in one direction follow each other. Of a long step only the first
+                groups of micro-batches are simulated, as megalite/plan/arrangement.py does for its bubble
+    weights     gathered over dp bucket by bucket while the first forwards run; no forward before its stage's buckets
+    gradients   reduced bucket by bucket from the last backward of a chunk on (optim/grad_reduce.py); the time that is
+                not hidden behind the rank's other work is added
     update      norm, the one agreement of all ranks, the optimizer's step
 
-One rank of each pipeline position is looked at: all others do the same.
+It looks at one rank of each pipeline position, because all others there do the same.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from megalite.plan.profile import Profile, default_profile
 
 @dataclass(frozen=True)
 class StepTime:
-    """parts      seconds of the ranks' mean that sum to `seconds`: compute, bubble, optimizer, what shows of tp, pp, dp
-    mfu           of model_flops, per device, causal, as the trainer logs it
-    tokens_per_s  of the whole cluster
-    fixed         seconds of `optimizer` that any step takes, however small
+    """parts      seconds, as means over ranks, that sum to `seconds`: compute, bubble, optimizer, exposed tp, pp and dp
+    mfu           MFU per device by model_flops, causal, as the trainer logs it
+    tokens_per_s  tokens/s of the whole cluster
+    fixed         seconds of `optimizer` that even the smallest step takes
     """
 
     seconds: float
@@ -47,11 +47,11 @@ class StepTime:
 
 
 def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = None) -> StepTime:
-    """Raises ValueError where the cluster has another number of devices than the arrangement, or no peak for its
-    dtype."""
+    """Predict a step. Raises ValueError if the cluster and the arrangement have different numbers of devices, or the
+    cluster has no peak for the dtype."""
     if cluster.world != made.world:
         raise ValueError(
-            f"the cluster has {cluster.world} devices, the arrangement {made.world} ranks; give both alike"
+            f"the cluster has {cluster.world} devices, the arrangement {made.world} ranks; give equal numbers"
         )
     step = _Step(made, cluster, profile or default_profile(cluster.device.name))
     parts = step.parts()
@@ -115,16 +115,16 @@ class _Step:
         return Links(dataclasses.replace(self.cluster, inside=measured) if measured else self.cluster)
 
     def delay(self, source: int, target: int) -> float:
-        """Of a message between two pipeline ranks: this tp rank's part of the hidden states."""
+        """Seconds of a message between two pipeline ranks: this tp rank's part of the hidden states."""
         made, ranks = self.made, self.mesh.pp.ranks
         n = made.tokens * made.config.model.hidden_size * made.dtype.itemsize / made.tp
         return self.messages.message(n, ranks[source], ranks[target])
 
     def _chunk_bytes(self, rank: int, of: str) -> list[float]:
-        """Bytes of weights or of gradients of each chunk of a pipeline rank, in order: by layers, and the rest of the
-        rank's with its first chunk (the embedding) or last (the head)."""
+        """Bytes of weights or of gradients of each chunk of a pipeline rank, in order. The bytes of the layers are in
+        their chunk, the rest of the rank's in its first (the embedding) or, on the last rank, its last (the head)."""
         made, held = self.made, self.made.holdings[rank]
-        each = getattr(held, of) / held.local  # with what the layout is padded by
+        each = getattr(held, of) / held.local  # with the layout's padding
         stages = (made.stages[stage] for stage in made.placement.stages(rank))
         chunks = [each * sum(made.elements[layers.start : layers.stop]) for layers in stages]
         chunks[-1 if rank == made.pp - 1 else 0] += max(0.0, getattr(held, of) - sum(chunks))
@@ -136,11 +136,11 @@ class _Step:
 
     @cached_property
     def _groups(self) -> tuple[Group, Group]:
-        """Ranks that share out what the optimizer keeps, and those that keep the same."""
+        """The ranks that shard the optimizer's state, and the ranks that have copies of a shard."""
         return tuple(Group.of(axis.ranks, self.cluster.per_node) for axis in (self.mesh.shard, self.mesh.replica))  # type: ignore[return-value]
 
     def gathers(self) -> Mapping[int, float]:
-        """Stage -> when its first forward may start, so that none of its layers waits for its bucket. Nothing where
+        """Stage -> time at which its first forward may start, so that none of its layers waits for its bucket. Empty if
         gathers are waited for at once, or there is nothing to gather."""
         made, (shard, _) = self.made, self._groups
         if shard.size == 1 or not made.config.parallel.overlap_param_gather:
@@ -158,7 +158,7 @@ class _Step:
 
     @property
     def late_gathers_s(self) -> float:
-        """Of gathers that nothing hides."""
+        """Seconds of gathers that nothing hides."""
         shard, _ = self._groups
         if self.made.config.parallel.overlap_param_gather or shard.size == 1:
             return 0.0
@@ -168,7 +168,7 @@ class _Step:
         )
 
     def _collective(self, n: float, size: int, gather: bool) -> float:
-        """Seconds of a chunk's gathers, or reductions, one bucket after another; `n` bytes of elements of `size`."""
+        """Seconds of a chunk's gathers, or reductions, one bucket after another: `n` bytes in elements of `size`."""
         shard, replica = self._groups
         links, buckets = self.costs.links, self._buckets(n, size)
         if gather:
@@ -178,13 +178,13 @@ class _Step:
         return buckets * links.reduce_scatter(n / buckets, shard) + links.all_reduce(n / shard.size, replica)
 
     def reduces(self, simulation: Simulation) -> float:
-        """Seconds by which reductions of gradients end after the pipeline. A chunk's buckets fill evenly during its
-        last backward."""
+        """Seconds by which the reduction of gradients ends after the pipeline, if a chunk's buckets fill evenly during
+        its last backward."""
         made, groups = self.made, self._groups
         if max(group.size for group in groups) == 1:
             return 0.0
         size, share = self._gradient
-        last: dict[int, tuple[float, float]] = {}  # stage -> when its last gradients are computed
+        last: dict[int, tuple[float, float]] = {}  # stage -> begin and end of the computation of its last gradients
         ops = (Op.W,) if made.split else (Op.B,)
         for span in simulation.spans:
             if span.action.op in ops:
@@ -205,7 +205,7 @@ class _Step:
 
     @property
     def exchanged_s(self) -> float:
-        """All that the busiest rank exchanges over dp in a step, hidden or not."""
+        """Seconds of all that the busiest rank exchanges over dp in a step, hidden or not."""
         if max(group.size for group in self._groups) == 1:
             return 0.0
         made, (size, share) = self.made, self._gradient
@@ -219,14 +219,15 @@ class _Step:
 
     @property
     def _gradient(self) -> tuple[int, float]:
-        """Bytes of an element of the sums, and the share of them that moves."""
+        """Bytes of an element of the gradients' sums, and the share of them that is sent."""
         held = self.made.holdings[0]
         size = round(held.gradients / held.weights * self.made.dtype.itemsize)
         return size, 0.5 if self.made.config.parallel.grad_reduce_in_bf16 and size == 4 else 1.0
 
     @property
     def tied_s(self) -> float:
-        """The sum of a tied embedding's gradient over both ends of the pipeline, of what a rank owns of it."""
+        """Seconds of the sum over both ends of the pipeline of the part of a tied embedding's gradient that a rank
+        owns."""
         made, m = self.made, self.made.config.model
         if made.pp == 1 or m.untie_embeddings_and_output_weights:
             return 0.0
@@ -237,6 +238,6 @@ class _Step:
 
     @property
     def agreement_s(self) -> float:
-        """The one all-reduce of a few numbers over all ranks."""
+        """Seconds of the one all-reduce of a few numbers over all ranks."""
         world = Group.of(range(self.made.world), self.cluster.per_node)
         return self.costs.links.all_reduce(64, world)

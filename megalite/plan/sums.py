@@ -1,4 +1,4 @@
-"""Sums over the layers of a stage, of layers that are not alike."""
+"""Sums of figures over the layers of a stage, which may differ."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class Sums:
-    """Figures of any run of layers, by prefix sums: in O(1), and for arrays of them. Of whole numbers they are exact.
+    """Sums over any range of layers by prefix sums, in O(1), also for arrays of ranges. Sums of integers are exact.
 
     rows           [layers, figures]
-    again, first   of the `first` layers of a stage those of `again` count
+    again, first   rows that count instead for the `first` layers of each stage
     """
 
     def __init__(self, rows: Sequence[Sequence[float]], again: Sequence[Sequence[float]] | None = None, first: int = 0):
@@ -20,7 +20,7 @@ class Sums:
         self._plain, self._again = _prefix(rows), None if again is None else _prefix(again)
 
     def of(self, starts: Any, stops: Any) -> np.ndarray:
-        """[..., figures] of the layers from start to stop, numbers or arrays."""
+        """Sums [..., figures] over the layers from start to stop, which are numbers or arrays."""
         if self._again is None:
             return self._plain[stops] - self._plain[starts]
         middles = np.minimum(np.asarray(starts) + self.first, stops)

@@ -74,8 +74,8 @@ GENERATED = (
     "generate/generation.py chosen_logits: start_all_gather(head.norm(x_sBD), head.tp).wait()",
 )
 STARTED = {
-    "parallel/comm.py gather_texts: start_all_gather(mine[None], axis).wait()": "",
-    "parallel/self_test.py _outcomes: start_reduce_scatter(mine.clone(), axis).wait()": "",
+    "parallel/comm.py gather_texts: start_all_gather(row[None], axis).wait()": "",
+    "parallel/self_test.py _outcomes: start_reduce_scatter(sent.clone(), axis).wait()": "",
     "parallel/self_test.py pass_on: work.wait()": PP,
 }
 BETWEEN_RANKS |= {CHECKED: "", **dict.fromkeys(GENERATED, TP), **STARTED}
@@ -96,7 +96,7 @@ NO_RACE = {
     "train/replicas.py disagreement: buffer.wait_gather()": "the step's forward has waited for every weight",
     "pipeline/runtime.py Pipeline._now: synchronize(self.mesh.device)": "for the time alone",
     "train/tell/phases.py Phases.over_ranks: synchronize(self._mesh.device)": "for the time alone",
-    "parallel/self_test.py _outcomes: start_all_gather(mine[:part], axis).wait()": "the reduce-scatter after it waits",
+    "parallel/self_test.py _outcomes: start_all_gather(sent[:part], axis).wait()": "the reduce-scatter after it waits",
     "train/tell/timers.py Timers._now: synchronize(self.mesh.device)": "for the time alone",
     "parallel/streams.py synchronize: torch.cuda.synchronize(device)": "for the time alone",
 }
@@ -118,8 +118,8 @@ OF_THE_HOST = {
     "train/watch/hang.py Watchdog._watch: self._closing.wait(self.pace * POLL_S)",
     "parallel/comm.py Pending.wait: self._work.wait(limit)",  # over gloo
     # between processes that share memory, on CPUs
-    "parallel/shared_memory.py SharedMemory.take: self._open[0].wait()",
-    "parallel/shared_memory.py SharedMemory.meet: self.arrive(torch.zeros(3, dtype=torch.int64)).wait()",
+    "parallel/shared_memory.py SharedMemory.take: self.open_transfers[0].wait()",
+    "parallel/shared_memory.py SharedMemory.meet: _Arrival(torch.zeros(3, dtype=torch.int64), self.group).wait()",
     "parallel/shared_memory.py _Arrival.wait: self._work.wait()",
     "parallel/shared_memory.py Transfer.wait: arrival.wait()",
 }

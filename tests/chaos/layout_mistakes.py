@@ -127,7 +127,7 @@ MISTAKES = [
     Mistake(
         _of(
             "positions begin at 0 on every rank",
-            ("            here = slice(first, first + x_sBD.shape[0])\n", "            here = slice(0, x_sBD.shape[0])\n"),
+            ("            share = slice(first, first + x_sBD.shape[0])\n", "            share = slice(0, x_sBD.shape[0])\n"),
         ),
         RUN + TP,
         {"kind": "forward", "step": 1, "name": "embedding", "ranks.tp": [1], "causes": "offset of positions"},

@@ -65,8 +65,8 @@ def _waiting(flags: str) -> tuple[float, float]:
     stage, _ = built(flags, mesh)
     later, sizes = Later(), dict[int, int]()
     backward(stage, 1, later)
-    for left in later._left:
-        for t in (left.x, *(dy for _, dy in left.parts)):
+    for entry in later._entries:
+        for t in (entry.x, *(dy for _, dy in entry.parts)):
             sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
     model = cli.parse(f"{SMALL} {flags}".split(), PRESETS).model
     return sum(sizes.values()) / (S * B) / 2, layer_waiting(model, 8, 2)

@@ -93,10 +93,10 @@ def test_two_jobs_of_one_machine_have_two_ports() -> None:
         (ompi(9, 8, 1, 8), "OMPI_COMM_WORLD_RANK=9 is not below OMPI_COMM_WORLD_SIZE=8"),
         (ompi(0, 2, 0, 2) | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE='x' is not a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set although WORLD_SIZE=2"),
-        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT='99999' is no port: set a number from 1 to 65535"),
-        (TORCHRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT='-1' is no port"),
-        (slurm(5, 8, MASTER_PORT="abc"), "MASTER_PORT='abc' is no port"),
-        (ompi(1, 2, 1, 2, MASTER_PORT="0"), "MASTER_PORT='0' is no port"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT='99999' is not a port: set a number from 1 to 65535"),
+        (TORCHRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT='-1' is not a port"),
+        (slurm(5, 8, MASTER_PORT="abc"), "MASTER_PORT='abc' is not a port"),
+        (ompi(1, 2, 1, 2, MASTER_PORT="0"), "MASTER_PORT='0' is not a port"),
     ],
 )
 def test_what_is_missing_is_named(env: dict[str, str], says: str) -> None:

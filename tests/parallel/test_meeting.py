@@ -92,7 +92,7 @@ def test_a_port_that_is_taken_is_named(port: int) -> None:
 
 
 def test_a_first_rank_that_has_not_come_is_named(port: int) -> None:
-    assert "that machine answers, but nothing listens there: has rank 0 come" in why(1, "127.0.0.1", port)
+    assert "that machine answers, but nothing listens there: has rank 0 started" in why(1, "127.0.0.1", port)
     assert "nothing listens there" in why(0, "127.0.0.1", port, AGENT)  # torchrun's own, which has ended
 
 
@@ -110,7 +110,10 @@ def test_a_server_that_is_another_program_s_is_named(port: int) -> None:
 
 
 def test_an_address_that_means_this_machine_is_named(port: int) -> None:
-    assert "localhost is " in (said := why(1, "localhost", port, nodes=2)) and "this machine itself" in said
+    assert (
+        "localhost is " in (said := why(1, "localhost", port, nodes=2))
+        and "on this machine, which means itself" in said
+    )
 
 
 @pytest.fixture
@@ -129,7 +132,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 def test_a_name_that_means_nothing_is_told(names: dict[str, str]) -> None:
-    assert likely_cause("gpu01", 1, False, 2, "") == "the name gpu01 means nothing here; is MASTER_ADDR right?"
+    assert likely_cause("gpu01", 1, False, 2, "") == "this node cannot resolve the name gpu01; is MASTER_ADDR right?"
 
 
 def test_the_interface_is_named_where_the_machine_s_name_means_itself(

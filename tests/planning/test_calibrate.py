@@ -37,7 +37,7 @@ def test_a_profile_is_the_same_after_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"source": "x", "blocks": {}}'])
 def test_what_is_no_profile_is_refused_with_its_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.json").write_text(text)
-    with pytest.raises(ValueError, match="is no profile .*tools/plan.py calibrate --out"):
+    with pytest.raises(ValueError, match="is not a profile .*tools/plan.py calibrate --out"):
         read_profile(tmp_path / "p.json")
 
 
@@ -49,7 +49,7 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, name: str, value: objec
     if (name, value) == ("kernel_s", 0):
         assert read_profile(tmp_path / "p.json").kernel_s == 0
         return
-    with pytest.raises(ValueError, match="is no profile"):
+    with pytest.raises(ValueError, match="is not a profile"):
         read_profile(tmp_path / "p.json")
 
 
@@ -57,7 +57,7 @@ def test_a_list_of_another_length_is_refused(tmp_path: Path) -> None:
     default_profile("h100").save(tmp_path / "p.json")
     found = json.loads((tmp_path / "p.json").read_text()) | {"blocks": {"layer": [1.0, 2.0]}}
     (tmp_path / "p.json").write_text(json.dumps(found))
-    with pytest.raises(ValueError, match="another length"):
+    with pytest.raises(ValueError, match="wrong length"):
         read_profile(tmp_path / "p.json")
 
 

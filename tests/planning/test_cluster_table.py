@@ -79,7 +79,7 @@ MINE = '[device]\nname = "x"\nmemory_gib = inf\nmemory_gb_per_s = 1'
     [
         ("[device]", "device.name is missing"),
         ('device = ["h100"]', "is not in the table"),
-        ("[device]\nname = 5\nmemory_gib = 1\nmemory_gb_per_s = 1", "device.name=5 is no text"),
+        ("[device]\nname = 5\nmemory_gib = 1\nmemory_gb_per_s = 1", "device.name=5 is not a string"),
         (MINE, "device.memory_gib=inf is not a number above 0"),
         ("[inside]\ngb_per_s = inf", "inside.gb_per_s=inf is not a number above 0"),
     ],
