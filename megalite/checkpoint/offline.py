@@ -5,8 +5,6 @@ is checked before a value of it counts. Writing: tensor by tensor, committed as 
 (format/writer.py). One tensor is in memory at a time, so a laptop can do it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ locked      one process at a time does a piece of work; the others wait and say 
 appearing   a file has its name only when it is whole
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

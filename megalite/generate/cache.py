@@ -6,8 +6,6 @@ before a query comes that far. Bytes: 2 T B g K times the size of an element for
 with a window only what some query can see is read.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from functools import partial

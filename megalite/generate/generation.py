@@ -7,8 +7,6 @@ Each rank keeps the keys and values of its layers and heads (generate/cache.py).
 token depends on the one before it, so a pipeline is for models that do not fit otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

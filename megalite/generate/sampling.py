@@ -6,8 +6,6 @@ What is drawn is a function of (seed, number of the prompt, position), not of a 
 layout, and for a prompt alone or among others, as far as the logits are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

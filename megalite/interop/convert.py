@@ -4,8 +4,6 @@ A foreign checkpoint is a list of `Foreign`: which tensor, in which dtype, and h
 all of them: cut it into rectangles of ours. tools/foreign_import.py makes a checkpoint of ours of such a list.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

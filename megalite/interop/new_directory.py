@@ -1,7 +1,5 @@
 """A directory that appears whole or not at all: it is made beside its place and renamed at the end."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ stacked and padded is read from its `ParamSpec`, so the shards of a foreign chec
 for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ are under way, each for a block. All else goes through a buffer of one block per
 cache: fresh pages for the bytes of a whole file would cost more time than reading them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import queue

@@ -5,8 +5,6 @@ sha256 with the processor's instructions stays below a good disk (docs/checkpoin
 checkpoint is written with sha256; the name of the hash stands in the manifest.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Everything read from disk is checked here before it is used: names of files stay
 their tensors, and the boxes of a tensor cover it exactly once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

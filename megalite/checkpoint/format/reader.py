@@ -5,8 +5,6 @@ of them once and checks its hash before a value of it counts. Which checkpoint o
 here (run/loader.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field

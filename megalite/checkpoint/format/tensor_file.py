@@ -8,8 +8,6 @@ after the other: the header is known before the first byte is written, and nothi
 kills the process with SIGBUS.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence

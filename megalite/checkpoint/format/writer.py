@@ -10,8 +10,6 @@ Killed anywhere, the checkpoint before stays the newest. Nothing is needed in me
 streamed (tensor_file.py). How the ranks of a run agree on all this is in run/foreground.py and run/saver.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What the ranks of a run do together with its --save directory: all succeed, or all raise."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

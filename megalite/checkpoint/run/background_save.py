@@ -5,8 +5,6 @@ by a thread on the CPU, by a stream of its own on CUDA. Only an update that come
 Where there is no memory for a copy the state itself is written, and the update waits for the end of that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

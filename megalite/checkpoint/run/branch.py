@@ -4,8 +4,6 @@ It happens after a rollback (--ckpt-step), after --finetune, and where a run sav
 it stayed, the next start would continue from it, and --keep-last would delete the new branch's checkpoints before it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

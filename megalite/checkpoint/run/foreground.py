@@ -4,8 +4,6 @@ All ranks agree that every file is there before that (one all-reduce); else the 
 directory must be shared by all ranks. What is written, in which order, is in format/writer.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ wrong, the checkpoint before it is taken. That files are there, have their size,
 before any parameter changes, and all differences are listed at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Lines for the log, from any thread."""
 
-from __future__ import annotations
-
 import queue
 
 

@@ -1,7 +1,5 @@
 """Which checkpoints of a directory stay."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """When to save by the clock, with ranks that agree and next to no collectives."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

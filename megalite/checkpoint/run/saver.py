@@ -11,8 +11,6 @@ save on gloo was seen to deadlock. A thread that fails leaves a file that says s
 rank then asks for a stop with the next step's all-reduce, so that all ranks raise at the same step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -69,7 +67,7 @@ class Saver:
         retain_interval: int | None = None,
         background: bool = False,
         upload_to: str | Location | None = None,
-    ) -> Saver:
+    ) -> "Saver":
         """Lock the directory and try whether all ranks can write to it. `nbytes`: of what this rank will save.
 
         Raises CheckpointError on all ranks: not writable, no room for one checkpoint, in use by another run, or not

@@ -6,8 +6,6 @@ kept there is not sent. A copy that fails is tried again after the next save; un
 full the save says so. The disk must be shared by all ranks: one node, or a fast shared file system.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 A checkpoint is built in `.iter_0000500.part` and renamed: from then on it exists.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import errno
@@ -56,7 +54,7 @@ class LocalStorage:
     def read(self, path: Path) -> bytes:
         return path.read_bytes()
 
-    def open(self, path: Path) -> LocalFile:
+    def open(self, path: Path) -> "LocalFile":
         return LocalFile(path)
 
     @contextlib.contextmanager
@@ -163,7 +161,7 @@ class LocalStorage:
                 "elsewhere"
             )
 
-    def lock(self, directory: Path) -> Lock:
+    def lock(self, directory: Path) -> "Lock":
         return Lock(directory)
 
     @contextlib.contextmanager

@@ -12,8 +12,6 @@ They stay in the same folder: a checkpoint that may not be written to can be ren
 and a relative link still points where it did.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

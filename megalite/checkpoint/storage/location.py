@@ -1,7 +1,5 @@
 """Where checkpoints are: a path, or a URL that fsspec knows; the names in a --save directory; what goes wrong there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,10 +49,10 @@ class Url:
         return self.path.rpartition("/")[2]
 
     @property
-    def parent(self) -> Url:
+    def parent(self) -> "Url":
         return Url(self.text.rpartition("/")[0], self.path.rpartition("/")[0], self.files)
 
-    def __truediv__(self, name: str) -> Url:
+    def __truediv__(self, name: str) -> "Url":
         return Url(f"{self.text}/{name}", f"{self.path}/{name}", self.files)
 
     def __str__(self) -> str:

@@ -11,8 +11,6 @@ one, which moves every byte twice. Who reads a checkpoint leaves a mark in its f
 killed reader delays a deletion, and no run waits for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -82,7 +80,7 @@ class RemoteStorage:
     def read(self, path: Url) -> bytes:
         return attempt(path, "reading it", lambda: path.files.cat_file(path.path))
 
-    def open(self, path: Url) -> RemoteFile:
+    def open(self, path: Url) -> "RemoteFile":
         return RemoteFile(path)
 
     @contextlib.contextmanager
@@ -162,7 +160,7 @@ class RemoteStorage:
     def check_space(self, directory: Url, needed: int) -> None:
         """Nothing to ask."""
 
-    def lock(self, directory: Url) -> Claim:
+    def lock(self, directory: Url) -> "Claim":
         return Claim(self, directory)
 
     @contextlib.contextmanager

@@ -3,8 +3,6 @@
 A checkpoint is the folder iter_NNNNNNN with the file COMPLETE in it; nothing else is believed.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, cast

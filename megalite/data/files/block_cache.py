@@ -8,8 +8,6 @@ fetched again. When the blocks under `root` pass the limit, those not opened for
 has one of them mapped keeps reading it, and any other fetches it again. So nothing here needs all processes to agree.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

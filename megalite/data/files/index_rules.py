@@ -8,8 +8,6 @@ buffers that stay in the cache, so memory does not grow with the file (a map wou
 resident). 2 ns per document warm, where building the order of an epoch costs 30.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field

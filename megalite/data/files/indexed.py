@@ -11,8 +11,6 @@ A .bin file that is truncated while it is mapped ends the process with SIGBUS: d
 with mmap_bin_files=False.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Files of the options that do not exist, and those that may have been meant. Pure but for looking."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import os

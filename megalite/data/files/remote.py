@@ -10,8 +10,6 @@ order, so the local disk should hold the whole pair: then each byte is fetched o
 a protocol (s3fs, gcsfs) are imported here, when the first URL is opened; credentials are theirs to find.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -187,7 +185,7 @@ class RemotePair:
                     file.write(part)
             source.confirm()
 
-    def tokens(self, dtype: np.dtype[Any]) -> RemoteTokens:
+    def tokens(self, dtype: np.dtype[Any]) -> "RemoteTokens":
         blocks = Blocks(self._directory, self.size, self._limit, self._bin.fetch, self._bin.confirm)
         return RemoteTokens(blocks, self.size // dtype.itemsize, dtype)
 

@@ -4,8 +4,6 @@ It is no part of Megatron's format: data without it is used as it is, and then o
 batch. Keys: tokenizer (fingerprint, name, vocabulary size, end of document), documents, tokens, sources, version.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ There is no iterator and no state to save: a resume needs `consumed`, one intege
 batches in a thread while this one computes, and measures what is still waited for.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

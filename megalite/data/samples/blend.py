@@ -1,7 +1,5 @@
 """From --data-path to one endless dataset: several token files, mixed by weight."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

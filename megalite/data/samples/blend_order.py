@@ -9,8 +9,6 @@ as it is needed, and any sample is found by arithmetic. A period longer than PER
 counts) is cut there and repeated; the counts are then exact up to n = PERIOD, and off by less than 1 + n/PERIOD beyond.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

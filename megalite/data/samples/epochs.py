@@ -14,8 +14,6 @@ it is damaged. A directory that cannot be written is no error either: its files 
 memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -16,8 +16,6 @@ tokens does not, but needs no tokenizer. What does not decode and encode to the 
 beginning of a sample) is cut between tokens in either case: no text is lost or invented.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

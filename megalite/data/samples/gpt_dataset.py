@@ -3,8 +3,6 @@
 `epochs.py` shuffles the documents, `token_line.py` says where in them a sample lies.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ another sequence length a new era begins at the present sample: each source cont
 (token_line.py), a new one starts at its beginning. The order of data within an era is a pure function of the ledger.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -6,8 +6,6 @@
 by `scale` so that every part of a split vocabulary is used. A pure function of (seed, sample, t).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

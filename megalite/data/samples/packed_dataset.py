@@ -8,8 +8,6 @@
 Labels across the border of two pieces, and in the padding, predict nothing: `label_mask` leaves them out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -14,8 +14,6 @@ The plan depends on the lengths and S alone: it is made once for all epochs and 
 packed_dataset.py reads samples by it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any

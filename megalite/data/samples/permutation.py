@@ -8,8 +8,6 @@ Why: the order of a billion samples costs no memory, no start-up time and no fil
 alone, and it depends on integers only, not on a library's random stream. numpy's permutation of 10^9 costs 8 GB.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

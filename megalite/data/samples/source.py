@@ -1,7 +1,5 @@
 """What a dataset is to those that read it, and what the token ledger must know of one that is a file."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol

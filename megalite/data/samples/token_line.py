@@ -10,8 +10,6 @@ epoch whatever the changes on the way, and nothing but the numbers of samples ta
 again from them. Where leftovers meet, two pieces of text that did not belong together do, as at a document's border.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,7 +111,7 @@ class Line:
                 place += count
         return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
-    def after(self, samples: int, seq_length: int) -> Line:
+    def after(self, samples: int, seq_length: int) -> "Line":
         """The line of what the first `samples` samples leave."""
         segment = int(self._segment(np.array([samples * seq_length]))[0])
         first, count = self._samples_of(segment, seq_length)

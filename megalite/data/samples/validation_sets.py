@@ -11,8 +11,6 @@ digits, "_", "-" and "."; so data/lang=en/a is a path, and lang=en/a is one when
 Bits per byte compares models whose tokenizers differ: the loss per token depends on how much text a token is.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 No code of a model directory is run and nothing is fetched: names on a hub are refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -11,8 +11,6 @@ As in Megatron-LM, special tokens that are written out in a text become their id
 Megatron-LM's TikTokenizer (v1, v2) and of tiktoken's openai_public.py: another pattern would give other ids.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -5,8 +5,6 @@ libraries are imported when a tokenizer of their kind is built; no code of a mod
 These are the references; tools/preprocess/fast_tokenizer.py makes the same ids faster where it can.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ are an error, never a file.
 Special tokens that are written out in a text become their ids there, as in all that transformers loads.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import struct

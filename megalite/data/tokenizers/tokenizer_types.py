@@ -8,8 +8,6 @@ ByteTokenizer          the bytes of the UTF-8 text, 0..255, and 256 as eod; need
 NullTokenizer          --vocab-size ids, the last one eod; its text is ids with spaces between, as in Megatron-LM
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ What a family's keys mean is in models/families.py, and no family is named here.
 say: groups, rotary positions; windows are in windows.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

@@ -6,8 +6,6 @@ Nothing is trusted: names of files stay inside the directory, every tensor must 
 and has its shape, and no tensor may be missing. Only safetensors is read, since the other formats can run code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

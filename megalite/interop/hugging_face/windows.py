@@ -8,8 +8,6 @@
 Which kind a family is of says models/families.py. Defaults are those of the families' classes in transformers 5.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megalite.config.options import ModelConfig

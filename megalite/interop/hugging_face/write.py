@@ -3,8 +3,6 @@
 The vocabulary has no padding there.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ The names are the same, with few exceptions: the activation is several flags the
 at d98e8a64.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any

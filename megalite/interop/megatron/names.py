@@ -1,7 +1,5 @@
 """What Megatron-LM calls its tensors, as tables: Megatron core's names, and those that other releases use for them."""
 
-from __future__ import annotations
-
 import re
 
 from megalite.models.family import QKV, Naming, rules

@@ -10,8 +10,6 @@ containers, argparse.Namespace; what else Megatron-LM is known to put in (random
 on disk until they are read. A layer's number counts within its stage; stages are numbered on, virtual ones in turn.
 """
 
-from __future__ import annotations
-
 import pickle  # its error only; torch's restricted loader does the reading
 import re
 from argparse import Namespace

@@ -9,8 +9,6 @@ loader. Layers are stacked, [L, ...] under one name, or numbered; both are read.
 tensor whatever tp was.
 """
 
-from __future__ import annotations
-
 import io
 import pickle  # for an Unpickler that finds no class but those listed here
 import re
