@@ -1,8 +1,4 @@
-"""Files that several processes share: who may write one, and when it can be seen.
-
-locked      one process at a time does a piece of work; the others wait and say for whom
-appearing   a file has its name only when it is whole
-"""
+"""Files that several processes share: who may write one, and when it can be seen."""
 
 import contextlib
 import fcntl
@@ -25,7 +21,8 @@ SAY_AFTER_SECONDS, SAY_EVERY_SECONDS = 2.0, 60.0
 
 @contextlib.contextmanager
 def locked(path: Path, what: str) -> Iterator[bool]:
-    """Hold the lock file `path`; who waits for long says for what and for whom. False: there are no locks here."""
+    """Hold the lock file `path`; a process that waits for long logs for what (`what`) and for whom. Yields False on a
+    file system without locks."""
     with open(path, "a+", opener=opener) as file:
         alone = _take(file, what)
         if alone:
@@ -36,18 +33,18 @@ def locked(path: Path, what: str) -> Iterator[bool]:
 
 
 def _take(file: TextIO, what: str) -> bool:
-    begin, said = time.monotonic(), 0.0
+    begin, next_line = time.monotonic(), SAY_AFTER_SECONDS
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             waited = time.monotonic() - begin
-            if waited >= (said + SAY_EVERY_SECONDS if said else SAY_AFTER_SECONDS):
+            if waited >= next_line:
                 file.seek(0)
                 holder = file.read(200) or "another process"
                 log.warning("%s: waiting for %s, which makes it (%.0f s so far)", what, holder, waited)
-                said = waited
+                next_line = waited + SAY_EVERY_SECONDS
             time.sleep(POLL_SECONDS)
         except OSError:
             return False
@@ -55,7 +52,7 @@ def _take(file: TextIO, what: str) -> bool:
 
 @contextlib.contextmanager
 def appearing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which is called `path` once it is whole. Of an error nothing remains, of a kill *.partial."""
+    """A file to write, which gets the name `path` once it is whole. An error leaves nothing, a kill a *.partial."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".partial")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,11 +1,9 @@
-"""Samples read by a packing: `PackedDataset`, and which of their labels count.
+"""Samples that follow a packing (packing.py), and the labels in them that count.
 
-    epoch e    all bins, in the order of a shuffle of (seed, e); the pieces of a bin are shuffled too, since best fit
-               leaves the longest first, which would teach that a position tells a document's length
-    sample i   bin permute(i mod bins) of epoch i // bins
-    tokens     piece | piece | ... | padding     S + 1 of them, as from GptDataset; layout() tells the pieces' lengths
-
-Labels across the border of two pieces, and in the padding, predict nothing: `label_mask` leaves them out.
+epoch e    all bins, in the order of a shuffle of (seed, e); the pieces of a bin are shuffled too, since best fit
+           puts the longest first, so that a position would tell a document's length
+sample i   bin permute(i mod bins) of epoch i // bins
+tokens     piece | piece | ... | padding     S + 1 of them, as from GptDataset; layout() gives the pieces' lengths
 """
 
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ from megalite.data.samples.source import Source, digest_of
 
 @dataclass(frozen=True)
 class _Rows:
-    """The pieces of some samples, sample after sample: those of row r are ends[r] : ends[r + 1]."""
+    """The pieces of some samples, one sample after the other: those of row r are ends[r] : ends[r + 1]."""
 
     ends: NDArray[np.int64]
     document: NDArray[np.int64]
@@ -32,10 +30,8 @@ class _Rows:
 
 
 class PackedDataset(Source):
-    """The documents `documents` of one file, packed into samples of seq_length + 1 tokens, epoch after epoch.
-
-    pad  fills what no piece does; usually the end-of-document id
-    """
+    """The documents `documents` of one file, packed into samples of seq_length + 1 tokens, epoch after epoch. `pad`: id
+    of the padding, usually the end-of-document id."""
 
     packed = True
 
@@ -61,7 +57,7 @@ class PackedDataset(Source):
         return digest_of(self._data, self._documents, self.plan.pieces.lengths)
 
     def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
-        """Bins of another length are other bins: after such ones the next epoch begins."""
+        """After bins of another length the next epoch begins."""
         self._first, note = 0, None
         for seq_length, samples in taken:
             if seq_length == self.seq_length:
@@ -81,7 +77,6 @@ class PackedDataset(Source):
         return tokens, documents
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens [len(index), seq_length + 1]."""
         rows = self._rows(index)
         out = np.full((len(index), self.seq_length + 1), self.pad, np.int64)
         begins = self._data.spans(rows.document + self._documents.start)[0] + rows.start
@@ -92,7 +87,6 @@ class PackedDataset(Source):
         return out
 
     def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]]:
-        """For each sample the lengths of its pieces, in order; they sum to seq_length + 1 less the padding."""
         rows = self._rows(index)
         return np.split(rows.length.astype(np.int32), rows.ends[1:-1]) if len(index) else []
 
@@ -101,17 +95,17 @@ class PackedDataset(Source):
         bins = np.empty_like(numbers)
         keys = np.empty(len(numbers), np.uint64)
         for e in np.unique(epochs).tolist():
-            here = epochs == e
-            bins[here] = permute(numbers[here], self.plan.num_bins, fold(self._key, "bins", e))
-            keys[here] = fold(self._key, "pieces", e)
+            in_epoch = epochs == e
+            bins[in_epoch] = permute(numbers[in_epoch], self.plan.num_bins, fold(self._key, "bins", e))
+            keys[in_epoch] = fold(self._key, "pieces", e)
         starts, counts = self.plan.starts[bins], self.plan.starts[bins + 1] - self.plan.starts[bins]
         ends = np.concatenate([[0], np.cumsum(counts)])
         row = np.repeat(np.arange(len(bins)), counts)
         piece = self.plan.order[starts[row] + np.arange(len(row)) - ends[row]].astype(np.int64)
         turn = np.empty(len(row), np.uint32)
         for key in np.unique(keys).tolist():
-            here = keys[row] == key
-            turn[here] = mix32(piece[here].astype(np.uint32), key)
+            with_key = keys[row] == key
+            turn[with_key] = mix32(piece[with_key].astype(np.uint32), key)
         piece = piece[np.lexsort((piece, turn, row))]
         return _Rows(ends, *self.plan.pieces.find(piece))
 
@@ -125,17 +119,16 @@ class PackedDataset(Source):
         return f"{self._data.prefix}.bin, document {int(rows.document[at]) + self._documents.start}, token {token}"
 
     def describe(self, samples: int) -> str:
-        plan = self.plan
+        plan, cut = self.plan, cut_end_to_end(self.plan.pieces.lengths, self.seq_length)
         return (
             f"{self._data.prefix}: {len(self._documents)} documents, {self.num_tokens} tokens, "
             f"{samples / plan.num_bins:.2f} epochs; packed into {plan.num_bins} samples, {100 * plan.padding:.2f} % "
-            f"padding, {plan.pieces.num_cut} documents cut (end to end: about "
-            f"{cut_end_to_end(plan.pieces.lengths, self.seq_length):.0f})"
+            f"padding, {plan.pieces.num_cut} documents cut (end to end: about {cut:.0f})"
         )
 
 
 def label_mask(layout: Sequence[NDArray[np.int32]], seq_length: int) -> NDArray[np.float32]:
-    """[n, seq_length]: 1 where a token and the one after it, its label, belong to the same piece."""
+    """[n, seq_length]: 1 where a token and its label, the next token, belong to the same piece."""
     mask = np.zeros((len(layout), seq_length), np.float32)
     for row, lengths in enumerate(layout):
         ends = np.cumsum(lengths)
@@ -145,10 +138,7 @@ def label_mask(layout: Sequence[NDArray[np.int32]], seq_length: int) -> NDArray[
 
 
 def cut_end_to_end(lengths: NDArray[np.int32], seq_length: int) -> float:
-    """How many documents samples of GptDataset cut, on average over where they happen to lie.
-
-    Cuts lie seq_length apart and the token there belongs to both samples, so L tokens meet one in (L - 2) / S of the
-    places, for 2 <= L <= S + 2.
-    """
+    """The expected number of documents that samples of GptDataset cut. Cuts are seq_length apart and the token there
+    belongs to both samples, so one falls into L tokens with probability (L - 2) / S, for 2 <= L <= S + 2."""
     parts = (lengths[a : a + CHUNK] for a in range(0, len(lengths), CHUNK))
     return sum(float(np.sum(np.clip((part - 2.0) / seq_length, 0, 1))) for part in parts)

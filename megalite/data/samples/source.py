@@ -1,4 +1,4 @@
-"""What a dataset is to those that read it, and what the token ledger must know of one that is a file."""
+"""The interfaces of datasets: to those that read them, and to the token ledger."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ class Dataset(Protocol):
     """Endless and without state.
 
     samples(index)  tokens [n, seq_length + 1], for any sample numbers >= 0
-    layout(index)   of packed samples the lengths of the pieces, beyond which is padding; None: each is one run of text,
-                    as of a dataset that says nothing else
+    layout(index)   for each packed sample the lengths of its pieces, in order, before its padding; None: not packed
     where           file, document and position of a token, for errors
     """
 
@@ -39,23 +38,23 @@ class Source(Dataset, Protocol):
     @property
     def digest(self) -> str: ...
     def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
-        """Begin behind what was taken before: (sequence length, samples), in order. What is worth telling, or None."""
+        """Continue after the samples `taken` so far: (sequence length, samples), in order. Returns a note, or None."""
 
     def count(self, samples: range) -> tuple[int, int]:
         """(tokens, documents that begin) in the inputs of these samples."""
         ...
 
     def prepare(self, samples: int) -> None:
-        """Build, or find in the cache, what the first `samples` samples need beyond what is there."""
+        """Build, or find in the cache, the orders of the epochs that the first `samples` samples read."""
 
 
 def digest_of(data: IndexedDataset, documents: range, lengths: NDArray[Any]) -> str:
-    """Of the documents' lengths, and of some tokens, since documents of one length are common."""
-    made = hashlib.blake2b(lengths_digest(lengths).encode(), digest_size=16)
+    """A digest of the documents' lengths, and of some tokens, since documents of one length are common."""
+    digest = hashlib.blake2b(lengths_digest(lengths).encode(), digest_size=16)
     some = np.array([documents[0], documents[len(documents) // 2], documents[-1]])
     for begin in data.spans(some)[0].tolist():
-        made.update(np.asarray(data.tokens[begin : begin + 4096]).tobytes())
-    return made.hexdigest()
+        digest.update(np.asarray(data.tokens[begin : begin + 4096]).tobytes())
+    return digest.hexdigest()
 
 
 def lengths_digest(lengths: NDArray[Any]) -> str:
