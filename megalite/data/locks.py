@@ -20,11 +20,11 @@ SAY_AFTER_SECONDS, SAY_EVERY_SECONDS = 2.0, 60.0
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str) -> Iterator[bool]:
-    """Hold the lock file `path`; a process that waits for long logs for what (`what`) and for whom. Yields False on a
-    file system without locks."""
+def locked(path: Path, product: str) -> Iterator[bool]:
+    """Hold the lock file `path` while `product` is made; a process that waits for long logs for what and for whom.
+    Yields False on a file system without locks."""
     with open(path, "a+", opener=opener) as file:
-        alone = _take(file, what)
+        alone = _take(file, product)
         if alone:
             file.truncate(0)  # "a": what is written goes to the end
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -32,7 +32,7 @@ def locked(path: Path, what: str) -> Iterator[bool]:
         yield alone
 
 
-def _take(file: TextIO, what: str) -> bool:
+def _take(file: TextIO, product: str) -> bool:
     begin, next_line = time.monotonic(), SAY_AFTER_SECONDS
     while True:
         try:
@@ -43,7 +43,7 @@ def _take(file: TextIO, what: str) -> bool:
             if waited >= next_line:
                 file.seek(0)
                 holder = file.read(200) or "another process"
-                log.warning("%s: waiting for %s, which makes it (%.0f s so far)", what, holder, waited)
+                log.warning("%s: waiting for %s, which builds it (%.0f s so far)", product, holder, waited)
                 next_line = waited + SAY_EVERY_SECONDS
             time.sleep(POLL_SECONDS)
         except OSError:

@@ -469,7 +469,7 @@ def test_the_time_waited_for_the_save_before_is_told(tmp_path: Path, monkeypatch
     first, second, third = [line for line in one.news() if not line.startswith("scheduled")]
     assert "for the save before" not in first
     stall, before = (float(part.split(" s")[0]) for part in second.split("waited ")[1].split(" s, "))
-    assert second.endswith(" s for the save before") and 0.07 < before <= stall
+    assert second.endswith(" s of it for the save before") and 0.07 < before <= stall
     assert third.startswith("saved iter_0000003 in ") and float(third.split(" s, ")[1].split()[0]) > 0.07
     one.close()
 

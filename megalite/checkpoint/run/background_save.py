@@ -99,20 +99,17 @@ class BackgroundSave:
     tell: Callable[[str], None]
     error: Exception | None = None
     give_up: threading.Event = field(default_factory=threading.Event)  # a rank has failed: its list will not come
-    _thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Run in a thread, or at once if the system has no more threads."""
-        thread = threading.Thread(target=self._run, name="megalite-save", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="megalite-save", daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError:
             self._run()
-        else:
-            self._thread = thread
 
     def join(self) -> None:
-        if self._thread is not None:
+        if self._thread.ident is not None:  # it was started
             self._thread.join()
 
     def _run(self) -> None:

@@ -25,7 +25,7 @@ class Branch:
         later = {place: steps for place in places if (steps := _later(place, begin))}
         for place, steps in later.items():
             if isinstance(place, Url) and not damaged:
-                copy = f" (with iter_{begin:07d} copied to it --load can be the same)" if begin else ""
+                copy = f" (and copy iter_{begin:07d} to it, to load from it as well)" if begin else ""
                 raise CheckpointError(
                     f"save={str(place)!r} holds {_named(steps)}, of later steps than {begin}, where this run begins: "
                     "they would be taken for its own, and cannot be renamed behind a URL; give --save another URL"
@@ -38,8 +38,8 @@ class Branch:
         if later and not damaged:
             self.note = (
                 f"{_named(set().union(*later.values()))} in {' and '.join(map(str, places))}: of later steps than "
-                f"{begin}, where this run begins; the first save renames them to abandoned-..., and deletes nothing. "
-                f"To continue from them, stop now, and give --load {places[-1]} without --ckpt-step and --finetune"
+                f"{begin}, where this run begins; the first save renames them to abandoned-... and deletes nothing. "
+                f"To continue from them, stop now and give --load {places[-1]} without --ckpt-step and --finetune"
             )
 
     @contextlib.contextmanager

@@ -114,9 +114,6 @@ class RemoteStorage:
     def part_of(self, final: Url) -> Url:
         return final
 
-    def begin(self, part: Url) -> None:
-        self.discard(part)
-
     def discard(self, part: Url) -> None:
         """COMPLETE first: an interruption leaves no checkpoint. Files that the run did not write are kept."""
         names = [name for name in self.entries(part) if _OWN.fullmatch(name)]
@@ -125,6 +122,8 @@ class RemoteStorage:
         if part.text.partition("://")[0] not in _FLAT:
             with contextlib.suppress(Exception):  # not empty, or not there
                 part.files.rmdir(part.path)
+
+    begin = discard
 
     def publish(self, part: Url, final: Url) -> None:
         """Done: COMPLETE is there."""

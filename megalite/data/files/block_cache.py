@@ -38,7 +38,7 @@ OPEN_BLOCKS = 1024  # mapped at a time; removed blocks may occupy the disk for a
 EVICT_EVERY = 16  # stored blocks between two looks at the size of the cache
 KEEP = 0.9  # of the limit, once it was passed
 STALE_SECONDS = 24 * 3600.0  # a partial file this old has no writer
-POLL_SECONDS, SAY_AFTER_SECONDS = 0.02, 5.0
+POLL_SECONDS, SAY_AFTER_POLLS = 0.02, 250
 INDEX = "copy.index"  # beside the blocks: the .idx, whole
 CRC = struct.Struct("<I")
 
@@ -64,7 +64,7 @@ class Blocks:
         """The blocks `numbers`, at most OPEN_BLOCKS of them, as mapped uint8; missing ones are fetched first."""
         with self._thread_lock:
             missing = [number for number in numbers if not self._have(number)]
-            waited, said = 0.0, False
+            polls = 0
             while missing:
                 mine = [number for number in missing if self._lock(number)]
                 try:
@@ -74,9 +74,8 @@ class Blocks:
                         self._unlock(number)
                 missing = [number for number in missing if not self._have(number)]
                 if missing:  # other processes fetch these
-                    waited += POLL_SECONDS
-                    if not said and waited > SAY_AFTER_SECONDS:
-                        said = True
+                    polls += 1
+                    if polls == SAY_AFTER_POLLS:
                         log.warning("%s: waiting for block %d from another process", self._directory, missing[0])
                     time.sleep(POLL_SECONDS)
             blocks = [self._open[number] for number in numbers]

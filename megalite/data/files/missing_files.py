@@ -49,7 +49,7 @@ def missing(prefix: str) -> str:
             return f"{prefix}: is a directory; give a prefix in it: {_list(pairs)}"
         return f"{prefix}: is a directory without token files; tools/preprocess_data.py makes them"
     if Path(prefix).is_file():
-        return f"{prefix}: is a file, not the prefix of a .bin/.idx pair; tools/preprocess_data.py makes one of text"
+        return f"{prefix}: is a file, not the prefix of a .bin/.idx pair; tools/preprocess_data.py makes one from text"
     for lost, other in ((".idx", ".bin"), (".bin", ".idx")):
         if Path(prefix + other).is_file() and not Path(prefix + lost).is_file():
             return f"{prefix}{lost}: {reason}, but {prefix}{other} exists; a pair needs both: write it again"

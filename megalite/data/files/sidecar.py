@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megalite.data.errors import DataError
-from megalite.data.files.remote import read_whole
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
 LIMIT_BYTES = 16 << 20  # far above any list of sources
@@ -20,6 +19,8 @@ def read_info(prefix: str | Path) -> dict[str, Any] | None:
     path = f"{prefix}.json"
     try:
         if "://" in path:
+            from megalite.data.files.remote import read_whole
+
             text = read_whole(path, LIMIT_BYTES + 1)
         else:
             with open(path, "rb") as file:

@@ -14,7 +14,7 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.epochs import Epoch, build_epoch, load_or_build
 from megalite.data.samples.permutation import fold
-from megalite.data.samples.source import Source, digest_of, lengths_digest
+from megalite.data.samples.source import Source
 from megalite.data.samples.token_line import Line
 
 CHUNK = 1 << 20  # samples placed at a time
@@ -33,28 +33,17 @@ class GptDataset(Source):
         split: str = "train",
         cache_path: str | Path | None = None,
     ):
-        self.seq_length, self.name, self._split = seq_length, data.prefix, split
-        self._data, self._documents = data, documents
-        if not data.checked:
-            data.verify()  # 2 ns per document; building the order costs 30
-        self._lengths = data.read_lengths(documents)
-        self.num_tokens = int(np.sum(self._lengths, dtype=np.int64))
+        super().__init__(data, documents, seq_length, seed, split)
         if self.num_tokens < seq_length + 1:
             raise DataError(
                 f"{data.prefix}: the {split} split has {self.num_tokens} tokens in {len(documents)} documents, fewer "
                 f"than one sample of seq_length {seq_length} + 1: use a larger part in --split, more data or a smaller "
                 "--seq-length"
             )
-        self._key = fold(seed, split)
         self._line, self._taken = Line(self.num_tokens, self._key), 0  # the next sample is number `taken` of the line
-        self._cache_path = cache_path
-        self._lengths_digest = lengths_digest(self._lengths) if cache_path else ""
+        self._split, self._cache_path = split, cache_path
         self._epochs: dict[int, Epoch] = {}  # the last two used
         self._lock = threading.Lock()  # the prefetch thread and the main one may meet here
-
-    @property
-    def digest(self) -> str:
-        return digest_of(self._data, self._documents, self._lengths)
 
     def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
         line, length, count = Line(self.num_tokens, self._key), self.seq_length, 0

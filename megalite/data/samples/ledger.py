@@ -137,7 +137,7 @@ class Ledger:
             self.eras = [*past, replace(mine, begin=last.begin)]
         else:
             self.eras = [*eras, replace(mine, begin=consumed)]
-            notes.append(f"the blend changed: from sample {consumed} on each source continues with the rest of it")
+            notes.append(f"the blend changed: from sample {consumed} on each source continues where it stopped")
             new = [share.name for share in mine.sources if share.digest not in totals]
             notes += [f"{name} is new, or its documents changed: it starts at its beginning" for name in new]
             unused = [total for digest, total in totals.items() if digest not in digests]

@@ -16,7 +16,7 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.packing import CHUNK, pack
 from megalite.data.samples.permutation import fold, mix32, permute
-from megalite.data.samples.source import Source, digest_of
+from megalite.data.samples.source import Source
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,14 @@ class PackedDataset(Source):
     def __init__(
         self, data: IndexedDataset, documents: range, seq_length: int, seed: int, pad: int, split: str = "train"
     ):
-        self.seq_length, self.name, self.pad = seq_length, data.prefix, pad
-        self._data, self._documents, self._first = data, documents, 0
-        if not data.checked:
-            data.verify()
-        lengths = data.read_lengths(documents)
-        if not len(lengths) or int(lengths.max()) < 2:
+        super().__init__(data, documents, seq_length, seed, split)
+        self.pad, self._first = pad, 0
+        if not len(self._lengths) or int(self._lengths.max()) < 2:
             raise DataError(
                 f"{data.prefix}: the {split} split has no document of two tokens or more among {len(documents)}, so "
                 "nothing to predict: use a larger part in --split, or more data"
             )
-        self.plan = pack(lengths, seq_length + 1)
-        self.num_tokens = self.plan.pieces.num_tokens
-        self._key = fold(seed, split)
-
-    @property
-    def digest(self) -> str:
-        return digest_of(self._data, self._documents, self.plan.pieces.lengths)
+        self.plan = pack(self._lengths, seq_length + 1)
 
     def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
         """After bins of another length the next epoch begins."""
@@ -63,7 +54,7 @@ class PackedDataset(Source):
             if seq_length == self.seq_length:
                 self._first += samples
             elif samples:
-                bins = pack(self.plan.pieces.lengths, seq_length + 1).num_bins
+                bins = pack(self._lengths, seq_length + 1).num_bins
                 self._first += -(-samples // bins) * self.plan.num_bins
                 note = f"{self.name} was packed for {seq_length} tokens before: it continues with its next epoch"
         return note
@@ -119,7 +110,7 @@ class PackedDataset(Source):
         return f"{self._data.prefix}.bin, document {int(rows.document[at]) + self._documents.start}, token {token}"
 
     def describe(self, samples: int) -> str:
-        plan, cut = self.plan, cut_end_to_end(self.plan.pieces.lengths, self.seq_length)
+        plan, cut = self.plan, cut_end_to_end(self._lengths, self.seq_length)
         return (
             f"{self._data.prefix}: {len(self._documents)} documents, {self.num_tokens} tokens, "
             f"{samples / plan.num_bins:.2f} epochs; packed into {plan.num_bins} samples, {100 * plan.padding:.2f} % "

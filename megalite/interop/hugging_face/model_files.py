@@ -101,7 +101,8 @@ def _files(folder: Path) -> list[str]:
     files = sorted(set(weight_map.values()))
     for file in files:
         if not file or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: {file!r} is not the name of a safetensors file; do not use this model")
+            wrong = f"{file!r} is not the plain name of a safetensors file"
+            raise CheckpointError(f"{index}: {wrong}; do not use this model")
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file}: missing, but {INDEX} names it; fetch the model again")
         stored = set(_open(folder / file).keys())
