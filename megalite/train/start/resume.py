@@ -64,7 +64,7 @@ def open_saver(run: Run, config: Config) -> Saver | None:
         return None
     pieces = pieces_to_save(run, not c.no_save_optim)
     background = c.asynchronous_save == "on" or (c.asynchronous_save == "auto" and run.mesh.device.type == "cuda")
-    saver = Saver.open(
+    saver = Saver(
         c.save_local or c.save,
         run.mesh,
         sum(piece.data.numel() * piece.data.element_size() for piece in pieces),
