@@ -69,7 +69,7 @@ def describe_compile() -> str:
 
 
 def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:
-    """Let the blocks of `stages` run compiled functions; they compile at their first use (train/life/warm_up.py)."""
+    """Let the blocks of `stages` run compiled functions, compiled at first use (train/life/opening.py: warm_up)."""
 
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)

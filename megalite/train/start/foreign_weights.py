@@ -32,8 +32,8 @@ from megalite.interop.megatron.torch_dist import open_checkpoint
 from megalite.models.specs import specs_of
 from megalite.parallel.comm import first_says
 from megalite.train.setup import SetupError
-from megalite.train.sources import open_tokenizer
-from megalite.train.start.resume import TOKENIZER, options_that_differ, with_checkpoint_args, with_model
+from megalite.train.sources import TOKENIZER, open_tokenizer
+from megalite.train.start.resume import options_that_differ, with_checkpoint_args, with_model
 from megalite.train.state import Run
 
 UNKNOWN_VOCABULARY = "the checkpoint does not tell its true vocabulary: rows that pad it count as tokens"

@@ -25,12 +25,10 @@ from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import Rates
 from megalite.parallel.spec import Piece
 from megalite.train.setup import SetupError
+from megalite.train.sources import TOKENIZER
 from megalite.train.start.fit import MAIN, across_precisions, kinds_of, misfit
 from megalite.train.state import Run
 from megalite.train.watch.spikes import Spikes
-
-TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
-
 
 Numbers = tuple[dict[str, int], int, LossScaler, Rates, Spikes]  # progress, updates, loss scaler, rates, spikes
 
