@@ -43,7 +43,7 @@ def check(
     unclear |= wrong.keys()
     config = _made_plausible(config, unclear)
     say, tp = Say(config), config.parallel.tensor_model_parallel_size
-    found = [
+    problems = [
         *model_problems(config.model, tp, say),
         *layout_problems(config, say),
         *training_problems(config, say),
@@ -52,7 +52,7 @@ def check(
         *data_problems(config.data, tp, complete or (c.load is None and c.pretrained_checkpoint is None), say),
         *(_world(config, world_size, say) if world_size is not None else ()),
     ]
-    return [*wrong.values(), *(problem for problem in found if not problem.concerns(unclear))]
+    return [*wrong.values(), *(problem for problem in problems if not problem.concerns(unclear))]
 
 
 def without_effect(config: Config) -> list[Problem]:
@@ -146,8 +146,8 @@ def _ranks_for(size: int, dp: int, config: Config) -> str:
         return ""
     fits: Callable[[int], bool] = lambda n: size % (config.train.micro_batch_size * n) == 0  # noqa: E731
     near = (range(dp - 1, max(0, dp - MOST_NEAR), -1), range(dp + 1, min(4 * dp, dp + MOST_NEAR) + 1))
-    found = [next(filter(fits, side), None) for side in near]
-    return " or ".join(str(n * config.parallel.model_parallel_size) for n in found if n is not None)
+    nearest = [next(filter(fits, side), None) for side in near]
+    return " or ".join(str(n * config.parallel.model_parallel_size) for n in nearest if n is not None)
 
 
 def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:

@@ -129,5 +129,5 @@ def _multiples(n: int, of: int) -> str:
 
 
 def _divisors(n: int) -> str:
-    found = [str(i) for i in range(1, n + 1) if n % i == 0]
-    return ", ".join(found[:-1]) + " or " + found[-1] if len(found) > 1 else found[0]
+    divisors = [str(i) for i in range(1, n + 1) if n % i == 0]
+    return ", ".join(divisors[:-1]) + " or " + divisors[-1] if len(divisors) > 1 else divisors[0]

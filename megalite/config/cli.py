@@ -72,10 +72,10 @@ def take_apart(argv: Sequence[str]) -> Words:
     while rest:
         word = rest.pop(0)
         if not _is_flag(word):
-            more = [word]
+            strays = [word]
             while rest and not _is_flag(rest[0]):
-                more.append(rest.pop(0))
-            found.stray(more, before, text, found.given.get(text))
+                strays.append(rest.pop(0))
+            found.stray(strays, before, text, found.given.get(text))
             continue
         before, text = word, ""  # `text`: the option that this flag sets to a text
         head, equals, value = word.partition("=")
@@ -182,24 +182,24 @@ def read_all(
     unclear |= words.misspelt - {**file, **given}.keys()
     values: dict[str, Any] = {}
     for source in (file, _typed(given)):  # a wrong type in the file is an error even where a flag wins over it
-        made, wrong = configs.convert_all(source)
+        typed, wrong = configs.convert_all(source)
         problems += wrong.values()
         unclear |= set(wrong)
-        values.update(made)
-    made = configs.build(configs.completed(configs.over_preset(presets.get(preset, {}), values)))
-    problems += [problem for problem in check(made, world(made), unclear=unclear) if problem not in follows]
-    problems += also(made, problems)
+        values.update(typed)
+    config = configs.build(configs.completed(configs.over_preset(presets.get(preset, {}), values)))
+    problems += [problem for problem in check(config, world(config), unclear=unclear) if problem not in follows]
+    problems += also(config, problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    if configs.resolved_style(made, megatron_spelling=bool(words.foreign)) == "megatron":
-        made = replace(made, log=replace(made.log, log_style="megatron"))
-    return Read(made, [*words.notes, *foreign.notes, *without_effect(made)], foreign.warnings)
+    if configs.resolved_style(config, megatron_spelling=bool(words.foreign)) == "megatron":
+        config = replace(config, log=replace(config.log, log_style="megatron"))
+    return Read(config, [*words.notes, *foreign.notes, *without_effect(config)], foreign.warnings)
 
 
 def read(argv: Sequence[str], presets: Presets) -> tuple[Config, list[str]]:
     """The configuration and notes about it. Raises ConfigError with every problem."""
-    found = read_all(argv, presets)
-    return found.config, [*found.notes, *(f"WARNING: {line}" for line in found.warnings)]
+    command = read_all(argv, presets)
+    return command.config, [*command.notes, *(f"WARNING: {line}" for line in command.warnings)]
 
 
 def read_or_exit(
@@ -215,14 +215,14 @@ def read_or_exit(
         if (topic := asked_for(argv)) is not None:
             print(help_text(topic, sorted(presets)))
             raise SystemExit(0)
-        found = read_all(argv, presets, also, world)
+        command = read_all(argv, presets, also, world)
     except ConfigError as error:
         for problem in error.problems:
             complain(f"pretrain_gpt.py: {problem}")
         raise SystemExit(2) from None
-    for note in [] if quiet else found.notes:
+    for note in [] if quiet else command.notes:
         complain(f"note: {note}")
-    return found  # the run prints the warnings, into its log too
+    return command  # the run prints the warnings, into its log too
 
 
 def parse(argv: Sequence[str], presets: Presets) -> Config:

@@ -159,8 +159,8 @@ class Bar:
             self._plain(self.done)
 
     def each(self, things: Iterable[T]) -> Iterator[T]:
-        for one in things:
-            yield one
+        for thing in things:
+            yield thing
             self.add(1)
 
     def draw(self, again: bool = False) -> None:
@@ -183,8 +183,8 @@ class Bar:
 
         count = f"{self.done:.4g}/{self.total:.4g} {self.unit}".rstrip()
         width = (columns or 80) - 1
-        more = self.text[: max(0, width - len(self.what) - len(count) - OTHERS)]
-        self._progress.update(self._task, completed=self.done, count=count, more=more)
+        text = self.text[: max(0, width - len(self.what) - len(count) - OTHERS)]
+        self._progress.update(self._task, completed=self.done, count=count, more=text)
         drawn = Console(file=io.StringIO(), force_terminal=True, width=width)
         drawn.print(self._progress.make_tasks_table(self._progress.tasks), end="")
         return drawn.file.getvalue().partition("\n")[0]  # type: ignore[attr-defined]

@@ -50,13 +50,13 @@ def source(option: str) -> str:
 
 def problems() -> list[str]:
     """Problems of the variables above and of MEGALITE_FAULT, all at once."""
-    found = []
+    errors = []
     for read in (Faults, *(partial(override, option, getattr(ParallelConfig(), option)) for option in OVERRIDES)):
         try:
             read()
         except ValueError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 def warnings() -> list[str]:

@@ -112,8 +112,8 @@ def strike(kind: str, value: float, where: str, tensor: Any = None) -> None:
 def _first_of(tensor: Any) -> Any:
     if tensor is None:
         raise ValueError("there is no tensor at this point")
-    found: Any = tensor() if callable(tensor) else tensor
-    return found.view(-1)
+    value: Any = tensor() if callable(tensor) else tensor
+    return value.view(-1)
 
 
 try:

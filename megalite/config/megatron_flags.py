@@ -32,7 +32,7 @@ class Flag:
 @cache
 def known_flags() -> Mapping[str, Flag]:
     """By flag, in the file's order."""
-    found: dict[str, Flag] = {}
+    flags: dict[str, Flag] = {}
     group, verdict, feature, reason = "", "", "", ""
     text = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8")
     for line in text.partition("\n# ")[2].splitlines():
@@ -41,13 +41,13 @@ def known_flags() -> Mapping[str, Flag]:
                 name, _, takes = word.partition("=")
                 count, *neutral = takes.split(":") if takes else ["0"]
                 values = None if count == "*" else int(count)
-                found["--" + name] = Flag(group, verdict, feature, reason, values, tuple(neutral))
+                flags["--" + name] = Flag(group, verdict, feature, reason, values, tuple(neutral))
         elif line and line[0] in "+=?!~>":
             verdict, rest = line[0], line[2:]
             feature, _, reason = rest.rpartition(" | ") if verdict != DEPENDENT else (rest, "", "")
         elif line:
             group = line.removeprefix("# ")
-    return MappingProxyType(found)
+    return MappingProxyType(flags)
 
 
 def asked_for(flag: Flag, values: Iterable[str]) -> bool:

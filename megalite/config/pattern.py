@@ -111,8 +111,8 @@ def _list(node: ast.expr) -> list[bool]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _list(node.left) + _list(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        one, times = (node.right, node.left) if isinstance(node.left, ast.Constant) else (node.left, node.right)
-        bits, count = _list(one), _number(times)
+        repeated, times = (node.right, node.left) if isinstance(node.left, ast.Constant) else (node.left, node.right)
+        bits, count = _list(repeated), _number(times)
         if len(bits) * count <= LONGEST:
             return bits * count
     raise ValueError

@@ -65,7 +65,7 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
     eod = None if tokenizer is None else tokenizer.eod
     if data.mock_data:
         train, *others = (MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS)
-        valid, test = ([NamedSet[Dataset]("", one)] if eval_iters > 0 else [] for one in others)
+        valid, test = ([NamedSet[Dataset]("", dataset_)] if eval_iters > 0 else [] for dataset_ in others)
         return Sources(vocab_size, eod, train, tokenizer, None, valid, test)
 
     how = Reading(data.data_cache_path, tokenizer, data.document_packing == "best-fit", data.mmap_bin_files)

@@ -1,7 +1,8 @@
 """--export-hf: a Hugging Face directory at the end of a run.
 
 After the last step the ranks write their parts, as for every checkpoint, and the first one assembles tensor after
-tensor from the files, so that no process ever holds the whole model."""
+tensor from the files, so that no process ever holds the whole model.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def tokenizer_files(data: DataConfig, eod: int | None) -> tuple[dict[str, Path |
     source = files.get("tokenizer.json")
     if isinstance(source, Path) and "tokenizer_config.json" not in files:  # without it transformers would guess
         added = hugging_face.read_json(source).get("added_tokens") or []
-        ends = [one.get("content") for one in added if isinstance(one, dict) and one.get("id") == eod]
+        ends = [token.get("content") for token in added if isinstance(token, dict) and token.get("id") == eod]
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[0] if ends else None}
         files["tokenizer_config.json"] = json.dumps(settings) + "\n"
     if source is not None or data.tokenizer_type in (None, "NullTokenizer"):
@@ -120,8 +121,8 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
         own = config.data.tokenizer_type is not None
         files, note = tokenizer_files(config.data, eod) if own else (hugging_face.companions(named_by(config)), None)
         ours = Ours(Checkpoint(folder, manifests.load(folder)), used=specs_of(config.model, run.vocab_size))
-        made = write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, files=files)
+        written = write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, files=files)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    line = f"exported to {target}: {family}, {len(made.tensors)} tensors, vocabulary {run.vocab_size}"
+    line = f"exported to {target}: {family}, {len(written.tensors)} tensors, vocabulary {run.vocab_size}"
     return line if note is None else f"{line}\nnote: {note}"

@@ -2,7 +2,8 @@
 
 All ranks are started again, and continue from the newest checkpoint of --save, at most --max-restarts times in an hour.
 A run that dies a few times in a row without a new checkpoint is given up. A restart that is refused (a full disk, a
-mount that is gone) is tried again later."""
+mount that is gone) is tried again later.
+"""
 
 from __future__ import annotations
 

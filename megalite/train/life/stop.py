@@ -1,7 +1,8 @@
 """Signals that ask a run to stop, as launchers, schedulers and terminals send them.
 
 Until `install`, which the program calls as soon as it knows its options, signals are held (`hold`), so that none is
-lost while torch is imported. Imports no torch."""
+lost while torch is imported. Imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -131,13 +131,13 @@ class Reporter:
             "perf/data_s": i.data_s,
             "mem/max_allocated_gib": i.memory_gib,
         }
-        more = {
+        optional = {
             "mem/max_reserved_gib": i.reserved_gib,
             "train/z_loss": i.z_loss,
             "train/params_norm": i.params_norm,
             "train/num_zeros": i.zeros,
         }
-        self._row(i.step, i.consumed_tokens, row | {k: v for k, v in more.items() if v is not None})
+        self._row(i.step, i.consumed_tokens, row | {k: v for k, v in optional.items() if v is not None})
         self._scalars({"iteration-time": i.step_s, "throughput": speed.tflops(i)}, i.step)
 
     def stepped(self, step: int, last_step: int, loss: float) -> None:

@@ -138,8 +138,8 @@ def outcome_of(folder: Path, status: dict[str, Any]) -> str:
     if said != "running":
         return said
     held = is_held(folder / RUN_LOCK)
-    here = status.get("host") == socket.gethostname() and type(pid) is int and sys.platform == "linux"
-    return "killed" if held is False or (held is None and here and not Path(f"/proc/{pid}").exists()) else said
+    same_machine = status.get("host") == socket.gethostname() and type(pid) is int and sys.platform == "linux"
+    return "killed" if held is False or (held is None and same_machine and not Path(f"/proc/{pid}").exists()) else said
 
 
 def stands(folder: Path, config: Config, resumes: bool) -> bool:
