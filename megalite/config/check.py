@@ -56,8 +56,7 @@ def check(
 
 
 def without_effect(config: Config) -> list[Problem]:
-    """Options that do nothing, or less than expected, beside the others. Megatron-LM accepts them, so they are no
-    errors."""
+    """Options that do nothing, or less than expected, beside others; no errors, as Megatron-LM accepts them."""
     say, given = Say(config), {f.name for section, f in options() if _value(config, section, f) != f.default}
     effects = [*model_effects(config.model, say), *training_effects(config, say), *files_effects(config, say)]
     for name, needed in NEEDS.items():

@@ -127,8 +127,7 @@ def _named_in(text: str) -> set[str]:
 
 
 def _typed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts of the command line as values of their options' types. A text that is no such value stays a text, which
-    `convert` refuses."""
+    """Texts of the command line as values of their types; `convert` refuses those that stay texts."""
     fields, typed = {f.name: f for _, f in options()}, {}
     for name, value in given.items():
         to = _TYPES.get(base_type(fields[name]))

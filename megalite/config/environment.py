@@ -75,7 +75,6 @@ def values_of(names: Iterable[str]) -> str:
 
 
 def of_libraries() -> str:
-    """NAME=value, a line each, of variables that change how libraries compute and communicate, except those of one
-    rank."""
+    """NAME=value, a line each, of variables that change how libraries work, except those of one rank."""
     chosen = sorted(name for name in os.environ if name.startswith(FAMILIES) and not name.startswith(OF_A_RANK))
     return "\n".join(f"{name}={os.environ[name]}" for name in chosen)

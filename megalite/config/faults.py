@@ -65,8 +65,7 @@ class Faults:
             self._of.setdefault(match["point"], []).append(match)
 
     def __call__(self, point: str, rank: int, step: int, tensor: Any = None) -> None:
-        """Strike, if a fault was asked for here. `tensor`, or a function that returns one, is what nan, inf and bitflip
-        change."""
+        """Strike, if a fault was asked for here. nan, inf and bitflip change `tensor`, or the one that it returns."""
         for fault in self._of.get(point, ()):
             if fault["rank"] in ("*", str(rank)) and fault["step"] in ("*", str(step)) and self._first(fault, rank):
                 strike(fault["kind"], float(fault["value"] or 3600), f"{point} on rank {rank}, step {step}", tensor)

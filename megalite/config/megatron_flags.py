@@ -108,8 +108,7 @@ def nearest(flag: str, candidates: Iterable[str]) -> str | None:
 
 
 def _likeness(a: str, b: str) -> float:
-    """0: different words; 1: the same. Two long words that happen to share letters are different, and so is a flag's
-    opposite."""
+    """0: different words; 1: the same. A flag's opposite is different, and so are long words that share letters."""
     whole = _ratio(a, b)
     if whole < 0.75 or a.startswith(("no-", "disable-")) != b.startswith(("no-", "disable-")):
         return 0.0

@@ -57,8 +57,7 @@ def options() -> Iterator[tuple[str, Field[Any]]]:
 
 
 def training_of(config: Config) -> dict[str, Any]:
-    """Option -> effective value, of those that are equal in two runs of the same training, whatever these log and
-    however they compute it."""
+    """Option -> effective value, of those that are equal in two runs of the same training."""
     values = {}
     for section, f in options():
         facts, part = facts_of(f), getattr(config, section)

@@ -87,8 +87,7 @@ def parse_toml(text: str, path: str) -> dict[str, Any]:
 
 
 def differences(config: Config) -> dict[str, dict[str, Any]]:
-    """Section -> option -> value, of options that differ from their defaults, or from what `completed` would fill
-    in."""
+    """Section -> option -> value, of options that differ from their defaults, or from those of `completed`."""
     result: dict[str, dict[str, Any]] = {}
     m = config.model
     plain = gelu_form(add_bias_linear=m.add_bias_linear, bias_gelu_fusion=m.bias_gelu_fusion, openai_gelu=m.openai_gelu)

@@ -38,8 +38,7 @@ class NamedSet(Generic[Data]):
 
 @dataclass(frozen=True)
 class Sources:
-    """`vocab_size`: without padding. `eod`: the end-of-document id. `ledger`: of the data that `train` reads; None:
-    generated data."""
+    """`vocab_size`: without padding. `eod`: end of document. `ledger`: of what `train` reads; None: generated data."""
 
     vocab_size: int
     eod: int | None

@@ -38,8 +38,7 @@ GPUS_PER_NODE = 8  # assumed by a dry run without a launcher
 
 @dataclass(frozen=True)
 class Command:
-    """A command without errors. `warnings`: for the log. `ranks`: this process's place, where a launcher has started
-    it. `stop`: if installed already."""
+    """A correct command. `warnings`: for the log. `ranks`: this process's place, if launched. `stop`: if installed."""
 
     config: Config
     warnings: Sequence[str] = ()

@@ -78,8 +78,7 @@ def _each_line(at: Moment, code: Exit, error: BaseException) -> str:
 
 
 def _told_at_the_end(at: Moment, code: Exit, error: BaseException) -> str:
-    """Reported at the end. One Ctrl-C gives a rank two signals, the terminal's and the launcher's; a later one
-    kills."""
+    """One Ctrl-C gives a rank two signals, the terminal's and the launcher's; from now on a later one kills."""
     since = time.monotonic()
     leave = lambda *_: os._exit(int(code)) if time.monotonic() > since + AGAIN_S else None  # noqa: E731
     for number in STOPPING:
@@ -97,8 +96,7 @@ def _by(knows: Callable[[Moment, BaseException], bool]) -> Tell:
 
 
 def _says_why(at: Moment, error: BaseException) -> bool:
-    """A rank that heard of the error from another reports it only if that one does not: its exit would make the
-    launcher end the other."""
+    """All ranks but those that heard of it from another, which reports it first: their exit would end that one."""
     return not isinstance(error, ElsewhereError) or not wait_until_told(at.ranks)
 
 

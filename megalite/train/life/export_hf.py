@@ -85,8 +85,7 @@ def export_family(config: Config) -> str:
 
 
 def check_export(config: Config) -> None:
-    """Raises SetupError where --export-hf is impossible: no family has this model, or the target is not empty or cannot
-    be written."""
+    """Raises SetupError if no family has this model, or the target of --export-hf is not empty or cannot be written."""
     if config.checkpoint.export_hf is None:
         return
     target = Path(config.checkpoint.export_hf)

@@ -23,8 +23,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def hold() -> None:
-    """Hold signals until `StopSignal.install`, but SIGINT, which raises KeyboardInterrupt; child processes inherit
-    that."""
+    """Hold signals until `StopSignal.install`, in child processes too, but SIGINT, which raises KeyboardInterrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_BLOCK, [n for n in FORWARDED if n != signal.SIGINT])

@@ -72,8 +72,7 @@ def open_weights(folder: Path, seq_length: int | None, step: int | None) -> Weig
 
 
 def named_by(config: Config) -> Path | None:
-    """The other program's directory that --load or --pretrained-checkpoint names, whether the run begins with it or
-    not."""
+    """The other program's directory that --load or --pretrained-checkpoint names, even if the run does not use it."""
     for name in (config.checkpoint.load, config.checkpoint.pretrained_checkpoint):
         if name is None or storage.steps_in(folder := Path(name)):
             continue
@@ -98,9 +97,8 @@ def _opened(config: Config, folder: Path) -> Weights:
 
 
 def with_source(config: Config) -> Config:
-    """`config` completed from the checkpoint or the other program's directory: the model's options with
-    --use-checkpoint-args, and of the directory the vocabulary and tokenizer where none is given. Raises SetupError with
-    all contradictions at once."""
+    """`config` completed from the checkpoint or the other program's directory: the model with --use-checkpoint-args,
+    of the directory also vocabulary and tokenizer. Raises SetupError with all contradictions at once."""
     folder, c = named_by(config), config.checkpoint
     if c.save is not None and not is_url(c.save) and megatron.holds(Path(c.save)):
         raise SetupError(f"save={c.save!r} holds checkpoints of Megatron-LM, which are kept; give another directory")

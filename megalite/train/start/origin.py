@@ -24,8 +24,7 @@ from megalite.train.state import Run
 
 
 def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
-    """Begin as --load, --finetune, --pretrained-checkpoint and related options say: (the checkpoint, notes);
-    collective."""
+    """Begin as --load, --finetune and --pretrained-checkpoint say: (the checkpoint, notes); collective."""
     c = config.checkpoint
     if c.load is not None:
         # symbolic links may differ between machines

@@ -76,8 +76,7 @@ def open_saver(run: Run, config: Config) -> Saver | None:
 
 
 def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Location:
-    """Write a checkpoint, or begin to: the next update waits for the copy. Collective. Raises CheckpointError on all
-    ranks."""
+    """Write a checkpoint, or begin to. Collective. Raises CheckpointError on all ranks."""
     run.buffer.wait_gather()
     run.before_update = saver.before_update
     state: dict[str, Any] = {
@@ -174,8 +173,7 @@ def _wanted(
 
 
 def _rate_problems(own: Rates, saved: Rates, c: CheckpointConfig) -> list[str]:
-    """A line for every fact of learning rate and weight decay that differs from the checkpoint's, and the remedy; []
-    where options say which ones hold."""
+    """Facts of the rates that differ from the checkpoint's, a line each, and the remedy, unless options choose."""
     if c.use_checkpoint_opt_param_scheduler and saved.decoupled and not own.decoupled:  # no bucket would follow it
         peak = f"{saved.decoupled.peak:g}"
         return [f"decoupled_lr={peak} in the checkpoint, but none here; add --decoupled-lr {peak}"]
@@ -327,8 +325,7 @@ def with_model(config: Config, saved: ModelConfig, where: str) -> Config:
 
 
 def _newest_config(directory: str, step: int | None) -> tuple[Config | None, list[str]]:
-    """(the newest configuration that can be read, errors of newer ones). Not collective: all ranks read the same
-    files."""
+    """(the newest configuration that can be read, errors of newer ones). Not collective."""
     passed: list[str] = []
     steps: Sequence[int] = storage.steps_in(directory) if step is None else [step]
     for candidate in reversed(steps):

@@ -82,8 +82,7 @@ def rank_log(folder: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def stack_of(folder: Path, cause: str, since: float) -> str:
-    """The stack of a crash in C code, from the file of the rank that `cause` names; "" where there is none. `since`:
-    the rank's start."""
+    """The stack of a crash in C code of the rank that `cause` names, or "". `since`: the rank's start."""
     named = re.match(r"rank (\d+) ended by signal", cause)
     with contextlib.suppress(OSError):
         if named and (path := folder / FOLDER / f"rank-{int(named[1]):05d}.log").stat().st_mtime >= since:

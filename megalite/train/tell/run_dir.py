@@ -200,8 +200,7 @@ def settle_status(folder: Path, config: Config, end: tuple[int, str], since: flo
 
 
 def _write_status(folder: Path, status: dict[str, Any]) -> None:
-    """Replace status.json as a whole, or on a full disk overwrite the old one, which takes no room. A failure at the
-    end of a run is said on stderr."""
+    """Replace status.json, or on a full disk overwrite it, which takes no room. Failure at the end is reported."""
     path, status = folder / "status.json", {"outcome": status["outcome"]} | status | {"time": now()}
     try:
         try:

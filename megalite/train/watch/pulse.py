@@ -55,8 +55,7 @@ class Pulse:
         self._queued = queued_s()
 
     def feel(self, since: Sequence[StepResult], step: int, memory_gib: float, report: Reporter) -> str | None:
-        """The first problem that came up `since` the last log line, the same on all ranks; collective. Rank 0 logs
-        all."""
+        """The first new problem, the same on all ranks; collective. Rank 0 logs all. `since`: the last log line."""
         self._last = step - len(since) if self._last is None else self._last
         if step - self._last < self._every:
             return None
@@ -158,8 +157,7 @@ def _median_of_others(ordered: Sequence[float], own: float) -> float:
 
 
 def queued_s() -> float:
-    """How long this thread has waited for a free processor in its life; 0 where that is unknown (proc(5),
-    schedstat)."""
+    """How long this thread has waited for a free processor; 0 where that is unknown (proc(5), schedstat)."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
@@ -168,8 +166,7 @@ def queued_s() -> float:
 
 
 def straggler_line(rows: Sequence[Row], count: int) -> str:
-    """The `count` ranks with the least and the most of each figure, as Megatron-LM's line has one; "" where none is
-    known."""
+    """The `count` ranks with the least and the most of each known figure; Megatron-LM's line has one of each."""
     parts = []
     for name, unit in (("own", "ms"), ("data", "ms"), ("temperature_c", "C"), ("power_w", "W"), ("clock_mhz", "MHz")):
         scale = 1000 if unit == "ms" else 1
