@@ -481,7 +481,7 @@ def test_a_finetune_whose_fast_disk_is_lost_does_not_start_from_scratch(run: Pat
     shutil.rmtree(run.with_name("fast"))
     config = cli.parse(flags_of(run, tune), PRESETS)
     one = build_run(config, Ranks(), CPU)
-    with pytest.raises(CheckpointError, match=r"no checkpoint but .*abandoned-iter_0000007.*: rename the one"):
+    with pytest.raises(CheckpointError, match=r"holds only checkpoints .*abandoned-iter_0000007.*: rename the one"):
         start_run(one, config)
     (run / "abandoned-iter_0000007-left-at-0000000").rename(run / "iter_0000007")
     loaded, _ = start_run(one, config)
