@@ -84,9 +84,9 @@ def test_a_name_is_a_folder_that_is_taken_once(tmp_path: Path, monkeypatch: pyte
     assert taken(config("--name", "mine", "--dry-run", toml=toml)) == taken(config(toml=toml)) == []
     left(Path("runs/a/b"))
     for words, said in (
-        (("--name", "a/b"), "name='a/b' is no name of a directory"),
-        (("--name", "a" * 300), "is no name of a directory"),
-        (("--name", ".."), "is no name"),
+        (("--name", "a/b"), "name='a/b' cannot name a directory"),
+        (("--name", "a" * 300), "cannot name a directory"),
+        (("--name", ".."), "cannot name"),
         (("--name", "a", "--run-dir", "b"), "name and run_dir exclude each other"),
     ):
         done = typed("pretrain_gpt.py", "--config", str(toml), *words, cwd=tmp_path)

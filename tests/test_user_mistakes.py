@@ -79,9 +79,9 @@ MISTAKES = {
         lines=4,
     ),
     "world": usage(f"{GOOD} --tp 2 --nproc 3", "world size 3 is not a multiple of tp 2 x pp 1 = 2; start a multiple"),
-    "a stray word": usage(f"{GOOD} stray", "'stray' behind --dry-run; a flag stands before its value, as in --lr 3e-4"),
+    "a stray word": usage(f"{GOOD} stray", "'stray' after --dry-run; a flag stands before its value, as in --lr 3e-4"),
     "too many processes": usage(f"{FREE} --nproc 4000", "nproc=4000 is more than 8 x", "start fewer"),
-    "broken TOML": usage("--config broken.toml", "config='broken.toml' is not TOML", "at line 2", "mend that line"),
+    "broken TOML": usage("--config broken.toml", "config='broken.toml' is not TOML", "at line 2", "correct that line"),
     "a misspelt key": usage(
         "--config misspelt.toml", "config='misspelt.toml': unknown key num_layer in [model]; did you mean num_layers?"
     ),
@@ -99,7 +99,7 @@ MISTAKES = {
         "lr_decay_style='cosin' is not one of constant, linear, cosine, inverse-square-root, WSD; did you mean cosine?",
         "activation='gleu' is not one of gelu, gelu_erf, squared_relu, swiglu; did you mean gelu?",
         "normalization='rms_norm' is not one of LayerNorm, RMSNorm; did you mean RMSNorm?",
-        "optimizer=lion is not supported: there is AdamW and SGD; use adam",
+        "optimizer=lion is not supported: only AdamW and SGD are; use adam",
         "hidden_size=100 is not a multiple of num_attention_heads=8: use 96 or 112, or set --kv-channels",
         "unknown flag --ddp; use --nproc N; ranks beyond tp x pp are data parallel",
         lines=6,
@@ -110,7 +110,7 @@ MISTAKES = {
     "a value that the shell has split": usage(
         f"{GOOD} --step-batch-size-schedule 0:6 250B:1536",
         *(
-            "'250B:1536' behind --step-batch-size-schedule 0:6; quote a value",
+            "'250B:1536' after --step-batch-size-schedule 0:6; quote a value",
             "--step-batch-size-schedule '0:6 250B:1536'",
         ),
     ),
@@ -232,7 +232,7 @@ def test_a_run_that_is_stopped_says_where_and_how_to_go_on(name: str, saves: boo
     code, out, err = signalled(*flags, number=getattr(signal, name))
     assert "Traceback" not in out + err and code == (75 if saves else 130)
     if saves:
-        assert f"to go on the same command with --load {tmp_path}" in " ".join(out.split())
+        assert f"to continue the same command with --load {tmp_path}" in " ".join(out.split())
     else:
         assert "interrupted at step" in err and "--save DIR keeps what a run has done" in err
 

@@ -42,9 +42,9 @@ from megalite.models.families import FAMILIES
 from megalite.models.specs import specs_of
 from megalite.optim.loss_scale import LossScaler
 from megalite.train.life.export_hf import family_in, like_of, tokenizer_files
-from megalite.train.sources import open_tokenizer
+from megalite.train.sources import TOKENIZER, open_tokenizer
 from megalite.train.start.foreign_weights import UNKNOWN_VOCABULARY, tokenizer_named_in
-from megalite.train.start.resume import TOKENIZER, saved_config
+from megalite.train.start.resume import saved_config
 from megalite.train.state import State
 from tools.checks import second_reading
 from tools.checks.conversion import compare, compare_logits

@@ -20,11 +20,10 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config.console import Bar
 from megalite.config.options import ModelConfig
 from megalite.config.pattern import read_pattern
-from megalite.interop.convert import Ours
+from megalite.interop.convert import Ours, new_directory
 from megalite.interop.megatron.args import FLAGGED, SAME
 from megalite.interop.megatron.names import FUSED, MEGATRON
 from megalite.interop.megatron.rank_files import FILES, TRACKER
-from megalite.interop.new_directory import new_directory
 from megalite.interop.rules import join, recipes
 from megalite.models.specs import specs_of
 from megalite.parallel.spec import Box, ParamSpec

@@ -1,11 +1,9 @@
 """Checkpoints as data, without ranks or a model: read any rectangle, write others. For tools and conversion.
 
-Reading: whatever layout wrote it, a rectangle is filled from the stored boxes that meet it, and the hash of every block
-is checked before a value of it counts. Writing: tensor by tensor, committed as a run's checkpoint is
-(format/writer.py). One tensor is in memory at a time, so a laptop can do it.
+A rectangle is filled from the stored boxes that meet it, and the hash of every block is checked before a value of it
+counts. A checkpoint is written tensor by tensor, with one tensor in memory, and committed as a run's
+(format/writer.py).
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +28,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 class Checkpoint:
-    """Rectangles of the tensors of one checkpoint. Methods raise CheckpointError."""
+    """Reads the tensors of one checkpoint. Methods raise CheckpointError."""
 
     def __init__(self, folder: Location, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
@@ -61,19 +59,19 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder} does not fit this model:\n  " + "\n  ".join(lines))
         try:
             reader.fill_pieces(self.folder, self.manifest, pieces, scratch=self._scratch)
-        except OSError as error:  # it was deleted meanwhile
+        except OSError as error:  # deleted meanwhile
             raise CheckpointError(f"{self.folder}: cannot be read ({error}); use another checkpoint") from error
 
 
 def open_checkpoint(path: str | Location, *, verified: bool = False) -> Checkpoint:
-    """The checkpoint `path`, or the newest in it that has all its files; with `verified` also the right contents,
-    all of which are then read. What is passed over is told. Raises CheckpointError."""
+    """The checkpoint `path`, or the newest in it that has all its files; with `verified` also the right contents, all
+    of which are then read. Skipped ones are named on stderr. Raises CheckpointError."""
     return Checkpoint(*manifests.newest(parse(path), reader.verify if verified else manifests.check_sizes))
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something that is made at once and gives some rectangles: `parts` (name, box) and, in that order, `values()`."""
+    """Rectangles that are made together: `parts` (name, box), and in their order `values()`."""
 
     dtype: torch.dtype
     parts: Sequence[tuple[str, Box]]
@@ -87,10 +85,8 @@ class Item:
 def write_checkpoint(
     folder: Location, files: Sequence[Sequence[Item]], shapes: dict[str, tuple[int, ...]], state: dict[str, Any]
 ) -> None:
-    """A new checkpoint whose tensors `shapes` are filled by the items of `files`; each is made when its turn comes.
-
-    `folder`: its name is iter_NNNNNNN, and it must not exist. Raises CheckpointError, and leaves nothing.
-    """
+    """Write a new checkpoint `folder` (iter_NNNNNNN) whose tensors `shapes` are filled by the items of `files`, each of
+    which is made in its turn. Raises CheckpointError, and leaves nothing behind."""
     storage, step = storage_of(folder), step_of(folder.name)
     if step is None:
         raise CheckpointError(f"{folder}: the name of a checkpoint is iter_ and its step, as in iter_0000500")
@@ -102,7 +98,10 @@ def write_checkpoint(
         storage.begin(part)
         with Bar(f"writing {folder}", sum(map(len, files)), "tensors") as bar:
             for number, items in enumerate(files):
-                _write_file(part, number, sorted(items, key=lambda item: -item.dtype.itemsize), shapes, bar)
+                items = sorted(items, key=lambda item: -item.dtype.itemsize)
+                rows = rows_of((name, shapes[name], item.dtype, box) for item in items for name, box in item.parts)
+                values = (one for item in bar.each(items) for one in item.values())
+                writer.write_rank(part, number, rows, flat(rows, values))
         writer.commit(part, folder, state, step, len(files))
     except BaseException as error:
         writer.abandon(part)
@@ -112,7 +111,7 @@ def write_checkpoint(
 
 
 def _check_cover(items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Every element once, and one dtype per tensor."""
+    """Refuse missing and double elements, and two dtypes in one tensor."""
     dtypes: dict[str, torch.dtype] = {}
     held = dict.fromkeys(shapes, 0)
     for item in items:
@@ -122,15 +121,5 @@ def _check_cover(items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> N
             held[name] += box.numel
     for name, shape in shapes.items():
         if held[name] != math.prod(shape):
-            raise CheckpointError(
-                f"{name}: {held[name]} of {math.prod(shape)} elements were found; a part is missing or double"
-            )
-
-
-def _write_file(
-    part: Location, number: int, items: Sequence[Item], shapes: dict[str, tuple[int, ...]], bar: Bar
-) -> None:
-    """One file, and the list that `writer` makes the manifest of."""
-    rows = rows_of((name, shapes[name], item.dtype, box) for item in items for name, box in item.parts)
-    values = (one for item in bar.each(items) for one in item.values())
-    writer.write_rank(part, number, rows, flat(rows, values))
+            count = f"{held[name]} of {math.prod(shape)} elements were found"
+            raise CheckpointError(f"{name}: {count}; a part is missing or double")

@@ -1,14 +1,11 @@
-"""What contradicts itself in a configuration, all of it at once.
-
-A contradiction is a Problem (problem.py), one line: `name=value breaks rule; remedy`. Pure, as options.py is.
-"""
+"""Every contradiction in a configuration, all at once. Each is a Problem (problem.py). Pure, as options.py is."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from typing import Any
 
 from megalite.config.check_files import checkpoint_problems, data_problems, files_effects
@@ -16,19 +13,31 @@ from megalite.config.check_model import layout_problems, model_effects, model_pr
 from megalite.config.check_sharing import instances_problem, sharing_effects, sharing_problems
 from megalite.config.check_training import training_effects, training_problems
 from megalite.config.field import facts_of, flag_of
-from megalite.config.options import SECTIONS, Config, ModelConfig, options
+from megalite.config.options import Config, ModelConfig, options
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.problem import Problem, Say
 
 MOST_MICROBATCHES = 100_000  # of one rank and step
 MOST_NEAR = 4096  # how far off another number of ranks is looked for
+NEEDS = {  # option -> the one without which it has no effect
+    "num_query_groups": "group_query_attention",
+    "zero_bubble_max_pending_backward": "split_backward",
+    "decoupled_min_lr": "decoupled_lr",
+    "grad_reduce_in_bf16": "bf16",
+    "data_parallel_sharding_strategy": "use_megatron_fsdp",
+    "save_interval": "save",
+    "use_pytorch_profiler": "profile",
+    "manual_gc_interval": "manual_gc",
+    "log_progress": "save",
+    **{f"log_{x}_to_tensorboard": "tensorboard_dir" for x in ("timers", "validation_ppl", "memory", "world_size")},
+}
 
 
 def check(
     config: Config, world_size: int | None = None, *, complete: bool = False, unclear: Iterable[str] = ()
 ) -> list[Problem]:
-    """Every contradiction. `world_size` adds what depends on it; `complete`: also what --load could still have brought,
-    a vocabulary; `unclear`: options of which nobody knows what was meant."""
+    """Every contradiction. `world_size`: also those that depend on it. `complete`: also a vocabulary that is missing,
+    which --load could bring. `unclear`: options whose value could not be read."""
     c, unclear = config.checkpoint, set(unclear)
     wrong = {name: problem for name, problem in _ranges(config) if name not in unclear}
     if c.use_checkpoint_args:  # the checkpoint will say; checked again then
@@ -36,7 +45,7 @@ def check(
     unclear |= wrong.keys()
     config = _made_plausible(config, unclear)
     say, tp = Say(config), config.parallel.tensor_model_parallel_size
-    found = [
+    problems = [
         *model_problems(config.model, tp, say),
         *layout_problems(config, say),
         *training_problems(config, say),
@@ -46,36 +55,39 @@ def check(
         *data_problems(config.data, tp, complete or (c.load is None and c.pretrained_checkpoint is None), say),
         *(_world(config, world_size, say) if world_size is not None else ()),
     ]
-    return [*wrong.values(), *(problem for problem in found if not problem.concerns(unclear))]
+    return [*wrong.values(), *(problem for problem in problems if not problem.concerns(unclear))]
 
 
 def without_effect(config: Config) -> list[Problem]:
-    """What does nothing, or less than expected, beside the other options; Megatron-LM takes it in silence, so it is no
-    error."""
-    say = Say(config)
-    of_run = (
-        *training_effects(config, say),
-        *sharing_effects(config, say),
-        *files_effects(config, say),
-        *_log_effects(config, say),
-    )
-    return [*model_effects(config.model, say), *of_run]
+    """Options that do nothing, or less than expected, beside others; no errors, as Megatron-LM accepts them."""
+    say, given = Say(config), {f.name for section, f in options() if _value(config, section, f) != f.default}
+    effects = [*model_effects(config.model, say), *training_effects(config, say), *files_effects(config, say)]
+    effects += sharing_effects(config, say)
+    for name, needed in NEEDS.items():
+        if name in given and needed not in given:
+            shown = "{option}" if say.values[name] is True else "{=option}"
+            effects.append(say(f"{shown} has no effect without {{--{needed}}}", option=name))
+    return effects
+
+
+def _value(config: Config, section: str, f: Field[Any]) -> Any:
+    return getattr(getattr(config, section), f.name)
 
 
 def _made_plausible(config: Config, unclear: Collection[str]) -> Config:
-    """`config` with defaults for what is unclear, so that all else can be checked; what is said of them is dropped."""
-    parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    """`config` with defaults for what is unclear, so that all else can be checked."""
     for section, f in options():
         if f.name in unclear:
             stand_in = facts_of(f).stand_in
-            parts[section][f.name] = f.default if stand_in is None else stand_in
-    return replace(config, **{s: replace(getattr(config, s), **values) for s, values in parts.items() if values})
+            value = f.default if stand_in is None else stand_in
+            config = replace(config, **{section: replace(getattr(config, section), **{f.name: value})})
+    return config
 
 
 def _ranges(config: Config) -> Iterator[tuple[str, Problem]]:
-    """(option, what its own facts say of its value)"""
+    """(option, the problem that its own facts have with its value)"""
     for section, f in options():
-        value, facts = getattr(getattr(config, section), f.name), facts_of(f)
+        value, facts = _value(config, section, f), facts_of(f)
         if value == 0 and facts.required:
             if section != "model" or not config.checkpoint.use_checkpoint_args:
                 preset = " or a --preset" * (section == "model")
@@ -91,32 +103,21 @@ def _machine(config: Config, say: Say) -> Iterator[Problem]:
     if config.log.name is not None and config.log.run_dir is not None:
         yield say("{name} and {run_dir} exclude each other; give one")
     if config.log.name is not None and not re.fullmatch(r"\w[\w.+=,-]{0,79}", config.log.name):
-        yield say("{=name!r} is no name of a directory in runs; use at most 80 letters, digits and - _ . + = ,")
+        yield say("{=name!r} cannot name a directory in runs; use at most 80 letters, digits and - _ . + = ,")
     written = {"run_dir": config.log.run_dir, "data_cache_path": config.data.data_cache_path}
     for name, value in {**written, "export_hf": config.checkpoint.export_hf}.items():
         if value is not None and "://" in value:
             yield say("{=option!r} is a URL; give a local directory", option=name)
     if p.distributed_backend == "mpi":
-        yield say("{=distributed_backend} is in no torch wheel; mpirun starts ranks of nccl and gloo too: remove it")
+        yield say(
+            "{=distributed_backend} is in no torch wheel; mpirun starts ranks of nccl and gloo as well: remove it"
+        )
     if p.distributed_backend == "nccl" and p.device == "cpu":
         yield say("{=distributed_backend} does not run on {=device}; use gloo")
     if config.train.as_rank is not None and not config.train.dry_run:
-        yield say("{=as_rank} is for a dry run: a real one is all of its ranks; add {--dry-run}")
+        yield say("{=as_rank} is for a dry run, which it needs; add {--dry-run}")
     if o.profile and o.profile_step_end <= o.profile_step_start:
         yield say("{=profile_step_end} is not above {=profile_step_start}; raise it")
-
-
-def _log_effects(config: Config, say: Say) -> Iterator[Problem]:
-    o, log = config.operations, config.log
-    if o.use_pytorch_profiler and not o.profile:
-        yield say("{use_pytorch_profiler} has no effect without {--profile}")
-    if o.manual_gc_interval and not o.manual_gc:
-        yield say("{=manual_gc_interval} has no effect without {--manual-gc}")
-    if log.log_progress and config.checkpoint.save is None:
-        yield say("{log_progress} has no effect without {--save}")
-    for name in ("timers", "validation_ppl", "memory", "world_size") if log.tensorboard_dir is None else ():
-        if getattr(log, option := f"log_{name}_to_tensorboard"):
-            yield say("{option} has no effect without {--tensorboard-dir}", option=option)
 
 
 def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
@@ -144,13 +145,13 @@ def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
 
 
 def _ranks_for(size: int, dp: int, config: Config) -> str:
-    """The next numbers of ranks, below and above, that share a batch of `size` evenly, where there are such."""
+    """The nearest numbers of ranks, below and above, that share a batch of `size` evenly; "" where there are none."""
     if config.parallel.data_parallel_size is not None:
         return ""
     fits: Callable[[int], bool] = lambda n: size % (config.train.micro_batch_size * n) == 0  # noqa: E731
     near = (range(dp - 1, max(0, dp - MOST_NEAR), -1), range(dp + 1, min(4 * dp, dp + MOST_NEAR) + 1))
-    found = [next(filter(fits, side), None) for side in near]
-    return " or ".join(str(n * config.parallel.model_parallel_size) for n in found if n is not None)
+    nearest = [next(filter(fits, side), None) for side in near]
+    return " or ".join(str(n * config.parallel.model_parallel_size) for n in nearest if n is not None)
 
 
 def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:

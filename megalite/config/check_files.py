@@ -1,4 +1,4 @@
-"""What contradicts itself, or has no effect, in what a run reads and writes: data, tokenizer, checkpoints."""
+"""Contradictions in the options of data, tokenizer and checkpoints, and options of these without effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
 def data_problems(d: DataConfig, tp: int, complete: bool, say: Say) -> Iterator[Problem]:
-    """`complete`: nothing is still to come, a vocabulary from a checkpoint."""
+    """`complete`: no checkpoint can still bring a vocabulary."""
     if d.split is not None:
         try:
             read_split(d.split)
@@ -48,9 +48,8 @@ def _sources(d: DataConfig, say: Say) -> Iterator[Problem]:
     if not ways:
         yield say("{data_path} is not set; give {--data-path} PREFIX, or {--mock-data}")
     elif len(ways) > 1 and not (d.mock_data and d.data_path):
-        named = " and ".join(ways)
         text = "{named} exclude each other; give the data in one way"
-        yield say(text, *named.replace(" and ", " ").split(), named=named)
+        yield say(text, *" ".join(ways).split(), named=" and ".join(ways))
     elif ways[0] in _PER_SPLIT[1:]:
         yield say("{train_data_path} is not set beside {option}; give it", option=ways[0])
 
@@ -76,8 +75,6 @@ def files_effects(config: Config, say: Say) -> Iterator[Problem]:
     c, d = config.checkpoint, config.data
     if d.dataloader_type == "cyclic":
         yield say("{=dataloader_type}: samples are shuffled within each epoch, not over all epochs together")
-    if c.save_interval is not None and c.save is None:
-        yield say("{=save_interval} has no effect without {--save}")
     if c.save is not None and c.save_interval is None and c.save_interval_mins is None:
         yield say("{=save} without {--save-interval} saves only when the run ends or stops; a crash loses all")
     for name in ("vocab_file", "merge_file"):
@@ -90,16 +87,17 @@ def checkpoint_problems(c: CheckpointConfig, say: Say) -> Iterator[Problem]:
         yield say("{=save_local!r} is {--save}; give another directory, or remove it")
     if c.save_local is not None and "://" in c.save_local:
         yield say("{=save_local!r} is a URL; give a directory on a fast disk")
-    for name in ("keep_last", "save_retain_interval", "no_save_optim", "save_local"):
-        if c.save is None and getattr(c, name):
-            yield say("{=option} has no effect; add {--save}", option=name)
-    for name in ("ckpt_step", "no_load_optim", "finetune", "exit_on_missing_checkpoint"):
-        if c.load is None and getattr(c, name):
-            yield say("{=option} has no effect; add {--load}", option=name)
+    of_save = ("keep_last", "save_retain_interval", "no_save_optim", "save_local")
+    of_load = ("ckpt_step", "no_load_optim", "finetune", "exit_on_missing_checkpoint")
+    for needed, names in (("save", of_save), ("load", of_load)):
+        for name in names if getattr(c, needed) is None else ():
+            if getattr(c, name):
+                yield say(f"{{=option}} has no effect; add {{--{needed}}}", option=name)
     if c.use_checkpoint_args and c.load is None and c.pretrained_checkpoint is None:
         yield say("{use_checkpoint_args} needs {--load} or {--pretrained-checkpoint}")
     if c.finetune and c.no_load_optim:
         yield say("{no_load_optim} has no effect with {--finetune}, which loads weights only; remove it")
     if c.override_opt_param_scheduler and c.use_checkpoint_opt_param_scheduler:
-        text = "{override_opt_param_scheduler} and {use_checkpoint_opt_param_scheduler} exclude each other; give one"
-        yield say(text)
+        yield say(
+            "{override_opt_param_scheduler} and {use_checkpoint_opt_param_scheduler} exclude each other; give one"
+        )

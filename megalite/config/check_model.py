@@ -1,4 +1,4 @@
-"""What contradicts itself, or has no effect, in the model's options and in how its layers are laid out."""
+"""Contradictions in the model's options and in the layout of its layers, and options of these without effect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megalite.config.pattern import read_pattern
 from megalite.config.problem import Problem, Say
 from megalite.config.stage_layers import GIVEN, given_stages
 
-# what Megatron-LM leaves out in silence, or refuses, with yarn
+# Megatron-LM ignores or refuses these with yarn
 _NOT_YARN = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
 
 
@@ -50,8 +50,6 @@ def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
 def model_effects(m: ModelConfig, say: Say) -> Iterator[Problem]:
     if m.no_weight_decay_cond_type is not None and not m.qk_layernorm:
         yield say("{=no_weight_decay_cond_type} needs {--qk-layernorm}")
-    if m.num_query_groups is not None and not m.group_query_attention:
-        yield say("{=num_query_groups} has no effect without {--group-query-attention}")
     if m.no_rope_freq is not None and m.position_embedding_type not in ("rope", "yarn"):
         yield say("{=no_rope_freq} has no effect without {--position-embedding-type} rope")
     for f in fields(ModelConfig) if m.position_embedding_type != "yarn" else ():
@@ -74,7 +72,7 @@ def _positions(m: ModelConfig, say: Say) -> Iterator[Problem]:
         return
     for name in _NOT_YARN:
         if getattr(m, name) != getattr(ModelConfig, name):
-            yield say("{=option} with {=position_embedding_type}, which does not know it; remove it", option=name)
+            yield say("{=option} with {=position_embedding_type}, which does not take it; remove it", option=name)
     if m.yarn_beta_fast <= m.yarn_beta_slow:
         yield say("{=yarn_beta_fast:g} is not above {=yarn_beta_slow:g}; raise it")
     if m.rotary_base == 1:
@@ -95,7 +93,7 @@ def _window(m: ModelConfig, say: Say) -> Iterator[Problem]:
         text = "{=window_size} has {right} on the right, where a causal model sees nothing; use {left},0"
         yield say(text, left=left, right=right)
     if left == 0 or left < -1:
-        why = "leaves a token itself alone" if left == 0 else "is no window"
+        why = "lets a token see only itself" if left == 0 else "is not a window"
         yield say("{=window_size} {why}; give at least 1,0, or -1,0 for no limit", why=why)
     if left == -1 or pattern is None:
         return
@@ -125,16 +123,12 @@ def layout_problems(config: Config, say: Say) -> Iterator[Problem]:
 
 
 def _multiples(n: int, of: int) -> str:
-    """Those next to `n`.
-
-    >>> _multiples(100, 12), _multiples(5, 8)
-    ('96 or 108', '8')
-    """
+    """The nearest multiples of `of`, in words: 96 or 108 for n=100 and of=12."""
     low = n // of * of
     return f"{low} or {low + of}" if low else str(of)
 
 
 def divisors(n: int) -> str:
     """In words."""
-    found = [str(i) for i in range(1, n + 1) if n % i == 0]
-    return ", ".join(found[:-1]) + " or " + found[-1] if len(found) > 1 else found[0]
+    divisors = [str(i) for i in range(1, n + 1) if n % i == 0]
+    return ", ".join(divisors[:-1]) + " or " + divisors[-1] if len(divisors) > 1 else divisors[0]

@@ -42,10 +42,7 @@ def instances_problem(config: Config, dp: int, say: Say) -> Iterator[Problem]:
 
 def sharing_effects(config: Config, say: Say) -> Iterator[Problem]:
     p = config.parallel
-    if p.data_parallel_sharding_strategy is not None and not p.use_megatron_fsdp:
-        text = "{=data_parallel_sharding_strategy} has no effect without {--use-megatron-fsdp}, as in Megatron-LM; "
-        yield say(text + "{--zero-stage} says it directly")
-    elif p.zero_hold != "auto" and p.shared_out < 3:
+    if p.zero_hold != "auto" and p.shared_out < 3:
         yield say("{=zero_hold} has no effect below ZeRO stage 3")
     if p.num_distributed_optimizer_instances > 1 and not p.shared_out:
         yield say("{=num_distributed_optimizer_instances} has no effect at ZeRO stage 0")

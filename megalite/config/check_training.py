@@ -1,10 +1,10 @@
-"""What contradicts itself, or has no effect, in the training: length, rates, precision, batches, computation."""
+"""Contradictions in the options of the training, and options of it without effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.options import Config, OptimConfig, PrecisionConfig, TrainConfig
+from megalite.config.options import Config, OptimConfig, TrainConfig
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.problem import Problem, Say
 
@@ -13,29 +13,29 @@ _OF_EXPERTS = ("moe", "shared_experts")  # Megatron-LM takes these of a dense mo
 
 
 def training_problems(config: Config, say: Say) -> Iterator[Problem]:
-    yield from _length(config.train, say)
-    if not config.train.skip_train:
-        yield from _rate(config.train, config.optim, say)
+    t, p, c = config.train, config.precision, config.checkpoint
+    if t.train_iters is not None and t.train_samples is not None:
+        yield say("{train_iters} and {train_samples} exclude each other; give one")
+    if t.train_iters is None and t.train_samples is None:
+        yield say("{train_iters} is not set; give {--train-iters} or {--train-samples}")
+    if not t.skip_train:
+        yield from _rate(t, config.optim, say)
     yield from _optimizer(config.optim, say)
-    yield from _precision(config.precision, say)
-    yield from _batches(config.train, config.model.seq_length, say)
-    yield from _recomputation(config.train, say)
+    if p.min_loss_scale > p.initial_loss_scale:
+        yield say("{=min_loss_scale} is above {=initial_loss_scale}; lower it")
+    if p.bf16 and p.fp16:
+        yield say("{bf16} and {fp16} exclude each other; give one")
+    yield from _batches(t, config.model.seq_length, say)
+    yield from _recomputation(t, say)
     yield from _graph(config, say)
-    c = config.checkpoint
-    if config.train.spike_action == "rollback" and (c.save is None or c.no_save_optim):
+    if t.spike_action == "rollback" and (c.save is None or c.no_save_optim):
         yield say("{=spike_action} needs checkpoints of all of the run; add {--save}, without {--no-save-optim}")
 
 
 def training_effects(config: Config, say: Say) -> Iterator[Problem]:
-    o, p, t = config.optim, config.parallel, config.train
+    p, t = config.parallel, config.train
     if p.split_backward and p.pipeline_model_parallel_size == 1:
         yield say("{split_backward} has no effect with {=pipeline_model_parallel_size}: there is no bubble to fill")
-    if p.zero_bubble_max_pending_backward is not None and not p.split_backward:
-        yield say("{=zero_bubble_max_pending_backward} has no effect without {--split-backward}")
-    if o.decoupled_min_lr is not None and o.decoupled_lr is None:
-        yield say("{=decoupled_min_lr} has no effect without {--decoupled-lr}")
-    if p.grad_reduce_in_bf16 and not config.precision.bf16:
-        yield say("{grad_reduce_in_bf16} has no effect without {--bf16}")
     if t.step_batch_size_schedule is not None and t.train_iters is not None:
         yield say(
             "{step_batch_size_schedule} with {train_iters}: an iteration of warm-up and decay counts {micro_batch_size}"
@@ -48,13 +48,6 @@ def training_effects(config: Config, say: Say) -> Iterator[Problem]:
         yield say(text, recompute_modules=" ".join(t.recompute_modules))
     if t.recompute_num_layers is not None and t.recompute_granularity != "full":
         yield say("{=recompute_num_layers} has no effect without {--recompute-granularity} full")
-
-
-def _length(t: TrainConfig, say: Say) -> Iterator[Problem]:
-    if t.train_iters is not None and t.train_samples is not None:
-        yield say("{train_iters} and {train_samples} exclude each other; give one")
-    if t.train_iters is None and t.train_samples is None:
-        yield say("{train_iters} is not set; give {--train-iters} or {--train-samples}")
 
 
 def _rate(t: TrainConfig, o: OptimConfig, say: Say) -> Iterator[Problem]:
@@ -108,13 +101,6 @@ def _optimizer(o: OptimConfig, say: Say) -> Iterator[Problem]:
             yield say(text, option=name)
 
 
-def _precision(p: PrecisionConfig, say: Say) -> Iterator[Problem]:
-    if p.min_loss_scale > p.initial_loss_scale:
-        yield say("{=min_loss_scale} is above {=initial_loss_scale}; lower it")
-    if p.bf16 and p.fp16:
-        yield say("{bf16} and {fp16} exclude each other; give one")
-
-
 def _batches(t: TrainConfig, seq_length: int, say: Say) -> Iterator[Problem]:
     if t.iterations_to_skip is not None and min(t.iterations_to_skip, default=1) < 1:
         yield say("{=iterations_to_skip}: steps count from 1; remove the others")
@@ -145,12 +131,12 @@ def _recomputation(t: TrainConfig, say: Say) -> Iterator[Problem]:
         yield say("{=recompute_method} has no effect; add {--recompute-granularity} full")
     for module in t.recompute_modules:
         if module not in RECOMPUTED and module not in _OF_EXPERTS:
-            text = "{=recompute_modules} is no part of a dense block; use {known}"
+            text = "{=recompute_modules} is not a part of a dense block; use {known}"
             yield say(text, recompute_modules=module, known=", ".join(RECOMPUTED))
 
 
 def _graph(config: Config, say: Say) -> Iterator[Problem]:
-    """Why micro-batches cannot be repeated as they were recorded."""
+    """Reasons why a recorded micro-batch cannot be replayed for the others."""
     m, p, t, d = config.model, config.parallel, config.train, config.data
     reasons = {
         "needs a CUDA {device}": p.device == "cpu",

@@ -1,11 +1,9 @@
-"""The command line: Megatron-LM's spellings over an optional TOML file over an optional preset.
+"""The command line: defaults < --preset NAME < --config FILE.toml < flags.
 
-    defaults < --preset NAME < --config FILE.toml < flags
-
-Flags are made from the dataclasses of options.py, with - or _ between words; there are no prefix abbreviations. A bool
-takes --x, --no-x, --disable-x and a value (--x=false). A misspelt flag is answered with the nearest one, a flag of
-Megatron-LM without an option here by what becomes of it (megatron_flags.py). Everything that is wrong is printed at
-once, and the exit code is 2, before torch is imported.
+Flags are made from the dataclasses of options.py, with - or _ between words; they cannot be abbreviated. A bool takes
+--x, --no-x, --disable-x and a value (--x=false). A misspelt flag is answered with the nearest one, and a flag of
+Megatron-LM that is no option here as megatron_flags.py says. All problems are printed at once, before torch is
+imported, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -35,33 +33,31 @@ _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 @dataclass
 class Words:
-    """A command line, taken apart. `given`: option -> text, texts, or the value that its flag stands for."""
+    """A command line, taken apart. `given`: option -> its text or texts, or the value that its flag stands for."""
 
     given: dict[str, Any] = field(default_factory=dict)
     foreign: list[tuple[str, list[str]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    unclear: set[str] = field(default_factory=set)  # options that were named, with a value that cannot be read
-    misspelt: set[str] = field(default_factory=set)  # options that other flags may have meant
+    unclear: set[str] = field(default_factory=set)  # options that were given a value that cannot be read
+    misspelt: set[str] = field(default_factory=set)  # options that misspelt flags may have meant
     notes: list[str] = field(default_factory=list)
 
     def give(self, name: str, value: Any) -> None:
-        """As argparse does it, and so Megatron-LM: the last one counts."""
+        """The last one counts, as in Megatron-LM."""
         if self.given.get(name, value) != value:
-            old, new = (" ".join(v) if isinstance(v, list) else v for v in (self.given[name], value))
-            self.notes.append(
-                f"{name} is given twice, as {masked(str(old))} and as {masked(str(new))}; the last one counts"
-            )
+            texts = (" ".join(v) if isinstance(v, list) else str(v) for v in (self.given[name], value))
+            self.notes.append(f"{name} is given twice, as {' and as '.join(map(masked, texts))}; the last one counts")
         self.given[name] = value
 
     def stray(self, more: list[str], before: str, name: str, value: Any) -> None:
-        """Words that no flag takes, behind the flag `before`, which sets `name`."""
-        if isinstance(value, str):  # which may have been several words before a shell has read them
+        """Words that no flag takes, after the flag `before`, which sets `name`."""
+        if isinstance(value, str):  # a value with spaces, which the shell has split
             self.unclear.add(name)
             flag, whole = before.partition("=")[0], shlex.quote(" ".join([value, *more]))
-            behind = f" behind {flag} {value}; quote a value that has spaces: {flag} {whole}"
+            where = f" after {flag} {value}; quote a value that has spaces: {flag} {whole}"
         else:
-            behind = f"{f' behind {before}' * bool(before)}; a flag stands before its value, as in --lr 3e-4"
-        self.problems.append(f"unexpected word{'s' * (len(more) > 1)} {', '.join(map(repr, more))}{behind}")
+            where = f"{f' after {before}' * bool(before)}; a flag stands before its value, as in --lr 3e-4"
+        self.problems.append(f"unexpected word{'s' * (len(more) > 1)} {', '.join(map(repr, more))}{where}")
 
 
 def _is_flag(word: str) -> bool:
@@ -76,12 +72,12 @@ def take_apart(argv: Sequence[str]) -> Words:
     while rest:
         word = rest.pop(0)
         if not _is_flag(word):
-            more = [word]
+            strays = [word]
             while rest and not _is_flag(rest[0]):
-                more.append(rest.pop(0))
-            found.stray(more, before, text, found.given.get(text))
+                strays.append(rest.pop(0))
+            found.stray(strays, before, text, found.given.get(text))
             continue
-        before, text = word, ""  # `text`: the option that it sets to one
+        before, text = word, ""  # `text`: the option that this flag sets to a text
         head, equals, value = word.partition("=")
         flag = head if head in theirs else head.replace("_", "-")
         values = [value] if equals else []
@@ -105,7 +101,7 @@ def take_apart(argv: Sequence[str]) -> Words:
                 values = [rest.pop(0)]
             holds = _BOOLS.get(values[0].lower()) if values else True
             if holds is None:
-                found.problems.append(f"{flag}={values[0]} is neither true nor false; give one, or nothing behind it")
+                found.problems.append(f"{flag}={values[0]} is neither true nor false; give one, or no value")
                 found.unclear.add(f.name)
             else:
                 found.give(f.name, constant if holds else not constant if kind == "bool" else f.default)
@@ -115,8 +111,8 @@ def take_apart(argv: Sequence[str]) -> Words:
             while not equals and rest and not _is_flag(rest[0]) and (lists or not values):
                 values.append(rest.pop(0))
             if not values:
-                where = f"give it behind the flag (one that begins with -: {flag}=-1)"
-                found.problems.append(f"{flag} needs a value; {where}")
+                remedy = f"give it after the flag (one that begins with -: {flag}=-1)"
+                found.problems.append(f"{flag} needs a value; {remedy}")
                 found.unclear.add(name)
             else:
                 found.give(name, values if lists else values[0])
@@ -125,14 +121,14 @@ def take_apart(argv: Sequence[str]) -> Words:
 
 
 def _named_in(text: str) -> set[str]:
-    """The options whose flags stand in it."""
+    """The options whose flags the text names."""
     flags = set(re.findall(r"--[\w-]+", text))
     return {f.name for _, f in options() if flags & {flag for flag, _ in spellings(f)}}
 
 
 def _typed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts of the command line as values of their options' types, where they can be."""
-    fields, made = {f.name: f for _, f in options()}, {}
+    """Texts of the command line as values of their types; `convert` refuses those that stay texts."""
+    fields, typed = {f.name: f for _, f in options()}, {}
     for name, value in given.items():
         to = _TYPES.get(base_type(fields[name]))
         try:
@@ -143,14 +139,14 @@ def _typed(given: Mapping[str, Any]) -> dict[str, Any]:
             elif isinstance(value, str) and to is not None:
                 value = to(value)
         except ValueError:
-            pass  # its option says so
-        made[name] = value
-    return made
+            pass
+        typed[name] = value
+    return typed
 
 
 @dataclass(frozen=True)
 class Read:
-    """A command line that holds. `warnings`: protections and logs that were asked for and are not there."""
+    """A command line without errors. `warnings`: protections and logs that were asked for and do not exist here."""
 
     config: Config
     notes: list[str]
@@ -160,21 +156,20 @@ class Read:
 def read_all(
     argv: Sequence[str], presets: Presets, also: Also = lambda config, problems: [], world: World = lambda config: None
 ) -> Read:
-    """The configuration that a command line asks for. `also` finds what else is wrong with it, of the machine for
-    instance, and is told what is wrong already; `world`: how many ranks it is for. Raises ConfigError with every
-    problem of every stage, in one list."""
+    """The configuration that a command line asks for. `also`: finds further problems, of the machine for instance,
+    given those found so far. `world`: the number of ranks. Raises ConfigError with the problems of all stages."""
     words = take_apart(argv)
     foreign = answer(words.foreign)
     problems = [*words.problems, *foreign.problems]
     given, unclear = words.given, words.unclear
-    words.misspelt.update(*map(_named_in, foreign.problems))  # which the flag was to say in its own way
+    words.misspelt.update(*map(_named_in, foreign.problems))
     path, file, follows = given.pop("config", None), {}, []
     if path is not None:
         try:
             file = read_toml(path)
         except ConfigError as error:
             problems += error.problems
-            follows = check(Config())  # an empty command line is told so, too: the file was to say it
+            follows = check(Config())  # problems of an empty command line: the file may have had these options
     preset = str(given.pop("preset", "") or file.get("preset", ""))
     file.pop("preset", None)
     if preset and preset not in presets:
@@ -182,28 +177,28 @@ def read_all(
         remedy = f"did you mean {near[0]}? There are" if near else "use one of"
         problems.append(f"preset={preset!r} is unknown; {remedy} {', '.join(sorted(presets))}")
     if (preset and preset not in presets) or "preset" in unclear:
-        words.misspelt.update(*presets.values())  # which the preset was to say
+        words.misspelt.update(*presets.values())  # options that the preset may have set
     unclear |= words.misspelt - {**file, **given}.keys()
     values: dict[str, Any] = {}
     for source in (file, _typed(given)):  # a wrong type in the file is an error even where a flag wins over it
-        made, wrong = configs.convert_all(source)
+        typed, wrong = configs.convert_all(source)
         problems += wrong.values()
         unclear |= set(wrong)
-        values.update(made)
-    made = configs.build(configs.completed(configs.over_preset(presets.get(preset, {}), values)))
-    problems += [problem for problem in check(made, world(made), unclear=unclear) if problem not in follows]
-    problems += also(made, problems)
+        values.update(typed)
+    config = configs.build(configs.completed(configs.over_preset(presets.get(preset, {}), values)))
+    problems += [problem for problem in check(config, world(config), unclear=unclear) if problem not in follows]
+    problems += also(config, problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    if configs.resolved_style(made, megatron_spelling=bool(words.foreign)) == "megatron":
-        made = replace(made, log=replace(made.log, log_style="megatron"))
-    return Read(made, [*words.notes, *foreign.notes, *without_effect(made)], foreign.warnings)
+    if configs.resolved_style(config, megatron_spelling=bool(words.foreign)) == "megatron":
+        config = replace(config, log=replace(config.log, log_style="megatron"))
+    return Read(config, [*words.notes, *foreign.notes, *without_effect(config)], foreign.warnings)
 
 
 def read(argv: Sequence[str], presets: Presets) -> tuple[Config, list[str]]:
-    """The configuration and what is worth telling about it. Raises ConfigError with every problem."""
-    found = read_all(argv, presets)
-    return found.config, [*found.notes, *(f"WARNING: {line}" for line in found.warnings)]
+    """The configuration and notes about it. Raises ConfigError with every problem."""
+    command = read_all(argv, presets)
+    return command.config, [*command.notes, *(f"WARNING: {line}" for line in command.warnings)]
 
 
 def read_or_exit(
@@ -213,28 +208,20 @@ def read_or_exit(
     world: World = lambda config: None,
     quiet: bool = False,
 ) -> Read:
-    """As `read_all`, for a program: prints what is worth telling, or all problems and exits with code 2. `quiet`: a
-    rank whose notes another one prints."""
-    if (topic := asked_for(argv)) is not None:
-        try:
-            print(help_text(topic, sorted(presets)))
-        except ConfigError as error:
-            _refuse(error)
-            raise SystemExit(2) from None
-        raise SystemExit(0)
+    """As `read_all`, for a program: prints notes, or the help, or all problems and exits with code 2. `quiet`: another
+    rank prints the notes."""
     try:
-        found = read_all(argv, presets, also, world)
+        if (topic := asked_for(argv)) is not None:
+            print(help_text(topic, sorted(presets)))
+            raise SystemExit(0)
+        command = read_all(argv, presets, also, world)
     except ConfigError as error:
-        _refuse(error)
+        for problem in error.problems:
+            complain(f"pretrain_gpt.py: {problem}")
         raise SystemExit(2) from None
-    for note in [] if quiet else found.notes:
+    for note in [] if quiet else command.notes:
         complain(f"note: {note}")
-    return found  # warnings are told by the run, where its log is
-
-
-def _refuse(error: ConfigError) -> None:
-    for problem in error.problems:
-        complain(f"pretrain_gpt.py: {problem}")
+    return command  # the run prints the warnings, into its log too
 
 
 def parse(argv: Sequence[str], presets: Presets) -> Config:

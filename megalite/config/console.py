@@ -1,12 +1,8 @@
-"""stdout and stderr, which may end before the program does, and the bar at the bottom of a terminal.
+"""Lines on stdout (`show`) and stderr (`complain`), and a progress bar at the bottom of a terminal (`Bar`).
 
-    show, complain   a line on stdout, on stderr
-    Bar              how far something long is: rich.progress, one line that other lines scroll above
-
-A bar is for people who watch: not where stdout is no terminal, with NO_COLOR or TERM=dumb, or under a launcher, which
-collects what ranks say; there its lines of text come now and then. It is drawn by whoever does the work, at most
-four times a second, and the cursor stays as it is: no thread, and nothing to put right where a run is killed.
-Nothing here raises for what the console does.
+Where stdout is not a terminal, with NO_COLOR or TERM=dumb, or under a launcher, which collects what ranks print, a bar
+prints a plain line now and then instead. The thread that does the work draws it, at most four times a second, and never
+hides the cursor, so a killed run leaves nothing to restore. No function here raises for an error of the console.
 """
 
 from __future__ import annotations
@@ -29,15 +25,15 @@ from megalite.config.packages import CODE, MissingPackage
 
 T = TypeVar("T")
 ERASE = "\r\x1b[2K"  # this line of the terminal
-STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # also the direction
+STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # control characters
 EVERY_S = 0.25
-OTHERS = 20 + 8 + 4  # columns of the bar, the time that is left, and what is between
+OTHERS = 20 + 8 + 4  # columns of the bar, the time that is left, and the spaces between
 _bars: list[Bar] = []  # those on a terminal, of this process; the last one is shown
 
 
 def let_go_of_console() -> None:
-    """What cannot be written there any more, as on a full disk, is no failure of the run: Python tries again at its
-    end, and would make it one (exit code 120, of a rank 1)."""
+    """Drop buffered text that cannot be written, as on a full disk: Python would try again as it exits, and turn that
+    into a failure of the run (exit code 120, of a rank 1)."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -49,9 +45,8 @@ def let_go_of_console() -> None:
 
 
 def as_command(run: Callable[[], int], prints: bool = True) -> int:
-    """The exit code of a program: 130 after Ctrl-C, that of SIGPIPE where whoever reads its output has enough, as head
-    has, 1 where a disk is full that it writes to, 3 without a package that it needs. `prints`: what it prints is what
-    it is for; it is lost else."""
+    """The exit code of a program: 130 after Ctrl-C, that of SIGPIPE where the reader of its output has closed the pipe,
+    as head does, 1 on a full disk, 3 without a package that it needs. `prints`: fail if its output is lost."""
     try:
         code = run()
         if prints and sys.stdout is not None:
@@ -78,7 +73,7 @@ def as_command(run: Callable[[], int], prints: bool = True) -> int:
 
 
 def watched() -> bool:
-    """Whether somebody looks at stdout as it is written."""
+    """Whether stdout is a terminal that takes more than plain lines."""
     try:
         return not wants_plain_lines() and sys.stdout.isatty()
     except (AttributeError, ValueError):
@@ -86,37 +81,35 @@ def watched() -> bool:
 
 
 def printable(text: str) -> str:
-    """Text of a file, for a terminal: what would steer it, as Python's escapes."""
+    """The text with control characters as Python's escapes, safe to print on a terminal."""
     return STEERS.sub(lambda c: ascii(c[0])[1:-1], text)
 
 
 def show(text: str) -> None:
-    """On stdout while that can be written: its reader may be gone, or its disk be full, which ends no run."""
+    """Print a line on stdout. A reader that is gone or a full disk ends no run."""
     try:
-        print(ERASE * watched() + printable(text) + "\n", end="", flush=True)  # one write: ranks share it
-        for bar in _bars[-1:]:  # there may be none when it is looked for again: other threads close some
+        print(ERASE * watched() + printable(text) + "\n", end="", flush=True)  # one write: ranks share stdout
+        for bar in _bars[-1:]:  # a slice: another thread may close the last one
             bar.draw(again=True)
     except (OSError, ValueError):
         let_go_of_console()
 
 
 def complain(text: str) -> None:
-    """On stderr, where that can be written: its disk may be the one that is full."""
+    """Print a line on stderr; an error of that is ignored."""
     with contextlib.suppress(OSError, ValueError):
-        if watched():  # the bar, of this rank or another
+        if watched():  # erase the bar, of this rank or another
             sys.stdout.write(ERASE)
             sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(printable(text) + "\n")  # at once: other ranks write there, too
+        sys.stderr.write(printable(text) + "\n")  # one write: ranks share stderr
         sys.stderr.flush()
 
 
 class Bar:
-    """How much of `total` is done: floats in `unit`. Where nobody watches, `plain` tells what is done: `first_s` after
-    the begin, then every `every_s` seconds; without one there is nothing to tell. `quiet`: somebody else shows it.
-
-    `add` and `at` may be called from any thread. A bar that is not closed lies over what is shown next.
-    """
+    """Progress out of `total`, in `unit`. Where nobody watches, `plain` is called with what is done: `first_s` after
+    the beginning, then every `every_s` seconds. `quiet`: another rank shows it. `add` and `at` may be called from any
+    thread."""
 
     def __init__(
         self,
@@ -151,7 +144,7 @@ class Bar:
         self._tell()
 
     def at(self, done: float, text: str) -> None:
-        """`text`: what else there is to say, on a terminal."""
+        """`text`: shown after the count, on a terminal."""
         self.done, self.text = done, text
         self._tell()
 
@@ -166,13 +159,13 @@ class Bar:
             self._plain(self.done)
 
     def each(self, things: Iterable[T]) -> Iterator[T]:
-        for one in things:
-            yield one
+        for thing in things:
+            yield thing
             self.add(1)
 
     def draw(self, again: bool = False) -> None:
-        """If it is the one that is shown, and the terminal takes it at once: one that is stopped holds up nobody.
-        `again`: as it was; a new line takes 0.8 ms to make."""
+        """Draw the bar if it is the last one, and the terminal does not block. `again`: the same line as before, as a
+        new one takes 0.8 ms to make."""
         try:
             number = sys.stdout.fileno()
             in_front = _bars[-1:] == [self] and os.tcgetpgrp(number) == os.getpgrp()
@@ -190,18 +183,18 @@ class Bar:
 
         count = f"{self.done:.4g}/{self.total:.4g} {self.unit}".rstrip()
         width = (columns or 80) - 1
-        more = self.text[: max(0, width - len(self.what) - len(count) - OTHERS)]
-        self._progress.update(self._task, completed=self.done, count=count, more=more)
+        text = self.text[: max(0, width - len(self.what) - len(count) - OTHERS)]
+        self._progress.update(self._task, completed=self.done, count=count, more=text)
         drawn = Console(file=io.StringIO(), force_terminal=True, width=width)
         drawn.print(self._progress.make_tasks_table(self._progress.tasks), end="")
         return drawn.file.getvalue().partition("\n")[0]  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Its line goes; that of the bar before it comes back."""
+        """Erase it, and show the bar before it again."""
         if not self.live:
             return
         self.live = False
-        with contextlib.suppress(ValueError):  # another thread closes it, too
+        with contextlib.suppress(ValueError):  # another thread may close it at the same time
             _bars.remove(self)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.write(ERASE)
@@ -211,18 +204,18 @@ class Bar:
 
 
 def _rich_progress() -> Any:
-    """Never started: it only makes the line, and knows the time that is left."""
+    """Makes the line, and estimates the time that is left; it is never started."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def text(field: str) -> TextColumn:
-        return TextColumn("{task." + field + "}", markup=False)
-
-    parts = (text("description"), BarColumn(20), text("fields[count]"), text("fields[more]"), TimeRemainingColumn())
+    name, count, more = (
+        TextColumn(f"{{task.{x}}}", markup=False) for x in ("description", "fields[count]", "fields[more]")
+    )
+    parts = (name, BarColumn(20), count, more, TimeRemainingColumn())
     return Progress(*parts, console=Console(file=io.StringIO()), auto_refresh=False, speed_estimate_period=600.0)
 
 
-def told(what: str, total: float, unit: str, quiet: bool = False, every_s: float = 10.0) -> Bar:
+def told(what: str, total: float, unit: str, quiet: bool = False) -> Bar:
     """A bar whose plain form is a line on stdout."""
     plain = lambda done: None if quiet else show(f"{what}: {done:.4g} of {total:.4g} {unit}")  # noqa: E731
-    return Bar(what, total, unit, quiet=quiet, every_s=every_s, plain=plain)
+    return Bar(what, total, unit, quiet=quiet, plain=plain)

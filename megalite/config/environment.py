@@ -1,14 +1,12 @@
-"""What the package reads of the environment, and sets there for libraries; nothing but parallel/launch.py, which reads
-who a rank is, does either.
-
-A variable of OVERRIDES wins over its option: for tests, and for programs that have no options.
-"""
+"""Reads the environment, and sets variables for libraries, for the whole package; parallel/launch.py alone reads who a
+rank is. A variable of OVERRIDES wins over its option: for tests, and for programs that have no options."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from dataclasses import fields
+from functools import partial
 from typing import TypeVar
 
 from megalite.config.faults import VARIABLE, Faults
@@ -29,7 +27,7 @@ def variable(name: str, default: str = "") -> str:
 
 
 def set_defaults(**variables: str) -> None:
-    """What a library reads when it is loaded; what the user has set stays."""
+    """Set variables that a library reads when it is loaded, unless the user has set them."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
@@ -46,42 +44,37 @@ def override(option: str, value: T) -> T:
 
 
 def source(option: str) -> str:
-    """Where its value is from: the variable's name, or its own."""
+    """The name of the variable that decides the option, or else the option's own."""
     return OVERRIDES[option] if variable(OVERRIDES[option]) else option
 
 
 def problems() -> list[str]:
-    """Of the variables above and of faults on demand, all at once."""
-    found = []
-    try:
-        Faults()
-    except ValueError as error:
-        found.append(str(error))
-    for option in OVERRIDES:
+    """Problems of the variables above and of MEGALITE_FAULT, all at once."""
+    errors = []
+    for read in (Faults, *(partial(override, option, getattr(ParallelConfig(), option)) for option in OVERRIDES)):
         try:
-            override(option, getattr(ParallelConfig(), option))
+            read()
         except ValueError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 def warnings() -> list[str]:
-    """What of the environment nobody may miss who reads the log."""
     asked = variable(VARIABLE)
     return [f"{VARIABLE}={asked}: this run is made to fail; unset it for a run that counts"] if asked else []
 
 
 def wants_plain_lines() -> bool:
-    """No colours and no line that changes: the user says so, or a launcher collects what ranks write."""
+    """Whether the user, or a launcher that collects what ranks print, wants no colours and no line that changes."""
     return any(map(variable, PLAIN)) or variable("TERM", "dumb") == "dumb"
 
 
 def values_of(names: Iterable[str]) -> str:
-    """NAME=value of those that are set."""
+    """NAME=value of each that is set."""
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 
 def of_libraries() -> str:
-    """NAME=value, a line each, of what changes how libraries compute and communicate, and may be alike on all ranks."""
+    """NAME=value, a line each, of variables that change how libraries work, except those of one rank."""
     chosen = sorted(name for name in os.environ if name.startswith(FAMILIES) and not name.startswith(OF_A_RANK))
     return "\n".join(f"{name}={os.environ[name]}" for name in chosen)

@@ -1,11 +1,11 @@
-"""Faults on demand, for tests and drills: MEGALITE_FAULT="POINT:RANK:STEP:KIND", several with commas between.
+"""Faults on demand, for tests and drills: MEGALITE_FAULT="POINT:RANK:STEP:KIND", several separated by commas.
 
     MEGALITE_FAULT="step.after_reduce:1:3:kill"       rank 1 dies in step 3
     MEGALITE_FAULT="data.get:*:5:sleep=2.5"           every rank waits in step 5
 
-RANK and STEP may be *. POINTS says where a point is and what nan, inf and bitflip change there. A fault strikes once
-per process, except where STEP is *. With MEGALITE_FAULT_ONCE=FOLDER it strikes once per run: a file in FOLDER remembers
-it, so that a run that was restarted gets past it. Off unless set: then a point costs one look at a dictionary.
+RANK and STEP may be *. POINTS says where each point is, and which value nan, inf and bitflip change there. A fault
+strikes once per process, except where STEP is *; with MEGALITE_FAULT_ONCE=FOLDER once per run, restarts included, as a
+file in FOLDER records. Where none is set, a point costs one look-up in a dictionary.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 
 VARIABLE, ONCE = "MEGALITE_FAULT", "MEGALITE_FAULT_ONCE"
 POINTS = {
-    "init.storage": "it is tried whether --save can be written to; step 0",
+    "init.storage": "before the test whether --save can be written to; step 0",
     "init": "the ranks have met, nothing is built; step 0",
-    "init.collectives": "collectives are checked for values: what this rank sends; step 0",
-    "step.begin": "before a step, and before it is asked whether to stop",
-    "data.get": "before the batch of a step is waited for",
-    "pipeline.message": "before an activation or a gradient is sent: that",
+    "init.collectives": "in the check of the collectives' results: what this rank sends; step 0",
+    "step.begin": "before a step, and before its look whether to stop",
+    "data.get": "before the wait for the batch of a step",
+    "pipeline.message": "before an activation or a gradient is sent: that tensor",
     "step.after_forward_backward": "losses and gradients are there: the loss",
     "step.after_reduce": "gradients are reduced: the first that this rank owns",
     "step.after_update": "weights are updated and gathered: the first of this rank's copy",
     "eval.begin": "before an evaluation",
     "ckpt.shard_written": "this rank's file of a checkpoint is on disk, and listed",
-    "ckpt.before_commit": "all of it is there, under another name; rank 0",
-    "ckpt.after_commit": "it exists, the tracker file does not name it yet; rank 0",
+    "ckpt.before_commit": "a checkpoint is complete, under a temporary name; rank 0",
+    "ckpt.after_commit": "it has its name, and the tracker file does not name it yet; rank 0",
 }
 KINDS = ("kill", "stop", "term", "raise", "exit0", "sleep", "nan", "inf", "bitflip", "eio", "full")
 FORM = re.compile(
@@ -45,27 +45,27 @@ FORM = re.compile(
 
 
 class InjectedFault(RuntimeError):
-    """What the kind `raise` raises."""
+    """Raised by the kind `raise`."""
 
 
 class Faults:
-    """Those that `env` asks for, by point. Raises ValueError for one that is not of the form."""
+    """The faults that `env` asks for. Raises ValueError for one that is not of the form."""
 
     def __init__(self, env: Mapping[str, str] = os.environ):
         self._of: dict[str, list[re.Match[str]]] = {}
         self._struck: set[str] = set()
         self._once = env.get(ONCE)
         if self._once is not None and not os.path.isdir(self._once):
-            raise ValueError(f"{ONCE}={self._once!r} is no directory; make it, or unset {ONCE}")
+            raise ValueError(f"{ONCE}={self._once!r} is not a directory; make it, or unset {ONCE}")
         for text in filter(None, env.get(VARIABLE, "").split(",")):
             if (match := FORM.fullmatch(text)) is None:
                 raise ValueError(f"{VARIABLE}={text!r} is not POINT:RANK:STEP:KIND with a KIND of {', '.join(KINDS)}")
             if match["point"] not in POINTS:
-                raise ValueError(f"{VARIABLE}={text!r} is at no point that there is: {', '.join(POINTS)}")
+                raise ValueError(f"{VARIABLE}={text!r} names no known point: {', '.join(POINTS)}")
             self._of.setdefault(match["point"], []).append(match)
 
     def __call__(self, point: str, rank: int, step: int, tensor: Any = None) -> None:
-        """Strike, if that was asked for here. `tensor`, or what it returns: what nan, inf and bitflip change."""
+        """Strike, if a fault was asked for here. nan, inf and bitflip change `tensor`, or the one that it returns."""
         for fault in self._of.get(point, ()):
             if fault["rank"] in ("*", str(rank)) and fault["step"] in ("*", str(step)) and self._first(fault, rank):
                 strike(fault["kind"], float(fault["value"] or 3600), f"{point} on rank {rank}, step {step}", tensor)
@@ -74,9 +74,9 @@ class Faults:
         if self._once is not None:
             try:
                 (Path(self._once) / f"{fault[0].replace('*', 'any')}.{rank}").touch(exist_ok=False)
+                return True
             except FileExistsError:
                 return False
-            return True
         first = fault[0] not in self._struck or fault["step"] == "*"
         self._struck.add(fault[0])
         return first
@@ -111,15 +111,11 @@ def strike(kind: str, value: float, where: str, tensor: Any = None) -> None:
 def _first_of(tensor: Any) -> Any:
     if tensor is None:
         raise ValueError("there is no tensor at this point")
-    found: Any = tensor() if callable(tensor) else tensor
-    return found.view(-1)
+    value: Any = tensor() if callable(tensor) else tensor
+    return value.view(-1)
 
 
-def _faults() -> Faults:
-    try:
-        return Faults()
-    except ValueError:  # config/environment.py refuses it
-        return Faults({})
-
-
-fault = _faults()
+try:
+    fault = Faults()
+except ValueError:  # config/environment.py refuses it
+    fault = Faults({})

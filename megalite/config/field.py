@@ -1,13 +1,11 @@
-"""One option: a field of a section's dataclass, which carries all that is known of it.
+"""One option: a field of a section's dataclass, whose metadata holds all facts about it.
 
-`free`, `how`, `training` and `model` declare one, by what a resumed run may change of it:
+`free`, `how`, `training` and `model` declare one, by what changing it at a resume means:
 
-    free      neither the model nor the training: its log, when it saves, evaluates and stops
-    how       how the same step is computed: layout, kernels, recomputation
-    training  another training, which the stored weights fit all the same
-    model     what the stored weights mean, so another training, too
-
-There is no default: an option without a class would count as something silently.
+    free      nothing for model and training: logs, and when the run saves, evaluates and stops
+    how       the same steps, computed in another way: layout, kernels, recomputation
+    training  another training, which the stored weights fit
+    model     the stored weights would mean something else
 """
 
 from __future__ import annotations
@@ -23,25 +21,25 @@ from typing import Any
 FREE, HOW, TRAINING, MODEL = "free", "how", "training", "model"
 URL = re.compile(r"(?<![a-z0-9+.-])([a-z0-9+.-]*)://((?:[^/@\s]*|[^/@\s:]*:(?!\d+/)[^@\s]*)@)?", re.IGNORECASE)
 QUERY = re.compile(r"://[^?#\s]*([?#]\S*)")
-USERS = ("sftp", "ssh", "ftp", "ftps", "hdfs", "webhdfs", "smb", "abfs", "abfss", "wasb", "wasbs")  # NAME@host is usual
+USERS = ("sftp", "ssh", "ftp", "ftps", "hdfs", "webhdfs", "smb", "abfs", "abfss", "wasb", "wasbs")  # allow NAME@host
 HARMLESS = re.compile(r"\?(versionId|generation|download)=\w+|#\d+")  # after ? and #: which version of a file
 LONGEST = 200  # characters of a value in an error
 PATHS = re.compile(r"\w+_(path|dir|file)|tokenizer_model|save|save_local|load|pretrained_checkpoint|export_hf")
-LONGEST_PATH, LONGEST_NAME = 4000, 240  # bytes; Linux takes 4095 and 255, with the suffixes that are put behind
+LONGEST_PATH, LONGEST_NAME = 4000, 240  # bytes; Linux takes 4095 and 255, with the suffixes that are appended
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What an option's declaration says.
+    """The facts of an option.
 
     flags      other spellings; "--x=VALUE" sets the field to VALUE
-    refused    values that others have and that are none of the choices, in lower case if in any; and why
-    required   0 is "not set"
-    least      the smallest value; `above`: a bound that is too small itself
-    below      (a bound that is too large itself, what is said of such a value); `most`: (the largest value, the same)
-    stand_in   what contradicts nothing, so that all else can be checked where the option's value is unclear
-    same_as    the section's property that holds what the option comes to: two values of it are the same option
-    through    the option that this one speaks through: where that is the same, this may differ
+    refused    values of other programs that are not among the choices, in lower case, and why
+    required   0 means "not set"
+    least      the smallest value; `above`: an exclusive lower bound
+    below      (an exclusive upper bound, the message for a larger value); `most`: (the largest value, the same)
+    stand_in   a value that contradicts nothing, for checking the others where this one is unclear
+    same_as    the section's property with the effective value: options whose effective values agree are equal
+    through    the option through which alone this one acts: where that is equal, this one may differ
     """
 
     resume: str
@@ -59,10 +57,10 @@ class Facts:
     through: str | None = None
 
     def problem(self, value: object) -> str | None:
-        """What is wrong with the size of a number, if anything is."""
+        """Why a number is out of range; None where it is not."""
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return None
-        if isinstance(value, float) and not math.isfinite(value):  # an int may be too large for a float
+        if isinstance(value, float) and not math.isfinite(value):  # isfinite of a large int overflows
             return "is not finite; give a number"
         if value < self.least:
             return f"is negative; give {self.least} or more"
@@ -75,8 +73,8 @@ class Facts:
 
 
 def opt(resume: str, default: Any, help: str, **facts: Any) -> Any:
-    """A field of the configuration; `help` states the unit, `facts` are those of `Facts`. A number that may be left
-    open is above 0, unless it sets its `least`: None means none."""
+    """A field of the configuration; `help` states the unit, `facts` are those of `Facts`. A number whose default is
+    None must be above 0, unless it sets its `least`."""
     if default is None and "least" not in facts:
         facts["above"] = 0
     return field(default=default, metadata={"facts": Facts(resume, help, **facts)})
@@ -101,14 +99,13 @@ def flag_of(name: str) -> str:
 
 def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
     """Every flag that sets this option: (flag, None) when a value follows, else (flag, the value it stands for)."""
-    flag, result = flag_of(f.name), []
-    if base_type(f) == "bool":
-        plain = flag.removeprefix("--no-")
-        result = [(flag, True)] if plain == flag else [(flag, True), ("--" + plain, False)]
-        if plain == flag:
-            result += [(f"--no-{flag[2:]}", False), (f"--disable-{flag[2:]}", False)]
+    flag = flag_of(f.name)
+    if base_type(f) != "bool":
+        result: list[tuple[str, Any]] = [(flag, None)]
+    elif flag.startswith("--no-"):
+        result = [(flag, True), ("--" + flag.removeprefix("--no-"), False)]
     else:
-        result.append((flag, None))
+        result = [(flag, True), (f"--no-{flag[2:]}", False), (f"--disable-{flag[2:]}", False)]
     for extra in facts_of(f).flags:
         spelt, _, value = extra.partition("=")
         result.append((spelt, {"": None, "true": True, "false": False}.get(value, value)))
@@ -116,7 +113,7 @@ def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
 
 
 def secret_in(text: str) -> str | None:
-    """What in a URL may be a secret, and the remedy; the text itself is not repeated."""
+    """Which part of a URL may be a secret, and the remedy; the part itself is not repeated."""
     what, query = "", QUERY.search(text)
     if query and not HARMLESS.fullmatch(query[1]):
         what = "a query or fragment, such as a token,"
@@ -129,7 +126,7 @@ def secret_in(text: str) -> str | None:
 
 
 def masked(text: str) -> str:
-    """A message, which may repeat what somebody has typed, without what in its URLs may be a secret.
+    """A message without the parts of its URLs that may be secrets.
 
     >>> masked("unexpected word 's3://KEY:TOP@b/x?token=T'; quote it"), masked("ssh://me@host/x")
     ("unexpected word 's3://***@b/x?*** quote it", 'ssh://me@host/x')
@@ -143,7 +140,7 @@ def masked(text: str) -> str:
 
 
 def unusable(text: str, path: bool) -> str | None:
-    """Why a text can be no value: no file of the run could hold it, or no file system such a path."""
+    """Why a text cannot be a value: the run's files could not hold it, or no file system takes such a path."""
     if (reason := secret_in(text)) is not None:
         return reason
     raw = text.encode(errors="surrogateescape")
@@ -155,7 +152,7 @@ def unusable(text: str, path: bool) -> str | None:
 
 
 def convert(f: Field[Any], value: Any) -> Any:
-    """`value`, of a TOML file or preset, as the field's type. No text becomes a number. Raises ValueError."""
+    """`value` as the field's type; a text never becomes a number. Raises ValueError."""
     kind, facts = base_type(f), facts_of(f)
     words = value if isinstance(value, (list, tuple)) else [value]
     is_path = PATHS.fullmatch(f.name) is not None
@@ -168,9 +165,7 @@ def convert(f: Field[Any], value: Any) -> Any:
         if any(isinstance(v, bool) or not isinstance(v, item) for v in words):
             raise bad
         return tuple(words)
-    if kind == "bool" and isinstance(value, bool):
-        return value
-    if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
+    if (kind == "bool" or kind == "int") and type(value).__name__ == kind:
         return value
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
         try:

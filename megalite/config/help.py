@@ -1,17 +1,15 @@
-"""What --help prints: first what a newcomer needs, then a group of flags, or all of them. Imports no torch.
-
---help          fifteen flags, three examples, the groups
---help GROUP    the flags of a section of options.py
---help all      every flag
-"""
+"""The pages of --help: fifteen flags, three examples and the groups; --help GROUP: the flags of a section of
+options.py; --help all: every flag. Imports no torch."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import os
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +48,7 @@ EXAMPLES = (
 
 
 def asked_for(argv: Sequence[str]) -> str | None:
-    """Which page: "", a group, all, or a word that is none; None where no help is asked for."""
+    """The page that is asked for: "", a group, all, or an unknown word; None where no help is asked for."""
     for i, word in enumerate(argv):
         name, _, topic = word.partition("=")
         if name in ("-h", "--help"):
@@ -64,8 +62,9 @@ def help_text(topic: str, presets: Sequence[str]) -> str:
     if topic not in ("", "all", *SECTIONS):
         near = difflib.get_close_matches(topic, ("all", *SECTIONS), 1)
         meant = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SECTIONS)}, all"
-        raise ConfigError([f"--help {topic}: there is no such page; {meant}"])
-    parser = argparse.ArgumentParser(usage="%(prog)s FLAGS", add_help=False, formatter_class=_Formatter)
+        raise ConfigError([f"--help {topic} is not a page of the help; {meant}"])
+    form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
+    parser = argparse.ArgumentParser(usage="%(prog)s FLAGS", add_help=False, formatter_class=form)
     parser.description = "Pretrain a GPT over a tensor x pipeline x data parallel mesh. Megatron-LM's flags."
     parser.epilog = "A switch --x is also --no-x and --x=false. More of Megatron-LM's flags: docs/megatron.md."
     if topic == "":
@@ -78,26 +77,19 @@ def help_text(topic: str, presets: Sequence[str]) -> str:
     return parser.format_help().rstrip()
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=32)
-
-
 def _rest(prog: str) -> str:
     start = prog if prog.startswith("megalite") else f"python {os.path.relpath(sys.argv[0]) if sys.argv[0] else prog}"
-    counts = {name: sum(section == name for section, _ in options()) for name in SECTIONS}
-    lines = ["examples:", *(_example(start, *example) for example in EXAMPLES), "", "more:"]
-    lines += [f"  --help {name:<13} {GROUPS[name]} ({count} options)" for name, count in counts.items()]
+    counts = Counter(section for section, _ in options())
+    lines = ["examples:"]
+    for what, flags in EXAMPLES:
+        words = textwrap.wrap(f"{start} {flags}", 110, break_long_words=False, break_on_hyphens=False)
+        lines += [f"  # {what}", "  " + " \\\n      ".join(words)]
+    lines += ["", "more:", *(f"  --help {name:<13} {GROUPS[name]} ({counts[name]} options)" for name in SECTIONS)]
     return "\n".join([*lines, f"  --help {'all':<13} every flag"])
 
 
-def _example(start: str, what: str, flags: str) -> str:
-    lines = textwrap.wrap(f"{start} {flags}", 110, break_long_words=False, break_on_hyphens=False)
-    return f"  # {what}\n  " + " \\\n      ".join(lines)
-
-
 def _add(group: Any, names: Sequence[str], presets: Sequence[str], short: bool = False) -> None:
-    """The flags of these options. `short`: one line for each, with its shortest spelling beside it."""
+    """Add the flags of these options. `short`: one line for each, with all its spellings that take a value."""
     fields = {f.name: f for _, f in options()}
     for name in names:
         if name == "preset":
@@ -114,7 +106,7 @@ def _add(group: Any, names: Sequence[str], presets: Sequence[str], short: bool =
             negative = kind == "bool" and constant is not f.default
             text = facts.help + shown if flag == flag_of(name) else f"{flag_of(name)} {constant}"
             if constant is not None:
-                if negative or flag == flag_of(name) or kind != "bool":  # what is so anyway is not worth a line
+                if negative or flag == flag_of(name) or kind != "bool":  # not a flag that sets the default
                     group.add_argument(flag, action="store_true", help=text.replace("%", "%%"))
             else:
                 metavar = "{" + ",".join(facts.choices) + "}" if facts.choices and not short else kind.upper()

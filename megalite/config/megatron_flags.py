@@ -1,7 +1,7 @@
-"""Megatron-LM's flags, and those of its forks, that are no options of megalite: what becomes of each. Pure.
+"""Flags of Megatron-LM and its forks that are not options of megalite, and how each is treated. Pure.
 
-megatron_flags.txt holds every flag of its parser with a verdict and a reason; docs/megatron.md shows it as a table.
-`answer` turns the foreign flags of one command line into notes, warnings and problems.
+megatron_flags.txt holds each with a verdict and a reason; docs/megatron.md shows them as a table. `answer` turns those
+of a command line into notes, warnings and problems.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ OPTION, NO_EFFECT, WARNED, REFUSED, DEPENDENT, INSTEAD = "+=?!~>"
 
 @dataclass(frozen=True)
 class Flag:
-    """`verdict`: one of the above. `values`: how many follow, None: any number. `reason`: a sentence; of a dependent
-    flag it is empty. `feature`: flags of one are answered once. `neutral`: values that ask for nothing."""
+    """`verdict`: one of the above. `values`: how many follow; None: any number. `reason`: a sentence, "" for a
+    dependent flag. `feature`: flags of one feature get one answer. `neutral`: values that ask for nothing."""
 
     group: str
     verdict: str
@@ -31,8 +31,8 @@ class Flag:
 
 @cache
 def known_flags() -> Mapping[str, Flag]:
-    """Flag -> what becomes of it, in the file's order."""
-    found: dict[str, Flag] = {}
+    """By flag, in the file's order."""
+    flags: dict[str, Flag] = {}
     group, verdict, feature, reason = "", "", "", ""
     text = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8")
     for line in text.partition("\n# ")[2].splitlines():
@@ -41,26 +41,26 @@ def known_flags() -> Mapping[str, Flag]:
                 name, _, takes = word.partition("=")
                 count, *neutral = takes.split(":") if takes else ["0"]
                 values = None if count == "*" else int(count)
-                found["--" + name] = Flag(group, verdict, feature, reason, values, tuple(neutral))
+                flags["--" + name] = Flag(group, verdict, feature, reason, values, tuple(neutral))
         elif line and line[0] in "+=?!~>":
             verdict, rest = line[0], line[2:]
             feature, _, reason = rest.rpartition(" | ") if verdict != DEPENDENT else (rest, "", "")
         elif line:
             group = line.removeprefix("# ")
-    return MappingProxyType(found)
+    return MappingProxyType(flags)
 
 
 def asked_for(flag: Flag, values: Iterable[str]) -> bool:
     """Whether these values ask for anything."""
-    words = [word.strip("'\"").lower() for word in values]
-    return not (words and all(any(_same(word, neutral) for neutral in flag.neutral) for word in words))
 
+    def plain(word: str) -> float | str:
+        try:
+            return float(word)
+        except ValueError:
+            return word.lower()
 
-def _same(a: str, b: str) -> bool:
-    try:
-        return float(a) == float(b)
-    except ValueError:
-        return a == b.lower()
+    words, neutral = [plain(word.strip("'\"")) for word in values], {plain(value) for value in flag.neutral}
+    return not words or not neutral.issuperset(words)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Answer:
 
 
 def answer(given: Iterable[tuple[str, list[str]]]) -> Answer:
-    """Of the foreign flags of one command line, as (flag, values): one line for each reason, with its flags."""
+    """One line for each reason, with its flags. `given`: (flag, values) of each foreign flag of a command line."""
     flags = known_flags()
     said: dict[tuple[str, str], list[str]] = {}
     named = [(name, flags[name], asked_for(flags[name], values)) for name, values in given]
@@ -81,7 +81,7 @@ def answer(given: Iterable[tuple[str, list[str]]]) -> Answer:
         if verdict == DEPENDENT:
             if flag.feature in features:
                 continue  # the feature is answered
-            verdict, reason = NO_EFFECT, f"only beside {first_of(flag.feature)}"
+            verdict, reason = NO_EFFECT, f"only with {first_of(flag.feature)}"
         elif verdict in (WARNED, REFUSED) and not asked:
             verdict, reason = NO_EFFECT, "the value asks for nothing"
         names = said.setdefault((verdict, reason), [])
@@ -101,16 +101,16 @@ def first_of(feature: str) -> str:
 
 
 def nearest(flag: str, candidates: Iterable[str]) -> str | None:
-    """The flag whose words are those of `flag`, each misspelt a little; None rather than a guess."""
-    long = (candidate for candidate in candidates if len(candidate) > len("--abc"))  # any two short ones are alike
+    """The candidate that differs from `flag` by a few letters in each word; None rather than a guess."""
+    long = (candidate for candidate in candidates if len(candidate) > len("--abc"))  # short ones are all alike
     best = max(long, key=lambda candidate: _likeness(flag[2:], candidate[2:]))
     return best if _likeness(flag[2:], best[2:]) else None
 
 
 def _likeness(a: str, b: str) -> float:
-    """0: other words; up to 1: the same. Letters that two long words happen to share are no likeness."""
+    """0: different words; 1: the same. A flag's opposite is different, and so are long words that share letters."""
     whole = _ratio(a, b)
-    if whole < 0.75 or a.startswith(("no-", "disable-")) != b.startswith(("no-", "disable-")):  # the opposite is none
+    if whole < 0.75 or a.startswith(("no-", "disable-")) != b.startswith(("no-", "disable-")):
         return 0.0
     ours, theirs = a.split("-"), b.split("-")
     alike = len(ours) == len(theirs) and all(_ratio(x, y) >= 0.7 for x, y in zip(ours, theirs, strict=True))

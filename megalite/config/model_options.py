@@ -1,4 +1,4 @@
-"""The model's options. What they come to where they are left open is a property."""
+"""The model's options; properties give the effective values of those that are left open."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModelConfig:
     group_query_attention: bool = model(False, "share key/value heads in groups", through="num_query_groups")
     num_query_groups: int | None = model(None, "K/V heads G with --group-query-attention; default 1", same_as="groups")
     seq_length: int = training(0, "tokens per sequence", flags=("--encoder-seq-length",), required=True, stand_in=1)
-    max_position_embeddings: int | None = training(None, "longest sequence that has positions; default seq_length")
+    max_position_embeddings: int | None = training(None, "length of the table of positions; default seq_length")
     normalization: str = model("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = model(1e-5, "added to the variance in norms", flags=("--layernorm-epsilon",))
     apply_layernorm_1p: bool = model(False, "store norm weights as their difference from 1")
@@ -34,7 +34,7 @@ class ModelConfig:
         "feed-forward activation; gelu is the tanh form, gelu_erf the exact one",
         choices=ACTIVATIONS,
         refused={
-            **dict.fromkeys(("silu", "swish"), "here it comes with its gate; use swiglu"),
+            **dict.fromkeys(("silu", "swish"), "it is available only with its gate; use swiglu"),
             **dict.fromkeys(
                 ("relu", "geglu", "reglu", "quick_gelu", "mish", "tanh"), "use gelu, swiglu or squared_relu"
             ),
@@ -50,7 +50,7 @@ class ModelConfig:
         "learned_absolute",
         "positions",
         choices=("learned_absolute", "rope", "yarn", "none"),
-        refused={"alibi": "it is not here; use rope"},
+        refused={"alibi": "use rope"},
         flags=("--use-rotary-position-embeddings=rope",),
     )
     add_position_embedding: bool = model(
@@ -64,15 +64,15 @@ class ModelConfig:
         None, "N: every N-th layer has no rotary positions; or a list, 1: without, as [0,0,0,1]*8", same_as="rotary"
     )
     rotary_scaling_factor: float = model(1.0, "yarn: stretch of the context", above=0)
-    yarn_original_max_position_embeddings: int = model(4096, "yarn: tokens that the model trained on before", above=0)
+    yarn_original_max_position_embeddings: int = model(4096, "yarn: context length before the stretch, tokens", above=0)
     yarn_beta_fast: float = model(32.0, "yarn: channels with more turns in that length keep their wavelength")
-    yarn_beta_slow: float = model(1.0, "yarn: channels with fewer are stretched by the whole factor", above=0)
-    yarn_correction_range_round_to_int: bool = model(True, "yarn: the border between them is of whole channels")
-    mscale: float = model(1.0, "yarn: queries and keys grow by the quotient of 1 + 0.1 log(factor) times this")
-    mscale_all_dim: float = model(0.0, "yarn: and 1 + 0.1 log(factor) times this")
+    yarn_beta_slow: float = model(1.0, "yarn: channels with fewer turns are stretched by the whole factor", above=0)
+    yarn_correction_range_round_to_int: bool = model(True, "yarn: the borders between them are rounded to channels")
+    mscale: float = model(1.0, "yarn: queries and keys are multiplied by (1 + 0.1 x this x log(factor)) ...")
+    mscale_all_dim: float = model(0.0, "yarn: ... divided by (1 + 0.1 x this x log(factor))")
     use_rope_scaling: bool = model(False, "Llama-3 scaling of rotary wavelengths")
     rope_scaling_factor: float = model(8.0, "stretch of the longest wavelengths with --use-rope-scaling", above=0)
-    untie_embeddings_and_output_weights: bool = model(False, "the head has weights of its own")
+    untie_embeddings_and_output_weights: bool = model(False, "the head has its own weights")
     make_vocab_size_divisible_by: int = training(128, "vocabulary is padded to a multiple of this (and of tp)", above=0)
     hidden_dropout: float = training(0.1, "dropout after embedding, attention and feed-forward", below=ALL_DROPPED)
     attention_dropout: float = training(0.1, "dropout of attention weights", below=ALL_DROPPED)
@@ -85,7 +85,7 @@ class ModelConfig:
         choices=("apply_wd_to_qk_layernorm",),
         flags=("--apply-wd-to-qk-layernorm=apply_wd_to_qk_layernorm",),
     )
-    window_size: tuple[int, ...] | None = model(None, "LEFT,0: keys before its own that a query sees; default, -1: all")
+    window_size: tuple[int, ...] | None = model(None, "LEFT,0: earlier keys that a query sees; default, -1: all")
     window_attn_skip_freq: str | None = model(
         None, "N: every N-th layer has no window; or a list, 1: with, 0: without, as [1,1,0]*8", same_as="windows"
     )
@@ -100,7 +100,7 @@ class ModelConfig:
         assert self.num_attention_heads
         if not self.group_query_attention:
             return self.num_attention_heads
-        return self.num_query_groups or self.num_attention_heads  # not given: stored before `completed`
+        return self.num_query_groups or self.num_attention_heads  # None in a configuration that is not `completed`
 
     @property
     def ffn_size(self) -> int:
@@ -116,7 +116,7 @@ class ModelConfig:
 
     @property
     def rotary(self) -> tuple[bool, ...]:
-        """Of each layer: whether it has rotary positions."""
+        """Whether each layer has rotary positions."""
         some, pattern = self.position_embedding_type in ("rope", "yarn"), self.no_rope_freq
         if pattern is None or not some:
             return (some,) * self.num_layers
@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer: how many keys a query sees, itself included; None: all before it."""
+        """The number of keys that a query of each layer sees, its own included; None: all up to its own."""
         if self.window_size is None or self.window_size[0] == -1:
             return (None,) * self.num_layers
         window, pattern = self.window_size[0] + 1, self.window_attn_skip_freq

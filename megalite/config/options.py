@@ -1,8 +1,8 @@
 """The configuration: frozen dataclasses with Megatron-LM's names and defaults.
 
-A field is one option (field.py): its name in kebab case is the flag, its facts stand where it is declared, in
-model_options.py and run_options.py. Pure: no torch, so that a bad command line is refused before
-anything is imported or started. What may not go together: check.py; as a file: toml.py.
+A field is one option (field.py): its name in kebab case is the flag, and its facts are declared with it, in
+model_options.py and run_options.py. check.py finds contradictions; toml.py reads and writes files. Imports no torch, so
+that a bad command line is refused before anything is started.
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ SECTIONS: Mapping[str, type] = {f.name: type(getattr(Config(), f.name)) for f in
 
 
 def local_processes(p: ParallelConfig) -> int:
-    """How many ranks a run has that no launcher starts."""
+    """The number of ranks where no launcher starts them."""
     if p.nproc is not None:
         return p.nproc
-    if p.data_parallel_size is None:
-        return 1
-    return p.model_parallel_size * p.data_parallel_size
+    return 1 if p.data_parallel_size is None else p.model_parallel_size * p.data_parallel_size
 
 
 def options() -> Iterator[tuple[str, Field[Any]]]:
@@ -59,17 +57,16 @@ def options() -> Iterator[tuple[str, Field[Any]]]:
 
 
 def training_of(config: Config) -> dict[str, Any]:
-    """What two runs have alike that are the same training, whatever they log and however they compute it: option to
-    value, or to what it comes to."""
-    found = {}
+    """Option -> effective value, of those that are equal in two runs of the same training."""
+    values = {}
     for section, f in options():
         facts, part = facts_of(f), getattr(config, section)
         if facts.resume in (MODEL, TRAINING) and facts.through is None:
-            found[f.name] = getattr(part, facts.same_as or f.name)
-    return found
+            values[f.name] = getattr(part, facts.same_as or f.name)
+    return values
 
 
-MEGATRON_LOG = (  # what asks for something in Megatron's log or TensorBoard by its name
+MEGATRON_LOG = (  # options that ask for something in Megatron-LM's log or TensorBoard
     "log_throughput",
     "log_params_norm",
     "log_num_zeros_in_grad",
@@ -82,8 +79,8 @@ MEGATRON_LOG = (  # what asks for something in Megatron's log or TensorBoard by 
 
 
 def resolved_style(config: Config, megatron_spelling: bool = False) -> str:
-    """megalite or megatron: what `log_style` says, or, where it is auto, what suits who wrote the command line.
-    `megatron_spelling`: it holds a flag that only Megatron-LM has, as --use-mcore-models."""
+    """megalite or megatron: `log_style`, or, where it is auto, the style of the command line. `megatron_spelling`: that
+    has a flag that only Megatron-LM has, as --use-mcore-models."""
     if config.log.log_style != "auto":
         return config.log.log_style
     asked = megatron_spelling or any(getattr(config.log, name) for name in MEGATRON_LOG)
@@ -91,40 +88,31 @@ def resolved_style(config: Config, megatron_spelling: bool = False) -> str:
 
 
 def log_steps(config: Config, steps: int) -> int:
-    """Steps per log line of a run of `steps`.
-
-    >>> [log_steps(Config(), n) for n in (20, 1000, 500_000)]
-    [1, 20, 100]
-    """
+    """Steps per log line of a run of `steps`: 1 of 20, 20 of 1,000, at most 100."""
     if config.log.log_interval is not None:
         return config.log.log_interval
     return 100 if resolved_style(config) == "megatron" else max(1, min(100, steps // 50))
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
-    """The vocabulary rounded up to a multiple of both; the same for every tp that divides `divisible_by`.
-
-    >>> padded_vocab_size(50257, 128, 1), padded_vocab_size(50257, 128, 8)
-    (50304, 50304)
-    """
+    """The vocabulary rounded up to a multiple of both; the same for every tp that divides `divisible_by`."""
     multiple = math.lcm(divisible_by, tp)
     return -(-vocab_size // multiple) * multiple
 
 
 def convert_all(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Option names to values as (values of the right type, name -> problem). Unknown names raise KeyError."""
-    fields_, made, wrong = {f.name: f for _, f in options()}, {}, {}
+    """(option -> value of its type, option -> problem). Unknown names raise KeyError."""
+    fields_, converted, wrong = {f.name: f for _, f in options()}, {}, {}
     for name, value in values.items():
         try:
-            made[name] = convert(fields_[name], value)
+            converted[name] = convert(fields_[name], value)
         except ValueError as error:
             wrong[name] = str(error)
-    return made, wrong
+    return converted, wrong
 
 
 def over_preset(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Option names to values: `given`, and of `preset` what is not given. A preset's vocabulary is for runs without a
-    tokenizer.
+    """Option -> value: `given`, and the preset's for the others. A preset's vocabulary is for runs without a tokenizer.
 
     >>> over_preset({"num_layers": 8, "vocab_size": 8192}, {"tokenizer_type": "ByteTokenizer"})
     {'num_layers': 8, 'tokenizer_type': 'ByteTokenizer'}
@@ -134,40 +122,33 @@ def over_preset(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What options say of others: GPT-2's two files are its tokenizer, as in Megatron-LM, and rows that are given are
-    the multiple to round up to."""
-    more: dict[str, Any] = {}
+    """Options that follow from others: GPT-2's two files are its tokenizer, as in Megatron-LM, and a given number of
+    rows is the multiple to round up to."""
+    implied: dict[str, Any] = {}
     if values.get("tokenizer_type") is None and values.get("vocab_file") and values.get("merge_file"):
-        more["tokenizer_type"] = "GPT2BPETokenizer"
+        implied["tokenizer_type"] = "GPT2BPETokenizer"
     if values.get("padded_vocab_size"):
-        more["make_vocab_size_divisible_by"] = values["padded_vocab_size"]
-    return more
+        implied["make_vocab_size_divisible_by"] = values["padded_vocab_size"]
+    return implied
 
 
 def build(values: Mapping[str, Any]) -> Config:
     """A Config from option names to values; unknown names raise KeyError, wrong types ConfigError."""
-    made, wrong = convert_all({**values, **_implied(values)})
+    typed, wrong = convert_all({**values, **_implied(values)})
     if wrong:
         raise ConfigError(list(wrong.values()))
-    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    for section, f in options():
-        if f.name in made:
-            sections[section][f.name] = made[f.name]
-    return Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
+    given = {name: {f.name: typed[f.name] for f in fields(cls) if f.name in typed} for name, cls in SECTIONS.items()}
+    return Config(**{name: cls(**given[name]) for name, cls in SECTIONS.items()})
 
 
 def gelu_form(*, add_bias_linear: bool = True, bias_gelu_fusion: bool = True, openai_gelu: bool = False) -> str:
-    """What gelu means in Megatron-LM: its kernel for bias and gelu has the tanh form, without it gelu is exact.
-
-    >>> gelu_form(), gelu_form(add_bias_linear=False), gelu_form(bias_gelu_fusion=False)
-    ('gelu', 'gelu_erf', 'gelu_erf')
-    """
+    """The gelu of Megatron-LM: its kernel for bias and gelu computes the tanh form; without that gelu is exact."""
     return "gelu" if openai_gelu or (add_bias_linear and bias_gelu_fusion) else "gelu_erf"
 
 
 def completed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as a command line or file gives them, with what Megatron-LM makes of those that are left out: the form of
-    gelu, and one group with --group-query-attention. What a checkpoint stores is complete and does not come here."""
+    """Options of a command line or file, with Megatron-LM's rules for those that are left out: the form of gelu, and
+    one group with --group-query-attention. A checkpoint's options are complete already."""
     values = dict(values)
     if values.get("use_checkpoint_args"):
         return values

@@ -1,7 +1,7 @@
-"""Files of a run, in a folder that others may write: never opened through a link, so that nobody can make a run write
-to a file elsewhere that its user may write. A new file beside is made with mode "x", which follows no link either.
+"""Opens a run's files, in a folder where others may write: never through a link, so that nobody can make a run write to
+another file of its user. (A new file is made with mode "x", which follows no link either.)
 
-Each is an `opener` of `open`, and never waits, as that of a pipe would for one who reads it. Raises OSError.
+Both functions are an `opener` for `open`, do not block on a pipe, and raise OSError.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class LinkError(OSError):
 
 
 def opener(path: str | Path, flags: int) -> int:
-    """For a file in a folder that the user named: that may be a link."""
+    """For a file in a folder that the user named, which may itself be a link."""
     return _open(path, path, flags, None)
 
 
 def inner_opener(path: str | Path, flags: int) -> int:
-    """For a file in a folder that the run makes in its own: that is no link either."""
+    """For a file in a folder that the run made, which must not be a link either."""
     folder, name = os.path.split(path)
     try:
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -36,16 +36,16 @@ def inner_opener(path: str | Path, flags: int) -> int:
 
 
 def _open(path: str | Path, name: str | Path, flags: int, folder: int | None) -> int:
-    """A hard link is seen only once it is open, so nothing is cut before."""
+    """Truncates only after the check for hard links, which needs the open file."""
     safe = (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         number = os.open(name, safe, 0o666, dir_fd=folder)
     except OSError as error:
         raise _refusal(path) if error.errno == errno.ELOOP else error from None
     try:
-        found = os.fstat(number)
-        if stat.S_ISREG(found.st_mode):
-            if found.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
+        status = os.fstat(number)
+        if stat.S_ISREG(status.st_mode):
+            if status.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
                 raise _refusal(path)
             if flags & os.O_TRUNC:
                 os.ftruncate(number, 0)

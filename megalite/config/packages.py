@@ -1,8 +1,4 @@
-"""Packages that only some options need: what is said where one is not installed, everywhere the same.
-
-A program that lacks one for what it was asked ends with exit code 3, as where files are not there: nothing of the
-command is wrong, and nothing was done.
-"""
+"""Packages that only some options need, and the error where one is not installed: exit code 3, as for missing files."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ EXTRAS = {  # pyproject.toml
 
 
 class MissingPackage(Exception):
-    """The text is that of `needs`."""
+    """Its text is that of `needs`."""
 
 
 def needs(what: str, package: str) -> str:

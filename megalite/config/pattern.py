@@ -4,7 +4,7 @@
     "[1,1,0]*4+[1]"    a list; + joins lists, * repeats one, parentheses group
     "0:768 250B:1536"  768 samples per step, and 1536 from 250 billion tokens on
 
-There the lists are run as Python; here they are read as a tree of these few things, and nothing is run.
+Megatron-LM evaluates the lists as Python; here they are parsed, and nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LONGEST = 100_000  # layers: a text of 20 characters could ask for more than fit
 
 
 def read_pattern(text: str, layers: int) -> tuple[bool, ...]:
-    """Of each of `layers` layers. Raises ValueError: what is wrong, and what to give instead."""
+    """A bit for each of `layers` layers. Raises ValueError: what is wrong, and what to give instead."""
     try:
         period = int(text)
     except ValueError:
@@ -38,8 +38,8 @@ def read_pattern(text: str, layers: int) -> tuple[bool, ...]:
 
 
 def read_split(text: str) -> list[float]:
-    """Three numbers >= 0, the later 0 where they are not given. Quotes are no part of it: Megatron-LM's scripts pass
-    '99,1,0' with them. Raises ValueError as `read_pattern` does.
+    """Three numbers >= 0; those that are not given are 0. Quotes are ignored: Megatron-LM's scripts pass '99,1,0' with
+    them. Raises ValueError as `read_pattern` does.
 
     >>> read_split("'99,1,0'"), read_split("3, 1")
     ([99.0, 1.0, 0.0], [3.0, 1.0, 0.0])
@@ -97,7 +97,7 @@ def read_batch_schedule(text: str, seq_length: int) -> tuple[tuple[int, int], ..
 
 
 def _count(text: str) -> int:
-    """A number from 0, with one of SUFFIXES. Raises ValueError."""
+    """A number >= 0, with or without one of SUFFIXES. Raises ValueError."""
     unit = SUFFIXES.get(text[-1:].upper(), 1)
     number = float(text[:-1] if unit > 1 else text) * unit
     if not 0 <= number < math.inf:
@@ -109,16 +109,13 @@ def _list(node: ast.expr) -> list[bool]:
     if isinstance(node, ast.List):
         return [bool(_number(item, most=1)) for item in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        joined = _list(node.left) + _list(node.right)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        one, times = (node.right, node.left) if isinstance(node.left, ast.Constant) else (node.left, node.right)
-        joined = _list(one)
-        if len(joined) * _number(times) > LONGEST:
-            raise ValueError
-        joined = joined * _number(times)
-    else:
-        raise ValueError
-    return joined
+        return _list(node.left) + _list(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        repeated, times = (node.right, node.left) if isinstance(node.left, ast.Constant) else (node.left, node.right)
+        bits, count = _list(repeated), _number(times)
+        if len(bits) * count <= LONGEST:
+            return bits * count
+    raise ValueError
 
 
 def _number(node: ast.expr, most: int = LONGEST) -> int:

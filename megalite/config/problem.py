@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, as values: a line, `name=value breaks rule; remedy`, and the options in it."""
+"""A problem of a configuration: a line, `name=value breaks rule; remedy`, and the options that it is about."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from megalite.config.options import Config
 
 
 class Problem(str):
-    """The line; `options`: the names of those that it is about, its remedy included."""
+    """The line; `options`: those that it is about, its remedy included."""
 
     options: frozenset[str]
 
     def __new__(cls, line: str, options: Collection[str] = ()) -> Problem:
-        made = super().__new__(cls, line)
-        made.options = frozenset(options)
-        return made
+        problem = super().__new__(cls, line)
+        problem.options = frozenset(options)
+        return problem
 
     def concerns(self, names: Collection[str]) -> bool:
         return not self.options.isdisjoint(names)
 
 
 class Say:
-    """Makes problems of templates, in which an option stands as {=lr}: its name and value, {lr}: its name, or {--lr}:
-    its flag; other names are those of `more`. So a problem's options are those that its line names.
+    """Makes problems from templates, in which {=lr} is an option's name and value, {lr} its name and {--lr} its flag;
+    other names are those of `more`. So a problem's options are those that its line names.
 
     >>> problem = Say(Config())("{=min_lr} is above {=lr:g}; lower it or raise {--lr}", lr=0.5)
     >>> problem, sorted(problem.options)
@@ -39,8 +39,8 @@ class Say:
         self.values = {f.name: getattr(part, f.name) for part in parts for f in fields(part)}
 
     def __call__(self, template: str, *also: str, option: str = "", **more: Any) -> Problem:
-        """`also`: options that it is about without a word; `option`: the one that {option} stands for; `more` may also
-        give what an option comes to, to be shown in place of its value."""
+        """`also`: options that it is about but does not name; `option`: the one that {option} stands for; `more` may
+        also give an option's effective value, to be shown in place of its own."""
         line, named = "", set(also)
         for text, key, spec, conversion in Formatter().parse(template):
             line += text

@@ -1,4 +1,4 @@
-"""The options of a run: how it computes, trains and reads its data; what it saves, logs and watches."""
+"""The options of a run: computation, training, data, checkpoints, logs and operation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megalite.config.field import free, how, training
 
-# those that the launcher passes on to its ranks
+# the launcher passes these on to its ranks
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
@@ -15,7 +15,7 @@ ONLY_ONE = (1, "is not supported yet; use 1")
 LONGEST_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
 SHARED_OUT = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # of ZeRO 0, 1, 2, 3
 TO_THREE = (3, "is above 3; use 0, 1, 2 or 3")
-NO_SHARE, TO_TWO = (1, "is no share; use at most 1"), (2, "is above 2; use 0, 1 or 2")
+NO_SHARE, TO_TWO = (1, "is not a share; use at most 1"), (2, "is above 2; use 0, 1 or 2")
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class ParallelConfig:
         choices=("auto", "cpu", "cuda"),
         refused={
             **dict.fromkeys(("gpu", "nvidia"), "torch calls it cuda; use cuda"),
-            **dict.fromkeys(("mps", "xpu", "tpu", "xla", "npu"), "there are no kernels for it; use cpu"),
+            **dict.fromkeys(("mps", "xpu", "tpu", "xla", "npu"), "it has no kernels here; use cpu"),
         },
     )
     tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", flags=("--tp",), above=0)
     pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", flags=("--pp",), above=0)
     context_parallel_size: int = how(
-        1, "cp: ranks that share a sequence; only 1", flags=("--cp",), above=0, most=ONLY_ONE
+        1, "cp: ranks that share a sequence; must be 1", flags=("--cp",), above=0, most=ONLY_ONE
     )
     data_parallel_size: int | None = how(None, "dp: ranks that share the batch; default: all left", flags=("--dp",))
     num_layers_per_virtual_pipeline_stage: int | None = how(None, "layers per chunk of the interleaved schedule")
@@ -44,17 +44,18 @@ class ParallelConfig:
     account_for_embedding_in_pipeline_split: bool = how(False, "the embedding takes the place of a layer")
     account_for_loss_in_pipeline_split: bool = how(False, "the head and the loss take the place of a layer")
     microbatch_group_size_per_virtual_pipeline_stage: int | None = how(
-        None, "micro-batches that run through a chunk before the next chunk; default pp, the remainder spread over them"
+        None,
+        "micro-batches that a chunk runs before the next chunk; default pp, with the remainder spread over the groups",
     )
     use_tp_pp_dp_mapping: bool = how(False, "number the ranks in the order tp, pp, dp; default: tp, dp, pp")
     pipeline_schedule: str = how("1f1b", "order of micro-batches in the pipeline", choices=SCHEDULES)
     split_backward: bool = how(
         False,
-        "weight gradients apart from backward, where the pipeline would idle (zero bubble)",
+        "compute weight gradients separately, where the pipeline would idle (zero bubble)",
         flags=("--enable-zero-bubble=true", "--enable-zbh1-pipeline=true", "--delay-wgrad-compute=true"),
     )
     zero_bubble_max_pending_backward: int | None = how(
-        None, "forwards that may wait for their weight gradients; default: the memory of the schedule that is not split"
+        None, "forwards that may wait for their weight gradients; default: as the unsplit schedule's memory allows"
     )
     use_distributed_optimizer: bool = how(True, "shard optimizer state over dp (ZeRO-1); off: ZeRO-0")
     zero_stage: int | None = how(
@@ -81,16 +82,16 @@ class ParallelConfig:
         flags=("--enable-full-sharding-in-hsdp=optim",),
     )
     overlap_grad_reduce: bool = how(True, "reduce gradients during the last backward")
-    grad_reduce_in_bf16: bool = how(False, "round gradients to bf16 for their sum over dp; each rank adds up in fp32")
+    grad_reduce_in_bf16: bool = how(False, "round gradients to bf16 for their sum over dp; each rank adds in fp32")
     overlap_param_gather: bool = how(True, "gather weights during the next forward")
     ddp_bucket_size: int | None = how(None, "elements per gradient bucket; default 40 million")
-    kernels: str = how("auto", "whose kernels run; auto: Triton's on cuda where it is installed", choices=KERNELS)
-    attention_kernel: str = how("auto", "for every shape that it can do; auto: by a table", choices=ATTENTION_KERNELS)
-    shared_memory: bool = how(True, "cpu: ranks of one machine exchange through shared memory; off: through gloo")
+    kernels: str = how("auto", "kernels to run; auto: Triton's on cuda where it is installed", choices=KERNELS)
+    attention_kernel: str = how("auto", "where it fits the shape; auto: by a table", choices=ATTENTION_KERNELS)
+    shared_memory: bool = how(True, "cpu: ranks of one machine communicate through shared memory; off: through gloo")
     distributed_backend: str | None = how(None, "default: nccl on cuda, gloo on cpu", choices=("nccl", "gloo", "mpi"))
-    distributed_timeout_minutes: float = how(10.0, "how long start-up may take, minutes", above=0, most=LONGEST_TIMEOUT)
+    distributed_timeout_minutes: float = how(10.0, "time limit of the start-up, minutes", above=0, most=LONGEST_TIMEOUT)
     distributed_timeout_seconds_after_init: float | None = how(
-        None, "how long a collective may take in training, seconds; default: as at start-up", most=LONGEST_TIMEOUT
+        None, "time limit of a collective in training, seconds; default: that of the start-up", most=LONGEST_TIMEOUT
     )
 
     @property
@@ -112,18 +113,18 @@ class ParallelConfig:
 class TrainConfig:
     micro_batch_size: int = training(0, "samples per micro-batch", required=True, stand_in=1, same_as="batch_unit")
     global_batch_size: int | None = training(None, "samples per step; default micro_batch_size x dp")
-    rampup_batch_size: tuple[int, ...] | None = training(None, "START INCREMENT SAMPLES: the batch grows over SAMPLES")
+    rampup_batch_size: tuple[int, ...] | None = training(None, "START INCREMENT SAMPLES: ramp-up of the batch size")
     step_batch_size_schedule: str | None = training(
-        None, "TOKENS:SIZE ...: the global batch from so many tokens on, as '0:768 250B:1536' (K, M, B, T)"
+        None, "TOKENS:SIZE ...: global batch size from that many tokens on, as '0:768 250B:1536' (K, M, B, T)"
     )
     train_iters: int | None = training(None, "steps")
     train_samples: int | None = training(None, "samples, instead of --train-iters")
-    iterations_to_skip: tuple[int, ...] | None = training(None, "steps, from 1, whose samples are not trained on")
-    skip_train: bool = training(False, "evaluate what --load brings on the validation and the test set, and stop")
-    seed: int = training(1234, "of weights, dropout and data order")
+    iterations_to_skip: tuple[int, ...] | None = training(None, "steps to skip, counted from 1")
+    skip_train: bool = training(False, "evaluate the loaded weights on the validation and test sets, and stop")
+    seed: int = training(1234, "seed of weights, dropout and data order")
     eval_iters: int = free(100, "steps per evaluation; 0 or -1: no evaluation", least=-1)
     eval_global_batch_size: int | None = free(None, "samples per step of evaluation; default: as --global-batch-size")
-    eval_micro_batch_size: int | None = free(None, "samples per micro-batch there; default: as --micro-batch-size")
+    eval_micro_batch_size: int | None = free(None, "the same per micro-batch; default: as --micro-batch-size")
     eval_interval: int | None = free(None, "steps between evaluations; default: only at the end")
     exit_interval: int | None = free(None, "save and stop at a step divisible by this")
     exit_duration_in_mins: float | None = free(None, "save and stop after this many minutes", least=0)
@@ -136,39 +137,39 @@ class TrainConfig:
         flags=("--recompute-activations=selective",),
     )
     recompute_modules: tuple[str, ...] = how(("core_attn",), "selective: core_attn (scores, softmax), layernorm, mlp")
-    recompute_method: str | None = how(None, "full: every group of layers, or the first", choices=("uniform", "block"))
+    recompute_method: str | None = how(None, "full: groups of layers, or single layers", choices=("uniform", "block"))
     recompute_num_layers: int | None = how(None, "uniform: layers per group; block: layers per stage")
     z_loss_coeff: float = training(0.0, "z-loss: this times log^2 of the softmax's sum, added to the loss; PaLM: 1e-4")
     check_for_nan_in_loss_and_grad: bool = free(True, "stop at a loss or gradient that is not finite; off: skip it")
-    max_skipped_steps: int = free(100, "stop after so many steps in a row that updated nothing", above=0)
+    max_skipped_steps: int = free(100, "stop after this many steps in a row without an update", above=0)
     rerun_mode: str = free(
         "validate_results",
-        "compute a doubtful step twice, to tell data from hardware; report_stats: every step",
+        "compute a suspicious step twice, to tell bad data from bad hardware; report_stats: every step",
         choices=("disabled", "validate_results", "report_stats"),
     )
-    check_for_spiky_loss: bool = training(False, "doubt a loss out of line with the steps before it")
-    check_for_large_grads: bool = training(False, "doubt a gradient norm out of line with the steps before it")
+    check_for_spiky_loss: bool = training(False, "suspect a step whose loss is out of line with the steps before it")
+    check_for_large_grads: bool = training(False, "suspect a step whose gradient norm is out of line")
     spike_action: str = training(
-        "log", "skip: no update; rollback: to the last checkpoint", choices=("log", "skip", "rollback")
+        "log", "at a spike; skip: no update; rollback: to the last checkpoint", choices=("log", "skip", "rollback")
     )
-    spike_threshold: float = training(10.0, "deviations above the median (by MAD) that are a spike", above=0)
-    spike_window: int = training(100, "steps that the median is of", above=0)
-    deterministic_mode: bool = how(False, "refuse operations that may give other bits in another run")
+    spike_threshold: float = training(10.0, "deviations above the median (by MAD) that make a spike", above=0)
+    spike_window: int = training(100, "steps that the median is taken over", above=0)
+    deterministic_mode: bool = how(False, "refuse operations whose results may differ from run to run")
     compile: bool = how(False, "torch.compile between a block's matmuls; not with --kernels triton")
     cuda_graph_impl: str = how(
         "none", "local: replay a recorded micro-batch", choices=("none", "local"), flags=("--enable-cuda-graph=local",)
     )
     dry_run: bool = free(False, "print the plan and stop")
-    as_rank: int | None = free(None, "--dry-run: take a step as this rank, without memory: bytes, collectives", least=0)
+    as_rank: int | None = free(None, "--dry-run: a step as this rank, without memory", least=0)
 
     @property
     def batch_unit(self) -> int | None:
-        """Micro-batch size where the global batch is a multiple of it; None where that is given."""
+        """The micro-batch size where it decides the global one, which is not given; else None."""
         return self.micro_batch_size if self.global_batch_size is None else None
 
     def batch_size(self, dp: int) -> int:
-        """What an iteration counts in samples, for rates and evaluations; with --step-batch-size-schedule as in
-        Megatron-LM, which has no other number for it."""
+        """Samples that an iteration counts as, for rates and evaluations, as in Megatron-LM; also with
+        --step-batch-size-schedule."""
         return self.global_batch_size or self.micro_batch_size * dp
 
     def eval_batch_size(self, dp: int) -> int:
@@ -182,20 +183,20 @@ class OptimConfig:
         "adam is AdamW",
         choices=("adam", "sgd"),
         refused={
-            "adamw": "the adam of here is AdamW; use adam",
+            "adamw": "adam is AdamW here; use adam",
             **dict.fromkeys(
                 ("adafactor", "adagrad", "dist_muon", "lamb", "lion", "muon", "rmsprop", "shampoo", "soap", "sophia"),
-                "there is AdamW and SGD; use adam",
+                "only AdamW and SGD are; use adam",
             ),
         },
     )
-    optimizer_impl: str = how("auto", "whose AdamW; apex needs its CUDA extension", choices=("auto", "torch", "apex"))
+    optimizer_impl: str = how("auto", "kind of AdamW; apex needs its CUDA extension", choices=("auto", "torch", "apex"))
     lr: float | None = training(None, "peak learning rate", stand_in=1.0, least=0)
     min_lr: float = training(0.0, "learning rate at the end of decay")
     decoupled_lr: float | None = training(None, "peak learning rate of the word embedding and the head", least=0)
-    decoupled_min_lr: float | None = training(None, "theirs at the end of decay; default: --min-lr", least=0)
+    decoupled_min_lr: float | None = training(None, "their rate at the end of decay; default: --min-lr", least=0)
     lr_base_batch_size: int | None = training(
-        None, "global batch size that the rates are given for; the rates of another are in proportion to it"
+        None, "global batch size that the rates are given for; they are scaled in proportion to the actual one"
     )
     lr_decay_style: str = training(
         "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -211,16 +212,16 @@ class OptimConfig:
     )
     lr_wsd_decay_iters: int | None = training(None, "steps of WSD's last phase", least=0)
     lr_wsd_decay_samples: int | None = training(None, "samples of WSD's last phase", least=0)
-    weight_decay: float = training(0.01, "decoupled decay; not on norms and biases")
+    weight_decay: float = training(0.01, "decoupled weight decay; not on norms and biases")
     start_weight_decay: float | None = training(None, "weight decay at first, with --weight-decay-incr-style", least=0)
-    end_weight_decay: float | None = training(None, "weight decay at the end of training, with the same", least=0)
-    weight_decay_incr_style: str = training("constant", "how it increases", choices=("constant", "linear", "cosine"))
+    end_weight_decay: float | None = training(None, "weight decay at the end of training, likewise", least=0)
+    weight_decay_incr_style: str = training("constant", "how it grows", choices=("constant", "linear", "cosine"))
     clip_grad: float = training(1.0, "largest gradient norm; 0: no clipping")
     adam_beta1: float = training(0.9, "decay of the first moment", below=(1, "is not below 1; use 0.9 to 0.999"))
     adam_beta2: float = training(0.999, "decay of the second moment", below=(1, "is not below 1; use 0.9 to 0.999"))
     adam_eps: float = training(1e-8, "added to the root of the second moment")
-    exp_avg_dtype: str = training("fp32", "of the first moment; bf16: rounded at random", choices=("fp32", "bf16"))
-    exp_avg_sq_dtype: str = training("fp32", "of the second moment; bf16: rounded at random", choices=("fp32", "bf16"))
+    exp_avg_dtype: str = training("fp32", "first moment; bf16: rounded stochastically", choices=("fp32", "bf16"))
+    exp_avg_sq_dtype: str = training("fp32", "second moment; bf16: rounded stochastically", choices=("fp32", "bf16"))
     sgd_momentum: float = training(0.9, "momentum of sgd")
 
 
@@ -243,12 +244,12 @@ class DataConfig:
     test_data_path: tuple[str, ...] | None = free(None, "the same for the test only")
     data_args_path: str | None = training(None, "file that holds what --data-path would, for long blends")
     per_split_data_args_path: str | None = training(None, "JSON file with train, valid, test: the three lists above")
-    multiple_validation_sets: bool = free(False, "each prefix of --valid-data-path is a set with a loss of its own")
+    multiple_validation_sets: bool = free(False, "each prefix of --valid-data-path is a set with its own loss")
     validation_set_names: tuple[str, ...] | None = free(None, "their names; default: the last part of each prefix")
     split: str | None = training(None, "parts of the documents for training, validation, test; default 969, 30, 1")
     dataloader_type: str = training(
         "single",
-        "order of samples: each epoch is shuffled by itself, also with cyclic",
+        "order of samples: each epoch is shuffled separately, also with cyclic",
         choices=("single", "cyclic"),
         refused={"external": "it takes a loader of your own; give --data-path"},
     )
@@ -259,19 +260,19 @@ class DataConfig:
     reset_position_ids: bool = training(False, "count positions from the start of each document")
     reset_attention_mask: bool = training(False, "attend within the document only (variable-length attention)")
     document_packing: str = training(
-        "concatenate", "end to end, or as few documents cut as possible (padding)", choices=("concatenate", "best-fit")
+        "concatenate", "end to end, or with as few cuts as possible (padded)", choices=("concatenate", "best-fit")
     )
     fim_data: bool = training(False, "fill-in-the-middle: rearrange documents of the training data")
     fim_rate: float = training(0.5, "share of documents that are rearranged", most=NO_SHARE)
-    fim_spm_rate: float = training(0.5, "share of these in the order suffix, prefix, middle", most=NO_SHARE)
-    fim_split_sample: str | None = training(None, "token that parts a document into fragments, each cut by itself")
-    fim_fragment_rate: float | None = training(None, "share of fragments rearranged", most=NO_SHARE, least=0)
-    fim_no_prefix: str | None = training(None, "text: what begins with it stays as it is")
+    fim_spm_rate: float = training(0.5, "share of these that get the order suffix, prefix, middle", most=NO_SHARE)
+    fim_split_sample: str | None = training(None, "token that splits a document into fragments, rearranged separately")
+    fim_fragment_rate: float | None = training(None, "share of fragments that are rearranged", most=NO_SHARE, least=0)
+    fim_no_prefix: str | None = training(None, "documents that begin with this text stay unchanged")
     fim_prefix_token: str = training("<fim_prefix>", "special token of the tokenizer")
     fim_middle_token: str = training("<fim_middle>", "special token of the tokenizer")
     fim_suffix_token: str = training("<fim_suffix>", "special token of the tokenizer")
-    fim_pad_token: str = training("<fim_pad>", "special token of the tokenizer, for samples that became shorter")
-    fim_eod_token: str | None = training(None, "token that ends a document; default: the tokenizer's own")
+    fim_pad_token: str = training("<fim_pad>", "special token of the tokenizer, pads samples that became shorter")
+    fim_eod_token: str | None = training(None, "token at the end of a document; default: the tokenizer's own")
     fim_cut_tokens: bool = training(False, "cut documents between tokens instead of characters: faster, a little worse")
     tokenizer_type: str | None = training(
         None,
@@ -303,10 +304,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save: str | None = free(None, "directory or URL to save checkpoints in; without an interval, when the run ends")
-    save_local: str | None = free(None, "fast directory to save in first; from it, --save is filled while training")
+    save: str | None = free(None, "directory or URL of checkpoints; without an interval, one at the end of the run")
+    save_local: str | None = free(None, "fast directory to save in first; copied to --save during training")
     save_interval: int | None = free(None, "steps between checkpoints", flags=("--persistent-save-interval",))
-    save_interval_mins: float | None = free(None, "minutes between checkpoints, also beside --save-interval")
+    save_interval_mins: float | None = free(None, "minutes between checkpoints, also together with --save-interval")
     asynchronous_save: str = free(
         "auto",
         "write in the background; auto: on cuda",
@@ -316,45 +317,45 @@ class CheckpointConfig:
     keep_last: int | None = free(None, "checkpoints to keep; default: all, 1 with --save-retain-interval")
     save_retain_interval: int | None = free(None, "checkpoints of steps divisible by this are never deleted")
     no_save_optim: bool = free(False, "save weights only; such a checkpoint does not resume a run exactly")
-    load: str | None = training(None, "directory or URL to resume from (empty: starts afresh), or Hugging Face model")
+    load: str | None = training(None, "directory or URL to resume from (empty: start afresh), or a Hugging Face model")
     ckpt_step: int | None = training(
-        None, "step of the checkpoint to load; default: the newest valid one; started again, a run continues", least=0
+        None, "step of the checkpoint to load; default: the newest valid one; a restarted run continues", least=0
     )
     no_load_optim: bool = training(False, "load weights, step and data position, not the optimizer's state")
     finetune: bool = training(False, "load weights only, and start at step 0")
     override_opt_param_scheduler: bool = free(
-        False, "rates and weight decay as here, whatever the checkpoint had", flags=("--override-lr-scheduler=true",)
+        False, "learning rates and weight decay from the flags", flags=("--override-lr-scheduler=true",)
     )
     use_checkpoint_opt_param_scheduler: bool = free(
-        False, "rates and weight decay as in the checkpoint", flags=("--use-checkpoint-lr-scheduler=true",)
+        False, "learning rates and weight decay from the checkpoint", flags=("--use-checkpoint-lr-scheduler=true",)
     )
-    pretrained_checkpoint: str | None = free(None, "weights to begin with, also Hugging Face's, if --load has none")
+    pretrained_checkpoint: str | None = free(None, "initial weights, also Hugging Face's, if --load has no checkpoint")
     use_checkpoint_args: bool = free(False, "take the model's options from the checkpoint")
     exit_on_missing_checkpoint: bool = free(False, "stop when --load holds no checkpoint")
-    export_hf: str | None = free(None, "new directory that becomes a Hugging Face model after the last step")
+    export_hf: str | None = free(None, "new directory; write a Hugging Face model there after the last step")
 
 
 @dataclass(frozen=True)
 class LogConfig:
     log_interval: int | None = free(None, "steps per log line; default 1 to 100, a fiftieth of the run; Megatron: 100")
     log_style: str = free(
-        "auto", "form; auto: Megatron-LM's where its own flags are given", choices=("auto", "megalite", "megatron")
+        "auto", "form of the log; auto: Megatron-LM's if its flags are given", choices=("auto", "megalite", "megatron")
     )
     log_throughput: bool = free(False, "TFLOP/s in Megatron's log line")
     log_params_norm: bool = free(False, "L2 norm of all parameters, after the step")
     log_num_zeros_in_grad: bool = free(False, "number of gradient elements that are exactly zero")
     log_progress: bool = free(False, "progress.txt beside the checkpoints: starts, saves, TFLOP/s, tokens")
     log_memory_interval: int | None = free(None, "steps per memory line; a multiple of --log-interval")
-    log_device_memory_used: bool = free(False, "in the memory line: what all processes hold of the card")
+    log_device_memory_used: bool = free(False, "in the memory line: memory of the card used by all processes")
     timing_log_level: int = free(0, "timers: 0 evaluations, saves; 1 parts of a step; 2 micro-batches", most=TO_TWO)
-    timing_log_option: str = free("minmax", "timers over ranks", choices=("max", "minmax", "all"))
-    barrier_with_level_1_timing: bool = free(True, "ranks wait for each other at the parts that level 1 times")
+    timing_log_option: str = free("minmax", "timers over ranks: what is shown", choices=("max", "minmax", "all"))
+    barrier_with_level_1_timing: bool = free(True, "ranks wait for each other at the timers of level 1")
     run_dir: str | None = free(None, "directory of logs; default: --save, else runs/last")
-    name: str | None = free(None, "of the run: its logs go to runs/NAME, which no other run may have")
+    name: str | None = free(None, "name of the run: its logs go to runs/NAME, which no other run may use")
     tensorboard_dir: str | None = free(None, "directory of TensorBoard events")
     tensorboard_log_interval: int = free(1, "steps per TensorBoard point", above=0)
     tensorboard_queue_size: int = free(1000, "TensorBoard events held in memory", above=0)
-    log_timers_to_tensorboard: bool = free(False, "timers in TensorBoard, the slowest rank's, seconds per step")
+    log_timers_to_tensorboard: bool = free(False, "timers in TensorBoard: the slowest rank's seconds per step")
     log_loss_scale_to_tensorboard: bool = free(True, "the loss scale in TensorBoard")
     log_validation_ppl_to_tensorboard: bool = free(False, "perplexity of validation sets in TensorBoard")
     log_memory_to_tensorboard: bool = free(False, "memory of rank 0 in TensorBoard, bytes")
@@ -364,38 +365,38 @@ class LogConfig:
     wandb_entity: str | None = free(None, "Weights & Biases user or team")
     wandb_save_dir: str | None = free(None, "directory of Weights & Biases' own files")
     peak_tflops: float | None = free(None, "dense peak of one device, TFLOP/s; default: a table, measured on cpu")
-    profile_pipeline: int | None = free(None, "step whose pipeline is timed into timeline.json", least=0)
+    profile_pipeline: int | None = free(None, "step whose pipeline is recorded in timeline.json", least=0)
 
 
 @dataclass(frozen=True)
 class OperationsConfig:
-    """How a run is watched and stopped; nothing here changes what it trains."""
+    """How a run is watched and stopped; none of these changes the training."""
 
-    manual_gc: bool = free(False, "Python's garbage collector runs only when told, at the same step on all ranks")
+    manual_gc: bool = free(False, "run Python's garbage collector only at fixed steps, the same on all ranks")
     manual_gc_interval: int = free(0, "steps between collections with --manual-gc; 0: at evaluations only")
     manual_gc_eval: bool = free(True, "collect before and after evaluations with --manual-gc")
-    empty_unused_memory_level: int = free(0, "give CUDA memory back: 1 before each update, 2 also after", most=TO_TWO)
+    empty_unused_memory_level: int = free(0, "free cached CUDA memory: 1 before each update, 2 also after", most=TO_TWO)
     profile: bool = free(False, "profile steps: cudaProfilerStart and Stop, for nsys; or --use-pytorch-profiler")
     use_pytorch_profiler: bool = free(False, "with --profile: torch's profiler, into trace/ of the run directory")
-    profile_step_start: int = free(10, "steps before the first that is profiled")
+    profile_step_start: int = free(10, "steps before the first profiled one")
     profile_step_end: int = free(12, "the last step that is profiled")
-    profile_ranks: tuple[int, ...] = free((), "ranks that are profiled; default: all")
+    profile_ranks: tuple[int, ...] = free((), "ranks to profile; default: all")
     pytorch_profiler_collect_shapes: bool = free(False, "shapes of tensors in torch's profile")
     pytorch_profiler_collect_callstack: bool = free(False, "call stacks in torch's profile")
-    price_per_gpu_hour: float | None = free(None, "of one device, for the cost in the report at the end", least=0)
-    log_straggler: bool = free(False, "tell at each log line which ranks have the least and the most time of their own")
+    price_per_gpu_hour: float | None = free(None, "price of one device, for the cost in the final report", least=0)
+    log_straggler: bool = free(False, "log at each line the ranks with the least and the most time of their own")
     straggler_minmax_count: int = free(1, "ranks at each end with --log-straggler", least=1)
     health_action: str = free(
         "warn",
-        "when a rank is slow or its card is ill: also save, or save and exit with 16, for another node",
+        "when a rank is slow or its card is unhealthy: also save, or save and exit with 16, for another node",
         choices=("warn", "checkpoint", "exit"),
     )
-    max_gpu_temperature: int | None = free(None, "degrees Celsius of a card above which it is ill")
-    max_step_time_s: float | None = free(None, "seconds, mean over a log line's steps, above which the run is ill")
+    max_gpu_temperature: int | None = free(None, "temperature of a healthy card, degrees Celsius")
+    max_step_time_s: float | None = free(None, "step time of a healthy run, mean over a log line, seconds")
     record_memory_history: bool = free(False, "write CUDA's memory history at each log line, for torch's viewer")
     memory_snapshot_path: str = free("snapshot.pickle", "file of --record-memory-history; _RANK is added")
-    max_restarts: int = free(0, "times in an hour that the launcher of --nproc starts ranks again when one has died")
-    check_weight_hash_across_dp_replicas_interval: int | None = free(None, "steps between checks that weights agree")
+    max_restarts: int = free(0, "restarts per hour by the launcher of --nproc, when a rank has died")
+    check_weight_hash_across_dp_replicas_interval: int | None = free(None, "steps between checks that replicas agree")
     check_replicas_action: str = free(
-        "stop", "heal: from main weights, or what most have", choices=("warn", "stop", "heal")
+        "stop", "where replicas differ; heal: from main weights, or the majority", choices=("warn", "stop", "heal")
     )

@@ -1,7 +1,7 @@
-"""How many layers each pipeline stage holds, where the options say it: the same as in Megatron-LM. Pure.
+"""The number of layers of each pipeline stage, where options give it: the same as in Megatron-LM. Pure.
 
-    rank 0 .. pp - 1     num_layers / pp each; or the first and the last as given, and the others alike
-    chunk 0 .. vpp - 1   of one rank, alike: stage c * pp + r is chunk c of rank r
+    rank 0 .. pp - 1     num_layers / pp each; or the first and the last as given, and the others equal
+    chunk 0 .. vpp - 1   equal within a rank: stage c * pp + r is chunk c of rank r
     embedding, loss      where they are accounted for, each takes the place of one layer on its stage
 
 Source: megatron/core/transformer/transformer_block.py, get_num_layers_to_build.
@@ -13,7 +13,7 @@ import re
 
 from megalite.config.options import ParallelConfig
 
-GIVEN = (  # the options that decide it
+GIVEN = (  # the options that give it
     "num_layers",
     "pipeline_model_parallel_size",
     "pipeline_model_parallel_layout",
@@ -56,8 +56,7 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
     vpp = per_rank[0] // chunk if chunk is not None else chunks or 1
     if pp == 1 and vpp > 1:
         raise ValueError(f"{vpp} virtual pipeline stages need pipeline_model_parallel_size above 1; drop or raise it")
-    explicit = uneven or embedding or loss or chunk is not None
-    if not explicit:
+    if not (uneven or embedding or loss or chunk is not None):
         return None
     if wrong := [n for n in per_rank if n % vpp]:
         name = f"num_virtual_stages_per_pipeline_rank={vpp}"
@@ -69,7 +68,7 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
 
 
 def _ranks(num_layers: int, p: ParallelConfig) -> list[int] | None:
-    """Layers of every pipeline rank, with the places that embedding and loss take; None: not given."""
+    """Layers of every pipeline rank, embedding and loss counted as layers; None: not given."""
     pp, chunk = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
     first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
     embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
@@ -93,7 +92,7 @@ def _ranks(num_layers: int, p: ParallelConfig) -> list[int] | None:
 
 
 def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
-    """Layers of every pipeline rank: `first` and `last` where given, the others alike."""
+    """Layers of every pipeline rank: `first` and `last` where given, the others equal."""
     middle = pp - (first is not None) - (last is not None)
     left = num_layers - (first or 0) - (last or 0)
     if middle < 0:
@@ -106,7 +105,7 @@ def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> li
         said = " and ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise ValueError(
             f"{said} of num_layers={num_layers} leave {left} layers for {middle} other pipeline ranks, which must hold "
-            "the same number each, and at least one; change one"
+            "equal numbers, and at least one each; change one"
         )
     each = [left // middle] * middle if middle else []
     return [first] * (first is not None) + each + [last] * (last is not None)  # pyright: ignore[reportReturnType]
@@ -126,7 +125,7 @@ def parse_layout(text: str, num_layers: int, pp: int) -> list[int]:
             raise ValueError(f"{where} repeats too much; write num_layers={num_layers} t")
         flat = flat[: match.start()] + unit * int(times) + flat[match.end() :]
     if not re.fullmatch(r"[EtL|]+", flat):
-        raise ValueError(f"{where} has more than E, t, L, |, ( )*n; write it as in 'Et|(tt|)*2tL'")
+        raise ValueError(f"{where} has characters other than E, t, L, |, ( )*n; write it as in 'Et|(tt|)*2tL'")
     stages = flat.split("|")
     if not stages[0].startswith("E") or not stages[-1].endswith("L") or flat.count("E") != 1 or flat.count("L") != 1:
         raise ValueError(f"{where} must begin with the one E and end with the one L")
@@ -135,7 +134,7 @@ def parse_layout(text: str, num_layers: int, pp: int) -> list[int]:
     if len(stages) > 1 and pp == 1:
         raise ValueError(f"{where} has {len(stages)} stages; drop it or raise pipeline_model_parallel_size above 1")
     if any(stage == "" for stage in stages):
-        raise ValueError(f"{where} has a stage with nothing in it; give each a layer, E or L")
+        raise ValueError(f"{where} has an empty stage; give each a layer, E or L")
     if len(stages) % pp:
-        raise ValueError(f"{where} has {len(stages)} stages, no multiple of pipeline_model_parallel_size={pp}")
+        raise ValueError(f"{where} has {len(stages)} stages, not a multiple of pipeline_model_parallel_size={pp}")
     return [stage.count("t") for stage in stages]

@@ -1,4 +1,4 @@
-"""A configuration as TOML text: the file of --config, and what a run and its checkpoints keep of it."""
+"""A configuration as TOML text: the file of --config, and the copy that a run and its checkpoints keep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_toml(path: str) -> dict[str, Any]:
     return parse_toml(text, path)
 
 
-_OWNERS = {  # keys that only their files have
+_OWNERS = {  # keys that only the files of this program have
     "DeepSpeed": "zero_optimization train_micro_batch_size_per_gpu",
     "Accelerate": "compute_environment distributed_type",
     "Hugging Face, of a model": "model_type architectures",
@@ -32,7 +32,7 @@ _MOST_NAMED = 6
 
 
 def _other_format(text: str) -> str | None:
-    """What a file is that is JSON or YAML, and which flags hold what it says."""
+    """The format of a file that is JSON or YAML, and the flags for its keys; None for another file."""
     json = text.lstrip()[:1] == "{"
     keys = set(re.findall(r'"(\w+)"\s*:' if json else r"^\s*([A-Za-z_]\w*):(?:\s|$)", text, re.M))
     if not json and not keys:
@@ -44,9 +44,9 @@ def _other_format(text: str) -> str | None:
         known = theirs.get(f"--{key.replace('_', '-')}")
         if key not in ours and known is not None and known.verdict == INSTEAD and known.reason.startswith("--"):
             said[key] = re.split("[;(]", known.reason)[0].strip()
-    named = "; ".join(f"{key} is {flag}" for key, flag in [*said.items()][:_MOST_NAMED])
-    more = f"docs/flags.md has all options{f'; {named}' if named else ''}"
-    return f"is {'JSON' if json else 'YAML'}{owner}; write it as TOML, a line name = value for each option: {more}"
+    named = "".join(f"; {key} is {flag}" for key, flag in [*said.items()][:_MOST_NAMED])
+    remedy = f"write it as TOML, a line name = value for each option: docs/flags.md has all options{named}"
+    return f"is {'JSON' if json else 'YAML'}{owner}; {remedy}"
 
 
 def parse_toml(text: str, path: str) -> dict[str, Any]:
@@ -54,9 +54,8 @@ def parse_toml(text: str, path: str) -> dict[str, Any]:
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4,300 digits
-        raise ConfigError(
-            [f"config={path!r} {_other_format(text) or f'is not TOML ({error}); mend that line'}"]
-        ) from None
+        why = _other_format(text) or f"is not TOML ({error}); correct that line"
+        raise ConfigError([f"config={path!r} {why}"]) from None
     known = {f.name: section for section, f in options()}
     values: dict[str, Any] = {}
     problems = []
@@ -88,7 +87,7 @@ def parse_toml(text: str, path: str) -> dict[str, Any]:
 
 
 def differences(config: Config) -> dict[str, dict[str, Any]]:
-    """Section -> option -> value, for what differs from the defaults, and from what `completed` would put in place."""
+    """Section -> option -> value, of options that differ from their defaults, or from those of `completed`."""
     result: dict[str, dict[str, Any]] = {}
     m = config.model
     plain = gelu_form(add_bias_linear=m.add_bias_linear, bias_gelu_fusion=m.bias_gelu_fusion, openai_gelu=m.openai_gelu)
@@ -100,7 +99,7 @@ def differences(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """A TOML text that makes the same run again with --config."""
+    """A TOML text that starts the same run again, with --config."""
 
     def literal(value: Any) -> str:
         if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What goes wrong with data."""
+"""Errors in data, and those of the libraries that read it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ class DataError(ValueError):
 
 @contextmanager
 def library(refusal: str) -> Iterator[None]:
-    """Whatever a tokenizer's library raises, as a DataError that begins with `refusal`. Those written in Rust raise
-    bare Exceptions, and panic with a BaseException of their own where a file or a text is not as they thought."""
+    """Turn whatever a tokenizer's library raises into a DataError that begins with `refusal`. Libraries written in Rust
+    raise bare Exceptions, and panic with a BaseException of their own on an unexpected file or text."""
     try:
         yield
     except (DataError, KeyboardInterrupt, SystemExit, MemoryError):

@@ -1,10 +1,4 @@
-"""Files that several processes share: who may write one, and when it can be seen.
-
-locked      one process at a time does a piece of work; the others wait and say for whom
-appearing   a file has its name only when it is whole
-"""
-
-from __future__ import annotations
+"""Files that several processes share: who may write one, and when it can be seen."""
 
 import contextlib
 import fcntl
@@ -26,10 +20,11 @@ SAY_AFTER_SECONDS, SAY_EVERY_SECONDS = 2.0, 60.0
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str) -> Iterator[bool]:
-    """Hold the lock file `path`; who waits for long says for what and for whom. False: there are no locks here."""
+def locked(path: Path, product: str) -> Iterator[bool]:
+    """Hold the lock file `path` while `product` is made; a process that waits for long logs for what and for whom.
+    Yields False on a file system without locks."""
     with open(path, "a+", opener=opener) as file:
-        alone = _take(file, what)
+        alone = _take(file, product)
         if alone:
             file.truncate(0)  # "a": what is written goes to the end
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -37,19 +32,19 @@ def locked(path: Path, what: str) -> Iterator[bool]:
         yield alone
 
 
-def _take(file: TextIO, what: str) -> bool:
-    begin, said = time.monotonic(), 0.0
+def _take(file: TextIO, product: str) -> bool:
+    begin, next_line = time.monotonic(), SAY_AFTER_SECONDS
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             waited = time.monotonic() - begin
-            if waited >= (said + SAY_EVERY_SECONDS if said else SAY_AFTER_SECONDS):
+            if waited >= next_line:
                 file.seek(0)
                 holder = file.read(200) or "another process"
-                log.warning("%s: waiting for %s, which makes it (%.0f s so far)", what, holder, waited)
-                said = waited
+                log.warning("%s: waiting for %s, which builds it (%.0f s so far)", product, holder, waited)
+                next_line = waited + SAY_EVERY_SECONDS
             time.sleep(POLL_SECONDS)
         except OSError:
             return False
@@ -57,7 +52,7 @@ def _take(file: TextIO, what: str) -> bool:
 
 @contextlib.contextmanager
 def appearing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which is called `path` once it is whole. Of an error nothing remains, of a kill *.partial."""
+    """A file to write, which gets the name `path` once it is whole. An error leaves nothing, a kill a *.partial."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".partial")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,12 +1,10 @@
-"""What attention has computed for earlier positions, so that generation reads a token's keys and values once.
+"""Keys and values of earlier positions, so that generation computes each of them once.
 
-The first forward pass brings the prompts, padded at their end to one length; each later one a few tokens at places of
-each sample's own. What a pass leaves behind a sample's last token (padding) is never seen: places are written again
-before a query comes that far. Bytes: 2 T B g K times the size of an element for each layer of this rank; of a layer
-with a window only what some query can see is read.
+The first forward pass has the prompts, padded at their end to one length; each later one a few tokens, at places that
+differ between samples. Padding after a sample's last token is never seen: its places are written again before a query
+comes that far. Bytes: 2 T B g K times the size of an element for each layer of this rank; of a layer with a window only
+the keys that some query can see are read.
 """
-
-from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from megalite.models.gpt import Block, Stage
 
 
 class KeyValueCache:
-    """`length`: T, places per sample. `places_SB`: as of `go_to`; 0 .. S - 1."""
+    """`length`: T, places per sample. `places_SB`: the first ones, see `go_to`."""
 
     def __init__(self, length: int, places_SB: Tensor):
         self.length = length
@@ -30,12 +28,12 @@ class KeyValueCache:
         self.go_to(places_SB, places_SB.device)
 
     def go_to(self, places_SB: Tensor, device: torch.device) -> None:
-        """`places_SB`: of the tokens in the next forward pass; on the CPU, so that nobody waits for a card."""
+        """Set the places of the tokens in the next forward pass; on the CPU, so that nothing waits for a card."""
         self.earliest, self.places_SB = int(places_SB.min()), places_SB.to(device)
 
     @contextlib.contextmanager
     def used_by(self, stage: Stage) -> Iterator[None]:
-        """Meanwhile the layers of `stage` attend to what is kept here."""
+        """Within the block the layers of `stage` attend to this cache."""
         layers = [block for block in stage.blocks if isinstance(block, Block)]
         for block in layers:
             block.attention.attend = partial(self.attend, block.layer)
@@ -48,8 +46,8 @@ class KeyValueCache:
     def attend(
         self, layer: int, q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor, *, scale: float, window: int | None, **_: Any
     ) -> Tensor:
-        """Store the new keys and values of `layer`, and let the queries see all up to their own place, or the last
-        `window` of these: o_SBhK. What else kernels/attention.py takes is of training."""
+        """Store the new keys and values of `layer`, and attend to all up to each query's place, or the last `window` of
+        these: o_SBhK. Further arguments of kernels/attention.py are for training."""
         first = layer not in self._layers
         if first:
             shape = (self.length, *k_SBgK.shape[1:])

@@ -1,13 +1,11 @@
 """Text from a checkpoint or a Hugging Face directory, under any tp x pp.
 
     prompts [B, S] --stage 0 .. pp-1--> logits of each one's last token --choose--> a token of each, to all ranks
-    then the new tokens alone, [tp, B]: sequence parallelism needs a multiple of tp, so all but the first are filling
+    then the new tokens alone, [tp, B]: sequence parallelism needs a multiple of tp, so all but the first are padding
 
-Each rank keeps the keys and values of its layers and heads (generate/cache.py). The stages work one after the other: a
-token depends on the one before it, so a pipeline is for models that do not fit otherwise.
+Each rank keeps the keys and values of its layers and heads (generate/cache.py). The stages work one after the other,
+since a token depends on the one before it: a pipeline is for models that do not fit otherwise.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +44,7 @@ from megalite.train.start.resume import saved_config, tokenizer_differences
 
 @dataclass(frozen=True)
 class Generator:
-    """This rank's stage of a model, and what belongs to it. `stops`: tokens that end a text; `step`: of training."""
+    """This rank's stage of a model. `stops`: tokens that end a text; `step`: of the training that made it."""
 
     stage: Stage
     mesh: Mesh
@@ -58,7 +56,7 @@ class Generator:
 
 @dataclass(frozen=True)
 class Text:
-    """`ids`: the prompt's and, from `begin`, those generated; `stop`: "eod" (then it is the last id) or "length"."""
+    """`ids`: the prompt and, from `begin` on, the generated ones; `stop`: "eod" (then the last id) or "length"."""
 
     ids: list[int]
     begin: int
@@ -66,29 +64,29 @@ class Text:
 
 
 def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Generator:
-    """The newest checkpoint in `directory`, or the Hugging Face model that it is; collective over mesh.pp and mesh.tp.
+    """The newest checkpoint in `directory`, or the Hugging Face model there; collective over mesh.pp and mesh.tp.
     Raises SetupError, CheckpointError, DataError."""
     folder = Path(directory)
     if (folder / "config.json").is_file() and not storage.steps_in(folder):
         return _from_hugging_face(folder, mesh, dtype)
-    made: list[Generator] = []  # of the checkpoint looked at last
+    generators: list[Generator] = []  # one for each checkpoint that was tried
 
     def wanted(folder: Location, manifest: Manifest) -> loader.Wanted:
         config = saved_config(manifest, folder)
         tokenizer = open_tokenizer(config.data)
         if tokenizer is None:
-            raise SetupError(f"{folder} was trained without a tokenizer; only its loss can be looked at")
+            raise SetupError(f"{folder} was trained without a tokenizer, so it has a loss but no text")
         if differences := tokenizer_differences(tokenizer, manifest):
             raise SetupError(f"{folder}: {differences[0]}; put back the tokenizer that it was trained with")
         rows = int(manifest.state.get("vocab_size", tokenizer.vocab_size))
         config, stage, pieces = _empty(config, mesh, rows, dtype)
         step = int(manifest.state["progress"]["step"])
-        made[:] = [Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod]), step)]
+        generators[:] = [Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod]), step)]
         return loader.Wanted(pieces)
 
     if loader.load(directory, mesh, wanted) is None:
         raise SetupError(f"load={str(directory)!r} holds no checkpoint; give the --save directory of a run")
-    return made[-1]
+    return generators[0]
 
 
 def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generator:
@@ -105,7 +103,7 @@ def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generato
 
 
 def _empty(config: Config, mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[Config, Stage, list[Piece]]:
-    """(configuration of this layout, stage, what of it a checkpoint fills)."""
+    """(configuration of this layout, stage, its pieces to fill)."""
     tp, pp = mesh.tp.size, mesh.pp.size
     layout = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     config = replace(config, parallel=layout, train=replace(config.train, recompute_granularity=None))
@@ -124,11 +122,9 @@ def _empty(config: Config, mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[C
 def continue_texts(
     model: Generator, prompts: Sequence[Sequence[int]], most: int, sampling: Sampling, first: int = 0
 ) -> list[Text]:
-    """At most `most` new tokens for each prompt, as long as there are positions; the same on all ranks; collective.
-
-    `first`: number of the first prompt, a coordinate of what is drawn. Raises SetupError for a prompt that is empty or
-    fills all positions.
-    """
+    """Up to `most` new tokens for each prompt, as far as there are positions; the same on all ranks; collective.
+    `first`: number of the first prompt, a coordinate of the draws. Raises SetupError for a prompt that is empty or
+    fills all positions."""
     tp, limit = model.mesh.tp.size, model.config.model.positions
     for number, prompt in enumerate(prompts, first):
         if not 0 < len(prompt) < limit:
@@ -168,7 +164,7 @@ def _logits(
     mesh, (S, B) = model.mesh, tokens_SB.shape
     cache.go_to(places_SB, mesh.device)
     tokens_SB, places_SB, chosen_B = (x.to(mesh.device) for x in (tokens_SB, cache.places_SB, chosen_B))
-    positions_SB = places_SB.clamp(max=model.config.model.positions - 1)  # filling may lie behind the last one
+    positions_SB = places_SB.clamp(max=model.config.model.positions - 1)  # padding may be after the last one
     batch = Batch(tokens_SB, None, None, torch.zeros_like(chosen_B), 0, positions_SB)
     x_sBD = None
     if not mesh.pp.is_first:
@@ -185,7 +181,7 @@ def _logits(
 
 
 def chosen_logits(head: Head, x_sBD: Tensor, chosen_B: Tensor) -> Tensor:
-    """[B, v]: of one position of each sample alone, over this rank's part of the vocabulary."""
+    """Logits [B, v] of one position of each sample, over this rank's part of the vocabulary."""
     h_SBD = start_all_gather(head.norm(x_sBD), head.tp).wait()
     samples_B = torch.arange(h_SBD.shape[1], device=h_SBD.device)
     h_1BD = h_SBD[chosen_B, samples_B].unsqueeze(0)

@@ -1,12 +1,10 @@
-"""The choice of the next token: likeliest, or drawn from what temperature, top-k and top-p leave.
+"""The choice of the next token: the likeliest, or one drawn with temperature, top-k and top-p.
 
     p = softmax(logits / temperature);  the k likeliest;  of these the fewest whose sum reaches top_p (arXiv:1904.09751)
 
-What is drawn is a function of (seed, number of the prompt, position), not of a generator's state: the same under every
-layout, and for a prompt alone or among others, as far as the logits are.
+A draw is a function of (seed, number of the prompt, position), not of a generator's state: given equal logits it is the
+same under every layout, and for a prompt alone or among others.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from megalite.kernels.dropout import fold
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0: always the likeliest. top_k 0 and top_p 1: no such limit."""
+    """temperature 0: always the likeliest. top_k 0 and top_p 1: no limit."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -28,7 +26,7 @@ class Sampling:
 
 
 def uniform(seed: int, prompt: int, position: int) -> float:
-    """In (0, 1), with 32 bits.
+    """A number in (0, 1), with 32 bits.
 
     >>> 0 < uniform(1, 2, 3) < 1 and uniform(1, 2, 3) != uniform(1, 3, 2)
     True
@@ -37,7 +35,7 @@ def uniform(seed: int, prompt: int, position: int) -> float:
 
 
 def distribution(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """(probabilities [B, V] in fp64, descending, which sum to 1; their tokens). temperature must be above 0."""
+    """(probabilities [B, V] in fp64, descending; their tokens). Needs a temperature above 0."""
     values_BV, order_BV = (logits_BV.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         values_BV[:, sampling.top_k :] = float("-inf")
@@ -49,7 +47,7 @@ def distribution(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]
 
 def choose(logits_BV: Tensor, sampling: Sampling, places: Sequence[tuple[int, int]]) -> Tensor:
     """The next token of each sample, [B] int64; of equal logits the lowest token. `places`: (prompt, position)."""
-    if sampling.temperature < 1e-6:  # as good as 0, and not divisible by
+    if sampling.temperature < 1e-6:  # too small to divide by
         return logits_BV.argmax(-1)
     p_BV, order_BV = distribution(logits_BV, sampling)
     drawn_B1 = torch.tensor([[uniform(sampling.seed, *place)] for place in places], dtype=torch.float64)

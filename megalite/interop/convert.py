@@ -1,14 +1,16 @@
-"""Foreign weights straight into a rank's pieces, and a checkpoint of megalite as they want it, tensor by tensor.
+"""Foreign weights straight into a rank's pieces, and tensors of a megalite checkpoint in foreign form.
 
-A foreign checkpoint is a list of `Foreign`: which tensor, in which dtype, and how to read it. The rest is the same for
-all of them: cut it into rectangles of ours. tools/foreign_import.py makes a checkpoint of ours of such a list.
+A foreign checkpoint is a list of `Foreign`: which tensor, in which dtype, and how to read it. The rest, cutting it into
+our rectangles, is the same for all of them. tools/foreign_import.py makes a megalite checkpoint of such a list.
 """
 
-from __future__ import annotations
-
+import os
+import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +25,13 @@ from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.interop.rules import Recipe, Specs, join, split
 from megalite.parallel.spec import Box, Piece
 
-# what a run needs beside a model, so that what `check` finds is the model's
+# options of a run beside its model, so that `check` finds the model's problems alone
 ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """`load()` gives a tensor of recipe.shape and `dtype`; `place` is for people: a file, and a name in it."""
+    """A foreign tensor: `load()` gives it, in recipe.shape and `dtype`; `place` names it in messages."""
 
     recipe: Recipe
     dtype: torch.dtype
@@ -37,7 +39,7 @@ class Foreign:
     load: Callable[[], Tensor]
 
     def read(self) -> Tensor:
-        """Its values, all finite. Raises CheckpointError."""
+        """Its values. Raises CheckpointError unless all are finite."""
         values = self.load()
         if bad := values.numel() - int(values.isfinite().sum()):
             first = values[~values.isfinite()][0]
@@ -49,19 +51,19 @@ class Foreign:
 
 
 def usual_dtype(foreign: Sequence[Foreign]) -> torch.dtype:
-    """That of most tensors."""
+    """The dtype of most tensors."""
     return Counter(one.dtype for one in foreign).most_common(1)[0][0]
 
 
-def refuse(problems: Sequence[str], what: str) -> None:
-    """Raises CheckpointError where there are problems: a line each, after what they are of."""
+def refuse(problems: Sequence[str], title: str) -> None:
+    """Raises CheckpointError if there are problems: the title, then a line for each."""
     if problems:
-        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
-        raise CheckpointError("\n  ".join([f"{what}:", *problems[:20], *more]))
+        rest = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        raise CheckpointError("\n  ".join([f"{title}:", *problems[:20], *rest]))
 
 
 def model_of(options: dict[str, Any], where: str) -> ModelConfig:
-    """The model of options that came from a file. Raises CheckpointError for values that no model has."""
+    """The model of options from a file. Raises CheckpointError for values that no model can have."""
     try:
         model = build({name: value for name, value in options.items() if name != "vocab_size"}).model
     except ConfigError as error:
@@ -75,12 +77,12 @@ def model_of(options: dict[str, Any], where: str) -> ModelConfig:
 
 
 def misshapen(pieces: Sequence[Piece], specs: Specs) -> list[str]:
-    """What keeps `pieces`, named KIND/NAME, from being filled with tensors of `specs`, one line each."""
+    """The reasons why `pieces`, named KIND/NAME, cannot be filled with tensors of `specs`, one line each."""
     lines = []
     for name, piece in {_bare(piece): piece for piece in pieces}.items():
-        there = specs[name].shape if name in specs else None
-        if piece.shape != there:
-            lines.append(f"{name}: shape {piece.shape} here, {'nothing' if there is None else there} there")
+        theirs = specs[name].shape if name in specs else None
+        if piece.shape != theirs:
+            lines.append(f"{name}: shape {piece.shape} here, {'nothing' if theirs is None else theirs} there")
     return lines
 
 
@@ -88,10 +90,8 @@ def fill_from(
     foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs, where: str, tell: bool = False
 ) -> None:
     """Write the values of `foreign`, a model of `specs`, into the pieces' data, in the pieces' dtype, under any layout.
-    Every rank reads those tensors that it holds a part of. `tell`: show how far it is, where it takes long.
-
-    Raises CheckpointError: before anything changes where shapes differ, later where a file cannot be read.
-    """
+    Every rank reads the tensors that it holds a part of. `tell`: show the progress. Raises CheckpointError, before
+    anything changes where shapes differ, later where a file cannot be read."""
     refuse(misshapen(pieces, specs), f"{where} does not fit this model")
     wanted: dict[str, list[tuple[Box, Tensor]]] = {}
     for piece in pieces:
@@ -114,12 +114,32 @@ def _bare(piece: Piece) -> str:
     return piece.name.partition("/")[2]
 
 
+@contextmanager
+def new_directory(folder: Path) -> Iterator[Path]:
+    """An empty directory to fill, which becomes `folder` when the block ends, and is deleted after an error. Raises
+    CheckpointError if `folder` is not empty or cannot be written."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is not empty; give a new directory")
+    part = folder.with_name(f".{folder.name}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
+        if folder.exists():
+            folder.rmdir()
+        os.replace(part, folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error}); give a directory elsewhere") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
 @dataclass(frozen=True)
 class Ours:
     """Our side of an export: rectangles in `dtype`; None: as stored.
 
-    Where fp32 is wanted of a run in half precision, the main weights are read, which are more exact. `used`: the
-    model's specs, for a format that holds values as they are used: a stored difference gets its offset back.
+    For fp32 of a run in half precision the main weights are read, which are more exact. `used`: the model's specs, for
+    a format that holds values as they are used: a stored difference gets its offset back.
     """
 
     source: Checkpoint

@@ -3,13 +3,10 @@
     theirs c_attn.weight [D, 3 D]  = columns of   q [D, D]   kv[0] [D, D]   kv[1] [D, D]      GPT-2
     theirs query_key_value [G (H/G + 2) K, D]  = per group   H/G queries, a key, a value      NeoX, Megatron-LM
 
-A `Recipe` says how one foreign tensor, or one tp rank's shard of it, is made of ours: how a tensor of ours is split,
-stacked and padded is read from its `ParamSpec`, so the shards of a foreign checkpoint need no table of their own.
-`split` cuts a foreign tensor into our rectangles, `join` puts it together from them; each is the other's inverse, bit
-for bit.
+A `Recipe` makes one foreign tensor, or one tp rank's shard of it, of ours: the `ParamSpec` of ours says how it is
+split, stacked and padded, so the shards of a foreign checkpoint need no table of their own. `split` cuts a foreign
+tensor into our rectangles, `join` puts them together; each is the other's inverse, bit for bit.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,8 +24,8 @@ Part = tuple[ParamSpec, Box]  # a parameter of ours and a rectangle of it
 
 @dataclass(frozen=True)
 class Recipe:
-    """`theirs` of `shape` is made of `parts` in order; `groups`: G of form "groups". `copy`: it repeats what another
-    foreign tensor holds (a head tied to the embedding), and files may lack it."""
+    """`theirs` of `shape` is made of `parts` in order; `groups`: G of form "groups". `copy`: it repeats another foreign
+    tensor (a head tied to the embedding), and files may lack it."""
 
     theirs: str
     shape: tuple[int, ...]
@@ -56,23 +53,21 @@ def _part(reference: str, specs: Specs, tp: int, rank: int) -> Part | None:
 
 
 def recipes(naming: Naming, specs: Specs, groups: int, layers: range, *, tp: int = 1, rank: int = 0) -> list[Recipe]:
-    """The foreign tensors of `specs`, a model or a stage with `layers`, as tp rank `rank` of `tp` holds them.
-
-    Foreign layer numbers count from `layers.start`. Raises CheckpointError where a parameter has no name there.
-    """
-    found, named = [], set()
+    """The foreign tensors of `specs`, a model or a stage with `layers`, as tp rank `rank` of `tp` holds them. Foreign
+    layer numbers count from `layers.start`. Raises CheckpointError where a parameter has no foreign name."""
+    result, named = [], set()
     for rule in naming.rules:
         for n in layers if "{n}" in rule.theirs else (0,):
             for copy, references in ((False, rule.ours), (True, rule.copied)):
                 parts = [_part(reference.format(n=n), specs, tp, rank) for reference in references]
                 kept = tuple(part for part in parts if part is not None)
                 if kept and len(kept) == len(parts):
-                    found.append(_recipe(rule, rule.theirs.format(n=n - layers.start), kept, groups // tp, copy))
+                    result.append(_recipe(rule, rule.theirs.format(n=n - layers.start), kept, groups // tp, copy))
                     named |= {spec.name for spec, _ in kept}
                     break
     if missing := sorted(set(specs) - named):
         raise CheckpointError(f"{naming.name} has no name for {', '.join(missing[:5])}; choose another family")
-    return found
+    return result
 
 
 def _recipe(rule: TensorRule, theirs: str, parts: tuple[Part, ...], groups: int, copy: bool) -> Recipe:
@@ -82,7 +77,7 @@ def _recipe(rule: TensorRule, theirs: str, parts: tuple[Part, ...], groups: int,
 
 
 def split(recipe: Recipe, theirs: Tensor) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
-    """(our parameter, rectangle, its values, a view where that is possible) for a tensor of `recipe.shape`."""
+    """(our parameter, rectangle, its values, a view if possible) for a tensor of `recipe.shape`."""
     rows = [_rows(box, spec)[0] for spec, box in recipe.parts]
     if recipe.form == "groups":
         pieces = theirs.unflatten(0, (recipe.groups, -1)).split([n // recipe.groups for n in rows], 1)
@@ -93,7 +88,7 @@ def split(recipe: Recipe, theirs: Tensor) -> Iterator[tuple[ParamSpec, Box, Tens
 
 
 def join(recipe: Recipe, read: Callable[[ParamSpec, Box], Tensor]) -> Tensor:
-    """The foreign tensor, contiguous, of what `read` gives for our rectangles."""
+    """The foreign tensor, contiguous, from our rectangles, which `read` gives."""
     pieces = [read(spec, box).reshape(_rows(box, spec)) for spec, box in recipe.parts]
     if recipe.form == "groups":
         return torch.cat([p.unflatten(0, (recipe.groups, -1)) for p in pieces], 1).flatten(0, 1)

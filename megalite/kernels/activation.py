@@ -3,7 +3,7 @@
 Each is a file of megalite/kernels/activations/ that defines ACTIVATION, and the file's name is the activation's:
 `--activation` offers what the folder holds (megalite/config/activations.py). Nothing else names them one by one.
 
-Only the input is needed by backward, so a caller saves that (nn/linear.py); backward gives `a` once more.
+Backward needs only the input, so a caller saves that (nn/linear.py), and also returns `a` again.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     g = scale * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     w = w (1 - lr wd);  w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps);  copy = w in bf16
 
-Moments in fp32, or in bf16 with stochastic rounding: up or down with the odds that make the mean right, or a second
-moment that changes by 1/1000 of itself would never change. The random bits are a hash of (step, weight, gradient, old
-moments), so that equal values round alike under every layout and after a resume, and no map from flat positions to
-whole tensors is needed: the sum of their bits times odd numbers, through the 32-bit finaliser of MurmurHash3 (A.
-Appleby, public domain). On a CPU values are equal to the last bit of torch's own update, which differs for elements
-beyond a multiple of its vector's length. fp64 is always torch's.
+Moments in fp32, or in bf16 with stochastic rounding, up or down with probabilities that make the mean right: else a
+second moment that changes by 1/1000 of itself would never change. The random bits are a hash of (step, weight,
+gradient, old moments), so that equal values round alike under every layout and after a resume, and no map from flat
+positions to whole tensors is needed: the sum of their bits times odd numbers, through the 32-bit finaliser of
+MurmurHash3 (A. Appleby, public domain). On a CPU values are equal to the last bit of torch's own update, which differs
+for elements beyond a multiple of its vector's length. fp64 is always torch's.
 
 Bytes per weight, one pass: 16 read and 12 written with fp32 moments, 8 fewer with bf16 ones; 2 for the copy. torch's
 form of these takes blocks that stay in cache, as it makes some 25 passes. `grad` is used up: torch scales it in place.
@@ -35,7 +35,7 @@ _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 
 def rounding_key(step: int) -> int:
-    """31 bits, so that it is an int32 to Triton."""
+    """A key of 31 bits, which Triton takes as an int32."""
     return fold(step) >> 1
 
 
@@ -49,7 +49,7 @@ def random_bits(key: int, *values: Tensor) -> Tensor:
 
 
 def round_at_random(x: Tensor, bits16: Tensor) -> Tensor:
-    """fp32 -> bf16: up with the odds of what is cut off. bits16: integers in [0, 2^16). Finite x only."""
+    """fp32 -> bf16: up with the probability of the cut-off part. bits16: integers in [0, 2^16). Finite x only."""
     return ((x.view(torch.int32) + bits16) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -173,7 +173,7 @@ def _fused_(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, scale: flo
 
 
 def _rounded_(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, scale: float, **args: float) -> None:
-    """A block of which a moment is in bf16."""
+    """Update a block with a moment in bf16."""
     first, second = (x.to(w.dtype) for x in (m, v))  # a moment that is not is itself
     bits = random_bits(rounding_key(step), *(x.float() for x in (w, grad, first, second)))
     _fused_(w, grad, first, second, step, scale, **args)

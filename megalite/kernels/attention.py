@@ -5,9 +5,9 @@ Layout in and out is sequence first: q_SBHK, k_SBGK, v_SBGK -> o_SBHK, H a multi
 of dropout depends on coordinates (sample, head, query, key) and not on a generator's state, so torch's kernels cannot
 draw it and our own do.
 
-Where several documents share a sequence, each is attended to by itself: variable-length attention, whose work is the
+Where several documents share a sequence, attention stays within each: variable-length attention, whose work is the
 sum of the squared lengths and which never makes a mask of S x S. In a sliding window of W keys work is S W, and there
-is no such mask either. One that is as long as the sequence (or a document) is none: the same kernel, the same bits.
+is no such mask either. A window as long as the sequence (or a document) has no effect: the same kernel, the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megalite.kernels.flash_attention import flash_attention, supports
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in the samples of a micro-batch.
+    """The documents in the samples of a micro-batch.
 
     spans     (sample, first position, end), by sample and position; they tile every sample
     first_BS  for every position the first one of its document
@@ -73,14 +73,14 @@ def attention_reference(
 
 
 def forced() -> str:
-    """--attention-kernel: auto (the table of `backend`), or one for every shape that it can do."""
+    """--attention-kernel: auto (the table of `backend`), or the name of one for every shape that it supports."""
     return chosen("attention_kernel")
 
 
 def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool = False) -> str:
-    """Who computes attention of this shape: "triton" (kernels/flash_attention.py), "blocked" (blocked_attention.py),
+    """The implementation for this shape: "triton" (kernels/flash_attention.py), "blocked" (blocked_attention.py),
     or torch's SDPA with "cudnn", "flash" or what it picks itself ("torch"). `masked`: there are documents; `window`:
-    there is one, shorter than the sequence, which SDPA could only take as a mask of S x S, so it is never SDPA. With
+    there is one, shorter than the sequence, which SDPA would need as a mask of S x S, so SDPA is never used. With
     `dropout`, whose mask SDPA cannot draw, "triton" or "blocked"; "explicit" (attention_reference) if it is forced.
 
         a card, documents or a window         triton where it can: one launch, work only where the mask is not
@@ -110,7 +110,7 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool
 
 
 def describe_attention(device_type: str, dropout: bool = False, half: bool = True, window: bool = False) -> str:
-    """One line for the plan: what `backend` takes on such a device; `half`: in half precision, `window`: some layers
+    """One line for the plan: the choice of `backend` on such a device; `half`: in half precision, `window`: some layers
     have one."""
     if dropout:
         own = "triton" if runs_triton(device_type) and forced() in ("auto", "triton") else "blocked"
@@ -129,8 +129,8 @@ def describe_attention(device_type: str, dropout: bool = False, half: bool = Tru
 
 
 def in_sixteens(x: Tensor) -> bool:
-    """Whether its rows begin at multiples of 16 bytes: a card's fused kernels read that much at a time, and given
-    others they fail, fault or read what lies between (cuDNN 9.19), without a check."""
+    """Whether its rows begin at multiples of 16 bytes: a card's fused kernels read 16 bytes at a time, and with other
+    rows they fail, fault or read wrong elements (cuDNN 9.19), without a check."""
     steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
     return x.stride(-1) == 1 and not any(step % 16 for step in steps)
 

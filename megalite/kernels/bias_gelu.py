@@ -137,7 +137,7 @@ def bias_gelu_forward(u: Tensor, bias: Tensor | None = None, *, tanh: bool) -> T
 
 
 def bias_gelu_backward(u: Tensor, da: Tensor, bias: Tensor | None = None, *, tanh: bool) -> tuple[Tensor, ...]:
-    """a once more and du, both of u's shape, and with a bias db [F]."""
+    """a again and du, both of u's shape, and with a bias db [F]."""
     if use_triton(u):
         return backward(u, da, bias, tanh, BACKWARD)
     return bias_gelu_backward_reference(u, da, bias, tanh=tanh)

@@ -48,8 +48,8 @@ class Drop:
     head_offset: int = 0
 
     def mask(self, heads: tuple[Tensor, Tensor], queries: range, keys: range) -> Tensor:
-        """Of some groups of heads: [m, Q, queries, keys]. `heads`: the sample of each group, [m, 1, 1, 1], and the
-        numbers of its heads, [m, Q, 1, 1]."""
+        """The mask of some groups of heads: [m, Q, queries, keys]. `heads`: the sample of each group, [m, 1, 1, 1], and
+        the numbers of its heads, [m, Q, 1, 1]."""
         sample_mQ, head_mQ = heads
         samples, numbers = self.sample_ids_B[sample_mQ], head_mQ + self.head_offset
         rows, columns = (torch.arange(some.start, some.stop, device=head_mQ.device) for some in (queries, keys))
@@ -57,12 +57,12 @@ class Drop:
 
 
 def supports(q: Tensor) -> bool:
-    """Where it is the fastest without a window."""
+    """Whether this form is the fastest one without a window."""
     return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
 
 
 def in_range(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In fp32 what is in fp16, for scores may be above its 65504; a CPU multiplies fp16 no faster."""
+    """fp16 tensors in fp32, as scores may exceed 65504; a CPU multiplies fp16 no faster."""
     return tuple(x.float() if x.dtype == torch.float16 else x for x in tensors)
 
 
@@ -110,7 +110,7 @@ class _Blocks:
         self.nothing = q_MQSK.new_zeros(())
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Which groups, which queries, and the keys that some of these see: none, or an empty slice at 0."""
+        """Groups, queries, and the keys that some of these see: an empty slice at 0 where there are none."""
         for first in range(0, self.q.shape[0], self.groups):
             for start in range(0, self.length, self.rows):
                 stop = min(start + self.rows, self.length)
@@ -126,7 +126,7 @@ class _Blocks:
         return torch.baddbmm(self.nothing, a, b, beta=0, alpha=scale)
 
     def dropped_(self, some: slice, here: slice, keys: slice, *weights: Tensor) -> None:
-        """Zero what dropout takes; what is left is still to be divided by `kept`."""
+        """Zero dropped elements; the caller divides the others by `kept`."""
         if self.drop is not None:
             rows, columns = (
                 range(part.start + at, part.stop + at) for part, at in zip((here, keys), self.places, strict=True)
@@ -151,7 +151,7 @@ class _Blocks:
         return scores
 
     def probabilities(self, scores: Tensor, here: slice) -> Tensor:
-        """Of queries that see no key: 0."""
+        """Softmax of the scores; 0 for queries that see no key."""
         p = torch.softmax(scores, -1)
         if here.start + self.shift < 0 or here.stop + self.shift - self.window >= self.keys:  # there are such
             last = torch.arange(here.start, here.stop, device=p.device) + self.shift

@@ -1,9 +1,9 @@
-"""Attention of a few new positions to everything that a cache holds: o = softmax(scale q k^T + seen) v.
+"""Attention of a few new positions to a cache of keys and values: o = softmax(scale q k^T + seen) v.
 
 Layout: q_SBHK new queries, k_TBGK and v_TBGK the whole cache, positions_SB the place of each query in it; a query sees
-the places up to its own (of them the last `window`), and what lies elsewhere may be anything finite. The queries that
-share a key/value head are the rows of one product, so that no head is repeated. Bytes read: the cache once, which is
-what bounds the speed.
+the places up to its own (of them the last `window`), and other places may hold any finite values. The queries that
+share a key/value head are the rows of one product, so that no head is repeated. Bytes read: the cache once, which
+bounds the speed.
 """
 
 from __future__ import annotations

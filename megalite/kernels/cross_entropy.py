@@ -5,7 +5,7 @@
 
 z is the coefficient of the z-loss, which keeps lse near 0 (arXiv:2204.02311, sec. 5); 0: none. Columns from `valid` on
 are padding: no probability, no gradient. The gradient is written over the logits. Arithmetic in fp32 (fp64 for fp64);
-torch's form takes a few rows at a time, so that what is not logits stays in cache.
+torch's form takes a few rows at a time, so that all but the logits stays in cache.
 
 Bytes per row of v logits of e bytes, in Triton: v e for the first half, 2 v e for the second.
 """
@@ -66,7 +66,7 @@ def shard_stats_reference(logits_Nv: Tensor, labels_N: Tensor, first: int, valid
 
 
 def _dlse(lse_N: Tensor, dloss_N: Tensor, z_loss: float) -> Tensor:
-    """The gradient of lse: what the softmax is multiplied by."""
+    """The gradient of lse, which multiplies the softmax."""
     return torch.addcmul(dloss_N, dloss_N, lse_N, value=2 * z_loss) if z_loss else dloss_N
 
 
@@ -164,8 +164,8 @@ def shard_grad_(
 def stats_and_grad_(logits_NV: Tensor, labels_N: Tensor, dloss_N: Tensor, valid: int, z_loss: float = 0.0) -> Tensor:
     """`shard_stats` where this slice is the whole vocabulary, and the logits overwritten by their gradient.
 
-    In torch one exponential per logit instead of two, which is what a CPU pays for; for half precision inside torch's
-    softmax, whose own is twice as fast and exact to fp32's last digits.
+    In torch one exponential per logit instead of two, which take most of a CPU's time; for half precision inside
+    torch's softmax, whose own is twice as fast and exact to fp32's last digits.
     """
     if use_triton(logits_NV):
         stats_2N = shard_stats(logits_NV, labels_N, 0, valid)

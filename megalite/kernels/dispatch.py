@@ -1,13 +1,13 @@
-"""Which implementation of a kernel runs: Triton, or its plain torch twin.
+"""Chooses the implementation of each kernel: Triton, or its plain torch twin.
 
     --kernels auto     Triton on CUDA where it is installed, torch on CPU (the default)
     --kernels triton   Triton everywhere; on CPU that needs TRITON_INTERPRET=1, which runs kernels in numpy
     --kernels torch    the twins everywhere
 
-A run tells `choose` its option when it is set up; the variable MEGALITE_KERNELS wins over it, and is all that there is
-for a program without options. It is read once: a kernel is not switched in the middle of a run. Triton is imported
-when the first kernel is launched; torch for CPU comes without it. Rejected: importing it at the top of every kernel
-file, which costs 0.3 s at each start on CPU and a stand-in for `triton.jit` where it is missing.
+The setup of a run passes its option to `choose`; the variable MEGALITE_KERNELS wins over it, and serves programs
+without options. It is read once, so kernels never change within a run. Triton is imported when the first kernel is
+launched; torch for CPU comes without it. Rejected: importing it at the top of every kernel file, which costs 0.3 s at
+each start on CPU and needs a stand-in for `triton.jit` where it is missing.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class KernelError(Exception):
 
 
 class NoTriton(KernelError, MissingPackage):
-    """It is asked for and not installed."""
+    """Triton is asked for and not installed."""
 
 
 class Listener(Protocol):
-    """Who plans what would run: the meta device stands for one of `device_type`, and no kernel is launched."""
+    """Observer of a planned run: the meta device stands for one of `device_type`, and no kernel is launched."""
 
     device_type: str
 
     def launched(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
-        """Told in place of each launch."""
+        """Called in place of each launch."""
         ...
 
 
@@ -61,7 +61,7 @@ _asked = {"kernels": "auto", "attention_kernel": "auto"}
 
 @contextlib.contextmanager
 def planning(listener: Listener) -> Iterator[None]:
-    """Inside, kernels run on the meta device: their outputs are made, and `listener` is told of the launches."""
+    """Inside, kernels on the meta device only make their outputs, and `listener` gets the launches."""
     token = _listener.set(listener)
     try:
         yield
@@ -70,13 +70,13 @@ def planning(listener: Listener) -> Iterator[None]:
 
 
 def device_type(device: torch.device) -> str:
-    """What kernels and sizes are chosen by; of the meta device what it stands for."""
+    """The type that kernels and sizes are chosen by; for the meta device that of the device it stands for."""
     listener = _listener.get() if device.type == "meta" else None
     return device.type if listener is None else listener.device_type
 
 
 def by_device(sizes: Mapping[str, int], device: torch.device) -> int:
-    """The entry of a table of sizes; of a device that is not in it the CPU's."""
+    """The entry of a table of sizes; that of the CPU for a device that is not in it."""
     return sizes.get(device_type(device), sizes["cpu"])
 
 
@@ -101,7 +101,7 @@ def chosen(option: str) -> str:
 
 
 def asked_for() -> str:
-    """kernels=triton, or MEGALITE_KERNELS=triton: what was asked for, and how."""
+    """The setting and where it is from, as kernels=triton or MEGALITE_KERNELS=triton."""
     return f"{environment.source('kernels')}={chosen('kernels')}"
 
 
@@ -118,7 +118,7 @@ def interpreted() -> bool:
 
 @functools.cache
 def runs_triton(device_type: str) -> bool:
-    """Whether Triton kernels are what runs on such a device. Raises KernelError where they are wanted and cannot."""
+    """Whether Triton kernels run on such a device. Raises KernelError where they are wanted and cannot."""
     wanted = chosen("kernels")
     if wanted == "torch" or device_type not in ("cpu", "cuda"):
         return False

@@ -174,7 +174,7 @@ def dropout_add(
 def dropout_add_by(
     fn: Callable[..., Tensor], x: Tensor, residual: Tensor, p: float, key: int | Tensor, *where: Any
 ) -> Tensor:
-    """The same with `fn` in the place of `drop`; it draws the mask in forward and again in backward."""
+    """The same with `fn` in place of `drop`; it draws the mask in forward and again in backward."""
     return _DropoutAdd.apply(x, residual, fn, p, key, *where)  # type: ignore[return-value]
 
 

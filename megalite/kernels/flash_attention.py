@@ -4,11 +4,11 @@
     delta = sum(do o);  dp = do v^T;  ds = p (dp - delta) scale;   dq = ds k;  dk = ds^T q;  dv = p^T do
 
 Positions are absolute: row 0 of q is at `q_first`, row 0 of k at `k_first`, and either may be a part of the sequence.
-low(i) is the first position of i's document, and not before the sliding window. It never falls, so the blocks that a
-program visits are one range, and work is what the mask leaves. Inside the kernels positions count from `k_first`. A
-query that sees no key has o = 0 and lse = -inf. Parts of the keys make the whole: o = sum of exp(lse_n - lse) o_n, lse
-that of all lse_n, whose gradients are in delta = sum(do o) - dlse. q_SBHK, k_SBGK, v_SBGK may be strided (unit stride
-along K); o and gradients are contiguous. Sums in fp32, products of p and ds in the dtype of the inputs.
+low(i) is the first position of i's document, and not before the sliding window. It never decreases, so a program visits
+one range of blocks, and only scores that the mask leaves are computed. Inside the kernels positions count from
+`k_first`. A query that sees no key has o = 0 and lse = -inf. Parts of the keys make the whole: o = sum of exp(lse_n -
+lse) o_n, lse that of all lse_n, whose gradients are in delta = sum(do o) - dlse. q_SBHK, k_SBGK, v_SBGK may be strided
+(unit stride along K); o and gradients are contiguous. Sums in fp32, products of p and ds in the dtype of the inputs.
 
 Dropout, D = keep / (1 - p), whose mask is drawn where it is needed and never stored: o = (p D) v, dv = (p D)^T do,
 dp = D (do v^T); all else stays.
@@ -55,18 +55,18 @@ def supports(q_SBHK: Tensor) -> bool:
 
 
 def flops(*args: Any) -> float:
-    """Of one launch, by its arguments: two matmuls over the pairs of query and key that the mask leaves, S^2 / 2 of S
-    positions, or S W - W^2 / 2 in a window of W; borders of documents are not counted. Backward has as many in each of
-    its two kernels, without the scores, which are computed again there."""
+    """FLOPs of a launch, from its arguments: two matmuls over the pairs of query and key that the mask leaves, S^2 / 2
+    of S positions, or S W - W^2 / 2 in a window of W; borders of documents are not counted. Backward has as many in
+    each of its two kernels, without the scores, which are computed again there."""
     (S, B, H, K), given = args[0].shape, [x for x in args if not isinstance(x, Tensor)]
     window = min(S, given[8])  # `seen`
     return 4.0 * B * H * K * (S * window - window**2 / 2)
 
 
 def unit(x: Tensor) -> str:
-    """What multiplies: tensor cores of compute capability 9 or 10, which read operands from shared memory, those of 8
-    and 12, which need them in registers (and most such cards have 99 KiB per block), or none, for fp32, where the width
-    of a head decides."""
+    """The unit that multiplies: tensor cores of compute capability 9 or 10, which read operands from shared memory,
+    those of 8 and 12, which need them in registers (and most such cards have 99 KiB per block), or none, for fp32,
+    where the width of a head decides."""
     if x.dtype == torch.float32:
         return "fp32" if x.shape[-1] <= 64 else "fp32 wide"
     return {9: "wgmma", 10: "tcgen05"}.get(generation(x.device), "mma")
@@ -212,7 +212,7 @@ def _backward_kv_block(
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
     THRESHOLD: tl.constexpr, RAISE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Keys down, queries across: what weights and their gradients are multiplied by next needs no turning."""
+    """Keys down, queries across, so that the next products need no transposition."""
     rows = start + tl.arange(0, ROWS)
     q = tile(Q, rows, channels, qs, length, HEAD, WIDTH, WHOLE)
     do = tile(DO, rows, channels, dos, length, HEAD, WIDTH, WHOLE)

@@ -1,13 +1,13 @@
-"""What attention's kernels (kernels/flash_attention.py) share: which keys a query sees, tiles in memory, the walk over
-blocks.
+"""Shared by attention's kernels (kernels/flash_attention.py): the keys that a query sees, tiles in memory, the walk
+over blocks.
 
 Along the keys of a block of queries (or the queries of a block of keys), in blocks of STEP:
 
     begin      whole          whole_end     end
     | masked   |  seen by all of them |  masked  |
 
-The whole ones are most, and need neither a mask nor a look at what lies inside; on an H200 that made forward 1.3 times
-as fast. The others are one loop too, those before and those after.
+Most are whole, and need neither a mask nor a check of bounds; on an H200 that made forward 1.3 times as fast. The
+others, before and after them, are one loop too.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def dot(a, b, WIDE: tl.constexpr):
 
 @kernel
 def kept_of(IDS, key, b, head, rows, columns, THRESHOLD: tl.constexpr):
-    """Which scores dropout leaves: the mask of kernels/dropout.py, of the shape that rows and columns span."""
+    """The scores that dropout leaves: the mask of kernels/dropout.py, of the shape that rows and columns span."""
     line = chain(chain(chain(key.to(tl.uint32), tl.load(IDS + b)), head), rows)
     return chain(line, columns) >= THRESHOLD
 
 
 @kernel
 def tile(X, rows, channels, stride, length, HEAD: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
-    """Rows of a head; `ALL`: they are all inside."""
+    """Rows of a head; `ALL`: all are in bounds."""
     at = X + rows.to(tl.int64)[:, None] * stride + channels[None, :]
     if ALL:
         return tl.load(at) if HEAD == WIDTH else tl.load(at, mask=(channels < HEAD)[None, :], other=0.0)
@@ -65,12 +65,12 @@ def blocks_of_keys(low, rows, length, keys, begin, end, ROWS: tl.constexpr, COLU
 
 @kernel
 def nth_masked(i, begin, whole, whole_end, STEP: tl.constexpr):
-    """Where the i-th of the blocks begins that need a mask."""
+    """The begin of the i-th block that needs a mask."""
     before = (whole - begin) // STEP
     return tl.where(i < before, begin + i * STEP, whole_end + (i - before) * STEP)
 
 
 @kernel
 def count_masked(begin, whole, whole_end, end, STEP: tl.constexpr):
-    """How many there are."""
+    """The number of blocks that need a mask."""
     return (whole - begin) // STEP + tl.maximum(end - whole_end + STEP - 1, 0) // STEP

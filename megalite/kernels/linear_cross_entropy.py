@@ -4,7 +4,7 @@
     dx = dl W;  dW = dl^T x,  summed over chunks in fp32
 
 Both gradients are computed in forward, while a chunk's logits are there. FLOPs 6 N D v, as with stored logits. Kept
-from forward to backward: dx, which takes the place of x. Where forward is told what gradient the loss will get, dl is
+from forward to backward: dx, which takes the place of x. Where forward knows the gradient of the loss, dl is
 multiplied by it before it is rounded and dW is added to the flat gradient buffer at once; else dW [v, D] is kept too,
 in fp32, and backward multiplies both. Rejected: keep x and the lse and compute the logits again in backward, 8 N D v,
 which bounds the head at 3/4 of the matmul rate.

@@ -108,8 +108,8 @@ def rope_tables(
 
 
 def pairs_to_halves(x_SBHK: Tensor, rotary_dim: int) -> Tensor:
-    """Channels 2i and 2i + 1 of the first `rotary_dim` to the places i and i + half: what turns as a pair in the
-    interleaved convention does so in that of halves. Scores stay the same where queries and keys both go through."""
+    """Channels 2i and 2i + 1 of the first `rotary_dim` to the places i and i + half: a pair of the interleaved
+    convention becomes one of the halves convention. Scores stay the same where queries and keys both go through."""
     turned = x_SBHK[..., :rotary_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return torch.cat((turned, x_SBHK[..., rotary_dim:]), -1)
 

@@ -1,6 +1,6 @@
-"""Weight gradients added where they are kept, in fp32 (fp64 for fp64), from inputs of any dtype.
+"""Adds weight gradients in place, in fp32 (fp64 for fp64), from inputs of any dtype.
 
-    linear       dW_FD += dy_NF^T x_ND            one matmul; what it adds to is its operand
+    linear       dW_FD += dy_NF^T x_ND            one matmul with the gradient as an operand
     embedding    dW_VD[i_n] += dx_n               only the rows that were looked up
 
 `begin` writes over the gradient instead, so that it needs no zeros first. Bytes beside the inputs' (bf16): 8 F D, or
@@ -9,7 +9,7 @@ of the embedding, mostly zeros, is [V, D] there and [N, D] here.
 
 CUDA: cuBLAS takes bf16 and fp16 inputs and adds in fp32. CPU: oneDNN gives the dtype of the inputs, so their product
 exists, a block of rows at a time that stays in cache and is one piece of memory for all blocks. Rejected: a Triton
-matmul and apex's `fused_weight_gradient_mlp_cuda`; on the torch that is required they would never be chosen.
+matmul and apex's `fused_weight_gradient_mlp_cuda`; with the required torch they would never be chosen.
 """
 
 from __future__ import annotations

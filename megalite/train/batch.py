@@ -1,7 +1,8 @@
-"""From numpy micro-batches to what the model takes: `host_batch` in the loader's thread, `on_device` in the step."""
+"""Converts numpy micro-batches to the model's batches: `host_batch` in the loader's thread, `on_device` in the step."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from megalite.models.gpt import Batch
 
 @dataclass(frozen=True)
 class HostBatch:
-    """A batch in host memory (pinned where there is a card), and how many of its labels count."""
+    """A batch in host memory (pinned where there is a card), and the number of its labels that count."""
 
     batch: Batch
     counted_tokens: int
@@ -28,8 +29,8 @@ def host_batch(micro: MicroBatch, *, pin: bool, positions: bool = False, documen
     tokens attend to their own document only. Both need micro.first."""
 
     def tensor(rows_BS: NDArray[np.generic]) -> Tensor:
-        made = torch.from_numpy(np.ascontiguousarray(rows_BS.T))
-        return made.pin_memory() if pin else made
+        columns_SB = torch.from_numpy(np.ascontiguousarray(rows_BS.T))
+        return columns_SB.pin_memory() if pin else columns_SB
 
     positions_SB = None
     if positions:
@@ -57,12 +58,8 @@ def _documents(micro: MicroBatch, first_BS: Tensor) -> Documents:
 
 
 def on_device(host: HostBatch, device: torch.device, step: int) -> Batch:
-    """The batch where it is computed on; copies from pinned memory do not wait."""
-
-    def to(x: Tensor) -> Tensor:
-        return x.to(device, non_blocking=True)
-
-    b = host.batch
+    """The batch on the device; copies from pinned memory do not block."""
+    b, to = host.batch, functools.partial(Tensor.to, device=device, non_blocking=True)
     moved: dict[str, Any] = {name: to(x) for name, x in vars(b).items() if isinstance(x, Tensor)}
     if b.documents is not None:
         moved["documents"] = replace(b.documents, first_BS=to(b.documents.first_BS))

@@ -1,4 +1,4 @@
-"""A run on its way: what comes before and after each step, until the last one or a reason to stop."""
+"""The training loop around the steps: what comes before and after each, until the last one or a reason to stop."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from megalite.train.watch.doubts import Doubts
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.pulse import Pulse
 
-LOOK_S = 2.0  # of an evaluation, between two agreements on whether to go on
-STOP_FILE = "stop"  # in the run directory: whoever makes it stops the run as a signal does
+LOOK_S = 2.0  # between two agreements of the ranks, during an evaluation, on whether to stop
+STOP_FILE = "stop"  # in the run directory: making it stops the run as a signal does
 
 
 class Watch:
-    """What looks on while a run trains. `hosts`: of all ranks. `dog`: has watched the start. `resumes`: of `Ranks`."""
+    """Observers of a run. `hosts`: of all ranks. `dog`: runs since the start. `resumes`: of `Ranks`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ def _due(every: int | None, step: int) -> bool:
 
 
 class BrokenOffError(Exception):
-    """Some rank wanted an evaluation to end; raised on all, after the same batch."""
+    """Some rank wanted to stop an evaluation; raised on all, after the same batch."""
 
 
 def evaluate(
@@ -84,8 +84,8 @@ def evaluate(
     done: Callable[[int], None] = lambda batches: None,
     wants_end: Callable[[], bool] | None = None,
 ) -> float:
-    """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective. `done`
-    is called with 1 after each. `wants_end`: of this rank. Raises BrokenOffError."""
+    """Mean loss per token over the first `iters` global batches of a set; collective. `done` is called with 1 after
+    each. `wants_end`: whether this rank wants to stop. Raises BrokenOffError."""
     mesh, size = run.mesh, run.eval_batch_size
     fault("eval.begin", mesh.world.rank, run.state.step)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -97,7 +97,7 @@ def evaluate(
             sums[0] += loss
             sums[1:] += float(sum(host.counted_tokens for host in hosts))
         done(1)
-        if wants_end is not None and i + 1 == look < iters:  # which all know: after LOOK_S at the slowest pace so far
+        if wants_end is not None and i + 1 == look < iters:  # the same on all ranks: LOOK_S at the slowest rank's pace
             now = torch.tensor([time.monotonic() - begin, wants_end()], dtype=torch.float64, device=mesh.device)
             seconds, ends = all_reduce_(now, mesh.world, dist.ReduceOp.MAX).tolist()
             if ends:
@@ -109,7 +109,7 @@ def evaluate(
 
 @dataclass
 class Training:
-    """A run on its way. `config`: checkpoints keep it. `saved`: a step of which there is a checkpoint already."""
+    """A run in training. `config` is kept in checkpoints. `saved`: the step of the newest checkpoint, if any."""
 
     run: Run
     config: Config
@@ -124,18 +124,18 @@ class Training:
         self._begin, self._first = time.monotonic(), self.run.state.step + 1
         self._config_toml = to_toml(self.config)
         self._log_interval = log_steps(self.config, self.run.last_step)
-        self._since: list[StepResult] = []  # the last log line
+        self._since: list[StepResult] = []  # steps since the last log line
         self._lines = 0
-        self._asks: str | None = None  # to stop, before the step that agreed on it
-        self._ill: str | None = None  # what the last line has found
-        self._ends: tuple[Exit, str] | None = None  # before the last step
+        self._asks: str | None = None  # why this rank asks to stop
+        self._ill: str | None = None  # what the pulse found at the last log line
+        self._ends: tuple[Exit, str] | None = None  # how the run ends before its last step
         self._stop_file = self.folder / STOP_FILE
         self._doubts = Doubts(self.run, self.watch.events, self.report.say, self.config.train.max_skipped_steps)
         minutes = self.config.checkpoint.save_interval_mins
         self._clock = None if minutes is None else SaveClock(60 * minutes, self.run.mesh, self.run.state.step)
 
     def steps(self) -> Iterator[dict[str, Any]]:
-        """What `train_step` is to be asked for, a step at a time; `after` takes what came of it."""
+        """The arguments of `train_step` for each step; `after` takes its result."""
         run, skip = self.run, self.config.train.iterations_to_skip
         while self._ends is None and run.state.step < run.last_step:
             if skip and run.state.step + 1 in skip:
@@ -153,27 +153,26 @@ class Training:
                 self.watch.profiler.stop()
 
     def finish(self) -> tuple[Exit, str]:
-        """Save and evaluate for the last time. Returns the outcome, the same on all ranks, and its reason as this rank
-        knows it."""
+        """Save and evaluate for the last time. Returns the outcome, the same on all ranks, and this rank's reason."""
         outcome, reason = self._ends or (Exit.DONE, "reached the last step")
         self.run.buffer.wait_gather()
         self._save(last=True)
         if self.saver is not None:
             with self.watch.phases("checkpoint"):
-                self.saver.wait()  # a save in the background that failed ends the run here, on all ranks
+                self.saver.wait()  # a failed save in the background ends the run here, on all ranks
             self._tell_saves()
         self.report.saved_all()
         last = (self.run.valid, " on validation set"), (self.run.test, " on test set")
-        if outcome is Exit.DONE and any(self._evaluate(*one) for one in last):  # whoever starts it again evaluates
+        if outcome is Exit.DONE and any(self._evaluate(*sets) for sets in last):  # a requeued run evaluates again
             outcome, reason = Exit.REQUEUE, self._asks or "asked by another rank"
         if outcome is Exit.REQUEUE:
             self.stop.final = reduce_number(bool(self.stop.seen), self.run.mesh) == 0
-        if outcome is Exit.REQUEUE and self.saver is None:  # there is nothing that a requeued run could resume from
+        if outcome is Exit.REQUEUE and self.saver is None:  # a requeued run could not resume
             return Exit.DONE, f"{reason}; nothing was saved"
         return outcome, reason
 
     def _before(self) -> dict[str, Any]:
-        """What looks on gets ready for a step; what the step is asked for."""
+        """Prepare the observers for a step; returns its arguments."""
         run, log, timers = self.run, self.config.log, self.watch.timers
         step = run.state.step + 1
         self.watch.dog.at("step", step)
@@ -182,7 +181,7 @@ class Training:
         with self.watch.phases("profiler"):
             self.watch.profiler.before(step)
         self.watch.phases.before_step()
-        begin = time.perf_counter()  # what comes now is this rank's own time, for which the others wait
+        begin = time.perf_counter()  # from here on it is this rank's own time, for which the others wait
         fault("step.begin", run.mesh.world.rank, step)
         self._asks = self._why()
         self._before_s = time.perf_counter() - begin
@@ -194,7 +193,7 @@ class Training:
         )
 
     def after(self, result: StepResult) -> None:
-        """Log, evaluate, save, and look for what is wrong, where each is due."""
+        """Log, evaluate, save, and check the run, where each is due."""
         run, t, c, o = self.run, self.config.train, self.config.checkpoint, self.config.operations
         result = replace(result, step_s=self._before_s + result.step_s)
         self._note(result)
@@ -209,7 +208,11 @@ class Training:
         with self.watch.phases("profiler"):
             self.watch.profiler.after(step, logged)
         if _due(o.check_weight_hash_across_dp_replicas_interval, step):
-            self._check_replicas(step)
+            differing = check_replicas(run, step, o.check_replicas_action)
+            if differing:
+                self._tell_copies(differing, step)
+            else:
+                self.report.say(f">>> Weight hashes match after {step} iterations...")
         self.watch.collector.after(step)
         if _due(t.eval_interval, step) and step < run.last_step:
             stop = self._evaluate(run.valid, "") or stop
@@ -227,7 +230,7 @@ class Training:
             self._ends = Exit.REQUEUE, f"exit_interval={t.exit_interval}"
 
     def _note(self, result: StepResult) -> None:
-        """What looks on hears of a step."""
+        """Tell the observers of a step."""
         run, step = self.run, self.run.state.step
         self.watch.dog.at("after the step", step)
         self.watch.phases.after_step(result.data_s, result.step_s)
@@ -238,7 +241,7 @@ class Training:
         run.pipeline.timeline = None
 
     def _told_to_stop(self) -> bool:
-        """By a signal, or by the file: only one rank reads that, and removes it as it does."""
+        """Whether a signal or the stop file asks to stop; one rank alone reads the file, and removes it."""
         file = str(self._stop_file)
         if self.stop.seen:
             self._asks = self.stop.seen[0]
@@ -256,26 +259,19 @@ class Training:
             return "exit_duration_in_mins"
         return "a save failed" if self.saver is not None and self.saver.failed else None
 
-    def _check_replicas(self, step: int) -> None:
-        found = check_replicas(self.run, step, self.config.operations.check_replicas_action)
-        if found:
-            self._tell_copies(found, step)
-        else:
-            self.report.say(f">>> Weight hashes match after {step} iterations...")
-
-    def _tell_copies(self, found: str, step: int) -> None:
-        self.report.say(f"WARNING: {found}")
+    def _tell_copies(self, differing: str, step: int) -> None:
+        self.report.say(f"WARNING: {differing}")
         if self.run.mesh.world.is_first:
-            self.watch.events.add("replicas", step, text=found)
+            self.watch.events.add("replicas", step, text=differing)
 
     def _roll_back(self) -> None:
         if self.saver is not None:
-            self.saver.wait()  # for the checkpoint that is returned to
+            self.saver.wait()  # for the checkpoint to return to
         if self._doubts.roll_back(self.saved, lambda step: go_back(self.run, self.config, step)):
-            self._save()  # a restart would train on what was passed over
+            self._save()  # else a restart would train on the samples that were passed over
 
     def _log(self, result: StepResult, due: bool) -> None:
-        """A line where it is due, a point of TensorBoard where that is; collective where something is asked for."""
+        """Write a log line if `due`, and a point of TensorBoard if that is due; collective where it needs all ranks."""
         run, log, report, step = self.run, self.config.log, self.report, self.run.state.step
         point = log.tensorboard_dir is not None and _due(log.tensorboard_log_interval, step)
         norm = parameter_norm(run) if log.log_params_norm and (due or point) else None
@@ -286,7 +282,9 @@ class Training:
             return
         report.train(summarise(run, self._since, norm))
         self._lines += 1
-        early = self._lines <= 2 and resolved_style(self.config) == "megatron"  # the second line knows the optimizer's
+        early = (
+            self._lines <= 2 and resolved_style(self.config) == "megatron"
+        )  # at the second the optimizer has its state
         if (early or _due(log.log_memory_interval, step)) and run.mesh.dp.is_first:
             line = memory_line(run.mesh, step, log.log_device_memory_used)
             report.say(line) if run.mesh.world.is_first else show(line)
@@ -310,21 +308,20 @@ class Training:
         self._tell_timers(("save-checkpoint",))
 
     def _evaluate(self, sets: Sequence[NamedSet[Loader]], what: str) -> bool:
-        """Whether it was broken off, to stop; what was not evaluated to its end is not logged."""
-        report, state, iters = self.report, self.run.state, self.config.train.eval_iters
-        for one in sets if iters > 0 else ():
-            self.watch.dog.at("evaluate", state.step)
-            watch = self.watch
+        """Whether a wish to stop has ended it; a set that was not finished is not logged."""
+        report, state, iters, watch = self.report, self.run.state, self.config.train.eval_iters, self.watch
+        for named in sets if iters > 0 else ():
+            watch.dog.at("evaluate", state.step)
             with watch.collector.evaluation(), watch.timers("evaluate", 0), watch.phases("evaluation"):
-                with report.evaluating(state.step, one.name, iters) as bar:
+                with report.evaluating(state.step, named.name, iters) as bar:
                     try:
-                        loss = evaluate(self.run, one.data, iters, bar.add, self._told_to_stop)
+                        loss = evaluate(self.run, named.data, iters, bar.add, self._told_to_stop)
                     except BrokenOffError as end:
                         why = self._asks or "asked by another rank"
                         report.say(f"stopping ({why}): the evaluation of step {state.step} ends {end}, without a loss")
                         return True
             now = state.step, state.consumed_samples, state.consumed_tokens
-            report.validation(*now, loss, what, name=one.name, bytes_per_token=one.bytes_per_token)
+            report.validation(*now, loss, what, name=named.name, bytes_per_token=named.bytes_per_token)
             self._tell_timers(("evaluate",))
         return False
 
@@ -333,14 +330,13 @@ class Training:
             self.report.say(line)
 
     def _tell_timers(self, names: Sequence[str], steps: int = 1) -> None:
-        """Collective where something was measured."""
-        seconds = self.watch.timers.take(names, steps)
-        if seconds:
+        """Collective if timers are on."""
+        if seconds := self.watch.timers.take(names, steps):
             self.report.timers(self.run.state.step, seconds)
 
 
-def summarise(run: Run, since: list[StepResult], params_norm: float | None = None) -> Interval:
-    """The log's view of the steps since the last line."""
+def summarise(run: Run, since: list[StepResult], params_norm: float | None) -> Interval:
+    """The figures of a log line over the steps since the one before."""
     n, last, used = len(since), since[-1], [r for r in since if not r.skipped]
     memory, limit = memory_of(run.mesh), memory_there(run.mesh.device)
     return Interval(
@@ -350,7 +346,7 @@ def summarise(run: Run, since: list[StepResult], params_norm: float | None = Non
         consumed_tokens=run.state.consumed_tokens,
         batch_size=last.batch_size,
         loss=sum(r.loss for r in used) / len(used) if used else None,
-        z_loss=sum(r.z_loss for r in used) / len(used) or None if used else None,  # one that is on is never 0
+        z_loss=sum(r.z_loss for r in used) / len(used) or None if used else None,  # 0 only where it is off
         lr=last.lr,
         grad_norm=last.grad_norm,
         loss_scale=run.loss_scaler.scale,

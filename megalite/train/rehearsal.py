@@ -1,11 +1,11 @@
 """One rank's part of a run, without the others and without memory: built and stepped once on the meta device.
 
-    mesh, stages, buffers, optimizer, schedule    those of the run (train/setup.py), on tensors that are only shapes
+    mesh, stages, buffers, optimizer, schedule    those of the run (train/setup.py), on tensors without data
     collectives and messages                      torch's fake process group, which moves nothing
-    the step                                      the run's own, so what does not fit together fails as it would there
+    the step                                      the run's own, so parts that do not fit fail as they would there
 
-Kernels are a card's, whose launches are counted in place of being done (plan/meta.py); with --device cpu they are their
-forms in torch, but for attention, which is always a fused kernel's shapes. What a host reads of the device is 1: loss
+Kernels are a card's, whose launches are counted and not run (plan/meta.py); with --device cpu they are torch's forms,
+except attention, which always has the shapes of a fused kernel. Values that the host reads from the device are 1: loss
 and gradient norm are finite, and the step is taken.
 """
 
@@ -40,14 +40,14 @@ from megalite.train.tell import figures
 PACKAGE = Path(megalite.__file__).resolve().parent
 NOTE = "bytes: of the tensor that the rank gives, or gets as a message; logs, evaluation and saves are not in a step"
 MOST_SIZES = 4
-INNERMOST = 3  # places in the code that an error names
+INNERMOST = 3  # lines of code that an error names
 REFUSED = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 
 
 @dataclass(frozen=True, order=True)
 class Issued:
-    """A collective over an axis of `ranks` ranks, or a message to or from the global rank `peer` (-1: there is none).
-    `bytes`: of the tensor that this rank gives, or gets as a message."""
+    """A collective over an axis of `ranks` ranks (`peer` -1), or a message to or from the global rank `peer`. `bytes`:
+    of the tensor that this rank gives, or gets as a message."""
 
     axis: str
     op: str
@@ -59,21 +59,21 @@ class Issued:
 
 @contextlib.contextmanager
 def issued(mesh: Mesh) -> Iterator[Counter[Issued]]:
-    """How often this rank issues what inside, on any device; complete when it is left."""
-    found: Counter[Issued] = Counter()
+    """Counts the collectives and messages that this rank issues inside, on any device; complete on exit."""
+    counts: Counter[Issued] = Counter()
     for axis in mesh.axes:
         axis.calls.last = deque()
-    yield found
+    yield counts
     for axis in mesh.axes:
         for call in axis.calls.last:
-            found[Issued(axis.name, call.op, axis.size, call.peer, str(call.dtype)[6:], call.bytes)] += 1
+            counts[Issued(axis.name, call.op, axis.size, call.peer, str(call.dtype)[6:], call.bytes)] += 1
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank did. Bytes, exact: of the flat weights and gradients, of what the optimizer keeps beside them, of
-    rotary tables; `in_flight`: the most that micro-batches keep after a forward; `peak`: the most that there is at
-    once. `parameters`: elements of this rank's parts of them."""
+    """One rank's memory and calls. Exact bytes: of flat weights and gradients, of the optimizer's own tensors, of
+    rotary tables; `in_flight`: the most that micro-batches keep after a forward; `peak`: the most at any time.
+    `parameters`: elements that this rank holds."""
 
     mesh: Mesh
     layers: dict[int, range]  # of each stage of this rank
@@ -88,7 +88,7 @@ class Rehearsal:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Of the bytes that are there all the time."""
+        """Bytes that are held all the time, by name."""
         parts = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         return parts | ({"rotary tables": self.tables} if self.tables else {})
 
@@ -114,7 +114,7 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
 
 
 def rehearse(plan: Arrangement, sources: Sources, rank: int) -> Rehearsal:
-    """Build the part of `rank` and take one step, of the final batch size. Raises SetupError where it cannot."""
+    """Build the part of `rank` and take one step of the final batch size. Raises SetupError where that fails."""
     config = plan.config
     train = replace(config.train, compile=False, cuda_graph_impl="none")
     made = plan if train == config.train else replace(plan, config=replace(config, train=train))
@@ -128,14 +128,14 @@ def rehearse(plan: Arrangement, sources: Sources, rank: int) -> Rehearsal:
 
 
 def _stepped(run: Run, plan: Arrangement, shapes: Meta) -> Rehearsal:
-    run.rerun = "disabled"  # what is read twice would not be the same
+    run.rerun = "disabled"  # a second computation would not give equal numbers
     run.state.consumed_samples = run.batch_sizes.steps[-1][0]
     stages = [stage for stage in run.pipeline.stages if isinstance(stage, Stage)]
     post, kept = run.pipeline._post, [0]
 
     def at_once(op: str, action: Action, tensor: Tensor) -> Pending:
         pending = post(op, action, tensor)
-        if op == SEND:  # which the fake group never completes by itself, so all that was sent would be kept
+        if op == SEND:  # the fake group never completes it by itself, and would keep all tensors sent
             pending.wait()
         return pending
 
@@ -146,7 +146,7 @@ def _stepped(run: Run, plan: Arrangement, shapes: Meta) -> Rehearsal:
     shapes.peak = state
     with issued(run.mesh) as calls:
         train_step(run)
-        run.buffer.wait_gather()  # which the next step would do
+        run.buffer.wait_gather()  # as the next step would
     run.close()
     held = [x for flats in main.state for x in flats.values()] + ([] if main.same else main.main)
     return Rehearsal(
@@ -173,7 +173,7 @@ def _told(error: Exception, plan: Arrangement, rank: int) -> str:
 
 
 def tell(plan: Arrangement, sources: Sources, local_world: int) -> str:
-    """What a dry run prints of the rank that it is asked for, on nodes of `local_world` ranks. Raises SetupError."""
+    """The text of a dry run about the rank of --as-rank, on nodes of `local_world` ranks. Raises SetupError."""
     asked, config = plan.config.train.as_rank, plan.config
     assert asked is not None
     done, rank = rehearse(plan, sources, asked), asked
@@ -199,7 +199,7 @@ def _size(size: int) -> str:
 
 
 def _table(calls: Counter[Issued]) -> list[tuple[str, ...]]:
-    """Its head first. A kind that has more than MOST_SIZES sizes of tensors has one row for all of them."""
+    """Rows, the head first. A kind with more than MOST_SIZES sizes of tensors has one row for all of them."""
     kinds: dict[Issued, dict[int, int]] = {}
     for one, times in sorted(calls.items()):
         kinds.setdefault(replace(one, bytes=0), {})[one.bytes] = times

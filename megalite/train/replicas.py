@@ -1,18 +1,19 @@
-"""Whether all copies of what ranks share hold the same bits. A copy that differs means a broken device or a bug, and
-every step makes it worse.
+"""Checks that all replicas of shared values have the same bits. A replica that differs means a broken device or a bug,
+and every step makes it worse.
 
-    weights       over data every one, over tp those that are not split, over the pipeline's ends the tied ones (what
-                  Megatron-LM's check looks at, and the last two); of experts over the axes of theirs. Those that ZeRO-3
-                  shares out have copies on replicas alone; what is gathered of them for a moment is not looked at
+    weights       all over data, those that are not split over tp, tied ones over the pipeline's ends (Megatron-LM's check
+                  covers the first), those of experts over their own axes. Weights that ZeRO-3 shares out have copies on
+                  replicas alone; what is gathered of them for a moment is not compared
     main weights  against their copies in half precision, on the rank that owns them
     progress      step, samples, updates, loss scale: the coordinates of all randomness and of the data
 
-Every update heals what it does not start from: it casts a main weight anew and gathers over a copy, so what came of a
-flipped bit would stay, in the main weights of all, and every copy agree. So each step adds up the bits of the weights
-that it computed with (`disagreement`), and the sums meet in the step's one agreement, before the update.
+An update overwrites replicas: it casts main weights and gathers. So the effect of a flipped bit would remain in the
+main weights of all ranks, and all replicas would agree. Therefore each step sums the bits of the weights that it
+computed with (`disagreement`), and the sums are compared in the step's one agreement, before the update.
 
-What has no copy is not looked at. Healing: where weights are in half precision the owners' main weights are the truth,
-cast and gathered again; else, with 3 ranks or more over data, what most have. Of two that differ nobody can say which.
+A value without a replica is not checked. Healing: where weights are in half precision the owners' main weights are
+right, and are cast and gathered again; else, with 3 ranks or more over data, the majority is. Of two nobody can say
+which is.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from megalite.parallel.mesh import Axis
 from megalite.parallel.spec import HOMES
 from megalite.train.state import Run
 
-BLOCK = 1 << 22  # main weights that are cast at a time: what that takes of a CPU's or a card's memory is used again
-PRIME = 2**32 - 5  # divides no power of two, so a sum of bits in which one is flipped leaves another remainder
-Majority = list[tuple[Slot, Axis, int]]  # what differs over its data axis, and the rank there that has what most have
+BLOCK = 1 << 22  # main weights that are cast at a time, to reuse memory
+PRIME = 2**32 - 5  # divides no power of two, so flipping one bit changes the remainder of a sum of bits
+Majority = list[tuple[Slot, Axis, int]]  # a slot that differs over its data axis, and a rank there that is right
 
 
 class ReplicaError(RuntimeError):
-    """Copies differ; the same words on all ranks."""
+    """Replicas differ; the same text on all ranks."""
 
 
 def check_replicas(run: Run, step: int, action: str = "stop", seen: bool = False) -> str | None:
-    """What differs, or was healed, in words; None where all is well. Raises ReplicaError with `action` stop, or where
-    healing fails. `seen`: this step's sums of bits differed. Collective."""
+    """What differs, or was healed, in words; None where nothing differs. Raises ReplicaError with `action` stop, or
+    where healing fails. `seen`: this step's sums of bits differed. Collective."""
     found, majority = _differences(run)
     if not found and not seen:
         return None
@@ -60,10 +61,10 @@ def check_replicas(run: Run, step: int, action: str = "stop", seen: bool = False
 
 
 def disagreement(run: Run) -> Tensor:
-    """[2] in fp64 that make [0, 0], summed over the world, where over data all copies, and the main weights and theirs,
-    hold the same bits. Of each home the first rank takes away what the others add, and no sum of whole numbers is
-    rounded below 2^53: 2^21 ranks. Reads all weights once, and what this rank owns once more with its main weights; no
-    wait for the device."""
+    """[2] in fp64, whose sum over the world is [0, 0] if replicas over data have the same bits, and main weights those
+    of their copies. For each home the first rank subtracts what the others add; below 2^53, so up to 2^21 ranks, sums
+    of whole numbers are exact. Reads all weights once, and those that this rank owns once more with their main weights,
+    without a wait for the device."""
     buffer, optimizer = run.buffer, run.optimizer
     buffer.wait_gather()
     total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
@@ -92,7 +93,7 @@ def _sum_of_bits(weights: Tensor) -> Tensor:
 
 
 def _differences(run: Run) -> tuple[str, Majority]:
-    """In words, of all ranks; copies the weights that have a copy to the host, one parameter at a time."""
+    """(differences on all ranks in words, majorities). Copies replicated weights to the host, a parameter at a time."""
     mesh, layout, buffer = run.mesh, run.buffer.layout, run.buffer
     buffer.wait_gather()
     slots = [slot for bucket in layout.buckets for slot in bucket.slots]
@@ -138,7 +139,7 @@ def _hash(data: Tensor) -> int:
 
 
 def _casts(run: Run) -> list[str]:
-    """Parameters whose part that this rank owns is not its main weight, rounded."""
+    """Parameters whose part that this rank owns is not its rounded main weight."""
     buffer, optimizer, found = run.buffer, run.optimizer, []
     for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
         wrong = buffer.weights.owned(bucket) != main.to(buffer.weights.dtype)

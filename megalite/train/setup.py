@@ -1,4 +1,4 @@
-"""Where the parts meet: the only module that sees the whole configuration and hands each part the values it needs."""
+"""Builds a run: the only module that sees the whole configuration, and hands each part the values that it needs."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from megalite.train.watch.spikes import Spikes
 
 
 class SetupError(Exception):
-    """The configuration does not fit this world, this data or this machine; nothing was started. One line each."""
+    """The configuration does not fit the ranks, the data or the machine; a line for each problem."""
 
 
 def rates(made: Arrangement) -> Rates:
-    """Everything in samples; iterations count as iterations x the global batch size."""
+    """The schedules of learning rates and weight decay, over samples; an iteration counts as a global batch."""
     o, t, batch = made.config.optim, made.config.train, made.batch_size
 
     def samples(iters: int | None, count: int | None) -> float:
@@ -78,7 +78,7 @@ def rates(made: Arrangement) -> Rates:
 def update_rule(config: Config) -> Rule:
     o = config.optim
     if config.train.skip_train:
-        return SGD(momentum=0.0)  # keeps nothing
+        return SGD(momentum=0.0)  # has no states
     if o.optimizer == "sgd":
         return SGD(o.sgd_momentum)
     if o.optimizer_impl == "apex":
@@ -185,7 +185,7 @@ def _build_pipeline(
     )
     if graphs is None:
         return buffer, Pipeline(stages, mesh, **options)
-    apart = mesh.data.size > 1  # there is something to gather and to reduce
+    apart = mesh.data.size > 1  # weights are gathered and gradients are reduced
     graphed = dict(graphs=graphs, begin_all=buffer.begin_all, apart=apart, stream=stream)
     return buffer, GraphedPipeline(stages, mesh, **graphed, **options)
 
@@ -193,8 +193,8 @@ def _build_pipeline(
 def _open_loaders(
     made: Arrangement, sources: Sources, mesh: Mesh
 ) -> tuple[Loader, list[NamedSet[Loader]], list[NamedSet[Loader]]]:
-    """Of training, validation and test data. A rank between the ends of the pipeline reads none unless documents are
-    to be kept apart."""
+    """The loaders of training, validation and test data. A rank between the ends of the pipeline reads no data, unless
+    documents must be kept apart."""
     d, t, seq_length = made.config.data, made.config.train, made.config.model.seq_length
     documents = d.reset_position_ids or d.reset_attention_mask
     reads = mesh.pp.is_first or mesh.pp.is_last or documents

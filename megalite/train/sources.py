@@ -1,4 +1,4 @@
-"""Open what a run reads: tokenizer, training, validation and test sets, and the vocabulary they agree on."""
+"""Opens the data of a run: tokenizer, training, validation and test sets, and the vocabulary they agree on."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from megalite.data.samples.validation_sets import bytes_per_token, parse_named_s
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's
 Paths = Sequence[str]
@@ -28,16 +29,16 @@ Data = TypeVar("Data")
 
 @dataclass(frozen=True)
 class NamedSet(Generic[Data]):
-    """A validation or test set; `name` is empty where there is one only. bytes_per_token: of its text, if known."""
+    """A validation or test set; `name` is empty where there is only one. `bytes_per_token`: of its text, if known."""
 
     name: str
-    data: Data  # a Dataset, and once a rank reads its part of it, the loader of that
+    data: Data  # a Dataset, or a rank's loader of it
     bytes_per_token: float | None = None
 
 
 @dataclass(frozen=True)
 class Sources:
-    """`vocab_size` is the true one; `eod` the end-of-document id. `ledger`: of what `train` reads; None: generated."""
+    """`vocab_size`: without padding. `eod`: end of document. `ledger`: of what `train` reads; None: generated data."""
 
     vocab_size: int
     eod: int | None
@@ -46,34 +47,25 @@ class Sources:
     ledger: Ledger | None = None
     valid: list[NamedSet[Dataset]] = field(default_factory=list)
     test: list[NamedSet[Dataset]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # worth telling
-    ignored_label: int | None = None  # fills samples of `train`
+    notes: list[str] = field(default_factory=list)  # for the log
+    ignored_label: int | None = None  # pads samples of `train`
 
 
 def open_tokenizer(data: DataConfig) -> Tokenizer | None:
     """The tokenizer that the options name; None where they give only a vocabulary size."""
-    if data.tokenizer_type is None:
-        return None
-    return build_tokenizer(
-        data.tokenizer_type,
-        tokenizer_model=data.tokenizer_model,
-        vocab_file=data.vocab_file,
-        merge_file=data.merge_file,
-        vocab_size=data.vocab_size,
-        tiktoken_pattern=data.tiktoken_pattern,
-    )
+    return None if data.tokenizer_type is None else build_tokenizer(**{name: getattr(data, name) for name in TOKENIZER})
 
 
 def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) -> Sources:
-    """Open everything, reading no token yet. Raises DataError for data that is missing, damaged or too little.
-    Validation and test sets are opened when eval_iters > 0."""
+    """Open everything without reading tokens; validation and test sets only if eval_iters > 0. Raises DataError for
+    data that is missing, damaged or too little."""
     tokenizer = open_tokenizer(data)
     vocab_size = true_vocab_size(data, tokenizer)
     eod = None if tokenizer is None else tokenizer.eod
     if data.mock_data:
-        made: list[Dataset] = [MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS]
-        valid, test = ([NamedSet("", one)] if eval_iters > 0 else [] for one in made[1:])
-        return Sources(vocab_size, eod, made[0], tokenizer, None, valid, test)
+        train, *others = (MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS)
+        valid, test = ([NamedSet[Dataset]("", dataset_)] if eval_iters > 0 else [] for dataset_ in others)
+        return Sources(vocab_size, eod, train, tokenizer, None, valid, test)
 
     how = Reading(data.data_cache_path, tokenizer, data.document_packing == "best-fit", data.mmap_bin_files)
 
@@ -90,32 +82,31 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
     if data.fim_data and tokenizer is not None:
         fim = _fim(data, tokenizer, notes)
         train, ignored = FimDataset(ledger, fim, seed, tokenizer), None if fim.pad == tokenizer.eod else fim.pad
-    found: dict[str, list[NamedSet[Dataset]]] = {"valid": [], "test": []}
-    for split, named in found.items():
+    sets: dict[str, list[NamedSet[Dataset]]] = {"valid": [], "test": []}
+    for split, named in sets.items():
         paths, part = lists[split], parts[split]
         if eval_iters <= 0 or not paths or part is None:
             continue
-        for name, some in (_named(data, paths) if split == "valid" else {"": paths}).items():
+        for name, own_paths in (_named(data, paths) if split == "valid" else {"": paths}).items():
             try:
-                dataset = blend(some, split, part)
+                dataset = blend(own_paths, split, part)
             except DataError as error:
                 if part == (0.0, 1.0):
                     raise
-                notes.append(f"no {split} set: {error}")  # as in Megatron-LM: a small set is split nevertheless
+                notes.append(f"no {split} set: {error}")  # as in Megatron-LM, which splits small data nevertheless
                 continue
-            prefixes, weights = parse_data_path(some)
-            named.append(NamedSet(name, dataset, bytes_per_token(prefixes, weights)))
-    if data.fim_data and (found["valid"] or found["test"]):
+            named.append(NamedSet(name, dataset, bytes_per_token(*parse_data_path(own_paths))))
+    if data.fim_data and (sets["valid"] or sets["test"]):
         notes.append("fim_data rearranges the training data alone; Megatron-LM rearranges validation and test too")
-    return Sources(vocab_size, eod, train, tokenizer, ledger, found["valid"], found["test"], notes, ignored)
+    return Sources(vocab_size, eod, train, tokenizer, ledger, sets["valid"], sets["test"], notes, ignored)
 
 
 def _fim(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> Fim:
     def id_of(name: str) -> int:
-        found = tokenizer.token_id(getattr(data, name))
-        if found is not None:
-            return found
-        lacks = f"{name}={getattr(data, name)!r} is no token of {tokenizer.name}"
+        number = tokenizer.token_id(getattr(data, name))
+        if number is not None:
+            return number
+        lacks = f"{name}={getattr(data, name)!r} is not a token of {tokenizer.name}"
         if tokenizer.unknown is None:
             raise DataError(f"{lacks}; name one that it has, or train a tokenizer with it")
         notes.append(f"{lacks}: its unknown token, id {tokenizer.unknown}, stands for it, as in Megatron-LM")
@@ -138,12 +129,12 @@ def _fim(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> Fim:
 
 
 def true_vocab_size(data: DataConfig, tokenizer: Tokenizer | None) -> int:
-    """What is given, or the tokenizer's; 0 where neither is. Raises DataError where they do not agree."""
+    """The size given, or the tokenizer's, or 0. Raises DataError where they do not agree."""
     given = data.vocab_size or 0
-    found = 0 if tokenizer is None else tokenizer.vocab_size
-    if 0 < given < found:
-        raise DataError(f"vocab_size={given} is below the {found} of {tokenizer and tokenizer.name}; leave it out")
-    size, rows = max(given, found), data.padded_vocab_size
+    own = 0 if tokenizer is None else tokenizer.vocab_size
+    if 0 < given < own:
+        raise DataError(f"vocab_size={given} is below the {own} of {tokenizer and tokenizer.name}; leave it out")
+    size, rows = max(given, own), data.padded_vocab_size
     if rows is not None and rows < size:
         raise DataError(f"padded_vocab_size={rows} is below the vocabulary of {size}; give more, or leave it out")
     return size
@@ -157,12 +148,12 @@ def _named(data: DataConfig, paths: Paths) -> dict[str, list[str]]:
 
 
 def read_paths(data: DataConfig) -> tuple[dict[str, Paths | None], dict[str, tuple[float, float] | None]]:
-    """(what --data-path would be, begin and end in parts of 1) for each split; None where there is nothing."""
+    """For each split (its list as of --data-path, its begin and end as fractions); None where it has no data."""
     whole: dict[str, tuple[float, float] | None] = dict.fromkeys(SPLITS, (0.0, 1.0))
     if data.per_split_data_args_path is not None:
-        found = _read_json(data.per_split_data_args_path)
-        _check_paths(data.per_split_data_args_path, [path for paths in found.values() for path in paths or ()])
-        return found, whole
+        lists = _read_json(data.per_split_data_args_path)
+        _check_paths(data.per_split_data_args_path, [path for paths in lists.values() for path in paths or ()])
+        return lists, whole
     if data.train_data_path is not None:
         return dict(zip(SPLITS, (data.train_data_path, data.valid_data_path, data.test_data_path), strict=True)), whole
     paths: Paths = data.data_path or ()
@@ -173,7 +164,7 @@ def read_paths(data: DataConfig) -> tuple[dict[str, Paths | None], dict[str, tup
 
 
 def _check_paths(file: str, paths: Paths) -> None:
-    """As those of the command line are."""
+    """Raises DataError for a path that the command line would refuse."""
     for reason in filter(None, (unusable(path, path=True) for path in paths)):
         raise DataError(f"{file}: a path in it {reason}")
 
@@ -188,14 +179,13 @@ def _read_text(path: str) -> str:
 def _read_json(path: str) -> dict[str, Paths | None]:
     form = 'write {"train": [...], "valid": [...], "test": [...]}, each a list as of --data-path'
     try:
-        found = json.loads(_read_text(path))
+        lists = json.loads(_read_text(path))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error}); {form}") from None
-    if not isinstance(found, dict) or not found.get("train") or found.keys() - set(SPLITS):
+    if not isinstance(lists, dict) or not lists.get("train") or lists.keys() - set(SPLITS):
         raise DataError(f"{path}: {form}")
-    for value in found.values():
-        if value is not None and (
-            not isinstance(value, list) or not all(isinstance(v, (str, float, int)) for v in value)
-        ):
+    given = {split: words for split, words in lists.items() if words is not None}
+    for words in given.values():
+        if not isinstance(words, list) or not all(isinstance(word, str | float | int) for word in words):
             raise DataError(f"{path}: {form}")
-    return {split: None if found.get(split) is None else [str(v) for v in found[split]] for split in SPLITS}
+    return {split: [str(word) for word in given[split]] if split in given else None for split in SPLITS}

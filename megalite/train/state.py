@@ -1,4 +1,4 @@
-"""What a run consists of, and the few numbers that a resume needs."""
+"""The parts of a run, the few numbers that a resume needs, and the results of a step."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Loader = Prefetcher[HostBatch]
 
 
 class BadResult(RuntimeError):
-    """The training has come to numbers that going on does not mend; raised on all ranks."""
+    """Numbers that further training would not repair; raised on all ranks."""
 
 
 @dataclass
 class State:
-    """Where the run is. Everything else that training needs is a pure function of these and the configuration."""
+    """The position of a run: everything else in it is a pure function of this and the configuration."""
 
     step: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped_steps: int = 0
-    skipped_samples: int = 0  # of steps that updated nothing: the learning rate does not count them
+    skipped_samples: int = 0  # of steps without an update, which the learning rate does not count
 
     def advance(self, samples: int, tokens: int, skipped: bool) -> None:
         self.step += 1
@@ -51,7 +51,7 @@ class State:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What all ranks know of a step. `unscale`: what makes of a gradient the mean over tokens."""
+    """A step's sums over all ranks. `unscale`: the factor that turns a gradient into the mean over tokens."""
 
     norm_sq: float
     loss_sum: float
@@ -60,7 +60,7 @@ class Numbers:
     z_sum: float
     unscale: float
     zeros: float | None
-    copies_differ: bool = False  # of the weights that it was computed with
+    copies_differ: bool = False  # replicas of the weights that the step was computed with
 
     @property
     def finite(self) -> bool:
@@ -80,10 +80,10 @@ class Doubt:
     """Why a step is not trusted: the same on all ranks.
 
     reason    what is wrong with its numbers
-    finding   what was found about it, in words; "" for nothing
-    passed    computed again it was right; that is what was used
-    differs   ranks that got other bits the second time
-    finite    its numbers are, so what is wrong is their size
+    finding   the result of the search for the cause, "" if there is none
+    passed    the second computation was right, and was used
+    differs   ranks whose second result has other bits
+    finite    its numbers are finite, but too large
     """
 
     reason: str
@@ -98,8 +98,7 @@ class Doubt:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step tells; the same on every rank but for the times. Seconds; loss in nats per token. `lr`: of the
-    next update."""
+    """The same on every rank but for the times. Seconds; loss in nats per token. `lr`: of the next update."""
 
     loss: float
     grad_norm: float
@@ -109,15 +108,15 @@ class StepResult:
     stop: bool
     data_s: float
     step_s: float
-    z_loss: float = 0.0  # what was added to the loss
+    z_loss: float = 0.0  # added to the loss, and not part of `loss`
     zeros: int | None = None  # elements of the gradient that are 0, where they were counted
     doubt: Doubt | None = None
-    copies: str | None = None  # of weights: how they differed, in words
+    copies: str | None = None  # how replicas of weights differed
 
 
 @dataclass
 class Run:
-    """The parts that train/setup.py built and introduced to each other."""
+    """The parts that train/setup.py built and connected."""
 
     mesh: Mesh
     pipeline: Pipeline
@@ -134,17 +133,17 @@ class Run:
     check_finite: bool
     vocab_size: int
     rerun: str = "disabled"  # --rerun-mode
-    check_copies: str | None = None  # --check-replicas-action, where copies of weights are compared
+    check_copies: str | None = None  # --check-replicas-action, where replicas of weights are compared
     spikes: Spikes = field(default_factory=Spikes)
     state: State = field(default_factory=State)
     valid: list[NamedSet[Loader]] = field(default_factory=list)
     test: list[NamedSet[Loader]] = field(default_factory=list)
-    ledger: Ledger | None = None  # of what was read; None: generated data
-    tokenizer: Tokenizer | None = None  # what the ids mean; None: nobody said
-    before_update: Callable[[], None] = lambda: None  # a save may still be copying what an update changes
+    ledger: Ledger | None = None  # of the data that was read; None: generated data
+    tokenizer: Tokenizer | None = None  # None: unknown
+    before_update: Callable[[], None] = lambda: None  # waits while a save copies what an update changes
 
     def pass_over(self) -> None:
-        """The next step's samples are not trained on."""
+        """Skip the next step and its samples."""
         size = self.batch_sizes.at(self.state.consumed_samples)
         self.state.advance(size, tokens=size * self.seq_length, skipped=True)
 

@@ -1,8 +1,8 @@
-"""One training step, as a sentence: get the batch, forward and backward, reduce, decide, update.
+"""One training step: get the batch, forward and backward, reduce, decide, update.
 
-One all-reduce over the world carries everything that the ranks must agree on: the squared gradient norm, the loss,
-the number of tokens that counted, and whether some rank wants to stop. So every rank takes the same decision at the
-same step, and rank 0 knows the loss although it lives on the last stage.
+One all-reduce over the world carries everything that the ranks must agree on: the squared gradient norm, the loss, the
+number of tokens that count, and whether some rank wants to stop. So all ranks decide alike at the same step, and rank 0
+knows the loss, which the last stage computes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COPIES = ("weights differ", "main weights differ")  # of train/replicas.py: disa
 
 
 class NonFiniteError(BadResult):
-    """The loss or a gradient is NaN or infinite; nothing was updated on any rank."""
+    """The loss or a gradient is not finite; nothing was updated on any rank."""
 
 
 def train_step(
@@ -49,7 +49,7 @@ def train_step(
         hosts, _ = run.data.get(state.consumed_samples, size)
     data_s = time.perf_counter() - begin
     batches = [on_device(host, mesh.device, step) for host in hosts]
-    nominal = size * run.seq_length  # tokens, were none masked: keeps the gradients' size in the range of the dtype
+    nominal = size * run.seq_length  # tokens if none were masked: keeps gradients in the range of the dtype
 
     with timers("forward-backward", 1):
         losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)
@@ -91,8 +91,8 @@ def train_step(
 def _judge(
     run: Run, batches: Sequence[Batch], losses: torch.Tensor, agree: Callable[[torch.Tensor], Numbers]
 ) -> tuple[Numbers, Doubt | None, str | None]:
-    """What counts of the step, computed again where it was computed with weights that were healed or is in doubt; the
-    doubt; how copies of the weights differed."""
+    """(the numbers that count, the doubt, how replicas of the weights differed). The step is computed again where its
+    weights were healed, or its numbers are in doubt."""
     numbers, copies = agree(losses), None
     if numbers.copies_differ and run.check_copies:
         copies = check_replicas(run, run.state.step + 1, run.check_copies, seen=True)
@@ -105,7 +105,7 @@ def _judge(
 
 
 def _stopped(run: Run, doubt: Doubt | None, size: int) -> NonFiniteError:
-    assert doubt is not None  # there is a reason
+    assert doubt is not None
     state = run.state
     where = samples_in_words(run, range(state.consumed_samples, state.consumed_samples + size))
     return NonFiniteError(
@@ -123,17 +123,17 @@ def _agree(
     count_zeros: bool,
     nominal: int,
 ) -> Numbers:
-    """Sums over the world, in float64: squared gradient norm, loss, tokens that counted, ranks that want to stop,
-    z-loss, and where asked for elements of the gradient that are 0, and whether copies of the weights differ. The
-    step's one sync with the device. They are summed: NaN and inf stay what they are, where a maximum may drop a NaN."""
+    """Sums over the world, in float64: squared gradient norm, loss, tokens that count, ranks that want to stop, z-loss,
+    and where asked for gradient elements that are 0, and disagreement of replicas. This is the step's one sync with the
+    device. Sums keep NaN and inf, where a maximum may drop a NaN."""
     mesh = run.mesh
     fault("step.after_reduce", mesh.world.rank, run.state.step + 1, run.buffer.first_gradient)
     names = [*AGREED, *["zeros"] * count_zeros, *COPIES * bool(run.check_copies)]
     packed = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
-    mine = dict(zip(names, packed.split(1), strict=True))  # views: to fill or to copy into one waits for nothing
+    mine = dict(zip(names, packed.split(1), strict=True))  # views: writing to one does not wait for the device
     with mesh.clock.span("optimizer", "gradient norm"):
         mine["norm_sq"].copy_(run.optimizer.local_norm_sq())
-    if mesh.pp.is_last and mesh.tp.is_first:  # one voice per data-parallel rank for what is replicated
+    if mesh.pp.is_last and mesh.tp.is_first:  # replicated values are counted once per data-parallel rank
         mine["loss_sum"].copy_(losses[0])
         mine["z_sum"].copy_(losses[1])
         mine["tokens"].fill_(float(sum(host.counted_tokens for host in hosts)))
@@ -152,7 +152,7 @@ def _agree(
 
 
 def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
-    """Clip, update this rank's shard, gather the weights. `unscale`: what makes of a gradient the mean over tokens."""
+    """Clip, update this rank's shard, gather the weights."""
     n = run.state.consumed_samples - run.state.skipped_samples
     clip = min(1.0, run.max_norm / (grad_norm + 1e-6)) if run.max_norm > 0 else 1.0
     with run.mesh.clock.span("checkpoint", "wait for the save"):

@@ -144,7 +144,7 @@ def build(flags: str, device: torch.device) -> Run:
 
 
 def saved_behind_steps(run: Run, folder: Path, times: int = 2) -> None:
-    saver = Saver.open(folder, run.mesh, 0, background=True)
+    saver = Saver(folder, run.mesh, 0, background=True)
     for _ in range(times):
         save(run, saver, "")
         train_step(run)
@@ -321,7 +321,7 @@ def test_a_copy_that_begins_behind_the_update_races(tmp_path: Path, monkeypatch:
     gate, real = threading.Event(), HostCopy._parts
     monkeypatch.setattr(HostCopy, "_parts", lambda *args: (gate.wait(20), real(*args))[1])
     with one_rank("") as (card, run), without(sites()[f"{SAVES}wait_before_change: self._staged.wait()"]) as left:
-        saver = Saver.open(tmp_path, run.mesh, 0, background=True)
+        saver = Saver(tmp_path, run.mesh, 0, background=True)
         save(run, saver, "")
         train_step(run)
         gate.set()

@@ -79,7 +79,7 @@ LEFT = ["abandoned-iter_0000003-left-at-0000002", "abandoned-iter_0000004-left-a
 @BACKGROUND
 def test_the_first_save_of_a_branch_renames_what_was_left(tmp_path: Path, background: bool) -> None:
     saved(tmp_path, 1, 2, 3, 4)
-    one = Saver.open(tmp_path, ALONE, 0, keep_last=2, background=background)
+    one = Saver(tmp_path, ALONE, 0, keep_last=2, background=background)
     note = one.begins_at(2)
     assert note is not None and "iter_0000003, iter_0000004" in note and "abandoned-" in note
     assert storage.steps_in(tmp_path) == [1, 2, 3, 4]  # as long as there is no other
@@ -99,7 +99,7 @@ def test_the_first_save_of_a_branch_renames_what_was_left(tmp_path: Path, backgr
 def test_a_second_branch_from_the_same_step(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     for n in range(3):
-        one = Saver.open(tmp_path, ALONE, 0)
+        one = Saver(tmp_path, ALONE, 0)
         one.begins_at(2)
         one.save(4, pieces(40.0 + n), {})
         one.close()
@@ -113,7 +113,7 @@ def test_killed_at_any_rename_one_branch_is_there_whole(tmp_path: Path, monkeypa
     for last in range(20):
         folder = tmp_path / str(last)
         saved(folder, 1, 2, 3, 4, 5)
-        one = Saver.open(folder, ALONE, 0)
+        one = Saver(folder, ALONE, 0)
         one.begins_at(2)
         with monkeypatch.context() as patch:
             die_at_rename(patch, last)
@@ -123,7 +123,7 @@ def test_killed_at_any_rename_one_branch_is_there_whole(tmp_path: Path, monkeypa
             except KeyboardInterrupt:
                 ended = False
         one._lock.close()  # type: ignore[union-attr]
-        Saver.open(folder, ALONE, 0).close()  # the next start
+        Saver(folder, ALONE, 0).close()  # the next start
         steps, value = storage.steps_in(folder), value_of(folder)
         assert (steps, value) in (([1, 2, 3, 4, 5], 5.0), ([1, 2, 4], 40.0)), last
         assert len([name for name in names(folder) if name.startswith("abandoned")]) == (3 if value == 40.0 else 0)
@@ -136,7 +136,7 @@ def test_killed_at_any_rename_one_branch_is_there_whole(tmp_path: Path, monkeypa
 
 def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 1, 2, 3)
-    one = Saver.open(tmp_path, ALONE, 0)
+    one = Saver(tmp_path, ALONE, 0)
     one.begins_at(1)
 
     for broken in ("publish", "create"):
@@ -163,7 +163,7 @@ def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(
     kept = tmp_path / "kept"
     saved(kept, 1, 2, 3, 9)
     folder = tmp_path / "fast" if local else kept
-    one = Saver.open(folder, ALONE, 0, keep_last=2, upload_to=kept if local else None)
+    one = Saver(folder, ALONE, 0, keep_last=2, upload_to=kept if local else None)
     one.begins_at(2)
     real, calls = left_branch.settle, list[int]()
 
@@ -191,7 +191,7 @@ def test_damaged_ones_are_not_those_that_are_kept(tmp_path: Path) -> None:
         file = tmp_path / f"iter_000000{step}" / "rank-00000.safetensors"
         file.write_bytes(bytes(file.stat().st_size))
     assert value_of(tmp_path) == 2.0
-    one = Saver.open(tmp_path, ALONE, 0, keep_last=2)
+    one = Saver(tmp_path, ALONE, 0, keep_last=2)
     assert one.begins_at(2, damaged=True) is None
     one.save(3, pieces(30.0), {})
     assert storage.steps_in(tmp_path) == [2, 3] and value_of(tmp_path) == 30.0
@@ -204,7 +204,7 @@ def test_links_and_folders_that_may_not_be_written_to(tmp_path: Path) -> None:
     saved(folder, 1, 2)
     (folder / "iter_0000003").symlink_to(Path("..") / "archive" / "iter_0000003")
     (folder / "iter_0000002").chmod(0o555)
-    one = Saver.open(folder, ALONE, 0)
+    one = Saver(folder, ALONE, 0)
     one.begins_at(1)
     one.save(4, pieces(40.0), {})
     one.close()
@@ -217,12 +217,12 @@ def test_links_and_folders_that_may_not_be_written_to(tmp_path: Path) -> None:
 def test_behind_a_url_it_is_refused_and_damage_does_not_count(tmp_path: Path) -> None:
     url = f"memory://runs/{uuid.uuid4().hex}"
     saved(url, 1, 2, 3)
-    one = Saver.open(url, ALONE, 0)
+    one = Saver(url, ALONE, 0)
     with pytest.raises(CheckpointError, match=r"iter_0000002, iter_0000003, of later .* give --save another"):
         one.begins_at(1)
     one.close()
     assert storage.steps_in(url) == [1, 2, 3]
-    one = Saver.open(url, ALONE, 0, keep_last=2)
+    one = Saver(url, ALONE, 0, keep_last=2)
     assert one.begins_at(1, damaged=True) is None
     for step in (4, 5):
         one.save(step, pieces(float(step)), {})
@@ -230,13 +230,13 @@ def test_behind_a_url_it_is_refused_and_damage_does_not_count(tmp_path: Path) ->
     one.save(3, pieces(30.0), {})  # made again: it counts now, though not among the newest two
     one.close()
     assert storage.steps_in(url) == [2, 3, 4, 5]
-    local = Saver.open(tmp_path, ALONE, 0, upload_to=url)
+    local = Saver(tmp_path, ALONE, 0, upload_to=url)
     with pytest.raises(CheckpointError, match="behind a URL"):
         local.begins_at(1)
     local.close()
     fresh = f"memory://runs/{uuid.uuid4().hex}"
     saved(tmp_path, 1, 2)
-    local = Saver.open(tmp_path, ALONE, 0, upload_to=fresh)
+    local = Saver(tmp_path, ALONE, 0, upload_to=fresh)
     note = local.begins_at(1)  # what is there was never sent
     assert note is not None and "iter_0000002" in note
     local.save(3, pieces(3.0), {})
@@ -249,9 +249,9 @@ def test_a_start_that_fails_sends_nothing_and_so_deletes_nothing(tmp_path: Path)
     fast, kept = tmp_path / "fast", tmp_path / "kept"
     saved(kept, 1, 2)
     saved(fast, 3)
-    Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept).close()
+    Saver(fast, ALONE, 0, keep_last=2, upload_to=kept).close()
     assert storage.steps_in(kept) == [1, 2] and storage.steps_in(fast) == [3]
-    one = Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept)
+    one = Saver(fast, ALONE, 0, keep_last=2, upload_to=kept)
     one.begins_at(3)  # the run before was killed before it could
     one.close()
     assert storage.steps_in(kept) == [2, 3]
@@ -266,7 +266,7 @@ def test_saved_locally_first_both_places_are_left_together(tmp_path: Path, monke
     sent: list[int] = []
     real = Uploader._send
     monkeypatch.setattr(Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])
-    one = Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept)
+    one = Saver(fast, ALONE, 0, keep_last=2, upload_to=kept)
     one.begins_at(1)
     if killed:
         with monkeypatch.context() as patch:
@@ -276,7 +276,7 @@ def test_saved_locally_first_both_places_are_left_together(tmp_path: Path, monke
         assert one._lock is not None and one._uploader is not None
         one._lock.close()
         one._uploader._lock.close()
-        one = Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept)
+        one = Saver(fast, ALONE, 0, keep_last=2, upload_to=kept)
         one.begins_at(2)
     else:
         one.save(2, pieces(20.0), {})
@@ -298,7 +298,7 @@ def test_killed_at_any_rename_of_two_places_one_branch_is_whole_in_both(tmp_path
         fast, kept = tmp_path / str(last) / "fast", tmp_path / str(last) / "kept"
         saved(kept, 1, 2, 3)
         saved(fast, 2, 3)
-        one = Saver.open(fast, ALONE, 0, upload_to=kept)
+        one = Saver(fast, ALONE, 0, upload_to=kept)
         one.begins_at(1)
         with monkeypatch.context() as patch:
             die_at_rename(patch, last)
@@ -308,7 +308,7 @@ def test_killed_at_any_rename_of_two_places_one_branch_is_whole_in_both(tmp_path
             except KeyboardInterrupt:
                 pass
         one.close()
-        Saver.open(fast, ALONE, 0, upload_to=kept).close()
+        Saver(fast, ALONE, 0, upload_to=kept).close()
         seen.append((names(fast), names(kept)))
         assert seen[-1] in (old, new), last
         last += 1
@@ -345,7 +345,7 @@ def _two_ranks(directory: str, background: bool) -> tuple[str, float]:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     for step in (1, 2, 3):
         foreground.save(directory, step, pieces(float(step), mesh), {}, mesh)
-    one = Saver.open(directory, mesh, 0, background=background)
+    one = Saver(directory, mesh, 0, background=background)
     note = one.begins_at(1)
     one.save(2, pieces(20.0 + mesh.world.rank, mesh), {})
     one.wait()
@@ -481,7 +481,7 @@ def test_a_finetune_whose_fast_disk_is_lost_does_not_start_from_scratch(run: Pat
     shutil.rmtree(run.with_name("fast"))
     config = cli.parse(flags_of(run, tune), PRESETS)
     one = build_run(config, Ranks(), CPU)
-    with pytest.raises(CheckpointError, match=r"no checkpoint but .*abandoned-iter_0000007.*: rename the one"):
+    with pytest.raises(CheckpointError, match=r"holds only checkpoints .*abandoned-iter_0000007.*: rename the one"):
         start_run(one, config)
     (run / "abandoned-iter_0000007-left-at-0000000").rename(run / "iter_0000007")
     loaded, _ = start_run(one, config)

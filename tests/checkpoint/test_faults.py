@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 
 def _save_for_ever(directory: str, background: bool, told: Any) -> None:
-    one = Saver.open(directory, ALONE, 0, keep_last=2, background=background)
+    one = Saver(directory, ALONE, 0, keep_last=2, background=background)
     found = loads.newest(directory, ALONE)
     step = int(found[0].name[5:]) if found else 0
     told.send_bytes(b"ready")
@@ -96,7 +96,7 @@ def test_killed_at_any_moment_there_is_a_checkpoint_and_it_is_whole(tmp_path: Pa
         loads.fill(*found, targets, ALONE, exact=True)
         assert all((target.data == newest).all() for target in targets)
     assert newest > 3
-    Saver.open(tmp_path, ALONE, 0).close()
+    Saver(tmp_path, ALONE, 0).close()
     assert not list(tmp_path.glob(".iter_*"))
 
 

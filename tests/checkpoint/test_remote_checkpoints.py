@@ -120,7 +120,7 @@ def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest
     monkeypatch.setattr(object_store.RemoteStorage, "put", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1])
     monkeypatch.setattr(object_store.RemoteStorage, "create", lambda s, p: (order.append(p.name), create(s, p))[1])
     assert loads.newest(base, ALONE) is None
-    one = Saver.open(base, ALONE, 1 << 60, background=background)  # no store says how much it takes
+    one = Saver(base, ALONE, 1 << 60, background=background)  # no store says how much it takes
     for step in (1, 2):
         order.clear()
         one.save(step, pieces(float(step)), {"step": step})
@@ -137,7 +137,7 @@ def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest
     assert loads.newest(base, ALONE, step=1)[1].state == {"step": 1}  # type: ignore[index]
     with pytest.raises(CheckpointError, match="holds no checkpoint of step 3"):
         loads.newest(base, ALONE, step=3)
-    one = Saver.open(base + "/", ALONE, 0)
+    one = Saver(base + "/", ALONE, 0)
     one.save(2, pieces(5.0), {})  # the same step again
     one.close()
     assert loaded(base) == 5.0
@@ -194,7 +194,7 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
         with pytest.raises(KeyboardInterrupt):
             retention.Retention(place, 2).prune()
     assert "COMPLETE" not in files(f"{base}/iter_0000004")  # first of all: no checkpoint any more
-    one = Saver.open(base, ALONE, 0)
+    one = Saver(base, ALONE, 0)
     assert "iter_0000004" in one.news()[0]
     one.close()
     assert storage.steps_in(base) == [1, 5, 6, 7, 8]  # strangers stay
@@ -232,9 +232,9 @@ def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.Monkey
 
 
 def test_the_later_run_goes_on_and_the_earlier_ends(base: str) -> None:
-    early = Saver.open(base, ALONE, 0, keep_last=2)
+    early = Saver(base, ALONE, 0, keep_last=2)
     early.save(1, pieces(1.0), {})
-    late = Saver.open(base, ALONE, 0)
+    late = Saver(base, ALONE, 0)
     with pytest.raises(CheckpointError, match=f"taken over by process {os.getpid()} on .* this run stops saving"):
         early.save(2, pieces(2.0), {})
     assert storage.steps_in(base) == [1]
@@ -249,12 +249,12 @@ def test_the_later_run_goes_on_and_the_earlier_ends(base: str) -> None:
 
 
 def test_taken_over_between_the_files_and_the_commit(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Saver.open(base, ALONE, 0, background=True)
+    one = Saver(base, ALONE, 0, background=True)
     real = writer.write_rank
 
     def other(*args: Any) -> None:
         real(*args)
-        Saver.open(base, ALONE, 0)
+        Saver(base, ALONE, 0)
 
     monkeypatch.setattr(writer, "write_rank", other)
     one.save(1, pieces(1.0), {})
@@ -319,8 +319,8 @@ def test_urls_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "file://relative": "not absolute: give file:///directory",
     }.items():
         with pytest.raises(CheckpointError, match=text):
-            Saver.open(url, ALONE, 0)
-    Saver.open(f"file://{tmp_path}/local", ALONE, 0).close()
+            Saver(url, ALONE, 0)
+    Saver(f"file://{tmp_path}/local", ALONE, 0).close()
     foreground.save(f"file://{tmp_path}/local", 1, pieces(1.0), {}, ALONE)
     assert (tmp_path / "local" / "iter_0000001" / "COMPLETE").is_file() and loaded(f"{tmp_path}/local") == 1.0
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
@@ -331,7 +331,7 @@ def test_urls_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_bucket_that_is_not_there(on_s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
     with pytest.raises(CheckpointError, match="save='s3://nobodys/x' cannot be written .*check its name"):
-        Saver.open("s3://nobodys/x", ALONE, 0)
+        Saver("s3://nobodys/x", ALONE, 0)
     assert not fsspec.filesystem("s3").exists("nobodys")  # and is not made
     monkeypatch.setattr(object_store, "ATTEMPTS", 1)
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
@@ -381,7 +381,7 @@ def test_a_store_that_fails_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
     url = f"unsteady://runs/{uuid.uuid4().hex}"
     monkeypatch.setattr(Unsteady, "bad", 2)
-    one = Saver.open(url, ALONE, 0)
+    one = Saver(url, ALONE, 0)
     one.save(1, pieces(1.0), {})
     assert loaded(url) == 1.0
     monkeypatch.setattr(Unsteady, "bad", 10**9)
@@ -403,7 +403,7 @@ def _own_memory(base: str) -> str:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     shared.check_shared.__defaults__ = (0.2,)  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError) as error:
-        Saver.open(base, mesh, 0)
+        Saver(base, mesh, 0)
     return str(error.value)
 
 
@@ -414,7 +414,7 @@ def test_memory_is_not_shared_by_ranks() -> None:
 def _save_rows(base: str, background: bool, environment: dict[str, str]) -> float:
     os.environ.update(environment)  # a rank has that of the fork server
     mesh = build_mesh(tp=1, pp=1, device=CPU)
-    one = Saver.open(base, mesh, 0, background=background)
+    one = Saver(base, mesh, 0, background=background)
     for step in (1, 2):
         one.save(step, [row(mesh, 10.0 * step + mesh.world.rank)], {"step": step})
     one.wait()
@@ -434,7 +434,7 @@ def test_every_rank_uploads_its_own(on_s3: str, background: bool) -> None:
 
 
 def _save_for_ever(url: str, background: bool) -> None:
-    one = Saver.open(url, ALONE, 0, keep_last=2, background=background)
+    one = Saver(url, ALONE, 0, keep_last=2, background=background)
     found = loads.newest(url, ALONE)
     step = int(found[0].name[5:]) if found else 0
     while True:
@@ -467,7 +467,7 @@ here._save_for_ever({on_s3!r}, {background})
             if line.startswith(("saved", "committed")):
                 promised = int(line.split()[1].strip(",")[5:])
         assert loaded(on_s3) >= promised
-    Saver.open(on_s3, ALONE, 0).close()
+    Saver(on_s3, ALONE, 0).close()
     for step in storage.steps_in(on_s3):
         assert retention.is_complete(storage.folder_of(on_s3, step))
 

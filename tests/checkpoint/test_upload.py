@@ -56,7 +56,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @BACKGROUND
 def test_uploaded_and_pruned(kept: str, tmp_path: Path, background: bool) -> None:
     fast = tmp_path / "fast"
-    one = Saver.open(fast, ALONE, 0, background=background, upload_to=kept)
+    one = Saver(fast, ALONE, 0, background=background, upload_to=kept)
     for step in (1, 2, 3):
         one.save(step, pieces(float(step)), {"step": step})
     one.wait()
@@ -67,7 +67,7 @@ def test_uploaded_and_pruned(kept: str, tmp_path: Path, background: bool) -> Non
     assert loaded(kept) == (f"{kept}/iter_0000003", 3.0)
     assert loaded(kept, first=fast) == (f"{fast}/iter_0000003", 3.0)
     assert loaded(kept, first=fast, step=2) == (f"{kept}/iter_0000002", 2.0)
-    one = Saver.open(fast, ALONE, 0, keep_last=1, retain_interval=2, upload_to=kept)
+    one = Saver(fast, ALONE, 0, keep_last=1, retain_interval=2, upload_to=kept)
     one.save(4, pieces(4.0), {})
     one.save(5, pieces(5.0), {})
     one.close()
@@ -76,25 +76,25 @@ def test_uploaded_and_pruned(kept: str, tmp_path: Path, background: bool) -> Non
 
 def test_a_failed_upload_is_told_and_tried_again(kept: str, tmp_path: Path, broken: Any) -> None:
     fast = tmp_path / "fast"
-    one = Saver.open(fast, ALONE, 0, upload_to=kept)
+    one = Saver(fast, ALONE, 0, upload_to=kept)
     broken(True)
     for step in (1, 2):
         one.save(step, pieces(float(step)), {})
     one.close()
     assert storage.steps_in(fast) == [1, 2]  # nothing is deleted that does not exist
     lines = [line for line in one.news() if "the network is down" in line]
-    assert lines and lines[-1].endswith("they stay there, and the next run sends them")
+    assert lines and lines[-1].endswith("; the next run sends them")
     assert loads.newest(kept, ALONE) is None
     assert loaded(kept, first=fast) == (f"{fast}/iter_0000002", 2.0)
     broken(False)
-    one = Saver.open(fast, ALONE, 0, upload_to=kept)
+    one = Saver(fast, ALONE, 0, upload_to=kept)
     one.begins_at(2)
     one.close()
     assert storage.steps_in(kept) == [1, 2] and storage.steps_in(fast) == [2] and loaded(kept)[1] == 2.0
 
 
 def test_training_goes_on_when_an_upload_fails(kept: str, tmp_path: Path, broken: Any) -> None:
-    one = Saver.open(tmp_path / "fast", ALONE, 0, upload_to=kept)
+    one = Saver(tmp_path / "fast", ALONE, 0, upload_to=kept)
     broken(True)
     one.save(1, pieces(1.0), {})
     told: list[str] = []
@@ -115,7 +115,7 @@ def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypat
     sent: list[int] = []
     real = upload.Uploader._send
     monkeypatch.setattr(upload.Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])
-    one = Saver.open(fast, ALONE, 0, keep_last=2, retain_interval=2, upload_to=kept)
+    one = Saver(fast, ALONE, 0, keep_last=2, retain_interval=2, upload_to=kept)
     one.begins_at(5)
     one.close()
     news = one.news()
@@ -128,7 +128,7 @@ def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> 
     fast = tmp_path / "fast"
     folder = foreground.save(fast, 1, pieces(1.0), {}, ALONE)
     flip(folder / "rank-00000.safetensors")
-    one = Saver.open(fast, ALONE, 0, upload_to=kept)
+    one = Saver(fast, ALONE, 0, upload_to=kept)
     one.begins_at(1)
     one.close()
     line = one.news()[-1]
@@ -139,11 +139,11 @@ def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> 
 def test_where_they_go_is_tried_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        Saver.open(tmp_path / "fast", ALONE, 0, upload_to=tmp_path / "file")
-    Saver.open(tmp_path / "fast", ALONE, 0).close()  # the lock is dropped
+        Saver(tmp_path / "fast", ALONE, 0, upload_to=tmp_path / "file")
+    Saver(tmp_path / "fast", ALONE, 0).close()  # the lock is dropped
     holder = saver.storage_of(tmp_path).lock(tmp_path)
     with pytest.raises(CheckpointError, match="in use by process"):
-        Saver.open(tmp_path / "fast", ALONE, 0, upload_to=tmp_path)
+        Saver(tmp_path / "fast", ALONE, 0, upload_to=tmp_path)
     holder.close()
 
 

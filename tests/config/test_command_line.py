@@ -129,7 +129,7 @@ FAULTS = [
     ("--deepspeed", "a flag of DeepSpeed"),
     ("--num-experts 8 --moe-router-topk 2", "mixtures of experts"),
     ("--fp8-format hybrid --fp8-recipe delayed", "FP8 and FP4 are not supported"),
-    ("--bf16=perhaps", "--bf16=perhaps is neither true nor false; give one, or nothing behind it"),
+    ("--bf16=perhaps", "--bf16=perhaps is neither true nor false; give one, or no value"),
     ("--fp16 --loss-scale", "--loss-scale needs a value"),
     ("--clip-grad x", "clip_grad='x' is not a float"),
     ("--adam-beta1 1.5", "adam_beta1=1.5"),
@@ -182,7 +182,7 @@ def test_no_command_line_ends_in_a_traceback(words: list[str]) -> None:
 def test_a_feature_is_named_once_and_what_only_matters_beside_it_is_not_refused() -> None:
     flags = [("--moe-router-topk", ["2"]), ("--moe-grouped-gemm", []), ("--expert-tensor-parallel-size", ["4"])]
     alone = answer(flags)
-    assert not alone.problems and len(alone.notes) == 1 and "only beside --" in alone.notes[0]
+    assert not alone.problems and len(alone.notes) == 1 and "only with --" in alone.notes[0]
     beside = answer([*flags, ("--num-experts", ["8"]), ("--expert-model-parallel-size", ["2"])])
     lost = "--num-experts, --expert-model-parallel-size: mixtures of experts are not supported"
     lost += " (yet); train a dense model"

@@ -58,7 +58,7 @@ def test_the_word_behind_help_is_its_page(line: str, page: str | None) -> None:
 def test_a_page_that_is_none_is_answered_with_the_nearest() -> None:
     done = asked("--help", "dta")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "pretrain_gpt.py: --help dta: there is no such page; did you mean data?\n"
+    assert done.stderr == "pretrain_gpt.py: --help dta is not a page of the help; did you mean data?\n"
     assert "give one of model, parallel, train" in asked("--help", "xyz").stderr
 
 

@@ -63,7 +63,10 @@ def test_what_is_not_a_fault_is_refused(text: str) -> None:
 
 def test_a_malformed_one_is_a_line_of_the_command_lines_problems_and_a_good_one_a_warning(tmp_path: Path) -> None:
     words = "--mock-data --vocab-size 64 --preset tiny --train-iters 1 --micro-batch-size 1 --lr 0 --dry-run".split()
-    for variables, says in (({VARIABLE: "rubbish"}, "POINT:RANK:STEP:KIND"), ({ONCE: "/nowhere"}, "is no directory")):
+    for variables, says in (
+        ({VARIABLE: "rubbish"}, "POINT:RANK:STEP:KIND"),
+        ({ONCE: "/nowhere"}, "is not a directory"),
+    ):
         done = programs.python("pretrain_gpt.py", *words, "--frob", env={**os.environ, **variables}, cwd=tmp_path)
         lines = done.stderr.splitlines()
         assert done.returncode == 2 and all(line.startswith("pretrain_gpt.py: ") for line in lines), done.stderr
@@ -81,7 +84,7 @@ def test_whoever_reads_the_log_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_strike_is_refused_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "step.middle:0:1:kill")
     [problem] = environment.problems()
-    assert problem.startswith("MEGALITE_FAULT='step.middle:0:1:kill' is at no point that there is: init.storage, init")
+    assert problem.startswith("MEGALITE_FAULT='step.middle:0:1:kill' names no known point: init.storage, init")
     with pytest.raises(ValueError, match="no tensor"):
         Faults({VARIABLE: "init:0:0:nan"})("init", 0, 0)
 

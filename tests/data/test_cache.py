@@ -84,7 +84,7 @@ def test_processes_that_start_at_once_build_once_and_the_others_say_for_whom_the
         if i not in built:  # it may have come after the files did, and then it had nothing to wait for
             waits = f"index cache {tmp_path}/cache/a: waiting for process {processes[built[0]].pid} on"
             assert not error or waits in error
-    assert any("which makes it" in error for _, error in results)
+    assert any("which builds it" in error for _, error in results)
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == ["a.lock", "a.order.npy", "a.starts.npy"]
 
 

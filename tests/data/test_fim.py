@@ -143,7 +143,7 @@ def test_fragments_are_chosen_by_their_own_rate() -> None:
         ({"fragment_rate": 0.5}, "fim_split_sample and fim_fragment_rate go together"),
         ({"middle": PRE}, "fim_middle_token and fim_prefix_token are both id 0"),
         ({"no_prefix": ""}, "fim_no_prefix is empty"),
-        ({"suffix": -1}, "fim_suffix_token: id -1 is no token"),
+        ({"suffix": -1}, "fim_suffix_token: id -1 is not a token"),
     ],
 )
 def test_contradictions_are_refused(change: dict[str, float | str], message: str) -> None:

@@ -100,8 +100,9 @@ def test_every_label_counts_once_per_epoch(
     documents = range(min(first, len(lengths) - 1), len(lengths))
     dataset = PackedDataset(data, documents, seq_length, seed, PAD)
     bins = dataset.plan.num_bins
-    own = set(data.tokens[data.start(documents.start) :].tolist())
-    heads = {data.start(d) for d in documents if lengths[d]}  # the first token of a document is nobody's label
+    starts = data.spans(np.arange(len(data)))[0].tolist()
+    own = set(data.tokens[starts[documents.start] :].tolist())
+    heads = {starts[d] for d in documents if lengths[d]}  # the first token of a document is nobody's label
     for epoch in range(2):
         index = np.arange(epoch * bins, (epoch + 1) * bins)
         samples, layout = dataset.samples(index), dataset.layout(index)

@@ -265,7 +265,8 @@ def test_cache_stays_within_its_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(remote, "GROUP", 2)
     url, cache = write(tmp_path / "a"), tmp_path / "c"
     limit = (tmp_path / "a.idx").stat().st_size + 5 * 68
-    data = IndexedDataset(url, cache_path=cache, cache_bytes=limit)
+    monkeypatch.setattr(remote, "cache_limit", lambda root: limit)
+    data = IndexedDataset(url, cache_path=cache)
     assert "most will be fetched again, 6.4e-05 MB each" in caplog.text
     names: set[str] = set()
     for _ in range(2):
@@ -274,11 +275,13 @@ def test_cache_stays_within_its_limit(tmp_path: Path, monkeypatch: pytest.Monkey
             names |= {path.name for path in stored(cache)}
             assert sum(size for _, size, _ in blocks.contents(cache / "remote")) <= limit
     assert len(names) > 10 > len(stored(cache)) and len(list(cache.glob("remote/*/copy.index"))) == 1
-    others = IndexedDataset(write(tmp_path / "b"), cache_path=cache, cache_bytes=10**6)
+    monkeypatch.setattr(remote, "cache_limit", lambda root: 10**6)
+    others = IndexedDataset(write(tmp_path / "b"), cache_path=cache)
     assert documents(others) == DOCUMENTS and len(stored(cache)) > 10
     assert data.document(40).tolist() == DOCUMENTS[40]
     assert documents(others) == DOCUMENTS  # also when its blocks were removed meanwhile
-    IndexedDataset(url, cache_path=cache, cache_bytes=limit)  # a smaller limit holds for what lies there
+    monkeypatch.setattr(remote, "cache_limit", lambda root: limit)
+    IndexedDataset(url, cache_path=cache)  # a smaller limit holds for what lies there
     assert sum(size for _, size, _ in blocks.contents(cache / "remote")) <= limit
 
 

@@ -50,7 +50,7 @@ def test_every_token_is_used_once_per_epoch(
     borders = [first_sample(e, tokens, seq_length) for e in range(4)]
     samples = dataset.samples(np.arange(borders[3]))
 
-    own = Counter(data.tokens[data.start(documents.start) :].tolist())
+    own = Counter(data.tokens[int(data.spans(np.array([documents.start]))[0][0]) :].tolist())
     used = Counter(samples[:, :-1].reshape(-1).tolist())  # inputs: windows that do not overlap
     excess = borders[3] * seq_length - 3 * tokens  # the last sample may run into a fourth epoch
     assert 0 <= excess < seq_length

@@ -141,11 +141,11 @@ def test_a_wrong_translation_is_seen(tmp_path: Path) -> None:
 def test_the_file_of_a_model_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
     tokenizer: Any = by_tool(tmp_path, ["<fim_pad>"])
     model, library = read_sentencepiece(tokenizer.content), tokenizer._model
-    assert model.pieces == [library.id_to_piece(i) for i in range(library.get_piece_size())]
-    assert model.scores == [library.get_score(i) for i in range(library.get_piece_size())]
+    ids = range(library.get_piece_size())
+    assert [row[:2] for row in model.rows] == [(library.id_to_piece(i), library.get_score(i)) for i in ids]
     asked = [[2, "is_unknown"], [3, "is_control"], [6, "is_byte"]]
     for kind, name in asked:
-        assert [k == kind for k in model.kinds] == [getattr(library, name)(i) for i in range(len(model.kinds))]
+        assert [row[2] == kind for row in model.rows] == [getattr(library, name)(i) for i in ids]
     assert (model.byte_fallback, model.dummy_prefix, model.trims, model.charsmap) == (True, False, False, b"")
     for damaged in (b"\xff", b"\x0a\xff\xff\xff\xff\x7f", tokenizer.content[:-3]):
         with pytest.raises((ValueError, IndexError, struct.error)):

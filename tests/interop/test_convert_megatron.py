@@ -312,7 +312,7 @@ def test_what_is_written_is_what_megatron_writes(
     for t in range(tp):
         for p in range(pp):
             rank = f"mp_rank_{t:02d}{f'_{p:03d}' if pp > 1 else ''}"
-            file = load_pickle(back / "release" / rank / "model_optim_rng.pt")
+            file = load_pickle(back / "release" / rank / "model_optim_rng.pt", print)
             want = stage(spelt, weights | wide, tp, t, range(p * L // pp, (p + 1) * L // pp))
             assert file["model"].keys() == want.keys()
             for name in want:

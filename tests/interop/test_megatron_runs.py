@@ -134,9 +134,9 @@ def test_a_format_that_is_not_read_says_what_to_do(files: tuple[str, ...], tmp_p
 def test_an_unknown_vocabulary_is_told_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = theirs(tmp_path / "theirs", "torch", GPT)
     _, notes = first_loss(str(folder), "")
-    assert any("does not tell its true vocabulary" in note and "--vocab-size" in note for note in notes)
+    assert any("does not hold its true vocabulary" in note and "--vocab-size" in note for note in notes)
     assert tool("--from-megatron", folder, "--save", tmp_path / "ours") == 0
-    assert "note: the checkpoint does not tell its true vocabulary" in capsys.readouterr().err
+    assert "note: the checkpoint does not hold its true vocabulary" in capsys.readouterr().err
     write(tmp_path / "told", GPT, vocab_size=V)  # what --vocab-size said there
     assert tool("--from-megatron", tmp_path / "told", "--save", tmp_path / "known") == 0
     assert "note" not in capsys.readouterr().err

@@ -27,8 +27,8 @@ from megalite.models.gpt import Batch
 from megalite.nn.later import Later
 from megalite.parallel.launch import Ranks
 from megalite.plan.arrangement import arrange
+from megalite.train.life.opening import warm_up
 from megalite.train.life.preflight import check_machine
-from megalite.train.life.warm_up import warm_up
 from megalite.train.setup import SetupError, build_run
 from megalite.train.state import Run
 from megalite.train.step import train_step

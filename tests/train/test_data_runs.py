@@ -160,7 +160,7 @@ def test_fill_in_the_middle(tmp_path: Path) -> None:
         losses[name] = loss_rows(tmp_path / name)
     assert losses["tp"] == pytest.approx(losses["fim"], rel=1e-4) and losses["fim"] != losses["plain"]
     wrong = run("pretrain_gpt.py", *flags, "--fim-data", "--fim-pad-token", "<nope>", "--run-dir", tmp_path / "w")
-    assert wrong.returncode == 3 and "fim_pad_token='<nope>' is no token" in wrong.stderr
+    assert wrong.returncode == 3 and "fim_pad_token='<nope>' is not a token" in wrong.stderr
 
 
 def test_ledger_of_generated_data_and_of_nothing(tmp_path: Path) -> None:

@@ -389,4 +389,4 @@ def test_a_clean_run_hears_nothing_of_it_and_a_slow_step_goes_on(tmp_path: Path)
     code, err, status = ended(tmp_path / "slow", "--nproc", "2", fault="step.begin:1:9:sleep=5.5", limit_s=8)
     assert (code, status["outcome"]) == (0, "done") and err.count("NO PROGRESS") == 1, err
     assert err.count("step 9 resumed after ") == 1 and "rank 1 in step 9" in err
-    assert json.loads((tmp_path / "slow" / "report.json").read_text())["advice"].startswith("it hung and went on, ")
+    assert json.loads((tmp_path / "slow" / "report.json").read_text())["advice"].startswith("it hung and resumed, ")

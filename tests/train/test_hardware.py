@@ -171,7 +171,7 @@ def test_more_threads_than_cores_are_told_with_the_number_that_fits(monkeypatch:
     monkeypatch.setattr(preflight, "cores", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     [line] = preflight.many_threads("cpu", Ranks(world=8, local_world=4))
-    assert line == "4 ranks x 3 threads on 8 cores are many times slower than one per core: OMP_NUM_THREADS=2"
+    assert line == "4 ranks x 3 threads on 8 cores are many times slower than one per core: set OMP_NUM_THREADS=2"
     assert not preflight.many_threads("cpu", Ranks(world=4, local_world=2))
     assert not preflight.many_threads("cuda", Ranks(world=8, local_world=8))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

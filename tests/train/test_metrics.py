@@ -330,11 +330,9 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
     assert "step     3/" in shown.out and "validation loss  7.5000" in shown.out  # the console is told all the same
     log, metrics = (str(tmp_path / name) for name in ("log.txt", "metrics.jsonl"))
     complaints = shown.err.splitlines()
-    assert (
-        complaints.count(f"WARNING: {log}: File too large; training continues, and what is lost there is counted") == 1
-    )
-    assert f"WARNING: {metrics}: 4 times something could not be written" in complaints
-    assert f"WARNING: {log}: 6 times something could not be written" in complaints
+    assert complaints.count(f"WARNING: {log}: File too large; training continues, and lost writes are counted") == 1
+    assert f"WARNING: {metrics}: 4 writes failed" in complaints
+    assert f"WARNING: {log}: 6 writes failed" in complaints
     assert len(complaints) == 5  # and the warning
 
 

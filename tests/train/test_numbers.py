@@ -336,7 +336,7 @@ def test_a_run_that_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]
     assert [e["event"] for e in events(tmp_path)] == ["spike", "rollback"] * 3 + ["spike"]
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["outcome"], status["step"]) == ("bad-result", 13)
-    assert status["reason"] == "step 13: a spike again, after 3 rollbacks in a row"
+    assert status["reason"] == "step 13: another spike, after 3 rollbacks in a row"
 
 
 def test_skipped_steps_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ def test_skipped_steps_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert train(*SMALL, *flags) == Exit.BAD_RESULT  # two in a row were not too many
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["outcome"], status["step"]) == ("bad-result", 6)
-    assert status["reason"].startswith("max_skipped_steps=3 in a row: nothing is learnt; step 6: loss ")
+    assert status["reason"].startswith("max_skipped_steps=3 in a row: nothing is learned; step 6: loss ")
 
 
 def test_a_machine_that_computes_wrongly_again_and_again_is_left(

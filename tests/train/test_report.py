@@ -305,7 +305,7 @@ def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
     assert sum(seconds.values()) == pytest.approx(report["wall_s"])
     assert seconds["data"] >= 3 and seconds["checkpoint"] >= 2
     assert all(seconds[phase] > 0 for phase in ("forward", "backward", "bubble", "optimizer", "evaluation", "start-up"))
-    assert report["bottleneck"] is None and report["advice"] == "8 steps of 10 that it takes to tell"
+    assert report["bottleneck"] is None and report["advice"] == "8 steps; it takes 10 to tell"
     assert (report["steps"], report["tokens"], run["processes"], run["tokens"]) == (8, 8 * 8 * 16, 2, 0)
     assert run["wall_s"] > report["wall_s"] + 0.5 and 0 < run["goodput"] < 1
     assert run["useful_s"] == pytest.approx(useful_seconds(folder / "metrics.jsonl"))

@@ -187,7 +187,7 @@ def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name
     status = status_in(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
     [line] = [line for line in err.splitlines() if line.startswith("pretrain_gpt.py: interrupted")]
-    assert f"at step {status['step']}; checkpoint: none, there is no --save; to go on: from step 1" in line
+    assert f"at step {status['step']}; checkpoint: none, there is no --save; to continue: from step 1" in line
     assert "Traceback" not in err and "outcome " in out
 
 

@@ -81,7 +81,7 @@ def test_fim_with_gpt2s_files_takes_the_unknown_token(folder: Path) -> None:
     fim = ["--fim-data", "--fim-rate", "1.0", "--fim-spm-rate", "0.5", "--split", "1,0,0"]
     _, plain = read(folder, "--split", "1,0,0")
     _, sources = read(folder, *fim)
-    assert [note.partition(" is no token of ")[0] for note in sources.notes] == [
+    assert [note.partition(" is not a token of ")[0] for note in sources.notes] == [
         f"fim_{name}_token='<fim_{name}>'" for name in ("prefix", "middle", "suffix", "pad")
     ]
     assert all("its unknown token, id 0, stands for it, as in Megatron-LM" in note for note in sources.notes)

@@ -71,7 +71,7 @@ def test_a_run_whose_disk_is_full_or_cannot_be_written(where: str, tmp_path: Pat
     code, said = run(folder, **({"preexec_fn": limit} if where == "full" else {}))
     assert code == 0 and "Traceback" not in said, said
     assert f"WARNING: {folder / 'log.txt'}: " in said
-    assert "could not be written" in said
+    assert "writes failed" in said
     if where == "full":
         assert json.loads((folder / "status.json").read_text())["outcome"] == "done"  # that is small enough
 

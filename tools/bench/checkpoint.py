@@ -81,7 +81,7 @@ class Bench:
         self._left = torch.randn(512, 512)
         self._number = self._enough_products()
         self.raw.parent.mkdir(parents=True, exist_ok=True)
-        self.saver = Saver.open(folder / "saved", self.mesh, self.bytes)
+        self.saver = Saver(folder / "saved", self.mesh, self.bytes)
 
     def _enough_products(self) -> int:
         """For 0.1 s, or four times a copy of the state."""

@@ -1,12 +1,10 @@
-"""The blocks of a checkpoint's files: each is read once, hashed, and what is wanted of it put where it belongs.
+"""The blocks of a checkpoint's files: each is read once, hashed, and its wanted parts are copied to their targets.
 
-One thread reads while another hashes. A file system reads ahead only of who reads in order, so there the threads take
-turns at reading, and bytes go straight into a target that is contiguous in both places; behind a URL many requests
-are under way, each for a block. All else goes through a buffer of one block per thread, which stays in the processor's
-cache: fresh pages for the bytes of a whole file would cost more time than reading them.
+One thread reads while another hashes. A file system reads ahead only for a reader that goes in order, so there the
+threads take turns, and bytes go straight into a target that is contiguous in both places; behind a URL many blocks are
+requested at once. All else goes through one buffer per thread, which stays in the processor's cache: fresh pages for
+the bytes of a whole file would cost more time than reading them.
 """
-
-from __future__ import annotations
 
 import contextlib
 import mmap
@@ -34,7 +32,7 @@ _DIRECT = 1 << 16  # bytes; a read of less costs more than copying it
 
 @dataclass(frozen=True)
 class Want:
-    """A stored box, where its bytes are, and the tensors that want a part of it: each with the box that it holds."""
+    """A stored box, where its bytes are, and the tensors that want a part of it, each with its own box."""
 
     place: Place
     stored: Box
@@ -50,8 +48,8 @@ def read_blocks(
     buffers: list[Tensor] | None = None,
 ) -> None:
     """Read the blocks `todo`, (file, number) in order, check their hashes, and fill the targets of `wants`. Raises
-    CheckpointError that names the first block that is wrong, and the tensors in it. `tell`: what this is called in the
-    lines that say how far it is. `buffers`: of earlier calls for this checkpoint; this one adds those that it makes."""
+    CheckpointError with the first wrong block and the tensors in it. `tell`: title of the lines of progress. `buffers`:
+    those of earlier calls for this checkpoint, and then of this one."""
     storage = storage_of(folder)
     turn = threading.Lock() if storage.in_order else contextlib.nullcontext()
     jobs: queue.SimpleQueue[tuple[int, str, int]] = queue.SimpleQueue()
@@ -62,8 +60,7 @@ def read_blocks(
     threads = min(storage.readers, len(todo))
     buffers = [] if buffers is None else buffers
     largest = max((min(stamp.block, stamp.size) for stamp in manifest.files.values()), default=0)
-    # not of malloc, which keeps what it gave to a thread for threads to come
-    try:
+    try:  # mmap, since malloc keeps the memory of a thread for later threads
         buffers += [torch.frombuffer(mmap.mmap(-1, largest), dtype=torch.uint8) for _ in range(threads - len(buffers))]
     except (OSError, MemoryError) as error:
         raise _named(folder, error) from None
@@ -81,7 +78,7 @@ def read_blocks(
                     block.read(files.get(name))
                 block.check(manifest)
                 block.copy()
-            except Exception as error:  # of another thread's life: raised below
+            except Exception as error:  # raised below, in the caller's thread
                 wrong[n] = _named(folder / name, error)
                 return
             files.done(name)
@@ -92,7 +89,7 @@ def read_blocks(
     with contextlib.closing(files), progress, ThreadPoolExecutor(max(1, threads), "megalite-read") as pool:
         list(pool.map(work, buffers[:threads]))
     if wrong:
-        raise wrong[min(wrong)]  # whoever took a block before this one has ended it
+        raise wrong[min(wrong)]  # all earlier blocks are done
 
 
 def _named(path: Location, error: Exception) -> CheckpointError:
@@ -100,7 +97,7 @@ def _named(path: Location, error: Exception) -> CheckpointError:
 
 
 class _Files:
-    """Files that are open as long as a block of them is to be read; a checkpoint has one for each rank."""
+    """Files, each open until its last block is read."""
 
     def __init__(self, folder: Location, left: Counter[str]):
         self._folder, self._left = folder, left
@@ -115,7 +112,6 @@ class _Files:
             return self._open[name]
 
     def done(self, name: str) -> None:
-        """With one block."""
         with self._lock:
             self._left[name] -= 1
             if not self._left[name]:
@@ -127,7 +123,7 @@ class _Files:
 
 
 class _Block:
-    """One block of one file: its bytes in `views`, some of them in their target already, the others in `buffer`."""
+    """One block of one file. Its bytes go to `views`, which are parts of `buffer` or, if `direct`, of a target."""
 
     def __init__(
         self, path: Location, manifest: Manifest, number: int, buffer: Tensor, wants: Sequence[Want], direct: bool
@@ -150,7 +146,7 @@ class _Block:
         self.views.append(whole[at - self.begin :])
 
     def _plan(self, want: Want, straight: list[tuple[int, int, memoryview]] | None) -> None:
-        """What of this block goes where."""
+        """Plan the copies of the block's part of `want`, into `straight` where no copy is needed."""
         item = want.place.dtype.itemsize
         begin, end = max(self.begin, want.place.begin), min(self.end, want.place.end)
         if (begin - want.place.begin) % item or (end - want.place.begin) % item:
@@ -167,15 +163,9 @@ class _Block:
                 first = offset_in(part, both.start)
                 last = offset_in(part, tuple(n - 1 for n in both.stop))
                 size = both.numel * item
-                if (
-                    straight is not None
-                    and len(want.targets) == 1
-                    and size >= _DIRECT
-                    and last - first + 1 == both.numel
-                    and into.is_contiguous()
-                    and into.device.type == "cpu"
-                    and into.dtype == want.place.dtype
-                ):
+                contiguous = last - first + 1 == both.numel and into.is_contiguous()
+                same = into.device.type == "cpu" and into.dtype == want.place.dtype
+                if straight is not None and len(want.targets) == 1 and size >= _DIRECT and contiguous and same:
                     view = memoryview(into.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
                     straight.append((at + first * item, at + first * item + size, view))
                 else:
@@ -195,27 +185,20 @@ class _Block:
             digest.update(view)
         if digest.hexdigest() != stamp.digests[self.number]:
             held = ", ".join(_tensors_at(self.path, manifest, self.begin, self.end))
-            raise CheckpointError(
-                f"{self.path}: its content changed after it was written ({stamp.name}), at bytes {self.begin} to "
-                f"{self.end}: {held}"
-            )
+            where = f"at bytes {self.begin} to {self.end}: {held}"
+            raise CheckpointError(f"{self.path}: its content changed after it was written ({stamp.name}), {where}")
 
     def copy(self) -> None:
         for into, values in self._copies:
             into.copy_(values)
 
 
-def _tensors_at(path: Location, manifest: Manifest, begin: int, end: int, most: int = 3) -> list[str]:
-    """Names of the tensors in these bytes, for people."""
+def _tensors_at(path: Location, manifest: Manifest, begin: int, end: int) -> list[str]:
+    """Names of the tensors in these bytes, as a message gives them."""
     try:
-        where = places(path)
+        held = {key for key, place in places(path).items() if place.begin < end and place.end > begin}
     except (OSError, ValueError):
         return ["the header"]
-    names = [
-        name
-        for name, whole in manifest.tensors.items()
-        for part in whole.parts
-        if part.file == path.name and part.key in where and where[part.key].begin < end and where[part.key].end > begin
-    ]
-    names = list(dict.fromkeys(names))
-    return names[:most] + ([f"and {len(names) - most} more"] if len(names) > most else []) or ["the header"]
+    tensors = manifest.tensors.items()
+    names = [name for name, whole in tensors if any(p.file == path.name and p.key in held for p in whole.parts)]
+    return names[:3] + ([f"and {len(names) - 3} more"] if len(names) > 3 else []) or ["the header"]

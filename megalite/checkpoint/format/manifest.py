@@ -1,10 +1,8 @@
 """manifest.json: for every whole tensor its shape and dtype, and which file holds which box; hashes of every file.
 
-Everything read from disk is checked here before it is used: names of files stay inside the directory, boxes inside
-their tensors, and the boxes of a tensor cover it exactly once.
+All of it is checked when it is read: names of files stay inside the directory, boxes inside their tensors, and the
+boxes of a tensor cover it exactly once.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -27,7 +25,7 @@ _FILE = re.compile(r"rank-\d{5}\.safetensors")
 _LARGEST = 1 << 30  # bytes of JSON
 _DTYPES = {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
 _MOST = 1 << 56  # steps, samples, tokens
-_MOST_DIMS = 6  # of a tensor; a box has 2 to the power of it corners
+_MOST_DIMS = 6  # of a tensor; a box of n dims has 2^n corners
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`state`: plain JSON, what the run needs beside tensors."""
+    """`state`: the run's numbers beside tensors, plain JSON."""
 
     tensors: dict[str, Whole]
     files: dict[str, Stamp]
@@ -56,14 +54,10 @@ class Manifest:
 
 
 def dump(manifest: Manifest) -> str:
-    tensors = {
-        name: {
-            "shape": whole.shape,
-            "dtype": whole.dtype,
-            "parts": [[p.file, p.key, p.box.start, p.box.stop] for p in whole.parts],
-        }
-        for name, whole in manifest.tensors.items()
-    }
+    tensors = {}
+    for name, whole in manifest.tensors.items():
+        parts = [[p.file, p.key, p.box.start, p.box.stop] for p in whole.parts]
+        tensors[name] = {"shape": whole.shape, "dtype": whole.dtype, "parts": parts}
     files = {name: [s.size, s.name, s.block, s.digests] for name, s in manifest.files.items()}
     return json.dumps({"format": FORMAT, "state": manifest.state, "files": files, "tensors": tensors})
 
@@ -80,7 +74,7 @@ def load(folder: Location) -> Manifest:
         sizes = storage.entries(folder)
         for name in ("manifest.json", "COMPLETE"):
             if name not in sizes:
-                raise refuse(f"cannot be read ({name} is missing, or not a plain file)")
+                raise refuse(f"cannot be read ({name} is missing, or not a regular file)")
         if max(sizes["manifest.json"], sizes["COMPLETE"]) > _LARGEST:
             raise refuse("it is implausibly large")
         text = storage.read(path)
@@ -102,28 +96,28 @@ def load(folder: Location) -> Manifest:
 
 
 def check_sizes(folder: Location, manifest: Manifest) -> None:
-    """Every file is there, with its size. Raises CheckpointError that names the first that is not."""
+    """Raises CheckpointError that names the first file that is missing or has another size."""
     try:
         sizes = storage_of(folder).entries(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read ({error})") from None
     for name, stamp in manifest.files.items():
         if name not in sizes:
-            raise CheckpointError(f"{folder / name}: missing, or not a plain file")
+            raise CheckpointError(f"{folder / name}: missing, or not a regular file")
         if sizes[name] != stamp.size:
             raise CheckpointError(f"{folder / name}: {sizes[name]} bytes, not {stamp.size}")
 
 
 def load_whole(folder: Location) -> Manifest:
-    """The manifest of a checkpoint of which `check_sizes` holds; contents are not hashed. Raises CheckpointError."""
+    """The manifest of a checkpoint that has all its files; contents are not hashed. Raises CheckpointError."""
     manifest = load(folder)
     check_sizes(folder, manifest)
     return manifest
 
 
 def newest(place: Location, check: Callable[[Location, Manifest], object] = check_sizes) -> tuple[Location, Manifest]:
-    """The checkpoint `place`, or the newest in it with a right manifest that passes `check`, and its manifest; every
-    one that is passed over is told on stderr. Raises CheckpointError, as `check` does of what is damaged."""
+    """The checkpoint `place`, or the newest in it with a valid manifest that passes `check`, and its manifest. Skipped
+    ones are named on stderr. Raises CheckpointError, as `check` does."""
 
     def checked(folder: Location) -> tuple[Location, Manifest]:
         manifest = load(folder)
@@ -173,10 +167,10 @@ def _whole(name: str, entry: dict[str, Any], files: dict[str, Stamp]) -> Whole:
 
 
 def _state(state: dict[str, Any]) -> dict[str, Any]:
-    """What a run and tools use without another look, where it is there; the rest is theirs to check."""
+    """Checks the entries that a run and tools use without another check."""
     for name, kind in {"progress": dict, "loss_scaler": dict, "config": str, "updates": int, "vocab_size": int}.items():
         if name in state and type(state[name]) is not kind:
-            raise ValueError(f"state: {name} is no {kind.__name__}")
+            raise ValueError(f"state: {name} is not of type {kind.__name__}")
     numbers = state.get("progress", {}) | {name: state[name] for name in ("updates", "vocab_size") if name in state}
     for name, value in numbers.items():
         if type(value) is not int or not 0 <= value < _MOST:

@@ -1,4 +1,4 @@
-"""Which rectangles of the whole tensor a piece is, and how pieces meet. Pure.
+"""The rectangles of the whole tensor that make up a piece, and their intersections. Pure.
 
 A piece is a contiguous range of a flattened box (parallel/spec.py). Such a range is the end of a row, whole rows and
 the start of a row, and so on inwards: at most 2 n - 1 rectangles for n dims (3 for a matrix).
@@ -7,8 +7,6 @@ the start of a row, and so on inwards: at most 2 n - 1 rectangles for n dims (3 
     # # # # #
     # # . . .
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
@@ -41,26 +39,23 @@ def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
 
 
 def rectangles(box: Box, span: range) -> list[tuple[Box, range]]:
-    """The rectangles of the whole tensor that make up `span` of the flattened box, each with its part of the span,
-    counted from the span's start."""
+    """The rectangles of the whole tensor that make up `span` of the flattened box, each with its place in the span."""
     result, done = [], 0
     for low, high in _split(box.shape, span.start, span.stop):
-        start = tuple(b + x for b, x in zip(box.start, low, strict=True))
-        stop = tuple(b + x for b, x in zip(box.start, high, strict=True))
-        part = Box(start, stop)
+        part = Box(*(tuple(b + x for b, x in zip(box.start, corner, strict=True)) for corner in (low, high)))
         result.append((part, range(done, done + part.numel)))
         done += part.numel
     return result
 
 
 def views(piece: Piece) -> list[tuple[Box, Any]]:
-    """Those of a piece, each with a view of its values."""
+    """The rectangles of a piece, each with a view of its values."""
     data = piece.data.detach()
     return [(box, data[span.start : span.stop].view(box.shape)) for box, span in rectangles(piece.box, piece.span)]
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What both hold, or None."""
+    """The elements of both, None if there are none."""
     start = tuple(max(x, y) for x, y in zip(a.start, b.start, strict=True))
     stop = tuple(min(x, y) for x, y in zip(a.stop, b.stop, strict=True))
     return Box(start, stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
@@ -72,7 +67,7 @@ def inside(part: Box, whole: Box) -> tuple[slice, ...]:
 
 
 def offset_in(box: Box, corner: tuple[int, ...]) -> int:
-    """Where the element `corner` of the whole tensor is in the flattened box."""
+    """Offset of the element `corner` of the whole tensor in the flattened box."""
     offset = 0
     for at, start, n in zip(corner, box.start, box.shape, strict=True):
         offset = offset * n + at - start
@@ -80,19 +75,17 @@ def offset_in(box: Box, corner: tuple[int, ...]) -> int:
 
 
 def cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether the boxes hold every element of a tensor exactly once, in n log n however they lie.
+    """Whether the boxes hold every element of a tensor exactly once, in time n log n. OverflowError from 2^63 elements.
 
-    A box is told by its corners, half of them positive, by the parity of the upper coordinates: the differences along
-    every dim of what is 1 inside, which can be summed up again. So boxes add up to the whole where their corners do.
-    Raises OverflowError for a tensor of 2^63 elements.
+    The differences along every dim of a function that is 1 inside a box are its corners, half of them positive. They
+    can be summed up again, so boxes add up to the whole if their corners do.
     """
     strides = [math.prod(n + 1 for n in shape[d + 1 :]) for d in range(len(shape))]
     if math.prod(n + 1 for n in shape) >= 1 << 63:
         raise OverflowError(f"a tensor of {shape}")
     plus, minus = _corners(boxes, strides)
     whole_plus, whole_minus = _corners([Box((0,) * len(shape), shape)], strides)
-    both = (np.sort(np.append(plus, whole_minus)), np.sort(np.append(minus, whole_plus)))
-    return np.array_equal(*both)
+    return np.array_equal(np.sort(np.append(plus, whole_minus)), np.sort(np.append(minus, whole_plus)))
 
 
 def _corners(boxes: Sequence[Box], strides: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -3,13 +3,11 @@
     8 bytes: length of the header | header, JSON: key -> dtype, shape, [begin, end) | bytes of the tensors, packed
 
 A piece's rectangles follow each other in its flat data (pieces.py), so the payload of a file is the pieces' data one
-after the other: the header is known before the first byte is written, and nothing is gathered in memory.
-`safetensors` itself wants all tensors at once to write, and maps the file to read: a file that shrinks meanwhile then
-kills the process with SIGBUS.
+after the other: the header is known before the first byte is written, and nothing is gathered in memory. The package
+safetensors needs all tensors at once to write, and maps the file to read, so that a shrinking file causes a SIGBUS.
 """
 
-from __future__ import annotations
-
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +19,7 @@ from torch import Tensor
 from megalite.checkpoint.format.hashing import BLOCK, BlockHash, Stamp
 from megalite.checkpoint.format.pieces import rectangles
 from megalite.checkpoint.storage.location import Location
-from megalite.checkpoint.storage.protocol import OpenFile, storage_of
+from megalite.checkpoint.storage.protocol import storage_of
 from megalite.parallel.spec import Box, Piece
 
 _NAMES = {
@@ -67,15 +65,13 @@ class Row(Planned):
 
 
 def rows_of(parts: Iterable[tuple[str, tuple[int, ...], torch.dtype, Box]]) -> list[Row]:
-    """Of (tensor, its shape, dtype, rectangle); their keys are numbers."""
+    """Rows for (tensor, its shape, dtype, rectangle), with numbers as keys."""
     return [Row(f"{n:06d}", dtype, box.shape, name, whole, box) for n, (name, whole, dtype, box) in enumerate(parts)]
 
 
 def _header(plan: Iterable[Planned], align: int) -> bytes:
-    """The start of a file whose data are the tensors of `plan` in order.
-
-    Wider dtypes must come first, so that every tensor starts at a multiple of its element's size.
-    """
+    """The start of a file with the tensors of `plan` in order: wider dtypes first, so that every tensor starts at a
+    multiple of its element's size."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end, width = 0, 8
     for p in plan:
@@ -88,14 +84,14 @@ def _header(plan: Iterable[Planned], align: int) -> bytes:
 
 
 def plan(pieces: Sequence[Piece]) -> tuple[list[Row], list[Piece]]:
-    """(the rectangles, the pieces in the order of their data)."""
+    """(rectangles, pieces), both in the order of the data."""
     ordered = sorted(pieces, key=lambda p: -p.data.element_size())
     parts = ((p.name, p.shape, p.data.dtype, box) for p in ordered for box, _ in rectangles(p.box, p.span))
     return rows_of(parts), ordered
 
 
 def cut(sizes: Sequence[int], limit: int) -> list[range]:
-    """Consecutive items in as few files of at most `limit` bytes as their order allows; a larger item is alone.
+    """Consecutive items in as few files of at most `limit` bytes as their order allows; a larger item gets its own.
 
     >>> cut([3, 4, 9, 1, 1], 8)
     [range(0, 2), range(2, 3), range(3, 5)]
@@ -110,7 +106,7 @@ def cut(sizes: Sequence[int], limit: int) -> list[range]:
 
 
 def flat(plan: Sequence[Planned], values: Iterable[Tensor]) -> Iterator[Tensor]:
-    """`values`, which come in the plan's order, as the 1-D tensors that a file is written from."""
+    """`values`, in the plan's order, as the 1-D tensors that `write` takes."""
     for p, tensor in zip(plan, values, strict=True):
         assert (tensor.dtype, tuple(tensor.shape)) == (p.dtype, p.shape), p.key
         yield tensor.detach().contiguous().view(-1)
@@ -119,8 +115,8 @@ def flat(plan: Sequence[Planned], values: Iterable[Tensor]) -> Iterator[Tensor]:
 def write(
     path: Location, plan: Sequence[Planned], data: Iterable[Tensor], block: int = BLOCK, *, align: int = _PAGE
 ) -> Stamp:
-    """Write a new file, hash it on the way, and sync it. `data`: 1-D contiguous tensors that hold what is planned, in
-    its order, from a multiple of `align` bytes on."""
+    """Write a new file, hash it on the way, and sync it. `data`: the planned tensors as 1-D contiguous ones, which
+    begin at a multiple of `align` bytes."""
     hashed = BlockHash(block=block)
     with storage_of(path).create(path) as append:
 
@@ -158,32 +154,25 @@ class Place:
 
 def places(path: Location) -> dict[str, Place]:
     """Where each key of a safetensors file is. ValueError for a header that does not fit its file; OSError."""
-    file = storage_of(path).open(path)
+    with contextlib.closing(storage_of(path).open(path)) as file:
+        size, prefix = file.size, bytearray(8)
+        file.pread(memoryview(prefix), 0)
+        length = int.from_bytes(prefix, "little")
+        if length > min(_HEADER, size - 8):
+            raise ValueError(f"{path}: its header of {length} bytes does not fit a file of {size}")
+        text = bytearray(length)
+        file.pread(memoryview(text), 8)
+    result = {}
     try:
-        return _places(path, file)
+        for key, entry in json.loads(text).items():
+            if key == "__metadata__":
+                continue
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+            begin, end = (int(n) + 8 + length for n in entry["data_offsets"])
+            wanted = math.prod(shape) * dtype.itemsize
+            if min((*shape, begin - 8 - length)) < 0 or end > size or end - begin != wanted:
+                raise ValueError(f"{path}: {key} is at bytes {begin}..{end} of {size}, {wanted} wanted")
+            result[key] = Place(dtype, shape, begin, end)
     except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(repr(error)) from None
-    finally:
-        file.close()
-
-
-def _places(path: Location, file: OpenFile) -> dict[str, Place]:
-    size, prefix = file.size, bytearray(8)
-    file.pread(memoryview(prefix), 0)
-    length = int.from_bytes(prefix, "little")
-    if length > min(_HEADER, size - 8):
-        raise ValueError(f"{path}: its header of {length} bytes does not fit a file of {size}")
-    text = bytearray(length)
-    file.pread(memoryview(text), 8)
-    entries = json.loads(text)
-    result = {}
-    for key, entry in entries.items():
-        if key == "__metadata__":
-            continue
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
-        begin, end = (int(n) + 8 + length for n in entry["data_offsets"])
-        wanted = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
-        if min((*shape, begin - 8 - length)) < 0 or end > size or end - begin != wanted:
-            raise ValueError(f"{path}: {key} is at bytes {begin}..{end} of {size}, {wanted} wanted")
-        result[key] = Place(dtype, shape, begin, end)
     return result

@@ -1,6 +1,4 @@
-"""What the ranks of a run do together with its --save directory: all succeed, or all raise."""
-
-from __future__ import annotations
+"""Actions of all ranks on the --save directory: all succeed, or all raise."""
 
 import os
 import time
@@ -18,8 +16,8 @@ T = TypeVar("T")
 
 
 def agree(error: Exception | None, mesh: Mesh, doing: str) -> None:
-    """Raise on all ranks if any failed: the culprit with its own error, the others with its rank. An ElsewhereError is
-    what this rank knows of another's."""
+    """Raise on all ranks if any failed: the failed rank with its own error, the others with its rank. An ElsewhereError
+    is this rank's knowledge of another's failure."""
     size, own = mesh.world.size, error is not None and not isinstance(error, ElsewhereError)
     first = reduce_number(mesh.world.rank if own else size + (error is None), mesh, dist.ReduceOp.MIN)
     if error is not None and own:
@@ -30,7 +28,7 @@ def agree(error: Exception | None, mesh: Mesh, doing: str) -> None:
 
 
 def together(mesh: Mesh, do: Callable[[], T], doing: str) -> T:
-    """`do()` on this rank; collective. Raises on all ranks when it raises on one: the others would wait for it in their
+    """`do()` on this rank; collective. If it raises on one rank, all raise: the others would wait for that one in their
     next collective until the time-out."""
     try:
         result = do()
@@ -42,7 +40,7 @@ def together(mesh: Mesh, do: Callable[[], T], doing: str) -> T:
 
 
 def check_shared(directory: Location, mesh: Mesh, patience_s: float = 10.0) -> None:
-    """All ranks must see the file that rank 0 writes. Network file systems may show it late."""
+    """Refuse a directory in which not all ranks see a file of rank 0; network file systems may show it late."""
     if mesh.world.size == 1:
         return
     storage = storage_of(directory)

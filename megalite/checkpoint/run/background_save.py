@@ -1,11 +1,9 @@
-"""What a save in the background needs: a copy of the state that training hardly waits for, and the others' files.
+"""A save in the background: a copy of the state that training hardly waits for, and the wait for other ranks' files.
 
-The first that changes the state is the next update, so the copy is made behind the forward and the backward before it:
-by a thread on the CPU, by a stream of its own on CUDA. Only an update that comes earlier than the copy's end waits.
-Where there is no memory for a copy the state itself is written, and the update waits for the end of that.
+The next update is the first to change the state, so the copy is made during the forward and backward before it: by a
+thread on the CPU, by a stream of its own on CUDA. An update waits only until the copy is done. Without memory for a
+copy the state itself is written, and the update waits for that.
 """
-
-from __future__ import annotations
 
 import contextlib
 import threading
@@ -28,7 +26,7 @@ from megalite.parallel.streams import Event, beside, new_stream, reached, wait_f
 class HostCopy:
     """A copy of tensors in host memory (pinned on CUDA), kept for the next one: pinning takes longer than filling.
 
-    `begin` and `wait_before_change` are training's, `fill` is for the thread that then writes. One at a time.
+    Training calls `begin` and `wait_before_change`, the writing thread `fill`. One copy at a time.
     """
 
     def __init__(self, device: torch.device):
@@ -42,17 +40,17 @@ class HostCopy:
         self.refused: str | None = None  # why there was no memory, the last time
 
     def begin(self) -> None:
-        """What is copied is the state at this call: all that training has started until now."""
+        """The copy will be of the state at this call, with all that training has started."""
         self._staged.clear()
         self._done = self.refused = None
         self._ready = reached(self._device)
 
     def fill(self, data: Sequence[Tensor]) -> list[Tensor]:
-        """The bytes of `data`, which are 1-D and contiguous; `data` itself where there is no memory for them, which
-        must not change then until `release`."""
+        """The bytes of `data`, 1-D and contiguous; without memory for them `data` itself, which then must not change
+        until `release`."""
         try:
             parts = self._parts(data)
-        except (MemoryError, RuntimeError) as error:  # which of them is torch's affair
+        except (MemoryError, RuntimeError) as error:  # depending on the device
             self.refused = str(error).partition("\n")[0] or type(error).__name__
             wait_for(self._ready)
             return list(data)
@@ -72,24 +70,24 @@ class HostCopy:
     def _parts(self, data: Sequence[Tensor]) -> list[Tensor]:
         sizes = [tensor.numel() * tensor.element_size() for tensor in data]
         if self._buffer is None or len(self._buffer) < sum(sizes):
-            self._buffer = None  # let go of the old one first
+            self._buffer = None  # free the old one first
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         return list(self._buffer[: sum(sizes)].split(sizes)) if sizes else []
 
     def release(self) -> None:
-        """Nobody is to wait any longer: the save has ended."""
+        """End all waiting, since the save has ended."""
         self._staged.set()
 
     def wait_before_change(self) -> None:
-        """The state may change after this: at once where the copy is done. On CUDA the stream waits, not the host."""
+        """Wait until the copy is done; on CUDA the stream waits, not the host."""
         self._staged.wait()
         wait_for(self._done)
 
 
 @dataclass
 class BackgroundSave:
-    """One save in the background, on one rank: it writes `pieces` into `part`. On rank 0 it then waits for the lists of
-    all ranks, and commits. `confirm`: of `wait_for_lists`; `tell`: a line for people."""
+    """One save in the background, on one rank: writes `pieces` into `part`; rank 0 then waits for the lists of all
+    ranks, and commits. `confirm`: see `wait_for_lists`; `tell`: gets lines for people."""
 
     part: Location
     step: int
@@ -100,25 +98,22 @@ class BackgroundSave:
     confirm: Callable[[], None]
     tell: Callable[[str], None]
     error: Exception | None = None
-    give_up: threading.Event = field(default_factory=threading.Event)  # some rank has failed: its list will never come
-    _thread: threading.Thread | None = None
+    give_up: threading.Event = field(default_factory=threading.Event)  # a rank has failed: its list will not come
 
     def start(self) -> None:
-        """In a thread; here, if the system gives no more of them."""
-        thread = threading.Thread(target=self._run, name="megalite-save", daemon=True)
+        """Run in a thread, or at once if the system has no more threads."""
+        self._thread = threading.Thread(target=self._run, name="megalite-save", daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError:
             self._run()
-        else:
-            self._thread = thread
 
     def join(self) -> None:
-        if self._thread is not None:
+        if self._thread.ident is not None:  # it was started
             self._thread.join()
 
     def _run(self) -> None:
-        device = self.mesh.device  # the one of a thread is the first; pinning would take memory on it
+        device = self.mesh.device  # a new thread has the first device, and pinning would take memory on it
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             self._save()
 
@@ -137,33 +132,24 @@ class BackgroundSave:
                 wait_for_lists(self.part, self.mesh.world.size, self.give_up, confirm=self.confirm)
                 self.confirm()
                 self.commit()
-        except Exception as error:  # raised by the saver's `wait`, on all ranks
+        except Exception as error:  # the saver's `wait` raises it, on all ranks
             self.error = error
             self._tell_rank_0(f"rank {rank}: {reason_of(error)}")
         finally:
-            self.host.release()  # whatever came before the copy
+            self.host.release()  # also after an error before the copy
 
     def _tell_rank_0(self, text: str) -> None:
-        """It waits in vain. A full disk may take an empty file only, or nothing: the saver's `wait` tells it too."""
+        """End its waiting. A full disk may take an empty file only, or nothing; then the saver's `wait` tells it."""
         failed = self.part / f"rank-{self.mesh.world.rank:05d}.failed"
-        for words in (text, ""):
+        for content in (text, ""):
             with contextlib.suppress(OSError, MemoryError):
-                storage_of(failed).put(failed, words)
-                return
+                return storage_of(failed).put(failed, content)
 
 
-def wait_for_lists(
-    part: Location,
-    world: int,
-    give_up: threading.Event,
-    patience_s: float | None = None,
-    confirm: Callable[[], None] = lambda: None,
-) -> None:
-    """Until all ranks have written their list. ElsewhereError when one failed, CheckpointError when nothing
-    grows any more.
-    `confirm` is asked meanwhile: who has taken the directory over may have deleted what is waited for."""
+def wait_for_lists(part: Location, world: int, give_up: threading.Event, confirm: Callable[[], None]) -> None:
+    """Wait until all ranks have written their lists. ElsewhereError when one failed, CheckpointError when no file grows
+    any more. `confirm` is called meanwhile: a run that takes the directory over may delete the lists."""
     storage = storage_of(part)
-    patience_s = storage.patience_s if patience_s is None else patience_s
     seen, since = -1, time.monotonic()
     while True:
         names = storage.entries(part)
@@ -174,11 +160,11 @@ def wait_for_lists(
         failed = sorted(name for name in names if name.endswith(".failed"))
         if failed:
             why = storage.read(part / failed[0]).decode(errors="replace")
-            raise ElsewhereError(why or f"{failed[0].removesuffix('.failed')} could not be written, nor why")
+            raise ElsewhereError(why or f"{failed[0].removesuffix('.failed')} could not be written, nor the reason")
         size = sum(size for name, size in names.items() if name.endswith(".safetensors"))  # these only grow
         if size != seen:
             seen, since = size, time.monotonic()
-        elif time.monotonic() - since > patience_s:
-            raise CheckpointError(f"rank {missing[0]} has written nothing to {part} for {patience_s:.0f} s")
+        elif time.monotonic() - since > storage.patience_s:
+            raise CheckpointError(f"rank {missing[0]} has written nothing to {part} for {storage.patience_s:.0f} s")
         if give_up.wait(storage.look_every_s):
             raise ElsewhereError(f"rank {missing[0]}, or another, has failed")

@@ -1,10 +1,6 @@
-"""A save that training waits for: every rank writes the rectangles it owns into one file, then rank 0 commits.
-
-All ranks agree that every file is there before that (one all-reduce); else the folder is removed, and all raise. The
-directory must be shared by all ranks. What is written, in which order, is in format/writer.py.
+"""A save that training waits for: every rank writes its rectangles into one file, all agree that every file is there
+(one all-reduce), and rank 0 commits. The directory must be shared by all ranks. The order of writes: format/writer.py.
 """
-
-from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -28,10 +24,10 @@ def save(
     confirm: Callable[[], None] = lambda: None,
     around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Location:
-    """Write the pieces that this rank owns; collective. Returns the folder of the checkpoint, a Path or a Url.
+    """Write the pieces that this rank owns; collective. Returns the folder of the checkpoint.
 
-    `confirm`: called on rank 0 before anything is changed and before it is committed; what it raises ends the save.
-    `around`: on rank 0, what must be so only if there is a commit.
+    `confirm`: called on rank 0 before anything changes and before the commit; its errors end the save. `around`:
+    context of the commit on rank 0. Raises CheckpointError on all ranks, and removes the folder.
     """
     final = folder_of(directory, step)
     part = storage_of(final).part_of(final)
@@ -59,7 +55,7 @@ def save(
 
 
 def begin_part(part: Location, mesh: Mesh, confirm: Callable[[], None] = lambda: None) -> None:
-    """An empty folder to build a checkpoint in; collective."""
+    """Make an empty folder to build a checkpoint in; collective."""
 
     def begin() -> None:
         if mesh.world.is_first:

@@ -1,11 +1,9 @@
-"""Which checkpoint of a directory a run loads: the newest that is whole, on all ranks, or the one before it.
+"""Loads the newest checkpoint of a directory that is whole on all ranks, or the one before it.
 
-Every block that holds a value for this rank is read once, and its hash is checked before the value counts; where one is
-wrong, the checkpoint before it is taken. That files are there, have their size, and hold what the model needs is known
-before any parameter changes, and all differences are listed at once.
+Before any parameter changes, it is known that the files exist, have their size and hold what the model needs; all
+differences are listed at once. Every block with a value for this rank is read once, and its hash is checked before the
+value counts; where one is wrong, the checkpoint before it is loaded.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to fill from a checkpoint. `exact`: dtypes must agree, and are else converted; `problems`: why it must not
-    be loaded, one line each; `tell`: what a long load is called in the log."""
+    """The pieces to fill from a checkpoint. `exact`: dtypes must agree, and are not converted; `problems`: why it must
+    not be loaded, one line each; `tell`: title of a long load in the log."""
 
     pieces: Sequence[Piece]
     exact: bool = False
@@ -46,26 +44,23 @@ def load(
     later: bool = False,
     first: str | Location | None = None,
 ) -> tuple[Location, Manifest] | None:
-    """Fill the pieces that `wanted` names from the newest valid checkpoint of `directory`, or that of `step`: (its
-    folder, a Path or a Url; its manifest). None where there is none at all. Every byte that is used is read once, and
-    verified.
+    """Fill pieces from the newest valid checkpoint of `directory`, or that of `step`: (its folder, its manifest), None
+    where there is none at all.
 
-    Collective, and `wanted` may be. It is asked about a checkpoint whose manifest is right and whose files are all
-    there; what it raises, or a piece that does not fit, ends the load before anything changes. A block with a wrong
-    hash is found on some rank while pieces are being filled: they are then filled from the checkpoint before it, and
-    where there is none, CheckpointError is raised and they are NaN, so that nothing can continue with a mixture. It is
-    raised too where `step` does not exist: never a silent fresh start. `later`: those after `step` are welcome too.
-    `first`: another directory, whose checkpoint of a step is preferred.
+    Collective, and so may be `wanted`, which is called for a checkpoint with a valid manifest and all files; an error
+    of it, or a piece that does not fit, ends the load before anything changes. When some rank meets a wrong hash, the
+    pieces are filled from the checkpoint before; where there is none, CheckpointError is raised and they are NaN, so
+    that nothing can continue with a mixture. It is raised too where `step` does not exist. `later`: steps after `step`
+    will do as well. `first`: another directory, preferred for a step that both hold.
     """
     roots = [parse(root) for root in (directory, first) if root is not None]
-    found = _candidates(roots, mesh, step, later)
+    candidates = _candidates(roots, mesh, step, later)
     reasons: list[str] = []
     begun: Sequence[Piece] = ()
     try:
-        for place in range(first_says(len(found), mesh)):
-            candidate, root = found[-1 - place] if found else (0, 0)
-            candidate, root = (first_says(n, mesh) for n in (candidate, root))
-            folder = folder_of(roots[root], candidate)
+        for place in range(first_says(len(candidates), mesh)):
+            newest, root = (first_says(n, mesh) for n in (candidates[-1 - place] if candidates else (0, 0)))
+            folder = folder_of(roots[root], newest)
             manifest, reason = _try(mesh, folder, False, partial(load_whole, folder))
             if manifest is not None:
                 want = wanted(folder, manifest)
@@ -90,8 +85,8 @@ def load(
 
 
 def _try(mesh: Mesh, folder: Location, tell: bool, do: Callable[[], T]) -> tuple[T | None, str | None]:
-    """(what `do` returns, None), or (None, the reason) where it raises CheckpointError or OSError on any rank;
-    collective. `tell`: whether a rank that is not the first prints its own."""
+    """(result of `do`, None), or (None, reason) where it raises CheckpointError or OSError on any rank; collective.
+    `tell`: ranks other than the first print their reasons too."""
     result, reason = None, None
     try:
         result = do()
@@ -100,19 +95,19 @@ def _try(mesh: Mesh, folder: Location, tell: bool, do: Callable[[], T]) -> tuple
     if not reduce_number(reason is not None, mesh):
         return result, None
     if mesh.world.is_first or (tell and reason is not None):
-        complain(f"skipping {folder}: {reason or 'damaged, says another rank'}")
-    return None, reason or f"{folder}: damaged, says another rank"
+        complain(f"skipping {folder}: {reason or 'damaged, as another rank found'}")
+    return None, reason or f"{folder}: damaged, as another rank found"
 
 
 def _candidates(roots: Sequence[Location], mesh: Mesh, step: int | None, later: bool) -> list[tuple[int, int]]:
     """(step, number of its root), ascending; on rank 0."""
 
     def look() -> list[tuple[int, int]]:
-        here = enumerate(roots) if mesh.world.is_first else ()
-        return sorted((n, number) for number, root in here for n in storage_of(root).steps_in(root))
+        numbered = enumerate(roots) if mesh.world.is_first else ()
+        return sorted((n, number) for number, root in numbered for n in storage_of(root).steps_in(root))
 
-    found = together(mesh, look, f"looking for checkpoints in {' and '.join(map(str, roots))}")
-    return [(n, number) for n, number in found if step is None or n == step or (later and n > step)]
+    every = together(mesh, look, f"looking for checkpoints in {' and '.join(map(str, roots))}")
+    return [(n, number) for n, number in every if step is None or n == step or (later and n > step)]
 
 
 def _refuse_differences(folder: Location, manifest: Manifest, want: Wanted, mesh: Mesh) -> None:

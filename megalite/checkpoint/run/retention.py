@@ -1,6 +1,4 @@
-"""Which checkpoints of a directory stay."""
-
-from __future__ import annotations
+"""The checkpoints of a directory that are kept."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -12,10 +10,10 @@ from megalite.checkpoint.storage.protocol import folder_of, storage_of
 
 @dataclass
 class Retention:
-    """The newest `last` complete checkpoints of a directory stay (None: all), and multiples of `interval`.
+    """Keeps the newest `last` complete checkpoints of a directory (None: all), and multiples of `interval`.
 
-    known     steps that need no look: they are complete
-    damaged   those whose content a load has found wrong
+    known     steps known to be complete
+    damaged   steps whose content a load has found wrong
     """
 
     directory: Location
@@ -25,16 +23,15 @@ class Retention:
     damaged: Collection[int] = ()
 
     def keeps(self, step: int, newer: int) -> bool:
-        """Whether that of a step stays, where `newer` are after it."""
-        retained = self.interval is not None and step % self.interval == 0
-        return self.last is None or newer < self.last or retained
+        """Whether to keep a step with `newer` checkpoints after it."""
+        return self.last is None or newer < self.last or (self.interval is not None and step % self.interval == 0)
 
     def prune(self, saved: int | None = None, dry: bool = False) -> list[int]:
-        """Delete the others, from the oldest on; their steps. Not collective.
+        """Delete the others, the oldest first; their steps. Not collective.
 
-        What stays as well: folders with a file KEEP in them, one that is being read, and `saved`: after a rollback the
-        step just saved is not the newest by number. What is not complete, is damaged, or is a stranger, is neither
-        counted nor touched. `dry`: delete nothing.
+        Folders with a file KEEP, those that are being read, and `saved` are kept as well: after a rollback the step
+        just saved is not the newest. Incomplete, damaged and other folders are neither counted nor touched. `dry`:
+        delete nothing.
         """
         if self.last is None:
             return []
@@ -45,7 +42,7 @@ class Retention:
                 self.known.add(step)
             if step in self.known:
                 complete.append(step)
-        gone = []
+        deleted = []
         for place, step in enumerate(complete):
             folder = folder_of(self.directory, step)
             kept = step == saved or self.keeps(step, len(complete) - 1 - place)
@@ -53,8 +50,8 @@ class Retention:
                 if not dry:
                     storage.remove(folder)
                     self.known.discard(step)
-                gone.append(step)
-        return gone
+                deleted.append(step)
+        return deleted
 
 
 def is_complete(folder: Location) -> bool:

@@ -1,6 +1,4 @@
-"""When to save by the clock, with ranks that agree and next to no collectives."""
-
-from __future__ import annotations
+"""Saves by the clock, at the same step on all ranks and with few collectives."""
 
 import time
 from collections.abc import Callable
@@ -12,10 +10,9 @@ from megalite.parallel.mesh import Mesh
 class SaveClock:
     """`due(step)` after every step: True about every `interval_s` seconds, at the same step on all ranks.
 
-    Clocks differ between ranks, so rank 0's decides. It is asked only at steps that all know: each answer says when to
-    ask again: half way to the end at the pace so far, and after no more steps than that pace was measured over. That
-    is about 2 log2(steps per interval) broadcasts per save; an all-reduce in every step would be one more point where
-    all ranks wait for the slowest.
+    Clocks differ between ranks, so rank 0's decides. Each of its answers fixes the step of the next question: half way
+    to the end at the pace so far, and after no more steps than that pace was measured over. That is about 2 log2(steps
+    per interval) broadcasts per save; an all-reduce in every step would make all ranks wait for the slowest.
     """
 
     def __init__(self, interval_s: float, mesh: Mesh, step: int, now: Callable[[], float] = time.monotonic):

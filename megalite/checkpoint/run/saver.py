@@ -1,22 +1,21 @@
-"""The saves of one run: its lock on the directory, at most one save in flight, and what is kept.
+"""The saves of one run: its lock on the directory, at most one save in flight, and the checkpoints that are kept.
 
-In the background (`background=True`) a save is three things that overlap with training:
+A save in the background (`background=True`) overlaps with training:
 
-    every rank's thread   copy what it owns into host memory: an update must wait for its end (`before_update`)
-                          write, hash and sync its file, then its list
-    rank 0's              wait until every rank's list is there, by looking; commit, prune
+    every rank's thread   copies its part into host memory, for which an update waits (`before_update`)
+                          writes, hashes and syncs its file, then its list
+    rank 0's thread       waits until it sees every rank's list; commits, prunes
 
-Threads use no collective: one from a background thread would race with those of training, on which torch's own async
-save on gloo was seen to deadlock. A thread that fails leaves a file that says so, which ends rank 0's waiting; its
-rank then asks for a stop with the next step's all-reduce, so that all ranks raise at the same step.
+Threads use no collectives, which would race with those of training: torch's own async save on gloo was seen to deadlock
+on that. A thread that fails leaves a file that ends rank 0's waiting; its rank asks for a stop with the next step's
+all-reduce, so that all ranks raise at the same step.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +25,6 @@ from megalite.checkpoint.run import foreground
 from megalite.checkpoint.run.agreement import agree, check_shared, together
 from megalite.checkpoint.run.background_save import BackgroundSave, HostCopy
 from megalite.checkpoint.run.branch import Branch
-from megalite.checkpoint.run.log_lines import LogLines
 from megalite.checkpoint.run.retention import Retention
 from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, reason_of
@@ -37,30 +35,16 @@ from megalite.parallel.spec import Piece
 
 
 class Saver:
-    """Make it with `open`. Methods are collective unless they say otherwise; `news` is for the log of rank 0."""
+    """Methods are collective unless they say otherwise; `news` is for the log of rank 0.
+
+    Locks the directory, deletes the remains of interrupted saves, and tries whether all ranks can write to it.
+    `nbytes`: size of this rank's part. `upload_to`: where the checkpoints are kept by `keep_last` and
+    `retain_interval`, instead of in `directory`. Raises CheckpointError on all ranks: not writable, no room for one
+    checkpoint, in use by another run, or not the same directory on every rank.
+    """
 
     def __init__(
-        self, directory: Location, mesh: Mesh, keep_last: int | None, retain_interval: int | None, background: bool
-    ):
-        self.directory, self.mesh, self.background = directory, mesh, background
-        self.storage: Storage = storage_of(directory)
-        self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
-        self._kept = Retention(directory, self.keep_last, retain_interval)  # where they are kept in the end
-        self.waited_s = 0.0  # by training, for the last save
-        self._before_s = 0.0  # ... of them for the one before it
-        self._lock: RunLock | None = None
-        self._flight: BackgroundSave | None = None
-        self._host = HostCopy(mesh.device)
-        self._news = LogLines()
-        self._branch = Branch()  # that leaves nothing, until `begins_at`
-        self._uploader: Uploader | None = None
-        self.upload_to: Location | None = None
-        self.megatron = False  # whether the log is in its style
-        self._bytes = 0  # of one checkpoint
-
-    @classmethod
-    def open(
-        cls,
+        self,
         directory: str | Location,
         mesh: Mesh,
         nbytes: int,
@@ -69,51 +53,53 @@ class Saver:
         retain_interval: int | None = None,
         background: bool = False,
         upload_to: str | Location | None = None,
-    ) -> Saver:
-        """Lock the directory and try whether all ranks can write to it. `nbytes`: of what this rank will save.
-
-        Raises CheckpointError on all ranks: not writable, no room for one checkpoint, in use by another run, or not
-        the same directory on every rank. Leftovers of saves that were cut short are deleted. `upload_to`: where the
-        checkpoints go from `directory`, and are kept as `keep_last` and `retain_interval` say.
-        """
-        folder = parse(directory)
-        saver = cls(folder, mesh, keep_last, retain_interval, background)
-        if upload_to is not None:
-            saver.upload_to = saver._kept.directory = parse(upload_to)
+    ):
+        self.directory, self.mesh, self.background = parse(directory), mesh, background
+        self.storage: Storage = storage_of(self.directory)
+        self.upload_to = None if upload_to is None else parse(upload_to)
+        self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
+        self._kept = Retention(self.upload_to or self.directory, self.keep_last, retain_interval)
+        self.waited_s = 0.0  # time that training waited for the last save
+        self._before_s = 0.0  # ... and the part of it for the save before
+        self._lock: RunLock | None = None
+        self._flight: BackgroundSave | None = None
+        self._host = HostCopy(mesh.device)
+        self._news: deque[str] = deque()  # filled from any thread
+        self._branch = Branch()  # leaves nothing, until `begins_at`
+        self._uploader: Uploader | None = None
+        self.megatron = False  # whether the log is in its style
         try:
-            together(mesh, lambda: saver.storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
-            saver._bytes = reduce_number(nbytes, mesh)
-            together(mesh, saver._prepare, f"preparing {folder}")
-            check_shared(folder, mesh)
+            probe = lambda: self.storage.probe(self.directory, mesh.world.rank)  # noqa: E731
+            together(mesh, probe, f"trying to write to {self.directory}")
+            self._bytes = reduce_number(nbytes, mesh)  # of one checkpoint
+            together(mesh, self._prepare, f"preparing {self.directory}")
+            check_shared(self.directory, mesh)
         except CheckpointError:
-            saver.close(wait=False)
+            self.close(wait=False)
             raise
-        return saver
 
     def _prepare(self) -> None:
-        """Rank 0's part of `open`."""
         if not self.mesh.world.is_first:
             return
         self._lock = self.storage.lock(self.directory)
         if self.upload_to is not None:
-            self._uploader = Uploader(self.directory, self._kept)
-        left = self.storage.sweep(self.directory)
-        if left:
-            self._news.append(f"deleted what an unfinished save has left: {', '.join(left)}")
+            self._uploader = Uploader(self.directory, self._kept, self._news)
+        if left := self.storage.sweep(self.directory):
+            self._news.append(f"deleted the remains of an unfinished save: {', '.join(left)}")
         self.storage.check_space(self.directory, self._bytes)
 
     def begins_at(self, step: int, damaged: bool = False) -> str | None:
-        """The step that the run begins at, once that is known: what is of later steps makes way for its first save
-        (branch.py), unless it is `damaged`. A note for people, on rank 0. Raises CheckpointError on all ranks."""
+        """Tell the step at which the run begins: checkpoints of later steps make way for its first save (branch.py),
+        unless they are `damaged`. Returns a note for people, on rank 0. Raises CheckpointError on all ranks."""
 
         def look() -> str | None:
             if self.mesh.world.is_first:
-                places = [self.directory] if self.upload_to is None else [self.directory, self.upload_to]
+                places = [place for place in (self.directory, self.upload_to) if place is not None]
                 self._branch = Branch(places, step, damaged)
                 self._kept.damaged = self._branch.damaged
                 if self._uploader is not None:
                     self._uploader.paused = self._branch.pending
-                    self._uploader.offer()  # what a run before may have left
+                    self._uploader.offer()  # an earlier run may have left checkpoints
             return self._branch.note
 
         return together(self.mesh, look, f"looking for checkpoints in {self.directory}")
@@ -121,11 +107,9 @@ class Saver:
     # ---- saving
 
     def save(self, step: int, pieces: Sequence[Piece], state: dict[str, Any], *, last: bool = False) -> Location:
-        """Save what this rank owns; returns where it will be. In the background unless `last`: `wait` for it.
-
-        What is saved is the state at the call, if `before_update` is called before anything changes it. `state` is
-        plain JSON of rank 0. Raises CheckpointError on all ranks, also for the save before this one.
-        """
+        """Save this rank's pieces as they are at the call, provided that `before_update` is called before they change;
+        in the background unless `last`. Returns where the checkpoint will be. `state`: plain JSON of rank 0. Raises
+        CheckpointError on all ranks, also for the save before this one."""
         asked = time.perf_counter()
         self.wait()
         begin = time.perf_counter()
@@ -143,7 +127,7 @@ class Saver:
             return final
         part = self.storage.part_of(final)
         foreground.begin_part(part, self.mesh, self._confirm)
-        frozen = json.dumps(state) if self.mesh.world.is_first else ""  # the run changes its own from here on
+        frozen = json.dumps(state) if self.mesh.world.is_first else ""  # the run changes its own meanwhile
 
         def commit() -> None:
             with self._replaced_by(step):
@@ -167,7 +151,7 @@ class Saver:
         return final
 
     def before_update(self) -> None:
-        """Not collective: call it before anything changes what was saved. Waits while it is being copied."""
+        """Not collective: call it before anything changes the saved tensors. Waits while they are being copied."""
         if self._flight is not None:
             begin = time.perf_counter()
             self._host.wait_before_change()
@@ -178,17 +162,17 @@ class Saver:
             self._lock.confirm()
 
     def _tell(self, line: str) -> None:
-        """From any rank: the news are of rank 0."""
+        """A line from any rank; the news are those of rank 0."""
         self._news.append(line) if self.mesh.world.is_first else print(line, file=sys.stderr, flush=True)
 
     def beginning(self, step: int) -> str:
-        """The line for people before `save`."""
+        """The log line before `save`."""
         if self.megatron:
             return f"saving checkpoint at iteration {step:7d} to {self.directory} in megalite format"
         return f"saving checkpoint at step {step} to {self.directory}"
 
     def _tell_megatron(self, step: int) -> None:
-        """The line that scripts of its users look for."""
+        """The log line that scripts of Megatron-LM's users look for."""
         if self.megatron:
             where = f"[ t 1/{self.mesh.tp.size}, p 1/{self.mesh.pp.size} ]"
             self._news.append(f"  successfully saved checkpoint from iteration {step:7d} to {self.directory} {where}")
@@ -198,12 +182,12 @@ class Saver:
         return f" ({gib:.3g} GiB, {gib / took_s:.2g} GiB/s)" if self._bytes else ""
 
     def _of_them(self) -> str:
-        return f", of them {self._before_s:.3f} s for the save before" if self._before_s >= 0.0005 else ""
+        return f", {self._before_s:.3f} s of it for the save before" if self._before_s >= 0.0005 else ""
 
     @contextlib.contextmanager
     def _replaced_by(self, step: int) -> Iterator[None]:
         """Around rank 0's commit."""
-        with self._branch.replaced_by(step, self._news):
+        with self._branch.replaced_by(step, self._news.append):
             yield
         if self._uploader is not None:
             self._uploader.paused = self._branch.unsettled
@@ -214,12 +198,12 @@ class Saver:
         return self._flight is not None and self._flight.error is not None
 
     def wait(self) -> None:
-        """Until no save is in flight. Raises CheckpointError on all ranks where it failed on one."""
+        """Wait until no save is in flight. Raises CheckpointError on all ranks if it failed on one."""
         flight = self._flight
         if flight is None:
             return
         if not self.mesh.world.is_first:
-            flight.join()  # now, so that it is known whether it failed; rank 0 waits for it anyway, and it for nobody
+            flight.join()  # to know whether it failed; it waits for no other rank, and rank 0 waits for it anyway
         if reduce_number(self.failed, self.mesh):
             flight.give_up.set()
         flight.join()
@@ -232,13 +216,12 @@ class Saver:
             raise
 
     def news(self) -> list[str]:
-        """Not collective: what happened since the last call."""
-        return self._news.take() + (self._uploader.news() if self._uploader is not None else [])
+        """Not collective: the lines for the log since the last call."""
+        return [self._news.popleft() for _ in range(len(self._news))]
 
     def close(self, wait: bool = True) -> str | None:
-        """Not collective: finish what is in flight (unless the other ranks may be dead) and drop the lock. Returns why
-        the last save is lost, where it failed and nobody waited for it; `news` says that too, and what could not be
-        uploaded."""
+        """Not collective: finish the save in flight (unless the other ranks may be dead) and drop the lock. Returns why
+        the last save is lost, if it failed and nobody waited for it; `news` has that too, and failed uploads."""
         lost, flight = None, self._flight
         if flight is not None and wait:
             flight.join()
@@ -253,7 +236,7 @@ class Saver:
         return lost
 
     def places_of(self, step: int) -> list[Location]:
-        """Where the checkpoint of a step is made, and where it is kept in the end."""
+        """Where the checkpoint of a step is written, and where it is kept in the end."""
         return [folder_of(self.directory, step), folder_of(self.upload_to or self.directory, step)]
 
     def _prune(self, step: int) -> None:

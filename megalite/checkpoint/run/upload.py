@@ -1,22 +1,20 @@
-"""Local first: checkpoints that are committed on a fast disk go to where they are kept, while the run trains on.
+"""Upload of checkpoints from a fast disk, where they are committed, to the place where they are kept.
 
-A thread of rank 0 copies them, oldest first, each file hashed on the way, so that what has changed on the disk since is
-not taken along. Only what is there whole is deleted here, and the newest stays for a quick start. What would not be
-kept there is not sent. A copy that fails is tried again after the next save; until then the disk fills, and when it is
-full the save says so. The disk must be shared by all ranks: one node, or a fast shared file system.
+A thread of rank 0 copies them during training, oldest first. Each file is hashed on the way, so that damage is not
+copied. A local checkpoint is deleted once its copy is whole, except the newest, which stays for a quick start. A
+checkpoint that would not be kept is not sent. A failed copy is tried again after the next save. All ranks must share
+the disk: one node, or a fast shared file system.
 """
-
-from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.hashing import BLOCK, BlockHash, Stamp
-from megalite.checkpoint.run.log_lines import LogLines
 from megalite.checkpoint.run.retention import Retention, is_complete
 from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage.location import CheckpointError, Location, reason_of
@@ -26,56 +24,52 @@ _FILES = 4  # sent at once
 
 
 class Uploader:
-    """`offer` after every save; only for the run that has locked `source`; nothing here is collective. `kept`: which
-    stay, and where. Raises CheckpointError where nothing can be written there."""
+    """Call `offer` after every save; for the run that has locked `source`; not collective. `kept`: the rule, and the
+    place. `news`: gets lines for the log. Raises CheckpointError where the place cannot be written."""
 
-    def __init__(self, source: Location, kept: Retention):
+    def __init__(self, source: Location, kept: Retention, news: deque[str]):
         self._source, self._target, self._kept = source, kept.directory, kept
         target = kept.directory
         self._here, self._there = storage_of(source), storage_of(target)
         self._there.probe(target, 0)
         self._lock = self._there.lock(target)
         if isinstance(target, Path) and isinstance(source, Path):
-            left_branch.settle(source, target)  # before a sweep of either, which does not know of the other
+            left_branch.settle(source, target)  # before `sweep`, which settles one directory alone
         self._there.sweep(target)
         self.paused = True  # until it is known where the run begins: a rollback may need what sending would prune
-        self._news, self._wake, self._end = LogLines(), threading.Event(), threading.Event()
+        self._news, self._wake, self._end = news, threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="megalite-upload", daemon=True)
         self._thread.start()
 
     def offer(self) -> None:
-        """There may be a new one; at the start of a run: of the run before."""
+        """There may be a checkpoint to send."""
         self._wake.set()
 
-    def news(self) -> list[str]:
-        """What happened since the last call."""
-        return self._news.take()
-
     def close(self, wait: bool = True) -> None:
-        """Send what is left, each once more, unless `wait` is False; `news` says what could not be sent."""
+        """Send the remaining checkpoints, unless `wait` is False; `news` gets those that could not be sent."""
         self._end.set()
         self._wake.set()
         if wait:
             self._thread.join()
-        self._lock.close()  # what is still sending finds that out before it commits
+        self._lock.close()  # an upload that still runs sees that before it commits
 
     def _run(self) -> None:
         while True:
             self._wake.wait()
             self._wake.clear()
-            ending = self._end.is_set()  # before the round: what is offered later than this wakes another one
+            ending = self._end.is_set()  # before the round: a later offer wakes another one
             try:
                 if not self.paused:
                     self._round()
-            except Exception as error:  # of a disk or a network: training continues
-                waiting = "; they stay there, and the next run sends them" if ending else ", the next save tries again"
+            except Exception as error:  # a disk or network failed; training continues
+                waiting = "; the next run sends them" if ending else "; the next save tries again"
                 failed = f"upload to {self._target} failed ({reason_of(error)})"
                 self._news.append(f"{failed}: checkpoints wait in {self._source}{waiting}")
             if ending:
                 return
 
     def _round(self) -> None:
-        """Send all that wait, and delete here what is there."""
+        """Send all waiting checkpoints, and delete those that were sent."""
         for step in self._here.steps_in(self._source):
             folder, copy = folder_of(self._source, step), folder_of(self._target, step)
             if not is_complete(folder):
@@ -83,7 +77,7 @@ class Uploader:
             newer = sum(other > step for other in self._here.steps_in(self._source))
             if not self._kept.keeps(step, newer):
                 self._here.remove(folder)
-                self._news.append(f"did not upload {folder.name}: newer ones are kept")
+                self._news.append(f"did not upload {folder.name}: only newer ones are kept")
                 continue
             if not self._same(folder, copy):
                 begin = time.perf_counter()
@@ -97,13 +91,13 @@ class Uploader:
                 self._here.remove(folder)
 
     def _same(self, folder: Location, copy: Location) -> bool:
-        """Whether COMPLETE, which names the manifest, is there, and the same."""
+        """Whether both have the same COMPLETE, which holds the manifest's hash."""
         if "COMPLETE" not in self._there.entries(copy):
             return False
         return self._there.read(copy / "COMPLETE") == self._here.read(folder / "COMPLETE")
 
     def _send(self, step: int, folder: Location, copy: Location) -> int:
-        """Copy a checkpoint; bytes."""
+        """Copy a checkpoint; its bytes."""
         self._lock.confirm()
         part = self._there.part_of(copy)
         files = manifests.load(folder).files

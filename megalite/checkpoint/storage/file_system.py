@@ -1,9 +1,4 @@
-"""A --save directory on a file system: durable writes, the lock of a run, the probe.
-
-A checkpoint is built in `.iter_0000500.part` and renamed: from then on it exists.
-"""
-
-from __future__ import annotations
+"""A --save directory on a file system. A checkpoint is built in `.iter_0000500.part` and renamed: then it exists."""
 
 import contextlib
 import datetime
@@ -23,7 +18,6 @@ from megalite.config.faults import fault
 from megalite.config.own_file import opener
 
 _REPLACED = ".replaced"
-
 _BEGIN_WRITING = 1 << 22  # bytes
 
 
@@ -33,30 +27,30 @@ def _size(count: int) -> str:
 
 
 class LocalStorage:
-    """Methods: those of storage.Storage."""
+    """Storage (protocol.py) of a local directory."""
 
     look_every_s = 0.02
     patience_s = 600.0
-    readers = 2  # while one waits for the disk another hashes; more of them only fight for the processor
+    readers = 2  # one waits for the disk while another hashes; more would compete for the processor
     in_order = True
 
     def steps_in(self, directory: Path) -> list[int]:
         if not directory.is_dir():
             return []
-        found = {p: step for p in directory.glob("iter_*") if (step := step_of(p.name)) is not None and p.is_dir()}
-        return sorted(step for p, step in found.items() if not is_megatron(p))
+        steps = {p: step for p in directory.glob("iter_*") if (step := step_of(p.name)) is not None and p.is_dir()}
+        return sorted(step for p, step in steps.items() if not is_megatron(p))
 
     def entries(self, folder: Path) -> dict[str, int]:
         try:
-            with os.scandir(folder) as found:
-                return {e.name: e.stat().st_size for e in found if e.is_file(follow_symlinks=False)}
+            with os.scandir(folder) as entries:
+                return {e.name: e.stat().st_size for e in entries if e.is_file(follow_symlinks=False)}
         except (FileNotFoundError, NotADirectoryError):
             return {}
 
     def read(self, path: Path) -> bytes:
         return path.read_bytes()
 
-    def open(self, path: Path) -> LocalFile:
+    def open(self, path: Path) -> "LocalFile":
         return LocalFile(path)
 
     @contextlib.contextmanager
@@ -69,7 +63,7 @@ class LocalStorage:
                 file.write(part)
                 if file.tell() - begun >= _BEGIN_WRITING and hasattr(os, "posix_fadvise"):
                     file.flush()
-                    # Linux begins to write what it is told to forget, so the disk works while the next part is hashed
+                    # Linux begins to write pages that it is told to drop, so the disk works while the rest is hashed
                     os.posix_fadvise(file.fileno(), begun, file.tell() - begun, os.POSIX_FADV_DONTNEED)
                     begun = file.tell()
 
@@ -78,7 +72,6 @@ class LocalStorage:
             os.fsync(file.fileno())
 
     def put(self, path: Path, text: str, sync: bool = True) -> None:
-        """Beside it, synced, then renamed: whoever reads it sees the old text or the new, also after a power cut."""
         temporary = path.with_name(f".{path.name}.part")
         temporary.unlink(missing_ok=True)
         with open(temporary, "x", encoding="utf-8") as file:
@@ -106,7 +99,7 @@ class LocalStorage:
         for name in ("manifest.json", "COMPLETE"):
             left_branch.sync(part / name)
         left_branch.sync(part)
-        if final.exists():  # the same step again, after a rollback: out of the way, then gone; see `sweep`
+        if final.exists():  # the same step again, after a rollback; see `sweep`
             old = final.with_name(f".{final.name}{_REPLACED}")
             shutil.rmtree(old, ignore_errors=True)
             os.replace(final, old)
@@ -117,18 +110,17 @@ class LocalStorage:
         left_branch.sync(final.parent)
 
     def remove(self, folder: Path) -> None:
-        """Renamed first, so that an interrupted deletion is no checkpoint; `sweep` ends it."""
-        gone = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(gone, ignore_errors=True)
-        os.replace(folder, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        old = folder.with_name(f".{folder.name}.old")  # renamed first: `sweep` ends an interrupted deletion
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+        shutil.rmtree(old, ignore_errors=True)
 
     def sweep(self, directory: Path) -> list[str]:
         left_branch.settle(directory)
         left = [p for p in directory.glob(".iter_*") if p.suffix in (".part", ".old", _REPLACED) and p.is_dir()]
         for folder in left:
             final = folder.with_name(folder.stem[1:])
-            if folder.suffix == _REPLACED and not final.exists():  # killed between two renames: it is still the one
+            if folder.suffix == _REPLACED and not final.exists():  # killed between two renames: it is still valid
                 os.replace(folder, final)
             else:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -158,20 +150,17 @@ class LocalStorage:
             left, wanted = _size(free), _size(needed)
             if left == wanted:
                 left, wanted = f"{free:,} bytes", f"{needed:,} bytes"
-            raise CheckpointError(
-                f"save={str(directory)!r} has {left} left, a checkpoint needs {wanted}: free some space, or save "
-                "elsewhere"
-            )
+            room = f"has {left} left, a checkpoint needs {wanted}"
+            raise CheckpointError(f"save={str(directory)!r} {room}: free some space, or save elsewhere")
 
-    def lock(self, directory: Path) -> Lock:
+    def lock(self, directory: Path) -> "Lock":
         return Lock(directory)
 
     @contextlib.contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
-        """Best effort: a file system without locks gives none."""
         number = opener(folder / "COMPLETE", os.O_RDONLY)
         try:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(number, fcntl.LOCK_SH)
             yield
         finally:
@@ -182,7 +171,7 @@ class LocalStorage:
 
 
 class LocalFile:
-    """An open file, for reading ranges; never through a link."""
+    """An open file, never behind a link, for reading ranges."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -203,8 +192,8 @@ class LocalFile:
 
 
 def is_held(path: Path, kind: int = fcntl.LOCK_SH) -> bool | None:
-    """Whether somebody holds a lock on it that excludes one of this `kind`; None where that cannot be told. On NFS it
-    cannot for LOCK_EX: the descriptor is read-only."""
+    """Whether another process holds a lock on it that excludes one of this `kind`; None where that cannot be known, as
+    for LOCK_EX on NFS, since the descriptor is read-only."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -219,8 +208,8 @@ def is_held(path: Path, kind: int = fcntl.LOCK_SH) -> bool | None:
 
 
 class Lock:
-    """One run per directory. The kernel drops it with the process that holds it, however that ends. `option`: what the
-    directory was given with. Raises CheckpointError where another process holds it, OSError where none can."""
+    """One run per directory; the kernel drops the lock with its process. `option`: the flag that gave the directory.
+    Raises CheckpointError where another process holds it, OSError where none can."""
 
     def __init__(self, directory: Path, name: str = LOCK, option: str = "save", remedy: str = "save elsewhere"):
         self._path, self._how = directory / name, (name, option, remedy)
@@ -232,24 +221,22 @@ class Lock:
             os.close(self._number)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            raise CheckpointError(
-                f"{option}={str(directory)!r} is in use by {holder}: stop that run, or {remedy}"
-            ) from None
+            used = f"{option}={str(directory)!r} is in use by {holder}"
+            raise CheckpointError(f"{used}: stop that run, or {remedy}") from None
         os.ftruncate(self._number, 0)
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
 
     def _take(self) -> None:
-        """Who only looks at it (`is_held`) has it for a moment."""
-        for _ in range(4):
+        for _ in range(4):  # a process in `is_held` has it for a moment
             with contextlib.suppress(BlockingIOError):
                 return fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             time.sleep(0.05)
         fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def confirm(self) -> None:
-        """The kernel lets nobody else have it. If it was deleted, with its directory, it is made and taken again.
-        Raises CheckpointError where another process has that one, OSError."""
+        """Make and take the lock again if its file was deleted. Raises CheckpointError where another process has that
+        one, OSError."""
         try:
             if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._number)):
                 return
@@ -260,10 +247,8 @@ class Lock:
         again = Lock(directory, name, option, remedy)
         self._number, again._number = again._number, self._number
         os.close(again._number)
-        complain(
-            f"WARNING: {option}={str(directory)!r}: its lock was deleted under the run, and what else is missing: it "
-            "is made and locked again"
-        )
+        lost = "its lock was deleted under the run, perhaps with other files"
+        complain(f"WARNING: {option}={str(directory)!r}: {lost}; it is made and locked again")
 
     def close(self) -> None:
         os.ftruncate(self._number, 0)

@@ -1,6 +1,4 @@
-"""Where checkpoints are: a path, or a URL that fsspec knows; the names in a --save directory; what goes wrong there."""
-
-from __future__ import annotations
+"""Places of checkpoints, paths or URLs that fsspec knows; the names in a --save directory; the errors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,20 +10,20 @@ from megalite.config.packages import needs
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
-# in a folder iter_NNNNNNN or release that Megatron-LM has written, in whatever format, and never in one of ours
+# in a folder iter_NNNNNNN or release that Megatron-LM has written, in any format, and never in one of ours
 _MEGATRON = (".metadata", "metadata.json", "mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; the text names the file and the reason."""
+    """A checkpoint that cannot be written or read; its text names the file and the reason."""
 
 
 class ElsewhereError(CheckpointError):
-    """Another rank failed, and says why itself."""
+    """Another rank failed, and tells why."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Its text; type and place as well unless it tells of files: a MemoryError has no text at all."""
+    """Text of the error, with its type and place unless it is about files: a MemoryError has no text."""
     text, place = str(error), error.__traceback__
     if text and isinstance(error, (CheckpointError, OSError)):
         return text
@@ -37,10 +35,8 @@ def reason_of(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Url:
-    """A folder or file behind a URL, named as a Path is. `files`: the fsspec file system; `path`: as that names it.
-
-    No os.PathLike: what expects a local path must fail on it.
-    """
+    """A folder or file behind a URL, with the interface of a Path. `files`: the fsspec file system; `path`: its name
+    there. Not an os.PathLike: code for local paths must fail on it."""
 
     text: str
     path: str
@@ -51,10 +47,10 @@ class Url:
         return self.path.rpartition("/")[2]
 
     @property
-    def parent(self) -> Url:
+    def parent(self) -> "Url":
         return Url(self.text.rpartition("/")[0], self.path.rpartition("/")[0], self.files)
 
-    def __truediv__(self, name: str) -> Url:
+    def __truediv__(self, name: str) -> "Url":
         return Url(f"{self.text}/{name}", f"{self.path}/{name}", self.files)
 
     def __str__(self) -> str:
@@ -67,13 +63,13 @@ Append = Callable[[bytes | bytearray | memoryview], object]  # of a file that is
 
 
 def is_url(text: str | Path | Url) -> bool:
-    """Whether it names something that is not on the local file system."""
+    """Whether it names a place outside the local file system."""
     return isinstance(text, Url) or ("://" in str(text) and not str(text).startswith(("file://", "local://")))
 
 
 def parse(text: str | Path | Url) -> Location:
-    """`file://` is the local file system like a path without any. Raises CheckpointError: a URL nobody knows, or a
-    package that is not installed. Credentials are the package's to find."""
+    """A path, with or without `file://`, or a URL, whose package finds the credentials. Raises CheckpointError for an
+    unknown protocol or a package that is not installed."""
     if isinstance(text, (Path, Url)):
         return text
     if not is_url(text):
@@ -101,13 +97,13 @@ def folder_of(directory: str | Path | Url, step: int) -> Location:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a folder with this name; None for a stranger's."""
+    """The step of a checkpoint's folder with this name; None for any other name."""
     number = name.removeprefix("iter_")
     usual = name.startswith("iter_") and number.isascii() and number.isdecimal()
     return int(number) if usual and name == f"iter_{int(number):07d}" else None
 
 
 def is_megatron(folder: Path) -> bool:
-    """Whether it holds one checkpoint of Megatron-LM, and none of ours."""
+    """Whether it is a checkpoint of Megatron-LM, and not one of ours."""
     ours = any((folder / name).exists() for name in ("manifest.json", "COMPLETE"))
     return not ours and any((folder / name).exists() for name in _MEGATRON)

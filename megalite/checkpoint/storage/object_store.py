@@ -1,17 +1,14 @@
-"""A --save directory behind a URL, through fsspec: s3://, gs://, memory:// and what else it knows.
+"""A --save directory behind a URL that fsspec knows: s3://, gs://, memory:// and others.
 
-Object stores cannot rename, so a checkpoint is written where it will be, and COMPLETE, which holds the manifest's hash
-and is written last, makes it exist. Files are uploaded in parts while they are written, so a save needs no copy of
-them; one that fails is given up, not closed, or its beginning would be there as if it were whole.
+Object stores cannot rename, and copying would move every byte twice, so a checkpoint is written to its final place, and
+COMPLETE, which holds the manifest's hash and is written last, makes it exist. Files are uploaded in parts while they
+are written; one that fails is discarded, not closed, or its beginning would exist as if it were whole.
 
-There are no locks either. A run leaves its name in `.lock`, and looks before it writes and before it commits: the later
-run continues, the earlier ends at its next save. A lock that only time can break would keep a killed run from starting
-again; this one keeps two runs from mixing their files. Rejected as well: copying from a temporary name to the final
-one, which moves every byte twice. Who reads a checkpoint leaves a mark in its folder, which only time can break: a
-killed reader delays a deletion, and no run waits for it.
+There are no locks. A run leaves its name in `.lock`, and looks there before it writes and before it commits: the later
+run continues, the earlier ends at its next save. A lock that expires would keep a killed run from starting again; this
+one keeps two runs from mixing their files. A reader leaves a mark in the checkpoint's folder, which does expire: a
+killed reader delays a deletion, for which no run waits.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -31,33 +28,33 @@ PART = 1 << 26  # bytes uploaded at once, and kept in memory; s3:// takes 10,000
 READ = 1 << 25  # bytes per request
 ATTEMPTS = 3
 FIRST_WAIT_S = 0.5  # doubles each time; the packages of the protocols try again too
-RENEW_S = 120.0  # a reader writes the time into its mark so often
-STALE_S = 900.0  # ... and a mark of another time than this counts no more: the clocks of two machines may differ
+RENEW_S = 120.0  # interval at which a reader writes the time into its mark
+STALE_S = 900.0  # a mark that is further from the present expires; the clocks of two machines may differ
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "r2", "memory"}  # have no directories
 _OWN = re.compile(r"rank-\d{5}\.(safetensors|json|failed)|manifest\.json|COMPLETE|KEEP|\.reading-[0-9a-f]{32}")
 
 
-def attempt(url: Url, what: str, call: Callable[[], T], attempts: int | None = None) -> T:
-    """`call()`, again when it fails for a reason that may pass. Raises OSError: each package has kinds of its own."""
+def attempt(url: Url, doing: str, call: Callable[[], T], attempts: int | None = None) -> T:
+    """`call()`, repeated after a failure that may pass. Raises OSError for all errors of the packages."""
     attempts = attempts or ATTEMPTS
     for left in reversed(range(attempts)):
         try:
             return call()
         except PERMANENT as error:
-            raise type(error)(f"{url}: {what}: {error or type(error).__name__}") from error
+            raise type(error)(f"{url}: {doing}: {error or type(error).__name__}") from error
         except Exception as error:
             if not left:
-                raise OSError(f"{url}: {what}: {type(error).__name__}: {error}") from error
+                raise OSError(f"{url}: {doing}: {type(error).__name__}: {error}") from error
         time.sleep(FIRST_WAIT_S * 2 ** (attempts - 1 - left) * random.uniform(1, 1.5))
     raise AssertionError("not reached")
 
 
 class RemoteStorage:
-    """Methods: those of storage.Storage."""
+    """Storage (protocol.py) behind a URL."""
 
     look_every_s = 1.0
-    patience_s = 3600.0  # a file shows only when all of it is there
+    patience_s = 3600.0  # a file is visible only when it is complete
     readers = 16
     in_order = False
 
@@ -76,28 +73,27 @@ class RemoteStorage:
         return sorted({step for name in names if (step := step_of(name)) is not None})
 
     def entries(self, folder: Url) -> dict[str, int]:
-        found = [e for e in self._list(folder) if e["type"] == "file" and e["name"].rpartition("/")[0] == folder.path]
-        return {e["name"].rpartition("/")[2]: int(e["size"]) for e in found}
+        files = [e for e in self._list(folder) if e["type"] == "file" and e["name"].rpartition("/")[0] == folder.path]
+        return {e["name"].rpartition("/")[2]: int(e["size"]) for e in files}
 
     def read(self, path: Url) -> bytes:
         return attempt(path, "reading it", lambda: path.files.cat_file(path.path))
 
-    def open(self, path: Url) -> RemoteFile:
+    def open(self, path: Url) -> "RemoteFile":
         return RemoteFile(path)
 
     @contextlib.contextmanager
     def create(self, path: Url) -> Iterator[Append]:
         self._make_folder(path.parent)
-        what = "writing it"
-        file = attempt(path, what, lambda: path.files.open(path.path, "wb", block_size=PART))
+        file = attempt(path, "writing it", lambda: path.files.open(path.path, "wb", block_size=PART))
         try:
-            yield lambda data: attempt(path, what, lambda: file.write(data), attempts=1)
-            attempt(path, what, file.close, attempts=1)
+            yield lambda data: attempt(path, "writing it", lambda: file.write(data), attempts=1)
+            attempt(path, "writing it", file.close, attempts=1)
         except BaseException:
             with contextlib.suppress(Exception):
-                file.discard()  # the parts that are there
-            with contextlib.suppress(AttributeError):  # of a file in memory
-                file.closed = True  # fsspec closes what is collected, and would commit it
+                file.discard()  # the uploaded parts
+            with contextlib.suppress(AttributeError):  # a file in memory
+                file.closed = True  # fsspec closes, and so commits, a file that is garbage-collected
             raise
 
     def put(self, path: Url, text: str, sync: bool = True) -> None:
@@ -118,17 +114,16 @@ class RemoteStorage:
     def part_of(self, final: Url) -> Url:
         return final
 
-    def begin(self, part: Url) -> None:
-        self.discard(part)
-
     def discard(self, part: Url) -> None:
-        """COMPLETE first: what is left if this is cut short is no checkpoint. Files the run did not write are kept."""
+        """COMPLETE first: an interruption leaves no checkpoint. Files that the run did not write are kept."""
         names = [name for name in self.entries(part) if _OWN.fullmatch(name)]
         for name in sorted(names, key=lambda name: name != "COMPLETE"):
             self.delete(part / name)
         if part.text.partition("://")[0] not in _FLAT:
             with contextlib.suppress(Exception):  # not empty, or not there
                 part.files.rmdir(part.path)
+
+    begin = discard
 
     def publish(self, part: Url, final: Url) -> None:
         """Done: COMPLETE is there."""
@@ -137,7 +132,7 @@ class RemoteStorage:
         self.discard(folder)
 
     def sweep(self, directory: Url) -> list[str]:
-        """Folders without COMPLETE in which all files are ours."""
+        """Delete folders without COMPLETE in which all files are ours."""
         left = []
         for step in self.steps_in(directory):
             folder = directory / f"iter_{step:07d}"
@@ -155,20 +150,19 @@ class RemoteStorage:
                 raise OSError(f"{test} does not hold what was written to it")
             self.delete(test)
         except OSError as error:
-            raise CheckpointError(
-                f"save={str(directory)!r} cannot be written ({error}): check its name and your permissions there"
-            ) from None
+            unwritable = f"save={str(directory)!r} cannot be written ({error})"
+            raise CheckpointError(f"{unwritable}: check its name and your permissions there") from None
 
     def check_space(self, directory: Url, needed: int) -> None:
-        """Nothing to ask."""
+        """A store has no limit to ask for."""
 
-    def lock(self, directory: Url) -> Claim:
+    def lock(self, directory: Url) -> "Claim":
         return Claim(self, directory)
 
     @contextlib.contextmanager
     def reading(self, folder: Url) -> Iterator[None]:
-        """Best effort: without the right to write there, or in the moment before the mark is there, nothing protects;
-        what is read is then deleted meanwhile, which ends the reading with an error."""
+        """Without the right to write, or before the mark exists, nothing protects `folder`, and a deletion ends the
+        reading with an error."""
         mark, over = folder / f".reading-{uuid.uuid4().hex}", threading.Event()
 
         def renew() -> None:
@@ -192,14 +186,14 @@ class RemoteStorage:
     def in_use(self, folder: Url) -> bool:
         for name, size in self.entries(folder).items():
             if name.startswith(".reading-") and size < 100:
-                with contextlib.suppress(FileNotFoundError, ValueError):  # just ended, or a stranger's
+                with contextlib.suppress(FileNotFoundError, ValueError):  # just ended, or not a mark
                     if abs(time.time() - float(self.read(folder / name))) < STALE_S:
                         return True
         return False
 
 
 class RemoteFile:
-    """A file for reading ranges, as LocalFile."""
+    """A file for reading ranges, like LocalFile."""
 
     def __init__(self, path: Url):
         self._path = path
@@ -213,19 +207,19 @@ class RemoteFile:
                 raise ValueError(f"{self._path}: ends at byte {self.size}, {stop} wanted")
 
             def call(start: int = start, stop: int = stop) -> bytes:
-                got = self._path.files.cat_file(self._path.path, start=start, end=stop)
-                if len(got) != stop - start:
-                    raise OSError(f"got {len(got)} bytes instead of {stop - start}")
-                return got
+                content = self._path.files.cat_file(self._path.path, start=start, end=stop)
+                if len(content) != stop - start:
+                    raise OSError(f"got {len(content)} bytes instead of {stop - start}")
+                return content
 
             part[:] = attempt(self._path, f"reading bytes {start} to {stop}", call)
 
     def close(self) -> None:
-        """Nothing is open between reads."""
+        """Nothing stays open between reads."""
 
 
 class Claim:
-    """The name of this run in the directory, until another run puts its own there."""
+    """The name of this run in the directory, until another run writes its own."""
 
     def __init__(self, storage: RemoteStorage, directory: Url):
         self._storage, self._directory = storage, directory
@@ -239,13 +233,12 @@ class Claim:
             return ""
 
     def confirm(self) -> None:
-        """Raises CheckpointError when the directory is another run's by now."""
+        """Raises CheckpointError when another run has taken the directory over."""
         holder = self._holder()
         if holder != self._text:
             name = holder.partition(",")[0] or "a run that has ended"
-            raise CheckpointError(
-                f"save={str(self._directory)!r} was taken over by {name}, which started later: this run stops saving"
-            )
+            taken = f"save={str(self._directory)!r} was taken over by {name}, which started later"
+            raise CheckpointError(f"{taken}: this run stops saving")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,9 +1,7 @@
-"""What a --save directory must be able to do, on a file system (file_system.py) or behind a URL (object_store.py).
+"""The interface of a --save directory, on a file system (file_system.py) or behind a URL (object_store.py).
 
-A checkpoint is the folder iter_NNNNNNN with the file COMPLETE in it; nothing else is believed.
+A checkpoint is a folder iter_NNNNNNN with the file COMPLETE in it.
 """
-
-from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,93 +13,60 @@ from megalite.checkpoint.storage.object_store import Claim, RemoteFile, RemoteSt
 
 __all__ = ["LOCK", "TRACKER", "OpenFile", "RunLock", "Storage", "folder_of", "steps_in", "storage_of"]
 
-
 OpenFile = LocalFile | RemoteFile
 RunLock = Lock | Claim  # one run per directory
 
 
 class Storage(Protocol[P]):
-    """All raise OSError for what goes wrong. No method is collective."""
+    """All methods raise OSError for failures of the storage. None is collective."""
 
-    look_every_s: float  # a wait for files of other ranks looks this often
-    patience_s: float  # ... and gives up when nothing has changed for so long
+    look_every_s: float  # interval between two looks for files of other ranks
+    patience_s: float  # how long nothing may change before such a wait ends
     readers: int  # threads per rank that read and hash at once
-    in_order: bool  # ... taking turns at reading, from the start of a file to its end, and small reads cost little
+    in_order: bool  # they take turns at reading, from the start of a file to its end, and small reads cost little
 
-    def steps_in(self, directory: P) -> list[int]:
-        """The steps of all folders that look like checkpoints, ascending; strangers are left out."""
-        ...
-
-    def entries(self, folder: P) -> dict[str, int]:
-        """Name and bytes of every plain file in it; links are none. Empty where there is no such folder."""
-        ...
-
+    # The steps of all folders with the name of a checkpoint, ascending.
+    def steps_in(self, directory: P) -> list[int]: ...
+    # Name and bytes of every regular file in it, links excluded. Empty where there is no such folder.
+    def entries(self, folder: P) -> dict[str, int]: ...
     def read(self, path: P) -> bytes: ...
-
     def open(self, path: P) -> OpenFile: ...
+    # A new file: the block gets a function that appends bytes; after it the file is durable. If the block raises, the
+    # file does not exist, or only a part of it.
+    def create(self, path: P) -> AbstractContextManager[Append]: ...
+    # A small file, whose readers see the old one or the new one, whole; with `sync` also after a power cut.
+    def put(self, path: P, text: str, sync: bool = True) -> None: ...
+    # Delete a file that may be missing.
+    def delete(self, path: P) -> None: ...
 
-    def create(self, path: P) -> AbstractContextManager[Append]:
-        """A new file: `with` gives a function that appends bytes; after it the file is durable. If the block raises,
-        it does not exist, or in part only."""
-        ...
+    # The folder in which the checkpoint `final` is built until it is complete.
+    def part_of(self, final: P) -> P: ...
+    # Make it, empty.
+    def begin(self, part: P) -> None: ...
+    # Delete it, as far as that is possible.
+    def discard(self, part: P) -> None: ...
+    # Make it the checkpoint `final`, durably, in place of any other. Files of `create` are durable already, but
+    # manifest.json and COMPLETE need not be.
+    def publish(self, part: P, final: P) -> None: ...
+    # Delete a checkpoint; an interrupted deletion leaves no checkpoint.
+    def remove(self, folder: P) -> None: ...
+    # Delete the remains of interrupted saves and deletions; their names. For the holder of the lock.
+    def sweep(self, directory: P) -> list[str]: ...
 
-    def put(self, path: P, text: str, sync: bool = True) -> None:
-        """A small file; whoever reads it sees the one before or this one, whole. `sync`: also after a power cut."""
-        ...
-
-    def delete(self, path: P) -> None:
-        """A file that may be missing."""
-        ...
-
-    def part_of(self, final: P) -> P:
-        """Where a checkpoint is built until it is complete."""
-        ...
-
-    def begin(self, part: P) -> None:
-        """An empty folder to build in."""
-        ...
-
-    def discard(self, part: P) -> None:
-        """What was built there, as far as it can be deleted."""
-        ...
-
-    def publish(self, part: P, final: P) -> None:
-        """Make what is complete the checkpoint `final`, durably, in the place of one that may be there. Files of
-        `create` are durable already, manifest.json and COMPLETE need not be."""
-        ...
-
-    def remove(self, folder: P) -> None:
-        """Delete a checkpoint so that an interrupted deletion is no checkpoint."""
-        ...
-
-    def sweep(self, directory: P) -> list[str]:
-        """Clear up what saves and deletions that were cut short have left; the names. For the holder of the lock."""
-        ...
-
-    def probe(self, directory: P, rank: int) -> None:
-        """Write and delete a small file as a checkpoint would be written. CheckpointError says what is in the way."""
-        ...
-
-    def check_space(self, directory: P, needed: int) -> None:
-        """`needed` bytes: one checkpoint; those that are there stay until it is complete. Raises CheckpointError."""
-        ...
-
-    def lock(self, directory: P) -> RunLock:
-        """One run per directory. Raises CheckpointError that names the holder, where there can be only one."""
-        ...
-
-    def reading(self, folder: P) -> AbstractContextManager[None]:
-        """Keep `folder` from being pruned by a run meanwhile (it asks with `in_use`), as far as possible."""
-        ...
-
-    def in_use(self, folder: P) -> bool:
-        """Whether somebody is `reading` it."""
-        ...
+    # Write and delete a small file as a checkpoint would be written. Raises CheckpointError with the obstacle.
+    def probe(self, directory: P, rank: int) -> None: ...
+    # Raises CheckpointError where one more checkpoint, of `needed` bytes, has no room.
+    def check_space(self, directory: P, needed: int) -> None: ...
+    # One run per directory. Raises CheckpointError that names the holder, where there can be only one.
+    def lock(self, directory: P) -> RunLock: ...
+    # Keep `folder` from being pruned by a run meanwhile (which asks `in_use`), as far as possible.
+    def reading(self, folder: P) -> AbstractContextManager[None]: ...
+    def in_use(self, folder: P) -> bool: ...
 
 
 def storage_of(place: P) -> Storage[P]:
     known: Storage[Path] | Storage[Url] = RemoteStorage() if isinstance(place, Url) else LocalStorage()
-    return cast("Storage[P]", known)  # of this kind of place, which no type can say of an isinstance
+    return cast("Storage[P]", known)  # for this kind of place, which a type checker cannot conclude
 
 
 def steps_in(directory: str | Path | Url) -> list[int]:

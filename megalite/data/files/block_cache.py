@@ -1,14 +1,12 @@
-"""A file far away as numbered blocks on the local disk, each fetched once by one of the processes of a node.
+"""A remote file as numbered blocks on the local disk, each fetched once by one of the processes of a node.
 
     directory/00000a3f.block     BLOCK bytes of the file (the last one: fewer), then their crc32
     directory/blocks.lock        byte k is locked by the process that fetches block k
 
-Blocks appear whole, by rename. Each process checks the crc when it opens a block for the first time; a damaged one is
-fetched again. When the blocks under `root` pass the limit, those not opened for longest are removed; a process that
-has one of them mapped keeps reading it, and any other fetches it again. So nothing here needs all processes to agree.
+Blocks appear whole, by rename. Each process checks the crc when it first opens a block, and fetches a damaged one
+again. When the blocks under `root` pass the limit, the least recently opened are removed; a process that has one
+mapped keeps reading it, and any other fetches it again. So the processes need not agree about anything.
 """
-
-from __future__ import annotations
 
 import contextlib
 import fcntl
@@ -32,24 +30,22 @@ from megalite.data.locks import appearing
 
 log = logging.getLogger(__name__)
 
-# An object store answers after 20 to 50 ms and then gives some 50 to 90 MB/s a connection: 4 MiB take about as long as
-# two answers, so larger blocks gain little speed; smaller ones cost more requests, which are paid one by one.
+# An object store answers after 20 to 50 ms and then gives 50 to 90 MB/s per connection, so larger blocks gain little
+# speed; smaller ones cost more requests, each of which is paid for.
 BLOCK = 4 << 20
 FETCHES = 16  # connections at a time
 OPEN_BLOCKS = 1024  # mapped at a time; removed blocks may occupy the disk for as long as they are mapped
 EVICT_EVERY = 16  # stored blocks between two looks at the size of the cache
 KEEP = 0.9  # of the limit, once it was passed
-STALE_SECONDS = 24 * 3600.0  # a partial file so old has no writer
-POLL_SECONDS, SAY_AFTER_SECONDS = 0.02, 5.0
+STALE_SECONDS = 24 * 3600.0  # a partial file this old has no writer
+POLL_SECONDS, SAY_AFTER_POLLS = 0.02, 250
 INDEX = "copy.index"  # beside the blocks: the .idx, whole
 CRC = struct.Struct("<I")
 
 
 class Blocks:
-    """`get(numbers)` -> the blocks, uint8, mapped. `fetch(start, stop)` gives bytes of the far file, from any thread.
-
-    `confirm()` is called after fetching and before anything is stored: it raises when the far file has changed.
-    """
+    """Blocks of a remote file: `fetch(start, stop)` gives its bytes, from any thread, and `confirm()`, called between
+    fetching and storing, raises when it has changed."""
 
     def __init__(
         self, directory: Path, size: int, limit: int, fetch: Callable[[int, int], bytes], confirm: Callable[[], None]
@@ -59,16 +55,16 @@ class Blocks:
         self._open: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
         self._verified: set[int] = set()
         self._thread_lock = threading.Lock()  # record locks exclude processes, not threads
-        self._lock_file = open(directory / "blocks.lock", "ab", opener=opener)  # noqa: SIM115  closing it would drop the locks
+        self._lock_file = open(directory / "blocks.lock", "ab", opener=opener)  # noqa: SIM115  (closing it would drop the locks)
         self._pool: ThreadPoolExecutor | None = None
-        self._stored, self._told_full = 0, False
+        self._stored, self._said_full = 0, False
         evict(directory.parent, limit)
 
     def get(self, numbers: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """At most OPEN_BLOCKS at a time. What is missing is fetched, FETCHES at a time."""
+        """The blocks `numbers`, at most OPEN_BLOCKS of them, as mapped uint8; missing ones are fetched first."""
         with self._thread_lock:
             missing = [number for number in numbers if not self._have(number)]
-            waited, told = 0.0, False
+            polls = 0
             while missing:
                 mine = [number for number in missing if self._lock(number)]
                 try:
@@ -78,9 +74,8 @@ class Blocks:
                         self._unlock(number)
                 missing = [number for number in missing if not self._have(number)]
                 if missing:  # other processes fetch these
-                    waited += POLL_SECONDS
-                    if not told and waited > SAY_AFTER_SECONDS:
-                        told = True
+                    polls += 1
+                    if polls == SAY_AFTER_POLLS:
                         log.warning("%s: waiting for block %d from another process", self._directory, missing[0])
                     time.sleep(POLL_SECONDS)
             blocks = [self._open[number] for number in numbers]
@@ -104,29 +99,27 @@ class Blocks:
         return min(BLOCK, self._size - number * BLOCK)
 
     def _have(self, number: int) -> bool:
-        """Mapped already, or on disk and sound; then it is mapped afterwards."""
+        """Whether the block is mapped, or is sound on disk and could be mapped now."""
         if number in self._open:
             return True
         path, length = self._path(number), self._length(number)
         try:
             with open(path, "rb") as file:
-                if os.fstat(file.fileno()).st_size == length + CRC.size:
-                    raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                else:
-                    raw = b""
+                whole = os.fstat(file.fileno()).st_size == length + CRC.size
+                raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if whole else b""
         except OSError:
             return False
         block = np.frombuffer(raw, np.uint8)
         if number not in self._verified:
-            if not len(block) or zlib.crc32(block[:length].data) != CRC.unpack(block[length:].tobytes())[0]:
+            if not whole or zlib.crc32(block[:length].data) != CRC.unpack(block[length:].tobytes())[0]:
                 log.warning("%s: damaged block; fetching it again", path)
                 path.unlink(missing_ok=True)
                 return False
             self._verified.add(number)
-        if not len(block):
+        if not whole:
             return False
         with contextlib.suppress(OSError):
-            os.utime(path)  # what was opened lately is removed last
+            os.utime(path)  # removed last
         self._open[number] = block[:length]
         return True
 
@@ -143,12 +136,11 @@ class Blocks:
     def _store(self, number: int, part: bytes) -> None:
         try:
             with appearing(self._path(number)) as file:
-                file.write(part)
-                file.write(CRC.pack(zlib.crc32(part)))
+                file.writelines([part, CRC.pack(zlib.crc32(part))])
             self._stored += 1
         except OSError as error:
-            if not self._told_full:
-                self._told_full = True
+            if not self._said_full:
+                self._said_full = True
                 log.warning("%s: blocks cannot be stored (%s); they are fetched each time", self._directory, error)
         self._verified.add(number)
         self._open[number] = np.frombuffer(part, np.uint8)
@@ -159,7 +151,7 @@ class Blocks:
         except (BlockingIOError, PermissionError):
             return False
         except OSError:
-            pass  # no locks here: several processes may fetch the same block, which is a waste and no fault
+            pass  # a file system without locks: several processes may fetch the same block, to the same effect
         return True
 
     def _unlock(self, number: int) -> None:
@@ -168,26 +160,26 @@ class Blocks:
 
 
 def contents(root: Path) -> list[tuple[float, int, Path]]:
-    """(last opened, bytes, path) of what is cached under root/*/. Removes what killed processes left half written."""
-    found: list[tuple[float, int, Path]] = []
+    """(last opened, bytes, path) of all files cached under root/*/. Removes half-written files of killed processes."""
+    files: list[tuple[float, int, Path]] = []
     now = time.time()
     for path in root.glob("*/*"):
         with contextlib.suppress(OSError):  # other processes remove files, too
             state = path.stat()
             if path.suffix in (".block", ".index"):
-                found.append((state.st_mtime, state.st_size, path))
+                files.append((state.st_mtime, state.st_size, path))
             elif path.suffix == ".partial" and now - state.st_mtime > STALE_SECONDS:
                 path.unlink()
-    return found
+    return files
 
 
 def evict(root: Path, limit: int) -> None:
-    """Remove what was not opened for longest, when all together pass `limit` bytes."""
-    found = contents(root)
-    total = sum(size for _, size, _ in found)
-    if total > limit:
-        for _, size, path in sorted(found):
-            path.unlink(missing_ok=True)
-            total -= size
-            if total <= KEEP * limit:
-                break
+    """When all files together pass `limit` bytes, remove the least recently opened."""
+    files = contents(root)
+    total = sum(size for _, size, _ in files)
+    goal = KEEP * limit if total > limit else total
+    for _, size, path in sorted(files):
+        if total <= goal:
+            break
+        path.unlink(missing_ok=True)
+        total -= size

@@ -3,12 +3,9 @@
     lengths[i] >= 0     pointers[0] = 0     pointers[i] + width * lengths[i] = pointers[i + 1], the last: size of .bin
     document_indices    begin with 0, never decrease, end with the number of sequences
 
-When all hold, every sequence lies inside the .bin file, by induction over i. The columns are read, not mapped: into
-buffers that stay in the cache, so memory does not grow with the file (a map would count 20 bytes per document as
-resident). 2 ns per document warm, where building the order of an epoch costs 30.
+When all hold, every sequence lies inside the .bin file, by induction over i. The columns are read into buffers that
+stay in the cache: a map would count 20 bytes per document as resident memory. A document costs 2 ns when warm.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Iterator
@@ -19,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK = 1 << 15  # entries read at a time
-PLACES, WINDOW = 256, 16  # of a file too large to be checked whole when it is opened
+PLACES, WINDOW = 256, 16  # places, and entries at each, that are checked of a file too large to be checked whole
 
 
 @dataclass(frozen=True)
 class IndexColumns:
-    """Where the columns lie in an open .idx file, in bytes, and what they describe: `size` bytes of .bin."""
+    """The columns of an open .idx file: where they begin, in bytes, and the `size` of the .bin that they describe."""
 
     file: int
     start: int
@@ -55,7 +52,8 @@ class IndexColumns:
 
 
 def damage(index: IndexColumns, whole: bool) -> tuple[str, str] | None:
-    """(field, which rule it breaks), None when sound. Not `whole`: both ends and PLACES windows between, in O(1)."""
+    """(field, the rule that it breaks), None when sound. Unless `whole`, only both ends and PLACES windows between are
+    checked, in O(1)."""
     return _sequences(index, whole) or _documents(index, whole)
 
 

@@ -4,14 +4,11 @@
            lengths i32 [sequences] | pointers i64 [sequences], bytes | document ends i64 [documents + 1] | modes i8
 
 Both files are mapped; nothing is copied until tokens are asked for. Opening takes bounded time and memory: an index of
-up to FULL_CHECK entries is checked completely, of a larger one the header, the sizes, both ends and some hundred places
-(`verify` does the rest), and `spans`, which every access goes through, checks the entries it uses. So no index, however
-damaged, makes the reader look outside the file. The rules are in index_rules.py.
-A .bin file that is truncated while it is mapped ends the process with SIGBUS: do not edit data in place, or read it
-with mmap_bin_files=False.
+up to FULL_CHECK entries is checked completely (index_rules.py), a larger one at some hundred places; `verify` does the
+rest. `spans`, which every access goes through, checks the entries it uses, so a damaged index never makes the reader
+look outside the file. A .bin file that is truncated while it is mapped ends the process with SIGBUS: do not edit data
+in place, or read it with mmap_bin_files=False.
 """
-
-from __future__ import annotations
 
 import contextlib
 import mmap
@@ -38,7 +35,7 @@ FULL_CHECK = 1 << 24  # index entries; 2 ns each warm (10 M documents: 19 ms), 2
 
 def _open(path: Path | str) -> int:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe does not make it wait
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe would wait
         if stat.S_ISREG(os.fstat(file).st_mode):
             return file
         os.close(file)
@@ -59,11 +56,8 @@ def _map(file: int, path: Path | str) -> NDArray[np.uint8]:
 
 
 class FileTokens:
-    """`tokens[a:b]` and `len(tokens)` of a .bin file by reading instead of mapping it.
-
-    A read of a few KB costs 2 to 3 us where the map takes 1 to 2, but a file that is truncated meanwhile is a
-    DataError and not the end of the process, and file systems on which maps are slow or stale are served as well.
-    """
+    """`tokens[a:b]` and `len(tokens)` of a .bin file that is read, not mapped: a few KB take 2 to 3 us, not 1 to 2,
+    but a file that is truncated meanwhile is a DataError, and slow or stale maps of a file system do not matter."""
 
     def __init__(self, path: str, dtype: np.dtype[Any]):
         self.dtype, self._path = dtype, path
@@ -100,8 +94,7 @@ class IndexedDataset:
 
     prefix          path without suffix, or a URL (s3://, gs://, ...: see remote.py)
     mmap_bin_files  False: tokens are read, not mapped (`FileTokens`); False is --no-mmap-bin-files
-    cache_path      directory for what is fetched from a URL (default: see remote.py); not used for local files
-    cache_bytes     how much may lie there; None: half of what its disk could give
+    cache_path      directory for files fetched from a URL (default: see remote.py); not used for local files
 
     tokens          every token of the file: an array [num_tokens], or with the same slices `FileTokens`, `RemoteTokens`
     lengths         tokens per sequence [len(self)], int32
@@ -109,17 +102,10 @@ class IndexedDataset:
     document_ends   sequences before each document, and their number, int64
     checked         whether opening has checked the whole index; otherwise `verify` does
 
-    DataError names file, field and index of what is wrong.
+    Raises DataError with file, field and index.
     """
 
-    def __init__(
-        self,
-        prefix: str | Path,
-        *,
-        mmap_bin_files: bool = True,
-        cache_path: str | Path | None = None,
-        cache_bytes: int | None = None,
-    ):
+    def __init__(self, prefix: str | Path, *, mmap_bin_files: bool = True, cache_path: str | Path | None = None):
         self.prefix = str(prefix)
         self._index_path = self.prefix + ".idx"
         bin_path = self.prefix + ".bin"
@@ -127,7 +113,7 @@ class IndexedDataset:
         if self._remote:
             from megalite.data.files.remote import RemotePair
 
-            pair = RemotePair(self.prefix, cache_path, cache_bytes)
+            pair = RemotePair(self.prefix, cache_path)
             self._index_file = pair.fetch_index(self._read_index)
             self.tokens: Any = pair.tokens(self._little)
             return
@@ -135,15 +121,14 @@ class IndexedDataset:
         index, data = _open(self._index_path), _open(bin_path)
         try:
             self._read_index(index, os.fstat(data).st_size)
-            self.tokens = (
-                _map(data, bin_path).view(self._little) if mmap_bin_files else FileTokens(bin_path, self._little)
-            )
+            mapped = _map(data, bin_path).view(self._little) if mmap_bin_files else None
+            self.tokens = FileTokens(bin_path, self._little) if mapped is None else mapped
         finally:
             os.close(index)
             os.close(data)
 
     def _read_index(self, file: int, bin_size: int) -> None:
-        """Map the index in `file`, after a check of all of it, or of parts when it has more than FULL_CHECK entries."""
+        """Check the index in `file`, all of it up to FULL_CHECK entries, and map it."""
         start = len(MAGIC) + HEADER.size
         head, state = os.pread(file, start, 0), os.fstat(file)
         actual, self._inode = state.st_size, (state.st_dev, state.st_ino)
@@ -158,9 +143,8 @@ class IndexedDataset:
             raise self._refuse("dtype code", f"is {code}, not one of {sorted(DTYPES)} (integers)")
         size = start + 12 * count + 8 * entries
         if actual not in (size, size + count):  # with modes: one byte more per sequence
-            raise self._refuse(
-                "size", f"is {actual} bytes, not the {size} of {count} sequences and {entries} documents"
-            )
+            wanted = f"not the {size} of {count} sequences and {entries} documents"
+            raise self._refuse("size", f"is {actual} bytes, {wanted}")
         self.dtype = np.dtype(DTYPES[code])
         self._little = self.dtype.newbyteorder("<")
         self._bin_size, self._layout = bin_size, (start, count, entries)
@@ -176,42 +160,38 @@ class IndexedDataset:
         self.document_ends: NDArray[np.int64] = column(start + 12 * count, "<i8", entries)
 
     def _refuse(self, field: str, rule: str) -> DataError:
-        return DataError(
-            f"{self._index_path}: {field} {rule}; the index is damaged or of another format: write it again"
-        )
+        damaged = "the index is damaged or of another format: write it again"
+        return DataError(f"{self._index_path}: {field} {rule}; {damaged}")
 
     def _check(self, file: int, whole: bool) -> None:
         try:
-            found = damage(IndexColumns(file, *self._layout, self.dtype.itemsize, self._bin_size), whole)
+            wrong = damage(IndexColumns(file, *self._layout, self.dtype.itemsize, self._bin_size), whole)
         except OSError as error:
             raise self._refuse("size", f"cannot be read: {error.strerror}") from error
-        if found and found[0] == "size":
+        if wrong and wrong[0] == "size":
             raise DataError(
                 f"{self.prefix}.bin: size is {self._bin_size} bytes of {self.dtype}, but {self._index_path} "
-                f"{found[1]}; the file is truncated or belongs to another index: write the pair again"
+                f"{wrong[1]}; the file is truncated or belongs to another index: write the pair again"
             )
-        if found:
-            raise self._refuse(*found)
+        if wrong:
+            raise self._refuse(*wrong)
 
     def verify(self) -> None:
-        """Check every entry of the index; 2 ns each. Opening has done so when `checked`, up to FULL_CHECK entries."""
-        with self._again() as file:
+        """Check every entry of the index, 2 ns each."""
+        with self._reopened() as file:
             self._check(file.fileno(), whole=True)
         self.checked = True
 
     def read_lengths(self, documents: range) -> NDArray[np.int32]:
-        """Tokens of each of `documents`, consecutive ones, in memory of their own: 4 bytes each.
-
-        Aligned, as the column of the file is not, and read beside the map, whose pages would count as resident, too.
-        """
-        with self._again() as file:
+        """Tokens of each of `documents`, as an aligned copy: pages of the map would count as resident memory."""
+        with self._reopened() as file:
             lengths = np.fromfile(file, "<i4", len(documents), offset=self._layout[0] + 4 * documents.start)
         if len(lengths) != len(documents):
             raise self._refuse("size", f"ends before length {documents.start + len(lengths)}")
         return lengths
 
-    def _again(self) -> BinaryIO:
-        """The index, opened once more; refused when another one has taken its place."""
+    def _reopened(self) -> BinaryIO:
+        """The index file; DataError when another one has taken its place."""
         file = os.fdopen(_open(self._index_file), "rb")
         state = os.fstat(file.fileno())
         if (state.st_dev, state.st_ino) != self._inode:
@@ -227,10 +207,8 @@ class IndexedDataset:
         return len(self.tokens)
 
     def spans(self, documents: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(first token, number of tokens) of each of `documents` [n], as positions in `tokens`; checked, so inside it.
-
-        IndexError for a number that is no document, DataError for one whose entries in the index are damaged.
-        """
+        """(first token, number of tokens) of each of `documents` [n], checked to lie inside `tokens`. IndexError for a
+        number that is no document, DataError for damaged entries in the index."""
         documents = np.asarray(documents, np.int64)
         n, width = len(self.lengths), self.dtype.itemsize
         if documents.size and not 0 <= int(documents.min()) <= int(documents.max()) < n:
@@ -260,10 +238,6 @@ class IndexedDataset:
         for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
             out[done : done + count] = tokens[begin : begin + count]
             done += count
-
-    def start(self, document: int) -> int:
-        """Position of the document's first token in `tokens`."""
-        return int(self.spans(np.array([document]))[0][0])
 
     def document(self, document: int) -> NDArray[Any]:
         """The tokens of one document; a view of the file where it is mapped."""

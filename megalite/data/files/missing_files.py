@@ -1,6 +1,4 @@
-"""Files of the options that do not exist, and those that may have been meant. Pure but for looking."""
-
-from __future__ import annotations
+"""Files of the options that do not exist, and those that may have been meant."""
 
 import difflib
 import errno
@@ -10,13 +8,13 @@ from pathlib import Path
 
 from megalite.config.options import DataConfig
 
-MOST = 5  # that a message names
+MOST = 5  # files that a message names
 TOKENS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def rehearsed(data: DataConfig) -> DataConfig:
-    """What stands for the data of another machine's rank: no tokens, and a vocabulary of the given size."""
+    """Options that stand for the data of another machine's rank: no tokens, and a vocabulary of the given size."""
     data = replace(data, mock_data=True, **dict.fromkeys(TOKENS))
     if data.vocab_size is not None and absent(data):
         data = replace(data, tokenizer_type="NullTokenizer", **dict.fromkeys(TOKENIZER))
@@ -25,11 +23,11 @@ def rehearsed(data: DataConfig) -> DataConfig:
 
 def absent(data: DataConfig, elsewhere: bool = False) -> list[str]:
     """A line for each token file and tokenizer file of the options that does not exist; URLs are not looked at.
-    `elsewhere`: of another machine's rank (`rehearsed`)."""
+    `elsewhere`: the options are those of another machine's rank (`rehearsed`)."""
     lines, size = [], " or --vocab-size" * elsewhere
     for name in TOKENS:
         for word in getattr(data, name) or ():
-            _, named, rest = word.partition("=")  # of NAME=PREFIX, or NAME= and the prefix behind it
+            _, named, rest = word.partition("=")  # NAME=PREFIX, or NAME= before a prefix
             prefix = rest if named and not _is_pair(word) else word
             if prefix and "://" not in prefix and not is_number(prefix) and not _is_pair(prefix):
                 lines.append(missing(prefix))
@@ -41,24 +39,20 @@ def absent(data: DataConfig, elsewhere: bool = False) -> list[str]:
 
 
 def missing(prefix: str) -> str:
-    """What is wrong with `prefix`, of which a file does not exist, and what to give instead."""
+    """The reason why `prefix` cannot be opened, a file of it being missing, and what to give instead."""
     reason = os.strerror(errno.ENOENT)
     stem = prefix.removesuffix(".bin").removesuffix(".idx")
     if stem != prefix and _is_pair(stem):
         return f"{prefix}: the prefix of a pair is given without suffix; give {stem}"
     if Path(prefix).is_dir():
-        found = _pairs(Path(prefix), "")
-        return f"{prefix}: is a directory" + (
-            f"; give a prefix in it: {_list(found)}"
-            if found
-            else " without token files; tools/preprocess_data.py makes them"
-        )
+        if pairs := _pairs(Path(prefix), ""):
+            return f"{prefix}: is a directory; give a prefix in it: {_list(pairs)}"
+        return f"{prefix}: is a directory without token files; tools/preprocess_data.py makes them"
     if Path(prefix).is_file():
-        return f"{prefix}: is a file, not the prefix of a .bin/.idx pair; tools/preprocess_data.py makes one of text"
-    there = [suffix for suffix in (".bin", ".idx") if Path(prefix + suffix).is_file()]
-    if len(there) == 1:
-        lost = ".idx" if there == [".bin"] else ".bin"
-        return f"{prefix}{lost}: {reason}, but {prefix}{there[0]} exists; a pair needs both: write it again"
+        return f"{prefix}: is a file, not the prefix of a .bin/.idx pair; tools/preprocess_data.py makes one from text"
+    for lost, other in ((".idx", ".bin"), (".bin", ".idx")):
+        if Path(prefix + other).is_file() and not Path(prefix + lost).is_file():
+            return f"{prefix}{lost}: {reason}, but {prefix}{other} exists; a pair needs both: write it again"
     folder = Path(prefix).parent
     if not folder.is_dir():
         return f"{prefix}.idx: {reason}; the directory {folder} does not exist; give the prefix of a .bin/.idx pair"
@@ -66,9 +60,8 @@ def missing(prefix: str) -> str:
     near = difflib.get_close_matches(Path(stem).name, [Path(other).name for other in others], n=MOST)
     if begun or near:
         return f"{prefix}.idx: {reason}; did you mean {_list(begun or [str(folder / name) for name in near])}?"
-    return f"{prefix}.idx: {reason}; " + (
-        f"{folder} holds {_list(others)}" if others else "tools/preprocess_data.py makes such files"
-    )
+    hint = f"{folder} holds {_list(others)}" if others else "tools/preprocess_data.py makes such files"
+    return f"{prefix}.idx: {reason}; {hint}"
 
 
 def is_number(text: str) -> bool:
@@ -84,14 +77,13 @@ def _is_pair(prefix: str) -> bool:
 
 
 def _pairs(folder: Path, begin: str) -> list[str]:
-    """The prefixes in `folder` whose names begin so, in order; nothing where it cannot be read."""
+    """The prefixes in `folder` whose names start with `begin`, sorted; none where it cannot be read."""
     try:
         names = sorted(path.name for path in folder.iterdir() if path.suffix == ".idx" and path.name.startswith(begin))
     except OSError:
         return []
-    found = [str(folder / name.removesuffix(".idx")) for name in names]
-    return [prefix for prefix in found if _is_pair(prefix)]
+    return [prefix for name in names if _is_pair(prefix := str(folder / name.removesuffix(".idx")))]
 
 
-def _list(found: list[str]) -> str:
-    return ", ".join(found[:MOST]) + (f" and {len(found) - MOST} more" if len(found) > MOST else "")
+def _list(prefixes: list[str]) -> str:
+    return ", ".join(prefixes[:MOST]) + (f" and {len(prefixes) - MOST} more" if len(prefixes) > MOST else "")

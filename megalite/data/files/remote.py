@@ -1,16 +1,14 @@
-"""A pair of token files behind a URL, through fsspec: s3://, gs://, http://, file://, memory:// and what else it knows.
+"""A pair of token files behind a URL that fsspec knows: s3://, gs://, http://, file://, memory:// and others.
 
     cache_path/remote/NAME-HASH/     HASH of both URLs, sizes and versions (ETag or time of change)
         copy.index                   the .idx, fetched once and mapped
         00000a3f.block ...           blocks of the .bin, fetched when they are first needed (block_cache.py)
 
-A pair that is replaced gets another directory at the next start; while it is in use, every fetch is followed by a look
-at the source, and one that has changed ends the run instead of mixing two versions. Documents are read in random
-order, so the local disk should hold the whole pair: then each byte is fetched once per node. fsspec and the package of
-a protocol (s3fs, gcsfs) are imported here, when the first URL is opened; credentials are theirs to find.
+A pair that is replaced gets another directory at the next start. Every fetch is followed by a look at the source, and a
+source that has changed ends the run instead of mixing two versions. Documents are read in random order, so the local
+disk should hold the whole pair: then each byte is fetched once per node. fsspec and the package of a protocol (s3fs,
+gcsfs) are imported when the first URL is opened, and find the credentials themselves.
 """
-
-from __future__ import annotations
 
 import hashlib
 import logging
@@ -50,6 +48,11 @@ def cache_root(cache_path: str | Path | None) -> Path:
     return Path(own or Path(variable("XDG_CACHE_HOME") or "~/.cache") / "megalite").expanduser() / "remote"
 
 
+def cache_limit(root: Path) -> int:
+    """Half of the space that the disk could give to the cache, in bytes."""
+    return (shutil.disk_usage(root).free + sum(size for _, size, _ in contents(root))) // 2
+
+
 class UrlFile:
     """One file behind a URL, as it was when this object was made: `size` bytes, `version`."""
 
@@ -72,13 +75,13 @@ class UrlFile:
             self._fs.invalidate_cache(self._path)
             return self._fs.info(self._path)
 
-        found = self._retry("looking it up", info)
-        if found.get("type") == "directory" or not isinstance(found.get("size"), int):
-            raise DataError(f"{self.url}: is a {found.get('type')} of unknown size, not a file")
-        return found["size"], next((f"{key}={found[key]}" for key in VERSION_KEYS if found.get(key)), "")
+        state = self._retry("looking it up", info)
+        if state.get("type") == "directory" or not isinstance(state.get("size"), int):
+            raise DataError(f"{self.url}: is a {state.get('type')} of unknown size, not a file")
+        return state["size"], next((f"{key}={state[key]}" for key in VERSION_KEYS if state.get(key)), "")
 
     def confirm(self) -> None:
-        """Refuse when the file is not what it was."""
+        """DataError when the file has changed."""
         now = self._look()
         if now != (self.size, self.version):
             raise DataError(
@@ -87,7 +90,7 @@ class UrlFile:
             )
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """Bytes start..stop-1, all of them."""
+        """Bytes start..stop-1."""
 
         def read() -> bytes:
             part = self._fs.cat_file(self._path, start=start, end=stop)
@@ -97,7 +100,7 @@ class UrlFile:
 
         return self._retry(f"reading bytes {start}..{stop - 1}", read)
 
-    def _retry(self, what: str, call: Callable[[], T]) -> T:
+    def _retry(self, doing: str, call: Callable[[], T]) -> T:
         last: Exception | None = None
         for attempt in range(ATTEMPTS):
             if attempt:
@@ -106,33 +109,30 @@ class UrlFile:
                 return call()
             except PERMANENT as error:
                 hint = "; the prefix is given without .bin or .idx" if isinstance(error, FileNotFoundError) else ""
-                raise DataError(f"{self.url}: {what}: {type(error).__name__}: {error}{hint}") from error
+                raise DataError(f"{self.url}: {doing}: {type(error).__name__}: {error}{hint}") from error
             except Exception as error:  # the packages of the protocols raise kinds of their own
                 last = error
         raise DataError(
-            f"{self.url}: {what} failed {ATTEMPTS} times, the last time with {type(last).__name__}: {last}; check the "
-            "network and the credentials, then start again: what was fetched is kept"
+            f"{self.url}: {doing} failed {ATTEMPTS} times, the last time with {type(last).__name__}: {last}; check the "
+            "network and the credentials, then start again: fetched blocks are kept"
         ) from last
 
 
-def read_whole(url: str, limit: int) -> bytes | None:
-    """A small file, its first `limit` bytes at most; None when it does not exist."""
+def read_whole(url: str, limit: int) -> bytes:
+    """A small file, its first `limit` bytes at most. FileNotFoundError when it does not exist."""
     try:
         source = UrlFile(url)
     except DataError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            return None
+            raise error.__cause__ from None
         raise
     return source.fetch(0, min(source.size, limit)) if source.size else b""
 
 
 class RemotePair:
-    """The index and the tokens of the pair at `prefix`, cached under `cache_path`.
+    """The index and the tokens of the pair at `prefix`, cached under `cache_path`."""
 
-    cache_bytes  limit for all that is cached there; None: half of what the disk could give to it
-    """
-
-    def __init__(self, prefix: str, cache_path: str | Path | None, cache_bytes: int | None = None):
+    def __init__(self, prefix: str, cache_path: str | Path | None):
         self._index, self._bin = UrlFile(prefix + ".idx"), UrlFile(prefix + ".bin")
         self.size = self._bin.size
         parts = [part for source in (self._index, self._bin) for part in (source.url, str(source.size), source.version)]
@@ -141,21 +141,18 @@ class RemotePair:
         self._directory = root / f"{prefix.rsplit('/', 1)[-1][:80]}-{digest}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(root).free
+            self._limit, total = cache_limit(root), self.size + self._index.size
         except OSError as error:
             raise DataError(f"{self._directory}: {error.strerror}; give a directory for copies of {prefix}") from error
-        if cache_bytes is None:
-            cache_bytes = (free + sum(size for _, size, _ in contents(root))) // 2
-        self._limit, total = cache_bytes, self.size + self._index.size
-        if total > cache_bytes:
+        if total > self._limit:
             log.warning(
-                f"{prefix}: has {total / 1e9:.3g} GB, but the cache at {root} holds {cache_bytes / 1e9:.3g} GB: "
+                f"{prefix}: has {total / 1e9:.3g} GB, but the cache at {root} holds {self._limit / 1e9:.3g} GB: "
                 f"documents are read in random order, so most will be fetched again, {BLOCK / 1e6:.3g} MB each; copy "
                 "the data to the nodes, or give a larger disk"
             )
 
     def fetch_index(self, use: Callable[[int, int], None]) -> str:
-        """Path of the local copy of the .idx, once `use(its file, size of the .bin)` has not refused it."""
+        """Path of the local copy of the .idx; `use(file, size of the .bin)` reads it and refuses damage (DataError)."""
         path = self._directory / INDEX
         try:
             with locked(self._directory / "index.lock", f"{self._index.url} -> {path}"):
@@ -187,7 +184,7 @@ class RemotePair:
                     file.write(part)
             source.confirm()
 
-    def tokens(self, dtype: np.dtype[Any]) -> RemoteTokens:
+    def tokens(self, dtype: np.dtype[Any]) -> "RemoteTokens":
         blocks = Blocks(self._directory, self.size, self._limit, self._bin.fetch, self._bin.confirm)
         return RemoteTokens(blocks, self.size // dtype.itemsize, dtype)
 
@@ -214,7 +211,7 @@ class RemoteTokens:
         if len(begins) and (int(begins.min()) < 0 or int((begins + counts).max()) > self._length):
             raise IndexError(f"tokens {begins.min()}..{(begins + counts).max()} are outside 0..{self._length}")
         per_block = BLOCK // self.dtype.itemsize
-        pieces: dict[int, list[tuple[int, int, int]]] = {}  # of a block: from which token, how many, where to
+        pieces: dict[int, list[tuple[int, int, int]]] = {}  # block -> first token in it, tokens, place in `out`
         place = 0
         for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
             while count > 0:

@@ -1,10 +1,8 @@
-"""`prefix.json` beside a token file: who made it. Catches data of another tokenizer before training on it.
+"""`prefix.json` beside a token file says which tokenizer made it, so that data of another one is refused.
 
-It is no part of Megatron's format: data without it is used as it is, and then only the ids are checked, batch by
-batch. Keys: tokenizer (fingerprint, name, vocabulary size, end of document), documents, tokens, sources, version.
+It is not a part of Megatron's format: of data without it only the ids are checked, batch by batch.
+Keys: tokenizer (fingerprint, name, vocabulary size, end of document), documents, tokens, sources, version.
 """
-
-from __future__ import annotations
 
 import json
 from pathlib import Path
@@ -13,26 +11,24 @@ from typing import Any
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
-LIMIT_BYTES = 16 << 20  # far above any list of sources; bounds what a damaged file can cost
+LIMIT_BYTES = 16 << 20  # far above any list of sources
 
 
 def read_info(prefix: str | Path) -> dict[str, Any] | None:
     """The contents of prefix.json, None when it does not exist."""
     path = f"{prefix}.json"
-    if "://" in path:
-        from megalite.data.files.remote import read_whole
+    try:
+        if "://" in path:
+            from megalite.data.files.remote import read_whole
 
-        text = read_whole(path, LIMIT_BYTES + 1)
-    else:
-        try:
+            text = read_whole(path, LIMIT_BYTES + 1)
+        else:
             with open(path, "rb") as file:
                 text = file.read(LIMIT_BYTES + 1)
-        except FileNotFoundError:
-            text = None
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}") from error
-    if text is None:
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
     try:
         info = json.loads(text) if len(text) <= LIMIT_BYTES else None
     except (ValueError, RecursionError):
@@ -53,10 +49,10 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     small = made_by["vocab_size"] > tokenizer.vocab_size
     if not small and (tokenizer.is_null or made_by["fingerprint"] == tokenizer.fingerprint):
         return
-    what, theirs, ours = "fingerprint", made_by["fingerprint"][:12], tokenizer.fingerprint[:12]
+    trait, theirs, ours = "fingerprint", made_by["fingerprint"][:12], tokenizer.fingerprint[:12]
     if small:
-        what, theirs, ours = "vocabulary", made_by["vocab_size"], tokenizer.vocab_size
+        trait, theirs, ours = "vocabulary", made_by["vocab_size"], tokenizer.vocab_size
     raise DataError(
-        f"{prefix}: made with {made_by.get('name')} ({what} {theirs}), but this "
+        f"{prefix}: made with {made_by.get('name')} ({trait} {theirs}), but this "
         f"run has {tokenizer.name} ({ours}): give the tokenizer that made the data, or preprocess it again"
     )

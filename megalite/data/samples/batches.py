@@ -1,13 +1,11 @@
 """The batch of a step, as a pure function: `Batches.at(consumed, n)` -> this data-parallel rank's micro-batches.
 
     samples consumed .. consumed + n - 1 are the step's. Micro-batch m of rank r holds, with B rows,
-    consumed + m * (B * dp) + r * B + [0..B)          so dp, B and the number of workers may change on the way
+    consumed + m * (B * dp) + r * B + [0..B)          so dp and B may change during the run
 
 There is no iterator and no state to save: a resume needs `consumed`, one integer. `Prefetcher` reads the next step's
-batches in a thread while this one computes, and measures what is still waited for.
+batches in a thread while this one computes.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable
@@ -44,7 +42,7 @@ class MicroBatch:
 
 
 class Unread(Dataset):
-    """What a rank reads that needs no tokens, in the middle of the pipeline: nothing, in the right shape."""
+    """Zeros of the right shape, for a rank in the middle of the pipeline, which needs no tokens."""
 
     def __init__(self, seq_length: int):
         self.seq_length = seq_length
@@ -61,11 +59,11 @@ class Unread(Dataset):
 
 @dataclass(frozen=True)
 class Borders:
-    """What is asked where one document ends and the next begins.
+    """Treatment of the borders between documents.
 
-    eod        ends a document; needed by the next two unless the samples are packed
-    mask_loss  the label after an eod does not count: what follows is an unrelated text
-    documents  tell where each token's document begins (MicroBatch.first)
+    eod        id that ends a document; needed by the next two unless the samples are packed
+    mask_loss  the label after an eod does not count, since an unrelated text follows
+    documents  fill MicroBatch.first
     """
 
     eod: int | None = None
@@ -79,7 +77,7 @@ class Borders:
     def find(
         self, tokens: NDArray[np.int64], layout: list[NDArray[np.int32]] | None
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
-        """(loss mask, position of the first token of each token's document), each None when it is not needed."""
+        """(MicroBatch.loss_mask, MicroBatch.first) of all rows."""
         inputs = tokens[:, :-1]
         if layout is None and not (self.mask_loss or self.documents):
             return None, None
@@ -104,9 +102,9 @@ NO_BORDERS = Borders()
 
 
 class Batches:
-    """Cuts the samples of one dataset into micro-batches. Ids outside [0, vocab_size) are refused by name.
+    """Cuts the samples of one dataset into micro-batches. Ids outside [0, vocab_size) are refused with their place.
 
-    ignored_label  an id that only fills samples: it does not count as a label
+    ignored_label  an id that only fills samples and does not count as a label
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class Batches:
         self._borders, self._ignored = borders, ignored_label
 
     def at(self, consumed: int, global_batch_size: int) -> list[MicroBatch]:
-        """The micro-batches of the step that has `consumed` samples before it."""
+        """The micro-batches of the step after `consumed` samples."""
         per_micro = self._micro * self._dp
         if global_batch_size < 1 or global_batch_size % per_micro:
             raise ValueError(
@@ -137,8 +135,8 @@ class Batches:
         tokens = self.dataset.samples(ids)
         self._check(ids, tokens)
         mask, first = self._borders.find(tokens, self.dataset.layout(ids))
-        if self._ignored is not None and (filled := tokens[:, 1:] == self._ignored).any():
-            mask = np.where(filled, np.float32(0), np.float32(1) if mask is None else mask)
+        if self._ignored is not None and (filler := tokens[:, 1:] == self._ignored).any():
+            mask = np.where(filler, np.float32(0), np.float32(1) if mask is None else mask)
 
         def cut(rows: NDArray[np.generic] | None, m: int) -> NDArray[np.generic] | None:
             return None if rows is None else rows[m * self._micro : (m + 1) * self._micro]
@@ -158,11 +156,11 @@ class Batches:
 
 
 class Prefetcher(Generic[T]):
-    """`get(consumed, n)` -> (micro-batches, seconds waited); meanwhile the thread reads the step after it.
+    """`get(consumed, n)` -> (micro-batches, seconds waited), after which a thread reads the following step.
 
-    Any request is answered rightly, in any order; the next one in sequence costs no wait. `size_at(consumed)` tells
-    the size of the next batch when it changes (ramp-up), 0 for the end; without it the same size is expected again.
-    `prepare` is what the thread makes of each micro-batch, tensors in pinned memory for example.
+    Requests may come in any order; the next one in sequence costs no wait. `size_at(consumed)`: the size of the next
+    batch where it changes (ramp-up), 0 for the end. `prepare`: applied to each micro-batch in the thread, for example
+    to move it to pinned memory.
     """
 
     def __init__(
@@ -183,7 +181,7 @@ class Prefetcher(Generic[T]):
             if self._future is not None:
                 self._future.cancel()
             self._future = self._thread.submit(self._read, *wanted)
-        batches = self._future.result()  # raises here what the thread met
+        batches = self._future.result()  # raises the thread's error
         after = consumed + global_batch_size
         size = self._size_at(after) if self._size_at else global_batch_size
         self._expected, self._future = (after, size), None
@@ -192,5 +190,5 @@ class Prefetcher(Generic[T]):
         return batches, time.perf_counter() - begin
 
     def close(self) -> None:
-        """Stop the thread; it finishes what it is reading."""
+        """Stop the thread after its current read."""
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,6 @@
 """From --data-path to one endless dataset: several token files, mixed by weight."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 
 
 class Blend:
-    """Samples of several datasets, interleaved so that every prefix holds the weights (blend_order.py)."""
+    """Samples of several datasets, interleaved so that every prefix has the weights (blend_order.py)."""
 
     def __init__(self, datasets: Sequence[Source], weights: Sequence[float | int]):
         if len(datasets) != len(weights):
@@ -30,24 +28,27 @@ class Blend:
         self.datasets, self.weights, self.order = list(datasets), list(weights), BlendOrder(weights)
         self.seq_length = datasets[0].seq_length
 
-    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _by_source(self, index: NDArray[np.int64]) -> Iterator[tuple[Source, NDArray[np.int64], NDArray[np.int64]]]:
+        """(source, its rows among `index`, its own sample numbers)."""
         sources, numbers = self.order.at(index)
-        out = np.empty((len(index), self.seq_length + 1), np.int64)
         for k in np.unique(sources).tolist():
             rows = np.flatnonzero(sources == k)
-            out[rows] = self.datasets[k].samples(numbers[rows])
+            yield self.datasets[k], rows, numbers[rows]
+
+    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        out = np.empty((len(index), self.seq_length + 1), np.int64)
+        for source, rows, numbers in self._by_source(index):
+            out[rows] = source.samples(numbers)
         return out
 
     def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]] | None:
-        sources, numbers = self.order.at(index)
-        found: dict[int, NDArray[np.int32]] = {}
-        for k in np.unique(sources).tolist():
-            rows = np.flatnonzero(sources == k)
-            pieces = self.datasets[k].layout(numbers[rows])
+        layouts: dict[int, NDArray[np.int32]] = {}
+        for source, rows, numbers in self._by_source(index):
+            pieces = source.layout(numbers)
             if pieces is None:
                 return None  # the sources of a blend are all packed, or none
-            found |= dict(zip(rows.tolist(), pieces, strict=True))
-        return [found[row] for row in range(len(numbers))]
+            layouts |= dict(zip(rows.tolist(), pieces, strict=True))
+        return [layouts[row] for row in range(len(layouts))]
 
     def where(self, i: int, position: int) -> str:
         source, number = (int(a[0]) for a in self.order.at(np.array([i])))
@@ -72,9 +73,8 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
     if not is_number(data_path[0]):
         return list(data_path), None
     if len(data_path) % 2 or not all(is_number(text) for text in data_path[::2]):
-        raise DataError(
-            f"data_path={' '.join(data_path)} is not a list of WEIGHT PREFIX pairs; give each prefix a weight, or none"
-        )
+        given = f"data_path={' '.join(data_path)}"
+        raise DataError(f"{given} is not a list of WEIGHT PREFIX pairs; give each prefix a weight, or none")
     return list(data_path[1::2]), [float(text) for text in data_path[::2]]
 
 
@@ -96,8 +96,8 @@ def split_parts(split: str) -> list[tuple[float, float] | None]:
 class Reading:
     """How token files are read.
 
-    cache_path  directory for orders of epochs and for what is fetched from URLs; None: orders stay in memory
-    tokenizer   when given, data made by another one is refused; needed to pack, for the id that fills
+    cache_path  directory for orders of epochs and for files fetched from URLs; None: orders stay in memory
+    tokenizer   refuses data of another one; packing needs it, for the id that fills
     packed      best-fit packing of whole documents (packing.py) instead of one line of tokens
     """
 
@@ -118,7 +118,8 @@ def build_blend(
     """The files of `data_path`, mixed.
 
     data_path  prefixes, or weight prefix pairs; without weights each file counts by its tokens
-    split      its name, a coordinate of the shuffle; `part`: which documents of each file, begin and end as parts of 1
+    split      its name, a coordinate of the shuffle
+    part       begin and end of the documents taken of each file, as parts of 1
     """
     prefixes, weights = parse_data_path(data_path)
     how, sources = how or Reading(), []

@@ -1,15 +1,13 @@
-"""In which order the sources of a blend give samples: within one sample of the weights at every prefix.
+"""The order in which the sources of a blend give samples: within one sample of the weights at every prefix.
 
 After n samples, source k has given floor(w_k n) or ceil(w_k n) of them, exactly, for every n. Its j-th sample may
 come when w_k n > j and must have come when w_k n >= j + 1; among the sources that may, the one that must soonest is
 next (earliest deadline first: with these windows it never misses one; Still, 1979, "quota methods").
 
-Weights are exact fractions, so the order repeats: 0.3 and 0.7 after 10 samples. Only one period is computed, as far
-as it is needed, and any sample is found by arithmetic. A period longer than PERIOD samples (weights that are token
-counts) is cut there and repeated; the counts are then exact up to n = PERIOD, and off by less than 1 + n/PERIOD beyond.
+Weights are exact fractions, so the order repeats: 0.3 and 0.7 after 10 samples. One period is computed, as far as it is
+needed. A period longer than PERIOD samples (weights that are token counts) is cut there and repeated; the counts are
+then exact up to n = PERIOD, and off by less than 1 + n/PERIOD beyond.
 """
-
-from __future__ import annotations
 
 import heapq
 import math
@@ -42,7 +40,7 @@ class BlendOrder:
         self.period = min(self.denominator, PERIOD)
         self._source = np.empty(0, np.int32)
         self._rank = np.empty(0, np.int32)  # how many times the source appears earlier in the period
-        self._counts = [0] * len(weights)  # up to the end of what is computed
+        self._counts = [0] * len(weights)  # up to the end of the computed part
         self._ready: list[tuple[int, int]] = []  # (deadline, source) of sources that may go
         self._waiting = [(1, k) for k in range(len(weights))]  # (prefix length from which the source may go, source)
 
@@ -68,8 +66,7 @@ class BlendOrder:
         return [int(n) for n in counts]
 
     def _extend(self, length: int) -> None:
-        done = len(self._source)
-        if length <= done:
+        if length <= (done := len(self._source)):
             return
         length = min(self.period, max(length, 2 * done, 4096))
         sources, ranks = [], []

@@ -1,20 +1,15 @@
-"""Which order the documents of an epoch have, a pure function of lengths and keys; and its copy on disk.
+"""The order of the documents of an epoch, a pure function of lengths and keys; and its copy on disk.
 
     epoch e    the documents in the order of a shuffle of (seed, e), laid end to end: T tokens
 
-Only the two epochs in use exist, at 12 bytes per document (`Epoch`). No table of samples is kept: where sample j begins
-is arithmetic (token_line.py), and a binary search in `starts` finds the document there.
+Only the two epochs in use exist, at 12 bytes per document (`Epoch`). No table of samples is kept: the beginning of
+sample j is arithmetic (token_line.py), and a binary search in `starts` finds the document there.
 
-Orders are kept on disk, so that the ranks of a node share one copy and a restart does not build it again.
-A file's name is a hash of everything that determines its content (the documents' lengths among it), so a cache
-never goes stale: other data has another name. Files appear whole, by rename, so what exists is read without a lock.
-Builders of the same one take turns under a lock, and where the file system has
-no locks each builds the same bytes. What is read is checked before it is used, and built again with a warning when
-it is damaged. A directory that cannot be written is no error either: its files are used, what is missing is built in
-memory.
+Orders are kept on disk, so that the ranks of a node share one copy and a restart does not build it again. A file's name
+is a hash of everything that determines its content, so a cache never goes stale. Files appear whole, by rename, and are
+read without a lock. Builders of the same one take turns under a lock, or build the same bytes where there are no locks.
+A damaged file is built again with a warning, and in memory where the directory cannot be written.
 """
-
-from __future__ import annotations
 
 import contextlib
 import logging
@@ -33,7 +28,7 @@ from megalite.data.samples.permutation import permutation
 
 log = logging.getLogger(__name__)
 
-STALE_SECONDS = 24 * 3600.0  # a partial file that nobody wrote to for so long has no writer
+STALE_SECONDS = 24 * 3600.0  # a partial file this old has no writer
 
 
 @dataclass(frozen=True)
@@ -61,10 +56,9 @@ def build_epoch(lengths: NDArray[Any], key: int) -> Epoch:
 
 
 def load_or_build(directory: str | Path, name: str, lengths: NDArray[Any], build: Callable[[], Epoch]) -> Epoch:
-    """The epoch called `name`, from `directory` if it exists, else built and left there. `lengths` check it."""
+    """The epoch called `name`, from `directory` if it exists, else built and stored there. `lengths` check it."""
     path = Path(directory) / name
-    epoch = _load(path, lengths)
-    if epoch is not None:
+    if (epoch := _load(path, lengths)) is not None:
         return epoch
     built: Epoch | None = None
     try:
@@ -74,8 +68,10 @@ def load_or_build(directory: str | Path, name: str, lengths: NDArray[Any], build
             if epoch is None:
                 _sweep(path, alone)
                 built = build()
-                _save(path.with_name(name + ".order.npy"), built.order)
-                _save(path.with_name(name + ".starts.npy"), built.starts)
+                for column, array in (("order", built.order), ("starts", built.starts)):
+                    with appearing(path.with_name(f"{name}.{column}.npy")) as file:
+                        np.save(file, array, allow_pickle=False)
+                        os.fchmod(file.fileno(), 0o644)
                 epoch = _load(path, lengths) or built
         return epoch
     except OSError as error:
@@ -84,7 +80,7 @@ def load_or_build(directory: str | Path, name: str, lengths: NDArray[Any], build
 
 
 def _load(path: Path, lengths: NDArray[Any], warn: bool = True) -> Epoch | None:
-    """None when missing or damaged; a damaged one is named. Checks both ends and a thousand places between."""
+    """The stored epoch, checked at both ends and a thousand places between; None when missing or damaged."""
     reason = "it does not fit the data"
     try:
         order = np.load(path.with_name(f"{path.name}.order.npy"), mmap_mode="r", allow_pickle=False)
@@ -118,14 +114,8 @@ def _checked(order: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any]) -
     return Epoch(order, starts) if sound else None
 
 
-def _save(path: Path, array: NDArray[Any]) -> None:
-    with appearing(path) as file:
-        np.save(file, array, allow_pickle=False)
-        os.fchmod(file.fileno(), 0o644)
-
-
 def _sweep(path: Path, alone: bool) -> None:
-    """Remove what killed builders left: of this file when we hold its lock, of any file when it is old."""
+    """Remove partial files of killed builders: those of this file when we hold its lock, and all old ones."""
     for partial in path.parent.glob("*.partial"):
         with contextlib.suppress(OSError):  # another process may sweep, too
             ours = alone and partial.name.startswith(path.name + ".")

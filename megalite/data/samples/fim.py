@@ -4,23 +4,20 @@
     PSM        <PRE> prefix <SUF> suffix <MID> middle
     SPM        <PRE> <SUF> suffix <MID> prefix middle            (the paper's second variant)
 
-It is done to finished samples ("context level"): the documents of a sample, as end-of-document tokens part them, are
-rearranged one by one, each with probability `rate`, and the sample is cut back to its length, three tokens per
-rearranged document. So a middle never lies in another sample than its prefix, and index, order and blend stay as they
-are. Flags, sentinels and behaviour are those of Megatron-LM's GPTFIMDataset, but for its stream of random numbers:
-here every draw is a hash of (seed, sample, position), so a sample does not depend on which others were read.
+Finished samples are rearranged ("context level"): each document of a sample, as end-of-document tokens separate them,
+with probability `rate`; then the sample is cut back to its length, by three tokens per rearranged document. So a middle
+is never in another sample than its prefix, and index, order and blend do not change. Flags, sentinels and behaviour are
+those of Megatron-LM's GPTFIMDataset, except that every draw is a hash of (seed, sample, position): a sample does not
+depend on which others were read.
 
-Characters or tokens: at inference the prefix may end within a word, and its last token is then one that the tokenizer
-makes of half a word. Cutting between characters and encoding the three texts again teaches that; cutting between
-tokens does not, but needs no tokenizer. What does not decode and encode to the same text (half a character at the
-beginning of a sample) is cut between tokens in either case: no text is lost or invented.
+Characters or tokens: at inference the prefix may end within a word, with a token that the tokenizer makes of half a
+word. Cutting between characters and encoding the three texts again teaches that; cutting between tokens does not, but
+needs no tokenizer. A text that does not decode and encode to itself (half a character at the beginning of a sample) is
+always cut between tokens: no text is lost or invented.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,18 +30,18 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 
 WRITTEN = -1  # in a source: a token that the sample did not hold
 Part = tuple[NDArray[np.int64], NDArray[np.int64]]  # tokens, and the positions in the sample that they come from
-DOCUMENT, FRAGMENT, ORDER, CUT = 0, 1, 2, 3  # what a draw is for; a cut takes two
+DOCUMENT, FRAGMENT, ORDER, CUT = 0, 1, 2, 3  # purpose of a draw; a cut takes two
 
 
 @dataclass(frozen=True)
 class Fim:
     """rate           share of documents that are rearranged; spm_rate: share of these that become SPM, not PSM
-    prefix .. eod  token ids; pad fills a sample that got shorter, which only encoding again can do
-    split          a token that parts a document into fragments (files of a repository), each cut by itself
+    prefix .. eod  token ids; pad fills a sample that encoding again made shorter
+    split          a token that separates a document into fragments (files of a repository), each cut by itself
     fragment_rate  share of fragments that are rearranged, in documents that `rate` chose; needed with `split`
-    no_prefix      a text: what begins with it stays as it is
+    no_prefix      a text; documents that begin with it are not changed
     characters     cut between characters, not tokens
-    unknown        the id of sentinels that the tokenizer has not; these alone may be alike
+    unknown        the id of sentinels that the tokenizer lacks; only these may be equal
     """
 
     rate: float
@@ -75,7 +72,7 @@ class Fim:
         seen: dict[int, str] = {}
         for name, token in marks.items():
             if token < 0:
-                raise DataError(f"fim_{name}_token: id {token} is no token; use a tokenizer that has one")
+                raise DataError(f"fim_{name}_token: id {token} is not a token; use a tokenizer that has one")
             if token in seen and token != self.unknown:
                 raise DataError(f"fim_{name}_token and fim_{seen[token]}_token are both id {token}; they must differ")
             seen[token] = name
@@ -84,79 +81,91 @@ class Fim:
 def transform(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Tokenizer | None = None) -> Part:
     """One sample [n] -> (tokens [n], source [n]): rearranged, and cut or filled to the same length.
 
-    source tells the position in the sample that each token comes from, WRITTEN for those that were encoded again.
+    source: the position in the sample that each token comes from, WRITTEN for tokens that were encoded again.
     """
     out, source = rearrange(tokens, key, fim, codec)
-    short = max(0, len(tokens) - len(out))
-    pads = np.full(short, fim.pad, np.int64), np.full(short, WRITTEN, np.int64)
-    return np.concatenate([out, pads[0]])[: len(tokens)], np.concatenate([source, pads[1]])[: len(tokens)]
+    fill = _written([fim.pad] * (len(tokens) - len(out)))
+    return np.concatenate([out, fill[0]])[: len(tokens)], np.concatenate([source, fill[1]])[: len(tokens)]
 
 
 def rearrange(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Tokenizer | None = None) -> Part:
-    """The same before it is cut: nothing is missing."""
-    if codec is None and (fim.characters or fim.no_prefix is not None):
-        raise DataError("fim between characters, or with fim_no_prefix, needs the tokenizer that made the data")
+    """As `transform`, before the sample is cut or filled."""
+    _check_codec(fim, codec)
     tokens = np.asarray(tokens, np.int64)
-    parts: list[Part] = []
-    for begin, end, stop in _spans(tokens, fim.eod, 0, len(tokens)):
-        parts += _document(tokens, begin, end, key, fim, codec)
-        parts.append(_copy(tokens, end, stop))
+    sample = _Sample(tokens, key, fim, codec)
+    parts = sample.texts(fim.eod, 0, len(tokens), DOCUMENT, fim.rate, sample.document)
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
-def _spans(tokens: NDArray[np.int64], mark: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, end with the mark after it) of the texts that `mark` separates."""
-    for at in (np.flatnonzero(tokens[begin:end] == mark) + begin).tolist():
-        yield begin, at, at + 1
-        begin = at + 1
-    yield begin, end, end
+def _check_codec(fim: Fim, codec: Tokenizer | None) -> None:
+    if codec is None and (fim.characters or fim.no_prefix is not None):
+        raise DataError("fim between characters, or with fim_no_prefix, needs the tokenizer that made the data")
 
 
-def _document(
-    tokens: NDArray[np.int64], begin: int, end: int, key: int, fim: Fim, codec: Tokenizer | None
-) -> list[Part]:
-    chosen = _chance(_draws(begin, key)[DOCUMENT], fim.rate)
-    if not chosen:
-        return [_copy(tokens, begin, end)]
-    if fim.split is None or fim.fragment_rate is None or not (tokens[begin:end] == fim.split).any():
-        return _text(tokens, begin, end, key, fim, codec)
-    parts: list[Part] = []
-    for a, b, stop in _spans(tokens, fim.split, begin, end):
-        chosen = _chance(_draws(a, key)[FRAGMENT], fim.fragment_rate)
-        parts += _text(tokens, a, b, key, fim, codec) if chosen else [_copy(tokens, a, b)]
-        parts.append(_copy(tokens, b, stop))
-    return parts
+@dataclass(frozen=True)
+class _Sample:
+    tokens: NDArray[np.int64]
+    key: int
+    fim: Fim
+    codec: Tokenizer | None
+
+    def texts(
+        self, mark: int, begin: int, end: int, purpose: int, rate: float, change: Callable[[int, int], list[Part]]
+    ) -> list[Part]:
+        """The texts of [begin, end) that `mark` separates, each changed with probability `rate`, and the marks."""
+        parts: list[Part] = []
+        for stop in [*(np.flatnonzero(self.tokens[begin:end] == mark) + begin).tolist(), end]:
+            chosen = int(self._draws(begin)[purpose]) < rate * 2**32
+            parts += change(begin, stop) if chosen else [self._copy(begin, stop)]
+            parts.append(self._copy(stop, min(stop + 1, end)))
+            begin = stop + 1
+        return parts
+
+    def document(self, begin: int, end: int) -> list[Part]:
+        split, rate = self.fim.split, self.fim.fragment_rate
+        if split is None or rate is None or not (self.tokens[begin:end] == split).any():
+            return self._text(begin, end)
+        return self.texts(split, begin, end, FRAGMENT, rate, self._text)
+
+    def _text(self, begin: int, end: int) -> list[Part]:
+        """The tokens [begin, end) as PSM or SPM; unchanged if there are none or they begin with no_prefix."""
+        if begin == end:
+            return []
+        fim, codec, draws = self.fim, self.codec, self._draws(begin)
+        text = codec.decode(self.tokens[begin:end].tolist()) if codec and (fim.characters or fim.no_prefix) else ""
+        if fim.no_prefix and text.startswith(fim.no_prefix):
+            return [self._copy(begin, end)]
+        cut = _cut_characters(text, draws[CUT:], fim, codec) if codec and fim.characters else None
+        if cut is None:
+            a, b = sorted((below(draws[CUT:], end - begin + 1).astype(np.int64) + begin).tolist())
+            cut = [self._copy(begin, a), self._copy(a, b), self._copy(b, end)]
+        prefix, middle, suffix = cut
+        pre, mid, suf = (_written([mark]) for mark in (fim.prefix, fim.middle, fim.suffix))
+        spm = int(draws[ORDER]) < fim.spm_rate * 2**32
+        return [pre, suf, suffix, mid, prefix, middle] if spm else [pre, prefix, suf, suffix, mid, middle]
+
+    def _draws(self, position: int) -> NDArray[np.uint32]:
+        """Five uniform 32-bit integers for the text that begins at `position` of the sample."""
+        return mix32(np.arange(8 * position, 8 * position + 5, dtype=np.uint32), self.key)
+
+    def _copy(self, begin: int, end: int) -> Part:
+        return self.tokens[begin:end], np.arange(begin, end)
 
 
-def _text(tokens: NDArray[np.int64], begin: int, end: int, key: int, fim: Fim, codec: Tokenizer | None) -> list[Part]:
-    """The tokens [begin, end) as PSM or SPM; an empty text, and one that begins with no_prefix, as it is."""
-    if begin == end:
-        return []
-    draws = _draws(begin, key)
-    spm = _chance(draws[ORDER], fim.spm_rate)
-    text = codec.decode(tokens[begin:end].tolist()) if codec and (fim.characters or fim.no_prefix) else ""
-    if fim.no_prefix and text.startswith(fim.no_prefix):
-        return [_copy(tokens, begin, end)]
-    cut = _cut_characters(text, draws[CUT:], fim, codec) if codec and fim.characters else None
-    if cut is None:
-        a, b = sorted((below(draws[CUT:], end - begin + 1).astype(np.int64) + begin).tolist())
-        cut = [_copy(tokens, begin, a), _copy(tokens, a, b), _copy(tokens, b, end)]
-    prefix, middle, suffix = cut
-    pre, mid, suf = (_written([mark]) for mark in (fim.prefix, fim.middle, fim.suffix))
-    return [pre, suf, suffix, mid, prefix, middle] if spm else [pre, prefix, suf, suffix, mid, middle]
+def _written(ids: Sequence[int]) -> Part:
+    return np.array(ids, np.int64), np.full(len(ids), WRITTEN, np.int64)
 
 
 def _cut_characters(text: str, draws: NDArray[np.uint32], fim: Fim, codec: Tokenizer) -> list[Part] | None:
-    """Prefix, middle and suffix encoded again; None when their ids in a row are not the text again."""
-    a, b = sorted(below(draws, len(text) + 1).tolist())
-    texts = text[:a], text[a:b], text[b:]
-    marks = {fim.prefix, fim.middle, fim.suffix, fim.eod, fim.split}
-    if "\ufffd" in text:  # bytes that are no character: encoding cannot bring them back
+    """Prefix, middle and suffix encoded again; None when their ids together do not decode to the text."""
+    if "\ufffd" in text:  # bytes that are not a character: encoding cannot bring them back
         return None
+    a, b = sorted(below(draws, len(text) + 1).tolist())
+    marks = {fim.prefix, fim.middle, fim.suffix, fim.eod, fim.split}
     for encode in (codec.encode, lambda part: _encode_within(part, codec)):
-        ids = [codec.encode(texts[0])]
-        for k in (1, 2):
-            ids.append(encode(texts[k]) if any(ids) else codec.encode(texts[k]))
+        ids = [codec.encode(text[:a])]
+        for part in (text[a:b], text[b:]):
+            ids.append(encode(part) if any(ids) else codec.encode(part))
         joined = ids[0] + ids[1] + ids[2]
         if codec.decode(joined) == text and not marks.intersection(joined):
             return [_written(part) for part in ids]
@@ -169,44 +178,25 @@ def _encode_within(text: str, codec: Tokenizer) -> list[int]:
     return both[len(before) :] if both[: len(before)] == before else codec.encode(text)
 
 
-def _draws(position: int, key: int) -> NDArray[np.uint32]:
-    """Five uniform 32-bit integers of the text that begins at `position` of the sample."""
-    return mix32(np.arange(8 * position, 8 * position + 5, dtype=np.uint32), key)
-
-
-def _chance(draw: Any, rate: float) -> bool:
-    return int(draw) < rate * 2**32
-
-
-def _copy(tokens: NDArray[np.int64], begin: int, end: int) -> Part:
-    return tokens[begin:end], np.arange(begin, end)
-
-
-def _written(ids: Sequence[int]) -> Part:
-    return np.array(ids, np.int64), np.full(len(ids), WRITTEN, np.int64)
-
-
 def _is_packed(dataset: Dataset) -> bool:
     return isinstance(dataset, PackedDataset) or any(_is_packed(part) for part in getattr(dataset, "datasets", ()))
 
 
 class FimDataset(Dataset):
-    """`dataset` with its documents rearranged, sample by sample. codec: needed unless tokens alone are cut."""
+    """`dataset` with its documents rearranged, sample by sample. `codec`: needed unless cuts are between tokens."""
 
-    def __init__(self, dataset: Dataset, fim: Fim, seed: int, codec: Tokenizer | None = None, name: str = "train"):
+    def __init__(self, dataset: Dataset, fim: Fim, seed: int, codec: Tokenizer | None = None):
         if _is_packed(dataset):  # three tokens more per document would cut the documents that packing kept whole
             raise DataError("fill-in-the-middle and best-fit packing do not go together; leave one of them out")
-        if codec is None and (fim.characters or fim.no_prefix is not None):
-            raise DataError("fim between characters, or with fim_no_prefix, needs the tokenizer that made the data")
+        _check_codec(fim, codec)
         self.dataset, self.fim, self.codec = dataset, fim, codec
         self.seq_length = dataset.seq_length
-        self._key = fold(seed, name)
+        self._key = fold(seed, "train")
 
     def _transform(self, tokens: NDArray[np.int64], i: int) -> Part:
         return transform(tokens, fold(self._key, "fim", i), self.fim, self.codec)
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens [len(index), seq_length + 1]."""
         out = self.dataset.samples(index)
         for row, i in enumerate(np.asarray(index).tolist()):
             out[row] = self._transform(out[row], i)[0]
@@ -219,6 +209,6 @@ class FimDataset(Dataset):
         return self.dataset.where(i, source)
 
     def describe(self, samples: int) -> str:
-        fim = self.fim
-        what = f"fill-in-the-middle: rate {fim.rate}, SPM {fim.spm_rate}, cut between "
-        return f"{self.dataset.describe(samples)}\n{what}{'characters' if fim.characters else 'tokens'}"
+        fim, unit = self.fim, "characters" if self.fim.characters else "tokens"
+        line = f"fill-in-the-middle: rate {fim.rate}, SPM {fim.spm_rate}, cut between {unit}"
+        return f"{self.dataset.describe(samples)}\n{line}"

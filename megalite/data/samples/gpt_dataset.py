@@ -3,8 +3,6 @@
 `epochs.py` shuffles the documents, `token_line.py` says where in them a sample lies.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.epochs import Epoch, build_epoch, load_or_build
 from megalite.data.samples.permutation import fold
-from megalite.data.samples.source import Source, digest_of, lengths_digest
+from megalite.data.samples.source import Source
 from megalite.data.samples.token_line import Line
 
 CHUNK = 1 << 20  # samples placed at a time
@@ -35,28 +33,17 @@ class GptDataset(Source):
         split: str = "train",
         cache_path: str | Path | None = None,
     ):
-        self.seq_length, self.name, self._split = seq_length, data.prefix, split
-        self._data, self._documents = data, documents
-        if not data.checked:
-            data.verify()  # 2 ns a document, where the order costs 30
-        self._lengths = data.read_lengths(documents)
-        self.num_tokens = int(np.sum(self._lengths, dtype=np.int64))
+        super().__init__(data, documents, seq_length, seed, split)
         if self.num_tokens < seq_length + 1:
             raise DataError(
                 f"{data.prefix}: the {split} split has {self.num_tokens} tokens in {len(documents)} documents, fewer "
                 f"than one sample of seq_length {seq_length} + 1: use a larger part in --split, more data or a smaller "
                 "--seq-length"
             )
-        self._key = fold(seed, split)
         self._line, self._taken = Line(self.num_tokens, self._key), 0  # the next sample is number `taken` of the line
-        self._cache_path = cache_path
-        self._lengths_digest = lengths_digest(self._lengths) if cache_path else ""
+        self._split, self._cache_path = split, cache_path
         self._epochs: dict[int, Epoch] = {}  # the last two used
         self._lock = threading.Lock()  # the prefetch thread and the main one may meet here
-
-    @property
-    def digest(self) -> str:
-        return digest_of(self._data, self._documents, self._lengths)
 
     def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
         line, length, count = Line(self.num_tokens, self._key), self.seq_length, 0
@@ -89,7 +76,6 @@ class GptDataset(Source):
         return load_or_build(self._cache_path, file, self._lengths, lambda: build_epoch(self._lengths, key))
 
     def prepare(self, samples: int) -> None:
-        """Build the orders of the epochs that the first `samples` samples read, or find them in the cache."""
         for a in range(0, samples, CHUNK):
             index = np.arange(a, min(a + CHUNK, samples)) + self._taken
             starts = self._line.place(index, self.seq_length)
@@ -103,22 +89,19 @@ class GptDataset(Source):
         out = np.empty((len(index), width), np.int64)
         starts = self._line.place(np.asarray(index) + self._taken, self.seq_length)
         epochs, offsets, counts, rows = self._line.cover(starts, width)
-        numbers = np.unique(epochs).tolist()
-        parts = [self._segments(number, *(a[epochs == number] for a in (offsets, counts, rows))) for number in numbers]
-        begins, sizes, places = (
-            (np.concatenate(columns) for columns in zip(*parts, strict=True)) if parts else (starts,) * 3
-        )
+        parts = [(starts[:0],) * 3]
+        for number in np.unique(epochs).tolist():
+            parts.append(self._segments(number, *(a[epochs == number] for a in (offsets, counts, rows))))
+        begins, sizes, places = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         order = np.argsort(places, kind="stable")
         self._data.copy(begins[order], sizes[order], out.reshape(-1))
         return out
 
     def _segments(
         self, number: int, offsets: NDArray[np.int64], counts: NDArray[np.int64], places: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], ...]:
-        """Where the tokens offsets[k] .. offsets[k] + counts[k] of epoch `number` lie, document by document.
-
-        (first token, number of tokens, place in the output) of each part; those of k follow each other from places[k].
-        """
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(first token in the file, number of tokens, place in the output) of each document's part of the tokens
+        offsets[k] .. offsets[k] + counts[k] of epoch `number`; the parts of k follow each other from places[k]."""
         epoch = self._epoch(number)
         ends = offsets + counts
         first = np.searchsorted(epoch.starts, offsets, side="right") - 1  # the document that holds the first token
@@ -138,11 +121,9 @@ class GptDataset(Source):
         return begins + skip, sizes, places[owner] + starts + skip - offsets[owner]
 
     def _misfit(self, number: int) -> DataError:
-        """Damage between the places that epochs.py looks at when it loads an order."""
-        return DataError(
-            f"{self._data.prefix}: the order of epoch {number} does not fit the documents' lengths; remove its files "
-            f"from data_cache_path={self._cache_path}"
-        )
+        """Damage between the places that epochs.py checks when it loads an order."""
+        damaged = f"the order of epoch {number} does not fit the documents' lengths"
+        return DataError(f"{self._data.prefix}: {damaged}; remove its files from data_cache_path={self._cache_path}")
 
     def where(self, i: int, position: int) -> str:
         start = int(self._line.place(np.array([i + self._taken]), self.seq_length)[0]) + position

@@ -1,14 +1,12 @@
-"""The token ledger: what a run has taken of each source, kept in every checkpoint, and how a run continues from it.
+"""The token ledger: how much of each source a run has read, kept in every checkpoint, and how a run resumes from it.
 
     era         a stretch of the run with one blend: from sample `begin` on, one sequence length, sources and weights
-    source      named for people, known by its digest (of its documents): moved files are the same source
+    source      known by a digest of its documents: moved files are the same source
 
-A run that is resumed with the blend it had continues in the same era, bit for bit. With other weights, other sources or
-another sequence length a new era begins at the present sample: each source continues with what is left of its epoch
-(token_line.py), a new one starts at its beginning. The order of data within an era is a pure function of the ledger.
+A run that is resumed with the same blend continues the era, bit for bit. With another blend or sequence length a new
+era begins at the present sample: each source continues with the rest of its epoch (token_line.py), a new one starts at
+its beginning. The order of data within an era is a pure function of the ledger.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +25,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Share:
-    """One source of an era. `weight` as BlendOrder takes it."""
+    """One source of an era, with its weight in BlendOrder."""
 
     name: str
     digest: str
@@ -36,7 +34,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Era:
-    """`begin`: the first sample of the run in it. `packed`: samples are packed documents."""
+    """`begin`: its first sample, counted in the run. `packed`: samples are packed documents."""
 
     begin: int
     seq_length: int
@@ -44,13 +42,13 @@ class Era:
     sources: tuple[Share, ...]
 
     def taken(self, samples: int) -> list[int]:
-        """How many of its first `samples` samples each source gives."""
+        """Samples that each source gives of the era's first `samples`."""
         return BlendOrder([share.weight for share in self.sources]).counts(samples)
 
 
 @dataclass
 class Total:
-    """What was taken of a source up to sample `until` of the run. `documents`: those that began in it."""
+    """Amount of a source that a run has read. `documents`: those that began in it."""
 
     name: str
     tokens: int
@@ -59,16 +57,14 @@ class Total:
 
 
 class Ledger:
-    """The training data of a run: a dataset like any other, that knows what was taken of it."""
+    """The training data of a run: a Dataset that counts how much of each source was read."""
 
     def __init__(self, blend: Blend, seed: int):
         self.blend, self.seq_length, self.seed = blend, blend.seq_length, seed
-        shares = [
-            Share(source.name, source.digest, float(weight))
-            for source, weight in zip(blend.datasets, blend.weights, strict=True)
-        ]
-        self.eras = [Era(0, blend.seq_length, blend.datasets[0].packed, tuple(shares))]
-        self._past: dict[str, Total] = {}  # totals at the beginning of what `_counted` counts
+        weighed = zip(blend.datasets, blend.weights, strict=True)
+        shares = tuple(Share(source.name, source.digest, float(weight)) for source, weight in weighed)
+        self.eras = [Era(0, blend.seq_length, blend.datasets[0].packed, shares)]
+        self._past: dict[str, Total] = {}  # totals before `_counted`
         self._counted: dict[str, tuple[int, int, int]] = {}  # digest -> samples of this era; tokens, documents in them
 
     @property
@@ -92,15 +88,15 @@ class Ledger:
     # ---- as a ledger
 
     def totals(self, consumed: int) -> dict[str, Total]:
-        """Per source, by digest, after `consumed` samples of the run."""
+        """Digest of each source -> its total after `consumed` samples of the run."""
         era = self.eras[-1]
         result = {digest: Total(**asdict(total)) for digest, total in self._past.items()}
         for share, source, taken in zip(era.sources, self.blend.datasets, era.taken(consumed - era.begin), strict=True):
             counted, tokens, documents = self._counted.get(share.digest, (0, 0, 0))
-            if counted > taken:  # an earlier point than the last one asked for
+            if counted > taken:  # an earlier point than in the last call
                 counted, tokens, documents = 0, 0, 0
-            more = source.count(range(counted, taken))
-            tokens, documents = tokens + more[0], documents + more[1]
+            new_tokens, new_documents = source.count(range(counted, taken))
+            tokens, documents = tokens + new_tokens, documents + new_documents
             self._counted[share.digest] = (taken, tokens, documents)
             total = result.setdefault(share.digest, Total(share.name, 0, 0, 0.0))
             total.name = share.name
@@ -125,32 +121,27 @@ class Ledger:
         }
 
     def go_on(self, saved: Mapping[str, Any]) -> list[str]:
-        """Go on from a checkpoint's ledger; returns what is worth telling. The blend stays this run's."""
+        """Resume from a checkpoint's ledger with this run's blend; returns notes for people."""
         eras, past_totals, totals, consumed = read(saved)
         if saved.get("seed") != self.seed:
-            raise DataError(
-                f"seed={self.seed}, but the data so far came in the order of seed {saved.get('seed')}; give that one"
-            )
+            order = f"the data so far came in the order of seed {saved.get('seed')}"
+            raise DataError(f"seed={self.seed}, but {order}; give that one")
         mine, last = self.eras[-1], eras[-1]
         if mine.packed != last.packed:
             raise DataError("document_packing was changed since the checkpoint; set it as it was then")
         digests = [share.digest for share in mine.sources]
-        same = mine.seq_length == last.seq_length and [(s.digest, s.weight) for s in mine.sources] == [
-            (s.digest, s.weight) for s in last.sources
-        ]
-        notes = []
+        blends = [[era.seq_length, *((share.digest, share.weight) for share in era.sources)] for era in (mine, last)]
+        same, notes = blends[0] == blends[1], []
         past = eras[:-1] if same else eras
         if same:
             self.eras = [*past, replace(mine, begin=last.begin)]
         else:
             self.eras = [*eras, replace(mine, begin=consumed)]
-            notes.append(f"the blend changed: from sample {consumed} on each source continues with what is left of it")
-            for share in mine.sources:
-                if share.digest not in totals:
-                    notes.append(f"{share.name} is new, or its documents changed: it starts at its beginning")
-            for digest, total in totals.items():
-                if digest not in digests:
-                    notes.append(f"{total.name} is no longer used, after {total.epochs:.2f} epochs")
+            notes.append(f"the blend changed: from sample {consumed} on each source continues where it stopped")
+            new = [share.name for share in mine.sources if share.digest not in totals]
+            notes += [f"{name} is new, or its documents changed: it starts at its beginning" for name in new]
+            unused = [total for digest, total in totals.items() if digest not in digests]
+            notes += [f"{total.name} is no longer used, after {total.epochs:.2f} epochs" for total in unused]
         ends = [era.begin for era in self.eras[1:]]
         before: dict[str, list[tuple[int, int]]] = {digest: [] for digest in digests}
         for era, end in zip(past, ends, strict=False):
@@ -161,7 +152,7 @@ class Ledger:
             note = source.go_on(before[digest])
             notes += [note] if note else []
         self._past, self._counted = (past_totals if same else totals), {}
-        if same:  # continue counting documents from here, not from the beginning of the era
+        if same:  # continue counting documents at this point, not at the beginning of the era
             for share, taken in zip(last.sources, last.taken(consumed - last.begin), strict=True):
                 total, before_era = totals[share.digest], past_totals.get(share.digest, Total("", 0, 0, 0.0))
                 tokens, documents = total.tokens - before_era.tokens, total.documents - before_era.documents
@@ -172,27 +163,20 @@ class Ledger:
 def read(saved: Mapping[str, Any]) -> tuple[list[Era], dict[str, Total], dict[str, Total], int]:
     """(eras, totals before the last era, totals, samples consumed), totals by digest. DataError when damaged."""
 
-    def totals_of(key: str) -> dict[str, Total]:
-        return {
-            str(t["digest"]): Total(str(t["name"]), int(t["tokens"]), int(t["documents"]), float(t["epochs"]))
-            for t in saved[key]
-        }
+    def total(t: Mapping[str, Any]) -> Total:
+        return Total(str(t["name"]), int(t["tokens"]), int(t["documents"]), float(t["epochs"]))
+
+    def era(e: Mapping[str, Any]) -> Era:
+        shares = tuple(Share(str(s["name"]), str(s["digest"]), float(s["weight"])) for s in e["sources"])
+        return Era(int(e["begin"]), int(e["seq_length"]), bool(e["packed"]), shares)
 
     try:
         if saved["version"] != VERSION:
             raise ValueError(f"version {saved['version']}")
-        eras = [
-            Era(
-                int(era["begin"]),
-                int(era["seq_length"]),
-                bool(era["packed"]),
-                tuple(Share(str(s["name"]), str(s["digest"]), float(s["weight"])) for s in era["sources"]),
-            )
-            for era in saved["eras"]
-        ]
-        past, totals = totals_of("past"), totals_of("sources")
+        eras = [era(entry) for entry in saved["eras"]]
+        past, totals = ({str(t["digest"]): total(t) for t in saved[key]} for key in ("past", "sources"))
         consumed = int(saved["consumed"])
-        borders = [era.begin for era in eras] + [consumed]
+        borders = [*(era.begin for era in eras), consumed]
         if not eras or borders != sorted(borders) or borders[0] != 0:
             raise ValueError("eras do not follow each other")
         if {share.digest for share in eras[-1].sources} - totals.keys():

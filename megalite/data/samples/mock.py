@@ -1,12 +1,10 @@
-"""Generated data for --mock-data: noisy arithmetic progressions, which a model can learn.
+"""Generated data for --mock-data: noisy arithmetic progressions, a pure function of (seed, sample, t).
 
     token[t] = scale * ((first + step * t) mod m),   one token in NOISE replaced by any other
 
-`first` and `step` (1..STEPS) are drawn per sample; m is the vocabulary, at most VALUES, spread over its whole range
-by `scale` so that every part of a split vocabulary is used. A pure function of (seed, sample, t).
+`first` and `step` (1..STEPS) are drawn per sample; m is the size of the vocabulary, at most VALUES, and `scale` spreads
+the values over it, so that every part of a split vocabulary is used.
 """
-
-from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +12,7 @@ from numpy.typing import NDArray
 from megalite.data.samples.permutation import below, fold, mix32
 from megalite.data.samples.source import Dataset
 
-VALUES = 512  # few enough to be learnt in some hundred steps
+VALUES = 512  # few enough to be learnt in a few hundred steps
 STEPS = 4
 NOISE = 16
 
@@ -28,14 +26,13 @@ class MockDataset(Dataset):
         self._scale = vocab_size // self._modulus
         self._key = fold(seed, "mock", name)
 
-    def _hash(self, what: str, index_n1: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.uint32]:
+    def _hash(self, purpose: str, index_n1: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.uint32]:
         """Uniform 32 bits for every (sample, t)."""
-        key = fold(self._key, what)
+        key = fold(self._key, purpose)
         low, high = (index_n1 & 0xFFFFFFFF).astype(np.uint32), (index_n1 >> 32).astype(np.uint32)
         return mix32(mix32(mix32(low, key) ^ high, key >> 7) + t.astype(np.uint32), key >> 13)
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens [len(index), seq_length + 1]."""
         index_n1 = np.asarray(index, np.int64)[:, None]
         t = np.arange(self.seq_length + 1)[None, :]
         zero = np.zeros((1, 1), np.int64)

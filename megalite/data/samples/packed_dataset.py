@@ -1,14 +1,10 @@
-"""Samples read by a packing: `PackedDataset`, and which of their labels count.
+"""Samples that follow a packing (packing.py), and the labels in them that count.
 
-    epoch e    all bins, in the order of a shuffle of (seed, e); the pieces of a bin are shuffled too, since best fit
-               leaves the longest first, which would teach that a position tells a document's length
-    sample i   bin permute(i mod bins) of epoch i // bins
-    tokens     piece | piece | ... | padding     S + 1 of them, as from GptDataset; layout() tells the pieces' lengths
-
-Labels across the border of two pieces, and in the padding, predict nothing: `label_mask` leaves them out.
+epoch e    all bins, in the order of a shuffle of (seed, e); the pieces of a bin are shuffled too, since best fit
+           puts the longest first, so that a position would tell a document's length
+sample i   bin permute(i mod bins) of epoch i // bins
+tokens     piece | piece | ... | padding     S + 1 of them, as from GptDataset; layout() gives the pieces' lengths
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +16,12 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.packing import CHUNK, pack
 from megalite.data.samples.permutation import fold, mix32, permute
-from megalite.data.samples.source import Source, digest_of
+from megalite.data.samples.source import Source
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The pieces of some samples, sample after sample: those of row r are ends[r] : ends[r + 1]."""
+    """The pieces of some samples, one sample after the other: those of row r are ends[r] : ends[r + 1]."""
 
     ends: NDArray[np.int64]
     document: NDArray[np.int64]
@@ -34,42 +30,31 @@ class _Rows:
 
 
 class PackedDataset(Source):
-    """The documents `documents` of one file, packed into samples of seq_length + 1 tokens, epoch after epoch.
-
-    pad  fills what no piece does; usually the end-of-document id
-    """
+    """The documents `documents` of one file, packed into samples of seq_length + 1 tokens, epoch after epoch. `pad`: id
+    of the padding, usually the end-of-document id."""
 
     packed = True
 
     def __init__(
         self, data: IndexedDataset, documents: range, seq_length: int, seed: int, pad: int, split: str = "train"
     ):
-        self.seq_length, self.name, self.pad = seq_length, data.prefix, pad
-        self._data, self._documents, self._first = data, documents, 0
-        if not data.checked:
-            data.verify()
-        lengths = data.read_lengths(documents)
-        if not len(lengths) or int(lengths.max()) < 2:
+        super().__init__(data, documents, seq_length, seed, split)
+        self.pad, self._first = pad, 0
+        if not len(self._lengths) or int(self._lengths.max()) < 2:
             raise DataError(
                 f"{data.prefix}: the {split} split has no document of two tokens or more among {len(documents)}, so "
                 "nothing to predict: use a larger part in --split, or more data"
             )
-        self.plan = pack(lengths, seq_length + 1)
-        self.num_tokens = self.plan.pieces.num_tokens
-        self._key = fold(seed, split)
-
-    @property
-    def digest(self) -> str:
-        return digest_of(self._data, self._documents, self.plan.pieces.lengths)
+        self.plan = pack(self._lengths, seq_length + 1)
 
     def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
-        """Bins of another length are other bins: after such ones the next epoch begins."""
+        """After bins of another length the next epoch begins."""
         self._first, note = 0, None
         for seq_length, samples in taken:
             if seq_length == self.seq_length:
                 self._first += samples
             elif samples:
-                bins = pack(self.plan.pieces.lengths, seq_length + 1).num_bins
+                bins = pack(self._lengths, seq_length + 1).num_bins
                 self._first += -(-samples // bins) * self.plan.num_bins
                 note = f"{self.name} was packed for {seq_length} tokens before: it continues with its next epoch"
         return note
@@ -83,7 +68,6 @@ class PackedDataset(Source):
         return tokens, documents
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens [len(index), seq_length + 1]."""
         rows = self._rows(index)
         out = np.full((len(index), self.seq_length + 1), self.pad, np.int64)
         begins = self._data.spans(rows.document + self._documents.start)[0] + rows.start
@@ -94,7 +78,6 @@ class PackedDataset(Source):
         return out
 
     def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]]:
-        """For each sample the lengths of its pieces, in order; they sum to seq_length + 1 less the padding."""
         rows = self._rows(index)
         return np.split(rows.length.astype(np.int32), rows.ends[1:-1]) if len(index) else []
 
@@ -103,17 +86,17 @@ class PackedDataset(Source):
         bins = np.empty_like(numbers)
         keys = np.empty(len(numbers), np.uint64)
         for e in np.unique(epochs).tolist():
-            here = epochs == e
-            bins[here] = permute(numbers[here], self.plan.num_bins, fold(self._key, "bins", e))
-            keys[here] = fold(self._key, "pieces", e)
+            in_epoch = epochs == e
+            bins[in_epoch] = permute(numbers[in_epoch], self.plan.num_bins, fold(self._key, "bins", e))
+            keys[in_epoch] = fold(self._key, "pieces", e)
         starts, counts = self.plan.starts[bins], self.plan.starts[bins + 1] - self.plan.starts[bins]
         ends = np.concatenate([[0], np.cumsum(counts)])
         row = np.repeat(np.arange(len(bins)), counts)
         piece = self.plan.order[starts[row] + np.arange(len(row)) - ends[row]].astype(np.int64)
         turn = np.empty(len(row), np.uint32)
         for key in np.unique(keys).tolist():
-            here = keys[row] == key
-            turn[here] = mix32(piece[here].astype(np.uint32), key)
+            with_key = keys[row] == key
+            turn[with_key] = mix32(piece[with_key].astype(np.uint32), key)
         piece = piece[np.lexsort((piece, turn, row))]
         return _Rows(ends, *self.plan.pieces.find(piece))
 
@@ -127,17 +110,16 @@ class PackedDataset(Source):
         return f"{self._data.prefix}.bin, document {int(rows.document[at]) + self._documents.start}, token {token}"
 
     def describe(self, samples: int) -> str:
-        plan = self.plan
+        plan, cut = self.plan, cut_end_to_end(self._lengths, self.seq_length)
         return (
             f"{self._data.prefix}: {len(self._documents)} documents, {self.num_tokens} tokens, "
             f"{samples / plan.num_bins:.2f} epochs; packed into {plan.num_bins} samples, {100 * plan.padding:.2f} % "
-            f"padding, {plan.pieces.num_cut} documents cut (end to end: about "
-            f"{cut_end_to_end(plan.pieces.lengths, self.seq_length):.0f})"
+            f"padding, {plan.pieces.num_cut} documents cut (end to end: about {cut:.0f})"
         )
 
 
 def label_mask(layout: Sequence[NDArray[np.int32]], seq_length: int) -> NDArray[np.float32]:
-    """[n, seq_length]: 1 where a token and the one after it, its label, belong to the same piece."""
+    """[n, seq_length]: 1 where a token and its label, the next token, belong to the same piece."""
     mask = np.zeros((len(layout), seq_length), np.float32)
     for row, lengths in enumerate(layout):
         ends = np.cumsum(lengths)
@@ -147,10 +129,7 @@ def label_mask(layout: Sequence[NDArray[np.int32]], seq_length: int) -> NDArray[
 
 
 def cut_end_to_end(lengths: NDArray[np.int32], seq_length: int) -> float:
-    """How many documents samples of GptDataset cut, on average over where they happen to lie.
-
-    Cuts lie seq_length apart and the token there belongs to both samples, so L tokens meet one in (L - 2) / S of the
-    places, for 2 <= L <= S + 2.
-    """
+    """The expected number of documents that samples of GptDataset cut. Cuts are seq_length apart and the token there
+    belongs to both samples, so one falls into L tokens with probability (L - 2) / S, for 2 <= L <= S + 2."""
     parts = (lengths[a : a + CHUNK] for a in range(0, len(lengths), CHUNK))
     return sum(float(np.sum(np.clip((part - 2.0) / seq_length, 0, 1))) for part in parts)

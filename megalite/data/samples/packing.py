@@ -3,18 +3,14 @@
     document   S + 1 tokens or fewer: one piece. Longer: pieces of S + 1, each beginning with the last token of the one
                before, so that every token but the document's first is a label in exactly one piece
     bin        a sample of S + 1 places, filled by best-fit decreasing: the longest piece first, each into the fullest
-               bin that has room for it (arXiv:2404.10830); what stays free is padding, at the end
+               bin that has room for it (arXiv:2404.10830); the free rest is padding, at the end
 
-Pieces of one length are alike, and so are bins with the same room: the plan is made for groups of them, exactly as
-piece by piece. A bin of room r takes r // s pieces of length s and keeps r mod s < r / 2, so a group is touched at
-most log2(S) times, and each length leaves one bin half done: O(S log S) group steps and a few numpy passes, whatever
-the number of documents. Piece by piece, the search for a bin would be a Python loop, or compiled code.
+Pieces of one length are alike, and so are bins with the same room, so the plan is made for groups of them, and equals
+the plan made piece by piece. A bin of room r takes r // s pieces of length s and keeps r mod s < r / 2, so a group is
+touched at most log2(S) times: O(S log S) group steps and a few numpy passes for any number of documents.
 
-The plan depends on the lengths and S alone: it is made once for all epochs and seeds.
-packed_dataset.py reads samples by it.
+The plan depends on the lengths and S alone, and is made once for all epochs and seeds; packed_dataset.py follows it.
 """
-
-from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -26,14 +22,12 @@ from numpy.typing import NDArray
 from megalite.data.errors import DataError
 
 CHUNK = 1 << 18  # documents or pieces at a time: temporaries stay in the cache
-Step = tuple[int, int, int]  # first bin, number of bins, pieces that each of them takes
+Step = tuple[int, int, int]  # first bin, number of bins, pieces for each
 
 
 class Pieces:
-    """The pieces of documents of `lengths` [D], numbered in document order; those of one document are neighbours.
-
-    Most documents are one piece, so only the others are listed: a table over all would cost 4 bytes per document.
-    """
+    """The pieces of documents of `lengths` [D], numbered in document order. Most documents are one piece, so only the
+    others are listed: a table of all would cost 4 bytes per document."""
 
     def __init__(self, lengths: NDArray[Any], capacity: int):
         if capacity < 2:
@@ -41,16 +35,16 @@ class Pieces:
         self.lengths, self.capacity = lengths, capacity
         special, counts, self.num_tokens = [], [], 0
         for a in range(0, len(lengths), CHUNK):
-            here = lengths[a : a + CHUNK].astype(np.int64)
-            count = np.where(here > 1, -(-(here - 1) // (capacity - 1)), here)
+            tokens = lengths[a : a + CHUNK].astype(np.int64)
+            count = np.where(tokens > 1, -(-(tokens - 1) // (capacity - 1)), tokens)
             at = np.flatnonzero(count != 1)
             special.append(at + a)
             counts.append(count[at])
-            self.num_tokens += int(here.sum())
+            self.num_tokens += int(tokens.sum())
         self._special = np.concatenate(special) if special else np.empty(0, np.int64)
         self._count = np.concatenate(counts) if counts else np.empty(0, np.int64)
         self._shift = np.concatenate([[0], np.cumsum(self._count - 1)])  # piece number - document number
-        self._after = self._special + 1 + self._shift[1:]  # number of the piece behind each special document
+        self._after = self._special + 1 + self._shift[1:]  # number of the piece after each special document
         self.num_cut = int((self._count > 1).sum())
 
     def __len__(self) -> int:
@@ -73,10 +67,8 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Packing:
-    """pieces.find() tells what a piece is. Bin b holds the pieces order[starts[b] : starts[b + 1]], longest first.
-
-    order [P] int32 (int64 from 2^31 pieces on), starts [bins + 1] int64: 4 bytes per piece and 8 per bin.
-    """
+    """Bin b holds the pieces order[starts[b] : starts[b + 1]], longest first. order [P] int32 (int64 from 2^31 pieces
+    on), starts [bins + 1] int64."""
 
     pieces: Pieces
     order: NDArray[Any]
@@ -88,14 +80,14 @@ class Packing:
 
     @property
     def padding(self) -> float:
-        """The share of all places in bins that no piece fills."""
+        """The share of all places in bins that is padding."""
         whole = self.num_bins * self.pieces.capacity
         repeated = len(self.pieces) - int(np.count_nonzero(self.pieces.lengths))  # the tokens that two pieces share
         return 1 - (self.pieces.num_tokens + repeated) / whole if whole else 0.0
 
 
 def pack(lengths: NDArray[Any], capacity: int) -> Packing:
-    """The plan for documents of `lengths` [D] in bins of `capacity` tokens. Empty documents are in no bin."""
+    """The plan for documents of `lengths` [D] in bins of `capacity` tokens, without empty documents."""
     pieces = Pieces(lengths, capacity)
     by_length, counts = _sorted(pieces)
     steps, num_bins = _best_fit(counts)
@@ -118,10 +110,8 @@ def pack(lengths: NDArray[Any], capacity: int) -> Packing:
 
 
 def _sorted(pieces: Pieces) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Piece numbers, longest first and in order among equals; how many there are of each length [capacity + 1].
-
-    A counting sort in chunks: 4 bytes per piece, where argsort needs 16.
-    """
+    """Piece numbers, longest first and in order among equals, and the number of pieces of each length [capacity + 1],
+    by a counting sort in chunks, with 4 bytes per piece where argsort needs 16."""
     total, capacity = len(pieces), pieces.capacity
     narrow = np.uint16 if capacity < 1 << 16 else np.int32  # numpy sorts 16 bits by radix, much faster
 
@@ -137,19 +127,17 @@ def _sorted(pieces: Pieces) -> tuple[NDArray[Any], NDArray[np.int64]]:
     out = np.empty(total, np.int32 if total < 1 << 31 else np.int64)
     for a, room in chunks():
         at = np.argsort(room.astype(narrow), kind="stable")
-        here = np.bincount(room, minlength=capacity + 1)
-        shift = next_place - (np.cumsum(here) - here)
+        count = np.bincount(room, minlength=capacity + 1)
+        shift = next_place - (np.cumsum(count) - count)
         out[shift[room[at]] + np.arange(len(at))] = at + a
-        next_place += here
+        next_place += count
     return out, counts[::-1]
 
 
 def _best_fit(counts: NDArray[np.int64]) -> tuple[list[Step], int]:
-    """Best-fit decreasing over groups: what each bin takes, in the order of the pieces; and the number of bins.
-
-    With room r the fullest bin that fits length s, it stays so until it has no room for another s. So the bins of
-    that room are filled one after the other, r // s pieces each, then those of the next larger room.
-    """
+    """Best-fit decreasing over groups: (steps in the order of the pieces, number of bins). If a bin with room r is the
+    fullest that fits length s, it is so until it has no room for another s. So the bins of that room are filled one
+    after the other, r // s pieces each, then those of the next larger room."""
     capacity = len(counts) - 1
     groups: dict[int, list[tuple[int, int]]] = {}  # room -> ranges of bins (first, number)
     rooms: list[int] = []  # keys of groups, sorted

@@ -1,14 +1,12 @@
 """A shuffle without a table: `permute(i, n, key)` is a bijection of 0..n-1 that is computed, not stored.
 
 i = l + a * r with l in [0, a), r in [0, b), a * b >= n, a ~ b ~ sqrt(n). A round adds a hash of one half to the other
-(a Feistel network over Z_a x Z_b; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). What lands in
-[n, a * b), less than one in sqrt(n), is sent through again until it does not (cycle walking).
+(a Feistel network over Z_a x Z_b; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). A value in
+[n, a * b), less than one in sqrt(n), is sent through again until it is below n (cycle walking).
 
-Why: the order of a billion samples costs no memory, no start-up time and no file, any part of it can be computed
-alone, and it depends on integers only, not on a library's random stream. numpy's permutation of 10^9 costs 8 GB.
+So the order of a billion samples costs no memory, start-up time or file, where numpy's permutation costs 8 GB; any part
+of it can be computed alone; and it depends on integers only, not on a library's random stream.
 """
-
-from __future__ import annotations
 
 import functools
 import hashlib
@@ -55,20 +53,15 @@ def permute(index: NDArray[Any], n: int, key: int) -> NDArray[np.int64]:
     a, b, keys = _grid(n, key)
     for start in range(0, len(index), CHUNK):
         values = _rounds(index[start : start + CHUNK], a, b, keys)
-        outside = np.flatnonzero(values >= n)
-        while outside.size:
-            values[outside] = _rounds(values[outside], a, b, keys)
-            outside = outside[values[outside] >= n]
+        _walk(values, n, a, b, keys)
         out[start : start + CHUNK] = values
     return out
 
 
 def permutation(n: int, key: int) -> Iterator[NDArray[np.int64]]:
-    """permute(0), permute(1), ... permute(n - 1) in parts of some ten thousand, each valid until the next is asked for.
-
-    Asked for in order, an index costs 15 ns instead of 38 (10 M of them): there are only a and b different arguments
-    of a round's hash, so each round is a table of sqrt(n) numbers, which stays in the cache, and no division is needed.
-    """
+    """permute(0), permute(1), ... permute(n - 1) in parts of some ten thousand, each valid until the next. In order,
+    an index costs 15 ns instead of 38 (10 M of them): a round's hash has only a or b different arguments, so each round
+    is a table of sqrt(n) numbers, which stays in the cache, and needs no division."""
     if n < 1:
         return
     a, b, keys = _grid(n, key)
@@ -85,20 +78,22 @@ def permutation(n: int, key: int) -> Iterator[NDArray[np.int64]]:
         right.reshape(count, a)[:] = np.arange(first, first + count)[:, None]
         for turn, table in enumerate(tables):
             half, other, size = (left, right, a) if turn % 2 == 0 else (right, left, b)
-            np.take(table, other, out=scratch, mode="clip")  # in range always; "clip" spares a copy
+            np.take(table, other, out=scratch, mode="clip")  # always in range; "clip" spares a copy
             half += scratch
-            np.subtract(half, size, out=scratch)  # a negative number is a large one when it is taken as unsigned
+            np.subtract(half, size, out=scratch)  # a negative number is a large one when read as unsigned
             np.minimum(half.view(np.uint64), scratch.view(np.uint64), out=half.view(np.uint64))
         right *= a
         right += left
         values = right[: n - first * a]
-        outside = np.flatnonzero(values >= n)
-        if outside.size:  # walk on, as above
-            again = values[outside]
-            while (far := np.flatnonzero(again >= n)).size:
-                again[far] = _rounds(again[far], a, b, keys)
-            values[outside] = again
+        _walk(values, n, a, b, keys)
         yield values
+
+
+def _walk(values: NDArray[np.int64], n: int, a: int, b: int, keys: tuple[int, ...]) -> None:
+    outside = np.flatnonzero(values >= n)
+    while outside.size:
+        values[outside] = _rounds(values[outside], a, b, keys)
+        outside = outside[values[outside] >= n]
 
 
 @functools.lru_cache(64)  # the same few for every batch; hashing the keys takes as long as eight samples

@@ -1,23 +1,22 @@
-"""What a dataset is to those that read it, and what the token ledger must know of one that is a file."""
-
-from __future__ import annotations
+"""The interfaces of datasets: to those that read them, and to the token ledger."""
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.files.indexed import IndexedDataset
+from megalite.data.samples.permutation import fold
 
 
 class Dataset(Protocol):
     """Endless and without state.
 
     samples(index)  tokens [n, seq_length + 1], for any sample numbers >= 0
-    layout(index)   of packed samples the lengths of the pieces, beyond which is padding; None: each is one run of text,
-                    as of a dataset that says nothing else
+    layout(index)   for each packed sample the lengths of its pieces, in order, before its padding; None: not packed
     where           file, document and position of a token, for errors
     """
 
@@ -31,34 +30,39 @@ class Dataset(Protocol):
     def describe(self, samples: int) -> str: ...
 
 
-class Source(Dataset, Protocol):
-    """A dataset of one file. digest: equal for equal documents; name: for people; packed: samples are whole pieces."""
+class Source(Dataset):
+    """A dataset over the documents `documents` of one file. packed: samples are whole pieces."""
 
-    name: str
-    num_tokens: int
-    packed: bool = False
+    packed = False
+
+    def __init__(self, data: IndexedDataset, documents: range, seq_length: int, seed: int, split: str):
+        if not data.checked:
+            data.verify()  # 2 ns per document; building an order costs 30
+        self.seq_length, self.name = seq_length, data.prefix
+        self._data, self._documents, self._lengths = data, documents, data.read_lengths(documents)
+        self.num_tokens = int(np.sum(self._lengths, dtype=np.int64))
+        self._key = fold(seed, split)
+
+    @cached_property
+    def _lengths_digest(self) -> str:
+        return hashlib.blake2b(self._lengths.data, digest_size=16).hexdigest()
 
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """A digest of the documents' lengths, and of some tokens, since documents of one length are common."""
+        digest, documents = hashlib.blake2b(self._lengths_digest.encode(), digest_size=16), self._documents
+        some = np.array([documents[0], documents[len(documents) // 2], documents[-1]])
+        for begin in self._data.spans(some)[0].tolist():
+            digest.update(np.asarray(self._data.tokens[begin : begin + 4096]).tobytes())
+        return digest.hexdigest()
+
     def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
-        """Begin behind what was taken before: (sequence length, samples), in order. What is worth telling, or None."""
+        """Continue after the samples `taken` so far: (sequence length, samples), in order. Returns a note, or None."""
+        raise NotImplementedError
 
     def count(self, samples: range) -> tuple[int, int]:
         """(tokens, documents that begin) in the inputs of these samples."""
-        ...
+        raise NotImplementedError
 
     def prepare(self, samples: int) -> None:
-        """Build, or find in the cache, what the first `samples` samples need beyond what is there."""
-
-
-def digest_of(data: IndexedDataset, documents: range, lengths: NDArray[Any]) -> str:
-    """Of the documents' lengths, and of some tokens, since documents of one length are common."""
-    made = hashlib.blake2b(lengths_digest(lengths).encode(), digest_size=16)
-    some = np.array([documents[0], documents[len(documents) // 2], documents[-1]])
-    for begin in data.spans(some)[0].tolist():
-        made.update(np.asarray(data.tokens[begin : begin + 4096]).tobytes())
-    return made.hexdigest()
-
-
-def lengths_digest(lengths: NDArray[Any]) -> str:
-    return hashlib.blake2b(lengths.data, digest_size=16).hexdigest()
+        """Build, or find in the cache, the orders of the epochs that the first `samples` samples read."""

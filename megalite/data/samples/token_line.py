@@ -1,16 +1,14 @@
-"""What a source still has to give: its tokens as one endless line, from any point of an earlier run on. Pure.
+"""The tokens that a source has yet to give, as one endless line from any point of an earlier run on. Pure.
 
     line      | what is left of epoch e | epoch e + 1 | epoch e + 2 ...       segments, in the order of use
     sample j  tokens j*S .. j*S + S of the line: S inputs, and the S labels one ahead
     index i   the samples that begin in one segment, shuffled among themselves
 
-A new run has the line of whole epochs. One that continues with another sequence length has first what the
-samples so far left over of their epoch, in its old order, then whole epochs. So every token is used exactly once per
-epoch whatever the changes on the way, and nothing but the numbers of samples taken must be kept: the line is computed
-again from them. Where leftovers meet, two pieces of text that did not belong together do, as at a document's border.
+A new run has the line of whole epochs. One that continues with another sequence length has first the rest of the epoch
+that its samples so far left over, in its old order, then whole epochs. So every token is used exactly once per epoch
+whatever changes during the run, and the line is computed from the numbers of samples taken alone. Where leftovers meet,
+unrelated pieces of text follow each other, as at a document's border.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,8 +26,8 @@ class Line:
     """tokens   in an epoch
     key      of the shuffles of samples
     epoch    of the first segment
-    left     [n, 2] begin and end of what is left of it, ascending, in tokens of the epoch; None: all of it
-    skip     tokens at the beginning of the epoch after it that are used already (the end of a sample)
+    left     [n, 2] begin and end of the ranges left of it, ascending, in tokens of the epoch; None: all of it
+    skip     tokens at the beginning of the next epoch that the last sample before it has used
     """
 
     tokens: int
@@ -55,7 +53,7 @@ class Line:
         return int(self._cumulative[-1]) + (segment - 1) * self.tokens - (self.skip if segment > 1 else 0)
 
     def _segment(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The segments that hold the tokens `at` of the line."""
+        """The segments with the tokens `at` of the line."""
         first = self._begin(1)
         return np.where(at < first, 0, 1 + (at - first + self.skip) // self.tokens)
 
@@ -75,15 +73,15 @@ class Line:
         segments = self._segment(index * seq_length)
         starts = np.empty_like(index)
         for segment in np.unique(segments).tolist():
-            here = segments == segment
+            rows = segments == segment
             first, count = self._samples_of(segment, seq_length)
-            starts[here] = (first + self._shuffle(segment, index[here] - first, count)) * seq_length
+            starts[rows] = (first + self._shuffle(segment, index[rows] - first, count)) * seq_length
         return starts
 
     def spans(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
         """(epoch, first token in it, tokens) of `length` tokens of the line from `start` on."""
         while length > 0:
-            segment = 0 if start < self._begin(1) else 1 + (start - self._begin(1) + self.skip) // self.tokens
+            segment = int(self._segment(np.array(start)))
             if segment == 0 and self.left is not None:
                 at = int(np.searchsorted(self._cumulative, start, side="right")) - 1
                 offset = int(self._ranges[at, 0]) + start - int(self._cumulative[at])
@@ -97,7 +95,7 @@ class Line:
 
     def cover(self, starts: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
         """`spans` of `length` tokens from each of `starts` on: (epoch, first token in it, tokens, place among all
-        len(starts) * length), each [n], in any order."""
+        len(starts) * length), each [n], not sorted."""
         segments = self._segment(starts)
         begins = np.where(segments == 0, 0, self._begin(1) + (segments - 1) * self.tokens)
         begins -= np.where(segments > 1, self.skip, 0)
@@ -113,8 +111,8 @@ class Line:
                 place += count
         return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
-    def after(self, samples: int, seq_length: int) -> Line:
-        """The line of what the first `samples` samples leave."""
+    def after(self, samples: int, seq_length: int) -> "Line":
+        """The line that remains after the first `samples` samples."""
         segment = int(self._segment(np.array([samples * seq_length]))[0])
         first, count = self._samples_of(segment, seq_length)
         begin, end = self._begin(segment), self._begin(segment + 1)
@@ -146,19 +144,18 @@ class Line:
         return np.stack([lows + shift, highs + shift], 1)
 
     def documents_begun(self, samples: range, seq_length: int, starts_of: Callable[[int], NDArray[np.int64]]) -> int:
-        """How many documents begin in the inputs of the samples. `starts_of(epoch)`: of its documents, and the end."""
+        """Documents that begin in the inputs of the samples. `starts_of(epoch)`: their starts, and the end."""
         total = 0
         for a in range(samples.start, samples.stop, 1 << 20):
             low = self.place(np.arange(a, min(a + (1 << 20), samples.stop)), seq_length)
             high = low + seq_length
-            for segment in range(
-                int(self._segment(low).min(initial=0)), int(self._segment(high - 1).max(initial=-1)) + 1
-            ):
+            last = int(self._segment(high - 1).max(initial=-1))
+            for segment in range(int(self._segment(low).min(initial=0)), last + 1):
                 begin, end = self._begin(segment), self._begin(segment + 1)
-                here = (low < end) & (high > begin)
+                within = (low < end) & (high > begin)
                 starts = starts_of(self.epoch + segment)[:-1]
                 for bound, sign in ((high, 1), (low, -1)):
-                    total += sign * int(self._begun_before(segment, np.clip(bound[here], begin, end), starts).sum())
+                    total += sign * int(self._begun_before(segment, np.clip(bound[within], begin, end), starts).sum())
         return total
 
     def _begun_before(self, segment: int, at: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -5,13 +5,11 @@
     valid_data_path = ["wiki=", "data/wiki", "code=", "0.3", "a", "0.7", "b"]     the same in TOML; either spelling
     --multiple-validation-sets --valid-data-path a b    Megatron's other form: each prefix is a set
 
-There is nothing to quote, and a file name can still be completed by the shell after "wiki= ". A name is letters,
-digits, "_", "-" and "."; so data/lang=en/a is a path, and lang=en/a is one when written ./lang=en/a.
+Nothing needs quotes, and the shell can complete a file name after "wiki= ". A name is letters, digits, "_", "-", ".";
+so data/lang=en/a is a path, and lang=en/a is one when written ./lang=en/a.
 
 Bits per byte compares models whose tokenizers differ: the loss per token depends on how much text a token is.
 """
-
-from __future__ import annotations
 
 import math
 import re
@@ -38,9 +36,8 @@ def parse_named_sets(items: Sequence[str], unnamed: str = "valid") -> dict[str, 
         raise DataError("valid_data_path is empty; give a prefix, WEIGHT PREFIX pairs, or NAME=PREFIX for named sets")
     begins = [BEGINS_SET.fullmatch(item) for item in items]
     if not any(begins):
-        for item in items:
-            if item.startswith("="):
-                raise DataError(f"{option}: {item!r} has no name; write NAME=PREFIX without spaces around '='")
+        if nameless := [item for item in items if item.startswith("=")]:
+            raise DataError(f"{option}: {nameless[0]!r} has no name; write NAME=PREFIX without spaces around '='")
         return {unnamed: list(items)}
     if begins[0] is None:
         raise DataError(f"{option}: {items[0]!r} belongs to no set; begin with NAME=, or name none (./ marks a path)")
@@ -81,7 +78,7 @@ def sets_of_each(prefixes: Sequence[str], names: Sequence[str] | None = None) ->
 def bytes_per_token(prefixes: Sequence[str], weights: Sequence[float] | None = None) -> float | None:
     """UTF-8 bytes of text per token of a set, from "bytes" and "tokens" in each prefix.json; None where one lacks them.
 
-    weights: shares of the set's samples; without them each file counts by its tokens. An average over whole files:
+    weights: shares of the set's samples; without them each file counts by its tokens. The average is over whole files;
     a part of one (--split) may differ a little.
     """
     sizes = []

@@ -3,8 +3,6 @@
 No code of a model directory is run and nothing is fetched: names on a hub are refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,14 +50,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
 def tokenizer_beside(folder: Path) -> dict[str, Any]:
     """The data options (--tokenizer-type and its like) of the tokenizer in a model directory; empty without one."""
-    here = folder.resolve()
-    if (here / "tokenizer.json").is_file():
-        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(here)}
-    if (here / "tokenizer.model").is_file():
-        return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(here / "tokenizer.model")}
-    if (here / "vocab.json").is_file() and (here / "merges.txt").is_file():
-        files = {"vocab_file": str(here / "vocab.json"), "merge_file": str(here / "merges.txt")}
-        return {"tokenizer_type": "GPT2BPETokenizer", **files}
+    folder = folder.resolve()
+    model, vocab, merges = (folder / name for name in ("tokenizer.model", "vocab.json", "merges.txt"))
+    if (folder / "tokenizer.json").is_file():
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    if model.is_file():
+        return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(model)}
+    if vocab.is_file() and merges.is_file():
+        return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocab), "merge_file": str(merges)}
     return {}
 
 
@@ -85,19 +83,19 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
         model = tokenizers.Tokenizer.from_str(text)
     named = _eos_token(file.parent)
     candidates = (named,) if named else USUAL_EOD
-    found = [i for i in (model.token_to_id(token) for token in candidates) if i is not None]
-    if not found:
+    ids = [i for i in (model.token_to_id(token) for token in candidates) if i is not None]
+    if not ids:
         raise DataError(
             f"{file}: no end-of-document token among {', '.join(candidates)}; "
             "name it as eos_token in tokenizer_config.json beside it"
         )
     model.no_padding()
     model.no_truncation()
-    return HuggingFaceTokenizer(str(file), "huggingface", model, found[0], [content])
+    return HuggingFaceTokenizer(str(file), "huggingface", model, ids[0], [content])
 
 
 def _eos_token(directory: Path) -> str | None:
-    """eos_token of tokenizer_config.json or special_tokens_map.json; there it is a string, or a record of one."""
+    """eos_token of tokenizer_config.json or special_tokens_map.json, where it is a string or a record of one."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = directory / name
         if file.exists():
@@ -126,6 +124,6 @@ def open_gpt2(vocab: Path, merges: Path) -> Tokenizer:
     if eod is None:
         raise DataError(f"{vocab}: has no {GPT2_EOD}; add it, or give a tokenizer.json as HuggingFaceTokenizer")
     model.add_special_tokens([GPT2_EOD])
-    made = HuggingFaceTokenizer(str(vocab), "gpt2-bpe special", model, eod, contents)
-    made.unknown = eod  # as in Megatron-LM
-    return made
+    tokenizer = HuggingFaceTokenizer(str(vocab), "gpt2-bpe special", model, eod, contents)
+    tokenizer.unknown = eod  # as in Megatron-LM
+    return tokenizer

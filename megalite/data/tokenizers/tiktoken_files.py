@@ -1,4 +1,4 @@
-"""Byte-pair ranks for the library tiktoken, and what such a file does not say: the split pattern and special tokens.
+"""Byte-pair ranks for the library tiktoken, with the split pattern and special tokens that such a file lacks.
 
     lines "base64 rank"    tiktoken's own format. Ids are the ranks. Pattern and special tokens of OpenAI's encodings go
                            by the file's name (cl100k_base.tiktoken); any other file needs --tiktoken-pattern, and
@@ -11,14 +11,11 @@ As in Megatron-LM, special tokens that are written out in a text become their id
 Megatron-LM's TikTokenizer (v1, v2) and of tiktoken's openai_public.py: another pattern would give other ids.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,31 +29,22 @@ _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _WORDS = (rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+", rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*")
 _SPACES = (r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
-PATTERNS: Mapping[str, str] = MappingProxyType(
-    {
-        "v1": "|".join(
-            [r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"\p{N}", r" ?[^\s\p{L}\p{N}]++[\r\n]*", r"\s*[\r\n]", *_SPACES[1:]]
-        ),
-        "v2": "|".join([*_WORDS, r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", *_SPACES]),
-        "gpt2": "|".join(["'s|'t|'re|'ve|'m|'ll|'d", r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p{L}\p{N}]+", *_SPACES[1:]]),
-        "cl100k": "|".join(
-            [_SUFFIX, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s+$", *_SPACES]
-        ),
-        "o200k": "|".join(
-            [*(word + _SUFFIX + "?" for word in _WORDS), r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", *_SPACES]
-        ),
-    }
-)
+_ALTERNATIVES = {
+    "v1": [r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"\p{N}", r" ?[^\s\p{L}\p{N}]++[\r\n]*", r"\s*[\r\n]", *_SPACES[1:]],
+    "v2": [*_WORDS, r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", *_SPACES],
+    "gpt2": ["'s|'t|'re|'ve|'m|'ll|'d", r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p{L}\p{N}]+", *_SPACES[1:]],
+    "cl100k": [_SUFFIX, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s+$", *_SPACES],
+    "o200k": [*(word + _SUFFIX + "?" for word in _WORDS), r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", *_SPACES],
+}
+PATTERNS: Mapping[str, str] = {name: "|".join(parts) for name, parts in _ALTERNATIVES.items()}
 _END = "<|endoftext|>"
 _FIM = {f"<|fim_{part}|>": 100258 + i for i, part in enumerate(("prefix", "middle", "suffix"))}
-ENCODINGS: Mapping[str, tuple[str, Mapping[str, int]]] = MappingProxyType(
-    {
-        "r50k_base": ("gpt2", {_END: 50256}),
-        "p50k_base": ("gpt2", {_END: 50256}),
-        "cl100k_base": ("cl100k", {_END: 100257, **_FIM, "<|endofprompt|>": 100276}),
-        "o200k_base": ("o200k", {_END: 199999, "<|endofprompt|>": 200018}),
-    }
-)
+ENCODINGS: Mapping[str, tuple[str, Mapping[str, int]]] = {
+    "r50k_base": ("gpt2", {_END: 50256}),
+    "p50k_base": ("gpt2", {_END: 50256}),
+    "cl100k_base": ("cl100k", {_END: 100257, **_FIM, "<|endofprompt|>": 100276}),
+    "o200k_base": ("o200k", {_END: 199999, "<|endofprompt|>": 200018}),
+}
 SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 NUM_SPECIAL = 1000
 DEFAULT_VOCAB = 1 << 17
@@ -72,17 +60,14 @@ class TikTokenizer(Tokenizer):
             import tiktoken
         except ImportError as error:
             raise DataError(needs("tokenizer_type=TikTokenizer", "tiktoken")) from error
-        lost = [byte for byte in range(256) if bytes([byte]) not in ranks]
-        if lost:
-            raise DataError(
-                f"{path}: byte {lost[0]:#04x} has no rank, so not every text can be encoded; use another file"
-            )
+        if lost := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+            reason = f"byte {lost[0]:#04x} has no rank, so not every text can be encoded"
+            raise DataError(f"{path}: {reason}; use another file")
         taken = set(ranks.values())
         if len(taken) != len(ranks) or taken & set(special.values()):
             raise DataError(f"{path}: two tokens have the same rank; the file is damaged")
-        self._model = tiktoken.Encoding(
-            path.stem, pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=special
-        )
+        words = PATTERNS[pattern]
+        self._model = tiktoken.Encoding(path.stem, pat_str=words, mergeable_ranks=ranks, special_tokens=special)
         self._path, self._pattern, self._special = path, pattern, special
         self._is_lines = not content.lstrip().startswith((b"[", b"{"))
         self.eod, self.vocab_size = special[eod], max(*taken, *special.values()) + 1
@@ -124,8 +109,8 @@ def open_tiktoken(path: Path, pattern: str | None = None, vocab_size: int | None
         total = vocab_size or min(DEFAULT_VOCAB, len(ranks) + NUM_SPECIAL)
         if not NUM_SPECIAL + 256 <= total <= len(ranks) + NUM_SPECIAL:
             raise DataError(
-                f"vocab_size={total} is outside {NUM_SPECIAL + 256}..{len(ranks) + NUM_SPECIAL}, what {path} allows "
-                f"with its {len(ranks)} ranks and {NUM_SPECIAL} special tokens"
+                f"vocab_size={total} is outside {NUM_SPECIAL + 256}..{len(ranks) + NUM_SPECIAL}, the sizes that {path} "
+                f"allows with its {len(ranks)} ranks and {NUM_SPECIAL} special tokens"
             )
         names = [*SPECIAL, *(f"<SPECIAL_{i}>" for i in range(len(SPECIAL), NUM_SPECIAL))]
         kept = {token: rank + NUM_SPECIAL for rank, token in enumerate(ranks[: total - NUM_SPECIAL])}
@@ -154,7 +139,9 @@ def _ranks_of_lines(path: Path, content: bytes) -> dict[bytes, int]:
                 raise ValueError
             raw = base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
-            raise DataError(f"{path}:{number}: {line[:60]!r} is not 'base64 rank': no tiktoken file") from None
+            raise DataError(
+                f"{path}:{number}: {line[:60]!r} is not 'base64 rank', so this is not a tiktoken file"
+            ) from None
         if not raw or raw in ranks:
             raise DataError(f"{path}:{number}: the token {raw!r} is {'repeated' if raw else 'empty'}")
         ranks[raw] = int(rank)
@@ -180,7 +167,6 @@ def _ranks_of_json(path: Path, content: bytes) -> list[bytes]:
                 raise ValueError
             ranks.append(base64.b64decode(record["token_bytes"], validate=True))
         except (KeyError, TypeError, ValueError):
-            raise DataError(
-                f"{path}: record {i} is not {{'rank': {i}, 'token_bytes': base64}}; this is not a table of ranks"
-            ) from None
+            wanted = f"{{'rank': {i}, 'token_bytes': base64}}"
+            raise DataError(f"{path}: record {i} is not {wanted}; this is not a table of ranks") from None
     return ranks

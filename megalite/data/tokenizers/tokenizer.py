@@ -5,8 +5,6 @@ libraries are imported when a tokenizer of their kind is built; no code of a mod
 These are the references; tools/preprocess/fast_tokenizer.py makes the same ids faster where it can.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -30,8 +28,8 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int
     is_null = False
-    unknown: int | None = None  # the id that stands for special tokens which it has not; None: nothing does
-    literal: tuple[str, ...] = ()  # special tokens which, written out in a text, are ordinary text; not so to gigatoken
+    unknown: int | None = None  # the id that stands for special tokens that the tokenizer lacks, if there is one
+    literal: tuple[str, ...] = ()  # special tokens that are ordinary text when written out; gigatoken differs in this
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -40,10 +38,8 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The ids of all texts end to end, in some integer dtype, and how many each text has: [tokens], [texts].
-
-        The same ids as `encode_batch`, without a Python object for each where the library can do so.
-        """
+        """The ids of `encode_batch` end to end [tokens], in some integer dtype, and how many each text has [texts];
+        without a Python object for each id where the library can do so."""
         documents = self.encode_batch(texts)
         lengths = _lengths(documents)
         return np.fromiter(chain.from_iterable(documents), np.int32, int(lengths.sum())), lengths
@@ -56,7 +52,7 @@ class Tokenizer(ABC):
         return None
 
     def load_gigatoken(self) -> Any:
-        """The same model as the package gigatoken reads it; None where it cannot. May raise what the package does."""
+        """The same model as the package gigatoken reads it, None where it cannot. Raises whatever the package does."""
         return None
 
     def _identify(self, name: str, kind: str, *contents: bytes) -> None:
@@ -80,13 +76,11 @@ class NullTokenizer(Tokenizer):
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
-            raise DataError(
-                f"{self.name} reads ids, as in '17 4 25', not {text[:40]!r}; give the tokenizer of your text"
-            ) from None
+            wrong = f"{self.name} reads ids, as in '17 4 25', not {text[:40]!r}"
+            raise DataError(f"{wrong}; give the tokenizer of your text") from None
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise DataError(
-                f"{self.name} has ids 0 to {self.vocab_size - 1}, not {min(ids)} to {max(ids)}; raise --vocab-size"
-            )
+            wrong = f"{self.name} has ids 0 to {self.vocab_size - 1}, not {min(ids)} to {max(ids)}"
+            raise DataError(f"{wrong}; raise --vocab-size")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -106,7 +100,7 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(b"".join(raw), np.uint8), _lengths(raw)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The end of a document has no text; bytes that are no UTF-8 become U+FFFD."""
+        """The end of a document has no text; bytes that are not UTF-8 become U+FFFD."""
         return bytes(i for i in ids if i != self.eod).decode("utf-8", "replace")
 
 
@@ -138,8 +132,8 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.decode([int(i) for i in ids])
 
     def token_id(self, token: str) -> int | None:
-        found = int(self._model.piece_to_id(token))
-        return found if self._model.id_to_piece(found) == token else None
+        piece = int(self._model.piece_to_id(token))
+        return piece if self._model.id_to_piece(piece) == token else None
 
     def begin_end_unknown(self) -> list[str | None]:
         ids = (int(self._model.bos_id()), self.eod, int(self._model.unk_id()))

@@ -1,13 +1,9 @@
 """A run's tokenizer as tokenizer.json and tokenizer_config.json, which plain transformers loads without more packages.
 
-A SentencePiece model is a protobuf message; the few fields that matter are read here, so that no package for it is
-needed. What is made is compared with the tokenizer itself on odd texts and on every piece of the vocabulary: other ids
-are an error, never a file.
-
-Special tokens that are written out in a text become their ids there, as in all that transformers loads.
+A SentencePiece model is a protobuf message, whose few fields that matter are read here without a package for it. The
+result is compared with the tokenizer itself on odd texts and on every piece of the vocabulary: other ids are an error,
+never a file. Special tokens that are written out in a text become their ids, as in all that transformers loads.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -17,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.data.errors import DataError
+from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import EOD_BYTE, ByteTokenizer, SentencePieceTokenizer, Tokenizer
 
 _UNIGRAM, _BPE = 1, 2
@@ -43,8 +40,6 @@ NASTY = (
     "a" * 3000,
     " " * 3000 + "x",
     "\n" * 500 + "=" * 500 + "1" * 500 + "é" * 500,
-)
-MORE = (
     "  two  and   three",
     "tab\there\r\nline",
     "\u00a0nbsp \u3000wide",
@@ -56,11 +51,9 @@ MORE = (
 
 @dataclass(frozen=True)
 class SentencePieces:
-    """What a .model file says. `kinds`: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
+    """The fields of a .model file. `rows`: (piece, score, kind), the kind one of _NORMAL .. _BYTE."""
 
-    pieces: list[str]
-    scores: list[float]
-    kinds: list[int]
+    rows: list[tuple[str, float, int]]
     model_type: int
     byte_fallback: bool
     suffix: bool  # spaces stand behind words
@@ -100,49 +93,42 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 def read_sentencepiece(content: bytes) -> SentencePieces:
     """Field numbers and defaults as in sentencepiece_model.proto. Raises ValueError."""
-    pieces: list[str] = []
-    scores: list[float] = []
-    kinds: list[int] = []
+    rows: list[tuple[str, float, int]] = []
     trainer: dict[int, Any] = {}
     normalizer: dict[int, Any] = {}
     for number, value in _fields(content):
         if number == 1:
             piece = dict(_fields(value))
-            pieces.append(piece.get(1, b"").decode())
-            scores.append(struct.unpack("<f", piece.get(2, b"\0\0\0\0"))[0])
-            kinds.append(piece.get(3, _NORMAL))
+            score = struct.unpack("<f", piece.get(2, b"\0\0\0\0"))[0]
+            rows.append((piece.get(1, b"").decode(), score, piece.get(3, _NORMAL)))
         elif number in (2, 3):
             (trainer if number == 2 else normalizer).update(_fields(value))
     switches = [bool(normalizer.get(n, 1)) for n in (3, 4, 5)]
     model_type, fallback, suffix = trainer.get(3, _UNIGRAM), bool(trainer.get(35, 0)), bool(trainer.get(24, 0))
-    return SentencePieces(pieces, scores, kinds, model_type, fallback, suffix, normalizer.get(2, b""), *switches)
+    return SentencePieces(rows, model_type, fallback, suffix, normalizer.get(2, b""), *switches)
 
 
 def _merges(model: SentencePieces) -> list[tuple[str, str]]:
     """The pairs that a BPE model joins, the likeliest first: every cut of a piece into two others."""
-    normal = {p: s for p, s, k in zip(model.pieces, model.scores, model.kinds, strict=True) if k == _NORMAL}
+    normal = {piece: score for piece, score, kind in model.rows if kind == _NORMAL}
     cuts = [(-score, p[:i], p[i:]) for p, score in normal.items() for i in range(1, len(p))]
     return [(a, b) for _, a, b in sorted(cuts, key=lambda cut: cut[0]) if a in normal and b in normal]
 
 
 def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
-    """A tokenizers.Tokenizer. `cut_single`: user-defined pieces of one character are cut out of the normalised text,
-    else they are taken out before, as all others."""
+    """A tokenizers.Tokenizer. `cut_single`: user-defined pieces of one character are cut out of the normalised text;
+    otherwise they are taken out before normalisation, as longer ones are."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    rows = list(zip(model.pieces, model.scores, model.kinds, strict=True))
-    unknown = next((p for p, _, kind in rows if kind == _UNKNOWN), None)
+    ids = {piece: i for i, (piece, _, _) in enumerate(model.rows)}
+    unknown = next((piece for piece, _, kind in model.rows if kind == _UNKNOWN), None)
     if model.model_type == _BPE:
-        vocab = {piece: i for i, piece in enumerate(model.pieces)}
-        inner: Any = models.BPE(
-            vocab, _merges(model), unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback
-        )
+        options: dict[str, Any] = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": model.byte_fallback}
+        inner: Any = models.BPE(ids, _merges(model), **options)
     else:
-        usable = (_NORMAL, _USER)
-        scored = [(piece, score if kind in usable else _NEVER) for piece, score, kind in rows]
-        at = None if unknown is None else model.pieces.index(unknown)
-        inner = models.Unigram(scored, at, model.byte_fallback)
-    made: Any = Tokenizer(inner)
+        scored = [(piece, score if kind in (_NORMAL, _USER) else _NEVER) for piece, score, kind in model.rows]
+        inner = models.Unigram(scored, None if unknown is None else ids[unknown], model.byte_fallback)
+    library: Any = Tokenizer(inner)
     steps: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
     if model.trims:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -151,78 +137,71 @@ def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
     if model.escapes:
         steps.append(normalizers.Replace(" ", _SPACE))
     if steps:
-        made.normalizer = normalizers.Sequence(steps)
-    chosen = [piece for piece, _, kind in rows if kind == _USER]
+        library.normalizer = normalizers.Sequence(steps)
+    chosen = [piece for piece, _, kind in model.rows if kind == _USER]
     single = [piece for piece in chosen if cut_single and len(piece) == 1]
     apart = [re.escape(piece) for piece in single]
     if model.model_type == _UNIGRAM and model.byte_fallback:  # so that "<0x41>" in a text is not the byte's piece
-        apart += [cut for mark, cut in _LITERAL.items() if mark not in model.pieces]
+        apart += [cut for mark, cut in _LITERAL.items() if mark not in ids]
     if apart:
-        made.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(apart)), "isolated")
-    made.add_tokens([AddedToken(p, normalized=False, special=False) for p in chosen if p not in single])
-    made.add_special_tokens(
-        [AddedToken(p, normalized=False, special=True) for p, _, k in rows if k in (_CONTROL, _UNKNOWN)]
-    )
+        library.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(apart)), "isolated")
+    library.add_tokens([AddedToken(p, normalized=False, special=False) for p in chosen if p not in single])
+    special = [piece for piece, _, kind in model.rows if kind in (_CONTROL, _UNKNOWN)]
+    library.add_special_tokens([AddedToken(p, normalized=False, special=True) for p in special])
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.dummy_prefix:
         parts.append(decoders.Strip(" ", 1000 if model.trims else 1, 0))
-    made.decoder = decoders.Sequence(parts)
-    return made
+    library.decoder = decoders.Sequence(parts)
+    return library
 
 
 def _bytes() -> Any:
     """ByteTokenizer: a byte is its own id, and there are no merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    alphabet = [bytes([byte]) for byte in range(256)]
     shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]  # GPT-2's printable names of bytes
     hidden = [b for b in range(256) if b not in shown]
     names = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
-    made: Any = Tokenizer(models.BPE({names[byte[0]]: byte[0] for byte in alphabet}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([END])
-    assert made.token_to_id(END) == EOD_BYTE
-    return made
+    library: Any = Tokenizer(models.BPE({name: byte for byte, name in sorted(names.items())}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([END])
+    assert library.token_to_id(END) == EOD_BYTE
+    return library
 
 
-def differs(made: Any, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:
-    """The first text of which `made` gives other ids; those that write out a special token are left out."""
-    words = [token.content for token in made.get_added_tokens_decoder().values() if token.special]
+def differs(library: Any, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:
+    """The first text for which `library` gives other ids; those that write out a special token are left out."""
+    words = [token.content for token in library.get_added_tokens_decoder().values() if token.special]
     texts = [text for text in texts if not any(word in text for word in words)]
-    for text, ids, found in zip(
-        texts, tokenizer.encode_batch(texts), made.encode_batch(texts, add_special_tokens=False), strict=True
-    ):
-        if ids != found.ids:
-            return text
-    return None
+    encodings = library.encode_batch(texts, add_special_tokens=False)
+    triples = zip(texts, tokenizer.encode_batch(texts), encodings, strict=True)
+    return next((text for text, ids, encoding in triples if ids != encoding.ids), None)
 
 
 def as_tokenizer_json(tokenizer: Tokenizer) -> dict[str, str]:
     """tokenizer.json and tokenizer_config.json: name -> text. Raises DataError that says why there are none."""
-    texts = [*NASTY, *MORE]
+    texts = list(NASTY)
     ends: dict[str, str | None] = {"bos_token": None, "eos_token": END, "unk_token": None}
     if isinstance(tokenizer, SentencePieceTokenizer):
         try:
             model = read_sentencepiece(tokenizer.content)
         except (ValueError, IndexError, TypeError, struct.error) as error:
             raise DataError(f"{tokenizer.name}: its file cannot be read ({error})") from None
-        if model.model_type not in (_UNIGRAM, _BPE) or model.suffix or _UNUSED in model.kinds:
+        if model.model_type not in (_UNIGRAM, _BPE) or model.suffix or any(kind == _UNUSED for *_, kind in model.rows):
             raise DataError(f"{tokenizer.name}: a kind of SentencePiece model that tokenizer.json cannot express")
-        made = [_from_sentencepiece(model, cut) for cut in (True, False)]
-        texts += [
-            p.replace(_SPACE, " ") for p, k in zip(model.pieces, model.kinds, strict=True) if k in (_NORMAL, _BYTE)
-        ]
+        forms = [_from_sentencepiece(model, cut) for cut in (True, False)]
+        texts += [piece.replace(_SPACE, " ") for piece, _, kind in model.rows if kind in (_NORMAL, _BYTE)]
         ends = dict(zip(ends, tokenizer.begin_end_unknown(), strict=True))
     elif isinstance(tokenizer, ByteTokenizer):
-        made = [_bytes()]
-    elif (library := getattr(tokenizer, "library_model", None)) is not None:
-        made = [library(END)]
+        forms = [_bytes()]
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        forms = [tokenizer.library_model(END)]
     else:
         raise DataError(f"{tokenizer.name}: there is no tokenizer.json for a {type(tokenizer).__name__}")
-    wrong = [differs(one, tokenizer, texts) for one in made]
+    wrong = [differs(form, tokenizer, texts) for form in forms]
     if None not in wrong:
         raise DataError(f"{tokenizer.name}: tokenizer.json would give other ids, as of {wrong[0]!r:.60}")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **ends}
-    text = made[wrong.index(None)].to_str(pretty=True)
+    text = forms[wrong.index(None)].to_str(pretty=True)
     return {"tokenizer.json": text + "\n", "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}

@@ -8,8 +8,6 @@ ByteTokenizer          the bytes of the UTF-8 text, 0..255, and 256 as eod; need
 NullTokenizer          --vocab-size ids, the last one eod; its text is ids with spaces between, as in Megatron-LM
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +41,11 @@ def build_tokenizer(
         return NullTokenizer(int(vocab_size or 0))
     if tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
-    if tokenizer_type == "TikTokenizer":
-        return open_tiktoken(Path(need("tokenizer_model", tokenizer_model)), tiktoken_pattern, vocab_size)
-    if tokenizer_type in SENTENCEPIECE:
-        return SentencePieceTokenizer(Path(need("tokenizer_model", tokenizer_model)))
-    if tokenizer_type == "HuggingFaceTokenizer":
-        return open_tokenizer_json(Path(need("tokenizer_model", tokenizer_model)))
     if tokenizer_type == "GPT2BPETokenizer":
         return open_gpt2(Path(need("vocab_file", vocab_file)), Path(need("merge_file", merge_file)))
-    raise DataError(f"tokenizer_type={tokenizer_type} is not supported; use one of {', '.join(TYPES)}")
+    if tokenizer_type not in TYPES:
+        raise DataError(f"tokenizer_type={tokenizer_type} is not supported; use one of {', '.join(TYPES)}")
+    model = Path(need("tokenizer_model", tokenizer_model))
+    if tokenizer_type == "TikTokenizer":
+        return open_tiktoken(model, tiktoken_pattern, vocab_size)
+    return open_tokenizer_json(model) if tokenizer_type == "HuggingFaceTokenizer" else SentencePieceTokenizer(model)

@@ -1,48 +1,43 @@
-"""config.json of Hugging Face <-> options of the model. What cannot be expressed exactly is refused by name.
+"""config.json of Hugging Face <-> options of the model. Values that cannot be expressed exactly are refused by name.
 
-What a family's keys mean is in models/families.py, and no family is named here. What is here is what tables cannot
-say: groups, rotary positions; windows are in windows.py.
+models/families.py has the meaning of each family's keys. This module names no family, and has what tables cannot say:
+groups and rotary positions; windows are in windows.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config.options import ModelConfig
 from megalite.interop.convert import refuse
-from megalite.interop.hugging_face.windows import read_window, window_misfits, write_window
+from megalite.interop.hugging_face.windows import Json, read_window, window_misfits, write_window
 from megalite.kernels.rope import RopeScaling, Yarn
 from megalite.models.families import FAMILIES
 from megalite.models.family import Family
 from megalite.models.gpt import rope_scaling
 
-Json = dict[str, Any]
-TRAINING = ("hidden_dropout",)  # no part of what the model computes
+TRAINING = ("hidden_dropout",)  # not a part of the model's function
 # key of rope_scaling -> field of RopeScaling
-_LLAMA3 = {"low_freq_factor": "low_factor", "high_freq_factor": "high_factor"}
-_LLAMA3 |= {"original_max_position_embeddings": "original_length"}
+_LLAMA3: Mapping[str, str] = {
+    "low_freq_factor": "low_factor",
+    "high_freq_factor": "high_factor",
+    "original_max_position_embeddings": "original_length",
+}
 # key of rope_scaling -> (option, value where the key is missing; None: it must be there)
-_YARN: Mapping[str, tuple[str, Any]] = MappingProxyType(
-    {
-        "factor": ("rotary_scaling_factor", None),
-        "original_max_position_embeddings": ("yarn_original_max_position_embeddings", None),
-        "beta_fast": ("yarn_beta_fast", 32.0),
-        "beta_slow": ("yarn_beta_slow", 1.0),
-        "truncate": ("yarn_correction_range_round_to_int", True),
-        "mscale": ("mscale", 1.0),
-        "mscale_all_dim": ("mscale_all_dim", 0.0),
-    }
-)
+_YARN: Mapping[str, tuple[str, Any]] = {
+    "factor": ("rotary_scaling_factor", None),
+    "original_max_position_embeddings": ("yarn_original_max_position_embeddings", None),
+    "beta_fast": ("yarn_beta_fast", 32.0),
+    "beta_slow": ("yarn_beta_slow", 1.0),
+    "truncate": ("yarn_correction_range_round_to_int", True),
+    "mscale": ("mscale", 1.0),
+    "mscale_all_dim": ("mscale_all_dim", 0.0),
+}
 
 
 def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, Json]:
-    """(family, option names to values, vocab_size among them). Raises CheckpointError listing all that does not fit.
-
-    seq_length: tokens per sequence to be trained on; default: as many as the model has positions for.
-    """
+    """(family, option names to values, vocab_size among them). Raises CheckpointError with all problems. `seq_length`:
+    tokens per sequence in training, by default as many as the model has positions."""
     problems: list[str] = []
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -53,7 +48,7 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
 
     def get(key: str, default: Any = ...) -> Any:
         value = config.get(key, family.optional.get(key, default))
-        if value is ... or (value is None and key != "n_inner"):  # there, null is 4 times the width
+        if value is ... or (value is None and key != "n_inner"):  # whose null is 4 times the width
             problems.append(f"{key} is missing")
             return None
         return value
@@ -127,7 +122,7 @@ def _read_rope(config: Json, options: Json, family: Family) -> list[str]:
 
 
 def _read_yarn(rope: Json, options: Json) -> list[str]:
-    """There, without attention_factor, mscale counts only beside mscale_all_dim."""
+    """In transformers, without attention_factor, mscale counts only beside mscale_all_dim."""
     options["position_embedding_type"] = "yarn"
     for key, (option, default) in _YARN.items():
         value = rope.get(key)
@@ -147,8 +142,8 @@ def _read_yarn(rope: Json, options: Json) -> list[str]:
 
 
 def misfits(model: ModelConfig, family: Family) -> list[str]:
-    """Why `family` cannot express `model`; empty where it can."""
-    implied: Json = {"add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear}  # all biases are those too
+    """The reasons why `family` cannot express `model`."""
+    implied: Json = {"add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear}  # which includes it
     if "yarn" in family.scalings and model.position_embedding_type == "yarn":
         implied["position_embedding_type"] = "rope"
     wanted = {option: value for option, value in family.fixed.items() if option not in TRAINING}
@@ -181,7 +176,7 @@ def _rotary_misfits(model: ModelConfig, family: Family) -> list[str]:
 
 
 def choose_family(model: ModelConfig, wanted: str | None, usual: str | None) -> str:
-    """`wanted`, or `usual` if it fits, or the first that does. Raises CheckpointError with what is in the way."""
+    """`wanted`, or `usual` if it fits, or the first that does. Raises CheckpointError with the reasons."""
     reasons = {name: misfits(model, family) for name, family in FAMILIES.items()}
     if wanted is not None:
         refuse(reasons[wanted], f"family={wanted} cannot express this model")
@@ -193,7 +188,7 @@ def choose_family(model: ModelConfig, wanted: str | None, usual: str | None) -> 
 
 
 def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tokens: Mapping[str, Any]) -> Json:
-    """config.json with keys that old and new releases of transformers know. `tokens`: bos_token_id and the like."""
+    """A config.json for old and new releases of transformers. `tokens`: bos_token_id and the like."""
     family = FAMILIES[name]
     activation = next(key for key, ours in family.activations.items() if ours == model.activation)
     config: Json = {"architectures": [family.architecture], "model_type": name, "vocab_size": vocab_size}

@@ -2,11 +2,9 @@
 
     config.json -> options; model.safetensors, or the files that model.safetensors.index.json names -> tensors
 
-Nothing is trusted: names of files stay inside the directory, every tensor must be one that the configuration asks for
-and has its shape, and no tensor may be missing. Only safetensors is read, since the other formats can run code.
+Nothing is trusted: names of files stay inside the directory, and the tensors must be exactly those that the
+configuration asks for, in their shapes. Only safetensors is read, since the other formats can run code.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Sequence
@@ -30,7 +28,7 @@ from megalite.models.specs import specs_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# files that belong to a model and are copied with it; none of them holds code
+# files that are copied with a model; none of them holds code
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -64,7 +62,7 @@ def read_json(path: Path) -> Json:
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A directory that was opened: `options` of its config.json, and all its tensors."""
+    """An opened directory: `options` of its config.json, and all its tensors."""
 
     folder: Path
     family: str
@@ -76,21 +74,20 @@ class HuggingFaceModel:
 
 
 def open_model(folder: Path, seq_length: int | None = None) -> HuggingFaceModel:
-    """Read the configuration and the headers of all files. Raises CheckpointError listing what is wrong."""
-    config = read_json(folder / "config.json")
-    family, options = read_config(config, seq_length, str(folder / "config.json"))
-    model = model_of(options, str(folder / "config.json"))
-    vocab_size = options["vocab_size"]
+    """Read the configuration and the headers of all files. Raises CheckpointError with all problems."""
+    path = folder / "config.json"
+    family, options = read_config(read_json(path), seq_length, str(path))
+    model, vocab_size = model_of(options, str(path)), options["vocab_size"]
     if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31 or model.num_layers > _MOST_LAYERS:
         sizes = f"vocab_size={vocab_size!r} or num_layers={model.num_layers}"
-        raise CheckpointError(f"{folder / 'config.json'}: {sizes} is out of range; it is damaged")
+        raise CheckpointError(f"{path}: {sizes} is out of range; it is damaged")
     wanted = recipes(FAMILIES[family], specs_of(model, vocab_size), model.groups, range(model.num_layers))
     tensors = _tensors(folder, FAMILIES[family], wanted)
     return HuggingFaceModel(folder, family, options, model, vocab_size, usual_dtype(tensors), tensors)
 
 
 def _files(folder: Path) -> list[str]:
-    """Names of the safetensors files, checked against the index. Raises CheckpointError."""
+    """Names of the safetensors files, checked with the index. Raises CheckpointError."""
     index = folder / INDEX
     if not index.exists():
         if (folder / SINGLE).is_file():
@@ -104,13 +101,12 @@ def _files(folder: Path) -> list[str]:
     files = sorted(set(weight_map.values()))
     for file in files:
         if not file or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index}: {file!r} is not the plain name of a safetensors file; do not use this model"
-            )
+            wrong = f"{file!r} is not the plain name of a safetensors file"
+            raise CheckpointError(f"{index}: {wrong}; do not use this model")
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file}: missing, but {INDEX} names it; fetch the model again")
-        found = set(_open(folder / file).keys())
-        if lost := sorted(name for name, f in weight_map.items() if f == file and name not in found):
+        stored = set(_open(folder / file).keys())
+        if lost := sorted(name for name, f in weight_map.items() if f == file and name not in stored):
             raise CheckpointError(f"{folder / file}: has no {lost[0]}, but {INDEX} lists it; fetch the model again")
     return files
 
@@ -125,15 +121,15 @@ def _open(path: Path) -> Any:
 
 
 def _tensors(folder: Path, naming: Naming, wanted: Sequence[Recipe]) -> list[Foreign]:
-    """Every wanted tensor in the order of the files. Raises CheckpointError listing what does not fit."""
+    """Every wanted tensor, in the order of the files. Raises CheckpointError with all problems."""
     copied = {recipe.theirs: recipe for recipe in wanted if recipe.copy}
     missing = {recipe.theirs: recipe for recipe in wanted if not recipe.copy}
-    problems, found, copies = [], [], []
+    problems, tensors, copies = [], [], []
     for file in _files(folder):
         handle = _open(folder / file)
         for name in sorted(handle.keys()):
-            known = name if name in missing or name in copied else naming.prefix + name
-            recipe = copied.get(known) or missing.pop(known, None)
+            theirs = name if name in missing or name in copied else naming.prefix + name
+            recipe = copied.get(theirs) or missing.pop(theirs, None)
             if recipe is None:
                 if not name.endswith(naming.ignored):
                     problems.append(f"{name} in {file}: not a tensor of this model, or a second one")
@@ -146,17 +142,15 @@ def _tensors(folder: Path, naming: Naming, wanted: Sequence[Recipe]) -> list[For
                 problems.append(f"{name} in {file}: shape {shape}, not {recipe.shape}")
             else:
                 one = Foreign(recipe, dtype, f"{name} in {file}", partial(_read, handle, name, folder / file))
-                (copies if recipe.copy else found).append(one)
+                (copies if recipe.copy else tensors).append(one)
     problems += [f"{name} is missing" for name in missing]
     refuse(problems, f"{folder} does not fit its config.json")
     for copy in copies:
-        original = next(one for one in found if one.recipe.parts == copy.recipe.parts)
+        original = next(one for one in tensors if one.recipe.parts == copy.recipe.parts)
         if not torch.equal(copy.read(), original.read()):
-            raise CheckpointError(
-                f"{folder}: {copy.place} differs from the embedding that config.json ties it to; "
-                "set tie_word_embeddings to false in it"
-            )
-    return found
+            untied = f"{copy.place} differs from the embedding that config.json ties it to"
+            raise CheckpointError(f"{folder}: {untied}; set tie_word_embeddings to false in it")
+    return tensors
 
 
 def _read(handle: Any, name: str, path: Path) -> Tensor:
@@ -169,7 +163,7 @@ def _read(handle: Any, name: str, path: Path) -> Tensor:
 
 
 def companions(folder: Path | None) -> dict[str, Path | str]:
-    """The files of a directory that go with its model: tokenizer and generation config; name to path."""
+    """The files of a directory that are copied with its model, name to path."""
     return {} if folder is None else {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
 
 
@@ -185,8 +179,8 @@ def stop_ids(folder: Path) -> list[int]:
     """The ids that end a text: eos_token_id of generation_config.json, else of config.json. Raises CheckpointError."""
     path = folder / "generation_config.json"
     given = read_json(path).get("eos_token_id") if path.is_file() else None
-    found = token_ids(folder).get("eos_token_id") if given is None else given
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CheckpointError(f"{folder}: eos_token_id={found!r} is neither a token id nor a list of them; correct it")
+    given = token_ids(folder).get("eos_token_id") if given is None else given
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(i) is int for i in ids):
+        raise CheckpointError(f"{folder}: eos_token_id={given!r} is neither a token id nor a list of them; correct it")
     return ids

@@ -5,10 +5,8 @@
     "by layer" (Qwen)          sliding_window where use_sliding_window: in the layers from max_window_layers on, or in
                                those that layer_types names sliding_attention
 
-Which kind a family is of says models/families.py. Defaults are those of the families' classes in transformers 5.
+models/families.py has the kind of each family. Defaults are those of the families' classes in transformers 5.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -53,7 +51,7 @@ def read_window(config: Json, family: Family, layers: Any) -> tuple[Json, list[s
 
 
 def window_misfits(model: ModelConfig, family: Family) -> list[str]:
-    """Why `family` cannot express the windows of `model`; empty where it can."""
+    """The reasons why `family` cannot express the windows of `model`."""
     if model.window_size is None:
         return []
     if not family.windows:
@@ -64,7 +62,7 @@ def window_misfits(model: ModelConfig, family: Family) -> list[str]:
 
 
 def write_window(model: ModelConfig, family: Family) -> Json:
-    """The keys of `family`, which can express the model."""
+    """The keys for a `family` that can express the model."""
     if not family.windows:
         return {}
     windows = model.windows
@@ -73,7 +71,7 @@ def write_window(model: ModelConfig, family: Family) -> Json:
         return {"sliding_window": window}
     keys: Json = {"use_sliding_window": window is not None, "sliding_window": window}
     if window is not None:
-        full = windows.index(window)  # layers before the first with a window; the older key for what it can say
-        keys["max_window_layers"] = full if None not in windows[full:] else model.num_layers
+        full = windows.index(window)  # layers before the first with a window
+        keys["max_window_layers"] = full if None not in windows[full:] else model.num_layers  # the older key
         keys["layer_types"] = [FULL if window is None else SLIDING for window in windows]
     return keys

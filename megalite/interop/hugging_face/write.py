@@ -1,9 +1,4 @@
-"""Write a Hugging Face model directory, without transformers and with one tensor in memory at a time.
-
-The vocabulary has no padding there.
-"""
-
-from __future__ import annotations
+"""Writes a Hugging Face model directory, without transformers and with one tensor in memory at a time."""
 
 import json
 import shutil
@@ -16,10 +11,9 @@ from megalite.checkpoint.format import tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config.console import Bar
 from megalite.config.options import ModelConfig
-from megalite.interop.convert import Ours
+from megalite.interop.convert import Ours, new_directory
 from megalite.interop.hugging_face.config_json import Json, write_config
 from megalite.interop.hugging_face.model_files import INDEX, SINGLE, TOKENS, HuggingFaceModel, open_model
-from megalite.interop.new_directory import new_directory
 from megalite.interop.rules import Recipe, recipes
 from megalite.models.families import FAMILIES
 from megalite.models.specs import specs_of
@@ -36,11 +30,10 @@ def write_model(
     files: Mapping[str, Path | str] | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> HuggingFaceModel:
-    """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, and open it. Raises CheckpointError.
+    """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, and open it. The vocabulary has no padding.
+    `folder` must be empty or missing. Raises CheckpointError.
 
-    tokens: bos_token_id and the like. files: what else is in it, the tokenizer's for example: name to a file that is
-    copied, or to a text.
-    `folder` must not hold anything yet.
+    tokens: bos_token_id and the like. files: further files, as the tokenizer's: name to a file to copy, or to a text.
     """
     specs = specs_of(model, vocab_size)
     every = recipes(FAMILIES[family], specs, model.groups, range(model.num_layers))
@@ -63,7 +56,7 @@ def write_model(
 
 
 def _write_shards(part: Path, ours: Ours, wanted: Sequence[Recipe], shard_bytes: int) -> torch.dtype:
-    """The files and their index; the widest dtype among them."""
+    """Write the files and their index; returns their widest dtype."""
     planned = [(r, tensor_file.Planned(r.theirs, ours.dtype_of(r.parts[0][0].name), r.shape)) for r in wanted]
     planned.sort(key=lambda pair: -pair[1].dtype.itemsize)
     files = tensor_file.cut([plan.bytes for _, plan in planned], shard_bytes)

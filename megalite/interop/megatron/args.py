@@ -1,11 +1,7 @@
-"""Megatron-LM's `args`, as a checkpoint of it holds them, as options of the model; tools/megatron_release.py
-makes the former of the latter.
+"""Megatron-LM's `args` in a checkpoint -> options of the model; tools/megatron_release.py makes them.
 
-The names are the same, with few exceptions: the activation is several flags there. Names and meanings as in Megatron-LM
-at d98e8a64.
+Most names are the same; the activation is several flags there. Names and meanings are those of Megatron-LM at d98e8a64.
 """
-
-from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -15,7 +11,7 @@ from megalite.config.options import gelu_form
 from megalite.config.pattern import write_pattern
 from megalite.interop.convert import refuse
 
-# option -> its value where a checkpoint, being older than the flag, has no such argument; ...: it must have it
+# option -> its value in a checkpoint that is older than the flag; ...: it must be there
 SAME: Mapping[str, Any] = {
     "num_layers": ...,
     "hidden_size": ...,
@@ -48,9 +44,9 @@ SAME: Mapping[str, Any] = {
     "embedding_init_method_std": None,
     "qk_layernorm": False,
 }
-# activations that are a flag of their own there; the others that there are, are forms of gelu
+# activations with a flag of their own there; the others are forms of gelu
 FLAGGED = ("swiglu", "squared_relu")
-# argument -> the values that change nothing
+# argument -> the values with no effect
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
@@ -66,7 +62,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_args(args: Namespace, where: str) -> dict[str, Any]:
-    """Option names to values. Raises CheckpointError listing what megalite does not have."""
+    """Option names to values. Raises CheckpointError with all values that megalite does not have."""
     problems: list[str] = []
     options: dict[str, Any] = {}
     for name, default in SAME.items():
@@ -81,8 +77,9 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
     options["rotary_base"] = float(getattr(args, "rotary_base", 10000.0))
     options["rotary_seq_len_interpolation_factor"] = float(_given(args, "rotary_seq_len_interpolation_factor", 1.0))
     options["activation"] = _activation(args)
-    for more, wrong in (_read_window(args), _read_layers_without_rope(args)):
-        options |= more
+    for read in (_read_window, _read_layers_without_rope):
+        values, wrong = read(args)
+        options |= values
         problems += wrong
     for name, usual in _ONLY.items():
         if getattr(args, name, None) not in usual:
@@ -92,7 +89,7 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
 
 
 def _read_window(args: Namespace) -> tuple[dict[str, Any], list[str]]:
-    """(options, problems). No layer has a window where the left side is -1 or where every bit of the pattern is 0."""
+    """(options, problems). No layer has a window if the left side is -1 or every bit of the pattern is 0."""
     given, pattern = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
     size = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if size in ((None,), (-1, 0), (-1, -1)):
@@ -123,7 +120,7 @@ def _read_layers_without_rope(args: Namespace) -> tuple[dict[str, Any], list[str
 
 
 def _bits(args: Namespace, pattern: Any) -> list[bool] | None:
-    """A list of 0 and 1, one per layer; None: it is not such a list."""
+    """A list of 0 and 1, one per layer, as booleans; None for any other pattern."""
     layers = getattr(args, "num_layers", None)
     if not isinstance(pattern, (list, tuple)) or len(pattern) != layers or not set(pattern) <= {0, 1}:
         return None

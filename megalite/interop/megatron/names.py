@@ -1,6 +1,4 @@
-"""What Megatron-LM calls its tensors, as tables: Megatron core's names, and those that other releases use for them."""
-
-from __future__ import annotations
+"""Tables of Megatron-LM's names of tensors: Megatron core's, and those of other releases for the same tensors."""
 
 import re
 
@@ -34,7 +32,7 @@ FUSED: tuple[tuple[str, str], ...] = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
 )
-# those, and the names from before Megatron core; each is replaced wherever it occurs
+# FUSED, and the names before Megatron core; each is replaced wherever it occurs
 SYNONYMS: tuple[tuple[str, str], ...] = (
     *FUSED,
     ("word_embeddings_for_head.", "output_layer."),
@@ -52,3 +50,10 @@ SYNONYMS: tuple[tuple[str, str], ...] = (
     (".mlp.dense_4h_to_h.", ".mlp.linear_fc2."),
     ("decoder.final_norm.", "decoder.final_layernorm."),
 )
+
+
+def core_name(name: str) -> str:
+    """Megatron core's name of a tensor of any release."""
+    for other, core in SYNONYMS:
+        name = name.replace(other, core)
+    return name

@@ -5,18 +5,18 @@
         args, checkpoint_version, model (or model0, model1, .. with virtual stages): name -> tensor
 
 The files are pickles. They are opened with torch's restricted loader and an exact list of names: tensors, plain
-containers, argparse.Namespace; what else Megatron-LM is known to put in (random states, enumerations) becomes an
-`Inert`, an object without any content. Anything else is refused by name, and no code of a file runs. Tensors stay
-on disk until they are read. A layer's number counts within its stage; stages are numbered on, virtual ones in turn.
+containers, argparse.Namespace; other types that Megatron-LM writes (random states, enumerations) become an `Inert`, an
+object without content. Anything else is refused by name, and no code of a file runs. Tensors stay on disk until they
+are read. A layer's number counts within its stage; stages follow each other in depth, virtual ones in turn.
 """
 
-from __future__ import annotations
-
+import itertools
 import pickle  # its error only; torch's restricted loader does the reading
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,19 @@ from megalite.checkpoint.storage.location import TRACKER, is_megatron
 from megalite.config.options import ModelConfig
 from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
 from megalite.interop.megatron.args import read_args
-from megalite.interop.megatron.names import LAYER, MEGATRON, SYNONYMS, WORD
+from megalite.interop.megatron.names import LAYER, MEGATRON, WORD, core_name
 from megalite.interop.rules import recipes
 from megalite.models.specs import specs_of
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-# what the restricted loader raises for bytes that are no file of its own, as mutated files have shown
+# errors of the restricted loader for damaged files, as mutated files have shown
 DAMAGED = (OSError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError)
 DAMAGED += (RuntimeError, TypeError, ValueError)
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 
 
 class Inert:
-    """Stands for an object that is not needed: made of anything, holds nothing, calls nothing."""
+    """In place of an object that is not needed: takes any arguments, and ignores them."""
 
     def __init__(self, *args: object, **kwargs: object):
         pass
@@ -51,8 +51,8 @@ class Inert:
 
 
 class InertMember(Inert):
-    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 writes a member of an enumeration. Raises UnpicklingError
-    for an attribute of anything that is not inert."""
+    """In place of `getattr`, with which Python 3.11.0 to 3.11.3 writes a member of an enumeration. Raises
+    UnpicklingError for an attribute of anything but Inert."""
 
     def __init__(self, of: object, name: object):
         if of is not Inert:
@@ -82,10 +82,9 @@ INERT = (
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """A checkpoint that was opened: `padded_vocab_size` rows in embedding and head, `args` as they were saved.
+    """An opened checkpoint: `padded_vocab_size` rows in embedding and head, `args` as they were saved.
 
-    shards(name within its layer, layer), or of what is outside the layers (name, -1): the tensor of each tp rank.
-    KeyError.
+    shards(name within its layer, layer), or (name, -1) outside the layers: the tensor of each tp rank. KeyError.
     """
 
     folder: Path
@@ -98,25 +97,33 @@ class MegatronModel:
     shards: Callable[[str, int], list[Tensor]]
 
 
-def load_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary of a .pt file; tensors stay on disk. Raises CheckpointError, naming what is not on the list."""
+def load_pickle(path: Path, say: Callable[[str], object]) -> dict[str, Any]:
+    """The dictionary of a .pt file; tensors stay on disk. Raises CheckpointError, with the name that is not listed."""
+    say(f"opening {path}: a pickle, of which tensors and {1 + len(INERT)} listed types are accepted")
     allowed = [Namespace, *((Inert, name) for name in INERT), (InertMember, "builtins.getattr")]
     try:
         with torch.serialization.safe_globals(allowed):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         name = re.search(r"(?:GLOBAL|global) (?:`)?([\w.]+)", str(error))
-        what = f"it names {name[1]}, which is not on the list of types" if name else "it is not a plain file of tensors"
-        raise CheckpointError(f"{path}: refused: {what}; a file like this can run code") from None
+        why = f"it names {name[1]}, which is not on the list of types" if name else "it is not a plain file of tensors"
+        raise CheckpointError(f"{path}: refused: {why}; a file like this can run code") from None
     except DAMAGED as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); it is damaged, or of torch before 1.6") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds a {type(found).__name__}, not the dictionary of a checkpoint")
-    return found
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not the dictionary of a checkpoint")
+    return content
+
+
+def args_of(content: dict[str, Any], path: Path) -> Namespace:
+    """The args in the file `path`. Raises CheckpointError."""
+    if not isinstance(args := content.get("args"), Namespace):
+        raise CheckpointError(f"{path}: has no args; it is not a checkpoint of Megatron-LM")
+    return args
 
 
 def folder_of(directory: Path) -> Path:
-    """The folder of the newest iteration, or `directory` where that holds the ranks. Raises CheckpointError."""
+    """The folder of the newest iteration, or `directory` if that holds the ranks. Raises CheckpointError."""
     tracker = directory / TRACKER
     if not tracker.is_file():
         return directory
@@ -127,13 +134,13 @@ def folder_of(directory: Path) -> Path:
 
 
 def holds(directory: Path) -> bool:
-    """Whether it has a checkpoint of Megatron-LM in it."""
+    """Whether a checkpoint of Megatron-LM is in it."""
     return any(is_megatron(folder) for folder in (*directory.glob("iter_*"), directory / "release"))
 
 
 def find(directory: Path, step: int | None = None) -> Path | None:
-    """The folder of the checkpoint of Megatron-LM that `directory` is or holds, the one that its tracker file names or
-    that of `step`; None where it holds none. Raises CheckpointError where the named one is missing."""
+    """The folder of the Megatron-LM checkpoint that `directory` is, or that its tracker file names, or that of `step`;
+    None where there is none. Raises CheckpointError where the named one is missing."""
     if is_megatron(directory):
         if step is not None and directory.name != f"iter_{step:07d}":
             raise CheckpointError(f"{directory} is not the checkpoint of step {step}; give the folder above it")
@@ -150,45 +157,38 @@ def find(directory: Path, step: int | None = None) -> Path | None:
 
 
 def true_vocab_size(args: Namespace, rows: int, tokenizer: int | None = None) -> int | None:
-    """How many of the embedding's `rows` are tokens, as our converter has written it, or as `tokenizer` has them, or as
-    --vocab-size gave it; None where nothing does: Megatron-LM itself keeps the padded size alone."""
-    found = (getattr(args, "true_vocab_size", None), tokenizer, getattr(args, "vocab_size", None))
-    return next((n for n in found if type(n) is int and 0 < n <= rows), None)
+    """Number of tokens among the embedding's `rows`, from our converter, the tokenizer's size `tokenizer`, or
+    --vocab-size; None if none is known: Megatron-LM itself keeps the padded size alone."""
+    known = (getattr(args, "true_vocab_size", None), tokenizer, getattr(args, "vocab_size", None))
+    return next((n for n in known if type(n) is int and 0 < n <= rows), None)
 
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     """(tp rank, pp rank) -> file. Raises CheckpointError where one is missing."""
-    found: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _RANK.fullmatch(path.name)
         file = next((path / name for name in FILES if (path / name).is_file()), None)
         if match is not None:
             if file is None:
                 raise CheckpointError(f"{path}: has no {FILES[0]}; the checkpoint is incomplete: copy it again")
-            found[int(match[1]), int(match[2] or 0)] = file
-    if not found:
+            files[int(match[1]), int(match[2] or 0)] = file
+    if not files:
         raise CheckpointError(f"{folder}: has no folder mp_rank_00; give the directory of a checkpoint")
-    tp, pp = (1 + max(key[i] for key in found) for i in (0, 1))
-    for t in range(tp):
-        for p in range(pp):
-            if (t, p) not in found:
-                raise CheckpointError(f"{folder}: tp rank {t}, pp rank {p} of {tp} x {pp} is missing; copy it again")
-    return found
+    tp, pp = (1 + max(key[i] for key in files) for i in (0, 1))
+    for t, p in itertools.product(range(tp), range(pp)):
+        if (t, p) not in files:
+            raise CheckpointError(f"{folder}: tp rank {t}, pp rank {p} of {tp} x {pp} is missing; copy it again")
+    return files
 
 
-def open_megatron(directory: Path, say: Any = print) -> MegatronModel:
-    """Read args and the names of all tensors. Raises CheckpointError listing what is wrong."""
+def open_megatron(directory: Path, say: Callable[[str], object] = print) -> MegatronModel:
+    """Read args and the names of all tensors. Raises CheckpointError with all problems."""
     folder = folder_of(directory)
     files = rank_files(folder)
     tp, pp = (1 + max(key[i] for key in files) for i in (0, 1))
-    loaded: dict[tuple[int, int], dict[str, Any]] = {}
-    for key, path in files.items():
-        say(f"opening {path}: a pickle, of which tensors and {1 + len(INERT)} listed types are accepted")
-        loaded[key] = load_pickle(path)
-    first = loaded[0, 0]
-    args, version = first.get("args"), first.get("checkpoint_version", 0)
-    if not isinstance(args, Namespace):
-        raise CheckpointError(f"{files[0, 0]}: has no args; it is not a checkpoint of Megatron-LM")
+    loaded = {key: load_pickle(path, say) for key, path in files.items()}
+    args, version = args_of(loaded[0, 0], files[0, 0]), loaded[0, 0].get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < 2:
         old = f"checkpoint_version={version!r} is below 2, when qkv had another order"
         raise CheckpointError(f"{files[0, 0]}: {old}; save it again with a newer Megatron-LM")
@@ -201,28 +201,40 @@ def open_megatron(directory: Path, say: Any = print) -> MegatronModel:
     if rows is None or rows.dim() != 2:
         raise CheckpointError(f"{files[0, 0]}: has no word embeddings; it is not the first stage of a GPT")
     padded = rows.shape[0] * tp
-    tensors = _tensors(model, stages, files, padded, tp, pp)
-    usual, shards = usual_dtype(tensors), _shards(stages, tp, pp)
-    return MegatronModel(folder, options, model, padded, usual, tensors, args, shards)
+    depth = _in_depth(stages, tp, pp)
+    tensors = _tensors(model, depth, files, padded)
+    shards = partial(_shards, depth)
+    return MegatronModel(folder, options, model, padded, usual_dtype(tensors), tensors, args, shards)
 
 
-def _shards(stages: dict[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int) -> Callable[..., list[Tensor]]:
-    """Of MegatronModel: the stages in the order of the depth, each rank's chunks in turn."""
-    depth = [(p, chunk) for chunk in range(len(stages[0, 0])) for p in range(pp)]
-    layers: list[tuple[int, int, int]] = []
-    for p, chunk in depth:
-        numbers = {int(found[1]) for name in stages[0, p][chunk] if (found := LAYER.match(name))}
-        layers += [(p, chunk, n) for n in sorted(numbers)]
+@dataclass(frozen=True)
+class _Chunk:
+    """One stage, virtual or not, of pp rank `pp`: its layers, counted in the model, and each tp rank's tensors."""
 
-    def shards(name: str, layer: int) -> list[Tensor]:
-        if layer < 0:
-            p, chunk = next((at for at in depth if name in stages[0, at[0]][at[1]]), depth[-1])
-        else:
-            p, chunk, n = layers[layer]
-            name = f"decoder.layers.{n}.{name}"
-        return [stages[t, p][chunk][name] for t in range(tp)]
+    pp: int
+    layers: range
+    tensors: list[dict[str, Tensor]]
 
-    return shards
+
+def _in_depth(stages: dict[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int) -> list[_Chunk]:
+    depth, begin = [], 0
+    for chunk, p in itertools.product(range(max(map(len, stages.values()))), range(pp)):
+        tensors = [stages[t, p][chunk] if chunk < len(stages[t, p]) else {} for t in range(tp)]
+        names = itertools.chain.from_iterable(tensors)
+        layers = range(begin, begin + max((1 + int(m[1]) for name in names if (m := LAYER.match(name))), default=0))
+        depth.append(_Chunk(p, layers, tensors))
+        begin = layers.stop
+    return depth
+
+
+def _shards(depth: list[_Chunk], name: str, layer: int) -> list[Tensor]:
+    """MegatronModel.shards."""
+    if layer < 0:
+        chunk = next((chunk for chunk in depth if name in chunk.tensors[0]), depth[-1])
+    else:
+        chunk = next(chunk for chunk in depth if layer in chunk.layers)
+        name = f"decoder.layers.{layer - chunk.layers.start}.{name}"
+    return [tensors[name] for tensors in chunk.tensors]
 
 
 def _stages(file: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:
@@ -248,55 +260,43 @@ def _named(flat: dict[str, Any], where: str) -> dict[str, Tensor]:
     for name, value in flat.items():
         if name.endswith(MEGATRON.ignored):
             continue
-        for old, new in SYNONYMS:
-            name = name.replace(old, new)
+        name = core_name(name)
         if not isinstance(value, Tensor) or value.dtype not in CODES:
             raise CheckpointError(f"{where}: {name} is not a floating-point tensor")
         if name in result:
-            raise CheckpointError(f"{where}: {name} stands there under two names")
+            raise CheckpointError(f"{where}: {name} is stored under two names")
         result[name] = value
     return result
 
 
-def _tensors(
-    model: ModelConfig,
-    stages: dict[tuple[int, int], list[dict[str, Tensor]]],
-    files: dict[tuple[int, int], Path],
-    padded: int,
-    tp: int,
-    pp: int,
-) -> list[Foreign]:
-    """Every tensor of every rank once. Raises CheckpointError listing what does not fit."""
-    problems, found = [], []
-    depth = [(p, chunk) for chunk in range(max(len(rank) for rank in stages.values())) for p in range(pp)]
-    held = [[stages[t, p][chunk] if chunk < len(stages[t, p]) else {} for t in range(tp)] for p, chunk in depth]
-    ranges: list[range] = []
-    for (p, _), here in zip(depth, held, strict=True):
-        begin = ranges[-1].stop if ranges else 0
-        count = max((1 + int(m[1]) for names in here for name in names if (m := LAYER.match(name))), default=0)
-        if begin + count > model.num_layers:
-            raise CheckpointError(f"{files[0, p]}: layer {begin + count} is above num_layers={model.num_layers}")
-        ranges.append(range(begin, begin + count))
-    for number, ((p, _), layers, here) in enumerate(zip(depth, ranges, held, strict=True)):
-        specs = specs_of(model, padded, stages=ranges, number=number)
-        for t, names in enumerate(here):
-            wanted = {r.theirs: r for r in recipes(MEGATRON, specs, model.groups, layers, tp=tp, rank=t)}
-            for name, values in names.items():
-                place = f"{name} in {files[t, p]}"
+def _tensors(model: ModelConfig, depth: list[_Chunk], files: dict[tuple[int, int], Path], padded: int) -> list[Foreign]:
+    """Every tensor of every rank once. Raises CheckpointError with all problems."""
+    for chunk in depth:
+        if chunk.layers.stop > model.num_layers:
+            above = f"layer {chunk.layers.stop} is above num_layers={model.num_layers}"
+            raise CheckpointError(f"{files[0, chunk.pp]}: {above}")
+    problems, result, embeddings = [], [], depth[0].tensors
+    for number, chunk in enumerate(depth):
+        specs = specs_of(model, padded, stages=[chunk.layers for chunk in depth], number=number)
+        for t, tensors in enumerate(chunk.tensors):
+            shared = {"tp": len(chunk.tensors), "rank": t}
+            wanted = {r.theirs: r for r in recipes(MEGATRON, specs, model.groups, chunk.layers, **shared)}
+            for name, values in tensors.items():
+                place = f"{name} in {files[t, chunk.pp]}"
                 recipe = wanted.get(name)
                 if recipe is None:
                     problems.append(f"{place}: not a tensor of this model on this stage")
                 elif tuple(values.shape) != recipe.shape:
                     problems.append(f"{place}: shape {tuple(values.shape)}, not {recipe.shape}")
-                elif recipe.copy:  # of the first stage's embedding, on the last
-                    if not torch.equal(values, stages[t, 0][0][WORD]):
+                elif recipe.copy:  # on the last stage, of the first one's embedding
+                    if not torch.equal(values, embeddings[t][WORD]):
                         problems.append(f"{place}: differs from the embedding that it is tied to")
                 elif t > 0 and not any(spec.shards for spec, _ in recipe.parts):  # a replica
-                    if not torch.equal(values, here[0].get(name, values.new_zeros(0))):
+                    if not torch.equal(values, chunk.tensors[0].get(name, values.new_zeros(0))):
                         problems.append(f"{place}: differs from tp rank 0's copy")
                 else:
-                    found.append(Foreign(recipe, values.dtype, place, lambda values=values: values))
-    if ranges[-1].stop != model.num_layers:
-        problems.append(f"the files hold {ranges[-1].stop} of num_layers={model.num_layers} layers")
+                    result.append(Foreign(recipe, values.dtype, place, lambda values=values: values))
+    if depth[-1].layers.stop != model.num_layers:
+        problems.append(f"the files hold {depth[-1].layers.stop} of num_layers={model.num_layers} layers")
     refuse(problems, "the files do not fit their args")
-    return found
+    return result

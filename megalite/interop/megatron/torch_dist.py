@@ -3,18 +3,14 @@
     common.pt          args and the like, a torch file          .metadata   a pickle: every tensor's shape and chunks
     __0_0.distcp ...   one torch file after the other, each a chunk of one tensor
 
-`.metadata` is read by an unpickler that knows an exact list of names, and gives for each a `Record`, an object that
-keeps its state and does nothing; no class or function of torch is called. Each chunk goes through torch's restricted
-loader. Layers are stacked, [L, ...] under one name, or numbered; both are read. Gate and up are two halves of one
-tensor whatever tp was.
+`.metadata` is read by an unpickler that knows an exact list of names, and makes for each a `Record`, an object that
+only keeps its state; no class or function of torch is called. Each chunk goes through torch's restricted loader. Layers
+may be stacked, [L, ...] under one name, or numbered. Gate and up are two halves of one tensor whatever tp was.
 """
-
-from __future__ import annotations
 
 import io
 import pickle  # for an Unpickler that finds no class but those listed here
 import re
-from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +27,8 @@ from megalite.checkpoint.format.pieces import inside, intersect
 from megalite.checkpoint.format.tensor_file import CODES
 from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
 from megalite.interop.megatron.args import read_args
-from megalite.interop.megatron.names import MEGATRON, STACKED_LAYERS, SYNONYMS, WORD
-from megalite.interop.megatron.rank_files import DAMAGED, INERT, MegatronModel, load_pickle, open_megatron
+from megalite.interop.megatron.names import MEGATRON, STACKED_LAYERS, WORD, core_name
+from megalite.interop.megatron.rank_files import DAMAGED, MegatronModel, args_of, load_pickle, open_megatron
 from megalite.interop.rules import recipes
 from megalite.models.specs import specs_of
 from megalite.parallel.spec import Box
@@ -62,8 +58,6 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
@@ -71,7 +65,7 @@ class StoredTensor:
 
 @dataclass
 class Reader:
-    """Rectangles of stored tensors; the last chunk is kept, since stacked layers are read one after the other."""
+    """Reads rectangles of stored tensors; keeps the last chunk, since stacked layers are read one after the other."""
 
     folder: Path
     last: tuple[Chunk, Tensor] | None = None
@@ -106,7 +100,7 @@ class Reader:
 
 
 def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> MegatronModel:
-    """One of the two formats that can be read. Raises CheckpointError."""
+    """Open either of the two formats that can be read. Raises CheckpointError."""
     if not (folder / ".metadata").is_file() and not (folder / "metadata.json").is_file():
         return open_megatron(folder, say)
     if not (folder / "common.pt").is_file() or not (folder / ".metadata").is_file():
@@ -117,30 +111,24 @@ def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> Megat
     return open_dist(folder, say)
 
 
-def open_dist(folder: Path, say: Any = print) -> MegatronModel:
-    """Read args and the list of all tensors. Raises CheckpointError listing what is wrong."""
-    say(f"opening {folder / 'common.pt'}: a pickle, of which tensors and {1 + len(INERT)} listed types are accepted")
-    args = load_pickle(folder / "common.pt").get("args")
-    if not isinstance(args, Namespace):
-        raise CheckpointError(f"{folder / 'common.pt'}: has no args; it is not a checkpoint of Megatron-LM")
-    say(
-        f"opening {folder / '.metadata'}: a pickle, of which {2 + len(RECORDS)} listed names are accepted as plain data"
-    )
+def open_dist(folder: Path, say: Callable[[str], object] = print) -> MegatronModel:
+    """Read args and the list of all tensors. Raises CheckpointError with all problems."""
+    common, metadata = folder / "common.pt", folder / ".metadata"
+    args = args_of(load_pickle(common, say), common)
+    say(f"opening {metadata}: a pickle, of which {2 + len(RECORDS)} listed names are accepted as plain data")
     stored = read_metadata(folder)
-    options = read_args(args, str(folder / "common.pt"))
-    model = model_of(options, str(folder / "common.pt"))
+    options = read_args(args, str(common))
+    model = model_of(options, str(common))
     named: dict[str, tuple[str, int | None]] = {}
     for key in stored:
-        name = key
-        for old, new in SYNONYMS:
-            name = name.replace(old, new)
+        name = core_name(key)
         stacked = STACKED_LAYERS.match(name)
         for n in range(model.num_layers) if stacked else (None,):
             named[name if n is None else f"decoder.layers.{n}.{name[stacked.end() :]}"] = (key, n)  # type: ignore[union-attr]
     word = stored.get(WORD)
     if word is None or len(word.shape) != 2:
         raise CheckpointError(f"{folder}: has no word embeddings; it is not the checkpoint of a GPT")
-    problems, found, reader, places = [], [], Reader(folder), dict(named)
+    problems, tensors, reader, places = [], [], Reader(folder), dict(named)
 
     def read(key: str, n: int | None) -> Tensor:
         shape = stored[key].shape
@@ -160,18 +148,18 @@ def open_dist(folder: Path, say: Any = print) -> MegatronModel:
         if shape != recipe.shape or (n is not None and stored[key].shape[0] != model.num_layers):
             problems.append(f"{key}: shape {stored[key].shape}, not {recipe.shape} for each layer")
             continue
-        found.append(Foreign(recipe, stored[key].dtype, f"{recipe.theirs} in {folder}", partial(read, key, n)))
+        tensors.append(Foreign(recipe, stored[key].dtype, f"{recipe.theirs} in {folder}", partial(read, key, n)))
     problems += [f"{key}: not a tensor of this model" for key, _ in named.values()]
     refuse(problems, f"{folder}: the tensors do not fit the args")
 
-    def shards(name: str, layer: int) -> list[Tensor]:  # there are none: a tensor is whole whatever tp was
+    def shards(name: str, layer: int) -> list[Tensor]:  # one: a tensor is whole whatever tp was
         return [read(*places[name if name in places else f"decoder.layers.{layer}.{name}"])]
 
-    return MegatronModel(folder, options, model, word.shape[0], usual_dtype(found), found, args, shards)
+    return MegatronModel(folder, options, model, word.shape[0], usual_dtype(tensors), tensors, args, shards)
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the model. Raises CheckpointError for anything that is not on the list, or makes no sense."""
+    """Every tensor of the model. Raises CheckpointError for damage and for anything that is not on the list."""
     path = folder / ".metadata"
     try:
         if path.stat().st_size > _LARGEST:
@@ -182,12 +170,11 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
             for index, info in root.state["storage_data"].items()
             if index.state.get("offset") is not None
         }
-        result = {}
-        for key, value in root.state["state_dict_metadata"].items():
-            if "size" not in value.state or str(key).startswith(_OTHER) or "_extra_state" in str(key):
-                continue
-            result[str(key)] = _stored(str(key), value.state, places, folder)
-        return result
+        return {
+            str(key): _stored(str(key), value.state, places, folder)
+            for key, value in root.state["state_dict_metadata"].items()
+            if "size" in value.state and not str(key).startswith(_OTHER) and "_extra_state" not in str(key)
+        }
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
@@ -205,9 +192,8 @@ def _stored(key: str, state: dict[str, Any], places: dict[Any, dict[str, Any]], 
         if not _FILE.fullmatch(place["relative_path"]) or not (folder / place["relative_path"]).is_file():
             raise CheckpointError(f"{folder}: {key} is in {place['relative_path']!r}, which is not a file of it")
         if place.get("transform_descriptors"):
-            raise CheckpointError(
-                f"{folder}: {key} is compressed ({place['transform_descriptors']}); save it uncompressed"
-            )
+            compression = place["transform_descriptors"]
+            raise CheckpointError(f"{folder}: {key} is compressed ({compression}); save it uncompressed")
         box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
         begin, length = int(place["offset"]), int(place["length"])
         if min(begin, length) < 0 or begin + length > (folder / place["relative_path"]).stat().st_size:
@@ -221,8 +207,8 @@ def _stored(key: str, state: dict[str, Any], places: dict[Any, dict[str, Any]], 
 
 
 def _unpickle(data: bytes) -> Any:
-    class Record:  # of this call alone: what a file does to it ends with it
-        state: Any = MappingProxyType({})  # where a file gives none
+    class Record:  # local, so that a file cannot change it for later calls
+        state: Any = MappingProxyType({})  # if a file gives none
 
         def __init__(self, *args: object):
             pass
@@ -231,7 +217,7 @@ def _unpickle(data: bytes) -> Any:
             self.state = state
 
     def member(of: object, name: object) -> Record:
-        """In place of `getattr`, by which Python 3.11.0 to 3.11.3 writes a member of an enumeration."""
+        """In place of `getattr`, with which Python 3.11.0 to 3.11.3 writes a member of an enumeration."""
         if of is not Record:
             raise pickle.UnpicklingError("it names builtins.getattr, which is not on the list of types")
         return Record()
@@ -242,9 +228,8 @@ def _unpickle(data: bytes) -> Any:
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            found = known.get(f"{module}.{name}")
-            if found is None:
+            if f"{module}.{name}" not in known:
                 raise pickle.UnpicklingError(f"it names {module}.{name}, which is not on the list of types")
-            return found
+            return known[f"{module}.{name}"]
 
     return Unpickler(io.BytesIO(data)).load()

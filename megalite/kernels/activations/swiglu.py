@@ -3,7 +3,7 @@
     a = silu(g) * u,  silu(g) = g s,  s = sigmoid(g)
     dg = da u s (1 + g (1 - s)),  du = da silu(g)
 
-Backward gives `a` once more, for the weight gradient of the matmul after it, in the same pass: `a` is never stored.
+Backward also returns `a` again, for the weight gradient of the matmul after it, in the same pass: `a` is never stored.
 Arithmetic in fp32 (fp64 for fp64). Bytes for N rows of F outputs of e bytes: forward 3 N F e, backward 6 N F e.
 """
 
@@ -102,7 +102,7 @@ def swiglu_forward(u: Tensor) -> Tensor:
 
 
 def swiglu_backward(u: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
-    """a [..., F] once more, and the gradient du [..., 2F]."""
+    """a [..., F] again, and the gradient du [..., 2F]."""
     return backward(u, da, BACKWARD) if use_triton(u) else swiglu_backward_reference(u, da)
 
 

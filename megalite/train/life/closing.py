@@ -1,4 +1,4 @@
-"""The end of a run: what is open is closed, and how it ended is told."""
+"""The end of a run: close what is open, and report how the run ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def conclude(
     ended: tuple[Exit, str],
     watch: Watch,
 ) -> None:
-    """Close what is open, and tell how the run ended."""
     outcome, reason = ended
     watch.dog.close()
     run.close()
@@ -36,7 +35,7 @@ def conclude(
     if account is not None:
         for line in saver.news() if saver is not None else []:
             report.say(line)
-        told = report.attempt("report.json", account.close, outcome, saver)
+        costs = report.attempt("report.json", account.close, outcome, saver)
         report.summary(
             {
                 "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
@@ -44,28 +43,28 @@ def conclude(
                 "tokens": f"{run.state.consumed_tokens:,}",
                 "time": lines.duration(time.monotonic() - watch.begin),
                 "checkpoint": newest_checkpoint(config),
-                **({"to go on": to_go_on(config)} if outcome in (Exit.REQUEUE, Exit.INTERRUPTED) else {}),
-                **(told or {}),
+                **({"to continue": to_continue(config)} if outcome in (Exit.REQUEUE, Exit.INTERRUPTED) else {}),
+                **(costs or {}),
             }
         )
         report.close()
-    if not run.mesh.world.is_first and outcome is not Exit.HANG:  # a rank 0 that hangs cannot tell
+    if not run.mesh.world.is_first and outcome is not Exit.HANG:  # in a hang rank 0 may not get here
         return
     if outcome is Exit.INTERRUPTED:
         where = f"interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)}"
-        complain(f"pretrain_gpt.py: {where}; to go on: {to_go_on(config)}")
+        complain(f"pretrain_gpt.py: {where}; to continue: {to_continue(config)}")
     if folder.is_dir():
         steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
         leave_status(folder, outcome.outcome, config, reason, resumes=watch.resumes, **steps)
 
 
 def newest_checkpoint(config: Config) -> str:
-    """Where to continue from; for people, so it never raises."""
+    """Where to continue from, in words; never raises."""
     c = config.checkpoint
     if c.save is None:
         return "none, there is no --save"
     if all(is_url(root) for root in save_roots(config)):
-        return f"see {c.save}"  # a store that does not answer may be why the run has ended
+        return f"see {c.save}"  # not asked: the run may have ended because it does not answer
     try:
         saved = newest_saved(config)
     except OSError as error:
@@ -73,8 +72,8 @@ def newest_checkpoint(config: Config) -> str:
     return f"none in {c.save} yet" if saved is None else str(folder_of(saved[1], saved[0]))
 
 
-def to_go_on(config: Config) -> str:
-    """What to type for the steps that are left."""
+def to_continue(config: Config) -> str:
+    """The command for the remaining steps, in words."""
     c = config.checkpoint
     if c.save is None:
         return "from step 1 by the same command; --save DIR keeps what a run has done"

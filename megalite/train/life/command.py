@@ -1,5 +1,5 @@
-"""The command: flags and launcher in, ranks that run out, with one run per directory. Imports no torch, which takes
-seconds, and on a cold disk a minute: what is wrong with a command is told before."""
+"""The command: reads flags and launcher, and runs or starts the ranks, one run per directory. Imports no torch, which
+takes seconds, and on a cold disk a minute: errors of a command come before that."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ from megalite.train.life.stop import Stopped, StopSignal, hold, stop_signal
 from megalite.train.tell.run_dir import Exit, leave_status, run_folder, taken
 
 MOST_RANKS_PER_CORE = 8
-GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
+GPUS_PER_NODE = 8  # assumed by a dry run without a launcher
 
 
 @dataclass(frozen=True)
 class Command:
-    """What was asked for. `warnings`: protections that were asked for and are not there, to be told in the log, too.
-    `ranks`: this process's place, where a launcher has started it. `stop`: installed already."""
+    """A correct command. `warnings`: for the log. `ranks`: this process's place, if launched. `stop`: if installed."""
 
     config: Config
     warnings: Sequence[str] = ()
@@ -47,23 +46,22 @@ class Command:
     stop: StopSignal | None = field(default=None, compare=False)
 
     def launch(self, train: Callable[[Ranks, Command], int]) -> int:
-        """Run `train` on one rank here, or on --nproc local ranks that are started again where they die. Returns the
-        exit code."""
+        """Run `train` on one rank here, or on --nproc local ranks, with restarts. Returns the exit code."""
         config, nproc, rehearses = self.config, local_processes(self.config.parallel), self.config.train.dry_run
         first = self.ranks is None or self.ranks.rank == 0
         try:
             with locked_run(config) if first and not rehearses else contextlib.nullcontext():
-                if lost := _lost(config):
-                    return self._refuse(lost)
+                if missing := _missing(config):
+                    return self._refuse(missing)
                 if self.ranks is None and (nproc > 1 or config.operations.max_restarts) and not rehearses:
                     return start_local(nproc, train, (self,), holds_signals=True, ended=Restarts(config))
                 return train(self.ranks or Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE)), self)
-        except (CheckpointError, LaunchError) as error:  # another run has the directory; no room for temporary files
+        except (CheckpointError, LaunchError) as error:  # another run in the directory; no room for temporary files
             complain(f"pretrain_gpt.py: {error}")
             return Exit.PREFLIGHT
 
     def listen(self, ranks: Ranks) -> StopSignal:
-        """From now on signals ask the run to stop, those that were held, too."""
+        """From now on signals ask the run to stop, including those that were held."""
         if self.stop is not None:
             return self.stop
         no_launcher = ranks.rank == 0 and not (ranks.init_method or "").startswith("file:")
@@ -73,60 +71,59 @@ class Command:
             save_after_torchrun(ORDERLY_S)
         return stop
 
-    def _refuse(self, lost: list[str]) -> int:
-        config, ranks, folder = self.config, self.ranks, run_folder(self.config)
-        for line in lost if ranks is None or ranks.local_rank == 0 else []:
+    def _refuse(self, missing: list[str]) -> int:
+        config, ranks, folder = self.config, self.ranks or Ranks(), run_folder(self.config)
+        for line in missing if ranks.local_rank == 0 else []:
             complain(f"pretrain_gpt.py: {line}")
-        if (ranks is None or ranks.rank == 0) and folder.is_dir() and not config.train.dry_run:
-            resumes = ranks is not None and ranks.resumes
-            leave_status(folder, Exit.PREFLIGHT.outcome, config, "\n".join(lost), resumes=resumes)
+        if ranks.rank == 0 and folder.is_dir() and not config.train.dry_run:
+            leave_status(folder, Exit.PREFLIGHT.outcome, config, "\n".join(missing), resumes=ranks.resumes)
         return Exit.PREFLIGHT
 
 
 def parse(argv: list[str]) -> Command:
-    """Flags, environment and launcher; all that is wrong with them is told at once, with exit code 2."""
+    """Read flags, environment and launcher; all problems are printed at once, with exit code 2."""
     hold()
-    lacks = follow_torchrun()
+    warnings = follow_torchrun()
     ranks: Ranks | None = None
-    unlaunched: list[str] = []
+    of_launcher: list[str] = []
     try:
         ranks = read_environment()
     except LaunchError as error:
-        unlaunched = [str(error)]
+        of_launcher = [str(error)]
 
     def world(config: Config) -> int:
         return local_processes(config.parallel) if ranks is None else ranks.world
 
     def of_this_machine(config: Config, wrong: list[str]) -> list[str]:
-        nproc, problems = local_processes(config.parallel), [*unlaunched, *environment.problems()]
+        nproc, problems = local_processes(config.parallel), [*of_launcher, *environment.problems()]
         if ranks is None and nproc > MOST_RANKS_PER_CORE * cores() and not config.train.dry_run:
             problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
         if ranks is None or (ranks.rank == 0 and not ranks.resumes):
             problems += taken(config)
-        return [*problems, *(_lost(config) if wrong or problems else [])]  # alone they have a code of their own
+        return [*problems, *(_missing(config) if wrong or problems else [])]  # alone they have exit code 3: `launch`
 
-    found = cli.read_or_exit(argv, PRESETS, of_this_machine, world, quiet=ranks is not None and ranks.rank > 0)
-    config = found.config
+    read = cli.read_or_exit(argv, PRESETS, of_this_machine, world, quiet=ranks is not None and ranks.rank > 0)
+    config = read.config
     if config.parallel.device != "cpu":
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)
     if ranks is not None and config.operations.max_restarts:
-        lacks.append("max_restarts is for ranks that --nproc starts: torchrun has --max-restarts of its own")
-    return Command(config, [*found.warnings, *environment.warnings(), *lacks], ranks)
+        warnings.append("max_restarts is for ranks that --nproc starts: torchrun has its own --max-restarts")
+    return Command(config, [*read.warnings, *environment.warnings(), *warnings], ranks)
 
 
-def _lost(config: Config) -> list[str]:
-    """Files and packages that are not there, a line each."""
+def _missing(config: Config) -> list[str]:
+    """Missing files and packages, a line each."""
     elsewhere = config.train.as_rank is not None
     files = absent(rehearsed(config.data) if elsewhere else config.data, elsewhere)
     return files if config.train.dry_run else [*files, *missing_packages(config.log)]
 
 
 def as_program(main: Callable[[list[str]], int]) -> NoReturn:
-    """End the process with the exit code of `main`; a signal that came before a run could take it is told here."""
+    """End the process with the exit code of `main`, also after a signal that came before a run could take it."""
     try:
         leave(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt as error:
-        if not isinstance(error, Stopped):  # which was told
+        if not isinstance(error, Stopped):  # that one was reported
             tell_stopping(signal.Signals[error.args[0]] if error.args else signal.SIGINT)
         os._exit(INTERRUPTED)
     finally:

@@ -1,6 +1,6 @@
-"""What an error makes of a run: its exit code, who tells it, and whether the process waits for anybody.
+"""The end of a run by an error: its exit code, the rank that reports it, and whether the process waits for others.
 
-The first row of TABLE that fits decides. A hang that the watchdog knows of comes before all of them.
+The first row of TABLE that fits decides, unless the watchdog knows of a hang.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megalite.train.tell.rank_log import complain_aside, complain_of, fails_firs
 from megalite.train.tell.run_dir import Exit
 from megalite.train.watch.hang import Watchdog, lost_another
 
-AT_ONCE = (Exit.INTERRUPTED, Exit.HANG)  # ends with which a process is gone, without taking leave of anybody
+AT_ONCE = (Exit.INTERRUPTED, Exit.HANG)  # outcomes after which a process exits without waiting for others
 AT_ONCE_IN_GROUP = (*AT_ONCE, Exit.CRASH, Exit.PREFLIGHT)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When an error came. `run`: its parts are there. `begun`: so is its first step; before it, a checkpoint's error is
-    one that the next start would find again."""
+    """When an error came. `run`: None before its parts are built. `begun`: the first step has begun; before it, the
+    next start would meet the same error of a checkpoint."""
 
     ranks: Ranks
     run: Run | None = None
@@ -46,11 +46,11 @@ class Moment:
         return f"{self.run.mesh.describe()}, step {self.run.state.step + 1}"
 
 
-Tell = Callable[[Moment, Exit, BaseException], str]  # tells it where this rank is to, and returns the reason
+Tell = Callable[[Moment, Exit, BaseException], str]  # reports the error if this rank should, and returns the reason
 
 
 def failure(error: BaseException, at: Moment, dog: Watchdog | None = None) -> tuple[Exit, str]:
-    """The outcome and the reason of a run that an error ended; the rank that knows most tells it."""
+    """The outcome and the reason of a run that an error ended; the rank that knows most reports it."""
     if dog is not None and (known := dog.explain(error)) is not None:
         complain_of(at.ranks, *known, f"{at.where}: {known[0].outcome}: {known[1]}")
         return known
@@ -61,16 +61,15 @@ def failure(error: BaseException, at: Moment, dog: Watchdog | None = None) -> tu
 
 
 def leave_at_once(code: Exit, in_group: bool) -> None:
-    """`in_group`: which may be in the middle of a collective that never ends, so nobody waits for the others."""
+    """Exit after some outcomes. `in_group`: a collective may never end, so ranks do not wait for each other."""
     if in_group and code in AT_ONCE_IN_GROUP:
         sys.stdout.flush()
-        os._exit(int(code))
-    if code in AT_ONCE:
+    if code in (AT_ONCE_IN_GROUP if in_group else AT_ONCE):
         os._exit(int(code))
 
 
 def _each_line(at: Moment, code: Exit, error: BaseException) -> str:
-    """By the rank that it is about, else by one of each machine: there every rank found the same."""
+    """Reported by the rank that it is about, else by one rank of each machine, where all have the same error."""
     teller = getattr(error, "local_rank", 0)
     if fails_first(at.ranks, code, str(error)) if teller is None else at.ranks.local_rank == teller:
         for line in str(error).splitlines():
@@ -79,7 +78,7 @@ def _each_line(at: Moment, code: Exit, error: BaseException) -> str:
 
 
 def _told_at_the_end(at: Moment, code: Exit, error: BaseException) -> str:
-    """Of one Ctrl-C ranks get two, the terminal's and the launcher's; one that comes later means: now."""
+    """One Ctrl-C gives a rank two signals, the terminal's and the launcher's; from now on a later one kills."""
     since = time.monotonic()
     leave = lambda *_: os._exit(int(code)) if time.monotonic() > since + AGAIN_S else None  # noqa: E731
     for number in STOPPING:
@@ -97,17 +96,17 @@ def _by(knows: Callable[[Moment, BaseException], bool]) -> Tell:
 
 
 def _says_why(at: Moment, error: BaseException) -> bool:
-    """Not one that has heard of it from another: who ends before that has said why makes the launcher end it."""
+    """All ranks but those that heard of it from another, which reports it first: their exit would end that one."""
     return not isinstance(error, ElsewhereError) or not wait_until_told(at.ranks)
 
 
 def _reads(at: Moment, _: BaseException) -> bool:
-    """The ranks of a dp position read the same samples."""
+    """One rank of each dp position, whose ranks read the same samples."""
     return at.run is not None and at.run.mesh.pp.is_first and at.run.mesh.tp.is_first
 
 
 def _by_who_was_lost(at: Moment, code: Exit, error: BaseException) -> str:
-    """It has said why, or its launcher has."""
+    """The lost rank, or its launcher, reports why."""
     reason = f"lost another rank ({str(error).splitlines()[0]})"
     (complain if at.ranks.rank == 0 else complain_aside)(f"{at.where}: {reason}")
     return told_first(at.ranks) or reason

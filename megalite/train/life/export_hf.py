@@ -1,7 +1,7 @@
-"""A run that ends with a Hugging Face directory: --export-hf.
+"""--export-hf: a Hugging Face directory at the end of a run.
 
-After the last step the ranks write their parts side by side, as for every checkpoint, and the first one puts tensor
-after tensor together from them, so that no process ever holds the model.
+After the last step the ranks write their parts, as for every checkpoint, and the first one assembles tensor after
+tensor from the files, so that no process ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megalite.train.state import Run
 
 
 def family_in(folder: Path | None) -> str | None:
-    """model_type of a model directory; None where `folder` is none."""
+    """The model_type of a model directory; None if `folder` is not one."""
     if folder is None or not (folder / "config.json").is_file():
         return None
     family = hugging_face.read_json(folder / "config.json").get("model_type")
@@ -42,8 +42,8 @@ def family_in(folder: Path | None) -> str | None:
 
 
 def like_of(data: DataConfig) -> Path | None:
-    """The model directory that the run's tokenizer is from: an export takes its other files, and token ids, from
-    there. None for a tokenizer file under a name of its own, whose neighbours may be anything."""
+    """The model directory of the run's tokenizer, whose other files and token ids an export takes over. None for a
+    tokenizer file with a name of its own, which may be in any directory."""
     name = data.tokenizer_model or data.vocab_file
     if name is None:
         return None
@@ -52,8 +52,7 @@ def like_of(data: DataConfig) -> Path | None:
 
 
 def tokenizer_files(data: DataConfig, eod: int | None) -> tuple[dict[str, Path | str], str | None]:
-    """What an export holds besides the model, by name: the tokenizer as transformers finds it. And what people must
-    know where it is not in a form that transformers loads by itself."""
+    """(the tokenizer's files in an export, by name; a note where transformers cannot load it by itself)."""
     files = hugging_face.companions(like_of(data))
     if data.tokenizer_model is not None and Path(data.tokenizer_model).is_file():
         name = {"HuggingFaceTokenizer": "tokenizer.json"}.get(data.tokenizer_type or "", "tokenizer.model")
@@ -64,7 +63,7 @@ def tokenizer_files(data: DataConfig, eod: int | None) -> tuple[dict[str, Path |
     source = files.get("tokenizer.json")
     if isinstance(source, Path) and "tokenizer_config.json" not in files:  # without it transformers would guess
         added = hugging_face.read_json(source).get("added_tokens") or []
-        ends = [one.get("content") for one in added if isinstance(one, dict) and one.get("id") == eod]
+        ends = [token.get("content") for token in added if isinstance(token, dict) and token.get("id") == eod]
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[0] if ends else None}
         files["tokenizer_config.json"] = json.dumps(settings) + "\n"
     if source is not None or data.tokenizer_type in (None, "NullTokenizer"):
@@ -81,14 +80,12 @@ def tokenizer_files(data: DataConfig, eod: int | None) -> tuple[dict[str, Path |
 
 
 def export_family(config: Config) -> str:
-    """The family to export as: that of the directory begun with, where it can express the model. Raises
-    CheckpointError."""
+    """The family to export as: if it fits, that of the initial weights or of the tokenizer. Raises CheckpointError."""
     return choose_family(config.model, None, family_in(named_by(config)) or family_in(like_of(config.data)))
 
 
 def check_export(config: Config) -> None:
-    """Raises SetupError where --export-hf cannot be done: no family has this model, something is there already, or
-    nothing can be written there."""
+    """Raises SetupError if no family has this model, or the target of --export-hf is not empty or cannot be written."""
     if config.checkpoint.export_hf is None:
         return
     target = Path(config.checkpoint.export_hf)
@@ -104,11 +101,9 @@ def check_export(config: Config) -> None:
 
 
 def export(run: Run, config: Config, eod: int | None) -> str | None:
-    """Write what --export-hf asks for: lines about it, on the first rank; collective until the weights are in files.
-
-    They are those of the checkpoint that --save has just made, or else of one beside the new directory that holds
-    weights only and is deleted afterwards. Raises CheckpointError.
-    """
+    """Write the directory of --export-hf; returns lines about it, on the first rank. Collective until the weights are
+    in files: those of the last checkpoint of --save, or else of a temporary one beside the new directory, with weights
+    only. Raises CheckpointError."""
     c, mesh = config.checkpoint, run.mesh
     if c.export_hf is None:
         return None
@@ -125,8 +120,8 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
         own = config.data.tokenizer_type is not None
         files, note = tokenizer_files(config.data, eod) if own else (hugging_face.companions(named_by(config)), None)
         ours = Ours(Checkpoint(folder, manifests.load(folder)), used=specs_of(config.model, run.vocab_size))
-        made = write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, files=files)
+        written = write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, files=files)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    line = f"exported to {target}: {family}, {len(made.tensors)} tensors, vocabulary {run.vocab_size}"
+    line = f"exported to {target}: {family}, {len(written.tensors)} tensors, vocabulary {run.vocab_size}"
     return line if note is None else f"{line}\nnote: {note}"

@@ -1,11 +1,13 @@
-"""The beginning of a run, between its parts and its first step: the log is opened, and what it is about told."""
+"""The beginning of a run, before its first step: opens the log, describes the run, compiles."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,12 +18,14 @@ from megalite.config.faults import VARIABLE
 from megalite.config.options import Config, resolved_style
 from megalite.config.run_options import TrainConfig
 from megalite.config.toml import differences, to_toml
+from megalite.data.samples.batches import MicroBatch
+from megalite.models.gpt import Block, Stage
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, Ranks
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.kinds import model_flops
 from megalite.plan.peak_rates import find_peak
-from megalite.train.life.warm_up import warm_up
+from megalite.train.batch import host_batch, on_device
 from megalite.train.sources import Sources
 from megalite.train.state import Run
 from megalite.train.tell import figures as lines
@@ -68,14 +72,14 @@ def open_reporter(
 
 
 def get_ready(run: Run, config: Config, report: Reporter) -> None:
-    """What comes between the parts of a run and its first step."""
+    """Between the building of a run and its first step. Collective with --compile."""
     if resolved_style(config) == "megatron" and run.mesh.dp.is_first:  # Megatron-LM's line of each model-parallel rank
         number = sum(entry.numel for entry in run.buffer.layout.entries)
         line = lines.megatron_parameters(run.mesh.tp.rank, run.mesh.pp.rank, number)
         report.say(line) if run.mesh.world.is_first else show(line)
     report.moment("after model, optimizer, and learning rate scheduler are built")
     report.moment("after dataloaders are built")
-    if config.train.compile:  # now, and not in the first step: its time is of the training
+    if config.train.compile:  # before the first step, so that no step's time has the compiler in it
         seconds = torch.tensor(warm_up(run, config), device=run.mesh.device)
         slowest = float(all_reduce_(seconds, run.mesh.world, dist.ReduceOp.MAX))  # waits until every rank has compiled
         report.say(f"compiled in {slowest:.1f} s")
@@ -85,11 +89,37 @@ def get_ready(run: Run, config: Config, report: Reporter) -> None:
 
 
 def many_evaluations(run: Run, t: TrainConfig) -> list[str]:
-    """A line where they take longer than the training: forward is about a third of a step."""
+    """A note where evaluations take longer than the training: forward is about a third of a step."""
     steps = run.last_step - run.state.step
     times = 1 + (steps - 1) // t.eval_interval if t.eval_interval else 1
     batches = t.eval_iters * (times * len(run.valid) + len(run.test))
     if not 0 < 3 * steps < batches:
         return []
-    few = "fewer --eval-iters do, 0 evaluates nothing"
-    return [f"eval_iters={t.eval_iters}: {batches:,} batches are evaluated for {steps:,} steps of training; {few}"]
+    remedy = "fewer --eval-iters may do, 0 evaluates nothing"
+    return [f"eval_iters={t.eval_iters}: {batches:,} batches are evaluated for {steps:,} steps of training; {remedy}"]
+
+
+def warm_up(run: Run, config: Config) -> float:
+    """Compile by one block's forward and backward on a micro-batch of the run's shape; gradients are dropped. Seconds.
+
+    All blocks share the compiled code (models/compiled.py). Collective over tp; a rank without blocks does nothing, and
+    neither do its peers. Code for evaluation alone is compiled by the first evaluation.
+    """
+    begin = time.perf_counter()
+    stage = next((stage for stage in run.pipeline.stages if isinstance(stage, Stage) and len(stage.blocks)), None)
+    if stage is None:
+        return 0.0
+    t, d, S = config.train, config.data, run.seq_length
+    B = t.micro_batch_size
+    zeros = np.zeros((B, S + 1), dtype=np.int64)
+    first = np.zeros((B, S), np.int32) if d.reset_position_ids or d.reset_attention_mask else None
+    micro = MicroBatch(zeros, np.arange(B, dtype=np.int64), None, first)
+    host = host_batch(micro, pin=False, positions=d.reset_position_ids, documents=d.reset_attention_mask)
+    where = stage.coordinates(on_device(host, run.mesh.device, step=1))
+    block = stage.blocks[0]
+    assert isinstance(block, Block)
+    shape, kind = (S // run.mesh.tp.size, B, run.pipeline.width), run.pipeline.dtype
+    x_sBD = torch.zeros(shape, dtype=kind, device=run.mesh.device, requires_grad=True)
+    y_sBD = block(x_sBD, where)
+    torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))
+    return time.perf_counter() - begin

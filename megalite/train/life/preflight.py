@@ -1,4 +1,4 @@
-"""What can be refused before a process group exists: options that contradict each other, data, machine, directory."""
+"""Checks before a process group exists: contradictions of options, data, machine, directory."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from megalite.train.tell.device_memory import memory_there
 
 
 def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
-    """All that can be refused before a process group exists, all of it at once."""
+    """Open the data and arrange the run. Raises SetupError or DataError with all problems at once."""
     t = config.train
     problems: list[str] = [*check(config, ranks.world, complete=True)]
     elsewhere = t.as_rank is not None
     data = rehearsed(config.data) if elsewhere else config.data
-    lost = [*absent(data, elsewhere), *(missing_packages(config.log) if not t.dry_run else ())]  # which opens no log
+    missing = [*absent(data, elsewhere), *(missing_packages(config.log) if not t.dry_run else ())]
     try:
         check_export(config)
     except SetupError as error:
         problems.append(str(error))
     if problems:
-        raise SetupError("\n".join([*problems, *lost]))
-    if lost:
-        raise DataError("\n".join(lost))
+        raise SetupError("\n".join([*problems, *missing]))
+    if missing:
+        raise DataError("\n".join(missing))
     try:
         sources = open_sources(data, config.model.seq_length, t.seed, t.eval_iters)
         return sources, arrange(config, ranks.world, sources.vocab_size)
@@ -57,7 +57,7 @@ def choose_device(wanted: str) -> str:
 
 
 def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
-    """Refuse what this machine cannot do: a backend without its device, more than its memory."""
+    """Raises SetupError or LaunchError for what this machine cannot do."""
     config = plan.config
     if device == "cpu" and config.parallel.distributed_backend == "nccl":
         raise SetupError("distributed_backend=nccl needs CUDA devices and there is none; use gloo")
@@ -72,30 +72,29 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
         raise (LaunchError if isinstance(error, MissingPackage) else SetupError)(str(error)) from None
     needs = plan.holdings[plan.worst].state
     if device == "cpu":
-        there, what = memory_there(torch.device("cpu")) / ranks.local_world, "the memory"
+        has, what = memory_there(torch.device("cpu")) / ranks.local_world, "the memory"
     else:
-        there, what = memory_there(card_of(ranks)), "the card's memory"
-    if needs > there:
+        has, what = memory_there(card_of(ranks)), "the card's memory"
+    if needs > has:
         where = f" on pipeline rank {plan.worst}" if plan.pp > 1 else ""
         raise LaunchError(
-            f"weights and optimizer alone take {needs / 2**30:.1f} GiB per rank{where}, {what} is {there / 2**30:.1f} "
+            f"weights and optimizer alone take {needs / 2**30:.1f} GiB per rank{where}, {what} is {has / 2**30:.1f} "
             "GiB: use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
         )
 
 
 def many_threads(device: str, ranks: Ranks) -> list[str]:
-    """A line where ranks that compute on CPU have more threads than there are cores: they wait for each other by
-    turning in circles."""
-    threads, there = torch.get_num_threads(), cores()
-    if device != "cpu" or threads == 1 or threads * ranks.local_world <= there:
+    """A warning where ranks on a CPU have more threads than there are cores: these wait for each other busily."""
+    threads, n = torch.get_num_threads(), cores()
+    if device != "cpu" or threads == 1 or threads * ranks.local_world <= n:
         return []
     of = f"{ranks.local_world} ranks x {threads} threads" if ranks.local_world > 1 else f"{threads} threads"
-    fewer = max(1, there // ranks.local_world)
-    return [f"{of} on {there} core{'s' * (there > 1)} are many times slower than one per core: OMP_NUM_THREADS={fewer}"]
+    fewer = max(1, n // ranks.local_world)
+    return [f"{of} on {n} core{'s' * (n > 1)} are many times slower than one per core: set OMP_NUM_THREADS={fewer}"]
 
 
 def check_save(config: Config, ranks: Ranks) -> None:
-    """Each machine writes to --save; all ranks do when they have met. Raises CheckpointError."""
+    """Try to write to --save, on one rank of each machine. Raises CheckpointError."""
     c = config.checkpoint
     place = parse(c.save_local or c.save or ".")
     if c.save is not None and not config.train.skip_train and isinstance(place, Path) and ranks.local_rank == 0:

@@ -1,14 +1,13 @@
-"""The launcher's part in a run that survives: one run per run directory, and what follows the death of a rank.
+"""The launcher's part of a run: one run per run directory, and restarts after the death of a rank.
 
-All ranks are started again, and continue from the newest checkpoint of --save; --max-restarts bounds how often in an
-hour. A run that dies again and again without a new checkpoint would do so for ever, so it ends after a few times. One
-that has run and is refused when it is started again (a disk that is full, a mount that is gone) tries again later.
+All ranks are started again, and continue from the newest checkpoint of --save, at most --max-restarts times in an hour.
+A run that dies a few times in a row without a new checkpoint is given up. A restart that is refused (a full disk, a
+mount that is gone) is tried again later.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,42 +20,41 @@ from megalite.config.console import complain
 from megalite.config.options import Config
 from megalite.parallel.local_ranks import End
 from megalite.train.tell.rank_log import FOLDER, stack_of
-from megalite.train.tell.run_dir import RUN_LOCK, Events, Exit, run_folder, save_roots, settle_status
+from megalite.train.tell.run_dir import RUN_LOCK, Events, Exit, read_status, run_folder, save_roots, settle_status
 
 WINDOW_S = 3600.0
 FRUITLESS = 3  # ends in a row without a new checkpoint
-FIRST_WAIT_S, LONGEST_WAIT_S, LOOK_S = 15.0, 900.0, 0.5  # after a restart was refused; each time twice as long
+FIRST_WAIT_S, LONGEST_WAIT_S, LOOK_S = 15.0, 900.0, 0.5  # after a refused restart; doubled each time
 REFUSED = (Exit.USAGE.outcome, Exit.PREFLIGHT.outcome)
-# the same command would end the same way, or was meant to end; RERUN is for another machine
+# the same command would end the same way, or was meant to end; RERUN needs another machine
 FINAL = (Exit.DONE, Exit.USAGE, Exit.PREFLIGHT, Exit.RERUN, Exit.BAD_RESULT, Exit.REQUEUE, Exit.INTERRUPTED)
 
 
 @contextlib.contextmanager
 def locked_run(config: Config) -> Iterator[bool]:
-    """Hold the run directory; False where it cannot be locked: that ends no training. A directory that was made for it
-    goes again where the run was refused. Raises CheckpointError where another run has it."""
+    """Lock the run directory; False where that is impossible, which ends no training. A directory made for a run that
+    is then refused is removed. Raises CheckpointError where another run has the lock."""
     folder, lock = run_folder(config), None
     fresh = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder, RUN_LOCK, "run_dir", "give another --run-dir")
     except OSError as error:
-        complain(
-            f"WARNING: {error.filename or folder}: {error.strerror}; nothing keeps a second run from writing there"
-        )
+        where = error.filename or folder
+        complain(f"WARNING: {where}: {error.strerror}; nothing keeps a second run from writing there")
     try:
         yield lock is not None
     finally:
         if lock is not None:
             lock.close()
-            with contextlib.suppress(OSError, ValueError, KeyError, RecursionError):  # no status, no folder
+            with contextlib.suppress(OSError):
                 alone = fresh and {path.name for path in folder.iterdir()} <= {RUN_LOCK, "status.json", FOLDER}
-                if alone and json.loads((folder / "status.json").read_text("utf-8"))["outcome"] in REFUSED:
+                if alone and read_status(folder).get("outcome") in REFUSED:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
 class Restarts:
-    """Of a run with these options: whether its ranks are started again, asked at each end."""
+    """Decides at each end of a run's ranks whether they are started again."""
 
     def __init__(self, config: Config):
         self._config, self._folder = config, run_folder(config)
@@ -67,24 +65,24 @@ class Restarts:
         self._again = False
 
     def _saved(self) -> dict[str, object]:
-        """By directory: its newest checkpoint, and when it was completed (behind a URL that is not asked)."""
-        found: dict[str, object] = {}
+        """By directory: the newest checkpoint and, unless the directory is a URL, the time of its completion."""
+        newest: dict[str, object] = {}
         for root in self._roots if self._most else []:
             try:
                 place, step = parse(root), max(steps_in(root), default=None)
-                found[root] = step
+                newest[root] = step
                 if isinstance(place, Path) and step is not None:
-                    found[root] = step, Path(str(folder_of(place, step)), "COMPLETE").stat().st_mtime_ns
-            except (OSError, CheckpointError):  # a store that does not answer, or a checkpoint that was just deleted:
-                found[root] = object()  # equal to nothing, so that the ranks will look
-        return found
+                    newest[root] = step, Path(str(folder_of(place, step)), "COMPLETE").stat().st_mtime_ns
+            except (OSError, CheckpointError):  # a store that does not answer, or a checkpoint that was just deleted
+                newest[root] = object()  # equal to nothing, so that the ranks will look
+        return newest
 
     def __call__(self, end: End) -> bool | None:
-        """None: no more; else whether the run has saved something to continue from."""
+        """None: they are not; else whether the run has saved anything since its first start."""
         settle_status(self._folder, self._config, (end.code, end.cause), self._began, self._again)
         if stack := stack_of(self._folder, end.cause, self._began):
             complain(stack)
-        refused = end.code == Exit.PREFLIGHT and self._again  # the same command did run
+        refused = end.code == Exit.PREFLIGHT and self._again  # though the same command ran before
         if (end.code in FINAL and not refused) or end.asked or not self._most:
             return None
         saved, now = self._saved(), time.time()
@@ -97,7 +95,7 @@ class Restarts:
         elif len(self._times) >= self._most:
             why = f"{self._most} restarts within an hour, as many as --max-restarts allows"
         elif self._fruitless >= FRUITLESS:
-            why = f"{FRUITLESS} times in a row it died without a new checkpoint"
+            why = f"it died {FRUITLESS} times in a row without a new checkpoint"
         if why is not None:
             self._events.add("gave-up", cause=end.cause, code=end.code, why=why)
             complain(f"pretrain_gpt.py: {end.cause}: no restart, {why}; see {self._folder / FOLDER}")

@@ -1,4 +1,4 @@
-"""The life of a rank, from preflight to its exit code: set up, resume, train, leave a status behind."""
+"""A rank from preflight to its exit code: set up, resume, train, leave a status behind."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from megalite.train.watch.heartbeat import Heartbeat
 
 
 class Life:
-    """Around everything that a rank does. An error inside ends it: it is told, and left in status.json; one that comes
-    in `training`, before the process group is left, which might wait for ever."""
+    """Surrounds everything that a rank does. An error inside ends it, with a report and a status; one in `training`
+    does so before the process group is left, as that might wait for ever."""
 
     def __init__(self, asked: Command, ranks: Ranks, stop: StopSignal):
         self.config, self.ranks, self.stop, self.folder = asked.config, ranks, stop, run_folder(asked.config)
@@ -64,18 +64,18 @@ class Life:
         ranks, rehearses = self.ranks, self.config.train.dry_run
         self._log = contextlib.nullcontext() if rehearses else rank_log(self.folder, ranks)
         self._log.__enter__()
-        alone = Mesh.alone()  # a dry run is, too: nobody waits for it
+        alone = Mesh.alone()  # also in a dry run, whose rank meets no others
         self._mesh = alone if rehearses else replace(alone, world=Axis("world", ranks.world, ranks.rank, PLANNED))
         self.dog = Watchdog(self._mesh, self.folder, Timers(), self._startup.total_seconds(), ranks.shared)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        refused = isinstance(error, Exception | KeyboardInterrupt)  # before the first step
+        refused = isinstance(error, Exception | KeyboardInterrupt)  # `training` has handled later ones
         try:
             if refused:
                 code, reason = self.ended = failure(error, Moment(self.ranks), self.dog)
-                told = self.ranks.rank == 0 or code is Exit.HANG  # a rank 0 that hangs cannot tell
-                if told and self.folder.is_dir() and not self.config.train.dry_run:
+                writes = self.ranks.rank == 0 or code is Exit.HANG  # in a hang rank 0 may not get here
+                if writes and self.folder.is_dir() and not self.config.train.dry_run:
                     leave_status(self.folder, code.outcome, self.config, reason, resumes=self.ranks.resumes)
                 leave_at_once(code, in_group=False)
         finally:
@@ -84,13 +84,13 @@ class Life:
         return refused
 
     def preflight(self) -> tuple[Arrangement, Sources]:
-        """What will run, on which data; all that can be refused before ranks meet is."""
+        """What will run, on which data; raises all errors that can be found before ranks meet."""
         self.config = foreign.with_source(self.config)
         sources, plan = preflight(self.config, self.ranks)
         return plan, sources
 
     def tell(self, plan: Arrangement, sources: Sources) -> int:
-        """A dry run: by one rank, what would run."""
+        """A dry run: rank 0 prints what would run."""
         if self.ranks.rank == 0:
             for warning in self.warnings:
                 complain(f"WARNING: {warning}")
@@ -103,7 +103,7 @@ class Life:
 
     @contextlib.contextmanager
     def group(self, plan: Arrangement, sources: Sources) -> Iterator[torch.device]:
-        """The process group of all ranks, which have the same program, options and data; the device of this one."""
+        """The process group of all ranks, whose program, options and data are compared; yields this rank's device."""
         p, ranks, startup = self.config.parallel, self.ranks, self._startup
         device = choose_device(p.device)
         check_machine(plan, device, ranks)
@@ -114,24 +114,24 @@ class Life:
         if device == "cpu":
             keep_freed_memory()
         self.dog.at("meeting", 0)
-        with process_group(ranks, device=device, backend=p.distributed_backend, startup_timeout=startup) as here:
+        with process_group(ranks, device=device, backend=p.distributed_backend, startup_timeout=startup) as own_device:
             self.dog.join(replace(self._mesh, world=world_axis()), startup.total_seconds())
             self.dog.at("start-up", 0)
             fault("init", ranks.rank, 0)
-            # before the options that may differ make groups
-            self.hosts, unlike = compare_ranks(plan.config, sources.ledger, self.dog.mesh.world, here)
+            # before groups are made, which options that differ would make differently
+            self.hosts, unlike = compare_ranks(plan.config, sources.ledger, self.dog.mesh.world, own_device)
             self.warnings += unlike
-            yield here
+            yield own_device
 
     @contextlib.contextmanager
     def training(self, run: Run, plan: Arrangement, sources: Sources) -> Iterator[Training]:
-        """Load before, export after; whatever happens, tell how it ended and leave it in the directory of the run."""
+        """Load before the steps, export after; in any case report the end, and leave it in the run directory."""
         config, t, ranks, begun = plan.config, plan.config.train, self.ranks, False
         watch = Watch(config, run, self.folder, Phases(run.mesh, self.dog.started), self.hosts, self.dog, ranks.resumes)
         check_collectives(run.mesh)
         if t.skip_train:
             config = replace(config, checkpoint=replace(config.checkpoint, save=None))
-        saver = open_saver(run, config)  # before anything is written there: another run may have the directory
+        saver = open_saver(run, config)  # before anything is written: another run may have the directory
         heart = Heartbeat(self.folder, run, config, self.dog, ranks.resumes)
         report: Reporter = Silent()
         account: Account | None = None
@@ -140,7 +140,7 @@ class Life:
             loaded, notes = continue_run(run, config, ranks) or foreign.start(run, config) or start_run(run, config)
             if t.skip_train:
                 run.last_step = run.state.step
-            saved, more = begin_branch(run, config, saver, loaded)
+            saved, of_branch = begin_branch(run, config, saver, loaded)
             if ranks.rank == 0:
                 report = open_reporter(plan, config, run, sources, self.folder, ranks, self.warnings)
                 heart.begin()
@@ -150,7 +150,7 @@ class Life:
                 )
                 if loaded is not None:
                     report.say(loaded_line(run, config, loaded))
-                for note in [*notes, *more, *many_evaluations(run, t)]:
+                for note in [*notes, *of_branch, *many_evaluations(run, t)]:
                     report.say(f"note: {note}")
             get_ready(run, config, report)
             watch.begin, begun, self.stop.begun = time.monotonic(), True, True
@@ -169,7 +169,7 @@ class Life:
             now = Moment(ranks, run, begun)
             try:
                 self.ended = failure(error, now, self.dog)
-            except KeyboardInterrupt as asked:  # its signal came in a collective, which a rank that had it has left
+            except KeyboardInterrupt as asked:  # this rank's signal came while it handled a lost rank that had one
                 self.ended = failure(asked, now, self.dog)
         finally:
             heart.close()

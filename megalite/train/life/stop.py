@@ -1,7 +1,7 @@
-"""What asks a run to stop: signals as launchers, schedulers and terminals send them, from the first moment on.
+"""Signals that ask a run to stop, as launchers, schedulers and terminals send them.
 
-Until `install`, which the program calls as soon as it knows its options, signals wait (`hold`): one that comes while
-torch is imported is not lost. Imports no torch.
+Until `install`, which the program calls as soon as it knows its options, signals are held (`hold`), so that none is
+lost while torch is imported. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from megalite.config.options import Config
 from megalite.parallel.local_ranks import AT_ONCE, FORWARDED, HELD, tell_stopping
 
-# what ends a job: schedulers and systemd, Ctrl-C, SLURM's warning before the time limit, a terminal that is closed,
-# the warning before a limit of processor time
+# from schedulers and systemd, Ctrl-C, SLURM before its time limit, a closed terminal, a limit of processor time
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
-AGAIN_S = 1.0  # of one Ctrl-C a rank gets two, the terminal's and the launcher's; a second one that means it is later
+AGAIN_S = 1.0  # one Ctrl-C gives a rank two signals, the terminal's and the launcher's; a second Ctrl-C comes later
 
 
 class Stopped(KeyboardInterrupt):
@@ -24,32 +23,31 @@ class Stopped(KeyboardInterrupt):
 
 
 def hold() -> None:
-    """Signals but SIGINT, which is KeyboardInterrupt now, wait until `StopSignal.install`; what this process starts
-    inherits that."""
+    """Hold signals until `StopSignal.install`, in child processes too, but SIGINT, which raises KeyboardInterrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_BLOCK, [n for n in FORWARDED if n != signal.SIGINT])
 
 
 class StopSignal:
-    """`seen`: signals that asked to stop, read at step boundaries and during evaluations, where all ranks agree on it.
+    """`seen`: signals that asked to stop; ranks agree on them between steps and during evaluations.
 
-    final  the run has stopped, and no rank had a signal: nobody is to start it again at once
-    begun  there is something to save: before, SIGINT stops at once, by `Stopped`
-    saves  there is a checkpoint to write, so the first signal only asks; a later SIGINT stops at once, and SIGQUIT
-           always does. Without one there is nothing to wait for: every signal stops at once.
-    tells  no launcher does
+    final  the run has stopped though no rank had a signal, so a launcher is not to start it again at once
+    begun  the first step has begun: before, SIGINT stops at once, by raising `Stopped`
+    saves  the run writes checkpoints, so the first signal only asks; a later SIGINT, and any SIGQUIT, stops at once.
+           Without checkpoints every signal does.
+    more   names of further signals that ask to stop
+    tells  this process reports a signal, as no launcher does
     """
 
     def __init__(self, saves: bool = True, more: Sequence[str] = (), tells: bool = False):
-        """`more`: names of signals that count, too."""
         self.saves, self.more, self.tells, self.begun = saves, more, tells, False
         self.seen: list[str] = []
         self.final = False
         self._first = 0.0
 
     def install(self) -> None:
-        """Only in the main thread. A signal that whoever started this ignores, as nohup does, stays ignored."""
+        """Only in the main thread. A signal that the parent process ignores, as nohup does, stays ignored."""
         for number in {*STOPPING, *AT_ONCE, *(signal.Signals[name] for name in self.more)}:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
@@ -68,7 +66,6 @@ class StopSignal:
 
 
 def stop_signal(config: Config, tells: bool = False) -> StopSignal:
-    """Of a run with these options."""
     t = config.train
     saves = config.checkpoint.save is not None or t.exit_signal_handler or t.exit_signal is not None
     return StopSignal(saves, [t.exit_signal] if t.exit_signal else [], tells)

@@ -1,6 +1,6 @@
-"""Whether a checkpoint fits a run: which of its tensors each piece is read from, and the few lines that say why not.
+"""Whether a checkpoint fits a run: the tensor that each piece is read from, or a few lines that say why not.
 
-All ranks come to the same answer without speaking: it is about whole tensors, not about what a rank holds.
+The answer is about whole tensors, so all ranks find the same without communication.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from megalite.config.options import ModelConfig
 from megalite.models.specs import specs_of
 from megalite.parallel.spec import Piece
 
-MOST = 3  # options that are named; hundreds of tensors follow from one
+MOST = 3  # options that are named
 MAIN = "optimizer.main"
 
 
 def across_precisions(pieces: Sequence[Piece], kinds: Mapping[str, str], there: Mapping[str, str]) -> list[Piece]:
-    """The pieces under the names that they are read from, where a run continues in another precision.
-
-    The main weights are fp32 in every precision; a run in fp32 has no others. So they are taken from wherever they are,
-    bit for bit, and weights in half precision are made of them. `kinds`: of this run, `there`: of the checkpoint, KIND
-    of KIND/NAME -> dtype."""
+    """The pieces under the names that they are read from, where a run continues in another precision: the fp32 weights,
+    which are the main weights, or in fp32 the model's, are read bit for bit, and weights in half precision are made of
+    them. `kinds`: of this run, `there`: of the checkpoint, KIND of KIND/NAME -> dtype."""
     if kinds["model"] == there.get("model"):
         return list(pieces)
     if MAIN in kinds:
@@ -47,24 +45,23 @@ def misfit(
     tokenizer: Sequence[str],
     states: Mapping[str, str],
 ) -> list[str]:
-    """Why the checkpoint does not fit and what to do, in at most eight lines; empty where it does. `options` and
-    `tokenizer`: what differs of them, a line each; `states`: the optimizer's that are wanted -> their dtype."""
-    here = {f"model/{name}": spec.stored_shape for name, spec in specs_of(model, vocab_size).items()}
-    there = {name: whole.shape for name, whole in manifest.tensors.items() if name.startswith("model/")}
-    wrong = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
-    found = {kind: dtype for kind, dtype in kinds_of(manifest).items() if kind not in ("model", MAIN)}
-    other = states and found != states
+    """Why the checkpoint does not fit and what to do, in at most eight lines; [] where it fits. `options`, `tokenizer`:
+    their differences, a line each. `states`: the optimizer states that are wanted -> their dtype."""
+    own = {f"model/{name}": spec.stored_shape for name, spec in specs_of(model, vocab_size).items()}
+    saved = {name: whole.shape for name, whole in manifest.tensors.items() if name.startswith("model/")}
+    wrong = [name for name in sorted({*own, *saved}) if own.get(name) != saved.get(name)]
+    saved_states = {kind: dtype for kind, dtype in kinds_of(manifest).items() if kind not in ("model", MAIN)}
+    other = states and saved_states != states
     if not (options or tokenizer or wrong or other):
         return []
     lines = [f"{folder} does not fit this run:", *options[:MOST], *tokenizer]
-    if len(options) > MOST:
-        more = len(options) - MOST
-        lines.append(f"and {more} more option{'s' * (more > 1)}")
+    if (unnamed := len(options) - MOST) > 0:
+        lines.append(f"and {unnamed} more option{'s' * (unnamed > 1)}")
     if wrong:
-        shapes = [str(shapes.get(wrong[0], "nothing")) for shapes in (here, there)]
+        shapes = [str(shapes.get(wrong[0], "nothing")) for shapes in (own, saved)]
         lines.append(f"{len(wrong)} tensors, as {wrong[0][6:]}: {shapes[0]} here, {shapes[1]} in the checkpoint")
     if other:
-        named = [", ".join(f"{k.partition('.')[2]} {v}" for k, v in kinds.items()) for kinds in (states, found)]
+        named = [", ".join(f"{k.partition('.')[2]} {v}" for k, v in kinds.items()) for kinds in (states, saved_states)]
         lines.append(f"optimizer: {named[0]} here, {named[1]} in the checkpoint")
     remedies = []
     if options:

@@ -1,8 +1,8 @@
-"""A run that begins with the weights of another program: a Hugging Face directory, or checkpoints of Megatron-LM.
+"""A run that begins with the weights of another program.
 
---load (or, while --load holds no checkpoint of ours, --pretrained-checkpoint) may name a directory with config.json and
-safetensors files, or one of Megatron-LM's, of format torch_dist or torch: each rank reads its part of the weights, and
-everything else begins afresh.
+--load, or --pretrained-checkpoint while --load holds no checkpoint of megalite's, may name a Hugging Face directory
+(config.json and safetensors files) or checkpoints of Megatron-LM (format torch_dist or torch). Each rank reads its part
+of the weights; everything else begins afresh.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from megalite.interop.megatron.torch_dist import open_checkpoint
 from megalite.models.specs import specs_of
 from megalite.parallel.comm import first_says
 from megalite.train.setup import SetupError
-from megalite.train.sources import open_tokenizer
-from megalite.train.start.resume import TOKENIZER, options_that_differ, with_checkpoint_args, with_model
+from megalite.train.sources import TOKENIZER, open_tokenizer
+from megalite.train.start.resume import options_that_differ, with_checkpoint_args, with_model
 from megalite.train.state import Run
 
-UNKNOWN_VOCABULARY = "the checkpoint does not tell its true vocabulary: rows that pad it count as tokens"
+UNKNOWN_VOCABULARY = "the checkpoint does not hold its true vocabulary size: rows of padding count as tokens"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Another program's model that was opened. `rows`: of its embedding, of which `vocab_size` are tokens, where that
-    is known; `padded`: there may be more than these; `tokenizer`: the options of the one that goes with it."""
+    """An opened model of another program. `rows`: of its embedding; `vocab_size`: how many of them are tokens, if
+    known; `padded`: others may be padding; `tokenizer`: the options of its tokenizer."""
 
     folder: Path
     what: str
@@ -57,35 +57,32 @@ class Weights:
 
 def open_weights(folder: Path, seq_length: int | None, step: int | None) -> Weights:
     """Raises CheckpointError. `step`: of Megatron-LM's checkpoints; None: the one that it would load."""
-    found = None if (folder / "config.json").is_file() else megatron.find(folder, step)
-    if found is None:
+    release = None if (folder / "config.json").is_file() else megatron.find(folder, step)
+    if release is None:
         model = open_model(folder, seq_length)
         tokenizer = usable(tokenizer_beside(folder), model.vocab_size)
         rows = model.vocab_size
         return Weights(folder, model.family, model.model, rows, rows, False, model.dtype, tokenizer, model.tensors)
-    theirs = open_checkpoint(found, lambda line: None)
+    theirs = open_checkpoint(release, lambda line: None)
     rows = theirs.padded_vocab_size
     tokenizer = usable(tokenizer_named_in(theirs.args), rows)
     vocab_size = true_vocab_size(theirs.args, rows, build_tokenizer(**tokenizer).vocab_size if tokenizer else None)
-    what = f"Megatron-LM's {found.name}"
-    return Weights(found, what, theirs.model, rows, vocab_size, True, theirs.dtype, tokenizer, theirs.tensors)
-
-
-def _is_foreign(folder: Path) -> bool:
-    if storage.steps_in(folder):
-        return False
-    return (folder / "config.json").is_file() or is_megatron(folder) or megatron.holds(folder)
+    what = f"Megatron-LM's {release.name}"
+    return Weights(release, what, theirs.model, rows, vocab_size, True, theirs.dtype, tokenizer, theirs.tensors)
 
 
 def named_by(config: Config) -> Path | None:
-    """The other program's directory that --load or --pretrained-checkpoint names, begun with or not."""
-    c = config.checkpoint
-    found = [Path(name) for name in (c.load, c.pretrained_checkpoint) if name is not None]
-    return next(filter(_is_foreign, found), None)
+    """The other program's directory that --load or --pretrained-checkpoint names, even if the run does not use it."""
+    for name in (config.checkpoint.load, config.checkpoint.pretrained_checkpoint):
+        if name is None or storage.steps_in(folder := Path(name)):
+            continue
+        if (folder / "config.json").is_file() or is_megatron(folder) or megatron.holds(folder):
+            return folder
+    return None
 
 
 def source_of(config: Config) -> Path | None:
-    """The directory that the run begins with; None where it begins with a checkpoint, or without weights."""
+    """The other program's directory that the run begins with; None where it begins with its own checkpoint, or none."""
     c, folder = config.checkpoint, named_by(config)
     if folder is None or (c.load is not None and storage.steps_in(c.load)):
         return None
@@ -100,9 +97,8 @@ def _opened(config: Config, folder: Path) -> Weights:
 
 
 def with_source(config: Config) -> Config:
-    """`config` with what the checkpoint or the directory says: the model's options with --use-checkpoint-args, and, of
-    another program's directory, vocabulary and tokenizer where none is given. Raises SetupError with all that
-    contradicts it at once."""
+    """`config` completed from the checkpoint or the other program's directory: the model with --use-checkpoint-args,
+    of the directory also vocabulary and tokenizer. Raises SetupError with all contradictions at once."""
     folder, c = named_by(config), config.checkpoint
     if c.save is not None and not is_url(c.save) and megatron.holds(Path(c.save)):
         raise SetupError(f"save={c.save!r} holds checkpoints of Megatron-LM, which are kept; give another directory")
@@ -123,17 +119,17 @@ def with_source(config: Config) -> Config:
         else:
             remedy = "; correct it, or give --use-checkpoint-args and drop the model's options"
             problems += [line + remedy for line in _contradictions(config, theirs)]
-    tokenizer, more = _tokenizer(config.data, theirs)
-    if problems or more:
-        raise SetupError("\n".join([*problems, *more]))
+    tokenizer, of_tokenizer = _tokenizer(config.data, theirs)
+    if problems or of_tokenizer:
+        raise SetupError("\n".join([*problems, *of_tokenizer]))
     return replace(config, data=replace(config.data, **tokenizer))
 
 
 def _contradictions(config: Config, theirs: Weights) -> list[str]:
     lines = options_that_differ(config.model, theirs.model, str(theirs.folder))
-    here, there = config.model.positions, theirs.model.positions
-    if theirs.model.position_embedding_type == "learned_absolute" and here != there:
-        lines.append(f"max_position_embeddings: {here} here, {there} in {theirs.folder}")
+    own, other = config.model.positions, theirs.model.positions
+    if theirs.model.position_embedding_type == "learned_absolute" and own != other:
+        lines.append(f"max_position_embeddings: {own} here, {other} in {theirs.folder}")
     return lines
 
 
@@ -157,26 +153,25 @@ def _tokenizer(data: DataConfig, theirs: Weights) -> tuple[dict[str, Any], list[
 
 
 def tokenizer_named_in(args: Namespace) -> dict[str, Any]:
-    """The data options of the tokenizer that Megatron-LM's args name, of the kinds that megalite has."""
+    """The data options of the tokenizer that Megatron-LM's args name; {} for a type that megalite does not have."""
     if getattr(args, "tokenizer_type", None) not in TYPES:
         return {}
     return {name: value for name in TOKENIZER if (value := getattr(args, name, None)) is not None}
 
 
 def usable(options: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The data options of a tokenizer if it opens here and has at most `rows` tokens, else none."""
+    """`options` of a tokenizer if it opens here and has at most `rows` tokens, else {}."""
     try:
-        found = build_tokenizer(**options) if options else None
+        return dict(options) if options and build_tokenizer(**options).vocab_size <= rows else {}
     except DataError:
         return {}
-    return dict(options) if found is not None and found.vocab_size <= rows else {}
 
 
 def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
-    """Fill the weights of the directory that the run begins with: (it, what is worth telling); None where the run does
-    not begin with one; collective. Raises CheckpointError, on all ranks where one cannot read its part."""
+    """Fill the weights from the other program's directory: (it, notes); None where the run does not begin with one;
+    collective. Raises CheckpointError on all ranks."""
     folder, mesh = source_of(config), run.mesh
-    if not first_says(folder is not None, mesh):  # what the first rank sees decides: a new checkpoint may show late
+    if not first_says(folder is not None, mesh):  # the first rank decides, as others may see a new checkpoint late
         return None
 
     def read() -> tuple[Path, Weights]:
@@ -184,7 +179,7 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
             raise CheckpointError("it does not exist here, but rank 0 sees it: share it, or copy it to all nodes")
         theirs = _opened(config, folder)
         pieces = [entry.piece for entry in run.optimizer.pieces()]
-        main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # in half precision: more exact
+        main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # exact where weights are not
         wanted = main or [piece for piece in pieces if piece.name.startswith("model/")]
         rows = run.vocab_size if theirs.padded else theirs.rows
         if mesh.world.is_first:

@@ -1,4 +1,4 @@
-"""What of a run goes into a checkpoint, and how a run continues from one."""
+"""Saves a run in a checkpoint, and continues it from one."""
 
 from __future__ import annotations
 
@@ -25,20 +25,18 @@ from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import Rates
 from megalite.parallel.spec import Piece
 from megalite.train.setup import SetupError
+from megalite.train.sources import TOKENIZER
 from megalite.train.start.fit import MAIN, across_precisions, kinds_of, misfit
 from megalite.train.state import Run
 from megalite.train.watch.spikes import Spikes
-
-TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
-
 
 Numbers = tuple[dict[str, int], int, LossScaler, Rates, Spikes]  # progress, updates, loss scaler, rates, spikes
 
 
 @dataclass(frozen=True)
 class Start:
-    """How to start from a checkpoint. `weights_only`: the optimizer begins afresh; `afresh`: step and data do too;
-    `later`: `step` is the earliest."""
+    """How to start from a checkpoint. `weights_only`: the optimizer begins afresh; `afresh`: so do step and data;
+    `later`: `step` is the earliest to load."""
 
     step: int | None = None
     weights_only: bool = False
@@ -47,24 +45,24 @@ class Start:
 
     @property
     def optimizer(self) -> bool:
-        """Whether the optimizer's state is loaded too."""
+        """Whether the optimizer's state is loaded."""
         return not (self.weights_only or self.afresh)
 
 
 def pieces_to_save(run: Run, optimizer: bool = True) -> list[Piece]:
-    """What this rank writes; without optimizer state the main weights are left out too."""
+    """The pieces that this rank writes; without the optimizer's state also without the main weights."""
     owned = [entry.piece for entry in run.optimizer.pieces() if entry.owned]
     return [piece for piece in owned if optimizer or piece.name.startswith("model/")]
 
 
 def open_saver(run: Run, config: Config) -> Saver | None:
-    """Lock and try the directory of --save; None without one; collective. Raises CheckpointError."""
+    """Lock and test the directory of --save; None without one; collective. Raises CheckpointError."""
     c = config.checkpoint
     if c.save is None:
         return None
     pieces = pieces_to_save(run, not c.no_save_optim)
     background = c.asynchronous_save == "on" or (c.asynchronous_save == "auto" and run.mesh.device.type == "cuda")
-    saver = Saver.open(
+    saver = Saver(
         c.save_local or c.save,
         run.mesh,
         sum(piece.data.numel() * piece.data.element_size() for piece in pieces),
@@ -78,8 +76,7 @@ def open_saver(run: Run, config: Config) -> Saver | None:
 
 
 def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Location:
-    """Write a checkpoint of the run as it is, or start to: the next update waits for the copy. Collective. Raises
-    CheckpointError on all ranks."""
+    """Write a checkpoint, or begin to. Collective. Raises CheckpointError on all ranks."""
     run.buffer.wait_gather()
     run.before_update = saver.before_update
     state: dict[str, Any] = {
@@ -92,7 +89,7 @@ def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, la
         "vocab_size": run.vocab_size,
         "tokenizer": _identity(run.tokenizer),
     }
-    if run.ledger is not None and run.mesh.world.is_first:  # the first rank's copy is the one that is written
+    if run.ledger is not None and run.mesh.world.is_first:  # the first rank's state is written
         state["data"] = run.ledger.to_json(run.state.consumed_samples)
     return saver.save(run.state.step, pieces_to_save(run, optimizer), state, last=last)
 
@@ -100,10 +97,9 @@ def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, la
 def resume(
     run: Run, directory: str, config: Config, start: Start, first: str | None = None
 ) -> tuple[Location, list[str]] | None:
-    """Continue from the newest valid checkpoint of `directory`, or of `first`, or start from its weights: (it, what is
-    worth telling); None where there is none; collective. Raises SetupError where it does not fit, and
-    CheckpointError."""
-    seen: list[tuple[Numbers, list[str]]] = []  # of the last one looked at, its notes
+    """Continue from the newest valid checkpoint of `directory`, or of `first`, or start from its weights: (it, notes);
+    None where there is none; collective. Raises SetupError where it does not fit, and CheckpointError."""
+    seen: list[tuple[Numbers, list[str]]] = []  # numbers and notes of the last checkpoint looked at
 
     def wanted(folder: Location, manifest: Manifest) -> loader.Wanted:
         numbers = _numbers(run, folder, manifest, config.checkpoint)
@@ -111,10 +107,10 @@ def resume(
         seen[:] = [(numbers, notes)]
         return want
 
-    found = loader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
-    if found is None:
+    loaded = loader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
+    if loaded is None:
         return None
-    folder, manifest = found
+    folder, manifest = loaded
     (progress, updates, scaler, rates, spikes), notes = seen[0]
     run.optimizer.after_load(main_loaded=start.optimizer)
     if start.afresh:
@@ -130,7 +126,7 @@ def resume(
         if config.checkpoint.use_checkpoint_opt_param_scheduler:
             run.rates = rates
         if "rates" not in manifest.state:
-            notes.append("the checkpoint does not tell its learning rate and weight decay: those of the options hold")
+            notes.append("the checkpoint has no learning rate and weight decay: those of the options are used")
     ledger = manifest.state.get("data")
     if run.ledger is not None and ledger is not None:
         try:
@@ -150,84 +146,43 @@ def go_back(run: Run, config: Config, step: int) -> None:
 def _wanted(
     run: Run, config: Config, start: Start, folder: Location, manifest: Manifest, theirs: Rates
 ) -> tuple[loader.Wanted, list[str]]:
-    """(what to fill from this checkpoint, what is worth telling). Raises SetupError where it does not fit the run."""
+    """(the pieces to fill from this checkpoint, notes). Raises SetupError where it does not fit the run."""
     notes: list[str] = []
-    options = model_differences(config, manifest, folder, run.vocab_size)
+    options = options_that_differ(config.model, saved_config(manifest, folder).model, "the checkpoint")
+    if (rows := manifest.state.get("vocab_size", run.vocab_size)) != run.vocab_size:
+        options.append(f"vocab_size: {run.vocab_size} here, {rows} in the checkpoint")
     tokenizer = tokenizer_differences(run.tokenizer, manifest)
     if start.afresh:
         notes = [f"changed since the checkpoint: {line}" for line in [*options, *tokenizer]]
         options, tokenizer = [], []
-    pieces, here, there = [entry.piece for entry in run.optimizer.pieces()], run.optimizer.kinds(), kinds_of(manifest)
-    states = {kind: dtype for kind, dtype in here.items() if kind not in ("model", MAIN)} if start.optimizer else {}
-    more = _rate_problems(run.rates, theirs, config.checkpoint) if start.optimizer else []
-    if start.optimizer and run.optimizer.rule.states and not any(kind.startswith("optimizer.") for kind in there):
+    pieces, own, saved = [entry.piece for entry in run.optimizer.pieces()], run.optimizer.kinds(), kinds_of(manifest)
+    states = {kind: dtype for kind, dtype in own.items() if kind not in ("model", MAIN)} if start.optimizer else {}
+    of_optimizer = _rate_problems(run.rates, theirs, config.checkpoint) if start.optimizer else []
+    if start.optimizer and run.optimizer.rule.states and not any(kind.startswith("optimizer.") for kind in saved):
         states, remedy = {}, "add --no-load-optim to continue without it, or --finetune to start afresh"
-        more.insert(0, f"{folder} holds no optimizer state: {remedy}")
+        of_optimizer.insert(0, f"{folder} holds no optimizer state: {remedy}")
     why = misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, states)
-    if lines := [*why, *more]:
-        raise SetupError("\n".join(lines))
+    if why or of_optimizer:
+        raise SetupError("\n".join([*why, *of_optimizer]))
     if not start.optimizer:
         pieces = [piece for piece in pieces if piece.name.startswith("model/")]
-    elif here["model"] != there["model"]:
-        pieces = across_precisions(pieces, here, there)
-        notes.append(f"saved in {there['model']}: the main weights continue bit for bit, in {here['model']}")
+    elif own["model"] != saved["model"]:
+        pieces = across_precisions(pieces, own, saved)
+        notes.append(f"saved in {saved['model']}: the main weights continue bit for bit, in {own['model']}")
     return loader.Wanted(pieces, start.optimizer, tell=_tell_load(run, config, folder, manifest)), notes
 
 
-def _rate_problems(here: Rates, there: Rates, c: CheckpointConfig) -> list[str]:
-    """Why the run cannot continue with its learning rates over the checkpoint's, one line each."""
-    if c.use_checkpoint_opt_param_scheduler and there.decoupled and not here.decoupled:  # no bucket would follow it
-        peak = f"{there.decoupled.peak:g}"
+def _rate_problems(own: Rates, saved: Rates, c: CheckpointConfig) -> list[str]:
+    """Facts of the rates that differ from the checkpoint's, a line each, and the remedy, unless options choose."""
+    if c.use_checkpoint_opt_param_scheduler and saved.decoupled and not own.decoupled:  # no bucket would follow it
+        peak = f"{saved.decoupled.peak:g}"
         return [f"decoupled_lr={peak} in the checkpoint, but none here; add --decoupled-lr {peak}"]
-    asked = c.override_opt_param_scheduler or c.use_checkpoint_opt_param_scheduler
-    return [] if asked else rates_that_differ(here, there)
-
-
-def _tell_load(run: Run, config: Config, folder: Location, manifest: Manifest) -> str | None:
-    """Say that it is being loaded; what that is called; on the first rank."""
-    if not run.mesh.world.is_first:
-        return None
-    if config.log.log_style == "megatron":
-        step = manifest.state["progress"]["step"]
-        show(f" loading distributed checkpoint from {folder.parent} at iteration {step}")
-    else:
-        gib = sum(stamp.size for stamp in manifest.files.values()) / 2**30
-        show(f"loading {folder} ({gib:.3g} GiB)")
-    return f"loading {folder}"
-
-
-def loaded_line(run: Run, config: Config, folder: Location) -> str:
-    """What the log says of a start from a checkpoint."""
-    if config.log.log_style == "megatron":
-        where = f"[ t 1/{run.mesh.tp.size}, p 1/{run.mesh.pp.size} ] at iteration {run.state.step}"
-        return f"  successfully loaded checkpoint from {folder.parent} {where}"
-    return f"{'resumed from' if run.state.step else 'begins with'} {folder} at step {run.state.step}"
-
-
-def _numbers(run: Run, folder: Location, manifest: Manifest, c: CheckpointConfig) -> Numbers:
-    """Those of the checkpoint. Raises CheckpointError, before anything changes."""
-    scaler, spikes, state = replace(run.loss_scaler), replace(run.spikes), manifest.state
-    try:
-        _check_scaler(state["loss_scaler"])
-        progress = {name: int(state["progress"][name]) for name in run.state.to_json()}
-        scaler.from_json(state["loss_scaler"])
-        if "spikes" in state:
-            spikes.from_json(state["spikes"])
-        updates, rates = int(state["updates"]), Rates.from_json(state["rates"]) if "rates" in state else run.rates
-    except (KeyError, TypeError, ValueError, AttributeError, AssertionError, OverflowError) as error:
-        raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
-    if c.override_opt_param_scheduler and rates.facts() != run.rates.facts():
-        progress["skipped_samples"] = 0  # as Megatron-LM does: other rates count all that was consumed
-    return progress, updates, scaler, rates, spikes
-
-
-def rates_that_differ(here: Rates, there: Rates) -> list[str]:
-    """A line for every fact of learning rate and weight decay that the checkpoint has otherwise, and the remedy:
-    continuing silently would be another training."""
-    mine, theirs = here.facts(), there.facts()
+    if c.override_opt_param_scheduler or c.use_checkpoint_opt_param_scheduler:
+        return []
+    mine, theirs = own.facts(), saved.facts()
     lines = [
         f"{name}={_short(mine.get(name))}, but {_short(theirs.get(name))} in the checkpoint"
-        for name in (*mine, *(name for name in theirs if name not in mine))
+        for name in dict.fromkeys((*mine, *theirs))
         if mine.get(name) != theirs.get(name)
     ]
     if not lines:
@@ -242,8 +197,46 @@ def _short(value: float | str | None) -> float | str | None:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _tell_load(run: Run, config: Config, folder: Location, manifest: Manifest) -> str | None:
+    """Log the beginning of the load; returns the name of its progress bar. Only on the first rank."""
+    if not run.mesh.world.is_first:
+        return None
+    if config.log.log_style == "megatron":
+        step = manifest.state["progress"]["step"]
+        show(f" loading distributed checkpoint from {folder.parent} at iteration {step}")
+    else:
+        gib = sum(stamp.size for stamp in manifest.files.values()) / 2**30
+        show(f"loading {folder} ({gib:.3g} GiB)")
+    return f"loading {folder}"
+
+
+def loaded_line(run: Run, config: Config, folder: Location) -> str:
+    """The log line about a start from a checkpoint."""
+    if config.log.log_style == "megatron":
+        where = f"[ t 1/{run.mesh.tp.size}, p 1/{run.mesh.pp.size} ] at iteration {run.state.step}"
+        return f"  successfully loaded checkpoint from {folder.parent} {where}"
+    return f"{'resumed from' if run.state.step else 'begins with'} {folder} at step {run.state.step}"
+
+
+def _numbers(run: Run, folder: Location, manifest: Manifest, c: CheckpointConfig) -> Numbers:
+    """The checkpoint's numbers, without changing the run. Raises CheckpointError."""
+    scaler, spikes, state = replace(run.loss_scaler), replace(run.spikes), manifest.state
+    try:
+        _check_scaler(state["loss_scaler"])
+        progress = {name: int(state["progress"][name]) for name in run.state.to_json()}
+        scaler.from_json(state["loss_scaler"])
+        if "spikes" in state:
+            spikes.from_json(state["spikes"])
+        updates, rates = int(state["updates"]), Rates.from_json(state["rates"]) if "rates" in state else run.rates
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError, OverflowError) as error:
+        raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
+    if c.override_opt_param_scheduler and rates.facts() != run.rates.facts():
+        progress["skipped_samples"] = 0  # as in Megatron-LM: other rates count all consumed samples
+    return progress, updates, scaler, rates, spikes
+
+
 def _check_scaler(saved: dict[str, Any]) -> None:
-    """A scale that is NaN would skip every step there is. Raises KeyError, TypeError, ValueError."""
+    """A scale of NaN, for instance, would skip all steps. Raises KeyError, TypeError, ValueError."""
     if type(saved["dynamic"]) is not bool:
         raise TypeError(f"loss_scaler: dynamic is {str(saved['dynamic'])[:40]!r}")
     scale, counts = saved["scale"], (saved["clean_steps"], saved["patience"] or 0)
@@ -261,31 +254,22 @@ def saved_config(manifest: Manifest, folder: Location) -> Config:
             raise ConfigError(problems)
         data, rows = config.data, manifest.state.get("vocab_size")
         if data.tokenizer_type == "NullTokenizer" and data.vocab_size is not None and rows == data.vocab_size + 1:
-            config = replace(config, data=replace(data, vocab_size=rows))  # once the end of document was not counted
+            config = replace(config, data=replace(data, vocab_size=rows))  # old ones do not count the end of document
         return config
     except (KeyError, ConfigError, OverflowError) as error:
         raise CheckpointError(f"{folder}: its configuration cannot be read ({error}); use another checkpoint") from None
 
 
-def model_differences(config: Config, manifest: Manifest, folder: Location, vocab_size: int) -> list[str]:
-    """Options that change what the weights mean, one line each; shapes are compared tensor by tensor."""
-    lines = options_that_differ(config.model, saved_config(manifest, folder).model, "the checkpoint")
-    then = manifest.state.get("vocab_size", vocab_size)
-    if then != vocab_size:
-        lines.append(f"vocab_size: {vocab_size} here, {then} in the checkpoint")
-    return lines
-
-
-def options_that_differ(here: ModelConfig, there: ModelConfig, where: str) -> list[str]:
-    """One line per option that changes what weights mean; of those with a default, what it comes to."""
+def options_that_differ(own: ModelConfig, saved: ModelConfig, where: str) -> list[str]:
+    """A line for each option that changes what weights mean and whose effective values differ."""
     lines = []
     for f in fields(ModelConfig):
         facts = facts_of(f)
         if facts.resume != MODEL or facts.through is not None:
             continue
-        mine, theirs = (getattr(m, facts.same_as or f.name) for m in (here, there))
+        mine, theirs = (getattr(m, facts.same_as or f.name) for m in (own, saved))
         if mine != theirs and isinstance(mine, tuple):  # a number per layer is too long to show
-            mine, theirs = getattr(here, f.name), getattr(there, f.name)
+            mine, theirs = getattr(own, f.name), getattr(saved, f.name)
         if mine != theirs:
             lines.append(f"{f.name}: {mine!r} here, {theirs!r} in {where}")
     return lines
@@ -298,17 +282,17 @@ def _identity(tokenizer: Tokenizer | None) -> dict[str, str] | None:
 
 
 def tokenizer_differences(tokenizer: Tokenizer | None, manifest: Manifest) -> list[str]:
-    """One line where the checkpoint was trained with another tokenizer: its ids mean different text."""
-    here, there = _identity(tokenizer), manifest.state.get("tokenizer")
-    if here is None or not isinstance(there, dict) or there.get("fingerprint") == here["fingerprint"]:
+    """A line where the checkpoint was trained with another tokenizer, whose ids mean different text."""
+    own, saved = _identity(tokenizer), manifest.state.get("tokenizer")
+    if own is None or not isinstance(saved, dict) or saved.get("fingerprint") == own["fingerprint"]:
         return []
-    then = f"{there.get('name')} {str(there.get('fingerprint'))[:12]}"
-    return [f"tokenizer: {here['name']} {here['fingerprint'][:12]} here, {then} in the checkpoint"]
+    other = f"{saved.get('name')} {str(saved.get('fingerprint'))[:12]}"
+    return [f"tokenizer: {own['name']} {own['fingerprint'][:12]} here, {other} in the checkpoint"]
 
 
 def with_checkpoint_args(config: Config) -> Config:
-    """--use-checkpoint-args: the model's options, and those of the tokenizer where none is given, from the newest
-    checkpoint that can be read. Raises SetupError where an option that is given says something else."""
+    """With --use-checkpoint-args: the model's options, and the tokenizer's where none is given, from the newest
+    checkpoint that can be read. Raises SetupError where a given option contradicts it."""
     c = config.checkpoint
     if not c.use_checkpoint_args:
         return config
@@ -317,7 +301,7 @@ def with_checkpoint_args(config: Config) -> Config:
     if saved is None:
         why = f": none in it can be read: {'; '.join(passed)}" if passed else " holds no checkpoint"
         raise SetupError(f"use_checkpoint_args: load={source or c.load!r}{why}; give the model's options instead")
-    for line in passed if config.train.dry_run else []:  # a run tells them when it loads
+    for line in passed if config.train.dry_run else []:  # a run reports them as it loads
         complain(f"skipping {line}")
     config, data = with_model(config, saved.model, "the checkpoint"), config.data
     if data.tokenizer_type is None and data.vocab_size is None:
@@ -326,12 +310,12 @@ def with_checkpoint_args(config: Config) -> Config:
 
 
 def with_model(config: Config, saved: ModelConfig, where: str) -> Config:
-    """`config` with the model of `where`. Raises SetupError where an option that is given says something else."""
+    """`config` with the model of `where`. Raises SetupError where a given option contradicts it."""
     problems, model = [], {}
     for f in fields(ModelConfig):
         mine, theirs = getattr(config.model, f.name), getattr(saved, f.name)
         if facts_of(f).resume == TRAINING and mine != f.default:
-            continue  # may change on the way: the weights fit
+            continue  # the weights fit all the same
         if mine not in (f.default, theirs):
             problems.append(f"{f.name}={mine!r}, but {theirs!r} in {where}; drop the option")
         model[f.name] = theirs
@@ -341,7 +325,7 @@ def with_model(config: Config, saved: ModelConfig, where: str) -> Config:
 
 
 def _newest_config(directory: str, step: int | None) -> tuple[Config | None, list[str]]:
-    """And why newer ones were passed over. Not collective: every rank reads the same files."""
+    """(the newest configuration that can be read, errors of newer ones). Not collective."""
     passed: list[str] = []
     steps: Sequence[int] = storage.steps_in(directory) if step is None else [step]
     for candidate in reversed(steps):

@@ -1,4 +1,4 @@
-"""What memory a rank has taken, of its card or of the machine on CPU; and there, that it keeps what it frees."""
+"""Memory used by a rank, on its card or on a CPU; and a way to let a process on a CPU keep the memory it frees."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ import torch
 from megalite.config.environment import variable
 from megalite.parallel.mesh import Mesh
 
-# name -> of the card's allocator
-FIGURES = {
+FIGURES = {  # name -> statistic of the card's allocator
     "allocated": "allocated_bytes.all.current",
     "max allocated": "allocated_bytes.all.peak",
     "reserved": "reserved_bytes.all.current",
     "max reserved": "reserved_bytes.all.peak",
 }
 
-# Numbers of glibc's malloc.h, and bytes. Blocks of up to 64 MiB come from the heap, of which half a GiB may stay free;
-# larger ones are mapped one by one as before, since holes of their size would add up (alignment keeps a freed block
-# from being used by the next one of the same size before glibc 2.38). glibc before 2.35 refuses more than 32 MiB.
+# Parameters of glibc's malloc.h, and bytes. Blocks of up to 64 MiB come from the heap, of which 512 MiB may stay free;
+# larger ones are still mapped one by one, since holes of their size would add up (before glibc 2.38 alignment keeps a
+# freed block from being reused for one of the same size). glibc before 2.35 refuses more than 32 MiB.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 FROM_THE_HEAP, KEPT = (64 << 20, 32 << 20), 512 << 20
 VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
 
 def memory_of(mesh: Mesh) -> dict[str, float]:
-    """Bytes by the names above; on CPU what the process holds and has held, and nothing is reserved."""
+    """Bytes by the names above; on a CPU the process's memory now and at its peak, and nothing is reserved."""
     if mesh.device.type == "cuda":
         stats = torch.cuda.memory_stats(mesh.device)
         return {name: stats[figure] for name, figure in FIGURES.items()}
@@ -40,7 +39,7 @@ def memory_of(mesh: Mesh) -> dict[str, float]:
 
 
 def memory_there(device: torch.device) -> int:
-    """Bytes of the card, or of the machine."""
+    """Bytes that the card, or the machine, has."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -55,7 +54,7 @@ def memory_tags(mesh: Mesh) -> dict[str, float]:
 
 
 def memory_line(mesh: Mesh, step: int, device_memory: bool) -> str:
-    """Megatron-LM's, of this rank. On CPU the process is what there is to look at."""
+    """Megatron-LM's line about this rank; on a CPU about its process."""
     parts = memory_of(mesh)
     if mesh.device.type == "cuda" and device_memory:
         free, total = torch.cuda.mem_get_info(mesh.device)
@@ -65,11 +64,8 @@ def memory_line(mesh: Mesh, step: int, device_memory: bool) -> str:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees: activations on a CPU then lie in pages that it already has.
-
-    By default glibc returns large blocks to the system when they are freed, and every step pays for its pages again
-    (docs/performance.md says how much). False where nothing was changed: another C library, or the user's variables.
-    """
+    """Let glibc keep large freed blocks, so that activations on a CPU reuse pages, which every step would pay for again
+    otherwise (docs/performance.md). False where nothing was changed: another C library, or the user's variables."""
     if any(map(variable, VARIABLES)):
         return False
     try:
@@ -79,4 +75,4 @@ def keep_freed_memory() -> bool:
     for size in FROM_THE_HEAP:
         if mallopt(M_MMAP_THRESHOLD, size) == 1:
             return mallopt(M_TRIM_THRESHOLD, KEPT) == 1
-    return False  # the other one alone would fix the threshold of mapping where it is, at 128 KiB
+    return False  # M_TRIM_THRESHOLD alone would fix the threshold of mapping at 128 KiB

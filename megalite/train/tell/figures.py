@@ -1,7 +1,7 @@
-"""The figures of a log line and its two forms, megalite's and Megatron-LM's; pure.
+"""The figures of a log line and its two forms, megalite's and Megatron-LM's. Pure.
 
 MFU is model FLOPs (causal, no recompute) per second over the dense peak of all devices. A figure that does not exist
-(the loss when every step was skipped, the MFU of an unknown card) is None: "n/a" in the line; never 0 or -1.
+(the loss when every step was skipped, the MFU of an unknown card) is None, "n/a" in the line; never 0 or -1.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from megalite.config.options import Config, options
 
 @dataclass(frozen=True)
 class Interval:
-    """Means and totals over the steps since the last line. Times in seconds; loss in nats per token.
-
-    `loss` is the mean over the steps that updated; `skipped` counts those that did not, `nan` those whose loss was
-    not finite. `lr`, `grad_norm`, `loss_scale`, `batch_size` are the last step's.
-    """
+    """Means and totals over the steps since the last line. Times in seconds; loss in nats per token, over the steps
+    that updated; `skipped` counts the others, `nan` those whose loss was not finite. `lr`, `grad_norm`, `loss_scale`,
+    `batch_size` and `zeros` are the last step's."""
 
     step: int
     last_step: int
@@ -38,31 +36,29 @@ class Interval:
     memory_gib: float
     memory_limit_gib: float
     reserved_gib: float | None = None  # by the CUDA allocator
-    z_loss: float | None = None  # what is added to the loss, which does not hold it
+    z_loss: float | None = None  # not part of `loss`
     nan: int = 0
     steps: int = 1
     params_norm: float | None = None
-    zeros: int | None = None  # elements of the last step's gradient
+    zeros: int | None = None  # gradient elements that are 0
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What turns seconds into rates: model FLOPs per token, devices, dense peak of one device (None: unknown)."""
+    """Turns seconds into rates, per device. `peak_tflops`: the dense peak of one; None: unknown."""
 
     flops_per_token: float
     devices: int
     peak_tflops: float | None
 
     def tokens_per_s(self, i: Interval) -> float:
-        """Per device."""
         return i.tokens_per_step / i.step_s / self.devices
 
     def tflops(self, i: Interval) -> float:
-        """Per device."""
         return self.tokens_per_s(i) * self.flops_per_token / 1e12
 
     def too_fast(self, i: Interval) -> bool:
-        """Above the peak, which then is not the peak: measured on a loaded CPU, or given wrong."""
+        """Whether the run is above the peak, which then is wrong: measured on a busy CPU, or given wrong."""
         return self.peak_tflops is not None and self.tflops(i) > self.peak_tflops
 
     def mfu(self, i: Interval) -> float | None:
@@ -110,7 +106,7 @@ def megalite_line(i: Interval, speed: Speed, now: datetime.datetime) -> str:
 
 
 def megatron_line(i: Interval, speed: Speed, now: datetime.datetime, throughput: bool) -> str:
-    """Field for field Megatron-LM's training log line, which users' scripts parse."""
+    """Megatron-LM's training log line field by field, as users' scripts parse it."""
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {i.step:8d}/{i.last_step:8d} |",
         f" consumed samples: {i.consumed_samples:12d} |",
@@ -144,12 +140,12 @@ def megatron_validation_lines(prefix: str, loss: float, name: str = "") -> str:
 
 
 def megatron_moment(what: str, now: datetime.datetime) -> str:
-    """As "after dataloaders are built": a point of the run and its time."""
+    """A point of the run, as "after dataloaders are built", and its time."""
     return f"[{what}] datetime: {now:%Y-%m-%d %H:%M:%S.%f} "
 
 
 def megatron_end(reason: str, step: int, minutes: float) -> str:
-    """Why training has ended, as a moment; `reason` as the loop gives it."""
+    """The `what` of `megatron_moment` for the end of training; `reason` is the loop's."""
     if reason.startswith("SIG"):
         return f"exiting program after receiving {reason.partition(';')[0]}."
     if reason.startswith("exit_duration"):
@@ -158,7 +154,7 @@ def megatron_end(reason: str, step: int, minutes: float) -> str:
 
 
 def megatron_sizes(world: int, sizes: Mapping[str, int]) -> str:
-    """`sizes`: of the axes dp, cp, tp and pp."""
+    """`sizes`: of the axes dp, cp, tp and pp, by name."""
     return (
         f"using world size: {world}, data-parallel size: {sizes['dp']}, context-parallel size: {sizes['cp']}, "
         f"hierarchical context-parallel sizes: None, tensor-model-parallel size: {sizes['tp']}, "
@@ -167,7 +163,7 @@ def megatron_sizes(world: int, sizes: Mapping[str, int]) -> str:
 
 
 def megatron_parameters(tp_rank: int, pp_rank: int, number: int) -> str:
-    """`number`: of elements that the rank holds. (The head of August 2026 puts a third rank between the two.)"""
+    """`number`: of elements that the rank holds. (Megatron-LM of August 2026 names a third rank between the two.)"""
     return f" > number of parameters on (tensor, pipeline) model parallel rank ({tp_rank}, {pp_rank}): {number}"
 
 
@@ -180,7 +176,7 @@ def megatron_arguments(config: Config) -> str:
 
 
 def megatron_timers(option: str, seconds: Mapping[str, Sequence[float]]) -> str:
-    """Timers that ran on some rank, in ms; `seconds`: name -> the time of each rank, 0 where it did not run."""
+    """Timers that ran on some rank, in ms. `seconds`: name -> the time of each rank, 0 where it did not run."""
     ran = {name: [1000 * s for s in times if s > 0] for name, times in seconds.items() if any(times)}
     if option == "all":
         lines = ["times across ranks (ms):"]
@@ -196,14 +192,13 @@ def megatron_timers(option: str, seconds: Mapping[str, Sequence[float]]) -> str:
 
 
 def table(rows: Mapping[str, str]) -> str:
-    """Names and values in two columns. Further lines of a value stand below it."""
+    """Names and values in two columns. Further lines of a value are indented below it."""
     margin = max(map(len, rows)) + 2
     return columns([(name, text.replace("\n", "\n" + " " * margin)) for name, text in rows.items()], headed=False)
 
 
 def columns(rows: Sequence[Sequence[str]], headed: bool = True) -> str:
-    """`headed`: the first row is the table's head, and columns but the first hold numbers. A line is as long as it has
-    to be, for files and pipes."""
+    """`headed`: the first row is the table's head, and columns but the first hold numbers. Lines are never wrapped."""
     try:
         from rich.cells import cell_len
     except ImportError:  # a machine with torch alone (tools/gpu_report.py)
@@ -212,7 +207,6 @@ def columns(rows: Sequence[Sequence[str]], headed: bool = True) -> str:
     lines = []
     for row in rows:
         spare = [" " * (width - cell_len(cell)) for width, cell in zip(widths, row, strict=True)]
-        first, *more = zip(row, spare, strict=True)
-        cells = ["".join(first), *("".join(pair[::-1] if headed else pair) for pair in more)]
+        cells = [s + cell if headed and i else cell + s for i, (cell, s) in enumerate(zip(row, spare, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

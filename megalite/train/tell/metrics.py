@@ -1,7 +1,8 @@
-"""Where a run tells what it does: console, log.txt, metrics.jsonl, TensorBoard with Megatron-LM's tags, W&B.
+"""The logs of a run: console, log.txt, metrics.jsonl, TensorBoard with Megatron-LM's tags, W&B.
 
-Rank 0 tells; other ranks are `Silent`. A figure that does not exist is null in metrics.jsonl and absent from
-TensorBoard. Telling never ends a run: what cannot be written, as on a full disk, is said once on stderr and counted.
+Rank 0 writes them; other ranks have a `Silent` reporter. A figure that does not exist is null in metrics.jsonl and
+absent from TensorBoard. A log that cannot be written, as on a full disk, ends no run: that is said once on stderr, and
+the losses are counted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,8 @@ FIRST_PROGRESS_S = 2.0
 
 
 class Reporter:
-    """Writes to the console, RUN_DIR/log.txt and metrics.jsonl always; to TensorBoard and W&B when asked.
-
-    `log`: what and where, its `log_style` decided. `world`: ranks. `progress`: beside the checkpoints, when asked.
-    Raises RuntimeError, before training, when a package that was asked for is missing.
-    """
+    """Writes to the console, `folder`/log.txt and metrics.jsonl, and where asked to TensorBoard, W&B and `progress`.
+    `log`: its `log_style` is not auto. `world`: ranks. Raises RuntimeError where a package is missing."""
 
     def __init__(
         self,
@@ -56,8 +54,7 @@ class Reporter:
         self._too_fast = False
         self._bar: Bar | None = None
         self._rates = ""
-        missing = missing_packages(log)
-        if missing:
+        if missing := missing_packages(log):
             raise RuntimeError("\n".join(missing))
         self._log, self._rows = AppendedFile(folder / "log.txt"), AppendedFile(folder / "metrics.jsonl")
         self._board = None if log.tensorboard_dir is None else self.attempt("TensorBoard", self._open_board)
@@ -66,7 +63,7 @@ class Reporter:
     def _open_board(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        usual = threading.excepthook  # its thread would print a traceback of what the next write here raises again
+        usual = threading.excepthook  # TensorBoard's thread would print a traceback that the next write raises again
         threading.excepthook = lambda e: None if type(e.thread).__name__ == "_AsyncWriterThread" else usual(e)
         return SummaryWriter(self.log.tensorboard_dir, max_queue=self.log.tensorboard_queue_size)
 
@@ -74,37 +71,32 @@ class Reporter:
         import wandb  # type: ignore[import-not-found]
 
         log = self.log
-        return wandb.init(
-            project=log.wandb_project,
-            name=log.wandb_exp_name,
-            entity=log.wandb_entity,
-            dir=log.wandb_save_dir,
-            config=config,
-        )
+        names = dict(project=log.wandb_project, name=log.wandb_exp_name, entity=log.wandb_entity)
+        return wandb.init(**names, dir=log.wandb_save_dir, config=config)
 
     def attempt(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
-        """`call(*args)`, or None: then `what` has lost something, which is said the first time and counted."""
+        """`call(*args)`, or None where that fails: the first time is said on stderr, all are counted under `what`."""
         try:
             return call(*args)
-        except Exception as error:  # TensorBoard and W&B raise what they like
+        except Exception as error:  # TensorBoard and W&B raise errors of many types
             self._lost[what] += 1
             if self._lost[what] == 1:
                 why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                complain(f"WARNING: {what}: {why}; training continues, and what is lost there is counted")
+                complain(f"WARNING: {what}: {why}; training continues, and lost writes are counted")
             return None
 
     def say(self, text: str) -> None:
-        show(text)  # where the console is gone, log.txt is there
+        show(text)
         self.attempt(str(self._log.path), self._log.write, text)
 
     def warn(self, text: str) -> None:
-        """What nobody may miss: on stderr, in log.txt and in the summary."""
+        """On stderr, in log.txt and again in the summary."""
         self._warnings.append(text)
         complain(f"WARNING: {text}")
         self.attempt(str(self._log.path), self._log.write, f"WARNING: {text}")
 
     def moment(self, what: str) -> None:
-        """A point of the run that Megatron-LM's log has a line for."""
+        """A point of the run that has a line in Megatron-LM's log."""
         if self.megatron:
             self.say(lines.megatron_moment(what, datetime.datetime.now()))
 
@@ -139,29 +131,29 @@ class Reporter:
             "perf/data_s": i.data_s,
             "mem/max_allocated_gib": i.memory_gib,
         }
-        more = {
+        optional = {
             "mem/max_reserved_gib": i.reserved_gib,
             "train/z_loss": i.z_loss,
             "train/params_norm": i.params_norm,
             "train/num_zeros": i.zeros,
         }
-        self._row(i.step, i.consumed_tokens, row | {k: v for k, v in more.items() if v is not None})
+        self._row(i.step, i.consumed_tokens, row | {k: v for k, v in optional.items() if v is not None})
         self._scalars({"iteration-time": i.step_s, "throughput": speed.tflops(i)}, i.step)
 
     def stepped(self, step: int, last_step: int, loss: float) -> None:
-        """The bar at the bottom of a terminal: this step's loss, and rates and memory as the last line has them."""
+        """Move the bar at the bottom of a terminal: this step's loss, and rates and memory of the last log line."""
         self._bar = self._bar or Bar("step", last_step, done=step - 1)
         self._bar.at(step, f"loss {loss:.4f}  {self._rates}")
 
     def step(
         self, state: State, r: StepResult, loss_scale: float, params_norm: float | None, memory: dict[str, float]
     ) -> None:
-        """One step's TensorBoard. `memory`: tags and bytes."""
+        """One step in TensorBoard. `memory`: bytes by tag."""
         tags = {
             "learning-rate": r.lr,
             "batch-size": r.batch_size,
             "lm loss": None if r.skipped else r.loss,
-            "z_loss": r.z_loss or None,  # one that is on is never 0
+            "z_loss": r.z_loss or None,  # 0 only where it is off
             "loss-scale": loss_scale if self.log.log_loss_scale_to_tensorboard else None,
             "world-size": self.world if self.log.log_world_size_to_tensorboard else None,
             "grad-norm": r.grad_norm,
@@ -172,18 +164,18 @@ class Reporter:
         self._scalars(memory, state.step)
 
     def timers(self, step: int, seconds: dict[str, list[float]]) -> None:
-        """What each rank's timers say, per step."""
+        """Log the timers of all ranks, in seconds per step."""
         if text := lines.megatron_timers(self.log.timing_log_option, seconds):
             self.say(text)
         if self.log.log_timers_to_tensorboard:
             self._scalars({f"{name}-time": max(times) for name, times in seconds.items() if any(times)}, step)
 
     def evaluating(self, step: int, name: str, iters: int) -> Bar:
-        """Of the batches of an evaluation."""
+        """A bar over the batches of an evaluation."""
         what, begin = f"evaluating {name}".rstrip(), time.monotonic()
 
         def plain(done: float) -> None:
-            if done == iters:  # its loss follows
+            if done == iters:  # the line with its loss follows
                 return
             if self.megatron:
                 self.say(f"Evaluating iter {done:.0f}/{iters}")
@@ -206,7 +198,7 @@ class Reporter:
         bytes_per_token: float | None = None,
     ) -> None:
         """`what`: "" during training, " on validation set" or " on test set" at the end. `name`: of one of several
-        sets. bytes_per_token: of the set's text, where it is known."""
+        sets. `bytes_per_token`: of the set's text, where it is known."""
         test = "test" in what
         bpb = None if bytes_per_token is None else bits_per_byte(loss, bytes_per_token)
         which = ("test" if test else "validation") + (f" {name}" if name else "")
@@ -225,7 +217,7 @@ class Reporter:
                 self._scalars({f"{tag} ppl": perplexity(loss)}, step, samples)
 
     def saving(self, state: State, background: bool) -> None:
-        """A save was begun, and with it those before are complete; one that is not in the background is, too."""
+        """A save was begun, so those before are complete; if it is not in the background, it is complete too."""
         if self._progress is not None:
             self.attempt("progress.txt", self._progress.saving, state.step, state.consumed_tokens, background)
 
@@ -234,7 +226,7 @@ class Reporter:
             self.attempt("progress.txt", self._progress.saved_all)
 
     def summary(self, rows: dict[str, str]) -> None:
-        """The end of the run: `rows`, the last losses, where the files are, and what was warned of."""
+        """Log the end of the run: `rows`, the last losses, the paths of its files, and all warnings."""
         if self._bar is not None:
             self._bar.close()
         where = {
@@ -242,15 +234,13 @@ class Reporter:
             "metrics": str(self._rows.path),
             "TensorBoard": self.log.tensorboard_dir or "",
         }
-        for name in ("report.json", "timeline.json", "trace"):  # pictures: tools/plot.py, https://ui.perfetto.dev
-            path = self._log.path.with_name(name)
-            where[name.partition(".")[0]] = str(path) if path.exists() else ""
-        shown = {**rows, **self._results, **{name: path for name, path in where.items() if path}}
-        text = lines.table(shown)
+        for path in map(self._log.path.with_name, ("report.json", "timeline.json", "trace")):
+            where[path.stem] = str(path) if path.exists() else ""
+        text = lines.table({**rows, **self._results, **{name: path for name, path in where.items() if path}})
         self.say("\n".join([text, *(f"WARNING: {line}" for line in self._warnings)]))
 
     def _scalars(self, tags: dict[str, Any], step: int, samples: int | None = None) -> None:
-        """`samples`: also as "TAG vs samples"."""
+        """`samples`: write "TAG vs samples" too."""
         if self._board is None:
             return
         for tag, value in tags.items():
@@ -269,20 +259,18 @@ class Reporter:
             self.attempt("W&B", functools.partial(self._wandb.log, there, step=step))
 
     def close(self) -> None:
-        closing: Sequence[tuple[str, Callable[[], Any]]] = (
-            ("TensorBoard", self._board.close if self._board is not None else lambda: None),
-            ("W&B", self._wandb.finish if self._wandb is not None else lambda: None),
-            (str(self._log.path), self._log.close),
-            (str(self._rows.path), self._rows.close),
-        )
-        for what, call in closing:
-            self.attempt(what, call)
+        if self._board is not None:
+            self.attempt("TensorBoard", self._board.close)
+        if self._wandb is not None:
+            self.attempt("W&B", self._wandb.finish)
+        for file in (self._log, self._rows):
+            self.attempt(str(file.path), file.close)
         for what, times in self._lost.items():
-            complain(f"WARNING: {what}: {times} time{'s' * (times > 1)} something could not be written")
+            complain(f"WARNING: {what}: {times} write{'s' * (times > 1)} failed")
 
 
 class Silent(Reporter):
-    """Of the ranks that tell nothing: all but the first."""
+    """The reporter of all ranks but the first."""
 
     def __init__(self) -> None:
         super().__init__(Path(), Speed(0.0, 1, None))

@@ -1,4 +1,4 @@
-"""What a run tells before its first step: the arrangement as a table, the memory of its ranks, the machine."""
+"""What a run prints before its first step: its arrangement and the memory of its ranks, as tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_ROWS = 16  # of the table of memory
 def describe(
     plan: Arrangement, sources: Sources, local_world: int, peak: Peak | None = None, device_type: str | None = None
 ) -> str:
-    """What will run where, and how much of it there is. A dry run has no device and no peak."""
+    """The arrangement as a table. A dry run has neither a device nor a peak."""
     config, sizes = plan.config, plan.batch_sizes
     m, chunks = config.model, plan.chunks
     windows = [w for w in m.windows if w is not None]
@@ -65,8 +65,8 @@ def describe(
 
 
 def facts(plan: Arrangement, sources: Sources, hosts: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """The same for programs, as JSON has it: what a run's page is made of. `layers` of every stage, from and to; bytes
-    of every rank of each pipeline position; `hosts`: of all ranks."""
+    """The same for programs, as JSON, for the page of a run. `layers`: from and to, of every stage; `memory`: bytes of
+    a rank at each pipeline position; `hosts`: of all ranks."""
     parts = ("weights", "gradients", "optimizer")
     memory = [{part: getattr(held, part) for part in parts} for held in plan.holdings]
     return {
@@ -74,7 +74,7 @@ def facts(plan: Arrangement, sources: Sources, hosts: Sequence[str], device: tor
         "mesh": {"world": plan.world, "pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp},
         "dp_outermost": plan.sizes.get("dp_outermost", False),
         "layers": [[layers.start, layers.stop] for layers in plan.stages],
-        "memory": [one | {"activations": more} for one, more in zip(memory, plan.activations, strict=True)],
+        "memory": [held | {"activations": size} for held, size in zip(memory, plan.activations, strict=True)],
         "parameters": plan.parameters,
         "steps": plan.steps,
         "data": sources.train.describe(plan.samples),
@@ -85,17 +85,13 @@ def facts(plan: Arrangement, sources: Sources, hosts: Sequence[str], device: tor
 
 
 def runs(counts: Iterable[int]) -> str:
-    """Equal neighbours together.
-
-    >>> runs([4, 4, 4, 5, 2])
-    '3 x 4, 5, 2'
-    """
+    """Equal neighbours together: "3 x 4, 5, 2" for [4, 4, 4, 5, 2]."""
     same = [(count, len(list(group))) for count, group in itertools.groupby(counts)]
     return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in same)
 
 
 def groups_of(plan: Arrangement, local_world: int) -> dict[str, str]:
-    """Lines about the groups that rank 0 is in, on nodes of `local_world` ranks; {} where there is one node."""
+    """Lines about the groups of rank 0, on nodes of `local_world` ranks; {} where there is one node."""
     if plan.world <= local_world:
         return {}
 
@@ -116,12 +112,11 @@ def groups_of(plan: Arrangement, local_world: int) -> dict[str, str]:
 
 
 def memory_rows(plan: Arrangement) -> list[tuple[str, ...]]:
-    """A table of GiB per pipeline rank, its head first; of more than MOST_ROWS the largest, and the least and the most
-    of all."""
+    """GiB per pipeline rank, with the table's head; of more than MOST_ROWS only the largest, and the range of all."""
     head = ("GiB per rank", "layers", "weights", "gradients", "optimizer", "activations", "in flight", "all")
-    held, activations = plan.holdings, plan.activations
-    totals = [one.state + more for one, more in zip(held, activations, strict=True)]
-    states = [[getattr(one, kind) for one in held] for kind in ("weights", "gradients", "optimizer")]
+    holdings, activations = plan.holdings, plan.activations
+    totals = [held.state + size for held, size in zip(holdings, activations, strict=True)]
+    states = [[getattr(held, kind) for held in holdings] for kind in ("weights", "gradients", "optimizer")]
     columns = [[f"{n / 2**30:.2f}" for n in column] for column in (*states, activations, totals)]
     columns.insert(-1, list(map(str, plan.in_flight)))
 

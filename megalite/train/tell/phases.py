@@ -1,8 +1,8 @@
-"""Where the time of a run goes, on this rank: seconds by phase, which add up to its wall time.
+"""Where the time of a rank goes: seconds by phase, which add up to its wall time.
 
-What is long is measured always: start-up, evaluations, saves, the wait for data. What a step is made of comes from
-steps that the clock times (parallel/clock.py), whose shares hold for the steps after them: FIRST of a process, then
-one of EVERY, and each after a save. Nothing waits for a device, and ranks meet once, at the end.
+Start-up, evaluations, saves and the wait for data are always measured. The parts of a step come from the steps that the
+clock times (parallel/clock.py), and hold for the steps after them: the FIRST of a process, then one of EVERY, and each
+after a save. Nothing waits for a device, and ranks meet once, at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PHASES = (
 
 
 class Phases:
-    """`begin`: of the run, as time.perf_counter() has it; until `ready` is called it starts up."""
+    """`begin`: of the run, by time.perf_counter(); the time until `ready` is the start-up."""
 
     def __init__(self, mesh: Mesh, begin: float):
         self._mesh, self._clock, self._begin = mesh, mesh.clock, begin
@@ -49,7 +49,7 @@ class Phases:
         begin = time.perf_counter()
         yield
         self._seconds[phase] += time.perf_counter() - begin
-        self._due |= phase == "checkpoint"  # the next step may wait for what is left of it
+        self._due |= phase == "checkpoint"  # the next step may wait for the rest of the save
 
     def before_step(self) -> None:
         self._steps += 1
@@ -65,13 +65,13 @@ class Phases:
         self._open_s += step_s - data_s
 
     def _settle(self) -> None:
-        """Share out the seconds of the steps since the last timed one, and its own."""
+        """Divide the seconds of the last timed step, and of those after it, among the phases."""
         spent = self._clock.read()
         if spent:
             self.timed.append(dict(spent))
         spent.pop("data", None)
         waited = spent.pop("checkpoint", 0.0)
-        if "agreement" in spent:  # all ranks wait there for the last one: stages that are through, or copies
+        if "agreement" in spent:  # all ranks wait there for the last one
             where = "communication" if self._mesh.pp.size == 1 else "bubble"
             spent[where] = spent.get(where, 0.0) + spent.pop("agreement")
         if total := sum(spent.values()):
@@ -82,7 +82,7 @@ class Phases:
         self._open_s = 0.0
 
     def over_ranks(self) -> None:
-        """Make of the seconds their mean over all ranks; collective, once, after the last step."""
+        """Replace the seconds by their mean over all ranks; collective, once, after the last step."""
         synchronize(self._mesh.device)
         self._settle()
         mine = torch.tensor([self._seconds[p] for p in PHASES], dtype=torch.float64, device=self._mesh.device)
@@ -90,7 +90,7 @@ class Phases:
         self._seconds.update(zip(PHASES, mean.tolist(), strict=True))
 
     def seconds(self) -> dict[str, float]:
-        """By phase, those that there were; their sum is the wall time until now."""
+        """By phase, without those of 0 s; their sum is the wall time until now."""
         self._settle()
         spent = {phase: self._seconds[phase] for phase in PHASES if self._seconds[phase] > 0}
         spent[REST] = spent.get(REST, 0.0) + max(0.0, self.wall_s - sum(spent.values()))

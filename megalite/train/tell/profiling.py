@@ -1,4 +1,4 @@
-"""Steps under a profiler, drawn, and the garbage collector under control: what a run does around steps when asked."""
+"""Profiles of steps, the pipeline's timeline, and control over Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megalite.train.tell.run_dir import write_atomically
 
 
 class Profiler:
-    """Steps first .. last of this rank: torch's profiler, written to `folder`/rank-NNN.json.gz, with the clock's spans
-    by name (the pipeline's actions, collectives and their axis), or, for nsys (--capture-range=cudaProfilerApi), only
-    CUDA's own start and stop. On a CPU nsys has nothing to see: a warning."""
+    """Profiles steps first .. last of this rank: with torch's profiler, into `folder`/rank-NNN.json.gz, with the
+    clock's spans by name (the pipeline's actions, collectives and their axis); or for nsys
+    (--capture-range=cudaProfilerApi), by CUDA's start and stop alone."""
 
     def __init__(self, options: OperationsConfig, mesh: Mesh, folder: Path):
         o, rank, cuda = options, mesh.world.rank, mesh.device.type == "cuda"
@@ -63,10 +63,10 @@ class Profiler:
     def after(self, step: int, logged: bool) -> None:
         if logged and self.history is not None:
             try:
-                Path(self.history).unlink(missing_ok=True)  # a link is replaced, as others open it
+                Path(self.history).unlink(missing_ok=True)  # CUDA would follow a link
                 torch.cuda.memory._dump_snapshot(self.history)
             except OSError as error:
-                complain(f"WARNING: {self.history}: {error.strerror}; the memory history is not recorded any more")
+                complain(f"WARNING: {self.history}: {error.strerror}; the memory history is no longer recorded")
                 self.history = None
         if step == self.last:
             self.stop()
@@ -89,8 +89,8 @@ class Profiler:
 
 
 class Collector:
-    """Python's garbage collector: its own, or (`manual`) only after every `interval`-th step (0: none) and, with
-    `around_evaluations`, there. Ranks that collect at the same steps do not wait for each other's pauses."""
+    """With `manual`, Python's garbage is collected only after every `interval`-th step (0: none) and, with
+    `around_evaluations`, around evaluations: ranks then pause at the same steps, and do not wait for each other."""
 
     def __init__(self, manual: bool = False, interval: int = 0, around_evaluations: bool = True):
         self.manual, self.interval, self.around = manual, interval, around_evaluations
@@ -98,15 +98,14 @@ class Collector:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Around all steps."""
-        if not self.manual:
-            yield
-            return
-        gc.disable()
-        gc.collect()
+        if self.manual:
+            gc.disable()
+            gc.collect()
         try:
             yield
         finally:
-            gc.enable()
+            if self.manual:
+                gc.enable()
 
     def after(self, step: int) -> None:
         if self.manual and self.interval and step % self.interval == 0:
@@ -119,19 +118,19 @@ class Collector:
             gc.collect()
         yield
         if collects:
-            gc.collect(0)  # what the evaluation has made
+            gc.collect(0)  # the evaluation's garbage
 
 
 def write_timeline(pipeline: Pipeline, folder: Path) -> None:
-    """timeline.json: what each pipeline rank did when; collective over the pipeline."""
+    """Write timeline.json: when each pipeline rank did what; collective over the pipeline."""
     mesh = pipeline.mesh
     spans = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in pipeline.timeline or []]
     mine = json.dumps(spans)
     longest = all_reduce_(torch.tensor(len(mine), device=mesh.device), mesh.pp, dist.ReduceOp.MAX)
-    told = gather_texts(mine, mesh.pp, mesh.device, room=int(longest))
+    texts = gather_texts(mine, mesh.pp, mesh.device, room=int(longest))
     if not mesh.world.is_first:
         return
-    ranks = [{"pp_rank": rank, "spans": json.loads(text)} for rank, text in enumerate(told)]
+    ranks = [{"pp_rank": rank, "spans": json.loads(text)} for rank, text in enumerate(texts)]
     head = {"schedule": pipeline.schedule, "pp": mesh.pp.size, "vpp": len(pipeline.stages)}
     microbatches = sum(s["action"].startswith("F") for s in spans) // len(pipeline.stages)
     try:

@@ -1,5 +1,5 @@
-"""progress.txt, as Megatron-LM's --log-progress writes it: one tab-separated line per start and save of a training that
-takes many jobs. Read back for the throughput since the first job on as many devices."""
+"""progress.txt as Megatron-LM's --log-progress writes it: a tab-separated line per start and save, over all jobs of a
+training. It is read for the throughput since the first job on the same number of devices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ TIME = "%Y-%m-%d %H:%M:%S"
 
 
 class ProgressLog:
-    """In `folder`, of `world` devices; `flops_per_token`: of the model; `tokens`: trained before this job. Raises
-    OSError."""
+    """The file in `folder`, for `world` devices. `tokens`: trained before this job. Raises OSError."""
 
     def __init__(self, folder: Path, world: int, flops_per_token: float, tokens: int):
         self.path, self.world, self.flops, self._first_tokens = folder / "progress.txt", world, flops_per_token, tokens
@@ -25,7 +24,7 @@ class ProgressLog:
         self._append("Starting job")
 
     def saving(self, step: int, tokens: int, background: bool) -> None:
-        """A save of `step` was begun, or made; those before it are complete."""
+        """A save of `step` was begun, or, if not in the `background`, done; those before it are complete."""
         self.saved_all()
         per_device = 1e12 * self.world
         job = (tokens - self._first_tokens) * self.flops / per_device / (time.time() - self._begin)
@@ -40,7 +39,7 @@ class ProgressLog:
         self._pending = step if background else -1
 
     def saved_all(self) -> None:
-        """No save is in flight."""
+        """All saves are complete."""
         if self._pending >= 0:
             self._append(f"Saved async checkpoint\tIteration: {self._pending}")
             self._pending = -1
@@ -52,8 +51,7 @@ class ProgressLog:
             file.write(f"{head}\t{text}\n")
 
     def _first_job(self) -> tuple[datetime.datetime, float]:
-        """When the first of the jobs on as many devices as this one, without another between, began; and the FLOPs
-        of the training until then."""
+        """(beginning of the first of the latest jobs that all had this number of devices, the training's FLOPs then)"""
         begin: datetime.datetime | None = None
         then = latest = 0.0
         with open(self.path, encoding="utf-8", errors="replace", opener=opener) as lines:

@@ -1,7 +1,6 @@
-"""ranks/rank-NNNNN.log of the run directory: what each rank said on stderr, with the time, and where C code ended it.
+"""ranks/rank-NNNNN.log in the run directory: each rank's stderr with times, and the stack of a crash in C code.
 
-Every rank writes its own file, so that what ends a run of many ranks can be found (tools/logs.py), while the console
-hears only the first that failed on each machine.
+The console gets only the first failure of each machine; these files have all of them (tools/logs.py).
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from megalite.parallel.launch import FIRST_FAILURE, SAID, Ranks, read_first_fail
 from megalite.train.tell.run_dir import write_atomically
 
 FOLDER, MOST_LINES = "ranks", 30
-PATIENCE_S = 3.0  # with a rank that has failed and is to say why
+PATIENCE_S = 3.0  # how long to wait for a failed rank to say why
 
 
 class RankStderr:
-    """A sys.stderr whose lines also go into the file, each with the time before it."""
+    """A sys.stderr whose lines also go into the file, with the time before each."""
 
     def __init__(self, console: TextIO, path: Path, who: str):
-        self.console, self._rest = console, f"{who}\n"  # before the first line
+        self.console, self._rest = console, f"{who}\n"  # `who` is written with the first line
         self.number = inner_opener(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
             self.console.write(text)
-        self.aside(text)  # last: the disk may hang
+        self.aside(text)  # after the console, as the disk may hang
         return len(text)
 
     def flush(self) -> None:
@@ -46,7 +45,7 @@ class RankStderr:
             self.console.flush()
 
     def aside(self, text: str) -> None:
-        """Into the file alone. A full disk is not told: the console has what counts."""
+        """Write into the file alone; errors are ignored, as the console has what counts."""
         whole, end, self._rest = (self._rest + text).rpartition("\n")
         stamp = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
         lines = "".join(f"{stamp} {line}\n" for line in whole.split("\n") if end)
@@ -59,7 +58,7 @@ class RankStderr:
 
 @contextlib.contextmanager
 def rank_log(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """While inside, this rank's stderr has its file, which goes again if nothing was said. Never raises by itself."""
+    """Copies this rank's stderr into its file, which is removed if it stays empty. Never raises by itself."""
     path, console = folder / FOLDER / f"rank-{ranks.rank:05d}.log", sys.stderr
     who = f"rank {ranks.rank} of {ranks.world} on {socket.gethostname()}, process {os.getpid()}"
     try:
@@ -78,23 +77,22 @@ def rank_log(folder: Path, ranks: Ranks) -> Iterator[None]:
         with contextlib.suppress(OSError):
             if os.fstat(stderr.number).st_size == 0:
                 path.unlink()
-                path.parent.rmdir()  # the last one does
+                path.parent.rmdir()  # succeeds if no other file is left
         os.close(stderr.number)
 
 
 def stack_of(folder: Path, cause: str, since: float) -> str:
-    """Where C code ended the rank that `cause` begins with, as its file has it; "" where it has not. `since`: its
-    start."""
-    found = re.match(r"rank (\d+) ended by signal", cause)
+    """The stack of a crash in C code of the rank that `cause` names, or "". `since`: the rank's start."""
+    named = re.match(r"rank (\d+) ended by signal", cause)
     with contextlib.suppress(OSError):
-        if found and (path := folder / FOLDER / f"rank-{int(found[1]):05d}.log").stat().st_mtime >= since:
+        if named and (path := folder / FOLDER / f"rank-{int(named[1]):05d}.log").stat().st_mtime >= since:
             _, begin, rest = path.read_text("utf-8", "replace").rpartition("Fatal Python error")
             return "\n".join((begin + rest).splitlines()[:MOST_LINES]) if begin else ""
     return ""
 
 
 def complain_aside(text: str) -> None:
-    """Of what others tell better: into this rank's file, on stderr where there is none."""
+    """Write what another rank reports better into this rank's file alone, or on stderr where there is no file."""
     if isinstance(sys.stderr, RankStderr):
         sys.stderr.aside(text + "\n")
     else:
@@ -102,7 +100,7 @@ def complain_aside(text: str) -> None:
 
 
 def complain_of(ranks: Ranks, code: int, reason: str, text: str) -> None:
-    """Of this rank's failure: on stderr if no rank of this machine has failed before."""
+    """Report this rank's failure: on stderr if no rank of this machine has failed before."""
     (complain if fails_first(ranks, code, reason) else complain_aside)(text)
     if ranks.shared is not None:
         with contextlib.suppress(OSError):
@@ -110,7 +108,7 @@ def complain_of(ranks: Ranks, code: int, reason: str, text: str) -> None:
 
 
 def fails_first(ranks: Ranks, code: int, reason: str) -> bool:
-    """This rank's word is left for the launcher, and for the table that torchrun prints."""
+    """Whether this rank fails first on its machine; if so, leave the reason for the launcher and torchrun's table."""
     if ranks.shared is None:
         return True
     folder = Path(ranks.shared)
@@ -118,9 +116,9 @@ def fails_first(ranks: Ranks, code: int, reason: str) -> bool:
         with open(folder / FIRST_FAILURE, "x", encoding="utf-8") as file:
             json.dump({"rank": ranks.rank, "code": int(code), "reason": reason}, file)
         if (own := folder / str(ranks.local_rank)).is_dir():
-            # of whole seconds the earliest is first in torchrun's table: before those that this rank takes with it
-            more = {"extraInfo": {"timestamp": str(int(time.time()) - 1)}}
-            write_atomically(own / "error.json", json.dumps({"message": {"message": reason, **more}}))
+            # torchrun shows the earliest whole second first: be before ranks that fail because of this one
+            extra = {"timestamp": str(int(time.time()) - 1)}
+            write_atomically(own / "error.json", json.dumps({"message": {"message": reason, "extraInfo": extra}}))
     except FileExistsError:
         return False
     except OSError:
@@ -129,13 +127,13 @@ def fails_first(ranks: Ranks, code: int, reason: str) -> bool:
 
 
 def told_first(ranks: Ranks) -> str | None:
-    """What the rank that failed first on this machine has left."""
+    """The reason of the rank that failed first on this machine."""
     first = read_first_failure(Path(ranks.shared)) if ranks.shared else None
     return first and first[1]
 
 
 def wait_until_told(ranks: Ranks) -> bool:
-    """Whether a rank of this machine has said why it failed, or does so soon; True where that cannot be seen."""
+    """Whether a rank of this machine has said why it failed, or does so soon; True where that is unknown."""
     deadline = time.monotonic() + PATIENCE_S
     while ranks.shared is not None and not Path(ranks.shared, SAID).exists():
         if time.monotonic() > deadline:

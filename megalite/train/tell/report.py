@@ -1,10 +1,10 @@
-"""The report at the end of a run: where its time went, what it cost, and what would make it faster. report.json.
+"""report.json, the report at the end of a run: where its time went, what it cost, and what would make it faster.
 
-    goodput = time of the steps that count / wall time since the run was begun, restarts included
+    goodput = time of the steps that count / wall time since the run began, restarts included
 
-A step counts once, with what it waits, however often a crash or a rollback made the run repeat it. Of a process that
-ended in order the wall time is its life; after one that was killed it goes on until the next has started. Both come
-from the run directory: steps from metrics.jsonl, lives from events.jsonl. Seconds throughout.
+A step counts once, however often a crash or a rollback made the run repeat it; its waits count too. The wall time is
+that of all processes; after one that was killed it runs until the next has started. Steps come from metrics.jsonl,
+processes from events.jsonl. Seconds throughout.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megalite.train.tell.phases import COMPUTE, FIRST, Phases
 from megalite.train.tell.run_dir import Events, Exit, json_rows, now, write_atomically
 
 STARTED, ENDED, HUNG = "started", "ended", "hang"  # of a process, in events.jsonl
-HEALTHY = (Exit.DONE, Exit.REQUEUE)  # ends between two steps, with nothing that was found wrong
-ENOUGH = FIRST  # steps, each of them timed; the first is slower than all others
+HEALTHY = (Exit.DONE, Exit.REQUEUE)  # ended between two steps, with nothing found wrong
+ENOUGH = FIRST  # steps, all of them timed; the first is slower than all others
 IN_ORDER = (Exit.DONE.outcome, Exit.REQUEUE.outcome, Exit.INTERRUPTED.outcome)
 
 
 @dataclass(frozen=True)
 class Past:
-    """Of a run directory: since the run was begun at step 0, in how many processes, and the tokens it had then."""
+    """A run since it began at step 0. `tokens`: trained before."""
 
     wall_s: float
     useful_s: float
@@ -55,14 +55,14 @@ class Past:
 
 
 def useful_seconds(metrics: Path) -> float:
-    """Time of the steps that count. A row is the mean of `perf/steps` steps; those that no row has, as a process was
-    killed between a log line and the checkpoint that was resumed from, took as long as those before them."""
+    """Time of the steps that count. A row is the mean of `perf/steps` steps. Steps between a process's last row and the
+    checkpoint that was resumed from are in no row: they count as long as those before them."""
     kept: list[tuple[int, float, float]] = []  # step, seconds per step, steps of them that updated
     for _, row in json_rows(metrics):
         step, each, steps = row.get("step"), row.get("perf/step_s"), row.get("perf/steps")
         if step is None or each is None or steps is None:
             continue
-        while kept and kept[-1][0] >= step:  # came again
+        while kept and kept[-1][0] >= step:  # was repeated
             kept.pop()
         missing = step - steps - kept[-1][0] if kept else 0
         before = max(0, missing) * kept[-1][1] if kept else 0.0
@@ -71,7 +71,7 @@ def useful_seconds(metrics: Path) -> float:
 
 
 def read_past(folder: Path, until: float) -> Past | None:
-    """None where events.jsonl does not tell of a start. `until`: when what still runs was seen last, as time.time()."""
+    """None where events.jsonl has no start. `until`: when a process that still runs was last seen, as time.time()."""
     lives: list[dict[str, Any]] = []
     for _, row in json_rows(folder / "events.jsonl"):
         if row.get("fresh"):
@@ -79,7 +79,7 @@ def read_past(folder: Path, until: float) -> Past | None:
         if row.get("event") in (STARTED, ENDED) and "at" in row:
             lives.append(row)
     starts = [row for row in lives if row["event"] == STARTED]
-    if not starts:  # or that line was lost
+    if not starts:
         return None
     ends = [*(row["at"] for row in lives[1:]), until if lives[-1]["event"] == STARTED else lives[-1]["at"]]
     wall = sum(end - row["at"] for row, end in zip(lives, ends, strict=True) if row.get("outcome") not in IN_ORDER)
@@ -88,7 +88,7 @@ def read_past(folder: Path, until: float) -> Past | None:
 
 @dataclass(frozen=True)
 class Work:
-    """What was done, with what. `tokens`, `flops`: of this process; `all_tokens`: of the run."""
+    """`tokens` and `flops` are this process's, `all_tokens` the run's."""
 
     devices: int
     pp: int
@@ -100,28 +100,23 @@ class Work:
     all_tokens: int
     flops: float
     price_per_gpu_hour: float | None = None
-    planned_bubble: str = ""  # as planned, and with its remedies; empty where it is not worth a word
-    unlike: str = ""  # why its times are not those of a healthy run
+    planned_bubble: str = ""  # the planned bubble and its remedies, "" where it is small
+    unlike: str = ""  # why the times are not those of a healthy run
 
 
 def advise(percent: Mapping[str, float], work: Work) -> tuple[str | None, str]:
-    """The bottleneck, and what to do about it; None, and why, where the times are not those of a healthy run."""
+    """(bottleneck, advice), or (None, reason) where the times are not those of a healthy run."""
     if work.unlike:
         return None, work.unlike
-    shares = shares_of(percent)
+    shares = {phase: share / 100 for phase, share in percent.items()}
+    shares["compute"] = sum(percent.get(phase, 0.0) for phase in COMPUTE) / 100
     limit = limit_of(shares)
     figures = {"bubble": work.planned_bubble, "checkpoint": "in the background already" * work.background_saves}
     return limit, sentence(limit, shares[limit], figures.get(limit, ""), "the time")
 
 
-def shares_of(percent: Mapping[str, float]) -> dict[str, float]:
-    """By the names that the adviser has: forward and backward are one."""
-    computing = sum(percent.get(phase, 0.0) for phase in COMPUTE) / 100
-    return {phase: share / 100 for phase, share in percent.items()} | {"compute": computing}
-
-
 def make(seconds: Mapping[str, float], work: Work, past: Past | None) -> dict[str, Any]:
-    """`seconds`: by phase, of this process."""
+    """The report. `seconds`: this process's, by phase."""
     wall = sum(seconds.values())
     percent = {phase: round(100 * s / wall, 2) for phase, s in seconds.items()}
     bottleneck, advice = advise(percent, work)
@@ -153,62 +148,58 @@ def summary(report: Mapping[str, Any]) -> dict[str, str]:
     return rows
 
 
+@dataclass
 class Account:
-    """Rank 0's, of one process: notes that it has started, with `about` (train/tell/overview.py: facts), and what came
-    of it."""
+    """Rank 0's account of its process, in events.jsonl and report.json. `about`: train/tell/overview.py: facts."""
 
-    def __init__(
-        self,
-        folder: Path,
-        run: Run,
-        phases: Phases,
-        flops_per_token: float,
-        config: Config,
-        plan: Arrangement,
-        about: Mapping[str, Any],
-        ranks: Ranks,
-    ):
-        self._folder, self._run, self._phases, self._plan = folder, run, phases, plan
-        self._price, self._local_ranks = config.operations.price_per_gpu_hour, ranks.local_world
-        self._micro_batch = config.train.micro_batch_size * run.mesh.dp.size
-        c = config.checkpoint
-        restarts = c.save is not None and c.load == c.save  # at step 0, too: it may have died before it could save
-        self._flops_per_token, self._begin = flops_per_token, replace(run.state)
-        self._events = Events(folder, 0)
-        at, state, fresh = time.time() - phases.wall_s, run.state, run.state.step == 0 and not restarts
-        self._events.add(STARTED, step=state.step, at=at, tokens=state.consumed_tokens, fresh=fresh, about=about)
+    folder: Path
+    run: Run
+    phases: Phases
+    flops_per_token: float
+    config: Config
+    plan: Arrangement
+    about: Mapping[str, Any]
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        state, c = self.run.state, self.config.checkpoint
+        resumes = c.save is not None and c.load == c.save  # also at step 0: a process may have died before it saved
+        at, fresh = time.time() - self.phases.wall_s, state.step == 0 and not resumes
+        self._events, self._begin = Events(self.folder, 0), replace(state)
+        self._events.add(STARTED, step=state.step, at=at, tokens=state.consumed_tokens, fresh=fresh, about=self.about)
 
     def close(self, outcome: Exit, saver: Saver | None) -> dict[str, str]:
-        """Writes report.json; returns its lines for the summary."""
-        run, state, begin = self._run, self._run.state, self._begin
+        """Write report.json; returns its lines for the summary."""
+        run, state, begin = self.run, self.run.state, self._begin
         self._events.add(ENDED, step=state.step, at=time.time(), outcome=outcome.outcome)
-        tokens, seconds = state.consumed_tokens - begin.consumed_tokens, self._phases.seconds()
+        tokens, seconds = state.consumed_tokens - begin.consumed_tokens, self.phases.seconds()
+        micro_batch = self.config.train.micro_batch_size * run.mesh.dp.size
         waits = seconds.get("bubble", 0.0) >= CAUSES["bubble"].worth * sum(seconds.values())
         work = Work(
             devices=run.mesh.world.size,
             pp=run.mesh.pp.size,
             chunks=len(run.pipeline.stages),
-            microbatches=run.batch_sizes.at(state.consumed_samples) // self._micro_batch,
+            microbatches=run.batch_sizes.at(state.consumed_samples) // micro_batch,
             background_saves=saver is not None and saver.background,
             steps=state.step - begin.step,
             tokens=tokens,
             all_tokens=state.consumed_tokens,
-            flops=tokens * self._flops_per_token,
-            price_per_gpu_hour=self._price,
-            planned_bubble=about_the_bubble(self._plan) if waits else "",  # a second or two for a long plan
+            flops=tokens * self.flops_per_token,
+            price_per_gpu_hour=self.config.operations.price_per_gpu_hour,
+            planned_bubble=about_the_bubble(self.plan) if waits else "",  # takes a second or two for a long plan
             unlike=self._unlike(outcome, state.step - begin.step),
         )
-        report = make(seconds, work, read_past(self._folder, time.time()))
-        write_atomically(self._folder / "report.json", json.dumps(report, indent=1) + "\n")
+        report = make(seconds, work, read_past(self.folder, time.time()))
+        write_atomically(self.folder / "report.json", json.dumps(report, indent=1) + "\n")
         return summary(report)
 
     def _unlike(self, outcome: Exit, steps: int) -> str:
         if outcome not in HEALTHY:
             return f"the run ended as {outcome.outcome}, so its times are not those of a healthy one"
-        told = [row.get("event") for _, row in json_rows(self._folder / "events.jsonl")]
-        if HUNG in itertools.takewhile(STARTED.__ne__, reversed(told)):
-            return "it hung and went on, so its times are not those of a healthy run"
-        on_cpu = self._run.mesh.device.type == "cpu"
-        if on_cpu and (shared := too_few_cores(self._local_ranks, torch.get_num_threads(), cores())):
+        events = [row.get("event") for _, row in json_rows(self.folder / "events.jsonl")]
+        if HUNG in itertools.takewhile(STARTED.__ne__, reversed(events)):
+            return "it hung and resumed, so its times are not those of a healthy run"
+        on_cpu = self.run.mesh.device.type == "cpu"
+        if on_cpu and (shared := too_few_cores(self.ranks.local_world, torch.get_num_threads(), cores())):
             return shared
-        return f"{steps} step{'s' * (steps != 1)} of {ENOUGH} that it takes to tell" if steps < ENOUGH else ""
+        return f"{steps} step{'s' * (steps != 1)}; it takes {ENOUGH} to tell" if steps < ENOUGH else ""

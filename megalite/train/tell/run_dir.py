@@ -1,12 +1,12 @@
-"""The run directory and the exit codes: what is left of a run when its process is gone.
+"""The run directory and the exit codes.
 
-    run_config.toml   makes the same run again
-    log.txt           what the console showed
+    run_config.toml   starts the same run again
+    log.txt           the lines of the console
     metrics.jsonl     one JSON object per log line and evaluation
-    status.json       how it ended
-    events.jsonl      what else happened, one JSON object per event, of launcher and ranks
+    status.json       how the run ended; torchrun turns every exit code but 0 into 1, so scripts that requeue read this
+    events.jsonl      one JSON object per other event, of launcher and ranks
 
-torchrun turns every exit code but 0 into 1, so scripts that requeue a run read status.json. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def now() -> str:
 
 
 _STARTED = now()
-RUN_LOCK = ".run.lock"  # held by whoever runs here (train/life/restarts.py)
-LEAST_BLOCK = 1024  # bytes that a small file has on any disk
+RUN_LOCK = ".run.lock"  # held by the run in this directory (train/life/restarts.py)
+LEAST_BLOCK = 1024  # bytes that a small file takes on any disk
 
 
 class Exit(IntEnum):
@@ -60,7 +60,7 @@ class Exit(IntEnum):
 
 
 def run_folder(config: Config) -> Path:
-    """Where a run's files go. They are appended to, which a URL cannot take: of a run that saves to one, here."""
+    """Where a run's files go: a local directory even where checkpoints go to a URL, which cannot be appended to."""
     save = config.checkpoint.save
     if save is not None and is_url(save):
         save = f"runs/{save.rstrip('/').rpartition('/')[2]}"
@@ -68,19 +68,19 @@ def run_folder(config: Config) -> Path:
 
 
 def taken(config: Config) -> list[str]:
-    """A line where --name is that of another run; one that --load continues is none."""
+    """An error where --name is that of another run, which --load does not continue."""
     name, folder, c = config.log.name, run_folder(config), config.checkpoint
     if name is None or config.train.dry_run or not os.path.exists(folder / "status.json"):
         return []
     if c.load is not None and c.load == c.save:
         return []
     free = next(f"{name}-{n}" for n in itertools.count(2) if not os.path.exists(f"{folder}-{n}"))
-    goes_on = f"--load {c.save} to continue it" if c.save else "remove it"
-    return [f"name={name!r}: {folder} holds a run already; give --name {free}, or {goes_on}"]
+    otherwise = f"--load {c.save} to continue it" if c.save else "remove it"
+    return [f"name={name!r}: {folder} holds a run already; give --name {free}, or {otherwise}"]
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:
-    """Write beside and rename: a reader sees the old text or the new, never a part."""
+    """Write a temporary file and rename it: a reader sees the old text or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
@@ -88,19 +88,18 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
             file.writelines([text] if isinstance(text, str) else text)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)  # there only if the disk is full or a row could not be read
+        temporary.unlink(missing_ok=True)  # exists only after an error
 
 
 def save_roots(config: Config) -> list[str]:
-    """Where checkpoints of a run are looked for, the fastest first."""
+    """Where a run's checkpoints are, the fastest place first."""
     return [root for root in (config.checkpoint.save_local, config.checkpoint.save) if root is not None]
 
 
 def newest_saved(config: Config) -> tuple[int, str] | None:
-    """(step, directory) of the newest complete checkpoint; behind a URL that is not asked. Raises OSError."""
-    roots = [root for root in save_roots(config) if not is_url(root)]
-    found = ((step, root) for root in roots for step in steps_in(root))
-    return max(((s, root) for s, root in found if Path(str(folder_of(root, s)), "COMPLETE").is_file()), default=None)
+    """(step, directory) of the newest complete checkpoint, URLs left out. Raises OSError."""
+    saved = [(step, root) for root in save_roots(config) if not is_url(root) for step in steps_in(root)]
+    return max(((s, root) for s, root in saved if Path(str(folder_of(root, s)), "COMPLETE").is_file()), default=None)
 
 
 def _to_resume(config: Config) -> dict[str, Any]:
@@ -114,17 +113,16 @@ def _to_resume(config: Config) -> dict[str, Any]:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """status.json; empty where it says nothing."""
-    try:
-        path = folder / "status.json"
-        status = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return status if isinstance(status, dict) else {}
+    """status.json; {} where there is none or it cannot be read."""
+    path = folder / "status.json"
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and isinstance(status := json.loads(path.read_text("utf-8")), dict):
+            return status
+    return {}
 
 
 def trained(folder: Path) -> dict[str, int]:
-    """`step` and `tokens` of the last row of metrics.jsonl, which is newer than a status "running"."""
+    """`step` and `tokens` of the last row of metrics.jsonl, which is newer than a status "running"; {} without rows."""
     last: dict[str, int] = {}
     with contextlib.suppress(OSError, RecursionError):
         for _, row in json_rows(folder / "metrics.jsonl"):
@@ -134,19 +132,19 @@ def trained(folder: Path) -> dict[str, int]:
 
 
 def outcome_of(folder: Path, status: dict[str, Any]) -> str:
-    """As `status` says; "killed" where it says "running" and nobody does: the lock of the run is free, or, without
-    one, its process is gone from this machine."""
+    """The outcome of `status`; "killed" where that is "running" and no run is: its lock is free, or, without a lock,
+    its process is gone from this machine."""
     said, pid = str(status.get("outcome", "unknown")), status.get("pid")
     if said != "running":
         return said
     held = is_held(folder / RUN_LOCK)
-    here = status.get("host") == socket.gethostname() and type(pid) is int and sys.platform == "linux"
-    return "killed" if held is False or (held is None and here and not Path(f"/proc/{pid}").exists()) else said
+    same_machine = status.get("host") == socket.gethostname() and type(pid) is int and sys.platform == "linux"
+    return "killed" if held is False or (held is None and same_machine and not Path(f"/proc/{pid}").exists()) else said
 
 
 def stands(folder: Path, config: Config, resumes: bool) -> bool:
-    """Whether the status there outlives the end of a run that never began: it is another's, which this one does not
-    continue. `resumes`: the run was started again after a rank had died."""
+    """Whether a run that ends before it began leaves the status there alone: it is another run's, which this one does
+    not continue. `resumes`: the run was started again after a rank had died."""
     c = config.checkpoint
     return bool(read_status(folder)) and not resumes and (c.load is None or c.load != c.save)
 
@@ -161,23 +159,23 @@ def leave_status(
     tokens: int = 0,
     resumes: bool = False,
 ) -> None:
-    """status.json. `outcome`: of `Exit`, or "running", which is said again while the run trains; who ends without
-    having said that leaves the status of another run alone. `reason`: for people. `tokens` and `step`: trained so far.
-    `resumes`: of `Ranks`."""
+    """Write status.json. `outcome`: of `Exit`, or "running", which is repeated while the run trains; a run that ends
+    without it leaves another run's status alone. `reason`: for people. `step`, `tokens`: trained. `resumes`: of
+    `Ranks`."""
     me = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED)
     before = read_status(folder)
     begun = outcome == "running" or all(before.get(key) == value for key, value in me.items())
-    if not begun and outcome != Exit.HANG.outcome and stands(folder, config, resumes):  # none hangs that was refused
+    if not begun and outcome != Exit.HANG.outcome and stands(folder, config, resumes):  # a hang is of a run that began
         return
-    if not begun or (not step and outcome != "running"):  # it has ended before it had loaded what it continues
-        told = trained(folder)
-        step, tokens = max(step, told.get("step", 0)), max(tokens, told.get("tokens", 0))
+    if not begun or (not step and outcome != "running"):  # it ended before it had loaded what it continues
+        logged = trained(folder)
+        step, tokens = max(step, logged.get("step", 0)), max(tokens, logged.get("tokens", 0))
     _write_status(folder, dict(outcome=outcome, step=step, tokens=tokens, **_to_resume(config), reason=reason, **me))
 
 
 def settle_status(folder: Path, config: Config, end: tuple[int, str], since: float, resumes: bool = False) -> None:
-    """What rank 0 could not write, or did not know: the launcher's word, once all ranks have ended. `end`: the first
-    failing exit code, and the cause. `since`: when they were started; an older status is not theirs."""
+    """Complete status.json by the launcher once all ranks have ended, with what rank 0 could not write or did not know.
+    `end`: (the first failing exit code, the cause). `since`: their start; an older status is not theirs."""
     code, cause = end
     path, status = folder / "status.json", read_status(folder)
     if not folder.is_dir() or (path.exists() and not path.is_file()):
@@ -190,20 +188,19 @@ def settle_status(folder: Path, config: Config, end: tuple[int, str], since: flo
     outcome, reason = status.get("outcome"), str(status.get("reason"))
     first = {int(e): e.outcome for e in Exit}.get(code, Exit.CRASH.outcome)
     if outcome in (None, "running"):
-        status |= dict(outcome=first, reason=cause or "ended without a word" * (code != 0))
+        status |= dict(outcome=first, reason=cause or "ended without a message" * (code != 0))
     elif outcome == Exit.CRASH.outcome and re.search(r"\brank [1-9]", cause) and code != Exit.REQUEUE:
         status |= dict(outcome=first, reason=reason if cause in reason else f"{cause}; rank 0: {reason}")
     else:
         return
-    last = max(({"step": 0, "tokens": 0}, status, trained(folder)), key=lambda told: told.get("step", -1))
+    last = max(({"step": 0, "tokens": 0}, status, trained(folder)), key=lambda known: known.get("step", -1))
     about = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED) | status
     about |= {"step": last["step"], "tokens": last["tokens"]} | _to_resume(config)
     _write_status(folder, about)
 
 
 def _write_status(folder: Path, status: dict[str, Any]) -> None:
-    """Whole; on a full disk in the place of the one before, which takes no room. What cannot be written at the end is
-    told, and changes nothing else."""
+    """Replace status.json, or on a full disk overwrite it, which takes no room. Failure at the end is reported."""
     path, status = folder / "status.json", {"outcome": status["outcome"]} | status | {"time": now()}
     try:
         try:
@@ -218,12 +215,12 @@ def _write_status(folder: Path, status: dict[str, Any]) -> None:
                     raise
     except OSError as error:
         if status["outcome"] != "running":
-            complain(f"{path}: {error.strerror}; it does not tell how this run ended: {status['outcome']}")
+            complain(f"{path}: {error.strerror}; it does not say how this run ended: {status['outcome']}")
 
 
 class AppendedFile:
-    """Whole lines at the end of a file, each in one write, so that no process tears another's. Nothing is kept in
-    memory: what could not be written would come again."""
+    """Appends whole lines to a file, each in one write, so that processes do not tear each other's lines. Nothing is
+    buffered: a failed write is not repeated."""
 
     def __init__(self, path: Path):
         self.path, self._torn = path, False
@@ -231,9 +228,8 @@ class AppendedFile:
 
     def write(self, text: str) -> None:
         """Raises OSError, or ValueError where the file was closed."""
-        if self.file is not None and os.fstat(self.file.fileno()).st_nlink == 0:  # deleted: nobody would read it
-            self.file.close()
-            self.file = None
+        if self.file is not None and os.fstat(self.file.fileno()).st_nlink == 0:  # it was deleted
+            self.close()
         if self.file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "ab", buffering=0, opener=opener)  # noqa: SIM115 (closed in close)
@@ -241,7 +237,7 @@ class AppendedFile:
         written = self.file.write(data)
         self._torn = written < len(data)
         if self._torn:
-            raise OSError(None, "only a part of a line could be written")
+            raise OSError(None, "only part of a line could be written")
 
     def close(self) -> None:
         if self.file is not None:
@@ -250,30 +246,28 @@ class AppendedFile:
 
 
 class Events:
-    """events.jsonl, of one process; `rank` None: the launcher. A row holds time, event, rank, step and facts. Telling
-    never raises: the first loss is said on stderr."""
+    """Appends a process's events to events.jsonl: time, event, rank (None: the launcher), step and facts. Never raises:
+    the first failed write is said on stderr."""
 
     def __init__(self, folder: Path, rank: int | None = None):
         self.rank, self._file, self._lost = rank, AppendedFile(folder / "events.jsonl"), False
 
     def add(self, event: str, step: int | None = None, **facts: Any) -> None:
-        """`facts`: what JSON can hold; anything else as its text."""
+        """`facts`: JSON values; anything else is written as its text."""
         row = {"time": now(), "event": event, "rank": self.rank, "step": step, **facts}
         try:
             self._file.write(json.dumps(row, default=str))
             self._file.close()
         except (OSError, ValueError) as error:
             if not self._lost:
-                complain(
-                    f"WARNING: {self._file.path}: {getattr(error, 'strerror', None) or error}; events are lost there"
-                )
+                why = getattr(error, "strerror", None) or error
+                complain(f"WARNING: {self._file.path}: {why}; events are lost there")
             self._lost = True
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, what it holds) of a file of JSON objects, one by one: it may be large. Torn lines are left out. Raises
-    OSError."""
-    if not path.is_file():  # a pipe has nobody who writes, /dev/full no end
+    """(line, object) of a file of JSON objects, one by one, as it may be large; without torn lines. Raises OSError."""
+    if not path.is_file():  # reading a pipe or a device may never end
         return
     with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:
         for line in lines:
@@ -286,9 +280,9 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def keep_rows_until(path: Path, step: int, validated: bool = True) -> None:
-    """Drop rows of metrics.jsonl beyond `step`, which a resumed run writes again, and rows torn by a crash.
-    `validated` False: also the losses of validation and test sets at `step` itself."""
-    if not path.is_file():  # /dev/full has no end
+    """Drop rows of metrics.jsonl beyond `step`, which a resumed run writes again, and torn rows. `validated` False:
+    also the losses of validation and test sets at `step` itself."""
+    if not path.is_file():
         return
 
     def stays(row: dict[str, Any]) -> bool:

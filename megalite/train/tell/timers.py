@@ -1,7 +1,7 @@
-"""How long the parts of a run take on each rank, under Megatron-LM's names.
+"""Timers for the parts of a run, under Megatron-LM's names.
 
 level 0  evaluate, save-checkpoint
-level 1  parts of a step; ranks wait for each other and for their devices at each, which costs time
+level 1  also the parts of a step; at each, ranks wait for each other and for their devices, which costs time
 level 2  also its micro-batches: forward-compute and backward-compute, without the wait for a neighbour's message
 """
 
@@ -24,11 +24,11 @@ OF_MICROBATCHES = ("batch-generator", "forward-compute", "backward-compute")
 
 
 class Timers:
-    """`level` None: nothing is measured. `barrier`: whether ranks wait for each other at parts of a step."""
+    """`level` None: nothing is measured. `barrier`: ranks wait for each other at the timers of level 1."""
 
     def __init__(self, level: int | None = None, mesh: Mesh | None = None, barrier: bool = True):
         self.level, self.mesh, self.barrier = level, mesh or Mesh.alone(), barrier
-        self.phase = ""  # the innermost that runs, measured or not
+        self.phase = ""  # the innermost timer that runs, measured or not
         self._seconds: dict[str, float] = defaultdict(float)
 
     @property
@@ -44,7 +44,7 @@ class Timers:
             begin = self._now(level)
             yield
             self._seconds[name] += self._now(level) - begin
-        self.phase = before  # an error leaves it: that is where it was
+        self.phase = before  # not after an error: the phase then says where it came
 
     def _now(self, level: int) -> float:
         synchronize(self.mesh.device)
@@ -53,14 +53,14 @@ class Timers:
         return time.perf_counter()
 
     def add(self, spans: Sequence[Timed]) -> None:
-        """Actions of the pipeline, by what they compute."""
+        """Add the pipeline's forward and backward actions."""
         for span in spans:
             name = {"F": "forward-compute", "B": "backward-compute"}.get(span.action[0])
             if name is not None:
                 self._seconds[name] += span.end_s - span.start_s
 
     def take(self, names: Sequence[str], steps: int = 1) -> dict[str, list[float]]:
-        """Name -> seconds of each rank, per step of `steps`, and begin anew; collective, unless there is nothing."""
+        """Name -> seconds of each rank, divided by `steps`, and reset; collective, unless nothing is measured."""
         if self.level is None or not names:
             return {}
         world = self.mesh.world

@@ -1,6 +1,6 @@
-"""What NVIDIA's management library knows of this rank's card, where the package nvidia-ml-py is installed.
+"""Facts and figures of this rank's card, from NVIDIA's management library, where the package nvidia-ml-py is installed.
 
-A figure that a card does not tell is absent; nothing here raises or waits for the card.
+A figure that a card does not have is absent; nothing here raises or waits for the card.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-# why a card's clock is low: its own protection, not what it was set to (nvml.h, nvmlClocksEventReason*)
+# reasons of a low clock that protect the card, not a setting of somebody (nvml.h, nvmlClocksEventReason*)
 THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 
 
 class Card:
-    """`figures` and `facts`: how to ask for each."""
+    """`figures` and `facts`: a function for each."""
 
     def __init__(self, device: torch.device):
         self.figures: dict[str, Callable[[], float]] = {}
@@ -24,7 +24,7 @@ class Card:
         if device.type != "cuda":
             return
         uuid = f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
-        with contextlib.suppress(Exception):  # no package, no driver, a part of a card
+        with contextlib.suppress(Exception):  # no package, no driver, or only a part of a card
             import pynvml as n  # type: ignore[import-not-found]
 
             n.nvmlInit()
@@ -40,9 +40,9 @@ class Card:
 
 
 def read(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Of each that answers."""
-    found = {}
+    """The results of those calls that do not fail."""
+    results = {}
     for name, call in calls.items():
-        with contextlib.suppress(Exception):  # NVMLError: this card does not tell that
-            found[name] = call()
-    return found
+        with contextlib.suppress(Exception):  # NVMLError: not supported by this card
+            results[name] = call()
+    return results

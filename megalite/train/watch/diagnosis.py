@@ -1,6 +1,6 @@
-"""Why nothing goes on: what each rank that answers says of itself -> who is late, and the likely cause, in words.
+"""The diagnosis of a hang: from each rank's view of itself to the late ranks and the likely cause, in words.
 
-Pure; hang.py collects the views and tells the verdict.
+Pure; hang.py collects the views and reports the verdict.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-Told = tuple[str, int, int, int]  # of one collective or message: its name, the peer's rank or -1, number, bytes
+Told = tuple[str, int, int, int]  # a collective or message: its name, the peer's rank or -1, number, bytes
 CAUSES = {"data": "a data stall: slow storage, or a slow preparation of samples", "checkpoint": "a slow checkpoint"}
 
 
 @dataclass(frozen=True)
 class View:
-    """What a rank says of itself; JSON's types only.
+    """A rank's view of itself, in JSON's types.
 
-    doing, seconds  step, evaluate, ..., and for how long; `phase` of it, a timer's name or ""
-    places          its main thread's innermost lines in megalite, the innermost first
+    doing, seconds  step, evaluate, ..., and for how long; `phase`: the timer's name within it, or ""
+    places          its main thread's lines in megalite, the innermost first
     waits           axis, collective and seconds, if it is blocked in one
     axes            axis -> its ranks and the last collectives begun
     """
@@ -72,15 +72,15 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def diagnose(views: Mapping[int, View], silent: Mapping[int, str]) -> tuple[str, list[int]]:
-    """The likely cause in one line, and who is late. `silent`: what is known of ranks that do not answer."""
+    """(the likely cause in one line, the late ranks). `silent`: facts about the ranks that do not answer."""
     waiting = sorted((view for view in views.values() if view.waits), key=lambda view: view.rank)
     others = f"; {ranks([waiting[0].rank])} in {waiting[0]}" if waiting else ""
     if silent:
         known = "; ".join(sorted({text for text in silent.values() if text}))
         answers = "answers" if len(silent) == 1 else "answer"
         return f"{ranks(silent)} no longer {answers}{f' ({known})' if known else ''}{others}", sorted(silent)
-    if found := _difference(views):
-        return found
+    if difference := _difference(views):
+        return difference
     busy = [view for view in views.values() if not view.waits]
     if not busy:
         behind = min(waiting, key=lambda view: (view.step, view.waits and view.waits[1][2], view.rank))
@@ -91,7 +91,7 @@ def diagnose(views: Mapping[int, View], silent: Mapping[int, str]) -> tuple[str,
 
 
 def _difference(views: Mapping[int, View]) -> tuple[str, list[int]] | None:
-    """Ranks of one group whose collectives of equal number, or the two ends of a message, are not the same."""
+    """Ranks of a group whose collectives of the same number differ, or the two ends of a message that do."""
     seen: dict[tuple[object, ...], dict[int, Told]] = defaultdict(dict)
     for view in views.values():
         for name, (members, calls) in view.axes.items():

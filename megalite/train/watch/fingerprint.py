@@ -1,10 +1,10 @@
-"""What must be alike on all ranks, compared before the first step: hashes travel first, texts only where they differ.
+"""Compares all ranks before the first step: hashes first, texts only where these differ.
 
     EQUAL   code, Python, torch, Triton, numpy, options, training data     else the run ends with exit code 3
     ALIKE   card, driver, NCCL, host's kernel, environment variables       else a warning
 
-A rank with another option would be at another collective than its neighbours; one with other data or another version of
-the code would train another model, and no number of the log would show it.
+A rank with another option would issue other collectives than its neighbours; one with other data or another version of
+the code would train another model, without a sign of it in the log.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Facts = dict[str, str]  # name -> text, of a line or more
 def compare_ranks(
     config: Config, ledger: Ledger | None, world: Axis, device: torch.device
 ) -> tuple[list[str], list[str]]:
-    """`compare`, of all that a run consists of; one that is alone is asked nothing."""
+    """`compare` a run's machine, options and data; a single rank has nothing to compare."""
     if world.size == 1:
         return [socket.gethostname()], []
     chosen = [f"{name}={value!r}" for section in differences(config).values() for name, value in section.items()]
@@ -65,39 +65,39 @@ def facts_of_machine(device: torch.device) -> Facts:
 
 
 def sources_hash() -> str:
-    """Of the package's own files: an edited checkout has no revision."""
-    root, found = Path(megalite.__file__).parent, hashlib.sha256()
+    """A hash of the package's files, which also tells edited ones apart, unlike a revision."""
+    root, total = Path(megalite.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
+        total.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()[:16]
 
 
 def _installed(*packages: str) -> str:
-    found = []
+    versions = []
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{package} {metadata.version(package)}")
-    return "\n".join(found)
+            versions.append(f"{package} {metadata.version(package)}")
+    return "\n".join(versions)
 
 
 def compare(facts: Facts, world: Axis, device: torch.device) -> tuple[list[str], list[str]]:
-    """Collective over `world`: one gather where all agree. Returns each rank's host, and what to warn of. Raises
-    LaunchError on all ranks where something of EQUAL differs."""
+    """(each rank's host, warnings). Collective over `world`: one gather where all agree. Raises LaunchError on all
+    ranks where a fact of EQUAL differs."""
     names = (*EQUAL, *ALIKE)
     hashes = [hashlib.sha256(facts.get(name, "").encode()).hexdigest()[:16] for name in names]
     rows = gather_texts("\n".join([*hashes, socket.gethostname()]), world, device, room=17 * len(names) + HOST)
     *columns, hosts = (list(column) for column in zip(*(row.split("\n") for row in rows), strict=True))
-    told: Facts = {}
+    unlike: Facts = {}
     for name, column in zip(names, columns, strict=True):
         if len(set(column)) > 1:
-            told[name] = describe(name, gather_texts(facts.get(name, ""), world, device), hosts)
-    if wrong := [text for name, text in told.items() if name in EQUAL]:
+            unlike[name] = describe(name, gather_texts(facts.get(name, ""), world, device), hosts)
+    if wrong := [text for name, text in unlike.items() if name in EQUAL]:
         raise LaunchError("\n".join(["the ranks of this run are not alike:", *wrong]))
-    return hosts, list(told.values())
+    return hosts, list(unlike.values())
 
 
 def describe(name: str, texts: list[str], hosts: list[str]) -> str:
-    """Who has what, without the lines that all have.
+    """The texts of all ranks, without the lines that all have.
 
     >>> describe("torch", ["2.13", "2.13", "2.12"], ["a", "a", "b"])
     "torch differs: '2.13' on a (rank 0 and 1 more); '2.12' on b (rank 2)"

@@ -1,15 +1,15 @@
-"""The watchdog: a thread per rank that notices when nothing goes on, and says which rank it is and why.
+"""The watchdog: a thread per rank that notices a hang, and reports which rank causes it and why.
 
-Ranks ask and answer each other through the store by which they met, over a connection of their own, since the main
-thread may sit in a collective for ever. A round:
+Watchdogs talk through the store by which ranks met, over their own connections, as the main thread may be blocked in a
+collective for ever. A round:
 
-    asked       by the first whose step takes too long, or who is about to run into its group's time-out
+    asked       by the first rank whose step takes too long, or whose collective is about to time out
     answered    by every rank that lives: where it is, what it has begun (diagnosis.py); stacks go to RUN/hang/
     said        by the lowest rank that answers, once: who does not answer, who is behind, and the likely cause
 
-A step is late by the usual length of steps, which the first ones have not; whatever a rank does, a collective that has
-used up most of its time is told. Before ranks have met each is late by itself, when the others are about to give up
-waiting for it. Telling ends nothing: that is the group's time-out, and its outcome is `hang`.
+A step is late compared with the usual length of steps, once a few are known. Before ranks have met, each is late by
+itself when the others are about to give up waiting for it. A report ends nothing: the group's time-out does, with the
+outcome `hang`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from megalite.train.tell.run_dir import Events, Exit, write_atomically
 from megalite.train.tell.timers import Timers
 from megalite.train.watch.diagnosis import View, diagnose, ranks
 
-FACTOR, LEAST_FACTOR = 10, 3  # of the usual length of a step: late, and never called late before
+FACTOR, LEAST_FACTOR = 10, 3  # times the usual length of a step: late, and never late before
 FLOOR_S, ENOUGH = 60.0, 3  # never late before; steps that make a usual length
 POLL_S, ANSWER_S, STORE_S = 0.5, 3.0, 5.0
-RANKS = 1024  # that one store has time for at this pace; more ask, and wait, more slowly
+RANKS = 1024  # that one store can serve at this pace; more ranks ask, and wait, more slowly
 ROOT = str(Path(megalite.__file__).parent) + os.sep
 HANGS = re.compile(r"Timed out waiting \d+ ?ms|timeout caused pair closure|collective operation timeout")  # gloo, nccl
 LOST = re.compile(
@@ -58,14 +58,14 @@ STATES = dict(T="stopped by a signal", t="stopped by a debugger", D="waits for a
 
 
 class Watchdog:
-    """Of one rank. `mesh`: where there are no groups yet, its world is planned; `join` comes later. `timeout_s`: of the
-    groups. `folder`: the run directory. `shared`: of `Ranks`."""
+    """A rank's watchdog. `mesh`: before there are groups its world is planned, and `join` comes later. `timeout_s`: of
+    the groups. `folder`: the run directory. `shared`: of `Ranks`."""
 
     def __init__(self, mesh: Mesh, folder: Path, timers: Timers, timeout_s: float, shared: str | None = None):
         self.mesh, self.rank, self.timeout_s = mesh, mesh.world.rank, timeout_s
         self.folder, self.timers, self.events = folder / "hang", timers, Events(folder, mesh.world.rank)
-        self.reason, self.late = "", list[int]()  # of the last round
-        self._word = None if shared is None else Path(shared, HANG)  # for the launcher
+        self.reason, self.late = "", list[int]()  # verdict of the last round
+        self._word = None if shared is None else Path(shared, HANG)  # the verdict, for the launcher
         self.started = time.perf_counter()
         self._at, self._took = ("start", 0, time.monotonic()), deque[float](maxlen=50)
         self._told: object = None  # where this rank was in the last round
@@ -79,7 +79,7 @@ class Watchdog:
         self._thread.start()
 
     def join(self, mesh: Mesh, timeout_s: float) -> None:
-        """The axes of the run, as far as they are made, and how long their collectives may take."""
+        """Watch the axes that are made by now, and the time limit of their collectives."""
         with self._lock:
             self.mesh, self.timeout_s = mesh, timeout_s
             if self._met or mesh.world.size == 1 or mesh.world.transport == PLANNED:
@@ -89,11 +89,11 @@ class Watchdog:
 
     @property
     def hangs(self) -> bool:
-        """Whether it was told, and nothing has gone on since."""
+        """Whether a hang was reported, and there was no progress since."""
         return self._told is self._at
 
     def at(self, doing: str, step: int) -> None:
-        """The main thread begins something else."""
+        """Called when the main thread begins something else."""
         before, self._at = self._at, (doing, step, time.monotonic())
         took = self._at[2] - before[2]
         if before[0] == "step":
@@ -105,10 +105,10 @@ class Watchdog:
             complain(f"{f'step {before[1]}' if before[1] else 'the start'} resumed after {took:.0f} s")
 
     def explain(self, error: BaseException) -> tuple[Exit, str] | None:
-        """Outcome and reason of a rank that others made end; None: the error is its own."""
-        if isinstance(error, LaunchError):  # another rank of this machine may have told why it does not come
-            told = None if self._word is None else read_first_failure(self._word.parent, HANG)
-            return told and (Exit.HANG, told[1].partition(": ")[2])
+        """Outcome and reason where a hang or another rank caused the error; None: the error is this rank's own."""
+        if isinstance(error, LaunchError):  # another rank of this machine may have reported why it is late
+            first = None if self._word is None else read_first_failure(self._word.parent, HANG)
+            return first and (Exit.HANG, first[1].partition(": ")[2])
         if isinstance(error, OrderError):
             self._round(again=True)
             return Exit.CRASH, f"{error}: {self.reason}"
@@ -144,12 +144,12 @@ class Watchdog:
 
     @property
     def patience_s(self) -> float:
-        """How long a step may take: beyond half the time-out only if steps are long."""
+        """How long a step may take: more than half the time-out only if steps are usually long."""
         usual, half = statistics.median(self._took), self.timeout_s / 2
         return max(min(FACTOR * usual, half), LEAST_FACTOR * usual, min(FLOOR_S, half))
 
     def _round(self, again: bool = False) -> None:
-        """`again`: also if there was one while this rank did the same."""
+        """`again`: also if this rank has made no progress since the last round."""
         with self._lock:
             if again or self._told is not self._at:
                 self._ask()
@@ -187,7 +187,7 @@ class Watchdog:
         self._tell(views, silent)
 
     def _tell(self, views: dict[int, View], silent: dict[int, str]) -> None:
-        if not self._met and self._word is not None and self._word.exists():  # one of a machine is enough
+        if not self._met and self._word is not None and self._word.exists():  # one report per machine is enough
             return
         self._led = True
         doing, step, since = self._at
@@ -215,7 +215,7 @@ class Watchdog:
         return View(self.rank, step, doing, self.timers.phase, now - since, list(self._places()), waits, axes)
 
     def _places(self) -> Iterator[str]:
-        """Of the main thread, in megalite and not where it only passes something on."""
+        """Lines of the main thread in megalite, without floors that only wait or pass something on."""
         frame = sys._current_frames().get(self._main)
         while frame is not None:
             path = frame.f_code.co_filename
@@ -238,10 +238,10 @@ class Watchdog:
                 with open(path.with_suffix(".json"), "wb", opener=inner_opener) as records:
                     records.write(recorder())
         except (OSError, RuntimeError, ValueError) as error:
-            complain(f"WARNING: {path}: {error}; where this rank is is lost there")
+            complain(f"WARNING: {path}: {error}; this rank's stack is lost")
 
     def _state(self, rank: int) -> str:
-        """Of a process that does not answer: the kernel's word, if it is on this machine."""
+        """The state of a process that does not answer, by the kernel, if it is on this machine."""
         host, _, pid = self._get(f"who/{rank}").partition(" ")
         if host != socket.gethostname():
             return f"process {pid} on {host}" if host else ""
@@ -251,7 +251,7 @@ class Watchdog:
             letter = "Z" if sys.platform == "linux" else ""
         return f"process {pid}: {STATES.get(letter, 'neither stopped nor ended')}"
 
-    # ---- the store; one that has failed once is not asked again
+    # ---- the store; after an error it is not asked again
 
     def _put(self, key: str, text: str) -> None:
         self._try("set", key, text)
@@ -273,7 +273,7 @@ class Watchdog:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether it is what gloo or NCCL says on the ranks that live on; a store's or a file's error is an OSError."""
+    """Whether gloo or NCCL has raised this because another rank is gone. (Errors of stores and files are OSErrors.)"""
     return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
 
 

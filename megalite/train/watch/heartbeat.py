@@ -1,8 +1,7 @@
-"""status.json says every BEAT_S that the run lives, whatever it does: steps, evaluates, saves, loads, compiles.
+"""The heartbeat: status.json is renewed every BEAT_S while a run lives, so that an old one means it is gone or hangs.
 
-A thread of rank 0, as one batch or one file may take longer than that; it is silent while the watchdog has told that
-nothing goes on, so that a status which is old belongs to a run that is gone or hangs. It has the disk to itself: one
-that hangs holds up nobody else.
+A thread of rank 0 writes it, as one batch or file may take longer than that, and a disk that hangs must not block the
+run. It pauses while the watchdog sees a hang.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from megalite.train.state import Run
 from megalite.train.tell.run_dir import leave_status, stands
 from megalite.train.watch.hang import Watchdog
 
-BEAT_S = 10.0  # between two looks of others at status.json that are worth it
-CLOSE_S = 5.0  # that a disk gets for a beat on its way
+BEAT_S = 10.0
+CLOSE_S = 5.0  # time for a write that has begun
 
 
 class Heartbeat:
-    """`resumes`: of `Ranks`. Another run's status stands until this one begins: it may be refused."""
+    """`resumes`: of `Ranks`. Another run's status stays until this one begins, which may be refused."""
 
     def __init__(self, folder: Path, run: Run, config: Config, dog: Watchdog, resumes: bool):
         self._folder, self._run, self._config, self._dog = folder, run, config, dog
-        self._closing, self._one = threading.Event(), threading.Lock()  # says at a time: they have one temporary file
+        self._closing, self._writing = threading.Event(), threading.Lock()  # writers share a temporary file
         self._thread = threading.Thread(target=self._beat, name="megalite-heartbeat", daemon=True)
         if not stands(folder, config, resumes):
             self.begin()
@@ -36,7 +35,7 @@ class Heartbeat:
                 self._thread.start()
 
     def close(self) -> None:
-        """The next word is the last one."""
+        """End the thread; the run then writes the last status."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_S)
@@ -48,6 +47,6 @@ class Heartbeat:
 
     def _say(self) -> None:
         state = self._run.state
-        with self._one:
+        with self._writing:
             if self._folder.is_dir():
                 leave_status(self._folder, "running", self._config, step=state.step, tokens=state.consumed_tokens)

@@ -1,14 +1,14 @@
-"""The pulse of all ranks at log lines: where each one's own time goes, its memory, its card; and what is wrong there.
+"""The health of all ranks at log lines: each one's own time, memory and card, and what is wrong with them.
 
-    own time of a rank = its step - what it waits for others    (parallel/clock.py)
+    own time of a rank = its step - its waits for others    (parallel/clock.py)
 
-All ranks share the time of a step, since they wait for each other; the slow one is the one that waits least. A rank is
-compared with those at its own place of the pipeline, which have the same work: it is a straggler when the median of its
-last steps is above theirs by MARGIN, and by MATERIAL of a step, at LINES lines in a row. On a CPU a rank that stood in
-the queue for a processor gets the benefit of the doubt: what it stood there is taken off.
+A step takes all ranks equally long, since they wait for each other; the slow one waits least. A rank is compared with
+those at its position in the pipeline, which have the same work: it is a straggler when the median of its last steps is
+above theirs by MARGIN, and by MATERIAL of a step, at LINES lines in a row. On a CPU the time that a rank queued for a
+processor is subtracted.
 
-One all-reduce of a row per rank, at log lines that are EVERY steps apart, or at each where something is asked for. What
-follows is a function of the table, so all ranks find the same.
+One all-reduce gathers a row per rank, at log lines EVERY steps apart, or at each line where an option needs it. The
+rest is a function of that table, so all ranks find the same.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from megalite.train.watch.cards import THROTTLED, Card, read
 OWN = ("data", "forward", "backward", "graph", "optimizer", "other")  # phases of the clock without the waits
 HEALTH = ("step_s", "queued_s", "memory_gib", "temperature_c", "power_w", "clock_mhz", "ecc_errors", "throttled")
 MARGIN, MATERIAL, LINES = 0.3, 0.05, 3
-LEAST = 4  # timed steps without which nobody is judged
-HEARTBEAT_S = 60.0  # between two heartbeats among the events; longer where there are more ranks than seconds
+LEAST = 4  # timed steps before ranks are judged
+HEARTBEAT_S = 60.0  # between two heartbeat events; a second per rank where that is longer
 
-Row = Mapping[str, float]  # a rank's, by the names above; nan: unknown
+Row = Mapping[str, float]  # a rank's values by the names above; nan: unknown
 
 
 class Pulse:
-    """`phases`: which keep what the clock has timed. `hosts`: of all ranks."""
+    """`phases` keep the timed steps. `hosts`: of all ranks."""
 
     def __init__(self, mesh: Mesh, phases: Phases, hosts: Sequence[str], events: Events, o: OperationsConfig):
         self.mesh, self._steps, self.hosts, self._card = mesh, phases.timed, hosts, Card(mesh.device)
@@ -55,15 +55,15 @@ class Pulse:
         self._queued = queued_s()
 
     def feel(self, since: Sequence[StepResult], step: int, memory_gib: float, report: Reporter) -> str | None:
-        """What has become wrong `since` the last log line, the same on all ranks; collective. Rank 0 tells it."""
+        """The first new problem, the same on all ranks; collective. Rank 0 logs all. `since`: the last log line."""
         self._last = step - len(since) if self._last is None else self._last
         if step - self._last < self._every:
             return None
         rows = self.take(step - self._last, sum(r.step_s for r in since) / len(since), memory_gib)
         self._last = step
-        found = self.findings(rows)
+        findings = self.findings(rows)
         if self.mesh.world.is_first:
-            for event, rank, text in found:
+            for event, rank, text in findings:
                 report.warn(f"step {step}: {text}")
                 self._events.add(event, step, of=rank, host=self.hosts[rank], text=text)
             if self._shown and (line := straggler_line(rows, self._shown)):
@@ -71,10 +71,10 @@ class Pulse:
             if time.monotonic() > self._next_heartbeat:
                 self._next_heartbeat = time.monotonic() + max(HEARTBEAT_S, len(rows))
                 self._events.add("heartbeat", step, **columns(rows))
-        return found[0][2] if found else None
+        return findings[0][2] if findings else None
 
     def take(self, steps: int, step_s: float, memory_gib: float) -> list[Row]:
-        """The row of every rank since the last one, `steps` ago; collective."""
+        """The rows of all ranks, over the `steps` since the last ones; collective."""
         queued, before, mesh = queued_s(), self._queued, self.mesh
         self._queued = queued
         mine = {"step_s": step_s, "memory_gib": memory_gib, **read(self._card.figures)}
@@ -88,7 +88,7 @@ class Pulse:
         return [dict(zip((*names, "pp"), row, strict=True)) for row in rows]
 
     def findings(self, rows: Sequence[Row]) -> list[tuple[str, int, str]]:
-        """(event, rank, text) of what has become wrong; what stays so is not told again."""
+        """(event, rank, text) of each new problem."""
         now = list(self._wrong(rows))
         self._streaks = Counter({(event, rank): self._streaks[event, rank] + 1 for event, rank, _, _ in now})
         return [
@@ -98,7 +98,7 @@ class Pulse:
         ]
 
     def _wrong(self, rows: Sequence[Row]) -> Iterator[tuple[str, int, int, str]]:
-        """At this line: event, rank, lines in a row that make it true, text."""
+        """Problems at this line: event, rank, lines in a row that make it a finding, text."""
         for rank, text in slow_ranks(rows).items() if len(self._steps) >= LEAST else ():
             yield "straggler", rank, LINES, text
         last = max(range(len(rows)), key=lambda rank: own_s(rows[rank]))
@@ -108,7 +108,7 @@ class Pulse:
             if row["temperature_c"] > self._hottest:
                 yield "temperature", rank, 1, f"has a card at {row['temperature_c']:.0f} C, above {self._hottest}"
             if row["ecc_errors"] > self._errors.get(rank, math.inf):
-                self._streaks["ecc", rank] = 0  # each one counts
+                self._streaks["ecc", rank] = 0  # each error is a new problem
                 yield "ecc", rank, 1, "has a card with an uncorrectable memory error"
             self._errors[rank] = row["ecc_errors"]
             if row["throttled"] > 0:
@@ -121,34 +121,34 @@ def own_s(row: Row) -> float:
 
 
 def columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """Those that somebody knows, by rank."""
+    """Value of each rank by name, for names of which some rank has a value."""
     known = {name: [round(row[name], 6) if math.isfinite(row[name]) else None for row in rows] for name in rows[0]}
     return {name: figures for name, figures in known.items() if any(figure is not None for figure in figures)}
 
 
 def slow_ranks(rows: Sequence[Row]) -> dict[int, str]:
-    """Rank -> how slow, and in which phase."""
+    """Rank -> how slow it is, and in which phase, in words."""
     places: dict[float, list[float]] = defaultdict(list)
     for row in rows:
         if math.isfinite(own_s(row)):
             bisect.insort(places[row["pp"]], own_s(row))
-    found = {}
+    slow = {}
     for rank, row in enumerate(rows):
         usual = _median_of_others(places[row["pp"]], own_s(row))
         beyond = own_s(row) - row["queued_s"] - usual
         if beyond > MARGIN * usual and beyond > MATERIAL * row["step_s"]:
             peers = [other for r, other in enumerate(rows) if r != rank and other["pp"] == row["pp"]]
-            more = {phase: row[phase] - statistics.median(peer[phase] for peer in peers) for phase in OWN}
-            phase = max(more, key=lambda name: more[name])
-            found[rank] = (
+            excess = {phase: row[phase] - statistics.median(peer[phase] for peer in peers) for phase in OWN}
+            phase = max(excess, key=lambda name: excess[name])
+            slow[rank] = (
                 f"is slow: {1000 * own_s(row):.1f} ms of its own in a step where others take {1000 * usual:.1f}, "
-                f"+{1000 * more[phase]:.1f} ms in {phase}"
+                f"+{1000 * excess[phase]:.1f} ms in {phase}"
             )
-    return found
+    return slow
 
 
 def _median_of_others(ordered: Sequence[float], own: float) -> float:
-    """Of all but one `own`, which is among them; inf where there are no others. There may be thousands."""
+    """Median of a sorted list without one `own`; inf where nothing is left. There may be thousands of ranks."""
     n, at = len(ordered) - 1, bisect.bisect_left(ordered, own)
     if n < 1:
         return math.inf
@@ -157,8 +157,7 @@ def _median_of_others(ordered: Sequence[float], own: float) -> float:
 
 
 def queued_s() -> float:
-    """How long this thread was ready to run and no processor was free, ever; 0 where the system does not tell
-    (proc(5), schedstat)."""
+    """How long this thread has waited for a free processor; 0 where that is unknown (proc(5), schedstat)."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
@@ -167,8 +166,7 @@ def queued_s() -> float:
 
 
 def straggler_line(rows: Sequence[Row], count: int) -> str:
-    """The `count` ranks with the least and the most of each figure, "" where none is known yet; Megatron-LM's line has
-    one of each."""
+    """The `count` ranks with the least and the most of each known figure; Megatron-LM's line has one of each."""
     parts = []
     for name, unit in (("own", "ms"), ("data", "ms"), ("temperature_c", "C"), ("power_w", "W"), ("clock_mhz", "MHz")):
         scale = 1000 if unit == "ms" else 1

@@ -1,11 +1,10 @@
-"""Whether a loss or a gradient norm is out of line with the steps before it.
+"""Detects a loss or a gradient norm that is out of line with the steps before it.
 
-    z = (x - median) / max(1.4826 * MAD, 1 % of the median)     over the last `window` steps whose update was done
+    z = (x - median) / max(1.4826 * MAD, 1 % of the median)     over the last `window` steps that were updated
 
-MAD is the median distance to the median; 1.4826 makes of it the deviation of a normal distribution. Mean and deviation
-would follow the very spike that they are to find. Only what is too large counts, and only once a quarter of the window
-is full. The numbers are those that all ranks share after the step's all-reduce, so all decide alike; they are kept in
-checkpoints, so that a resumed run decides as one that was never stopped.
+MAD is the median distance to the median; times 1.4826 it is the deviation of a normal distribution. (Mean and deviation
+would follow the very spike.) Only values that are too large count, once a quarter of the window is full. The values are
+those of the step's all-reduce, so all ranks decide alike, and are kept in checkpoints, so a resumed run does too.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from typing import Any
 
 from megalite.config.options import TrainConfig
 
-LEAST_DEVIATION = 0.01  # of the median: a flat curve would make a spike of every ripple
+LEAST_DEVIATION = 0.01  # of the median: on a flat curve every ripple would be a spike
 
 
 @dataclass
 class Spikes:
-    """`watched`: "loss", "grad norm". `action`: log, skip or rollback. `threshold`: the largest z that is none.
-    `rollbacks`: since there were `window` steps in a row that were updated."""
+    """`watched`: "loss", "grad norm". `action`: log, skip or rollback. `threshold`: the largest z that is not a spike.
+    `rollbacks`: since the last `window` updated steps in a row."""
 
     watched: tuple[str, ...] = ()
     action: str = "log"
@@ -41,7 +40,7 @@ class Spikes:
         return cls(watched, t.spike_action, t.spike_threshold, t.spike_window)
 
     def find(self, loss: float, grad_norm: float) -> str | None:
-        """What is out of line in a step, in words."""
+        """The spike in a step, in words; None where there is none."""
         for name, value, before in self._values(loss, grad_norm):
             if 4 * len(before) < self.window:
                 continue
@@ -53,7 +52,7 @@ class Spikes:
         return None
 
     def after(self, loss: float, grad_norm: float, skipped: bool) -> None:
-        """A step is over."""
+        """Record a step."""
         self.quiet = 0 if skipped else self.quiet + 1
         if self.quiet >= self.window:
             self.rollbacks = 0
@@ -70,7 +69,7 @@ class Spikes:
         return {"rollbacks": self.rollbacks, "quiet": self.quiet, "seen": self.seen}
 
     def from_json(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's. Raises KeyError, TypeError, ValueError, AttributeError for what is none."""
+        """Continue from a checkpoint's. Raises KeyError, TypeError, ValueError, AttributeError for damaged ones."""
         self.rollbacks, self.quiet = int(saved["rollbacks"]), int(saved["quiet"])
         self.seen = {str(name): [float(x) for x in of][-self.window :] for name, of in saved["seen"].items()}
         if not all(math.isfinite(x) for of in self.seen.values() for x in of):

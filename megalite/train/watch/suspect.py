@@ -1,10 +1,10 @@
-"""A step whose numbers cannot be trusted: computed again on the spot, to tell the data from the machine, and searched
-for where the first number that is not finite came up. Nothing here runs in a step that goes well.
+"""Examines a step whose numbers are suspicious: computes it again, to tell bad data from a bad machine, and searches
+for the first number that is not finite. Nothing here runs in a good step.
 
     forward    the first module, in the order of the stages, whose output is not finite though its input was
     backward   else the first parameter, in the order of backward, whose gradient is not finite on a rank, before
                gradients are summed over ranks
-    reduced    else the same of the sums: those of the first computation, whose parts are gone
+    reduced    else the same in the sums of the first computation, whose parts no longer exist
 
 The same micro-batches on the same ranks give the same bits: weights have not changed, and dropout has coordinates.
 """
@@ -26,12 +26,12 @@ from megalite.parallel.comm import gather_texts
 from megalite.train.state import Doubt, Numbers, Run
 
 FORWARD, BACKWARD, REDUCED = range(3)
-LONGEST = 1000  # characters of a finding's words: data may lie behind long paths
-Finding = list[Any]  # [one of these, number in its order, words]; the smallest is the origin
+LONGEST = 1000  # characters of a finding's words: paths of data may be long
+Finding = list[Any]  # [FORWARD, BACKWARD or REDUCED, position in its order, words]; the smallest is the origin
 
 
 def reason_to_doubt(run: Run, numbers: Numbers) -> str | None:
-    """What is wrong with a step's numbers; an overflow that the loss scaler handles is not."""
+    """What is wrong with a step's numbers, not counting an overflow that the loss scaler handles."""
     if numbers.finite:
         return run.spikes.find(numbers.loss, numbers.grad_norm) if numbers.tokens else None
     told = f"loss {numbers.loss:.4g}, grad norm {numbers.grad_norm:.4g}"
@@ -41,8 +41,8 @@ def reason_to_doubt(run: Run, numbers: Numbers) -> str | None:
 def look_again(
     run: Run, batches: Sequence[Batch], losses: Tensor, first: Numbers, agree: Callable[[Tensor], Numbers]
 ) -> tuple[Numbers, Doubt | None]:
-    """Search where a doubtful step went wrong and, unless --rerun-mode is disabled, compute it again: what counts from
-    then on, and the doubt. `losses`: of this rank; `agree`: makes of them what all ranks know. Collective."""
+    """Search where a suspicious step went wrong and, unless --rerun-mode is disabled, compute it again. Returns (the
+    numbers that count, the doubt). `losses`: of this rank; `agree`: sums them over all ranks. Collective."""
     reason = reason_to_doubt(run, first)
     found = None if first.finite else bad_gradient(run)
     if run.rerun == "disabled":
@@ -63,14 +63,15 @@ def look_again(
 
 
 def _bits(buffer: ParamBuffer, losses: Tensor) -> list[int]:
-    """Of the gradients that this rank owns, and its losses: sums of the bits as integers, which no order changes."""
+    """Sums of the bits of the gradients that this rank owns, and of its losses, as integers: exact in any order."""
     owned = [buffer.grads.owned(bucket) for bucket in buffer.layout.buckets]
     return [int(x.view(torch.int32).sum(dtype=torch.int64)) for x in [*owned, losses]]
 
 
 def compute_again(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding | None]:
-    """Forward and backward once more: losses, and what is not finite first on this rank. The gradients are reduced as
-    in the first computation, but this rank's own are looked at before. A timeline is of the first alone."""
+    """Forward and backward once more: (losses, the first value that is not finite on this rank). Gradients are reduced
+    as in the first computation, but this rank's own are searched before. A timeline shows the first computation
+    alone."""
     kept, run.pipeline.timeline = run.pipeline.timeline, None
     nominal, gradients = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.data.size, _BadGradient(run)
     with _first_bad_output(run) as found, run.buffer.grad_reduce.shown_to(gradients.look_before):
@@ -81,7 +82,7 @@ def compute_again(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding |
 
 
 def _conclude(run: Run, mine: Finding | None, differs: bool) -> tuple[str, tuple[int, ...]]:
-    """(the origin, in words, ranks whose bits differ), from what all ranks have found; collective."""
+    """(the origin in words, ranks whose bits differ), from the findings of all ranks; collective."""
     text = json.dumps([None if mine is None else [*mine[:2], mine[2][:LONGEST]], differs])
     told = [json.loads(text) for text in gather_texts(text, run.mesh.world, run.mesh.device)]
     other = tuple(rank for rank, (_, yes) in enumerate(told) if yes)
@@ -129,7 +130,8 @@ class _BadGradient:
 
 @contextlib.contextmanager
 def _first_bad_output(run: Run) -> Iterator[list[Finding]]:
-    """Collects at most one: of the first module of this rank, in time, that makes a finite input infinite or NaN."""
+    """Collects at most one finding: the first module of this rank, in time, that makes a finite input infinite or
+    NaN."""
     found: list[Finding] = []
     here: list[Any] = [None, False]  # the micro-batch, and whether what came in is finite
 
@@ -158,7 +160,7 @@ def _first_bad_output(run: Run) -> Iterator[list[Finding]]:
 
 
 def _parts(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules whose outputs are looked at, in the order of the layers."""
+    """Modules whose outputs are searched, in the order of the layers."""
     if stage.embedding is not None:
         yield "embedding", stage.embedding
     for block in stage.blocks:
@@ -183,7 +185,7 @@ def samples_in_words(run: Run, ids: Sequence[int], most: int = 4) -> str:
 
 
 def documents_of(run: Run, sample: int) -> list[str]:
-    """`FILE, document 3` of each document that a sample has tokens of, in their order; none of generated data."""
+    """`FILE, document 3` for each document that a sample has tokens of, in order; [] for generated data."""
     if (ledger := run.ledger) is None:
         return []
 
