@@ -29,7 +29,6 @@ from megalite.plan.links import Group, Links
 from megalite.plan.profile import Profile
 from megalite.plan.sums import Sums
 
-FORWARD_KERNELS, BACKWARD_KERNELS = 22, 44  # that a layer launches, with what autograd adds; collectives: 4 each
 SCORES_AGAIN = 1.25  # of backward's stated FLOPs: with the scores, which it computes again
 SCORE_BYTES = (13, 21)  # per score in 16 bits that is kept in memory, forward and backward; dropout's mask is a byte
 
@@ -154,14 +153,14 @@ class Costs:
         """`whole`: recomputed."""
         if (known := self._calibrated("layer, split" if self.split else "layer")) is not None:
             return known  # with what is recomputed
-        time = self._priced(layers_bill((kind,), self.made.layers.setting, whole))
+        bill = layers_bill((kind,), self.made.layers.setting, whole)
+        time = self._priced(bill)
         if not (host := self.profile.dispatch_s) or self.made.config.train.cuda_graph_impl != "none":
             return time
-        (f, b, w), collectives = time.all, 4 * (self.made.tp > 1)
-        again = self.layer(kind).all[0] if whole else 0.0
-        more = max(0.0, host * (BACKWARD_KERNELS + collectives) - (b + w - again))
-        b, w = b + more * b / (b + w), w + more * w / (b + w)
-        return Seconds((max(f, host * (FORWARD_KERNELS + collectives)), b, w), time.tp)
+        f, b, w = time.all
+        late = max(0.0, host * bill.launches("BW") - (b + w))
+        b, w = b + late * b / (b + w), w + late * w / (b + w)
+        return Seconds((max(f, host * bill.launches("F")), b, w), time.tp)
 
     @cached_property
     def layers(self) -> Sums:
