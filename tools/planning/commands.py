@@ -1,4 +1,4 @@
-"""What tools/plan.py does for each of its commands, once the flags are read."""
+"""The commands of tools/plan.py, which run once the flags are read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tools.program import unwritable
 
 
 class Wrong(Exception):
-    """What is wrong with the question: lines."""
+    """Says in lines what is wrong with the command line."""
 
 
 def run(command: str, args: argparse.Namespace, words: list[str]) -> int:
@@ -196,10 +196,10 @@ def memory(args: argparse.Namespace, words: list[str]) -> int:
     layout = layout_of(request.config)
     if problems := problems_of(applied(layout, request.config), request.cluster.world):
         raise Wrong("\n".join(problems))
-    made = arranged(layout, request)
-    held = memory_of(made)
-    print(f"{layout}, dp {made.dp}, {made.microbatches} micro-batches")
-    print(columns(show.memory_rows(held, made)))
+    arrangement = arranged(layout, request)
+    held = memory_of(arrangement)
+    print(f"{layout}, dp {arrangement.dp}, {arrangement.microbatches} micro-batches")
+    print(columns(show.memory_rows(held, arrangement)))
     limit = request.cluster.device.memory_bytes
     print(f"a {request.cluster.device.name} has {limit / 2**30:.1f} GiB, less what CUDA and NCCL take")
     return 0 if max(one.peak for one in held) <= limit else 1
