@@ -49,11 +49,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{axis}-parallel-size", type=int, default=1)
     parser.add_argument("--min-bytes", type=int, default=1 << 10)
     parser.add_argument("--max-bytes", type=int, default=1 << 26)
-    parser.add_argument("--factor", type=int, default=4, help="from one size to the next")
+    parser.add_argument("--factor", type=int, default=4, help="ratio of one size to the one before")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--times", type=int, default=10, help="of each; the median counts")
-    parser.add_argument("--alone", action="store_true", help="also the first group of each axis while others rest")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="to meet, and of each collective")
+    parser.add_argument("--times", type=int, default=10, help="runs of each; the median counts")
+    parser.add_argument("--alone", action="store_true", help="also time the first group of each axis alone")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="limit for the start and for each collective")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--csv", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
@@ -117,8 +117,8 @@ def bench(ranks: Ranks, args: argparse.Namespace) -> int:
 
 
 def measure(mesh: Any, args: argparse.Namespace) -> Found:
-    """Of all axes, kinds and sizes; collective. On rank 0 --json is written after each row, so that what is cut off
-    leaves what it has."""
+    """Measure all axes, kinds and sizes, on all ranks together. Rank 0 writes --json after each row, so that a run that
+    is cut off leaves its rows."""
     from megalite.parallel.comm import gather_texts
 
     sizes = [args.min_bytes]  # the last one --max-bytes or just below
@@ -164,7 +164,7 @@ def links_of(rows: list[dict[str, Any]], inside: dict[str, bool]) -> Found:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """Of the table on the terminal."""
+    """A row of the table on the terminal."""
     who = f"{row['axis']:6} {row['size']:5d} {row['groups']:>7} {row['kind']:>15}"
     rates = "".join(f" {row[name]:9.3g}" for name in ("gb_s", "median", "least"))
     return f"{who} {row['bytes']:12,} {row['us']:11,.1f}{rates}"

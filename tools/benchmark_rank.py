@@ -119,7 +119,7 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
 
 
 def facts_of(run: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
-    """What a step is of, and what it ran on; the peak, on a CPU that of one rank's threads, by rank 0 alone."""
+    """The sizes of a step and the machine. Rank 0 alone knows the peak; on a CPU it is that of one rank's threads."""
     import torch
 
     from megalite.config.options import padded_vocab_size

@@ -47,13 +47,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--nproc", type=int, help="local ranks, where no launcher has started this")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="groups are those of such a run")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="check the groups of a run with this tp")
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes; default: 1 KiB to 256 MiB, on a CPU to 4 MiB")
-    parser.add_argument("--times", type=int, default=10, help="of each collective; the median counts")
+    parser.add_argument("--times", type=int, default=10, help="runs of each collective; the median counts")
     parser.add_argument("--slow", type=float, default=0.5, help="a pair below this share of the median pair is slow")
     parser.add_argument("--expect", type=float, help="GB/s of bus bandwidth that all_reduce must reach in each group")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="to meet, and of each collective")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="limit for the start and for each collective")
     parser.add_argument("--json", type=Path, help="write what was found into this file")
     return parser.parse_args(argv)
 
@@ -75,12 +75,12 @@ def check(ranks: Ranks, args: argparse.Namespace) -> int:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     limit = datetime.timedelta(seconds=args.timeout_s)
-    found: dict[str, Any] = {"ranks": ranks.world, "hosts": [socket.gethostname()], "warnings": [], "rows": []}
+    report: dict[str, Any] = {"ranks": ranks.world, "hosts": [socket.gethostname()], "warnings": [], "rows": []}
     code = 0
     try:
         with process_group(ranks, device=device, startup_timeout=limit) as here:
             if ranks.world > 1:
-                found["hosts"], found["warnings"] = compare(facts_of_machine(here), world_axis(), here)
+                report["hosts"], report["warnings"] = compare(facts_of_machine(here), world_axis(), here)
                 try:
                     shape = dict(tp=args.tensor_parallel, pp=args.pipeline_parallel)
                     mesh = build_mesh(**shape, device=here, timeout=limit, shared_memory=False)
@@ -89,14 +89,14 @@ def check(ranks: Ranks, args: argparse.Namespace) -> int:
                 try:
                     check_collectives(mesh)
                 except LaunchError as error:
-                    found["wrong"] = str(error)
-                if "wrong" not in found:  # how fast a wrong result comes is of no interest
-                    found |= measure(mesh, here, args)
-            code = 1 if "wrong" in found or found.get("slow") else 0
+                    report["wrong"] = str(error)
+                if "wrong" not in report:  # how fast a wrong result comes is of no interest
+                    report |= measure(mesh, here, args)
+            code = 1 if "wrong" in report or report.get("slow") else 0
     except LaunchError as error:
-        code, found["could not begin"] = 3, str(error)
+        code, report["could not begin"] = 3, str(error)
     if ranks.rank == 0 or (code == 3 and ranks.local_rank == 0):
-        tell(found, code, args)
+        tell(report, code, args)
     return code
 
 
@@ -130,7 +130,7 @@ def pairs(mesh: Any, device: Any, size: int, times: int) -> list[tuple[int, int,
     import torch
     import torch.distributed as dist
 
-    world, found = mesh.world, []
+    world, rates = mesh.world, []
     tensor = torch.zeros(max(1, size // 4), device=device)
     for first in (0, 1) if world.size > 2 else (0,):
         partner = world.rank + 1 if world.rank % 2 == first else world.rank - 1
@@ -143,12 +143,12 @@ def pairs(mesh: Any, device: Any, size: int, times: int) -> list[tuple[int, int,
         alone = not 0 <= partner < world.size
         seconds = everywhere(0.0 if alone else timed(there_and_back, device, times), mesh)
         for rank in range(first, world.size - 1, 2):
-            found.append((rank, rank + 1, 2 * 4 * len(tensor) / seconds[rank] / 1e9))
-    return found
+            rates.append((rank, rank + 1, 2 * 4 * len(tensor) / seconds[rank] / 1e9))
+    return rates
 
 
 def expected(mesh: Any, device: Any) -> str:
-    """What the data sheet says of a card's link; empty where nothing is known."""
+    """The rate of a card's link by its data sheet, in words; empty where nothing is known."""
     import torch
 
     if device.type != "cuda":

@@ -82,7 +82,7 @@ def verify(path: Location, every: bool) -> int:
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
-    """What differs between two checkpoints, tensor by tensor."""
+    """The differences between two checkpoints, tensor by tensor."""
     from tools.checks.conversion import Difference, difference
 
     mine, theirs = a.manifest.tensors, b.manifest.tensors
@@ -99,17 +99,17 @@ def diff(a: Location, b: Location) -> int:
     from megalite.checkpoint.offline import open_checkpoint
 
     one, two = open_checkpoint(a), open_checkpoint(b)
-    found = 0
+    count = 0
     for d in differences(one, two):
-        found += 1
+        count += 1
         text = d.note
         if d.index is not None:
             where = ", ".join(map(str, d.index))
             text += f"{', ' if text else ''}{d.count:,} elements; first at [{where}]: {d.here:g} and {d.there:g}"
             text += f"; largest {d.largest:g}"
         print(printable(f"{d.name}: {text}"))
-    print(f"{found} tensors differ" if found else f"{len(one.manifest.tensors)} tensors, equal to the bit")
-    return 1 if found else 0
+    print(f"{count} tensors differ" if count else f"{len(one.manifest.tensors)} tensors, equal to the bit")
+    return 1 if count else 0
 
 
 def named(source: Checkpoint, folder: Location) -> Location:

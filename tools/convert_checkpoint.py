@@ -66,8 +66,8 @@ def parse_size(text: str) -> int:
     >>> parse_size("5GB"), parse_size("2GiB")
     (5000000000, 2147483648)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
-    size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 5GB or 500MiB")
     return size
@@ -87,11 +87,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help=both)
     parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
-    parser.add_argument("--family", choices=sorted(FAMILIES), help="--to-hf: default: of --like, or the first fit")
+    parser.add_argument("--family", choices=sorted(FAMILIES), help="--to-hf; default: --like's, or the first to fit")
     copied = "--to-hf: model directory whose tokenizer is copied"
     parser.add_argument("--like", type=local_path, metavar="DIR", help=copied)
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
-    parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: of a file (default 5GB)")
+    parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: largest size of a file (default 5GB)")
     parser.add_argument("--vocab-size", type=int, help="rows to keep; default: the checkpoint's or tokenizer's")
     parser.add_argument("--target-tensor-parallel-size", type=int, metavar="TP", help="--to-megatron: default 1")
     parser.add_argument("--target-pipeline-parallel-size", type=int, metavar="PP", help="--to-megatron: default 1")
@@ -146,7 +146,7 @@ def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors, for a run that starts from converted weights."""
+    """The state that a checkpoint holds beside tensors, for a run that starts from converted weights."""
     precision = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}.get(dtype, {})
     config = build({**options, **tokenizer, **precision})
     state = {"progress": State().to_json(), "updates": 0, "loss_scaler": LossScaler().to_json()}
@@ -173,7 +173,7 @@ def from_hf(args: argparse.Namespace) -> bool:
 
 
 def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.HuggingFaceModel, ours: Ours) -> bool:
-    """What --check and --check-bits ask for. Logits have a bound, unless --dtype rounded the weights."""
+    """Run the checks of --check and --check-bits. Logits have a bound, unless --dtype rounded the weights."""
     if not (args.check or args.check_bits):
         return True
     weight = second_reading.hugging_face(folder, theirs.family, theirs.model)

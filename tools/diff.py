@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("a", type=Path, help="a run directory, or a TOML file")
     parser.add_argument("b", type=Path, help="the other one")
-    parser.add_argument("--json", action="store_true", help="a list of objects")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
     args = parser.parse_args(argv)
     try:
         rows = differences(config_of(args.a), config_of(args.b))

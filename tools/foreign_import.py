@@ -41,7 +41,7 @@ def write_import(
 
 
 def items_of(foreign: Sequence[Foreign], specs: Specs) -> list[Item]:
-    """What to write into tensors of `specs`; rows that pad their vocabulary are left out."""
+    """The pieces to write into tensors of `specs`, without the rows that pad the vocabulary."""
     items = []
     for one in foreign:
         boxes = [(spec.name, unpadded(box, specs[spec.name])) for spec, box in one.recipe.parts]
@@ -61,5 +61,5 @@ def kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
 
 
 def unpadded(box: Box, spec: ParamSpec) -> Box | None:
-    """What of a rectangle a checkpoint stores: not the rows that pad the vocabulary; None where nothing is left."""
+    """The part of a rectangle that a checkpoint stores: no rows that pad the vocabulary. None where it is empty."""
     return intersect(box, Box((0,) * len(box.start), spec.stored_shape))

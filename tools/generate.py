@@ -35,16 +35,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, or Hugging Face model")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
-    parser.add_argument("--prompts-file", type=Path, help="more: one per line; .jsonl: strings, or objects with text")
-    parser.add_argument("--max-new-tokens", type=int, default=60, help="how many to add to each at most (default 60)")
+    parser.add_argument("--prompts-file", type=Path, help="one prompt per line; .jsonl: strings, or objects with text")
+    parser.add_argument("--max-new-tokens", type=int, default=60, help="tokens to add to each at most (default 60)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=40, help="choose among the K likeliest; 0: all (default 40)")
     parser.add_argument("--top-p", type=float, default=1.0, help="among the fewest with this probability (default 1)")
-    parser.add_argument("--seed", type=int, default=1234, help="of what is drawn (default 1234)")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the draws (default 1234)")
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
     parser.add_argument("--batch-size", type=int, default=16, help="prompts at once (default 16)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and arithmetic")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where it is")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--nproc", type=int, default=1, help="local processes to start when no launcher did")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="TP")
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="PP")
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def misuse(args: argparse.Namespace, world: int) -> str | None:
-    """What is wrong with the flags on so many ranks, or None."""
+    """The problem with the flags on so many ranks, or None."""
     for name, least in LEAST.items():
         value = getattr(args, name)
         if not least <= value < float("inf"):
@@ -134,7 +134,7 @@ def generate(args: argparse.Namespace, prompts: list[str], device, speak: bool) 
 
 
 def line_of(row: dict[str, Any], whole: str, as_json: bool) -> str:
-    """What is printed of a text: a model may have learned what steers a terminal."""
+    """The printable form of a text: a model may have learned characters that steer a terminal."""
     return json.dumps(row) if as_json else f"[step {row['step']}] {printable(whole)}"
 
 

@@ -191,10 +191,10 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__)
     names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
     parser.add_argument("--out", type=local_path, default=Path("runs/gpu_report"), metavar="DIR")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="of " + ", ".join(names))
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="parts to run: " + ", ".join(names))
     parser.add_argument("--seconds", type=float, help="for all parts together (default 465, on several cards 585)")
-    parser.add_argument("--tiny", action="store_true", help="at sizes of which no figure means anything")
-    parser.add_argument("--cpu", action="store_true", help="a dry run without a card, --tiny")
+    parser.add_argument("--tiny", action="store_true", help="use tiny sizes, whose figures mean nothing")
+    parser.add_argument("--cpu", action="store_true", help="a dry run without a card; implies --tiny")
     args = parser.parse_args(argv)
     args.tiny |= args.cpu
     if args.seconds is not None and args.seconds <= 0:

@@ -76,7 +76,7 @@ def picture(data: IndexedDataset) -> Picture:
     title = f"{Path(data.prefix).name}: {len(data):,} documents, {data.num_tokens:,} tokens"
 
     def draw(width: float) -> Any:
-        made, (axis,) = figure(width, [3.9])
+        fig, (axis,) = figure(width, [3.9])
         places = np.arange(len(rows))
         axis.bar(places - 0.2, [100 * row[2] / len(data) for row in rows], 0.4, label="documents", color=ink("blue"))
         axis.bar(places + 0.2, 100 * tokens / max(data.num_tokens, 1), 0.4, label="tokens", color=ink("orange"))
@@ -85,7 +85,7 @@ def picture(data: IndexedDataset) -> Picture:
         axis.set_ylabel("share, %")
         axis.set_title(title, loc="left")
         axis.legend()
-        return made
+        return fig
 
     return Picture("lengths", title, draw)
 
@@ -94,8 +94,8 @@ def show_document(data: IndexedDataset, document: int, tokenizer: Tokenizer | No
     if not 0 <= document < len(data):
         raise DataError(f"document={document} is outside 0..{len(data) - 1}")
     ids = np.asarray(data.document(document)).tolist()
-    more = f" ... ({len(ids) - SHOWN} more)" if len(ids) > SHOWN else ""
-    lines = [f"document {document}: {len(ids)} tokens: {' '.join(map(str, ids[:SHOWN]))}{more}"]
+    rest = f" ... ({len(ids) - SHOWN} rest)" if len(ids) > SHOWN else ""
+    lines = [f"document {document}: {len(ids)} tokens: {' '.join(map(str, ids[:SHOWN]))}{rest}"]
     if tokenizer is not None:
         wrong = [i for i in ids if not 0 <= i < tokenizer.vocab_size]
         if wrong:
@@ -129,8 +129,8 @@ def check_index(data: IndexedDataset) -> None:
 
 
 def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | None, eod: int | None, bar: Bar) -> str:
-    """What was checked, in words; DataError with file, document, position and id of the first fault. `bar`: of the
-    tokens."""
+    """A report of what was checked. Raises DataError with file, document, position and id of the first fault. `bar`
+    counts tokens."""
     check_index(data)
     for key, count in (("documents", len(data)), ("tokens", data.num_tokens)):
         if info is not None and info.get(key, count) != count:
@@ -175,8 +175,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokenizer-model", help="the tokenizer's file")
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
     parser.add_argument("--merge-file", help="GPT-2 merges.txt")
-    parser.add_argument("--tiktoken-pattern", help="of TikTokenizer: how text is split")
-    parser.add_argument("--vocab-size", type=int, help="ids must be below it; of NullTokenizer: without the eod")
+    parser.add_argument("--tiktoken-pattern", help="how a TikTokenizer splits text")
+    parser.add_argument("--vocab-size", type=int, help="bound of the ids; for a NullTokenizer, without the eod")
     args = parser.parse_args(argv)
     try:
         data, info, tokenizer = IndexedDataset(args.prefix), read_info(args.prefix), None
@@ -192,8 +192,8 @@ def main(argv: list[str]) -> int:
             elif args.vocab_size is not None:
                 vocab_size = args.vocab_size
             with Bar(f"verifying {args.prefix}", data.num_tokens, "tokens") as bar:
-                found = verify(data, info, vocab_size, eod, bar)
-            print(found)
+                report = verify(data, info, vocab_size, eod, bar)
+            print(report)
         if args.document is not None:
             print(show_document(data, args.document, tokenizer))
         if args.png is not None:

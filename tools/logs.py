@@ -34,7 +34,7 @@ WHOLE_SECOND = datetime.timedelta(milliseconds=999)  # an event's time has no fr
 
 @dataclass(frozen=True)
 class Entry:
-    """What was said at once: one line, or a traceback."""
+    """One line, or a traceback."""
 
     time: datetime.datetime
     who: str
@@ -44,13 +44,13 @@ class Entry:
 
     @property
     def headline(self) -> str:
-        """Of a traceback what it ends with, and where it was."""
+        """The first line, with the last one of a traceback behind it."""
         first, last = self.lines[0], next(line for line in reversed(self.lines) if line.strip())
         return first if first == last else f"{first} {last}"
 
 
 def time_of(text: str) -> datetime.datetime:
-    """Of a text without a zone: here. Raises ValueError, OverflowError."""
+    """The time in a text, in the local zone where it names none. Raises ValueError, OverflowError."""
     time = datetime.datetime.fromisoformat(text)
     return time if time.tzinfo is not None else time.astimezone()
 
@@ -59,14 +59,14 @@ def of_rank(path: Path) -> Iterator[Entry]:
     """A rank's file. Lines without a time are faulthandler's, of the moment when the file was last written."""
     who = f"rank {path.stem.partition('-')[2].lstrip('0') or 0}"
     end = datetime.datetime.fromtimestamp(path.stat().st_mtime).astimezone()
-    found = []
+    stamped = []
     for line in path.read_text("utf-8", errors="replace").splitlines():
         match = STAMP.fullmatch(line)
         try:
-            found.append((time_of(match[1]), match[2]) if match else (end, line))
+            stamped.append((time_of(match[1]), match[2]) if match else (end, line))
         except ValueError:
-            found.append((end, line))
-    for time, lines in itertools.groupby(found, key=lambda pair: pair[0]):
+            stamped.append((end, line))
+    for time, lines in itertools.groupby(stamped, key=lambda pair: pair[0]):
         yield Entry(time, who, tuple(text for _, text in lines))
 
 

@@ -91,7 +91,7 @@ def write_args(
     pp: int,
     dtype: str,
 ) -> Namespace:
-    """What Megatron-LM compares when it loads, and takes over with --use-checkpoint-args; and the true vocabulary,
+    """The arguments that Megatron-LM compares on loading, or takes with --use-checkpoint-args; and the true vocabulary,
     for which it has no argument. `tokenizer`: the options that name it, None where one is not given. Raises
     CheckpointError.
     """

@@ -36,7 +36,7 @@ SUMS = ("documents", "tokens", "bytes")  # of prefix.json; `sources` are appende
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written, and which inputs have no prefix.json (then the result has none either)."""
+    """The size of the result, and the inputs without a prefix.json (then the result has none either)."""
 
     documents: int
     tokens: int
@@ -86,18 +86,18 @@ def merge_info(infos: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
         theirs = info["tokenizer"]
         if theirs["fingerprint"] != mine["fingerprint"]:
             both = [f"{one.get('name')} {one['fingerprint'][:12]}" for one in (theirs, mine)]
-            makers = f"{other} was made with tokenizer {both[0]}, but {prefix} with {both[1]}"
+            makers = f"{other} was merged with tokenizer {both[0]}, but {prefix} with {both[1]}"
             raise DataError(f"{makers}: their ids mean different text; use one tokenizer")
-    made = {key: value for key, value in first.items() if all(info.get(key) == value for _, info in infos)}
+    merged = {key: value for key, value in first.items() if all(info.get(key) == value for _, info in infos)}
     for key in SUMS:
         values = [info.get(key) for _, info in infos]
-        made.pop(key, None)
+        merged.pop(key, None)
         if all(type(value) is int for value in values):
-            made[key] = sum(value for value in values if value is not None)
+            merged[key] = sum(value for value in values if value is not None)
     lists = [info.get("sources") for _, info in infos]
-    made["sources"] = [name for found in lists if isinstance(found, list) for name in found]
-    made["tokenizer"] = mine
-    return made
+    merged["sources"] = [name for names in lists if isinstance(names, list) for name in names]
+    merged["tokenizer"] = mine
+    return merged
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> Merged:

@@ -42,27 +42,27 @@ def flags_of(command: str) -> argparse.ArgumentParser:
         take("--num-gpus", type=int, metavar="N", help="devices of the cluster; default 8")
         take("--gpus-per-node", type=int, metavar="N", help="default: as the device usually comes")
         take("--cluster", type=Path, metavar="FILE", help="a TOML file in place of these three")
-        take("--profile", type=Path, metavar="FILE", help="how fast the device is, of `calibrate`")
+        take("--profile", type=Path, metavar="FILE", help="a device's measured rates, written by `calibrate`")
     if command in ("", "memory", "tokens", "calibrate"):
-        take("--precision", choices=("bf16", "fp16", "fp32"), help="default bf16, or as --bf16, --fp16 say")
+        take("--precision", choices=("bf16", "fp16", "fp32"), help="default bf16, or what --bf16 or --fp16 says")
     if command in ("", "tokens"):
-        take("--tokens", metavar="N", help="to train on, as 300B or 15.6T; default 20 per parameter")
-        take("--data-tokens", metavar="N", help="that there are: tells the epochs")
-        take("--price-per-gpu-hour", type=float, metavar="DOLLARS", help="default: an example of the device's")
+        take("--tokens", metavar="N", help="tokens to train on, like 300B or 15.6T; default 20 per parameter")
+        take("--data-tokens", metavar="N", help="tokens in the data, which give the epochs")
+        take("--price-per-gpu-hour", type=float, metavar="DOLLARS", help="default: an example price of the device")
     if command == "":
-        take("--usable-memory", type=float, default=0.9, metavar="SHARE", help="of a device's; default 0.9")
+        take("--usable-memory", type=float, default=0.9, metavar="SHARE", help="of a device to plan with; default 0.9")
         take("--top", type=int, default=10, help="rows of layouts to show; default 10")
-        take("--json", type=Path, metavar="FILE")
+        take("--json", type=Path, metavar="FILE", help="write everything that is printed, and more, as JSON")
         take("--out", type=Path, metavar="FILE", help="a picture; the suffix is the format")
     if command == "tokens":
         take("--mfu", type=float, default=0.4, help="share of the devices' peak that is reached; default 0.4")
     if command == "sizes":
         take("--dp", type=int, default=4, help="devices that share the state; default 4")
-        take("--parameters", default="7B", help="as 7B; default 7B")
+        take("--parameters", default="7B", help="number of parameters; default 7B")
     if command == "calibrate":
         take("--out", type=Path, default=Path("profile.json"), help="default profile.json")
         take("--ranks", type=int, default=2, help="local ranks that measure at once, as the run will have")
-        take("--seconds", type=float, default=20.0, help="of measuring, beside the start")
+        take("--seconds", type=float, default=20.0, help="time to measure, after the start; default 20")
     return parser
 
 

@@ -57,7 +57,7 @@ def of_runs(args: argparse.Namespace) -> None:
 
 
 def lacking(picture: str, run: Run) -> str:
-    """What the picture needs and the run has not; empty where it has."""
+    """A sentence on what the picture needs and the run lacks; empty where it lacks nothing."""
     damaged = "; ".join(run.problems)
     if picture == "pipeline" and run.timeline is None:
         told = f"damaged ({damaged})" if damaged else "not there"
@@ -141,13 +141,13 @@ def main(argv: list[str]) -> None:
     one.add_argument("--pp", type=positive, default=4, help="pipeline ranks")
     one.add_argument("--vpp", type=positive, default=1, help="chunks per rank")
     one.add_argument("--microbatches", type=positive, default=8)
-    one.add_argument("--split", action="store_true", help="weight gradients apart from backward")
+    one.add_argument("--split", action="store_true", help="separate weight gradients from backward")
     marks = "print it: digits are micro-batches, ' a later chunk, [] backward, () weights' gradients"
     one.add_argument("--text", action="store_true", help=marks)
     one.set_defaults(run=schedule, picture="schedule")
     planned = commands.add_parser("plan", help="what a plan's ranks hold, and where its steps' time goes")
     planned.add_argument("plan", metavar="PLAN.json", type=Path)
-    planned.add_argument("--show", choices=("memory", "layout"), default="memory", help="and time; or who holds what")
+    planned.add_argument("--show", choices=("memory", "layout"), default="memory", help="with time; or who holds what")
     planned.set_defaults(run=of_plan, picture="plan")
     for name, (text, _, many) in PICTURES.items():
         added = commands.add_parser(name, help=text)
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> None:
     two.set_defaults(run=of_benchmark, picture="bench")
     for name, command in commands.choices.items():
         command.add_argument("--out", default=f"{name}.png")
-        command.add_argument("--narrow", action="store_true", help="for a column or a telephone")
+        command.add_argument("--narrow", action="store_true", help="draw it for a column or a telephone")
     args = parser.parse_args(argv)
     try:
         args.run(args)

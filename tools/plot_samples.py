@@ -88,7 +88,7 @@ def bar(
 
 @dataclass(frozen=True)
 class Toy:
-    """What the program reads of documents of these lengths; tokens as numbers of their documents, padding by -1."""
+    """A stand-in for a data set with documents of these lengths. A token is its document's number, padding is -1."""
 
     file: NDArray[np.int64]
     ranges: list[range]  # documents for training, validation and test
@@ -186,7 +186,7 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
 def main(argv: list[str]) -> None:
     parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--lengths", type=positive, nargs="+", default=list(LENGTHS), help="tokens of each document")
-    parser.add_argument("--split", default="10,1,1", help="as in training")
+    parser.add_argument("--split", default="10,1,1", help="as --split of training")
     parser.add_argument("--seq-length", type=positive, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="samples.png")

@@ -41,8 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer-model", help="SentencePiece .model; tokenizer.json or its directory")
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
     parser.add_argument("--merge-file", help="GPT-2 merges.txt")
-    parser.add_argument("--vocab-size", type=int, help="of NullTokenizer")
-    parser.add_argument("--tiktoken-pattern", help="of TikTokenizer: v1 or v2")
+    parser.add_argument("--vocab-size", type=int, help="size of a NullTokenizer")
+    parser.add_argument("--tiktoken-pattern", help="pattern of a TikTokenizer: v1 or v2")
     own = "use the tokenizer's own library in any case"
     parser.add_argument("--no-gigatoken", dest="gigatoken", action="store_false", help=own)
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")

@@ -1,5 +1,5 @@
-"""What the programs of this folder share: the parser of flags, the exit code, and the files that they are asked to
-write, which are checked before the work, so that an hour of it is not lost."""
+"""Code that the programs of this folder share: the parser of flags, the exit code, and the check that the files they
+are asked to write can be written, which comes before the work, so that an hour of it is not lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def local_path(text: str) -> Path:
 
 
 def unwritable(*, pictures: tuple[str, ...] = (), **paths: Path | None) -> Iterator[str]:
-    """What is wrong with these, `name=value breaks rule; remedy`. Of `pictures` the suffix is the format."""
+    """Why these paths cannot be written: `name=value breaks rule; remedy`. The suffix of `pictures` is their format."""
     for name, path in paths.items():
         if path is None:
             continue

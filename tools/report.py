@@ -28,10 +28,10 @@ from tools.program import local_path, parser_of, run_program
 
 def text(run: Run) -> str:
     """report.json, of the last process that ended; and the run so far. Raises any of DAMAGE."""
-    metrics, made = run.folder / "metrics.jsonl", run.report
+    metrics, report = run.folder / "metrics.jsonl", run.report
     rows = {"outcome": run.outcome} if run.outcome in ("running", "killed") else {}
-    rows |= {"written": str(made["time"]), **summary(made)} if made else {}
-    if not made and not metrics.exists():
+    rows |= {"written": str(report["time"]), **summary(report)} if report else {}
+    if not report and not metrics.exists():
         return table({"outcome": f"{run.outcome}, before its first step"})
     if (past := read_past(run.folder, metrics.stat().st_mtime)) is not None:
         rows["run so far"] = f"goodput {past}"
@@ -41,20 +41,20 @@ def text(run: Run) -> str:
 def write(runs: list[Run], folder: Path) -> Path:
     """The page and its PNGs. Raises OSError, MissingPackage."""
     page = Page(runs)
-    made, path = page.text(), folder / "index.html"
+    html, path = page.text(), folder / "index.html"
     folder.mkdir(parents=True, exist_ok=True)
     for picture in page.pictures:
         file = folder / f"{picture.name}.png"
         file.unlink(missing_ok=True)  # matplotlib would write through a link
         save(picture, file)
-    write_atomically(path, made)
+    write_atomically(path, html)
     return path
 
 
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=local_path, metavar="DIR", help="of the page and its pictures (RUN_DIR/report)")
+    parser.add_argument("--out", type=local_path, metavar="DIR", help="folder for the page (default RUN_DIR/report)")
     parser.add_argument("--text", action="store_true", help="print where the time went, and write nothing")
     args = parser.parse_args(argv)
     code = 0

@@ -40,7 +40,7 @@ def found_in(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def row_of(folder: Path) -> dict[str, Any]:
-    """What its files say; None for what they do not, and for what is not finite. Raises RunError where there is no
+    """The figures of a run's files; None for those that are missing or not finite. Raises RunError where there is no
     status."""
     run = read_run(folder, folder.name)
     if not run.status:

@@ -36,29 +36,29 @@ OWN = ("--run-dir", "--name", "--load")  # which each run has for itself
 
 def lists_of(words: list[str]) -> dict[str, list[str]]:
     """Flag -> its values, none of a switch alone. Raises ConfigError."""
-    found: dict[str, list[str]] = {}
+    flags: dict[str, list[str]] = {}
     for word in words:
         flag, equals, value = word.partition("=")
         if word.startswith("--"):
-            if flag in found or flag in OWN:
+            if flag in flags or flag in OWN:
                 why = "is given by the sweep" if flag in OWN else "is given twice"
                 raise ConfigError([f"{flag} {why}; leave it out"])
-            found[flag] = value.split(",") if equals else []
-        elif not found or next(reversed(found.values())):
+            flags[flag] = value.split(",") if equals else []
+        elif not flags or next(reversed(flags.values())):
             raise ConfigError([f"unexpected word {word!r}; write a list as --lr 1e-4,3e-4"])
         else:
-            found[next(reversed(found))] = word.split(",")
-    return found
+            flags[next(reversed(flags))] = word.split(",")
+    return flags
 
 
 def combinations(flags: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
     """(the folder's name, flags) of each run."""
-    made: list[tuple[str, list[str]]] = []
+    runs: list[tuple[str, list[str]]] = []
     for values in itertools.product(*(given or [""] for given in flags.values())):
         pairs = list(zip(flags, values, strict=True))
         name = ",".join(f"{flag[2:]}={value.replace('/', '_')}" for flag, value in pairs if len(flags[flag]) > 1)
-        made.append((name or "only", [word for flag, value in pairs for word in words_of(flag, value)]))
-    return made
+        runs.append((name or "only", [word for flag, value in pairs for word in words_of(flag, value)]))
+    return runs
 
 
 def words_of(flag: str, value: str) -> list[str]:
@@ -66,8 +66,8 @@ def words_of(flag: str, value: str) -> list[str]:
     >>> words_of("--recompute-granularity", "full --recompute-method uniform"), words_of("--lr", "default")
     (['--recompute-granularity=full', '--recompute-method', 'uniform'], [])
     """
-    first, *more = value.split() or [""]
-    return [*([] if first == DEFAULT else [f"{flag}={first}" if first else flag]), *more]
+    first, *rest = value.split() or [""]
+    return [*([] if first == DEFAULT else [f"{flag}={first}" if first else flag]), *rest]
 
 
 def finished(folder: Path, config: Config) -> bool:
@@ -112,7 +112,7 @@ def run_to_its_end(line: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("toml", type=Path, help="as --config of a run")
+    parser.add_argument("toml", type=Path, help="a file like --config of a run")
     default = "where the runs go; default: runs/sweep-NAME of the TOML file"
     parser.add_argument("--folder", type=local_path, help=default)
     args, words = parser.parse_known_args(argv)

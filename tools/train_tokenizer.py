@@ -127,7 +127,7 @@ def train(pieces: Iterable[str], model_prefix: str, vocab_size: int, threads: in
 
 
 def _reason(vocab_size: int, told: str) -> str:
-    """What SentencePiece has to say, without the lines of its source."""
+    """SentencePiece's error message without the lines of its source."""
     if most := re.search(r"Vocabulary size too high.* <= (\d+)", told):
         return _too_large(vocab_size, int(most[1]))
     if fewest := re.search(r"smaller than required_chars\. \d+ vs (\d+)", told):

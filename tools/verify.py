@@ -36,7 +36,7 @@ DTYPES = ("float64", "float32", "bfloat16")
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=3, help="of training; default: 3")
+    parser.add_argument("--steps", type=int, default=3, help="steps to train; default: 3")
     parser.add_argument("--dtype", choices=DTYPES, default="float64", help="in float64, the default, nothing hides")
     parser.add_argument("--most-ranks", type=int, default=8, help="processes of the layout, at most; default: 8")
     parser.add_argument("--whole", action="store_true", help="keep sizes, data and layout as they are")
@@ -53,10 +53,10 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     wrong += [] if 0 < args.timeout < 1e6 else [f"timeout={args.timeout:g} is not a time; give seconds above 0"]
     if wrong := [*wrong, *unwritable(pictures=("out",), json=args.json, out=args.out)]:
         raise ConfigError(wrong)
-    found = cli.read_all(words, PRESETS, world=lambda config: layout_of(config)[0].world)
-    if found.config.checkpoint.use_checkpoint_args:
+    parsed = cli.read_all(words, PRESETS, world=lambda config: layout_of(config)[0].world)
+    if parsed.config.checkpoint.use_checkpoint_args:
         raise ConfigError(["use_checkpoint_args takes the sizes from a checkpoint; give them as flags, or --config"])
-    config = found.config
+    config = parsed.config
     if args.dtype != "float64":  # there options stay (a loss scale, bf16 moments), and only tensors are wider
         config = replace(config, precision=replace(config.precision, bf16=args.dtype == "bfloat16", fp16=False))
     try:
@@ -65,12 +65,12 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
         raise ConfigError([str(error)]) from None
     second = None if args.whole else of_groups(config, first, args.most_ranks)
     runs = [first] if second is None else [first, second]
-    if wrong := [line for made in runs for line in check(made.config, made.layout.world)]:
+    if wrong := [line for small in runs for line in check(small.config, small.layout.world)]:
         raise ConfigError([f"at its small size: {line}; or give --whole" for line in wrong])
     from megalite.train.life.preflight import choose_device  # imports torch
     from megalite.train.setup import SetupError
 
-    if found.config.train.compile:
+    if parsed.config.train.compile:
         first.notes.append("--compile is not verified: blocks run as they are")
     try:
         choose_device(first.config.parallel.device)
@@ -90,8 +90,8 @@ def main(argv: list[str]) -> int:
 
     verdicts: list[verdict.Verdict] = []
     try:
-        for made in runs:
-            verdicts.append(verdict.verify(made, args.dtype, args.timeout))
+        for small in runs:
+            verdicts.append(verdict.verify(small, args.dtype, args.timeout))
             print("\n" * (len(verdicts) > 1) + verdict.text_of(verdicts[-1], args.dtype), flush=True)
             if not verdicts[-1].agrees:
                 break

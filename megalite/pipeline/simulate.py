@@ -10,13 +10,17 @@ True
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypedDict, Unpack
 
 from megalite.pipeline.schedule import EQUAL, Action, Cost, Op, Placement
 
 WORK = (Op.F, Op.B, Op.W)
+SENDS = {Op.SEND_F: (Op.F, 1), Op.SEND_B: (Op.B, -1)}  # whose input it is, how many stages on
 
 
 class Span(NamedTuple):
@@ -28,19 +32,26 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """`spans` of the compute actions, in order of each rank; times in units of the costs given."""
+    """`starts` and `ends` of the compute actions, in the order in which they ran; in units of the costs given."""
 
-    spans: tuple[Span, ...]
-    ranks: int
+    starts: Sequence[float]
+    ends: Mapping[Action, float]
+    place: Placement
 
-    @property
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The compute actions of all ranks, each rank's in order."""
+        times = zip(self.starts, self.ends.items(), strict=True)
+        return tuple(Span(self.place.rank(action.stage), action, start, end) for start, (action, end) in times)
+
+    @cached_property
     def end(self) -> float:
-        return max(s.end for s in self.spans)
+        return max(self.ends.values())
 
     @property
     def bubble(self) -> float:
-        busy = sum(s.end - s.start for s in self.spans)
-        return 1.0 - busy / (self.ranks * self.end)
+        busy = sum(end - start for start, end in zip(self.starts, self.ends.values(), strict=True))
+        return 1.0 - busy / (self.place.pp * self.end)
 
 
 class Simulated(TypedDict, total=False):
@@ -60,48 +71,50 @@ def simulate(
 
     Raises ValueError when a message or an input never comes.
     """
-    delay, begin = more.get("delay", lambda source, target: 0.0), more.get("begin", {})
+    delay, begin = functools.cache(more.get("delay", lambda source, target: 0.0)), more.get("begin", {})
     clock, position = [0.0] * len(rows), [0] * len(rows)
-    free: dict[tuple[Op, int], float] = {}  # when the last message of a rank's in one direction is through
-    sent: dict[Action, float] = {}
-    done: dict[Action, float] = {}
-    spans: list[Span] = []
-    last = max(a.stage for row in rows for a in row)
+    free = {op: [0.0] * len(rows) for op in SENDS}  # when the last message of a rank's in one direction is through
+    ops, stages, microbatches = (set(field) for field in zip(*itertools.chain.from_iterable(rows), strict=True))
+    last, split = max(stages), Op.W in ops
     place = Placement(len(rows), -(-(last + 1) // len(rows)))
-    split = any(a.op is Op.W for row in rows for a in row)
     takes = [{Op.F: f, Op.B: b if split else b + w, Op.W: w} for f, b, w in costs or [EQUAL] * (last + 1)]
-
-    def ready(action: Action) -> float | None:
-        """When `action` may start; None: not yet known."""
-        op, stage, m = action.op, action.stage, action.microbatch
-        if op not in WORK:
-            return 0.0  # posted, not waited for
-        if op is not Op.F and Action(Op.F if op is Op.B else Op.B, stage, m) not in done:
-            return None
-        before = stage - 1 if op is Op.F else stage + 1
-        if op is Op.W or not 0 <= before <= last:
-            return 0.0
-        if place.rank(before) == place.rank(stage):
-            return done.get(Action(op, before, m))
-        return sent.get(Action(Op.SEND_F if op is Op.F else Op.SEND_B, before, m))
-
+    come = _inputs(last, 1 + max(microbatches))
+    earliest = [begin.get(stage, 0.0) for stage in range(last + 1)]
+    starts: list[float] = []
+    ends: dict[Action, float] = {}
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(rows):
-            while position[rank] < len(row) and (at := ready(row[position[rank]])) is not None:
-                action = row[position[rank]]
-                if action.op in WORK:
-                    start = max(clock[rank], at, begin.get(action.stage, 0.0))
-                    clock[rank] = done[action] = start + takes[action.stage][action.op]
-                    spans.append(Span(rank, action, start, clock[rank]))
-                elif action.op in (Op.SEND_F, Op.SEND_B):
-                    to = place.rank(action.stage + (1 if action.op is Op.SEND_F else -1))
-                    gone = max(clock[rank], free.get((action.op, rank), 0.0)) + delay(rank, to)
-                    sent[action] = free[action.op, rank] = gone
+            while position[rank] < len(row):
+                op, stage, m = action = row[position[rank]]
+                if op in WORK:
+                    if op is not Op.F and (Op.F if op is Op.B else Op.B, stage, m) not in ends:
+                        break
+                    if (at := 0.0 if op is Op.W else come[op][stage][m]) is None:
+                        break
+                    start = max(clock[rank], at, earliest[stage])
+                    clock[rank] = ends[action] = start + takes[stage][op]
+                    starts.append(start)
+                    if place.pp == 1 and op is not Op.W:  # without a message
+                        come[op][stage + (1 if op is Op.F else -1)][m] = clock[rank]
+                elif op in SENDS:
+                    what, way = SENDS[op]
+                    sent = max(clock[rank], free[op][rank]) + delay(rank, place.rank(stage + way))
+                    come[what][stage + way][m] = free[op][rank] = sent
                 position[rank] += 1
                 moved = True
     stuck = [str(row[p]) for row, p in zip(rows, position, strict=True) if p < len(row)]
     if stuck:
         raise ValueError(f"never runs: {', '.join(stuck)}")
-    return Simulation(tuple(spans), len(rows))
+    return Simulation(starts, ends, place)
+
+
+def _inputs(last: int, microbatches: int) -> dict[Op, dict[int, list[float | None]]]:
+    """Operation, stage, micro-batch -> when the hidden states that F needs, or the gradient that B needs, have come;
+    None: not yet known. The first F and the last B wait for nobody. Beside the stages there is one more at each end,
+    to which what leaves the pipeline goes."""
+    come: dict[Op, dict[int, list[float | None]]]
+    come = {op: {stage: [None] * microbatches for stage in range(-1, last + 2)} for op in (Op.F, Op.B)}
+    come[Op.F][0] = come[Op.B][last] = [0.0] * microbatches
+    return come

@@ -69,6 +69,10 @@ class Bill:
     def of(self, phase: str) -> list[Event]:
         return [event for event in self.trace if event.phase == phase]
 
+    def launches(self, phases: str) -> int:
+        """How many operations, kernels and collectives the host starts in these phases."""
+        return sum(event.phase in phases and event.what in ("matmul", "stream", "begin") for event in self.trace)
+
 
 class _Begun:
     """A collective that has begun."""

@@ -31,7 +31,6 @@ from megalite.plan.links import Group, Links
 from megalite.plan.profile import Profile
 from megalite.plan.sums import Sums
 
-FORWARD_KERNELS, BACKWARD_KERNELS = 22, 44  # launches of a layer, with those of autograd; collectives: 4 each
 SCORES_AGAIN = 1.25  # times backward's stated FLOPs, because it computes the scores again
 SCORE_BYTES = (13, 21)  # moved in forward and backward per 16-bit score that is kept; dropout's mask is one byte of it
 
@@ -146,14 +145,14 @@ class Costs:
         """The time of a layer; `whole`: all of it is recomputed."""
         if (measured := self._calibrated("layer, split" if self.made.splits_backward else "layer")) is not None:
             return measured  # recomputation is part of it
-        time = self._priced(layers_bill((kind,), self.made.layers.setting, whole))
+        bill = layers_bill((kind,), self.made.layers.setting, whole)
+        time = self._priced(bill)
         if not (host := self.profile.dispatch_s) or self.made.config.train.cuda_graph_impl != "none":
             return time
-        (f, b, w), collectives = time.all, 4 * (self.made.tp > 1)
-        again = self.layer(kind).all[0] if whole else 0.0
-        host_wait = max(0.0, host * (BACKWARD_KERNELS + collectives) - (b + w - again))
-        b, w = b + host_wait * b / (b + w), w + host_wait * w / (b + w)
-        return Seconds((max(f, host * (FORWARD_KERNELS + collectives)), b, w), time.tp)
+        f, b, w = time.all
+        late = max(0.0, host * bill.launches("BW") - (b + w))
+        b, w = b + late * b / (b + w), w + late * w / (b + w)
+        return Seconds((max(f, host * bill.launches("F")), b, w), time.tp)
 
     @cached_property
     def layers(self) -> Sums:

@@ -4,7 +4,8 @@ Sources of the defaults:
 
     H100, H200   docs/performance.md, "GPU", sustained at the card's power: matmuls 703 of 989 TFLOP/s, attention 0.8 of
                  its rate alone (598 to 620 forward, 463 to 544 backward at 4k and 32k), head and loss 647, copies 3,004
-                 of 3,350 GB/s and norms 0.95 of that; launches: a GPT of 125 M without graphs. `attention_half`: fits
+                 of 3,350 GB/s and norms 0.95 of that; `dispatch_s`: a GPT of 125 M without graphs, 38
+                 launches per layer, reached an MFU of 7.0 %. `attention_half`: fits
                  rate S / (S + half) to both lengths. `sums`: dW added at 616 and begun at 657 TFLOP/s differ by 0.6 of
                  the time that reading 4 bytes a weight takes. `contention`: a guess, since measuring needs two cards
     A100, B200   the largest rate of a matmul of any shape, 271.2 of 312 and 1,745 of 2,250 TFLOP/s (H100: 794.5), by
@@ -38,7 +39,7 @@ class Profile:
     fused          whether attention keeps no scores in memory; otherwise all S x S are written and read
     memory         share of the memory's rate that elementwise kernels and the optimizer reach
     sums           share of the time of reading and writing the gradients' sums that shows in a weight gradient
-    kernel_s       seconds of any kernel on the device beyond its work; `dispatch_s`: seconds of the host to launch it
+    kernel_s       seconds of any kernel on the device beyond its work; `dispatch_s`: seconds of the host to launch it, with autograd
     contention     share of a collective's time by which it slows down a matmul that it hides behind
     step_s         seconds of any step beyond all that is counted
     device         the device of the table where it was measured; "": a default
@@ -102,7 +103,7 @@ _HOPPER = Profile(
     memory=0.86,
     tiles=264,
     kernel_s=3e-6,
-    dispatch_s=55e-6,
+    dispatch_s=99e-6,
     contention=0.15,
     step_s=1e-3,
 )

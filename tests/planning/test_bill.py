@@ -142,3 +142,13 @@ for tp in (1, 2):
 assert "torch._dynamo" not in sys.modules and "triton" not in sys.modules"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+def test_launches_are_counted_in_forward_and_again_where_it_is_recomputed() -> None:
+    """Two norms, five matmuls, two rotations, attention, the activation and a residual sum; tp adds four collectives."""
+    kind = kinds_of(model_of(KINDS["llama"]))[0]
+    plain, again, split = (
+        layers_bill((kind,), setting(tp), whole) for tp, whole in ((1, False), (1, True), (2, False))
+    )
+    assert plain.launches("F") == again.launches("F") == 12 == split.launches("F") - 4
+    assert again.launches("BW") == plain.launches("BW") + 11  # no gradient needs the last sum

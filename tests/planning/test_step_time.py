@@ -161,7 +161,8 @@ def test_a_recompute_takes_a_forward_more() -> None:
     profile, where = default_profile("h100"), cluster("h100", 1)
     a, b = (Costs(of, where, profile) for of in (plain, full))
     again = b.stages()[0].all[1] - a.stages()[0].all[1]
-    assert again == pytest.approx(8 * a.layer(kinds_of(plain.config.model)[0]).all[0])
+    forward = 8 * a.layer(kinds_of(plain.config.model)[0]).all[0]
+    assert 0.8 * forward < again < forward  # without the last operations, whose results backward does not need
 
 
 def test_slower_links_never_make_a_step_faster() -> None:

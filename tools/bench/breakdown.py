@@ -33,35 +33,35 @@ Measured = Mapping[str, Any]  # a run, as tools/benchmark.py: measure returns it
 
 
 def shares(run: Measured) -> dict[str, float]:
-    """Of a step, means over the ranks; communication by axis. Their sum is 1."""
+    """Each part's share of a step, as a mean over the ranks, with communication by axis. The shares sum to 1."""
     total = sum(sum(parts.values()) for parts in run["parts"])
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for parts, axes in zip(run["parts"], run["axes"], strict=True):
         for name, seconds in (*parts.items(), *axes.items()):
-            found[name] = found.get(name, 0.0) + seconds / total
-    del found["communication"]
-    return found
+            sums[name] = sums.get(name, 0.0) + seconds / total
+    del sums["communication"]
+    return sums
 
 
 def lost(of: Mapping[str, float], mfu: float, made: Arrangement) -> dict[str, float] | None:
-    """What keeps the MFU from 1, by LOST. None where forward and backward have more FLOPs than the peak allows: it was
-    measured while the machine was busy."""
+    """The share of the peak that each cause in LOST takes. None where forward and backward have more FLOPs than the
+    peak allows, because the peak was measured while the machine was busy."""
     computing, idle = of["forward"] + of["backward"], of["idle"]
     again = again_flops(made)
-    found = dict.fromkeys(LOST, 0.0) | {axis: of.get(axis, 0.0) for axis in WAITS}
+    losses = dict.fromkeys(LOST, 0.0) | {axis: of.get(axis, 0.0) for axis in WAITS}
     if made.pp > 1:
-        found["bubble"] = min(idle, made.bubble)
-        found["pp"] += idle - found["bubble"]
+        losses["bubble"] = min(idle, made.bubble)
+        losses["pp"] += idle - losses["bubble"]
     else:
-        found["ranks"] = idle
-    found["recompute"] = computing * again / (1 + again)
-    found |= {name: of[name] for name in ("data", "optimizer", "other")}
-    found["kernels"] = computing - found["recompute"] - mfu
-    return None if found["kernels"] < 0 else found
+        losses["ranks"] = idle
+    losses["recompute"] = computing * again / (1 + again)
+    losses |= {name: of[name] for name in ("data", "optimizer", "other")}
+    losses["kernels"] = computing - losses["recompute"] - mfu
+    return None if losses["kernels"] < 0 else losses
 
 
 def again_flops(made: Arrangement) -> float:
-    """What is computed again, as a multiple of the model's FLOPs."""
+    """The recomputed FLOPs as a multiple of the model's."""
     plain = replace(made.layers.setting, again=())
 
     def again(kind: Kind, whole: bool) -> list[float]:
@@ -182,7 +182,7 @@ def slowest(run: Measured) -> str:
 
 
 def room(plan: Arrangement, run: Measured) -> str:
-    """What the fullest rank holds by the plan, of the memory of its device."""
+    """A sentence on how much of its device's memory the fullest rank is planned to hold."""
     most = max(held.state + kept for held, kept in zip(plan.holdings, plan.activations, strict=True))
     limit = run["memory_there"] / (run["devices"] if run["device"] == "CPU" else 1)
     fits = "" if most < limit else ", which does not fit"

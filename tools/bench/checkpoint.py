@@ -104,14 +104,14 @@ class Bench:
             dist.barrier()
 
     def _seconds(self, do: Callable[[], object]) -> float:
-        """Of the slowest rank."""
+        """The seconds that the slowest rank takes for `do`."""
         self._wait()
         begin = time.perf_counter()
         do()
         return self._most(time.perf_counter() - begin)
 
     def _most(self, value: float) -> float:
-        """Of all ranks."""
+        """The largest value of any rank."""
         return float(all_reduce_(torch.tensor(value, dtype=torch.float64), self.mesh.world, dist.ReduceOp.MAX))
 
     def _views(self) -> Iterator[memoryview]:

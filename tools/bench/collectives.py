@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def bandwidths(kind: str, size: int, ranks: int, seconds: float) -> tuple[float, float]:
-    """Of the algorithm and of the bus, GB/s (10^9 bytes), of `size` bytes over `ranks` ranks.
+    """The algorithm's and the bus's bandwidth in GB/s (10^9 bytes) for `size` bytes over `ranks` ranks.
 
     >>> bandwidths("all_reduce", 8_000_000, 4, 0.002)
     (4.0, 6.0)
@@ -67,7 +67,7 @@ def over_groups(axis: Any, kind: str, size: int, mesh: Any, times: int, alone: b
 
 
 def call_of(kind: str, axis: Any, size: int, device: Any) -> Callable[[], Any]:
-    """What does it once with `size` bytes in fp32, through the functions that a step uses."""
+    """A function that runs one collective on `size` bytes of fp32, with the code that a training step uses."""
     import torch
     import torch.distributed as dist
 
@@ -115,11 +115,11 @@ def everywhere(value: float, mesh: Any) -> list[float]:
 
 def axes_of(mesh: Any) -> list[Any]:
     """Those of a layout that have several ranks, each set of ranks once; the world only where no axis is it."""
-    names, found = ("tp", "cp", "dp", "pp", "data", "world"), []
+    names, axes = ("tp", "cp", "dp", "pp", "data", "world"), []
     for axis in map(mesh.axis, names):
-        if axis.size > 1 and all(axis.ranks != other.ranks for other in found):
-            found.append(axis)
-    return found
+        if axis.size > 1 and all(axis.ranks != other.ranks for other in axes):
+            axes.append(axis)
+    return axes
 
 
 def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -89,7 +89,7 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
 
 
 def limit_memory(size: int | None) -> None:
-    """What this process may hold on a CPU: beyond it memory is out for it alone, before the machine's is."""
+    """Limit this process's memory on a CPU, so that it alone runs out of memory, and not the machine."""
     if size is not None:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (size, most))

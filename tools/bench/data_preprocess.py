@@ -88,9 +88,9 @@ def reading(directory: Path, lines: list[bytes], texts: list[str]) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", required=True, type=Path, help="one .jsonl file with the key text")
     parser.add_argument("--tokenizer-model", required=True, help="a SentencePiece .model or a tokenizer.json")
-    parser.add_argument("--max-bytes", type=int, default=12_000_000, help="of the input; default 12 MB")
+    parser.add_argument("--max-bytes", type=int, default=12_000_000, help="bytes of the input to read; default 12 MB")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--times", type=int, default=10, help="how many times gigatoken gets the input")
+    parser.add_argument("--times", type=int, default=10, help="how often gigatoken gets the input")
     parser.add_argument("--repeats", type=int, default=5)
 
 

@@ -242,10 +242,10 @@ def number_of_documents(text: str) -> int:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all but training")
-    parser.add_argument("--full", action="store_true", help="the sizes of the goals")
+    parser.add_argument("--full", action="store_true", help="use the sizes of the goals")
     number = "number of documents for the parts named"
     parser.add_argument("--documents", type=number_of_documents, metavar="N", help=number)
-    parser.add_argument("--directory", help="where files are made")
+    parser.add_argument("--directory", help="where to make files")
 
 
 def run(options: argparse.Namespace) -> int:

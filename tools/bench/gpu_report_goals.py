@@ -123,7 +123,7 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def section(title: str, lines: list[str]) -> list[str]:
-    """What a program has printed, as it is."""
+    """A program's output, unchanged, under a title."""
     return ["", f"### {title}", "", "```", *lines, "```"]
 
 

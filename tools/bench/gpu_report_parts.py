@@ -51,7 +51,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What parts are made for. `plans`: flags and estimate of each training shape, from gpu_report_probe.py."""
+    """The machine and sizes of the parts. `plans`: flags and estimate of each shape, from gpu_report_probe.py."""
 
     cpu: bool
     plans: dict[str, Any]

@@ -1,6 +1,6 @@
-"""What tools/gpu_report.py must know before it starts: the machine, and how many layers of a model fit on its card.
+"""Find out for tools/gpu_report.py which machine this is, and how many layers of a model fit on its card.
 
-In a process of its own, so that the one that waits for the others holds no memory of the card.
+This is a process of its own, so that the one that waits for the others holds no memory of the card.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def ask_driver() -> list[dict[str, str]]:
 
 
 def warnings_of(machine: dict[str, Any]) -> list[str]:
-    """What makes the figures of this machine mean less than they seem to, or some parts impossible."""
+    """The reasons why this machine's figures mean less than they seem to, or why some parts cannot run."""
     lines = []
     if machine["triton"] is None:
         lines.append("triton is not installed: everything runs torch's kernels")

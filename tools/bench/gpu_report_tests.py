@@ -120,9 +120,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--share", help="I/N: run this one here")
-    parser.add_argument("--timed", action="store_true", help="with --share: of the files that take times")
+    parser.add_argument("--timed", action="store_true", help="with --share: run the files that measure times")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no test after this time")
-    parser.add_argument("-k", default="", help="of the tests, those whose names have it (as pytest's)")
+    parser.add_argument("-k", default="", help="run the tests whose names match, as pytest's -k")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("pytest") is None:
         print("pytest is not installed: pip install pytest", file=sys.stderr)

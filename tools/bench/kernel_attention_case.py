@@ -66,7 +66,7 @@ def work(formula: str, matmuls: int, sized: int) -> Work:
 
 
 def tiles(half: str) -> Any:
-    """Of backward: those of its two kernels, one after the other."""
+    """The tiles to try. Backward has two kernels, whose tiles are tried one after the other."""
     tables = {"": flash_attention.FORWARD}
     if half == "backward":
         tables = {"q_": flash_attention.BACKWARD_Q, "kv_": flash_attention.BACKWARD_KV}

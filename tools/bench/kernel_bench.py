@@ -96,7 +96,7 @@ class Bench:
 
 
 def best_of(rows: list[Row]) -> list[dict[str, Any]]:
-    """Of a sweep: the fastest tile of each kernel and size, and what it gains over the table's (None: that failed)."""
+    """The fastest tile of a sweep for each kernel and size, and its gain over the table's (None: that one failed)."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.kernel, row.shape, tuple(row.tile)), []).append(row)
@@ -141,7 +141,7 @@ class Clock:
         self.waste = torch.empty(0 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def __call__(self, fn: Callable[[], Any]) -> list[float]:
-        """Of each of `repeats` calls after the warm-up."""
+        """The microseconds of each of `repeats` calls after the warm-up."""
         begin, calls = time.perf_counter(), 0
         if self.device.type == "cpu":
             return [1e6 * seconds for seconds in timeit.repeat(fn, number=1, repeat=self.repeats + 1)][1:]

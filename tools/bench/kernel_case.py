@@ -48,8 +48,8 @@ Tiles = Callable[[Sizes], Iterator[tuple[Tile, Callable[[], Any]]]]
 
 @dataclass(frozen=True)
 class Work:
-    """What must be done: bytes that must move (each input read once, each result written once) and, where matmuls are
-    the limit, FLOPs. `formula` says how they are counted; e is the size of an element."""
+    """The bytes that must move (each input read once, each result written once) and, where matmuls are the limit, the
+    FLOPs. `formula` says how they are counted; e is the size of an element."""
 
     formula: str
     bytes: Callable[[Sizes], float]
@@ -111,7 +111,7 @@ def absent(peers: list[str]) -> list[str]:
 
 
 def peers_of(case: Case, s: Sizes, wanted: list[str]) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
-    """Of each peer that is wanted and has the work: its name, and what makes its inputs and a call of the work."""
+    """The name of each wanted peer that has the work, and a function that makes its inputs and a call of the work."""
     there: dict[str, Callable[[], Fn]] = {"megalite": lambda: case.ours}
     plain = case.plain
     if plain is not None:

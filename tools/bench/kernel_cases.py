@@ -1,4 +1,4 @@
-"""What tools/bench/kernels.py measures: kernels whose limit is memory, over [N, D]; each with its peers."""
+"""The cases of tools/bench/kernels.py: kernels over [N, D] that are limited by memory, each with its peers."""
 
 from __future__ import annotations
 

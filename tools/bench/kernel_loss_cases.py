@@ -106,7 +106,7 @@ def tiles(make: Make, launch: Fn) -> Tiles:
 
 
 def chunks(s: Sizes) -> Iterator[tuple[Tile, Any]]:
-    """Of the head: bytes of one chunk's logits."""
+    """The sizes of a chunk of the head's logits to try, in bytes."""
     x, w, labels = with_head(s)
     x.requires_grad_()
     w.requires_grad_()

@@ -1,5 +1,5 @@
-"""What tools/benchmark.py measures: all combinations of flags, in turns, written after each run, into a folder that an
-interrupted benchmark goes on from."""
+"""Run every combination of flags for tools/benchmark.py in turns, and write the results after each run into a folder
+from which an interrupted benchmark continues."""
 
 from __future__ import annotations
 

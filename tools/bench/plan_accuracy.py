@@ -65,10 +65,10 @@ def flags_of(layout: str, asleep: bool = False) -> list[str]:
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="CHUNKSxMICROBATCHES")
-    parser.add_argument("--profile", type=Path, help="calibrated before; default: calibrated now")
-    parser.add_argument("--asleep", action="store_true", help="layers sleep in place of computing")
-    parser.add_argument("--steps", type=int, default=5, help="timed, after 2 others")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of calibrating")
+    parser.add_argument("--profile", type=Path, help="a calibrated profile; default: calibrate now")
+    parser.add_argument("--asleep", action="store_true", help="let layers sleep instead of compute")
+    parser.add_argument("--steps", type=int, default=5, help="steps to time, after 2 others")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time to calibrate")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one run")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
@@ -100,10 +100,10 @@ def main(argv: list[str]) -> int:
 
 
 def asleep_profile() -> Any:
-    made = arrange(cli.parse(flags_of("1x2", asleep=True), {}), 2, VOCABULARY)
+    arrangement = arrange(cli.parse(flags_of("1x2", asleep=True), {}), 2, VOCABULARY)
     nothing = (0.0, 0.0, 0.0)
     blocks = {"layer": (*LAYER_S, 0.0), "embedding": nothing, "head": nothing, "update": nothing}
-    return dataclasses.replace(default_profile("cpu"), shape=shape_of(made), blocks=blocks)
+    return dataclasses.replace(default_profile("cpu"), shape=shape_of(arrangement), blocks=blocks)
 
 
 def lasting(call: Callable[..., Any], seconds: dict[int, float]) -> Callable[..., Any]:
@@ -120,10 +120,10 @@ def lasting(call: Callable[..., Any], seconds: dict[int, float]) -> Callable[...
 def asleep_rank(ranks: Any, task: dict[str, Any]) -> None:
     """One rank of a real run, whose layers sleep; writes the times of its steps."""
     with process_group(ranks, device="cpu", startup_timeout=datetime.timedelta(minutes=5)) as device:
-        made = arrange(cli.parse(task["flags"], {}), ranks.world, VOCABULARY)
-        run = build_run(made.config, ranks, device, arrangement=made)
+        arrangement = arrange(cli.parse(task["flags"], {}), ranks.world, VOCABULARY)
+        run = build_run(arrangement.config, ranks, device, arrangement=arrangement)
         pipeline: Any = run.pipeline
-        layers = {stage: made.counts[stage] for stage in pipeline.place.stages(ranks.rank)}
+        layers = {stage: arrangement.counts[stage] for stage in pipeline.place.stages(ranks.rank)}
         for name, seconds in zip(("_forward", "_backward"), LAYER_S, strict=True):
             lasts = {stage: n * seconds for stage, n in layers.items()}
             setattr(pipeline, name, lasting(getattr(pipeline, name), lasts))
@@ -150,9 +150,9 @@ def _asleep(flags: list[str], options: argparse.Namespace) -> float:
 
 def _row(layout: str, options: argparse.Namespace, profile: Any) -> dict[str, Any]:
     flags = flags_of(layout, options.asleep)
-    made = arrange(cli.parse(flags, {}), 2, VOCABULARY)
-    predicted = step_time(made, cluster("cpu", 2), profile)
-    tokens = made.batch_sizes.final * made.config.model.seq_length
+    arrangement = arrange(cli.parse(flags, {}), 2, VOCABULARY)
+    predicted = step_time(arrangement, cluster("cpu", 2), profile)
+    tokens = arrangement.batch_sizes.final * arrangement.config.model.seq_length
     row = {"layout": layout, "tokens": tokens, "predicted_s": predicted.seconds, "predicted_parts": predicted.parts}
     if options.asleep:
         return row | {"measured_s": _asleep(flags, options)}

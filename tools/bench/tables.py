@@ -1,4 +1,4 @@
-"""What a benchmark's rows come to: figures of each, as text, as CSV, and as rows for pictures."""
+"""Summarize a benchmark's rows as text, as CSV, and as rows for pictures."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Row:
         return self.status in (OK, WAITING) and len(self.runs) <= turn
 
     def take(self, result: dict[str, Any], seconds: float) -> None:
-        """What a run of `seconds` at most came to."""
+        """Record the result of a run that had `seconds` at most."""
         if "error" not in result:
             self.runs.append(result)
             self.status, self.reason = OK, ""
@@ -145,7 +145,7 @@ class Table:
 
 
 def read(file: Path) -> Table:
-    """What a benchmark has left there. Raises OSError, and ValueError where it is no such file."""
+    """Read a benchmark's results. Raises OSError, and ValueError where the file is not of a benchmark."""
     try:
         content = json.loads(file.read_text("utf-8"))
         return Table(content, [Row(**row) for row in content.pop("rows")], file)

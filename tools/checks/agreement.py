@@ -54,8 +54,8 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank has of something, and what one process has at that place: both flat, of one length. `odd`: where it
-    is not what most copies are."""
+    """A rank's part of an array and the same part in one process, both flat and of one length. `odd`: where it differs
+    from most copies."""
 
     place: Place
     item: Item
@@ -101,7 +101,7 @@ class Row:
 
 
 class Reference:
-    """What the one process had."""
+    """The arrays of the one process."""
 
     def __init__(self, recording: Recording):
         self.parameters, self.vocabulary = recording.parameters, recording.vocabulary
@@ -117,7 +117,7 @@ class Reference:
         self.floors = {step: FLOOR * _rms(each) for step, each in gradients.items()}
 
     def scale(self, key: Key) -> float:
-        """What differences of it are measured by."""
+        """The size by which differences of this array are divided."""
         floor = self.floors[key[0]] if key[1] == "gradient" else 0.0
         return max(_rms(self.arrays[key].values()), floor, 1e-300)
 
@@ -142,7 +142,7 @@ def when(step: float) -> str:
 
 
 def _rms(arrays: Iterable[Array]) -> float:
-    """Of all of them together."""
+    """The root mean square over all arrays together."""
     each = [(float(np.square(one.astype(np.float64)).sum()), one.size) for one in arrays]
     return math.sqrt(sum(square for square, _ in each) / max(1, sum(size for _, size in each)))
 
@@ -210,7 +210,7 @@ def _odd_copies(pieces: Sequence[Piece]) -> Iterator[Piece]:
 
 
 def _uncovered(samples: dict[int, Array], pieces: Sequence[Piece]) -> str:
-    """What of it no rank has."""
+    """A sentence on the elements that no rank has; empty where there are none."""
     for sample, whole in samples.items():
         there = np.zeros(whole.shape, bool)
         for piece in pieces:
@@ -226,7 +226,7 @@ def _uncovered(samples: dict[int, Array], pieces: Sequence[Piece]) -> str:
 
 
 def second_reading(reference: Reference, tolerance: Tolerance) -> Iterator[str]:
-    """What is wrong with the losses of the one process itself, by the definition: cross entropy of the final hidden
+    """Check the losses of the one process itself against their definition: cross entropy of the final hidden
     states over the true vocabulary, labels that count alone, divided by how many these are. A line per step."""
     for step in sorted({step for step, kind, _ in reference.arrays if kind == "loss"}):
         had = {name: reference.arrays.get((step, "input", name), {}) for name in ("labels", "loss mask")}

@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the patterns are looked for in."""
+    """The comparison in which patterns are looked for."""
 
     row: Row
     rows: Sequence[Row]  # of the same kind and step
@@ -72,7 +72,7 @@ def find(
 
 
 def _where(row: Row) -> str:
-    """Of the elements that differ, in the whole tensor: per dim the range that holds them all."""
+    """The range of each dim of the whole tensor that holds all the elements that differ."""
     spans: list[tuple[int, int]] = []
     count, total = 0, 0
     for piece in row.wrong:
@@ -244,11 +244,11 @@ def _gradient(seen: Seen) -> list[str]:
 
 def _stretches(pieces: Sequence[Piece], axis: str) -> list[list[Piece]]:
     """The pieces of the same elements that ranks hold which differ in this axis, dp or tp, alone."""
-    found: dict[tuple[Any, ...], list[Piece]] = {}
+    stretches: dict[tuple[Any, ...], list[Piece]] = {}
     for piece in pieces:
         other = piece.place.dp if axis == "tp" else piece.place.tp
-        found.setdefault((piece.place.pp, other, piece.box, piece.item.first, piece.here.size), []).append(piece)
-    return list(found.values())
+        stretches.setdefault((piece.place.pp, other, piece.box, piece.item.first, piece.here.size), []).append(piece)
+    return list(stretches.values())
 
 
 def _tp_sums(row: Row) -> bool:

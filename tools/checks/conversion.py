@@ -112,7 +112,7 @@ class Difference:
 
 
 def difference(name: str, here: Tensor, there: Tensor) -> Difference | None:
-    """Of two tensors of one shape: in any bit, or where their dtypes differ, in any value. NaN equals NaN then."""
+    """How two tensors of one shape differ in bits or, where their dtypes differ, in values; there NaN equals NaN."""
     note = "" if here.dtype == there.dtype else f"{str(here.dtype)[6:]} and {str(there.dtype)[6:]}"
     if note:
         x, y = here.double(), there.double()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Of a rank in the mesh."""
+    """A rank's place in the mesh."""
 
     rank: int
     tp: int
@@ -55,19 +55,19 @@ class Layout:
 
 
 def place(shape: Sequence[int], whole: Sequence[int], tp_rank: int, layout: Layout) -> tuple[slice, ...]:
-    """Of a rank's tensor of `shape` in the whole one. Raises ValueError where the rule fits no dim.
+    """The slices of the whole tensor that are a rank's tensor of `shape`. Raises ValueError where the rule fits no dim.
 
     >>> place((4, 6), (10, 6), 2, Layout(tp=3)), place((16, 6), (13, 6), 0, Layout())
     ((slice(8, 10, None), slice(0, 6, None)), (slice(0, 13, None), slice(0, 6, None)))
     """
     if len(shape) != len(whole):
         raise ValueError(f"{tuple(shape)} on a rank and {tuple(whole)} in one process: other dims")
-    found = []
+    slices = []
     for here, there in zip(shape, whole, strict=True):
         if here >= there:
-            found.append(slice(0, there))
+            slices.append(slice(0, there))
         elif here * layout.tp < there:
             raise ValueError(f"{tuple(shape)} on each of {layout.tp} ranks is less than {tuple(whole)} in one process")
         else:
-            found.append(slice(min(tp_rank * here, there), min((tp_rank + 1) * here, there)))
-    return tuple(found)
+            slices.append(slice(min(tp_rank * here, there), min((tp_rank + 1) * here, there)))
+    return tuple(slices)

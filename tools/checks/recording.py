@@ -1,4 +1,4 @@
-"""What one rank of a short run had: its inputs, hidden states, losses, gradients before each update, and weights.
+"""Record one rank of a short run: inputs, hidden states, losses, gradients before each update, and weights.
 
     take(ranks, config, dtype, steps, folder)     trains, and leaves folder/rank-00000.npz
     read_all(folder, layout) -> [Recording]       of every rank; numpy alone, for whoever compares
@@ -100,7 +100,7 @@ class _Recorder:
         stage.register_forward_hook(self._end)
 
     def _begin(self, stage: Any, given: tuple[Any, ...]) -> None:
-        """Of a stage. Only until its end: what is computed again in backward calls the same modules."""
+        """Start recording a stage's forward, until it ends: recomputation in backward calls the same modules."""
         batch = given[1]
         self.sample = int(batch.sample_ids_B[0])
         inputs: dict[str, Any] = {}
@@ -166,12 +166,12 @@ def _layer(chunk: int, index: int) -> str:
 
 def _parts(chunk: int, stage: Any) -> list[tuple[str, Any]]:
     """Modules whose outputs are compared, in the order of computation."""
-    found = [] if stage.embedding is None else [("embedding", stage.embedding)]
+    parts = [] if stage.embedding is None else [("embedding", stage.embedding)]
     for index, block in enumerate(stage.blocks):
         name = _layer(chunk, index)
-        found += [(f"{name}.attention", block.attention), (f"{name}{ADDED}", block.mlp_norm)]
-        found += [(f"{name}.mlp", block.mlp), (name, block)]
-    return found if stage.head is None else [*found, (FINAL, stage.head.norm)]
+        parts += [(f"{name}.attention", block.attention), (f"{name}{ADDED}", block.mlp_norm)]
+        parts += [(f"{name}.mlp", block.mlp), (name, block)]
+    return parts if stage.head is None else [*parts, (FINAL, stage.head.norm)]
 
 
 def _set_apart(run: Run) -> None:
@@ -211,12 +211,12 @@ def take(ranks: Ranks, config: Config, dtype: str, steps: int, folder: str) -> N
         recorder.weights(steps)
         run.close()
         layers = tuple(len(stage.blocks) for stage in run.pipeline.stages)  # type: ignore[arg-type]
-        found = Recording(*_in_order_of_use(run, recorder.names), recorder.items, layers)
-        write(Path(folder) / f"rank-{ranks.rank:05d}.npz", found)
+        recording = Recording(*_in_order_of_use(run, recorder.names), recorder.items, layers)
+        write(Path(folder) / f"rank-{ranks.rank:05d}.npz", recording)
 
 
 def _names(run: Run) -> list[str]:
-    """Of all parameters: those of a layer by its place."""
+    """The names of all parameters; those of a layer contain its place."""
     places = {
         id(parameter): _layer(chunk, index)
         for chunk, stage in enumerate(run.pipeline.stages)
@@ -228,7 +228,7 @@ def _names(run: Run) -> list[str]:
 
 
 def _in_order_of_use(run: Run, names: list[str]) -> tuple[list[str], list[str]]:
-    """Of parameters, the head's own weight after its norm, and of those of the vocabulary."""
+    """The names of the parameters, the head's own weight after its norm, and the names of the vocabulary's."""
     stages: list[Any] = run.pipeline.stages
     heads = [stage.head.weight for stage in stages if stage.head is not None]
     words = [stage.embedding.word for stage in stages if stage.embedding is not None]

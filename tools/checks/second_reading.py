@@ -61,7 +61,7 @@ _ENDS = {
 
 
 def _end(name: str, kind: str) -> str:
-    """What `kind` of files calls a parameter outside the layers."""
+    """The name that files of `kind` give to a parameter outside the layers."""
     word, position, norm, head = _ENDS[kind]
     norms = {f"final_norm.{part}": f"{norm}.{part}" for part in ("weight", "bias")}
     return {"embedding.word": word, "embedding.position": position, "head": head, **norms}[name]

@@ -99,7 +99,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Smaller:
-    """Of a configuration that was checked. `whole`: sizes stay, and so do data and layout. Raises ValueError,
+    """A small version of a checked configuration. `whole`: sizes, data and layout stay. Raises ValueError,
     `name=value breaks rule; remedy`."""
     wanted, note = layout_of(config)
     notes = [note] * bool(note)
@@ -258,7 +258,7 @@ def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> M
 
 
 def _pattern(pattern: str | None, of: int, layers: Sequence[int]) -> str | None:
-    """Of the layers that are left; both kinds, where there were two."""
+    """The pattern of the remaining layers, with both kinds where there were two."""
     if pattern is None or len(layers) == of:
         return pattern
     if pattern.strip().isdigit():

@@ -22,11 +22,11 @@ EQUAL = 1e-17  # where points that are equal to the last bit are drawn
 
 
 def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
-    """Of each kind and step what is furthest apart; filled where it differs. Empty circles: within the tolerance."""
+    """Draw the largest difference of each kind and step: filled where it counts, empty within the tolerance."""
     steps = sorted({row.step for row in rows})
 
     def draw(width: float) -> Any:
-        made, (axis,) = figure(width, [3.0])
+        fig, (axis,) = figure(width, [3.0])
         floors = [row.apart for row in rows if row.apart > 0 and math.isfinite(row.apart)]
         floor = 10.0 ** math.floor(math.log10(min([*floors, EQUAL * 10])) - 0.3)
         for number, (kind, name) in enumerate(KINDS.items()):
@@ -55,8 +55,8 @@ def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
         axis.set_xticks(steps, names)
         axis.set_xlabel("steps")
         axis.set_ylabel("furthest apart, relative")
-        legend(made, axis, width)
-        return made
+        legend(fig, axis, width)
+        return fig
 
     equal = " On the lower edge: equal to the last bit." * any(row.apart == 0 for row in rows if row.kind in KINDS)
     text = f"{layout} against one process in {dtype}, of each kind what is furthest apart; filled: it differs.{equal}"

@@ -27,8 +27,8 @@ def pictures(found: Sequence[Figures]) -> list[Picture]:
 
 
 def _names(rows: Sequence[Figures], width: float) -> list[str]:
-    """Of the bars; a narrow picture has a line for each thing that varies. Neighbours that differ in who they are
-    alone have it once."""
+    """The names of the bars. A narrow picture has a line for each flag that varies. Neighbouring bars of one label
+    have it once."""
     names = [clean(one["label"], 70).replace(", ", ",\n" if width < WIDE else ", ") for one in rows]
     return [name if n == 0 or name != names[n - 1] else "" for n, name in enumerate(names)]
 
@@ -62,7 +62,7 @@ def mfu(found: Sequence[Figures]) -> Picture | None:
 
     def draw(width: float) -> Any:
         names = _names(rows, width)
-        made, (axis,) = figure(width, [_height(names)])
+        fig, (axis,) = figure(width, [_height(names)])
         most = max((unit * (one[f"{key}_most"] or 0) for one in measured), default=1)
         for n, one in enumerate(rows):
             if one.get(key) is None:
@@ -81,8 +81,8 @@ def mfu(found: Sequence[Figures]) -> Picture | None:
         if len(contenders) > 1:
             for n, name in enumerate(contenders):
                 axis.barh(0, 0, color=ink(SERIES[n % len(SERIES)]), label=name)
-            legend(made, axis, width)
-        return made
+            legend(fig, axis, width)
+        return fig
 
     what = "MFU" if known else "Tokens/s"
     left = f" The first {MOST} of {len(found)}." if len(found) > MOST else ""
@@ -91,14 +91,14 @@ def mfu(found: Sequence[Figures]) -> Picture | None:
 
 
 def breakdown(found: Sequence[Figures]) -> Picture | None:
-    """What a step is made of, means over ranks; bars of 100 %."""
+    """Draw the parts of a step, as means over ranks, in bars of 100 %."""
     rows = [one for one in found if "breakdown" in one][:MOST]
     if not rows:
         return None
 
     def draw(width: float) -> Any:
         names = _names(rows, width)
-        made, (axis,) = figure(width, [_height(names)])
+        fig, (axis,) = figure(width, [_height(names)])
         end = [0.0] * len(rows)
         for parts, colour, label in STEP:
             part = [100 * sum(one["breakdown"]["shares"].get(name, 0.0) for name in parts) for one in rows]
@@ -111,8 +111,8 @@ def breakdown(found: Sequence[Figures]) -> Picture | None:
             end = [a + b for a, b in zip(end, part, strict=True)]
         _bars(axis, names)
         axis.set_xlim(0, 100)
-        legend(made, axis, width)
-        return made
+        legend(fig, axis, width)
+        return fig
 
     return Picture("breakdown", "What a step is made of, per cent of its time, means over the ranks.", draw)
 
@@ -129,7 +129,7 @@ def scaling(found: Sequence[Figures]) -> Picture | None:
         return None
 
     def draw(width: float) -> Any:
-        made, (axis,) = figure(width, [3.2])
+        fig, (axis,) = figure(width, [3.2])
         for n, (name, some) in enumerate(lines.items()):
             some = sorted(some, key=lambda one: one["ranks"])
             ranks, speeds = [one["ranks"] for one in some], [one["tokens_per_s"] for one in some]
@@ -149,8 +149,8 @@ def scaling(found: Sequence[Figures]) -> Picture | None:
         axis.yaxis.set_major_formatter(lambda value, _: short(value))
         axis.set_ylim(bottom=0)
         axis.margins(x=0.08, y=0.12)
-        legend(made, axis, width)
-        return made
+        legend(fig, axis, width)
+        return fig
 
     caption = "Tokens/s over ranks, with the least and the most; dashed: as if nothing were lost."
     return Picture("scaling", caption, draw)

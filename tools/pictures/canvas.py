@@ -1,4 +1,4 @@
-"""What every picture is drawn on: colours for light and dark, widths, SVG for a page, and files of their own.
+"""The canvas of every picture: colours for light and dark, widths, SVG for a page, and files.
 
 A picture is a function of its width that makes a figure of matplotlib; nothing else knows where it goes. In a page its
 colours are CSS variables, by name, so that the reader's light or dark is the page's business, and its text is text in
@@ -62,14 +62,14 @@ def figure(width: float, heights: Sequence[float], *, share_x: bool = False) -> 
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     fitted = ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03)
-    made = Figure((width, sum(heights)), layout=fitted, facecolor=ink("paper"))
-    many = made.subplots(len(heights), 1, squeeze=False, sharex=share_x, height_ratios=list(heights))
+    fig = Figure((width, sum(heights)), layout=fitted, facecolor=ink("paper"))
+    many = fig.subplots(len(heights), 1, squeeze=False, sharex=share_x, height_ratios=list(heights))
     for (axis,) in many:
         axis.set_facecolor(ink("paper"))
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(True, axis="y", color=ink("line"), linewidth=0.7)
         axis.set_axisbelow(True)
-    return made, [row[0] for row in many]
+    return fig, [row[0] for row in many]
 
 
 def _style() -> Any:

@@ -66,7 +66,7 @@ def loss(runs: Sequence[Run]) -> Picture:
     thick, each, top = _alike(runs), _linear(runs), _top(runs)
 
     def draw(width: float) -> Any:
-        made, axes = figure(width, [3.4] if each is not None else [3.4, 2.8])
+        fig, axes = figure(width, [3.4] if each is not None else [3.4, 2.8])
         for x, axis in enumerate(axes):
             for i in range(len(runs)):
                 _losses(axis, runs, i, x, 3.2 if thick and i == 0 else 1.4)
@@ -78,8 +78,8 @@ def loss(runs: Sequence[Run]) -> Picture:
         if each is not None:
             axes[0].xaxis.set_major_formatter(lambda step, _: f"{short(step)}\n{short(step * each)}" if step else "0")
             axes[0].set_xlabel("steps, and tokens below")
-        legend(made, axes[0], width)
-        return made
+        legend(fig, axes[0], width)
+        return fig
 
     marks = " Above the edge lies less than a hundredth of the points." * (top is not None)
     weighed = any(len(run.weighed) < len(run.curve("train/loss")) for run in runs)
@@ -96,7 +96,7 @@ def _alike(runs: Sequence[Run]) -> bool:
 
 
 def _losses(axis: Any, runs: Sequence[Run], number: int, x: int, thick: float) -> None:
-    """Of a run: one colour per run, or per set where there is one run."""
+    """Draw a run's losses, with one colour per run, or per set where there is one run."""
     run, alone = runs[number], len(runs) == 1
     name = "" if alone else f"{run.label}: "
     if points := run.drawn("train/loss"):
@@ -118,7 +118,7 @@ def strip(runs: Sequence[Run]) -> Picture:
     """Learning rate, gradient norm and speed over steps."""
 
     def draw(width: float) -> Any:
-        made, axes = figure(width, [1.35] * 3, share_x=True)
+        fig, axes = figure(width, [1.35] * 3, share_x=True)
         for axis, (key, name) in zip(axes, STRIP, strict=True):
             lowest, highest = math.inf, 0.0
             for number, run in enumerate(runs):
@@ -137,9 +137,9 @@ def strip(runs: Sequence[Run]) -> Picture:
             axis.set_title(name, loc="left", color=ink("muted"))
             axis.margins(x=0.02)
         if len(runs) > 1:
-            legend(made, axes[0], width)
+            legend(fig, axes[0], width)
         axes[-1].set_xlabel("steps")
-        return made
+        return fig
 
     return Picture("steps", "Learning rate, gradient norm before clipping, and tokens per second of all devices.", draw)
 
@@ -153,7 +153,7 @@ def agreement(runs: Sequence[Run]) -> Picture:
     least = min((max(y, 1e-30) for _, points in apart for *_, y in points if y > 0), default=1e-8)
 
     def draw(width: float) -> Any:
-        made, (axis,) = figure(width, [2.6])
+        fig, (axis,) = figure(width, [2.6])
         floor = 10.0 ** math.floor(math.log10(least) - 0.3)
         for number, (name, points) in enumerate(drawn):
             shown = [(step, tokens, max(y, floor)) for step, tokens, y in points]
@@ -167,8 +167,8 @@ def agreement(runs: Sequence[Run]) -> Picture:
         axis.set_xlabel("steps")
         axis.set_ylabel(f"apart from {first.label},\nnats per token")
         _numbers(axis, "x")
-        legend(made, axis, width)
-        return made
+        legend(fig, axis, width)
+        return fig
 
     told = " Points on the lower edge are equal." * equal
     return Picture("agreement", f"Distance of each run's training loss from that of {first.name}.{told}", draw)

@@ -94,8 +94,8 @@ class Page:
             lead = ", ".join(f"{escape(one.name)}: {_outcome(one)}" for one in self.runs)
             title, cards = f"{len(self.runs)} runs compared", ""
         problems = [f"{one.name}: {problem}" for one in self.runs for problem in one.problems]
-        told = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
-        bad = f'<section><h2 class="bad">Damaged files</h2><ul>{told}</ul></section>' if told else ""
+        items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
+        bad = f'<section><h2 class="bad">Damaged files</h2><ul>{items}</ul></section>' if items else ""
         return f'<h1>{title}</h1><p class="lead">{lead}</p>{cards}{bad}'
 
     # ---- sections of all runs

@@ -26,14 +26,14 @@ LONGEST = 200_000  # bars that are drawn at all
 
 def read_action(text: str) -> Action:
     """F0.3, as it prints."""
-    if (found := re.fullmatch(r"([A-Z]+)(\d{1,9})\.(\d{1,9})", text)) is None:
+    if (match := re.fullmatch(r"([A-Z]+)(\d{1,9})\.(\d{1,9})", text)) is None:
         raise ValueError(f"{text!r} is not an action")
-    return Action(Op(found[1]), int(found[2]), int(found[3]))
+    return Action(Op(match[1]), int(match[2]), int(match[3]))
 
 
 def read_timeline(data: Any) -> tuple[list[Bar], float, Simulation]:
-    """What each rank did and when; seconds of work in it; and the same where each stage always takes its median and
-    nothing else costs time. Raises ValueError, LookupError or TypeError where it is damaged."""
+    """The bars of what each rank did, the seconds of work in them, and a simulation in which each stage takes its
+    median and nothing else costs time. Raises ValueError, LookupError or TypeError where it is damaged."""
     rows: list[list[Action]] = [[] for _ in range(len(data["ranks"]))]
     spans, took = [], defaultdict(list)
     for rank in data["ranks"]:
@@ -81,11 +81,11 @@ def schedule(name: str, pp: int, vpp: int, microbatches: int, split: bool) -> Pi
     title = f"{name}{', split backward' * split}, pp {pp}, vpp {vpp}, {microbatches} micro-batches"
 
     def draw(width: float) -> Any:
-        made, (axis,) = figure(width, [0.9 + 0.3 * pp])
+        fig, (axis,) = figure(width, [0.9 + 0.3 * pp])
         spans = [(s.rank, s.action, s.start, s.end) for s in result.spans]
         _bars(axis, spans, pp, f"{title}\n{told(rows, result)}", width)
-        _legend(made, axis, width, split, "time in forwards", vpp > 1)
-        return made
+        _legend(fig, axis, width, split, "time in forwards", vpp > 1)
+        return fig
 
     return Picture("schedule", f"{title}: {told(rows, result)}. Numbers are micro-batches.", draw)
 
@@ -112,13 +112,13 @@ def timeline(data: Any) -> Picture:
     waits = 100 * (1 - work / (pp * end))
 
     def draw(width: float) -> Any:
-        made, axes = figure(width, [0.55 + 0.3 * pp] * 2, share_x=True)
+        fig, axes = figure(width, [0.55 + 0.3 * pp] * 2, share_x=True)
         planned = [(s.rank, s.action, s.start, s.end) for s in ideal.spans]
         _bars(axes[0], planned, pp, f"planned: {1000 * ideal.end:,.0f} ms, bubble {100 * ideal.bubble:.1f} %", width)
         _bars(axes[1], spans, pp, f"measured: {1000 * end:,.0f} ms, bubble and waits {waits:.1f} %", width)
-        _legend(made, axes[0], width, split, "seconds", vpp > 1)
+        _legend(fig, axes[0], width, split, "seconds", vpp > 1)
         axes[0].set_xlim(0, max(end, ideal.end) * 1.005)
-        return made
+        return fig
 
     what = f"{name}{', split backward' * split}, pp {pp}, vpp {vpp}, {microbatches} micro-batches"
     caption = f"One step of {what}. Planned: each stage takes its median, and nothing else costs time."

@@ -35,7 +35,7 @@ def picture(data: Mapping[str, Any]) -> Picture:
     def draw(width: float) -> Any:
         heights = [0.9 + 0.24 * len(held), 0.9 + 0.3 * len(times)]
         narrow = width < WIDE
-        made, (above, below) = figure(width, heights)
+        fig, (above, below) = figure(width, heights)
         ranks = [f"pp {rank}" if narrow else f"pipeline rank {rank}" for rank, _ in memory]
         _bars(above, held, HELD, COLOURS, ranks)
         above.axvline(limit, color=ink("ink"), linewidth=1.2)
@@ -52,7 +52,7 @@ def picture(data: Mapping[str, Any]) -> Picture:
         for axis, what in ((above, best_of), (below, "time by layout, the best first")):
             name = what if narrow else f"{title}: {what}"
             axis.set_title(name, loc="left", color=ink("ink"), pad=52 if narrow else 24)
-        return made
+        return fig
 
     caption = f"The best plan: {best['seconds']:.3f} s a step, MFU {best['mfu']:.1%}, {short(speed)} tokens/s."
     return Picture("plan", caption, draw)

@@ -1,4 +1,4 @@
-"""What a run directory tells, read so that no file can surprise who asks: a figure is a finite number or is not there.
+"""Read a run directory so that no file can surprise the reader: a figure is a finite number or is not there.
 
 Files may be torn, of another version, or of a run that goes on. What cannot be read is named in `problems`; everything
 else is taken for what it is.
@@ -86,15 +86,15 @@ class Run:
     def curves(self) -> dict[str, list[Point]]:
         """Key of metrics.jsonl that the page shows -> its points in the order of steps; of a step that came again, the
         last."""
-        found: dict[str, dict[float, Point]] = {}
+        curves: dict[str, dict[float, Point]] = {}
         for row in self.rows:
             step, tokens = number(row.get("step")), number(row.get("tokens"))
             if step is None:
                 continue
             for key, value in row.items():
                 if (key in KEYS or key.startswith("val/")) and (y := number(value)) is not None:
-                    found.setdefault(key, {})[step] = step, step if tokens is None else tokens, y
-        return {key: sorted(points.values()) for key, points in found.items()}
+                    curves.setdefault(key, {})[step] = step, step if tokens is None else tokens, y
+        return {key: sorted(points.values()) for key, points in curves.items()}
 
     def curve(self, key: str) -> list[Point]:
         return self.curves.get(key, [])
@@ -139,7 +139,7 @@ class Run:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What the newest process told of the run when it started (train/tell/overview.py: facts)."""
+        """The facts that the newest process wrote when it started (train/tell/overview.py: facts)."""
         told = [table(e.get("about")) for e in self.events if e.get("event") == "started"]
         return next((about for about in reversed(told) if about), {})
 

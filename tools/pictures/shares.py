@@ -34,7 +34,7 @@ def time_split(runs: Sequence[Run]) -> Picture:
     thick = 0.8 / len(runs)
 
     def draw(width: float) -> Any:
-        made, (axis,) = figure(width, [max(1.2, 0.26 * len(names) * max(1.0, 0.7 * len(runs)) + 0.3)])
+        fig, (axis,) = figure(width, [max(1.2, 0.26 * len(names) * max(1.0, 0.7 * len(runs)) + 0.3)])
         for i, (run, one) in enumerate(zip(runs, told, strict=True)):
             rows = [row + (i - (len(runs) - 1) / 2) * thick for row in range(len(names))]
             shares = [one.get(name, 0.0) for name in names]
@@ -51,8 +51,8 @@ def time_split(runs: Sequence[Run]) -> Picture:
         axis.spines["bottom"].set_visible(False)
         _plain(axis)
         if len(runs) > 1:
-            legend(made, axis, width)
-        return made
+            legend(fig, axis, width)
+        return fig
 
     colours = " Blue is work, orange what work waits for." if len(runs) == 1 else ""
     return Picture("time", f"Share of the last process's time, mean over all ranks.{colours}", draw)
@@ -71,7 +71,7 @@ def memory(run: Run) -> Picture | None:
     measured = [] if on_cpu else pairs
 
     def draw(width: float) -> Any:
-        made, (axis,) = figure(width, [0.34 * len(planned) + 1.0])
+        fig, (axis,) = figure(width, [0.34 * len(planned) + 1.0])
         end = [0.0] * len(planned)
         for part, colour in zip(PARTS, ("blue", "sky", "green", "orange"), strict=True):
             gib = [(number(one.get(part)) or 0.0) / 2**30 for one in planned]
@@ -87,8 +87,8 @@ def memory(run: Run) -> Picture | None:
         _plain(axis)
         axis.grid(True, axis="x", color=ink("line"), linewidth=0.7)
         axis.set_xlim(left=0)
-        legend(made, axis, width)
-        return made
+        legend(fig, axis, width)
+        return fig
 
     what = " Strokes are what the card's allocator had at most." if measured else ""
     if peaks and on_cpu:
@@ -148,7 +148,7 @@ def layout_of(stages: Sequence[tuple[int, int]], m: Mapping[str, int], names: Se
     end = max(1.0, depth * 0.07)  # width of what is no layer: embedding, head
 
     def draw(width: float) -> Any:
-        made, (axis,) = figure(width, [0.4 * pp + 0.75])
+        fig, (axis,) = figure(width, [0.4 * pp + 0.75])
         for stage, (begin, stop) in enumerate(stages):
             row, chunk = stage % pp, stage // pp
             colour = ink(("blue", "sky")[chunk % 2])
@@ -164,7 +164,7 @@ def layout_of(stages: Sequence[tuple[int, int]], m: Mapping[str, int], names: Se
         axis.set_xlabel("layers")
         axis.set_xticks(range(0, depth + 1, max(1, depth // 8)))
         _plain(axis)
-        return made
+        return fig
 
     sizes = " × ".join(f"{axis} {m[axis]}" for axis in ("pp", "dp", "cp", "tp"))
     ranks = f"{m['world']:,} rank{'s' * (m['world'] > 1)}"

@@ -59,26 +59,26 @@ class CalibrationError(RuntimeError):
 
 
 def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 20.0) -> Profile:
-    """Of the device at hand, for models of this configuration's shape without tp. Raises CalibrationError."""
+    """Measure this device for models of this configuration's shape without tp. Raises CalibrationError."""
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         task = {"config": config, "vocab_size": vocab_size, "seconds": seconds, "folder": folder}
         if code := start_local(ranks, measure, (task,)):
             raise CalibrationError(f"a rank ended with exit code {code}; what it said is above")
-        found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
-    mean = lambda key: statistics.fmean(one[key] for one in found)  # noqa: E731
-    columns = {name: zip(*(one["blocks"][name] for one in found), strict=True) for name in found[0]["blocks"]}
+        results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
+    mean = lambda key: statistics.fmean(one[key] for one in results)  # noqa: E731
+    columns = {name: zip(*(one["blocks"][name] for one in results), strict=True) for name in results[0]["blocks"]}
     blocks = {name: tuple(map(statistics.fmean, column)) for name, column in columns.items()}
-    message, collective = (Link(*found[0][name]) if found[0][name] else None for name in ("message", "collective"))
+    message, collective = (Link(*results[0][name]) if results[0][name] else None for name in ("message", "collective"))
     return dataclasses.replace(
-        default_profile(found[0]["kind"]),
-        source=f"measured {time.strftime('%Y-%m-%d')} by {ranks} ranks at once, {found[0]['device']}",
+        default_profile(results[0]["kind"]),
+        source=f"measured {time.strftime('%Y-%m-%d')} by {ranks} ranks at once, {results[0]['device']}",
         matmul=mean("matmul"),
         head=mean("head"),
         attention=(mean("attention_forward"), mean("attention_backward")),
         attention_half=(0.0, 0.0),  # at this length
         memory=mean("memory"),
-        shape=found[0]["shape"],
-        device=found[0]["kind"],
+        shape=results[0]["shape"],
+        device=results[0]["kind"],
         blocks=blocks,
         message=message,
         collective=collective,
@@ -190,7 +190,7 @@ class _Bench:
         return on_device(host, self.device, step=1)
 
     def shares(self, blocks: dict[str, tuple[float, float, float]]) -> dict[str, float]:
-        """Of the device's peaks, by a matmul, attention and a copy."""
+        """The shares of the device's peaks that a matmul, attention and a copy reach."""
         made, m, name = self.made, self.made.config.model, self.kind
         device = cluster(name, self.ranks.world).device if name == "cpu" else DEVICES[name][0]
         peak, tokens = device.peak_tflops(made.dtype) * 1e12, made.tokens
@@ -248,7 +248,7 @@ class _Bench:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
         def message(num_bytes: int) -> float:
-            """Of one way of two."""
+            """The seconds of one message: half of the time there and back."""
             x = buffer(num_bytes)
             return self.counted(lambda: [start_message(x, pp, peer, op).wait() for op in order]) / 2
 

@@ -65,8 +65,12 @@ def compare(run_dir: Path, cluster: Cluster | None = None, profile: Profile | No
         run = read_run(run_dir, run_dir.name)
     except RunError as error:
         raise CompareError(str(error)) from None
-    made = arrangement_of(run)
-    return [*_times(run, made, cluster or cluster_of(run, made), profile), *_waits(run, made), *_memory(run, made)]
+    arrangement = arrangement_of(run)
+    return [
+        *_times(run, arrangement, cluster or cluster_of(run, arrangement), profile),
+        *_waits(run, arrangement),
+        *_memory(run, arrangement),
+    ]
 
 
 def arrangement_of(run: Run) -> Arrangement:
@@ -84,7 +88,7 @@ def arrangement_of(run: Run) -> Arrangement:
 
 
 def cluster_of(run: Run, made: Arrangement) -> Cluster:
-    """Of the table, by the device and the hosts that the run told of. Raises CompareError."""
+    """The cluster of the table with the device and hosts that the run recorded. Raises CompareError."""
     device, hosts = run.about.get("device"), len(listed(run.about.get("hosts"))) or 1
     card = str(table(run.about.get("machine")).get("card", ""))
     known = [name for name in DEVICES if name.upper() in card.upper()] if device == "cuda" else ["cpu"]
@@ -128,7 +132,7 @@ def _times(run: Run, made: Arrangement, cluster: Cluster, profile: Profile | Non
 
 
 def _waits(run: Run, made: Arrangement) -> list[Row]:
-    """Of the pipeline, as FLOPs and the schedule say, and as it was timed."""
+    """The pipeline's waits as FLOPs and the schedule predict them, and as they were timed."""
     if made.pp == 1:
         return []
     measured, note = None, "needs --profile-pipeline STEP"
@@ -191,9 +195,9 @@ def text(rows: list[Row]) -> str:
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="how fast the device is, of plan.py calibrate")
-    parser.add_argument("--cluster", type=Path, metavar="FILE", help="a TOML file in place of what the run told")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, too")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="a device's rates, from plan.py calibrate")
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="a TOML file, instead of what the run recorded")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file, too")
     args = parser.parse_args(argv)
     try:
         if wrong := list(unwritable(json=args.json)):

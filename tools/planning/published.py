@@ -84,9 +84,9 @@ def _seconds_of(row: Mapping[str, Any]) -> float:
 
 
 def predict(case: Case) -> Row:
-    made = arrange(cli.parse(case.flags.split(), PRESETS), case.devices, case.vocab_size)
+    arrangement = arrange(cli.parse(case.flags.split(), PRESETS), case.devices, case.vocab_size)
     profile = dataclasses.replace(default_profile(case.device), **case.profile)
-    step = step_time(made, cluster(case.device, case.devices), profile)
+    step = step_time(arrangement, cluster(case.device, case.devices), profile)
     if case.seconds is not None:
         return Row(case, case.seconds, step.seconds)
     assert case.mfu is not None
@@ -94,7 +94,7 @@ def predict(case: Case) -> Row:
 
 
 def table(of: Iterable[Case] | None = None) -> list[tuple[str, ...]]:
-    """Of all cases, or of these, its head first: case, source, published, predicted, ratio of times, what misses."""
+    """Rows of all cases, or of these, below a header: case, source, published, predicted, ratio, why it misses."""
     rows: list[tuple[str, ...]] = [("case", "source", "published", "predicted", "time, predicted / published", "")]
     for row in map(predict, cases() if of is None else of):
         text = (lambda x: f"{x:.2f} s") if row.case.seconds is not None else (lambda x: f"MFU {x:.1%}")

@@ -1,4 +1,4 @@
-"""What is to be planned: a model, a batch and a cluster, read from a command line; ConfigError has all problems.
+"""Read the model, batch and cluster to plan from a command line. ConfigError lists all problems.
 
 Whatever is no flag of the planner is one of pretrain_gpt.py; what a plan does not depend on (data, rates) may be left
 out, and stands in the ready command line as in PLACEHOLDERS.
@@ -159,7 +159,7 @@ def as_flags(config: Config, names: Iterable[str]) -> list[str]:
 
 
 def _unlike(args: argparse.Namespace, words: Sequence[str], where: Cluster | None) -> list[str]:
-    """What is said twice, and not alike."""
+    """Problems with options that are given twice with different values."""
     given, problems = cli.take_apart(words).given, []
     for name in {"bf16", "fp16"} & set(given):
         if args.precision not in (None, name):

@@ -49,7 +49,7 @@ class Budget:
         return self.flops_per_token * self.tokens
 
     def steps(self, sizes: BatchSizes, seq_length: int) -> int:
-        """Of batches that grow as `sizes` tells; the last one may go beyond the budget."""
+        """The steps that the budget takes in batches of `sizes`; the last batch may go beyond the budget."""
         return max(1, replace(sizes, last_whole=True).steps_for(-(-self.tokens // seq_length)))
 
     def days(self, tokens_per_s: float) -> float:

@@ -56,12 +56,12 @@ class Layout:
 
     def __str__(self) -> str:
         chunks = f" vpp {self.vpp}" if self.vpp > 1 else ""
-        more = [self.recompute] * (self.recompute != "none") + ["split"] * self.split + ["ends"] * self.ends
-        more += [] if self.sharded else ["ddp"]
-        return " ".join([f"tp {self.tp} pp {self.pp}{chunks} mb {self.micro_batch}", *more])
+        features = [self.recompute] * (self.recompute != "none") + ["split"] * self.split + ["ends"] * self.ends
+        features += [] if self.sharded else ["ddp"]
+        return " ".join([f"tp {self.tp} pp {self.pp}{chunks} mb {self.micro_batch}", *features])
 
     def moving_parts(self, layers: int) -> int:
-        """What it has beyond plain data parallelism; stages of unlike size are one, too."""
+        """How many features it has beyond plain data parallelism; stages of unlike size count as one."""
         uneven = (layers + 2 * self.ends) % (self.pp * self.vpp) > 0
         several = (self.tp > 1, self.pp > 1, self.vpp > 1, self.recompute != "none")
         return sum((*several, uneven, self.split, self.ends, not self.sharded))
@@ -91,7 +91,7 @@ def applied(layout: Layout, config: Config) -> Config:
 
 
 def layout_of(config: Config) -> Layout:
-    """Of a configuration that names one."""
+    """The layout that a configuration names."""
     p, t = config.parallel, config.train
     pp = p.pipeline_model_parallel_size
     given = given_stages(config.model.num_layers, p)
@@ -126,7 +126,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Choice:
-    """Of one row."""
+    """The plans that stand for one row."""
 
     best: Planned
     fastest: Planned
@@ -202,13 +202,13 @@ def grid(request: Request) -> Iterator[Layout]:
 
 
 def _chunks(layers: int, pp: int) -> list[int]:
-    """Of each pipeline rank: any few, and more where they divide its layers."""
+    """The numbers of chunks to try per pipeline rank: all small ones, and larger ones that divide its layers."""
     each = layers // pp
     return [n for n in range(1, each + 1) if n <= FEW_CHUNKS or (n <= MOST_CHUNKS and layers % (pp * n) == 0)] or [1]
 
 
 def variants(layout: Layout, request: Request) -> Iterator[Layout]:
-    """Of one that holds: how much is recomputed, whether backward is split."""
+    """A valid layout with each choice of what is recomputed and of whether backward is split."""
     fixed = layout_of(request.config)
     kinds = (fixed.recompute,) if "recompute_granularity" in request.fixed else tuple(HOW_AGAIN)
     splits = (fixed.split,) if "split_backward" in request.fixed else (False, True) if layout.pp > 1 else (False,)
@@ -283,14 +283,14 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tu
             found.refuse(problems, len(alike))
             continue
         for one in alike:
-            made = arranged(one, request)
-            key = (one.tp, made.dp, one.sharded)
-            states[key] = states.get(key) or made.module_bytes
-            size = least_memory(made, states[key])
+            arrangement = arranged(one, request)
+            key = (one.tp, arrangement.dp, one.sharded)
+            states[key] = states.get(key) or arrangement.module_bytes
+            size = least_memory(arrangement, states[key])
             if size > found.limit and not request.is_layout:
                 found.over(size, one)
                 continue
-            bounds.append((least_time(made, Costs(made, request.cluster, used)), one))
+            bounds.append((least_time(arrangement, Costs(arrangement, request.cluster, used)), one))
     return sorted(bounds, key=lambda one: one[0])
 
 
@@ -309,9 +309,9 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
 
 def planned(layout: Layout, request: Request, profile: Profile | None, limit: float = float("inf")) -> Planned | int:
     """One layout, with the stages that a run would have; bytes of its fullest rank where these are above the limit."""
-    made = arranged(layout, request)
-    held = memory(made)
+    arrangement = arranged(layout, request)
+    held = memory(arrangement)
     peak = max(one.peak for one in held)
     if peak > limit:
         return peak
-    return Planned(layout, made, held, step_time(made, request.cluster, profile))
+    return Planned(layout, arrangement, held, step_time(arrangement, request.cluster, profile))

@@ -23,12 +23,12 @@ REASONS = 6
 
 
 def band(predicted: float) -> tuple[float, float]:
-    """What published steps would have been measured at, mostly (tools/planning/published.py)."""
+    """The least and most seconds that would mostly be measured, by published steps (tools/planning/published.py)."""
     return predicted / (1 + TOLERANCE), predicted / (1 - TOLERANCE)
 
 
 def counts(found: Found, shown: int) -> list[str]:
-    """What the table is of, and which rows of it are one."""
+    """Lines below the table: how many layouts there are, and which rows cannot be told from the fastest."""
     about = f"about: published steps were mostly within {TOLERANCE:.0%} of their prediction; shares are of what shows"
     if found.candidates == 1:
         return [about]
@@ -48,7 +48,7 @@ def counts(found: Found, shown: int) -> list[str]:
 
 
 def ranking(choices: Sequence[Choice]) -> str:
-    """Of rows: seconds of a step, what of it shows, the fullest rank."""
+    """The table of layouts: seconds of a step, the shares of its parts, and the memory of the fullest rank."""
     head = ("layout", "dp", "s/step", "about", "MFU", "tokens/s", "bubble", *COMM, "update", "GiB")
     rows: list[tuple[str, ...]] = [head]
     for plan in (choice.best for choice in choices):
@@ -143,7 +143,7 @@ def budget_lines(
 
 
 def _rounded(value: float, digits: int = 0) -> str:
-    """Of what is small two significant digits, so that it is not told as 0."""
+    """A number as text, with two significant digits where it would be rounded to 0."""
     return f"{value:,.{digits}f}" if value >= 10 ** (1 - digits) or value == 0 else f"{value:.2g}"
 
 
@@ -156,16 +156,16 @@ def _time(days: float) -> str:
 
 def as_json(plan: Planned) -> dict[str, Any]:
     """Bytes and seconds."""
-    made = plan.made
+    arrangement = plan.made
     return {
         "layout": {name: getattr(plan.layout, name) for name in plan.layout.__dataclass_fields__},
         "name": str(plan.layout),
-        "world": made.world,
-        "dp": made.dp,
-        "cp": made.cp,
-        "first_ranks": list(made.groups["pp"]),
-        "microbatches": made.microbatches,
-        "layers": made.counts,
+        "world": arrangement.world,
+        "dp": arrangement.dp,
+        "cp": arrangement.cp,
+        "first_ranks": list(arrangement.groups["pp"]),
+        "microbatches": arrangement.microbatches,
+        "layers": arrangement.counts,
         "seconds": plan.time.seconds,
         "about_seconds": band(plan.time.seconds),
         "parts": plan.time.parts,

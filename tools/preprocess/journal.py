@@ -126,6 +126,6 @@ def open_locked(path: Path) -> BinaryIO:
 
 
 def sync(file: BinaryIO | TextIO) -> None:
-    """What was written is on disk."""
+    """Wait until what was written is on disk."""
     file.flush()
     os.fsync(file.fileno())

@@ -27,10 +27,10 @@ class BadLine(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise BadLine("duplicate-key", "an object has the same key twice")
-    return made
+    return values
 
 
 def _constant(text: str) -> Any:

@@ -66,10 +66,10 @@ def expand(patterns: Sequence[str]) -> list[str]:
     """Files that match, each pattern sorted; a pattern without a match is an error."""
     files: list[str] = []
     for pattern in patterns:
-        found = [pattern] if pattern == "-" or os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        if not found:
+        paths = [pattern] if pattern == "-" or os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        if not paths:
             raise DataError(f"input={pattern} matches no file; check the path")
-        files += [name for name in found if name not in files]
+        files += [name for name in paths if name not in files]
     for name in files:
         if not format_of(name) or os.path.isdir(name):
             kinds = ".jsonl, .json (one object per line) or .txt file, one of them with .gz or .zst after it"

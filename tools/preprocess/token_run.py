@@ -39,7 +39,7 @@ READ_AHEAD = 1 << 14  # a decompressor has taken in at most this much more than 
 
 
 def make_info(tokenizer: Tokenizer, documents: int, tokens: int, sources: Sequence[str]) -> dict[str, Any]:
-    """What stands beside a token file (megalite/data/files/sidecar.py)."""
+    """The content of the .json file beside a token file (megalite/data/files/sidecar.py)."""
     made_by = {name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "eod")}
     sizes = {"documents": documents, "tokens": tokens, "sources": list(sources)}
     return {"version": 1, "tokenizer": made_by, **sizes}
@@ -63,7 +63,7 @@ class TokenRun:
     # what the run is
 
     def _header(self) -> dict[str, Any]:
-        """What has to be the same for a run to continue where another one stopped."""
+        """The facts that must be the same for a run to continue where another one stopped."""
         stats = zip(self.files, self._stats, strict=True)
         return {
             "version": 1,
@@ -144,7 +144,7 @@ class TokenRun:
             self._journal.close(remove=not keep)
 
     def outlook(self) -> str:
-        """What an error leaves behind, as the end of its message."""
+        """The end of an error's message, which says what is left on disk."""
         if self._journal is None:
             return ""
         if self._journal.last is None:

@@ -39,7 +39,7 @@ FRAME = struct.Struct("<BQ")  # kind, number of the first line
 
 @dataclass(frozen=True)
 class Job:
-    """What is made of each text; plain values, so that any start method can pass it on to workers."""
+    """How each text is turned into tokens, in plain values, which any start method can pass on to workers."""
 
     tokenizer: dict[str, Any]  # arguments of build_tokenizer
     keys: tuple[str, ...] = ("text",)
