@@ -39,7 +39,7 @@ class Profile:
     fused          whether attention keeps no scores in memory; otherwise all S x S are written and read
     memory         share of the memory's rate that elementwise kernels and the optimizer reach
     sums           share of the time of reading and writing the gradients' sums that shows in a weight gradient
-    kernel_s       seconds of any kernel on the device beyond its work; `dispatch_s`: seconds of the host to launch it, with autograd
+    kernel_s       seconds of any kernel on the device beyond its work; `dispatch_s`: of the host, each launch
     contention     share of a collective's time by which it slows down a matmul that it hides behind
     step_s         seconds of any step beyond all that is counted
     device         the device of the table where it was measured; "": a default
