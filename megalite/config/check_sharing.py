@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from megalite.config.check_model import divisors
 from megalite.config.options import Config
+from megalite.config.parallel_options import SHARED_OUT
 from megalite.config.problem import Problem, Say
-from megalite.config.run_options import SHARED_OUT
 
 
 def sharing_problems(config: Config, say: Say) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megalite.config.run_options import ParallelConfig
+from megalite.config.parallel_options import ParallelConfig
 from megalite.optim.flat_storage import main_dtype
 from megalite.optim.layout import Layout
 from megalite.parallel.mesh import Mesh

@@ -1,9 +1,9 @@
 """Checks that all replicas of shared values have the same bits. A replica that differs means a broken device or a bug,
 and every step makes it worse.
 
-    weights       all over data, those that are not split over tp, tied ones over the pipeline's ends (Megatron-LM's check
-                  covers the first), those of experts over their own axes. Weights that ZeRO-3 shares out have copies on
-                  replicas alone; what is gathered of them for a moment is not compared
+    weights       all over data, those that are not split over tp, tied ones over the pipeline's ends (Megatron-LM
+                  compares the first), those of experts over their own axes. Weights that ZeRO-3 shares out have copies
+                  on replicas alone; what is gathered of them for a moment is not compared
     main weights  against their copies in half precision, on the rank that owns them
     progress      step, samples, updates, loss scale: the coordinates of all randomness and of the data
 
