@@ -93,6 +93,8 @@ GPIPE, BREADTH = "--pipeline-schedule gpipe", "--pipeline-schedule breadth-first
 APART = "--no-overlap-grad-reduce --no-overlap-param-gather"
 PARTS = "--recompute-granularity selective --recompute-modules "
 CORE = PARTS + "core_attn"
+OUTER = "--outer-dp-sharding-strategy optim"
+ZERO2, ZERO3 = "--zero-stage 2", "--zero-stage 3"
 ROWS = [
     row("gpt tp2", 2, GPT, tp=2),
     row("gpt pp2 tied", 2, GPT, pp=2),
@@ -162,6 +164,53 @@ ROWS = [
     row("split, documents, tp2 pp2 vpp2 breadth-first", 4, DOCS, tp=2, pp=2, vpp=2, extra=f"{SPLIT} {BREADTH}"),
     row("llama split pp2 vpp2, groups of 3, core recompute", 2, LLAMA, pp=2, vpp=2, extra=f"{SPLIT} {GROUPS} {CORE}"),
     row("gpt split dropout pp2 dp2 tied, no layer but the embedding's", 4, DROP, pp=2, extra=f"{SPLIT} {BARE}"),
+    row("gpt ZeRO-2 dp2", 2, GPT, extra=ZERO2),
+    row("gpt ZeRO-3 dp2", 2, GPT, extra=ZERO3),
+    row("llama ZeRO-2 dp4", 4, LLAMA, extra=ZERO2),
+    row("llama ZeRO-3 dp4", 4, LLAMA, extra=ZERO3),
+    row("qwen ZeRO-3 tp2 dp2 one group", 4, QWEN, tp=2, extra=ZERO3),
+    row("gpt ZeRO-2 tp2 dp2 dropout", 4, DROP, tp=2, extra=ZERO2),
+    row("gpt ZeRO-2 pp2 dp2 tied", 4, GPT, pp=2, extra=ZERO2),
+    row("gpt ZeRO-3 pp2 dp2 tied", 4, GPT, pp=2, extra=ZERO3),
+    row(
+        "llama ZeRO-2 pp2 dp2 vpp2, micro-batches no multiple",
+        4,
+        LLAMA,
+        pp=2,
+        vpp=2,
+        extra=f"{ZERO2} --global-batch-size 12",
+    ),
+    row("llama ZeRO-3 pp2 dp2 vpp2, chunks held", 4, LLAMA, pp=2, vpp=2, extra=f"{ZERO3} --zero-hold chunk"),
+    row("gpt ZeRO-3 tp2 pp2 dp2 tied vpp2", 8, GPT, tp=2, pp=2, vpp=2, extra=ZERO3),
+    row("llama ZeRO-3 pp3 dp2 uneven", 6, LLAMA, pp=3, extra=ZERO3),
+    row("llama ZeRO-3 dp2 held for the step", 2, LLAMA, extra=f"{ZERO3} --zero-hold chunk"),
+    row("gpt ZeRO-3 pp2 dp2 vpp2 breadth-first", 4, GPT, pp=2, vpp=2, extra=f"{ZERO3} {BREADTH} --zero-hold chunk"),
+    row("llama ZeRO-2 pp2 dp2 gpipe", 4, LLAMA, pp=2, extra=f"{ZERO2} {GPIPE}"),
+    row("gpt ZeRO-3 dp2 recompute full", 2, DROP, extra=f"{ZERO3} {FULL} uniform --recompute-num-layers 2"),
+    row("llama ZeRO-3 pp2 dp2 recompute block", 4, LLAMA, pp=2, extra=f"{ZERO3} {FULL} block --recompute-num-layers 1"),
+    row("neox ZeRO-3 dp2 all parts recompute", 2, NEOX, extra=f"{ZERO3} {PARTS}core_attn layernorm mlp"),
+    row("llama ZeRO-2 split pp2 dp2", 4, LLAMA, pp=2, extra=f"{ZERO2} {SPLIT}"),
+    row("gpt ZeRO-3 split pp2 dp2 vpp2 tied dropout", 4, DROP, pp=2, vpp=2, extra=f"{ZERO3} {SPLIT} --zero-hold chunk"),
+    row("llama ZeRO-3 split tp2 pp2 dp2 recompute full", 8, LLAMA, tp=2, pp=2, extra=f"{ZERO3} {SPLIT} {FULL} uniform"),
+    row("gpt ZeRO-3 dp2 no overlap", 2, GPT, extra=f"{ZERO3} {APART}"),
+    row("llama ZeRO-2 dp4 sgd no overlap", 4, LLAMA, extra=f"{ZERO2} --optimizer sgd {APART}"),
+    row("qwen rates ZeRO-3 tp2 dp2", 4, QWEN + RATES, tp=2, extra=ZERO3),
+    row("gpt documents ZeRO-3 dp2", 2, DOCS, extra=ZERO3),
+    row("llama z-loss ZeRO-3 dp2 micro-batch 1", 2, LLAMA + ZLOSS, extra=f"{ZERO3} --micro-batch-size 1"),
+    row("gpt ZeRO-2 hybrid 2x2", 4, GPT, extra=f"{ZERO2} --num-distributed-optimizer-instances 2"),
+    row("llama ZeRO-3 hybrid 2x2", 4, LLAMA, extra=f"{ZERO3} --num-distributed-optimizer-instances 2"),
+    row(
+        "gpt ZeRO-2 hybrid 2x2 once more pp2 tied",
+        8,
+        GPT,
+        pp=2,
+        extra=f"{ZERO2} --num-distributed-optimizer-instances 2 {OUTER}",
+    ),
+    row(
+        "llama ZeRO-3 hybrid 2x2 once more", 4, LLAMA, extra=f"{ZERO3} --num-distributed-optimizer-instances 2 {OUTER}"
+    ),
+    row("gpt ZeRO-1 hybrid 2x2 once more tp2", 8, GPT, tp=2, extra=f"--num-distributed-optimizer-instances 2 {OUTER}"),
+    row("gpt ZeRO-1 hybrid 2x2 pp2 tied", 8, GPT, pp=2, extra="--num-distributed-optimizer-instances 2"),
 ]
 
 
@@ -179,6 +228,7 @@ def features(item: Row) -> dict[str, Hashable]:
         "ties": "--untie-embeddings-and-output-weights" not in words,
         "documents": "--reset-attention-mask" in words,
         "recompute": value("--recompute-granularity", "none"),
+        "zero": value("--zero-stage", "1"),
     }
 
 
@@ -349,7 +399,7 @@ def test_the_z_loss_changes_the_weights_and_is_no_part_of_the_loss() -> None:
 
 
 def test_with_each_commit_every_two_features_meet_that_meet_in_the_table() -> None:
-    assert len({r.name for r in ROWS}) == len(ROWS) and len(COVER) <= 16
+    assert len({r.name for r in ROWS}) == len(ROWS) and len(COVER) <= 18
     assert pairs_of(map(features, COVER)) == pairs_of(map(features, ROWS))
     without = [r for r in COVER if not features(r)["documents"]]
     assert pairs_of(map(features, without)) < pairs_of(map(features, ROWS))

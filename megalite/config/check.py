@@ -10,6 +10,7 @@ from typing import Any
 
 from megalite.config.check_files import checkpoint_problems, data_problems, files_effects
 from megalite.config.check_model import layout_problems, model_effects, model_problems
+from megalite.config.check_sharing import instances_problem, sharing_effects, sharing_problems
 from megalite.config.check_training import training_effects, training_problems
 from megalite.config.field import facts_of, flag_of
 from megalite.config.options import Config, ModelConfig, options
@@ -23,6 +24,7 @@ NEEDS = {  # option -> the one without which it has no effect
     "zero_bubble_max_pending_backward": "split_backward",
     "decoupled_min_lr": "decoupled_lr",
     "grad_reduce_in_bf16": "bf16",
+    "data_parallel_sharding_strategy": "use_megatron_fsdp",
     "save_interval": "save",
     "use_pytorch_profiler": "profile",
     "manual_gc_interval": "manual_gc",
@@ -47,6 +49,7 @@ def check(
         *model_problems(config.model, tp, say),
         *layout_problems(config, say),
         *training_problems(config, say),
+        *sharing_problems(config, say),
         *checkpoint_problems(c, say),
         *_machine(config, say),
         *data_problems(config.data, tp, complete or (c.load is None and c.pretrained_checkpoint is None), say),
@@ -59,6 +62,7 @@ def without_effect(config: Config) -> list[Problem]:
     """Options that do nothing, or less than expected, beside others; no errors, as Megatron-LM accepts them."""
     say, given = Say(config), {f.name for section, f in options() if _value(config, section, f) != f.default}
     effects = [*model_effects(config.model, say), *training_effects(config, say), *files_effects(config, say)]
+    effects += sharing_effects(config, say)
     for name, needed in NEEDS.items():
         if name in given and needed not in given:
             shown = "{option}" if say.values[name] is True else "{=option}"
@@ -136,6 +140,7 @@ def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
         yield say(text, profile_ranks=beyond, world=world_size, last=world_size - 1)
     if config.train.as_rank is not None and config.train.as_rank >= world_size:
         yield say("{=as_rank} is not among {world} ranks; give 0 to {last}", world=world_size, last=world_size - 1)
+    yield from instances_problem(config, dp, say)
     yield from _batch_sizes(config, dp, say)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from megalite.config.field import MODEL, TRAINING, convert, facts_of, masked
 from megalite.config.model_options import ModelConfig
+from megalite.config.parallel_options import ParallelConfig
 from megalite.config.run_options import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
     OperationsConfig,
     OptimConfig,
-    ParallelConfig,
     PrecisionConfig,
     TrainConfig,
 )

@@ -1,4 +1,4 @@
-"""The options of a run: computation, training, data, checkpoints, logs and operation."""
+"""The options of a run: training, data, checkpoints, logs and operation."""
 
 from __future__ import annotations
 
@@ -8,71 +8,7 @@ from megalite.config.field import free, how, training
 
 # the launcher passes these on to its ranks
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
-KERNELS = ("auto", "triton", "torch")
-ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
-SCHEDULES = ("1f1b", "gpipe", "breadth-first")
-ONLY_ONE = (1, "is not supported yet; use 1")
-LONGEST_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
 NO_SHARE, TO_TWO = (1, "is not a share; use at most 1"), (2, "is above 2; use 0, 1 or 2")
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    nproc: int | None = how(None, "local processes to start where no launcher does; default: tp x pp x --dp, else 1")
-    device: str = how(
-        "auto",
-        "where to compute; auto: cuda where there is a card",
-        choices=("auto", "cpu", "cuda"),
-        refused={
-            **dict.fromkeys(("gpu", "nvidia"), "torch calls it cuda; use cuda"),
-            **dict.fromkeys(("mps", "xpu", "tpu", "xla", "npu"), "it has no kernels here; use cpu"),
-        },
-    )
-    tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", flags=("--tp",), above=0)
-    pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", flags=("--pp",), above=0)
-    context_parallel_size: int = how(
-        1, "cp: ranks that share a sequence; must be 1", flags=("--cp",), above=0, most=ONLY_ONE
-    )
-    data_parallel_size: int | None = how(None, "dp: ranks that share the batch; default: all left", flags=("--dp",))
-    num_layers_per_virtual_pipeline_stage: int | None = how(None, "layers per chunk of the interleaved schedule")
-    num_virtual_stages_per_pipeline_rank: int | None = how(None, "chunks per pipeline rank of the interleaved schedule")
-    pipeline_model_parallel_layout: str | None = how(None, "layers of each stage, as in 'Et|(tt|)*2tL'")
-    decoder_first_pipeline_num_layers: int | None = how(None, "layers of pipeline rank 0; others share the rest")
-    decoder_last_pipeline_num_layers: int | None = how(None, "layers of the last pipeline rank; others share the rest")
-    account_for_embedding_in_pipeline_split: bool = how(False, "the embedding takes the place of a layer")
-    account_for_loss_in_pipeline_split: bool = how(False, "the head and the loss take the place of a layer")
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = how(
-        None,
-        "micro-batches that a chunk runs before the next chunk; default pp, with the remainder spread over the groups",
-    )
-    use_tp_pp_dp_mapping: bool = how(False, "number the ranks in the order tp, pp, dp; default: tp, dp, pp")
-    pipeline_schedule: str = how("1f1b", "order of micro-batches in the pipeline", choices=SCHEDULES)
-    split_backward: bool = how(
-        False,
-        "compute weight gradients separately, where the pipeline would idle (zero bubble)",
-        flags=("--enable-zero-bubble=true", "--enable-zbh1-pipeline=true", "--delay-wgrad-compute=true"),
-    )
-    zero_bubble_max_pending_backward: int | None = how(
-        None, "forwards that may wait for their weight gradients; default: as the unsplit schedule's memory allows"
-    )
-    use_distributed_optimizer: bool = how(True, "shard optimizer state over dp (ZeRO-1)")
-    overlap_grad_reduce: bool = how(True, "reduce gradients during the last backward")
-    grad_reduce_in_bf16: bool = how(False, "round gradients to bf16 for their sum over dp; each rank adds in fp32")
-    overlap_param_gather: bool = how(True, "gather weights during the next forward")
-    ddp_bucket_size: int | None = how(None, "elements per gradient bucket; default 40 million")
-    kernels: str = how("auto", "kernels to run; auto: Triton's on cuda where it is installed", choices=KERNELS)
-    attention_kernel: str = how("auto", "where it fits the shape; auto: by a table", choices=ATTENTION_KERNELS)
-    shared_memory: bool = how(True, "cpu: ranks of one machine communicate through shared memory; off: through gloo")
-    distributed_backend: str | None = how(None, "default: nccl on cuda, gloo on cpu", choices=("nccl", "gloo", "mpi"))
-    distributed_timeout_minutes: float = how(10.0, "time limit of the start-up, minutes", above=0, most=LONGEST_TIMEOUT)
-    distributed_timeout_seconds_after_init: float | None = how(
-        None, "time limit of a collective in training, seconds; default: that of the start-up", most=LONGEST_TIMEOUT
-    )
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that share one copy of the model."""
-        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
 
 @dataclass(frozen=True)

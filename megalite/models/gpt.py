@@ -10,8 +10,9 @@ A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last sta
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ from megalite.nn.linear import gather_linear
 from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
-from megalite.nn.parameter import Maker
+from megalite.nn.parameter import Maker, Use, run_unit
 from megalite.nn.recompute import recompute, without_keeping
 from megalite.parallel.spec import ParamSpec
 
@@ -226,6 +227,7 @@ class Stage(nn.Module):
     ):
         super().__init__()
         self.recompute = recompute or Recompute()
+        self.use: Use = run_unit  # or what gathers a unit's weights for it (optim/param_gather.py)
         mesh = make.mesh
         tied = not model.untie_embeddings_and_output_weights
         sizes, std = (padded_vocab_size, vocab_size, model.hidden_size), model.init_method_std
@@ -256,21 +258,30 @@ class Stage(nn.Module):
     def forward(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states x_sBD; on the last stage the summed loss ([2] with a z-loss), or logits without labels."""
         x_sBD = self.hidden(received_sBD, batch)
-        return x_sBD if self.head is None else self.head(x_sBD, batch)
+        return x_sBD if self.head is None else self.use(self.head, x_sBD, batch)
+
+    @property
+    def units(self) -> dict[nn.Module, bool]:
+        """What is used at once, in order, and whether backward reads its weights: those of the embedding it does not
+        need, and the head computes its gradients in forward."""
+        ends = [dict.fromkeys([end] if end is not None else [], False) for end in (self.embedding, self.head)]
+        return {**ends[0], **dict.fromkeys(self.blocks, True), **ends[1]}
 
     def hidden(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
         """x_sBD after the stage's layers, before the head."""
         if self.embedding is not None:
-            x_sBD: Tensor = self.embedding(batch.tokens_SB, batch.sample_ids_B, batch.step, batch.positions_SB)
+            x_sBD = self.use(self.embedding, batch.tokens_SB, batch.sample_ids_B, batch.step, batch.positions_SB)
         else:
             assert received_sBD is not None, "only the first stage starts from tokens"
             x_sBD = received_sBD
         where, blocks = self.coordinates(batch), list(self.blocks)
         for group, again in self.recompute.groups(len(blocks)):
+            runs = itertools.count()
 
-            def run(x_sBD: Tensor, blocks: list[nn.Module] = blocks[group]) -> Tensor:
+            def run(x_sBD: Tensor, blocks: list[nn.Module] = blocks[group], runs: Iterator[int] = runs) -> Tensor:
+                second = next(runs) > 0  # in backward
                 for block in blocks:
-                    x_sBD = block(x_sBD, where)
+                    x_sBD = self.use(block, x_sBD, where, again=second)
                 return x_sBD
 
             x_sBD = recompute(run, x_sBD) if again and self.training else run(x_sBD)

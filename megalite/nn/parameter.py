@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,16 @@ from megalite.parallel.spec import ParamSpec, Piece
 class Maker:
     """Makes parameters from what all of a run have in common: mesh, dtype, seed (of initial weights and dropout).
 
-    `meta`: without memory, for plans and dry runs. `unit`: the part of the model that uses the parameters at the same
-    time: "embedding", "layers.17", "head".
+    `meta`: without memory, for plans and dry runs. `deferred`: a parameter takes no memory, and is drawn where it is
+    going to lie (`write_initial`). `unit`: the part of the model that uses the parameters at the same time:
+    "embedding", "layers.17", "head".
     """
 
     mesh: Mesh
     dtype: torch.dtype
     seed: int
     meta: bool = False
+    deferred: bool = False
     unit: str = ""
 
     def of(self, unit: str) -> Maker:
@@ -33,13 +36,30 @@ class Maker:
         return replace(self, unit=unit)
 
     def __call__(self, spec: ParamSpec) -> nn.Parameter:
-        device = "meta" if self.meta else self.mesh.device
-        data = torch.empty(spec.local_shape(self.mesh.sizes), dtype=self.dtype, device=device)
-        if not data.is_meta:
-            initialize_(data, spec, self.mesh, self.seed)
-        parameter = nn.Parameter(data)
+        device, shape = "meta" if self.meta else self.mesh.device, spec.local_shape(self.mesh.sizes)
+        draw = partial(initialize_, spec=spec, mesh=self.mesh, seed=self.seed)
+        if self.deferred:
+            parameter = nn.Parameter(torch.empty((), dtype=self.dtype, device=device).expand(shape))
+            parameter.draw = draw  # type: ignore[attr-defined]
+        else:
+            parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=device))
+            if not parameter.is_meta:
+                draw(parameter.data)
         parameter.spec, parameter.unit = spec, self.unit  # type: ignore[attr-defined]
         return parameter
+
+
+@torch.no_grad()
+def write_initial(parameter: nn.Parameter, into: Tensor, span: range | None = None) -> None:
+    """Write the parameter's initial values into a tensor of its shape; of a deferred one at least the elements `span`
+    of the flattened tensor."""
+    draw = getattr(parameter, "draw", None)
+    if draw is None:
+        into.copy_(parameter.data)
+        return
+    del parameter.draw  # pyright: ignore[reportAttributeAccessIssue]
+    if not into.is_meta:
+        draw(into, span=span)
 
 
 def spec_of(parameter: nn.Parameter) -> ParamSpec:
@@ -85,3 +105,26 @@ def weight_pieces(module: nn.Module, mesh: Mesh) -> list[Piece]:
         data = parameter.data.view(-1)[: box.numel]
         pieces.append(Piece(f"model/{spec.name}", spec.stored_shape, box, range(box.numel), data))
     return pieces
+
+
+class Use(Protocol):
+    """Runs a unit of the model where its weights are whole. `again`: in backward, to compute its activations again."""
+
+    def __call__(self, unit: nn.Module, *args: Any, again: bool = False) -> Tensor: ...
+
+
+def run_unit(unit: nn.Module, *args: Any, again: bool = False) -> Tensor:
+    """unit(*args): its weights are always there."""
+    return unit(*args)
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A module whose weights may come and go (optim/param_gather.py)."""
+
+    use: Use
+
+    @property
+    def units(self) -> dict[nn.Module, bool]:
+        """In order of use, and whether backward reads their weights."""
+        ...

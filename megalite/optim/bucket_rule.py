@@ -2,9 +2,14 @@
 dtype, whether weights are gathered. Storage, reduction, gathering and the optimizer read it here; none of them asks the
 mesh, or what else a kind is.
 
-                      gradient, whole           gradient, owned                  weight
+                      gradient, whole           what is kept of it               weight
     shared out        reduce-scatter (shard)    all-reduce (replica, partial)    all-gather (shard)
+    and once more     reduce-scatter (shard)    reduce-scatter (replica)         all-gather (replica, then shard)
+                                                all-reduce (partial)
     not shared out    all-reduce (replica)      all-reduce (partial)
+
+"Once more" is for replicas far apart (ZeRO++'s secondary partition, arXiv:2306.10209, sec. 3.2): weights stay shared
+out within a set of ranks, and what the optimizer keeps is shared out over all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ class BucketRule:
     """Of one kind, on one rank.
 
     shard    shares a bucket out; of size 1 where each rank owns all of it, without the distributed optimizer
-    replica  ranks that own the same
+    replica  ranks that hold the same
+    outer    shares out once more, over `replica`, what these hold: to each rank what it owns; or of size 1
     sums     what is owned is summed over these, in this order, after the whole was over `shard` or else `replica`
     ends     and at last, where the parameter is tied, over the pipeline's ends
     moved_as the dtype of the whole gradient on its way; None: its own
@@ -32,6 +38,7 @@ class BucketRule:
 
     shard: Axis
     replica: Axis
+    outer: Axis
     sums: tuple[Axis, ...]
     ends: Axis | None
     moved_as: torch.dtype | None
@@ -46,29 +53,45 @@ class BucketRule:
         """Over data: other ranks have summands of the whole gradient."""
         return self.shard.size > 1 or self.replica.size > 1
 
-    def owned(self, bucket: Bucket) -> range:
-        """The elements of `bucket` that this rank owns."""
+    def held(self, bucket: Bucket) -> range:
+        """The elements of `bucket` that are this rank's part of those that share it out."""
         return bucket.shard(self.shard.size, self.shard.rank)
+
+    def owned(self, bucket: Bucket) -> range:
+        """Of these the elements that this rank owns: that it keeps the optimizer's states of, and updates."""
+        held = self.held(bucket)
+        size = len(held) // self.outer.size
+        return held[self.outer.rank * size : (self.outer.rank + 1) * size]
 
     def owned_part(self, bucket: Bucket, slot: Slot) -> Part:
         """Of the parameter in `slot` what this rank owns, maybe nothing."""
-        owned = self.owned(bucket)
-        first, last = max(slot.start, owned.start), min(slot.stop, owned.stop)
-        return Part(range(first - slot.start, max(first, last) - slot.start), first - owned.start)
+        return _part(self.owned(bucket), slot)
+
+    def held_part(self, bucket: Bucket, slot: Slot) -> Part:
+        return _part(self.held(bucket), slot)
 
 
-def rules_for(layout: Layout, mesh: Mesh, reduce_in_bf16: bool = False) -> Mapping[Kind, BucketRule]:
-    """Of every kind that `layout` has."""
-    return {kind: _rule(kind, mesh, reduce_in_bf16) for kind in {bucket.kind for bucket in layout.buckets}}
+def _part(mine: range, slot: Slot) -> Part:
+    first, last = max(slot.start, mine.start), min(slot.stop, mine.stop)
+    return Part(range(first - slot.start, max(first, last) - slot.start), first - mine.start)
 
 
-def _rule(kind: Kind, mesh: Mesh, reduce_in_bf16: bool) -> BucketRule:
+def rules_for(
+    layout: Layout, mesh: Mesh, reduce_in_bf16: bool = False, once_more: bool = False
+) -> Mapping[Kind, BucketRule]:
+    """Of every kind that `layout` has. `once_more`: what is shared out is so over replicas, too."""
+    return {kind: _rule(kind, mesh, reduce_in_bf16, once_more) for kind in {bucket.kind for bucket in layout.buckets}}
+
+
+def _rule(kind: Kind, mesh: Mesh, reduce_in_bf16: bool, once_more: bool) -> BucketRule:
     shard, replica = mesh.owners(kind.home)
+    outer = replica if once_more and shard.size > 1 else Axis("replica")
     return BucketRule(
         shard,
         replica,
-        sums=(*[replica] * (shard.size > 1), *map(mesh.axis, kind.partial)),
+        outer,
+        sums=(*[replica] * (shard.size > 1 and outer.size == 1), *map(mesh.axis, kind.partial)),
         ends=mesh.ends if kind.tied else None,
         moved_as=torch.bfloat16 if reduce_in_bf16 else None,
-        copies=kind.replicas * replica.size,
+        copies=kind.replicas * replica.size // outer.size,
     )

@@ -14,6 +14,7 @@ Four parts: what is done with a bucket of each kind and who owns what (bucket_ru
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -29,7 +30,11 @@ DEFAULT_BUCKET_SIZE = 40_000_000  # elements
 
 
 def lay_out_chunks(
-    chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, decoupled: bool = False
+    chunks: Sequence[nn.Module],
+    mesh: Mesh,
+    bucket_size: int | None = None,
+    decoupled: bool = False,
+    by_unit: bool = False,
 ) -> tuple[list[nn.Parameter], Layout]:
     """The parameters of `chunks`, each once, and where they lie: entry i of the layout is parameter i."""
     found: dict[int, tuple[int, nn.Parameter]] = {}
@@ -39,7 +44,21 @@ def lay_out_chunks(
     parameters = [p for _, p in found.values()]
     entries = [Entry(spec_of(p), p.numel(), chunk, unit_of(p)) for chunk, p in found.values()]
     size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
-    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, decoupled=decoupled)
+    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, decoupled=decoupled, by_unit=by_unit)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What data-parallel ranks share out beside what the optimizer keeps (arXiv:1910.02054).
+
+    stage      2: gradients of matrices come and go, 3: their weights, too
+    by_chunk   these weights come for a run of a chunk, not for each unit
+    once_more  replicas share out among them what the optimizer keeps
+    """
+
+    stage: int = 1
+    by_chunk: bool = False
+    once_more: bool = False
 
 
 class ParamBuffer:
@@ -47,6 +66,7 @@ class ParamBuffer:
 
     reduce_in_bf16  the first sum moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
     decoupled       embedding and head have a learning rate of their own
+    shared          what comes and goes
     """
 
     def __init__(
@@ -59,26 +79,34 @@ class ParamBuffer:
         overlap_param_gather: bool = True,
         reduce_in_bf16: bool = False,
         decoupled: bool = False,
+        shared: Shared = Shared(),  # noqa: B008 (frozen)
     ):
-        self.parameters, self.layout = parameters, layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled)
+        self.every_run, self.by_chunk = shared.stage > 1, shared.by_chunk
+        self.parameters, self.layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled, shared.stage > 1)
+        parameters, layout = self.parameters, self.layout
         dtypes, device = {p.dtype for p in parameters}, parameters[0].device
         if len(dtypes) != 1:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
         dtype = dtypes.pop()
-        self.mesh, self.rules = mesh, rules_for(layout, mesh, reduce_in_bf16)
-        self.weights = FlatStorage(layout, self.rules, dtype, device, parameters)
-        self.grads = FlatStorage(layout, self.rules, main_dtype(dtype), device)
+        self.mesh, self.rules = mesh, rules_for(layout, mesh, reduce_in_bf16, shared.once_more)
+        self.weights = FlatStorage(layout, self.rules, dtype, device, parameters, elastic=shared.stage > 2)
+        self.grads = FlatStorage(layout, self.rules, main_dtype(dtype), device, elastic=shared.stage > 1)
         self.grad_reduce = reduce = GradReduce(parameters, self.grads, overlap_grad_reduce)
-        self.param_gather = gather = ParamGather(parameters, self.weights, chunks, overlap_param_gather)
+        self.param_gather = gather = ParamGather(
+            parameters, self.weights, chunks, overlap_param_gather, shared.by_chunk
+        )
         # what the others call
         self.sinks, self.begin_all, self.finish = reduce.sinks, reduce.begin_all, reduce.finish
-        self.on_last_backward, self.gather, self.wait_gather = reduce.on_last_backward, gather.gather, gather.wait
+        self.on_last_backward, self.after_run = reduce.on_last_backward, reduce.after_run
+        self.gather, self.wait_gather = gather.gather, gather.wait
+        self.come, self.go = gather.come, gather.go
 
     def first_gradient(self) -> Tensor:
         """Of the reduced ones, what this rank owns of the first bucket."""
         return self.grads.owned(self.layout.buckets[0])
 
     def first_weights(self) -> Tensor:
-        """The first bucket, once no weight is on its way."""
+        """The first bucket, once no weight is on its way; of one that comes and goes what this rank owns."""
         self.wait_gather()
-        return self.weights.whole(self.layout.buckets[0])
+        bucket = self.layout.buckets[0]
+        return self.weights.whole(bucket) if self.weights.stays(bucket) else self.weights.owned(bucket)

@@ -1,4 +1,11 @@
-"""The memory of weights or of gradients: a flat tensor for each bucket, so that each can come and go by itself."""
+"""The memory of weights or of gradients: a flat tensor for each bucket, so that each can come and go by itself.
+
+                  whole                              held
+    stays         always there                       this rank's part of it
+    comes, goes   from `come` to `go` (elastic.py)   memory of its own, always there
+
+What a rank owns is all that it holds, or where that is shared out once more (bucket_rule.py) a part of it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from megalite.nn.parameter import write_initial
 from megalite.optim.bucket_rule import BucketRule
 from megalite.optim.layout import Bucket, Kind, Layout, Part, Slot
+from megalite.parallel.elastic import Elastic
 
 
 def main_dtype(weights: torch.dtype) -> torch.dtype:
@@ -18,7 +27,8 @@ def main_dtype(weights: torch.dtype) -> torch.dtype:
 
 class FlatStorage:
     """Zeros for the entries of `layout`, whose kinds have `rules`; or, where they are given, the values of
-    `parameters`, which become views of it."""
+    `parameters`, which become views of it. `elastic`: buckets of a unit that are shared out come and go; they are away
+    at first."""
 
     def __init__(
         self,
@@ -27,33 +37,87 @@ class FlatStorage:
         dtype: torch.dtype,
         device: torch.device,
         parameters: Sequence[nn.Parameter] = (),
+        elastic: bool = False,
     ):
         self.layout, self.rules, self.dtype = layout, rules, dtype
         self.flats: list[Tensor] = []  # of the buckets, in order
+        self._elastic: dict[int, Elastic] = {}
+        self._held: dict[int, Tensor] = {}  # of these
+        # views, made while there is memory: torch takes none of a tensor that has none
+        self._mine: list[Tensor] = []
+        self._parts: dict[Slot, Tensor] = {}
         for bucket in layout.buckets:  # one by one: what a parameter had is let go of before the next
-            self.flats.append(torch.zeros(bucket.size, dtype=dtype, device=device))
+            comes = elastic and bucket.kind.unit and rules[bucket.kind].is_shared_out
+            if comes:
+                self._elastic[bucket.number] = memory = Elastic(bucket.size, dtype, device)
+                flat = memory.flat
+            else:
+                flat = torch.zeros(bucket.size, dtype=dtype, device=device)
+            held = rules[bucket.kind].held(bucket)
+            self.flats.append(flat)
+            self._mine.append(flat[held.start : held.stop])
+            self._parts |= {slot: flat[slot.start : slot.stop] for slot in bucket.slots}
+            if comes:
+                self._mine[-1].zero_()  # its padding
             for p, slot in ((parameters[slot.entry], slot) for slot in bucket.slots if parameters):
                 view = self.part(slot).view_as(p)
-                view.copy_(p.data)
+                write_initial(p, view, rules[bucket.kind].held_part(bucket, slot).span if comes else None)
                 p.data = view
+            if comes:
+                self._held[bucket.number] = self.mine(bucket).clone()
+                self.go(bucket)
 
     @property
     def nbytes(self) -> int:
-        return sum(flat.nbytes for flat in self.flats)
+        """That are always there."""
+        stay = (flat.nbytes for n, flat in enumerate(self.flats) if n not in self._elastic)
+        return sum(stay) + sum(held.nbytes for held in self._held.values())
+
+    def stays(self, bucket: Bucket) -> bool:
+        """Whether the whole bucket is always there."""
+        return bucket.number not in self._elastic
+
+    def is_there(self, bucket: Bucket) -> bool:
+        return self.stays(bucket) or self._elastic[bucket.number].is_there
+
+    def come(self, bucket: Bucket) -> None:
+        """The whole bucket has memory from here on; what had none holds arbitrary values."""
+        if not self.stays(bucket):
+            self._elastic[bucket.number].come()
+
+    def go(self, bucket: Bucket) -> None:
+        """The whole bucket, where it does not stay, is read by nobody until it comes again."""
+        if not self.stays(bucket):
+            self._elastic[bucket.number].go()
 
     def whole(self, bucket: Bucket) -> Tensor:
         """All elements of the bucket, padding included."""
         return self.flats[bucket.number]
 
+    def mine(self, bucket: Bucket) -> Tensor:
+        """This rank's part of the whole bucket; where that stays, what it holds."""
+        return self._mine[bucket.number]
+
+    def held(self, bucket: Bucket) -> Tensor:
+        """The elements that are this rank's part of those that share the bucket out."""
+        return self.mine(bucket) if self.stays(bucket) else self._held[bucket.number]
+
     def owned(self, bucket: Bucket) -> Tensor:
-        """Those that this rank owns."""
-        owned = self.rules[bucket.kind].owned(bucket)
-        return self.whole(bucket)[owned.start : owned.stop]
+        """The elements that this rank owns."""
+        held, owned, rule = self.held(bucket), self.rules[bucket.kind].owned(bucket), self.rules[bucket.kind]
+        first = owned.start - rule.held(bucket).start
+        return held[first : first + len(owned)]
 
     def part(self, slot: Slot) -> Tensor:
         """All elements of a parameter, flat."""
-        return self.flats[slot.bucket][slot.start : slot.stop]
+        return self._parts[slot]
 
     def owned_part(self, bucket: Bucket, slot: Slot) -> Part:
         """Of a parameter what this rank owns: which of its elements, and where in `owned`."""
         return self.rules[bucket.kind].owned_part(bucket, slot)
+
+    def kept(self, slot: Slot) -> Tensor:
+        """Of a parameter what is always there: all of it, or where the bucket comes and goes what this rank holds."""
+        bucket = self.layout.buckets[slot.bucket]
+        held_part = self.rules[bucket.kind].held_part
+        return self.part(slot) if self.stays(bucket) else held_part(bucket, slot).of(self.held(bucket))

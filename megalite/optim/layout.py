@@ -6,7 +6,9 @@
 Parameters are laid in reverse order of use, the order in which their gradients arrive, and cut into buckets of about
 `bucket_size` elements that never span model chunks. What is reduced, counted or decayed differently gets buckets of
 its own (partial gradients, tied ends, experts, no decay, a rate of its own), so that each of these is one collective or
-one update of a whole bucket, and no code below asks what a parameter is. Padding: slots start at multiples of `ALIGN`.
+one update of a whole bucket, and no code below asks what a parameter is. Where gradients or weights come and go
+(ZeRO-2 and 3), the matrices of a unit of the model, one of its blocks, are a bucket: they are used at once. Norms and
+biases stay as they are, a thousandth of the memory. Padding: slots start at multiples of `ALIGN`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Entry:
 class Kind:
     """What all parameters of a bucket have in common (parallel/spec.py). `partial`: of axes that have other ranks.
     `replicas`: ranks that hold each element, the data axis aside. `decoupled`: the learning rate is that of embedding
-    and head."""
+    and head. `unit`: of the model, whose matrices they are, where these come and go together; "": they stay."""
 
     home: str
     partial: tuple[str, ...]
@@ -46,6 +48,7 @@ class Kind:
     decay: bool
     decoupled: bool
     replicas: int
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,17 @@ class Layout:
         return "\n".join(lines)
 
 
-def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, int], decoupled: bool = False) -> Layout:
+def lay_out(
+    entries: Sequence[Entry],
+    *,
+    bucket_size: int,
+    sizes: Mapping[str, int],
+    decoupled: bool = False,
+    by_unit: bool = False,
+) -> Layout:
     """Lay the entries (in order of use) into buckets of at least `bucket_size` elements (the last of a kind: less).
-    `sizes`: of the axes (absent: 1). `decoupled`: embedding and head have a learning rate of their own.
+    `sizes`: of the axes (absent: 1). `decoupled`: embedding and head have a learning rate of their own. `by_unit`: the
+    matrices of each unit are a bucket, whatever their size.
 
     Buckets of a chunk are in the order in which backward fills them: that of their last members.
     """
@@ -124,10 +135,11 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, i
             entry = entries[index]
             if entry.chunk != chunk:
                 continue
-            kind = _kind(entry.spec, sizes, decoupled)
+            unit = entry.unit if by_unit and entry.spec.is_matrix else ""
+            kind = _kind(entry.spec, sizes, decoupled, unit)
             members = open_slots.setdefault(kind, [])
             members.append(index)
-            if sum(entries[i].numel for i in members) >= bucket_size:
+            if not unit and sum(entries[i].numel for i in members) >= bucket_size:
                 closed.append((kind, open_slots.pop(kind)))
         for kind, members in sorted([*closed, *open_slots.items()], key=lambda bucket: -bucket[1][-1]):
             number, slots, position = len(buckets), [], 0
@@ -139,9 +151,9 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, i
     return Layout(tuple(entries), tuple(buckets))
 
 
-def _kind(spec: ParamSpec, sizes: Mapping[str, int], decoupled: bool) -> Kind:
+def _kind(spec: ParamSpec, sizes: Mapping[str, int], decoupled: bool, unit: str) -> Kind:
     partial = tuple(axis for axis in spec.partial if sizes.get(axis, 1) > 1)
-    return Kind(spec.home, partial, spec.tied, spec.decay, spec.vocabulary and decoupled, spec.replicas(sizes))
+    return Kind(spec.home, partial, spec.tied, spec.decay, spec.vocabulary and decoupled, spec.replicas(sizes), unit)
 
 
 def _up(n: int, multiple: int) -> int:

@@ -94,7 +94,7 @@ class Zero1:
                 part = rule.owned_part(bucket, replace(slot, stop=slot.start + box.numel))  # the padding is not stored
                 if not part.span:
                     continue
-                mine = rule.replica.is_first and spec.first_copy(position)
+                mine = (rule.outer.size > 1 or rule.replica.is_first) and spec.first_copy(position)
                 for prefix, flat in flats.items():
                     name, data = f"{prefix}/{spec.name}", part.of(flat)
                     result.append(Owned(Piece(name, spec.stored_shape, box, part.span, data), mine))

@@ -94,7 +94,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Gather flat tensors: x [n] into out [n * size]. `x` may be this rank's part of `out`."""
-    if axis.direct is None and not x.is_cuda:
+    if axis.direct is None and x.device.type == "cpu":
         x = x.clone()  # gloo's input must not alias its output
     return _gather(out, x, axis)
 

@@ -2,8 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class Watcher(Protocol):
+    """Is told of memory that comes and goes, which is no operation of torch's: no dispatch mode sees it."""
+
+    def came(self, flat: Tensor) -> None:
+        """It has its memory again."""
+
+    def goes(self, flat: Tensor) -> None:
+        """Its memory is about to be given back."""
+
+
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextlib.contextmanager
+def listening(watcher: Watcher) -> Iterator[None]:
+    """Inside, `watcher` is told by every Elastic."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 class Elastic:
@@ -27,9 +55,13 @@ class Elastic:
         """Allocate the memory unless it is there, with arbitrary values; return the flat tensor."""
         if not self.is_there:
             self.flat.untyped_storage().resize_(self._bytes)
+            if (watcher := _watcher.get()) is not None:
+                watcher.came(self.flat)
         return self.flat
 
     def go(self) -> None:
         """Free the memory. On CUDA the allocator may give it to the current stream at once, so wait first for any other
         stream that still reads it (parallel/streams.py)."""
+        if self.is_there and (watcher := _watcher.get()) is not None:
+            watcher.goes(self.flat)
         self.flat.untyped_storage().resize_(0)

@@ -12,6 +12,7 @@ have to be saved and resharded.
 from __future__ import annotations
 
 import hashlib
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -29,13 +30,30 @@ def seed_of(*coordinates: int | str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def _meets(span: range, shape: tuple[int, ...], dim: int) -> tuple[int, int]:
+    """The indices along `dim` that elements `span` of the flattened `shape` have: first, and one beyond the last; all
+    of them where the span runs through several rows of an earlier dim."""
+    inner = math.prod(shape[dim + 1 :])
+    first, last = span.start // inner, -(-span.stop // inner)
+    if not span:
+        return 0, 0
+    if first // shape[dim] != (last - 1) // shape[dim]:
+        return 0, shape[dim]
+    return first % shape[dim], (last - 1) % shape[dim] + 1
+
+
 @torch.no_grad()
-def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int) -> Tensor:
-    """Fill `tensor`, this rank's part of `spec`, with its part of the whole initial tensor."""
+def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, span: range | None = None) -> Tensor:
+    """Fill `tensor`, this rank's part of `spec`, with its part of the whole initial tensor; with a `span` at least
+    these elements of the flattened tensor: only blocks that meet them are drawn."""
     if isinstance(spec.init, Constant):
         return tensor.fill_(spec.init.value)
     box, dim, size = spec.box(mesh.sizes, mesh.position), spec.block_dim, spec.block
     start, stop, std = box.start[dim], box.stop[dim], spec.init.std
+    if span is not None:
+        first, last = _meets(span, box.shape, dim)
+        start, stop = start + first, start + last
+        tensor = tensor.narrow(dim, first, last - first)
     rows = tensor.movedim(dim, 0)
     others = [n for n in range(len(spec.shape)) if n != dim]
     row, share = [spec.shape[n] for n in others], [slice(box.start[n], box.stop[n]) for n in others]
@@ -49,7 +67,7 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int) -> Tenso
         a, b = max(first, start), min(last, stop)
         rows[a - start : b - start].copy_(values[(slice(a - first, b - first), *share)])
 
-    blocks = range(start // size, (stop - 1) // size + 1)
+    blocks = range(start // size, (stop - 1) // size + 1) if stop > start else range(0)
     threads = min(len(blocks), torch.get_num_threads()) if tensor.numel() >= WORTH_THREADS else 1
     if threads == 1:
         for block in blocks:

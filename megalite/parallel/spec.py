@@ -86,6 +86,11 @@ class ParamSpec:
     offset: float = 0.0
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it is one, or several that are stacked: what takes nearly all of a model's memory."""
+        return len(self.shape) - self.stacked > 1
+
+    @property
     def block_dim(self) -> int:
         """The dim along which initial values are drawn in blocks: the sharded dim, or the dim of the rows."""
         return self.shards[0][0] if self.shards else int(self.stacked)

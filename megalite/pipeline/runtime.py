@@ -6,14 +6,16 @@
                                       on the last stage
     W  s,m   the weights' gradients   where backward is split: B has left them in the forward's `later` (nn/later.py)
     SEND/RECV post an isend or irecv and go on; the wait is where the value is used
+    G, X, R   gather and free a stage's weights, reduce its gradients: what the store does (optim/buffer.py)
 
 Activations travel on mesh.pp, gradients on mesh.pp_back: two groups, so that neither queues behind the other (with two
-pipeline ranks and several chunks, activations of both directions share theirs). The last backward of a chunk, or its
-last W, arms its gradient buckets (optim/buffer.py).
+pipeline ranks and several chunks, activations of both directions share theirs). The backward, or the W, before an R
+arms the gradient buckets of its chunk, so that each is reduced as soon as it is full.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,21 +32,47 @@ from megalite.parallel.calls import RECEIVE, SEND
 from megalite.parallel.comm import Pending, start_message
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.streams import synchronize
-from megalite.pipeline.schedule import Action, Op, Placement, Split, plan
+from megalite.pipeline.schedule import Action, Op, Placement, Sharing, Split, plan, with_sharing
 
 Key = tuple[int, int]  # stage, micro-batch
 SENT = 2  # messages under way on a CPU, each with its tensor; to wait for one is safe (schedule.py: with_messages)
 MESSAGES = "bubble"  # the clock's phase of messages and of waiting for them
 
 
-class OnLast(Protocol):
-    """Told of a chunk before its last backward, or, where that is split, before its last W, of these sinks."""
+class Store(Protocol):
+    """What has the weights and gradients of the chunks, and how often it is told (schedule.Sharing). `of_step`: it is
+    the chunk's last run in the step."""
 
-    def __call__(self, chunk: int, sinks: Iterable[GradientSink] | None = None) -> None: ...
+    every_run: bool
+    by_chunk: bool
+
+    def on_last_backward(self, chunk: int, sinks: Iterable[GradientSink] | None = None, of_step: bool = True) -> None:
+        """Before the last backward of a run, or, where that is split, its last W, of these sinks."""
+
+    def after_run(self, chunk: int, of_step: bool = True) -> None:
+        """Behind it."""
+
+    def come(self, chunk: int) -> None:
+        """A run of forwards or backwards is near, for which the weights have to be whole."""
+
+    def go(self, chunk: int) -> None:
+        """It is through."""
 
 
-def nobody(chunk: int, sinks: Iterable[GradientSink] | None = None) -> None:
-    """Has nothing to reduce."""
+class Plain:
+    """A store that has nothing to reduce or gather."""
+
+    every_run = by_chunk = False
+
+    def on_last_backward(
+        self, chunk: int, sinks: Iterable[GradientSink] | None = None, of_step: bool = True
+    ) -> None: ...
+
+    def after_run(self, chunk: int, of_step: bool = True) -> None: ...
+
+    def come(self, chunk: int) -> None: ...
+
+    def go(self, chunk: int) -> None: ...
 
 
 @dataclass
@@ -68,6 +96,11 @@ class Flight:
     sent: list[Pending] = field(default_factory=list)
 
 
+@functools.lru_cache(maxsize=16)
+def _shared(row: tuple[Action, ...], sharing: Sharing) -> tuple[Action, ...]:
+    return tuple(with_sharing(row, sharing))
+
+
 def _backward_from(edge: GradientEdge, received: list[Tensor]) -> None:
     """Backward from `edge` with the one gradient in `received`, which is taken out as its first node begins. Who calls
     backward with a gradient holds it until the end of backward, so it begins with one that takes no memory."""
@@ -85,6 +118,7 @@ class Pipeline:
     """The chunks of one pipeline rank.
 
     split        how backward is split, if it is
+    store        what has their weights and gradients
     group_size   micro-batches that run through a chunk before the next one (schedule.group_sizes)
     width        hidden size D of the activations that travel, [S / tp, B, D] in `dtype`
     """
@@ -99,11 +133,12 @@ class Pipeline:
         dtype: torch.dtype,
         group_size: int | None = None,
         split: Split | None = None,
-        on_last_backward: OnLast = nobody,
+        store: Store = Plain(),  # noqa: B008 (has no state)
     ):
         self.group_size, self.split = group_size, split
         self.stages, self.mesh, self.schedule = list(stages), mesh, schedule
-        self.width, self.dtype, self.on_last_backward = width, dtype, on_last_backward
+        self.width, self.dtype, self.store = width, dtype, store
+        self.sharing = Sharing(store.every_run, store.by_chunk)
         self.place = Placement(mesh.pp.size, len(self.stages))
         self.last = self.place.num_stages - 1
         self.timeline: list[Timed] | None = None  # set to [] to record the next step
@@ -136,35 +171,41 @@ class Pipeline:
     ) -> Tensor:
         mesh, flight = self.mesh, Flight()
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-        left = [len(batches) + more] * len(self.stages)  # backwards to go, or W, per chunk
+        row = _shared(rows[mesh.pp.rank], self.sharing)
+        reduces = {(a.stage, a.microbatch) for a in row if a.op is Op.REDUCE}
+        last = {a.stage: a.microbatch for a in row if a.op is Op.REDUCE and not more}  # of the step
         begin = time.perf_counter()
-        for action in rows[mesh.pp.rank]:
+        for action in row:
             start = self._now(begin)
             key, chunk = (action.stage, action.microbatch), self.place.chunk(action.stage)
+            of_step = last.get(action.stage) == action.microbatch
             if action.op is Op.F:
                 with mesh.clock.span("forward", action):
                     losses = self._forward(flight, key, chunk, batches[action.microbatch], weight)
                 total[: len(losses)] += losses
             elif action.op is Op.B:
                 assert weight is not None
-                if not self.split:
-                    if left[chunk] == 1:
-                        self.on_last_backward(chunk)
-                    left[chunk] -= 1
+                if not self.split and key in reduces:
+                    self.store.on_last_backward(chunk, None, of_step)
                 with mesh.clock.span("backward", action):
                     self._backward(flight, key, weight)
             elif action.op is Op.W:
                 later = flight.later.pop(key)
-                if left[chunk] == 1:
-                    self.on_last_backward(chunk, later.sinks)
-                left[chunk] -= 1
+                if key in reduces:
+                    self.store.on_last_backward(chunk, later.sinks, of_step)
                 with mesh.clock.span("backward", action):
                     later.run()
+            elif action.op is Op.REDUCE:
+                self.store.after_run(chunk, of_step)
+            elif action.op is Op.GATHER:
+                self.store.come(chunk)
+            elif action.op is Op.FREE:
+                self.store.go(chunk)
             elif action.op in (Op.SEND_F, Op.SEND_B):
                 self._send(flight, action, batches[action.microbatch])
             else:
                 self._receive(flight, action, batches[action.microbatch])
-            if self.timeline is not None:
+            if self.timeline is not None and action.op not in (Op.GATHER, Op.FREE, Op.REDUCE):
                 self.timeline.append(Timed(str(action), max(start, self._came - begin), self._now(begin)))
         for message in flight.sent:
             self._wait(message, "what was sent")

@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 class Op(StrEnum):
     """B is the whole backward, or, in a row that has W, the part that gives the gradient of the input: W is the rest,
-    the gradients of the weights, for which nobody waits."""
+    the gradients of the weights, for which nobody waits. Of what is shared out over dp: GATHER the weights of a stage,
+    FREE them, REDUCE its gradients."""
 
     F = "F"
     B = "B"
@@ -35,6 +36,9 @@ class Op(StrEnum):
     RECV_F = "RF"
     SEND_B = "SB"
     RECV_B = "RB"
+    GATHER = "G"
+    FREE = "X"
+    REDUCE = "R"
 
 
 Cost = tuple[float, float, float]  # of F, B and W of one stage; a backward that is not split takes B + W
@@ -172,6 +176,76 @@ def held_more(op: Op, held: Held, split: bool) -> float:
     if op is Op.B:
         return (waits if split else 0) - saved
     return -waits if op is Op.W else 0
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How often what is shared out over dp meets.
+
+    every_run   gradients are reduced at the end of each run of a stage's backwards, so that they are whole during it
+                alone (ZeRO-2); else once in a step
+    by_chunk    weights are whole during the runs of a stage alone (ZeRO-3)
+    """
+
+    every_run: bool = False
+    by_chunk: bool = False
+
+
+def with_sharing(row: Sequence[Action], sharing: Sharing) -> list[Action]:
+    """Insert GATHER, FREE and REDUCE into a rank's row. All ranks of dp have the same row, so they begin the same
+    collectives in the same order; the row's order stays what it was, so it waits for nothing new.
+
+    A run of backwards: what gives gradients of weights (W where there is one, else B) of one stage, up to that of
+    another; where the rank has one stage alone, each is a run. Its REDUCE stands behind its last action. A run of
+    weights: forwards of one stage, up to the forward of another, and the same of backwards; runs of one stage with at
+    most one action between are one. GATHER stands one action before the run, which hides it.
+    """
+    inserted: dict[int, list[Action]] = {}  # by where in the row they stand
+
+    def insert(at: int, op: Op, like: Action, last: bool = True) -> None:
+        inserted.setdefault(at, []).insert(len(inserted.get(at, [])) if last else 0, Action(op, *like[1:]))
+
+    grads = Op.W if any(a.op is Op.W for a in row) else Op.B
+    runs = _runs(row, grads)
+    if len({row[run.start].stage for run in runs}) == 1:
+        runs = [range(i, i + 1) for i, a in enumerate(row) if a.op is grads]
+    ends = {row[run.stop - 1].stage: run.stop for run in runs}
+    for run in runs:
+        if sharing.every_run or ends[row[run.stop - 1].stage] == run.stop:
+            insert(run.stop, Op.REDUCE, row[run.stop - 1])
+    if sharing.by_chunk:
+        computes = [i for i, a in enumerate(row) if a.op in (Op.F, Op.B)]
+        for run in _touching(row, [*_runs(row, Op.F), *_runs(row, Op.B)]):
+            insert(run.stop, Op.FREE, row[run.stop - 1], last=False)
+            before = [i for i in computes if i < run.start]
+            insert(before[-1] if before else 0, Op.GATHER, row[run.start])
+    return [a for i in range(len(row) + 1) for a in (*inserted.get(i, ()), *row[i : i + 1])]
+
+
+def _runs(row: Sequence[Action], op: Op) -> list[range]:
+    """Of actions `op` of one stage, with whatever is between them but one of another stage; from the first to behind
+    the last."""
+    runs: list[range] = []
+    for i, action in enumerate(row):
+        if action.op is not op:
+            continue
+        if runs and row[runs[-1].stop - 1].stage == action.stage:
+            runs[-1] = range(runs[-1].start, i + 1)
+        else:
+            runs.append(range(i, i + 1))
+    return runs
+
+
+def _touching(row: Sequence[Action], runs: list[range]) -> list[range]:
+    """Runs of one stage that overlap, or follow each other with one action between, as one."""
+    joined: dict[int, list[range]] = {}
+    for run in sorted(runs, key=lambda run: run.start):
+        mine = joined.setdefault(row[run.start].stage, [])
+        if mine and sum(a.op in (Op.F, Op.B) for a in row[mine[-1].stop : run.start]) <= 1:
+            mine[-1] = range(mine[-1].start, max(mine[-1].stop, run.stop))
+        else:
+            mine.append(run)
+    return [run for stage in joined.values() for run in stage]
 
 
 class _Execution:

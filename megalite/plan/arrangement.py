@@ -30,10 +30,10 @@ from megalite.models.specs import specs_of
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import lay_out_chunks
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
-from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
+from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulated, Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
-from megalite.plan.holding import Holding, ModuleBytes, element_bytes
+from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, sharing
 from megalite.plan.kinds import Setting
 from megalite.plan.partition import evenly, fastest, ranges, splits
 from megalite.plan.stage_costs import StageCosts, stage_costs
@@ -72,8 +72,12 @@ class Arrangement:
     def sizes(self) -> Sizes:
         """The sizes that parallel/mesh.py makes a mesh of."""
         p = self.config.parallel
-        instances = 1 if p.use_distributed_optimizer else None
+        instances = p.num_distributed_optimizer_instances if p.shared_out else None
         return Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, dp_outermost=p.use_tp_pp_dp_mapping)
+
+    @property
+    def sharing(self) -> Sharing:
+        return sharing(self.config.parallel, self.chunks)
 
     @property
     def padded_vocab(self) -> int:
@@ -303,15 +307,9 @@ class Arrangement:
 
     def _holding(self, rank: int) -> Holding:
         mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
-        chunks = build_stages(self, mesh, self.dtype, meta=True)
-        _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, decoupled)
-        weight, gradient, state = self.bytes_of_element
-        return Holding(
-            local=sum(e.numel for e in layout.entries),
-            weights=layout.size * weight,
-            gradients=layout.size * gradient,
-            optimizer=layout.size // mesh.shard.size * state,
-        )
+        chunks, p = build_stages(self, mesh, self.dtype, meta=True), self.config.parallel
+        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, decoupled, p.shared_out > 1)
+        return Holding.of(layout, Shares.of(p, mesh), self.bytes_of_element)
 
     @cached_property
     def elements(self) -> tuple[int, ...]:
@@ -325,7 +323,8 @@ class Arrangement:
         """Without the layout's padding, which `holdings` has."""
         make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
         first, last = (build_stage(self, make, [range(0), range(0)], number) for number in (0, 1))
-        each = weight + gradient + state / make.mesh.shard.size
+        shares = Shares.of(self.config.parallel, make.mesh)
+        each = weight / shares.weights + gradient / shares.gradients + state / shares.optimizer
 
         def of(module: nn.Module | None) -> float:
             return each * sum(p.numel() for p in module.parameters()) if module is not None else 0.0
@@ -334,7 +333,7 @@ class Arrangement:
         return ModuleBytes(layers, of(first.embedding), of(last.head))
 
     @property
-    def _group(self) -> int:
+    def group_size(self) -> int:
         """The number of micro-batches of the first group."""
         p = self.config.parallel
         return group_sizes(self.microbatches, self.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[0]
@@ -342,7 +341,7 @@ class Arrangement:
     @property
     def told(self) -> int:
         """The number of groups that the figures describe."""
-        return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self._group))
+        return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self.group_size))
 
     @property
     def told_rows(self) -> Sequence[Sequence[Action]]:
@@ -351,7 +350,7 @@ class Arrangement:
 
     def _rows(self, split: Split | None, groups: int) -> tuple[int, Sequence[Sequence[Action]]]:
         """(micro-batches, the actions of each pipeline rank for them) of a step, or of its first `groups` groups."""
-        p, m, group = self.config.parallel, self.microbatches, self._group
+        p, m, group = self.config.parallel, self.microbatches, self.group_size
         size = p.microbatch_group_size_per_virtual_pipeline_stage
         if m > groups * group:
             m, size = groups * group, group
@@ -379,9 +378,11 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
     return made
 
 
-def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
-    """The chunks of the model on this rank; `meta`: without memory."""
-    make = Maker(mesh, dtype, made.config.train.seed, meta)
+def build_stages(
+    made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False, deferred: bool = False
+) -> list[Stage]:
+    """The chunks of the model on this rank; `meta`, `deferred`: as a Maker has it."""
+    make = Maker(mesh, dtype, made.config.train.seed, meta, deferred)
     return [build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
 
 

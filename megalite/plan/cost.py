@@ -190,8 +190,9 @@ class Costs:
         """Seconds of the gradient norm and of the optimizer's step, on the rank with the most to do."""
         made = self.made
         held, shard = made.holdings[made.worst], self.mesh.shard.size
-        gradients = held.gradients / shard
-        moved = gradients + 2 * held.optimizer + held.weights / shard
+        weight, gradient, _ = made.bytes_of_element
+        gradients = held.elements * gradient / shard
+        moved = gradients + 2 * held.optimizer + held.elements * weight / shard
         if (measured := self._calibrated("update")) is not None:  # seconds per byte: update, norm
             return gradients * measured.all[1], moved * measured.all[0]
         return self.memory_s(gradients), self.memory_s(moved)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from megalite.config.parallel_options import ParallelConfig
 from megalite.optim.flat_storage import main_dtype
-from megalite.pipeline.schedule import Placement
+from megalite.optim.layout import Layout
+from megalite.parallel.mesh import Mesh
+from megalite.pipeline.schedule import Placement, Sharing
 from megalite.plan.sums import Sums
+
+
+class Shares(NamedTuple):
+    """How many ranks share out weights, gradients, and what the optimizer keeps."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @classmethod
+    def of(cls, p: ParallelConfig, mesh: Mesh) -> Shares:
+        n = mesh.shard.size
+        outer = mesh.replica.size if p.outer_dp_sharding_strategy == "optim" and n > 1 else 1
+        return cls(n if p.shared_out > 2 else 1, n if p.shared_out > 1 else 1, n * outer)
 
 
 @dataclass(frozen=True)
@@ -19,9 +36,29 @@ class Holding:
     """The bytes that each rank of one pipeline position always holds."""
 
     local: int  # elements of this rank's shares of the parameters
+    elements: int  # of all buckets, with their padding
     weights: int
     gradients: int
     optimizer: int
+    units: Mapping[str, int]  # elements of what comes and goes, by unit of the model
+
+    @classmethod
+    def of(cls, layout: Layout, shares: Shares, bytes_of_element: tuple[int, int, int]) -> Holding:
+        """What stays of weights and gradients is whole."""
+        units: dict[str, int] = {}
+        for bucket in layout.buckets:
+            if bucket.kind.unit and shares.gradients > 1:
+                units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.size
+        comes = sum(units.values())
+        weight, gradient, state = bytes_of_element
+        return cls(
+            local=sum(e.numel for e in layout.entries),
+            elements=layout.size,
+            weights=(layout.size - comes + comes // shares.weights) * weight,
+            gradients=(layout.size - comes + comes // shares.gradients) * gradient,
+            optimizer=layout.size // shares.optimizer * state,
+            units=units,
+        )
 
     @property
     def state(self) -> int:
@@ -48,3 +85,10 @@ def element_bytes(dtype: torch.dtype, states: Sequence[str]) -> tuple[int, int, 
     wide = main_dtype(dtype).itemsize
     main = 0 if wide == dtype.itemsize else wide
     return dtype.itemsize, wide, main + sum(2 if state == "bf16" else 4 for state in states)
+
+
+def sharing(p: ParallelConfig, chunks: int) -> Sharing:
+    """How often what dp shares out meets, on ranks with so many chunks. A run of forwards, one of backwards and the
+    next of both may be whole at once: with fewer chunks than that, all weights would be."""
+    by_chunk = p.zero_hold == "chunk" or (p.zero_hold == "auto" and chunks >= 4)
+    return Sharing(every_run=p.shared_out > 1, by_chunk=by_chunk and p.shared_out > 2)

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megalite.plan.whole import WholeUnits
+
 if TYPE_CHECKING:
     from megalite.pipeline.schedule import Action
     from megalite.plan.arrangement import Arrangement
@@ -51,78 +53,124 @@ def memory(made: Arrangement) -> list[RankMemory]:
 
 def activations_and_buffers(made: Arrangement) -> list[tuple[int, int]]:
     return [
-        (activations, max(0, round(peak_of(row, made)) - activations))
-        for activations, row in zip(made.activations, made.told_rows, strict=True)
+        (activations, max(0, round(peak_of(row, made, rank)) - activations))
+        for rank, (activations, row) in enumerate(zip(made.activations, made.told_rows, strict=True))
     ]
 
 
-def peak_of(row: Sequence[Action], made: Arrangement) -> int:
-    """The most bytes of activations, messages and temporary tensors that a rank with these actions has at once."""
-    walk = _Walk(made)
+def peak_of(row: Sequence[Action], made: Arrangement, rank: int) -> int:
+    """The most bytes of activations, messages, moments and whole units that a rank has at once, through its actions."""
+    from megalite.pipeline.schedule import Op, with_sharing
+
+    row = with_sharing(row, made.sharing)
+    reduces = {(a.stage, a.microbatch) for a in row if a.op is Op.REDUCE and made.sharing.every_run}
+    walk = _Walk(made, rank)
     for action in row:
-        walk.take(action)
+        walk.take(action, (action.stage, action.microbatch) in reduces)
     return walk.most
 
 
 class _Walk:
-    """kept: bytes that forwards have saved; messages: number of messages on this rank that have come or are on their
-    way, `sent` of them on their way; each has `edge` bytes, as x_sBD. most: the most bytes at once so far."""
+    """kept: what forwards have left behind; messages: on this rank, whether they have come or are on their way, of
+    which `sent` are on their way; each of `edge` bytes, as x_sBD. most: bytes at once so far."""
 
-    def __init__(self, made: Arrangement):
+    def __init__(self, made: Arrangement, rank: int):
         from megalite.pipeline.runtime import SENT
         from megalite.pipeline.schedule import Op
 
         self.ops, self.most_sent = Op, SENT
-        self.made, self.last = made, len(made.stages) - 1
+        self.made, self.last, self.whole = made, len(made.stages) - 1, WholeUnits(made, rank)
         self.edge = made.edge
-        self.bills: dict[int, list[Bill]] = {}
+        self.bills: dict[int, list[tuple[Bill, list[str]]]] = {}  # of each stage, with the units that each is of
         self.kept = self.most = 0
         self.messages = self.sent = 0
 
-    def take(self, action: Action) -> None:
+    def take(self, action: Action, last_of_run: bool) -> None:
         Op, stage = self.ops, action.stage
         if stage not in self.bills:
-            self.bills[stage] = self.made.layers.bills(self.made.stages[stage])
+            layers = self.made.stages[stage]
+            self.bills[stage] = [
+                (bill, [f"layers.{n}" for n in some]) for bill, some in self.made.layers.bills_and_layers(layers)
+            ]
         if action.op is Op.F:
             self._forward(stage)
         elif action.op is Op.B:
-            self._backward(stage)
+            self._backward(stage, last_of_run and self.made.split is None)
         elif action.op is Op.W:
-            for bill in reversed(self.bills[stage]):
-                self._reach(bill.moment["W"])
-                self.kept -= bill.waiting
+            self._weights_gradients(stage, last_of_run)
+        elif action.op is Op.GATHER:
+            self.whole.gather(self._blocks(stage))
+        elif action.op is Op.FREE:
+            self.whole.free([*self._blocks(stage), "embedding", "head"])
         elif action.op in (Op.RECV_F, Op.RECV_B):
             self.messages += 1
-        else:
+        elif action.op in (Op.SEND_F, Op.SEND_B):
             self.messages, self.sent = self.messages - (self.sent == self.most_sent), min(self.most_sent, self.sent + 1)
         self._reach(0)
 
+    def _blocks(self, stage: int) -> list[str]:
+        return [unit for _, units in self.bills[stage] for unit in units]
+
     def _reach(self, moment: int) -> None:
-        self.most = max(self.most, self.kept + self.messages * self.edge + moment)
+        self.most = max(self.most, self.kept + self.messages * self.edge + moment + self.whole.bytes)
 
     def _forward(self, stage: int) -> None:
+        blocks = [*self._blocks(stage), *["head"] * (stage == self.last)]
+        behind = dict(zip(["embedding"] * (stage == 0) + blocks, blocks[stage != 0 :] + [None], strict=False))
         if stage == 0:
+            self.whole.use(["embedding"], behind["embedding"])
             self._reach(self.made.layers.embedding.moment["F"])
+            self.whole.leave(["embedding"])
         else:
-            self.messages -= 1  # x has come, and is now the first layer's
-        for bill in self.bills[stage]:
+            self.messages -= 1  # x had come, and is the first layer's
+        for bill, units in self.bills[stage]:
+            self.whole.use(units[-2:], behind[units[-1]])  # of several at most two at once
             self._reach(self.edge + bill.moment["F"])
+            self.whole.leave(units)
             self.kept += bill.saved
         if stage == self.last:
+            self.whole.use(["head"])
+            self.whole.land("head")
             self._reach(self.edge + self.made.layers.head.moment["F"])
+            self.whole.leave(["head"])
             self.kept += self.made.layers.head.saved
         else:
             self.messages += 1  # y is to be sent
 
-    def _backward(self, stage: int) -> None:
+    def _backward(self, stage: int, reduces: bool) -> None:
         if stage == self.last:
             self.kept -= self.made.layers.head.saved
+            if reduces:
+                self.whole.reduce("head")
         else:
-            self.messages -= 1  # dy has come, and is now the last layer's
-        for bill in reversed(self.bills[stage]):
-            self._reach(self.edge + bill.moment["B"])
+            self.messages -= 1  # dy had come, and is the last layer's
+        bills = self.bills[stage]
+        for i in reversed(range(len(bills))):
+            bill, units = bills[i]
+            self.whole.use(units, bills[i - 1][1][-1] if i and len(units) == 1 else None)
+            for unit in reversed(units):
+                if not self.made.split:
+                    self.whole.land(unit)
+                self._reach(self.edge + bill.moment["B"])
+                if reduces:
+                    self.whole.reduce(unit)
+            self.whole.leave(units)
             self.kept += bill.waiting - bill.saved
         if stage == 0:
+            self.whole.land("embedding")
             self._reach(self.edge + self.made.layers.embedding.moment["B"])
+            if reduces:
+                self.whole.reduce("embedding")
         else:
             self.messages += 1  # dx is to be sent
+
+    def _weights_gradients(self, stage: int, reduces: bool) -> None:
+        for end in ["head"] * (stage == self.last) + ["embedding"] * (stage == 0) if reduces else []:
+            self.whole.reduce(end)
+        for bill, units in reversed(self.bills[stage]):
+            for unit in reversed(units):
+                self.whole.land(unit)
+                self._reach(bill.moment["W"])
+                if reduces:
+                    self.whole.reduce(unit)
+            self.kept -= bill.waiting

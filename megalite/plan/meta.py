@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels.dispatch import Kernel, planning
+from megalite.parallel.elastic import listening
 
 META = torch.device("meta")
 aten: Any = torch.ops.aten
@@ -65,6 +66,7 @@ class Meta(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._inside.enter_context(planning(self))
+        self._inside.enter_context(listening(self))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -122,16 +124,25 @@ class Meta(TorchDispatchMode):
 
     def _count(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._alive or not self.counts(key):
+        if not size or key in self._alive or not self.counts(key):
             return
 
         def on_free(_: Any) -> None:
-            self.live -= size
-            del self._alive[key]
+            if self._alive.get(key) is life:
+                self.live -= size
+                del self._alive[key]
 
-        self._alive[key] = weakref.ref(storage, on_free)
+        self._alive[key] = life = weakref.ref(storage, on_free)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def came(self, flat: Tensor) -> None:
+        self._count(flat.untyped_storage())
+
+    def goes(self, flat: Tensor) -> None:
+        storage = flat.untyped_storage()
+        if self._alive.pop(storage._cdata, None) is not None:
+            self.live -= storage.nbytes()
 
     def counts(self, storage: int) -> bool:
         """Whether the bytes of `storage` are counted."""

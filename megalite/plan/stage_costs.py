@@ -42,11 +42,15 @@ class StageCosts:
 
     def bills(self, layers: range) -> list[Bill]:
         """The bills of a stage with these layers, in order; layers that are recomputed together have one bill."""
-        kinds = self.kinds[layers.start : layers.stop]
+        return [bill for bill, _ in self.bills_and_layers(layers)]
+
+    def bills_and_layers(self, layers: range) -> list[tuple[Bill, range]]:
+        """The same, each with its layers."""
         bills = []
-        for group, again in self.recompute.groups(len(kinds)):
-            parts = [kinds[group]] if again else [(kind,) for kind in kinds[group]]
-            bills += [layers_bill(part, self.setting, again) for part in parts]
+        for group, again in self.recompute.groups(len(layers)):
+            some = layers[group]
+            parts = [some] if again else [range(n, n + 1) for n in some]
+            bills += [(layers_bill(self.kinds[part.start : part.stop], self.setting, again), part) for part in parts]
         return bills
 
     @cached_property

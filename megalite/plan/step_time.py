@@ -21,7 +21,7 @@ from functools import cached_property
 
 from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
 from megalite.parallel.mesh import Mesh
-from megalite.pipeline.schedule import Op
+from megalite.pipeline.schedule import Cost, Op
 from megalite.pipeline.simulate import Simulation
 from megalite.plan.arrangement import LONG, Arrangement
 from megalite.plan.cluster import Cluster
@@ -73,14 +73,16 @@ class _Step:
         busy = made.microbatches * sum(sum(stage.all) for stage in stages) / made.pp
         tp = made.microbatches * sum(sum(stage.tp) for stage in stages) / made.pp
         costs = [stage.all for stage in stages]
+        slowed = [self._slowed(number, cost) for number, cost in enumerate(costs)]
         groups = LONG if made.split is None else made.told  # what waits of a split backward may take long to settle
         alone, simulation = made.run(costs, made.split, groups)
         sent = with_gathers = alone
         if made.pp > 1:
             sent, simulation = made.run(costs, made.split, groups, delay=self.delay)
-        if begin := self.gathers():
+        begin = self.gathers()
+        if begin or slowed != costs:
             more = {"delay": self.delay} if made.pp > 1 else {}
-            with_gathers, simulation = made.run(costs, made.split, groups, begin=begin, **more)
+            with_gathers, simulation = made.run(slowed, made.split, groups, begin=begin, **more)
             with_gathers = max(sent, with_gathers)
         else:
             with_gathers = sent
@@ -120,15 +122,51 @@ class _Step:
         n = made.tokens * made.config.model.hidden_size * made.dtype.itemsize / made.tp
         return self.messages.message(n, ranks[source], ranks[target])
 
-    def _chunk_bytes(self, rank: int, of: str) -> list[float]:
-        """Bytes of weights or of gradients of each chunk of a pipeline rank, in order. The bytes of the layers are in
-        their chunk, the rest of the rank's in its first (the embedding) or, on the last rank, its last (the head)."""
+    def _chunk_bytes(self, rank: int, size: int) -> list[float]:
+        """Bytes of the weights or gradients, of `size` bytes each, of each chunk of a pipeline rank, in order. Those of
+        the layers are in their chunk, the rest of the rank's in its first (the embedding) or, on the last rank, its
+        last (the head)."""
         made, held = self.made, self.made.holdings[rank]
-        each = getattr(held, of) / held.local  # with the layout's padding
+        each, whole = size * held.elements / held.local, size * held.elements  # with the layout's padding
         stages = (made.stages[stage] for stage in made.placement.stages(rank))
         chunks = [each * sum(made.elements[layers.start : layers.stop]) for layers in stages]
-        chunks[-1 if rank == made.pp - 1 else 0] += max(0.0, getattr(held, of) - sum(chunks))
+        chunks[-1 if rank == made.pp - 1 else 0] += max(0.0, whole - sum(chunks))
         return chunks
+
+    def _slowed(self, stage: int, cost: Cost) -> Cost:
+        """F, B and W of a stage whose gradients are reduced, and whose weights are gathered, during them: what an
+        exchange takes longer than the computation that hides it, or, where it is not overlapped, all of it. A run's
+        exchange is shared by its micro-batches."""
+        made, p = self.made, self.made.config.parallel
+        rank, chunk = made.placement.rank(stage), made.placement.chunk(stage)
+        if not made.sharing.every_run or self._groups[0].size == 1:
+            return cost
+        units, run = max(1, len(made.stages[stage])), self._run
+        size, share = self._gradient
+        n = self._chunk_bytes(rank, size)[chunk]
+        reduce = share * self._collective(n, size, gather=False, buckets=units, of_step=False) / run
+        gather = 0.0
+        if p.shared_out > 2:
+            n = self._chunk_bytes(rank, made.dtype.itemsize)[chunk]
+            gather = self._collective(n, made.dtype.itemsize, gather=True, buckets=units)
+            gather /= made.microbatches if made.chunks == 1 and made.sharing.by_chunk else run
+        forward, backward, later = cost
+        behind = (forward, backward if made.split else backward + later)
+        shown = [
+            max(0.0, gather - behind[0] * p.overlap_param_gather),
+            max(0.0, gather * p.overlap_param_gather + reduce * p.overlap_grad_reduce - behind[1])
+            + gather * (not p.overlap_param_gather)
+            + reduce * (not p.overlap_grad_reduce),
+        ]
+        return forward + shown[0], backward + shown[1], later
+
+    @property
+    def _run(self) -> int:
+        """Micro-batches that a chunk takes at once: each alone where a rank has one chunk."""
+        made = self.made
+        if made.chunks == 1:
+            return 1
+        return made.microbatches if made.config.parallel.pipeline_schedule == "breadth-first" else made.group_size
 
     def _buckets(self, num_bytes: float, size: int) -> int:
         limit = self.made.config.parallel.ddp_bucket_size
@@ -143,12 +181,12 @@ class _Step:
         """Stage -> time at which its first forward may start, so that none of its layers waits for its bucket. Empty if
         gathers are waited for at once, or there is nothing to gather."""
         made, (shard, _) = self.made, self._groups
-        if shard.size == 1 or not made.config.parallel.overlap_param_gather:
+        if shard.size == 1 or not made.config.parallel.overlap_param_gather or made.config.parallel.shared_out > 2:
             return {}
         begin: dict[int, float] = {}
         for rank in range(made.pp):
             now = 0.0
-            for stage, n in zip(made.placement.stages(rank), self._chunk_bytes(rank, "weights"), strict=True):
+            for stage, n in zip(made.placement.stages(rank), self._chunk_bytes(rank, made.dtype.itemsize), strict=True):
                 buckets = self._buckets(n, made.dtype.itemsize)
                 one = self.costs.links.all_gather(n / buckets, shard)
                 forward = self.stages[stage].all[0] / buckets
@@ -159,23 +197,26 @@ class _Step:
     @property
     def late_gathers_s(self) -> float:
         """Seconds of gathers that nothing hides."""
-        shard, _ = self._groups
-        if self.made.config.parallel.overlap_param_gather or shard.size == 1:
+        (shard, _), made = self._groups, self.made
+        if made.config.parallel.overlap_param_gather or shard.size == 1 or made.config.parallel.shared_out > 2:
             return 0.0
+        size = made.dtype.itemsize
         return max(
-            sum(self._collective(n, self.made.dtype.itemsize, gather=True) for n in self._chunk_bytes(rank, "weights"))
-            for rank in range(self.made.pp)
+            sum(self._collective(n, size, gather=True) for n in self._chunk_bytes(rank, size))
+            for rank in range(made.pp)
         )
 
-    def _collective(self, n: float, size: int, gather: bool) -> float:
-        """Seconds of a chunk's gathers, or reductions, one bucket after another: `n` bytes in elements of `size`."""
+    def _collective(self, n: float, size: int, gather: bool, buckets: int | None = None, of_step: bool = True) -> float:
+        """Seconds of a chunk's gathers, or reductions, one bucket after another: `n` bytes in elements of `size`.
+        `of_step`: with what replicas sum once in a step."""
         shard, replica = self._groups
-        links, buckets = self.costs.links, self._buckets(n, size)
+        links, buckets = self.costs.links, buckets or self._buckets(n, size)
         if gather:
             return buckets * links.all_gather(n / buckets, shard)
         if shard.size == 1:
             return buckets * links.all_reduce(n / buckets, replica)
-        return buckets * links.reduce_scatter(n / buckets, shard) + links.all_reduce(n / shard.size, replica)
+        inner = buckets * links.reduce_scatter(n / buckets, shard)
+        return inner + links.all_reduce(n / shard.size, replica) if of_step else inner
 
     def reduces(self, simulation: Simulation) -> float:
         """Seconds by which the reduction of gradients ends after the pipeline, if a chunk's buckets fill evenly during
@@ -191,7 +232,7 @@ class _Step:
                 last[span.action.stage] = max(last.get(span.action.stage, (0.0, 0.0)), (span.start, span.end))
         worst = 0.0
         for rank in range(made.pp):
-            chunks = zip(made.placement.stages(rank), self._chunk_bytes(rank, "gradients"), strict=True)
+            chunks = zip(made.placement.stages(rank), self._chunk_bytes(rank, size), strict=True)
             done = 0.0
             for stage, n in sorted(chunks, key=lambda item: last[item[0]]):
                 start, end = last[stage]
@@ -209,19 +250,23 @@ class _Step:
         if max(group.size for group in self._groups) == 1:
             return 0.0
         made, (size, share) = self.made, self._gradient
-        gathers = [sum(self._chunk_bytes(rank, "weights")) for rank in range(made.pp)]
-        reduces = [sum(self._chunk_bytes(rank, "gradients")) for rank in range(made.pp)]
+        gathers = [sum(self._chunk_bytes(rank, made.dtype.itemsize)) for rank in range(made.pp)]
+        reduces = [sum(self._chunk_bytes(rank, size)) for rank in range(made.pp)]
+        runs = made.microbatches / self._run if made.sharing.every_run else 1
+        gathered = (
+            1 if made.config.parallel.shared_out < 3 or (made.chunks == 1 and made.sharing.by_chunk) else 2 * runs
+        )
         return max(
-            self._collective(weights, made.dtype.itemsize, gather=True)
+            gathered * self._collective(weights, made.dtype.itemsize, gather=True)
             + share * self._collective(n, size, gather=False)
+            + (runs - 1) * share * self._collective(n, size, gather=False, of_step=False)
             for weights, n in zip(gathers, reduces, strict=True)
         )
 
     @property
     def _gradient(self) -> tuple[int, float]:
         """Bytes of an element of the gradients' sums, and the share of them that is sent."""
-        held = self.made.holdings[0]
-        size = round(held.gradients / held.weights * self.made.dtype.itemsize)
+        size = self.made.bytes_of_element[1]
         return size, 0.5 if self.made.config.parallel.grad_reduce_in_bf16 and size == 4 else 1.0
 
     @property

@@ -1,9 +1,9 @@
 """Checks that all replicas of shared values have the same bits. A replica that differs means a broken device or a bug,
 and every step makes it worse.
 
-    weights       all over data, those that are not split over tp, tied ones over the pipeline's ends (Megatron-LM's
-    check
-                  covers the first), those of experts over their own axes
+    weights       all over data, those that are not split over tp, tied ones over the pipeline's ends (Megatron-LM
+                  compares the first), those of experts over their own axes. Weights that ZeRO-3 shares out have copies
+                  on replicas alone; what is gathered of them for a moment is not compared
     main weights  against their copies in half precision, on the rank that owns them
     progress      step, samples, updates, loss scale: the coordinates of all randomness and of the data
 
@@ -68,17 +68,24 @@ def disagreement(run: Run) -> Tensor:
     buffer, optimizer = run.buffer, run.optimizer
     buffer.wait_gather()
     total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}  # by the axis that has copies
     for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
-        home, copy = bucket.kind.home, buffer.weights.owned(bucket)
-        sums[home] = _sum_of_bits(buffer.weights.whole(bucket)) + sums.get(home, 0)
+        stays, copy = buffer.weights.stays(bucket), buffer.weights.owned(bucket)
+        over = _copied_over(bucket.kind.home, stays)
+        copies = buffer.weights.whole(bucket) if stays else buffer.weights.held(bucket)
+        sums[over] = _sum_of_bits(copies) + sums.get(over, 0)
         if not optimizer.same:
             casts = (_sum_of_bits(block.to(copy.dtype)) for block in main.split(BLOCK))
             total[1] += sum(casts, -_sum_of_bits(copy)).remainder(PRIME)
-    for home, bits in sums.items():
-        axis = run.mesh.axis(HOMES[home][0])
+    for over, bits in sums.items():
+        axis = run.mesh.axis(over)
         total[0] += bits.remainder(PRIME) * (1 - axis.size if axis.is_first else 1)
     return total
+
+
+def _copied_over(home: str, stays: bool) -> str:
+    """The axis of data that has copies of a bucket's weights: of those that come and go only of what a rank holds."""
+    return HOMES[home][0] if stays else {"dense": "replica", "expert": "expert_replica"}[home]
 
 
 def _sum_of_bits(weights: Tensor) -> Tensor:
@@ -91,21 +98,25 @@ def _differences(run: Run) -> tuple[str, Majority]:
     buffer.wait_gather()
     slots = [slot for bucket in layout.buckets for slot in bucket.slots]
     specs = [layout.entries[slot.entry].spec for slot in slots]
+    over = [
+        _copied_over(spec.home, buffer.weights.stays(layout.buckets[slot.bucket]))
+        for spec, slot in zip(specs, slots, strict=True)
+    ]
     hashes: dict[int, int] = {}
     found, majority = _casts(run), []
-    for name in ("data", "edp", "tp", "ep", "etp", "ends"):
-        chosen = [i for i, spec in enumerate(specs) if name in (spec.data_axis, *spec.copied_over)]
+    for name in ("data", "replica", "edp", "expert_replica", "tp", "ep", "etp", "ends"):
+        chosen = [i for i, spec in enumerate(specs) if name in (over[i], *spec.copied_over)]
         axis = mesh.axis(name)
         if not chosen or axis.size == 1:
             continue
         table = torch.zeros(axis.size, len(chosen), dtype=torch.int64, device=mesh.device)
         for i in chosen:
-            hashes[i] = hashes.get(i) or _hash(buffer.weights.part(slots[i]))
+            hashes[i] = hashes.get(i) or _hash(buffer.weights.kept(slots[i]))
         table[axis.rank] = torch.tensor([hashes[i] for i in chosen], dtype=torch.int64)
         rows = all_reduce_(table, axis).tolist()
         for i, column in zip(chosen, zip(*rows, strict=True), strict=True):
             [(usual, times), *rest] = Counter(column).most_common()
-            if rest and name == specs[i].data_axis and 2 * times > axis.size:
+            if rest and name == over[i] and 2 * times > axis.size:
                 majority.append((slots[i], axis, column.index(usual)))
             if rest and axis.is_first:  # of two that differ nobody can say which is right
                 odd = [r for r, h in zip(axis.ranks, column, strict=True) if h != usual or times == rest[0][1]]
@@ -147,5 +158,5 @@ def _heal(run: Run, majority: Majority) -> str:
         run.optimizer.after_load()
         return "the main weights"
     for slot, axis, source in majority:
-        broadcast_(run.buffer.weights.part(slot), axis, source)
+        broadcast_(run.buffer.weights.kept(slot), axis, source)
     return "what most replicas have"

@@ -19,7 +19,7 @@ from megalite.kernels.dispatch import choose
 from megalite.models.compiled import Backend, compile_blocks
 from megalite.models.gpt import Stage
 from megalite.optim.adamw import AdamW, ApexAdamW
-from megalite.optim.buffer import ParamBuffer
+from megalite.optim.buffer import ParamBuffer, Shared
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
 from megalite.optim.rule import Rule
@@ -126,7 +126,7 @@ def build_run(
         shared_memory=override("shared_memory", p.shared_memory),
     )
     choose(p.kernels, p.attention_kernel)
-    stages = build_stages(made, mesh, dtype or made.dtype)
+    stages = build_stages(made, mesh, dtype or made.dtype, deferred=True)
     if t.compile:
         compile_blocks(stages, compile_backend)
     buffer, pipeline = _build_pipeline(made, stages, mesh, dtype or made.dtype, graphs)
@@ -173,6 +173,7 @@ def _build_pipeline(
             overlap_param_gather=p.overlap_param_gather,
             reduce_in_bf16=p.grad_reduce_in_bf16 and dtype == torch.bfloat16,
             decoupled=config.optim.decoupled_lr is not None,
+            shared=Shared(p.shared_out, made.sharing.by_chunk, p.outer_dp_sharding_strategy == "optim"),
         )
     options: dict[str, Any] = dict(
         schedule=p.pipeline_schedule,
@@ -180,7 +181,7 @@ def _build_pipeline(
         group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
         width=config.model.hidden_size,
         dtype=dtype,
-        on_last_backward=buffer.on_last_backward,
+        store=buffer,
     )
     if graphs is None:
         return buffer, Pipeline(stages, mesh, **options)

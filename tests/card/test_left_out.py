@@ -48,11 +48,14 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --dis
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SPLIT = f"{TP} {PP} --split-backward"
 GRAPHS = "--cuda-graph-impl local"
+ZERO = "--zero-stage 3"
+HYBRID = f"{ZERO} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 
 # where a wait stands -> the flags of two ranks, or four, that race without it
 BETWEEN_RANKS = {
     "optim/param_gather.py ParamGather._finish: pending.wait()": "",
     "optim/grad_reduce.py GradReduce.finish: work.wait()": "",
+    "optim/grad_reduce.py GradReduce.settle: work.wait()": ZERO,
     "nn/linear.py _GatherLinear.forward: start_all_gather(x_sBD, tp).wait()": TP,
     "nn/linear.py _GatherLinear.backward: gathering.wait()": TP,
     "nn/linear.py _GatherLinear.backward: scattering.wait()": TP,
@@ -78,7 +81,11 @@ STARTED = {
     "parallel/self_test.py _outcomes: start_reduce_scatter(sent.clone(), axis).wait()": "",
     "parallel/self_test.py pass_on: work.wait()": PP,
 }
-BETWEEN_RANKS |= {CHECKED: "", **dict.fromkeys(GENERATED, TP), **STARTED}
+OF_REPLICAS = (
+    "optim/grad_reduce.py GradReduce.finish: start_reduce_scatter_into(self.grads.owned(bucket), self.grads.held(bucket), outer).wait()",
+    "optim/param_gather.py ParamGather._start: self._outer.pop(b).wait()",
+)
+BETWEEN_RANKS |= {**dict.fromkeys(OF_REPLICAS, HYBRID), CHECKED: "", **dict.fromkeys(GENERATED, TP), **STARTED}
 BETWEEN_STREAMS = {
     "parallel/streams.py on_stream: stream.wait_stream(outside)": "graphs",
     "parallel/streams.py on_stream: outside.wait_stream(stream)": "graphs",
@@ -90,6 +97,7 @@ BETWEEN_STREAMS = {
 }
 NO_RACE = {
     "checkpoint/run/background_save.py HostCopy.fill: wait_for(self._ready)": "the stream of training is the current one",
+    "optim/param_gather.py ParamGather.wait: self._outer.pop(next(iter(self._outer))).wait()": "what is owned stays",
     "optim/param_gather.py ParamGather.gather: self.wait()": "the hooks of the modules wait too; it says when",
     SAVED: "what is saved is owned, and a gather leaves it as it is",
     "train/loop.py Training.finish: self.run.buffer.wait_gather()": "as above",
@@ -206,9 +214,12 @@ LAYOUTS = {
     "tp2 llama": (TP, LLAMA),
     "pp2": (PP, ""),
     "tp2 pp2 split": (SPLIT, ""),
+    "dp2 ZeRO-3": (ZERO, ""),
+    "dp4 ZeRO-3 hybrid": (HYBRID, "--global-batch-size 16"),
+    "pp2 dp2 vpp2 ZeRO-3": (PP, f"--num-virtual-stages-per-pipeline-rank 2 --num-layers 4 {ZERO} --zero-hold chunk"),
     "pp2 vpp2": (PP, "--num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
 }
-QUICK = {"dp2", "tp2", "pp2", "tp2 pp2 split"}
+QUICK = {"dp2", "tp2", "pp2", "tp2 pp2 split", "dp2 ZeRO-3", "dp4 ZeRO-3 hybrid"}
 
 
 @pytest.mark.timeout(400)  # of a machine that is busy
@@ -217,7 +228,7 @@ def test_ranks_do_not_race_and_without_any_wait_they_do(name: str, tmp_path: Pat
     layout, more = LAYOUTS[name]
     keys = [key for key, flags in BETWEEN_RANKS.items() if flags == layout] if name in QUICK else []
     needless = [SAVED] if name == "dp2" else []
-    world = 4 if layout == SPLIT else 2
+    world = 4 if layout in (SPLIT, HYBRID) or "dp2" in name and layout == PP else 2
     results = run_ranks(world, _train, f"{layout} {more}", [*needless, *keys], tmp_path, backend=nccl.join, timeout=300)
     for rank, (clean, _) in enumerate(results):
         assert clean == [], f"rank {rank}"

@@ -116,7 +116,7 @@ def test_an_unknown_flag_is_answered_with_what_is_meant_or_with_no_guess(flag: s
     assert problem.startswith(f"unknown flag {flag}; {answered}")
 
 
-@pytest.mark.parametrize("flag", ["--deepspeed", "--zero-stage=3", "--embed-layernorm", "--patch-tokenizer-type=x"])
+@pytest.mark.parametrize("flag", ["--deepspeed", "--ds-config=x.json", "--embed-layernorm", "--patch-tokenizer-type=x"])
 def test_flags_of_other_programs_are_named_as_such(flag: str) -> None:
     (problem,) = problems_of([*GOOD, flag])
     assert re.match(rf"{flag.partition('=')[0]}: a flag of (DeepSpeed|BLOOM's fork|Pai-Megatron-Patch)", problem)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megalite.models.gpt import Batch
 from megalite.optim.buffer import ParamBuffer
+from megalite.optim.layout import Bucket, Slot
 from megalite.parallel.comm import gather_texts
 from megalite.train.state import Doubt, Numbers, Run
 
@@ -43,7 +44,7 @@ def look_again(
     """Search where a suspicious step went wrong and, unless --rerun-mode is disabled, compute it again. Returns (the
     numbers that count, the doubt). `losses`: of this rank; `agree`: sums them over all ranks. Collective."""
     reason = reason_to_doubt(run, first)
-    found = None if first.finite else bad_gradient(run, REDUCED)
+    found = None if first.finite else bad_gradient(run)
     if run.rerun == "disabled":
         return first, Doubt(reason or "", _conclude(run, found, False)[0], finite=first.finite)
     bits = _bits(run.buffer, losses)
@@ -69,17 +70,15 @@ def _bits(buffer: ParamBuffer, losses: Tensor) -> list[int]:
 
 def compute_again(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding | None]:
     """Forward and backward once more: (losses, the first value that is not finite on this rank). Gradients are reduced
-    as in the first computation, but after this rank's own were searched. A timeline shows the first computation
+    as in the first computation, but this rank's own are searched before. A timeline shows the first computation
     alone."""
     kept, run.pipeline.timeline = run.pipeline.timeline, None
-    nominal = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.data.size
-    with _first_bad_output(run) as found:
-        losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal, more=True)  # reduces no bucket on the way
+    nominal, gradients = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.data.size, _BadGradient(run)
+    with _first_bad_output(run) as found, run.buffer.grad_reduce.shown_to(gradients.look_before):
+        losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal, more=True)  # buckets that stay wait
+        run.buffer.finish()
     run.pipeline.timeline = kept
-    run.buffer.begin_all()
-    mine = found[0] if found else bad_gradient(run, BACKWARD)
-    run.buffer.finish()
-    return losses, mine
+    return losses, found[0] if found else gradients.finding(BACKWARD)
 
 
 def _conclude(run: Run, mine: Finding | None, differs: bool) -> tuple[str, tuple[int, ...]]:
@@ -96,22 +95,37 @@ def _conclude(run: Run, mine: Finding | None, differs: bool) -> tuple[str, tuple
     return f"first seen in {words}{more}", other
 
 
-def bad_gradient(run: Run, kind: int) -> Finding | None:
-    """The first parameter in the order of backward whose gradient is not finite in what this rank owns (REDUCED), or
-    in all that it holds."""
-    buffer, grads, worst = run.buffer, run.buffer.grads, None
-    for bucket in buffer.layout.buckets:
+def bad_gradient(run: Run) -> Finding | None:
+    """The first parameter in the order of backward whose reduced gradient is not finite in what this rank owns."""
+    gradients, grads = _BadGradient(run), run.buffer.grads
+    for bucket in run.buffer.layout.buckets:
         for slot in bucket.slots:
-            reduced = kind == REDUCED
-            part = grads.owned_part(bucket, slot).of(grads.owned(bucket)) if reduced else grads.part(slot)
-            if part.numel() and not bool(torch.isfinite(part).all()):
-                number = run.mesh.pp.rank + run.mesh.pp.size * bucket.chunk
-                at = (number, slot.entry, buffer.layout.entries[slot.entry].spec.name, _kind_of(part))
-                worst = at if worst is None else max(worst, at)
-    if worst is None:
-        return None
-    stage, entry, name, what = worst
-    return [kind, -(stage * 100_000 + entry), f"the gradient of {name} ({what}) on {run.mesh.describe()}"]
+            gradients.look(bucket, slot, grads.owned_part(bucket, slot).of(grads.owned(bucket)))
+    return gradients.finding(REDUCED)
+
+
+class _BadGradient:
+    """The first one in the order of backward of those that were looked at."""
+
+    def __init__(self, run: Run):
+        self.run, self._worst = run, None
+
+    def look_before(self, bucket: Bucket) -> None:
+        """At all that this rank has of a bucket."""
+        for slot in bucket.slots:
+            self.look(bucket, slot, self.run.buffer.grads.part(slot))
+
+    def look(self, bucket: Bucket, slot: Slot, part: Tensor) -> None:
+        if part.numel() and not bool(torch.isfinite(part).all()):
+            stage = self.run.mesh.pp.rank + self.run.mesh.pp.size * bucket.chunk
+            at = (stage, slot.entry, self.run.buffer.layout.entries[slot.entry].spec.name, _kind_of(part))
+            self._worst = at if self._worst is None else max(self._worst, at)
+
+    def finding(self, kind: int) -> Finding | None:
+        if self._worst is None:
+            return None
+        stage, entry, name, what = self._worst
+        return [kind, -(stage * 100_000 + entry), f"the gradient of {name} ({what}) on {self.run.mesh.describe()}"]
 
 
 @contextlib.contextmanager

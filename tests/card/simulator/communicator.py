@@ -8,6 +8,7 @@ The result is written into the caller's tensor when the host waits: the latest t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import queue
 import threading
 import weakref
@@ -104,8 +105,10 @@ def bytes_of(x: Tensor) -> Tensor:
 
 
 def copy_of(x: Tensor) -> Tensor:
-    """Its elements, flat, in memory of the host's own; bool as uint8, as NCCL has it."""
-    copied = torch.from_numpy(bytes_of(x).numpy().copy())
+    """Its elements, flat, in memory of the host's own; bool as uint8, as NCCL has it. Past NumPy, which would have the
+    storage never be resized again."""
+    raw = bytes_of(x)
+    copied = torch.frombuffer(bytearray(ctypes.string_at(raw.data_ptr(), raw.numel())), dtype=torch.uint8)
     return copied if x.dtype == torch.bool else copied.view(x.dtype)
 
 
@@ -119,7 +122,7 @@ class Place:
 
     def write(self, result: Tensor) -> None:
         storage = self._storage()
-        if storage is not None:
+        if storage is not None and storage.nbytes():  # which may have given its memory back
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
             whole[self._start :][: self._bytes] = bytes_of(result)
 

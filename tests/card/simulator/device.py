@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from card.simulator import cuda, launches, marks, operations, tensors
 from card.simulator.memory import Memory, Side
 from card.simulator.trace import Fact, HostAccess, HostRead, HostWait, Launch, Mark, Mixed, Span, Stream
+from megalite.parallel.elastic import listening
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = tuple(str(ROOT / name) for name in ("megalite/", "tools/", "pretrain_gpt.py", "tests/"))
@@ -317,4 +318,5 @@ def simulated(
         stack.enter_context(launches.noted(card))
         stack.enter_context(mock.patch.object(threading.Thread, "run", _in_threads(card)))
         stack.enter_context(_Operations(card))
+        stack.enter_context(listening(card.memory))
         yield card

@@ -22,12 +22,14 @@ Side = Literal["card", "pinned", "host", "nobody"]
 
 @dataclass
 class Block:
-    """One allocation. `watch`: of its storage, called when the last reference in Python or C++ is gone."""
+    """One allocation. `watch`: of its storage, called when the last reference in Python or C++ is gone. `there`: it has
+    its memory, which may have been given back meanwhile (parallel/elastic.py)."""
 
     number: int
     side: Side
     size: int
     watch: weakref.ref[Any]
+    there: bool = True
 
 
 class Memory:
@@ -73,8 +75,21 @@ class Memory:
         block = self._alive.pop(number)
         if self._blocks.get(address) is block:
             del self._blocks[address]
-        if block.side != "nobody":
-            self._write(Free(number))
+        if block.side != "nobody" and block.there:
+            self._write(Free(block.number))
+
+    def goes(self, flat: Tensor) -> None:
+        """A storage that stays gives its memory back, and may get other memory later: of another number."""
+        block = self.block(flat)
+        if block is not None and block.side == "card":
+            block.there = False
+            self._write(Free(block.number))
+
+    def came(self, flat: Tensor) -> None:
+        block = self.block(flat)
+        if block is not None and block.side == "card":
+            block.number, block.there = next(self._numbers), True
+            self._write(Alloc(block.number, block.side, block.size, self._stream()))
 
     def span(self, x: Tensor) -> Span | None:
         """None: it has no bytes, or lies in memory of the host that nobody copied from or to."""

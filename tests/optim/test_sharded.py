@@ -1,0 +1,187 @@
+"""Gradients and weights that come and go: what is whole at once, how often it is moved, and what comes out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.parallel.elastic import listening
+from megalite.parallel.launch import Ranks
+from megalite.train.rehearsal import issued
+from megalite.train.setup import build_run
+from megalite.train.state import Run
+from megalite.train.step import train_step
+
+LAYERS, M = 4, 3
+MODEL = f"""--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
+ --global-batch-size {2 * 2 * M} --train-iters 4 --lr 0.01 --seed 7 --mock-data --vocab-size 94 --eval-iters 0
+ --make-vocab-size-divisible-by 8 --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights
+ --position-embedding-type rope --normalization RMSNorm --disable-bias-linear"""
+PP = " --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+FULL = " --recompute-granularity full --recompute-method uniform"
+
+
+def _run(flags: str, dtype: torch.dtype | None = None) -> Run:
+    config = cli.parse(f"{MODEL} {flags}".split(), PRESETS)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+    return build_run(config, ranks, torch.device("cpu"), dtype=dtype)
+
+
+@dataclass
+class Whole:
+    """Buckets that have memory, by the address of their flat tensor's object; the most at once."""
+
+    names: dict[int, str]
+    now: set[str] = field(default_factory=set)
+    most: set[frozenset[str]] = field(default_factory=set)
+    came_times: Counter[str] = field(default_factory=Counter)
+
+    def came(self, flat: Tensor) -> None:
+        name = self.names[id(flat)]
+        self.now.add(name)
+        self.came_times[name] += 1
+        self.most.add(frozenset(self.now))
+
+    def goes(self, flat: Tensor) -> None:
+        self.now.discard(self.names[id(flat)])
+
+
+def _watched(flags: str) -> tuple[list[str], list[list[str]], dict[str, int], list[tuple[int, int]]]:
+    """The units of this rank in order of use, sets of buckets that are whole at once in the second step, how often each
+    came; bytes at rest beside those of the whole buckets, of weights and of gradients."""
+    run = _run(flags)
+    buffer, names = run.buffer, {}
+    for storage, what in ((buffer.weights, "w"), (buffer.grads, "g")):
+        names |= {id(storage.whole(b)): f"{what} {b.kind.unit}" for b in buffer.layout.buckets}
+    train_step(run)
+    seen = Whole(names)
+    with listening(seen):
+        train_step(run)
+    assert not seen.now, "after a step nothing is whole"
+    run.data.close()
+    units = [f"{u}" for u in dict.fromkeys(b.kind.unit for b in reversed(buffer.layout.buckets)) if u]
+    sizes = [(s.nbytes, sum(f.numel() for f in s.flats) * s.dtype.itemsize) for s in (buffer.weights, buffer.grads)]
+    return units, [sorted(some) for some in seen.most], dict(seen.came_times), sizes
+
+
+def _most(sets: list[list[str]], what: str) -> int:
+    return max(sum(name.startswith(what) for name in some) for some in sets)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_units_are_whole_at_once_and_each_comes_as_often_as_it_is_used(stage: int) -> None:
+    for units, sets, times, sizes in run_ranks(2, _watched, f"--zero-stage {stage}"):
+        assert units == ["embedding", *(f"layers.{i}" for i in range(LAYERS)), "head"]
+        assert _most(sets, "g") == 2
+        assert all(times[f"g {unit}"] == M for unit in units)
+        if stage == 3:
+            assert _most(sets, "w") == 2
+            # forward and backward of each micro-batch; the last block's backward follows its forward anew
+            assert {unit: times[f"w {unit}"] for unit in units} == {
+                **{"embedding": M, "head": M},
+                **{f"layers.{i}": 2 * M for i in range(LAYERS)},
+            }
+        small = sizes[0][1] * 0.03  # norms, which stay
+        for kept, whole in sizes[3 - stage :]:
+            assert whole / 2 <= kept <= whole / 2 + small
+        assert stage == 3 or sizes[0][0] == sizes[0][1]
+
+
+def test_full_recomputation_gathers_no_third_time() -> None:
+    for units, _, times, _ in run_ranks(2, _watched, "--zero-stage 3" + FULL):
+        assert all(times[f"w {unit}"] == 2 * M for unit in units if unit.startswith("layers"))
+
+
+def test_chunks_are_whole_for_their_runs() -> None:
+    """Interleaved over 2 chunks, 4 micro-batches in groups of 2: a reduction for each group, and no more than three of
+    the chunks' gathers at once."""
+    flags = f"--zero-stage 3 --zero-hold chunk {PP} --global-batch-size 16"
+    for units, sets, times, _ in run_ranks(4, _watched, flags):
+        blocks = [unit for unit in units if unit.startswith("layers")]
+        assert len(blocks) == 2 and all(times[f"g {unit}"] == 2 for unit in blocks)
+        assert all(times[f"w {unit}"] <= 4 for unit in units)
+        assert _most(sets, "g") <= 3
+
+
+def _counted(flags: str) -> tuple[Counter[tuple[str, str]], list[int], int]:
+    """(axis, operation) -> bytes of a second step; bytes of the buckets that come and go; of those that stay."""
+    run = _run(flags)
+    train_step(run)
+    run.buffer.wait_gather()
+    with issued(run.mesh) as calls:
+        train_step(run)
+        run.buffer.wait_gather()
+    run.data.close()
+    moved: Counter[tuple[str, str]] = Counter()
+    for one, times in calls.items():
+        moved[one.axis, one.op] += one.bytes * times
+    grads, buckets = run.buffer.grads, run.buffer.layout.buckets
+    comes = [b.size * grads.dtype.itemsize for b in buckets if b.kind.unit]
+    return moved, comes, sum(b.size * grads.dtype.itemsize for b in buckets if not b.kind.unit)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bytes_are_those_of_the_formula(stage: int) -> None:
+    """Of dp 2 in fp32: M reductions of what comes and goes; 2 M gathers of it at stage 3, but for both ends, which
+    backward does not read."""
+    for moved, comes, stays in run_ranks(2, _counted, f"--zero-stage {stage}"):
+        assert moved["dp", "reduce-scatter"] == M * sum(comes) + stays
+        ends = comes[0] + comes[-1]
+        gathers = M * (2 * sum(comes) - ends) if stage == 3 else sum(comes)
+        assert moved["dp", "all-gather"] == (gathers + stays) // 2  # each rank gives its half
+
+
+@pytest.mark.parametrize(("outer", "across"), [("no_shard", 1.0), ("optim", 2.0)])
+def test_across_replicas_go_the_shards_alone(outer: str, across: float) -> None:
+    """Two sets of two ranks: once a step gradients of what a rank holds, and in return, where they share out what the
+    optimizer keeps, its weights."""
+    flags = f"--zero-stage 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy {outer}"
+    for moved, comes, stays in run_ranks(4, _counted, f"{flags} --global-batch-size {4 * 2 * M}"):
+        held = (sum(comes) + stays) // 2
+        over = {op: n for (axis, op), n in moved.items() if axis == "replica"}
+        want = {"all-reduce": held} if outer == "no_shard" else {"reduce-scatter": held, "all-gather": held // 2}
+        assert over == want
+
+
+def _weights(flags: str) -> tuple[list[float], dict[str, Any]]:
+    """Losses of three steps, and the pieces of weights and states that this rank saves."""
+    run = _run(flags)
+    losses = [train_step(run).loss for _ in range(3)]
+    run.buffer.wait_gather()
+    pieces = [
+        (o.piece.name, o.piece.box, o.piece.span, o.piece.data.numpy().copy())
+        for o in run.optimizer.pieces()
+        if o.owned
+    ]
+    run.data.close()
+    return losses, {f"{name} {box} {span.start}": (span, data) for name, box, span, data in pieces}
+
+
+def _whole(ranks: list[tuple[list[float], dict[str, Any]]]) -> tuple[list[float], dict[str, np.ndarray]]:
+    parts: dict[str, list[tuple[range, np.ndarray]]] = {}
+    for _, pieces in ranks:
+        for key, part in pieces.items():
+            parts.setdefault(key.rpartition(" ")[0], []).append(part)
+    ordered = {name: sorted(some, key=lambda part: part[0].start) for name, some in parts.items()}
+    return ranks[0][0], {name: np.concatenate([data for _, data in some]) for name, some in ordered.items()}
+
+
+def test_stages_give_the_same_bits() -> None:
+    """With one micro-batch a sum is made in one order, whatever is shared out; of several, stages 2 and 3 add up alike."""
+    one = f"--global-batch-size {2 * 2}"
+    found = [_whole(run_ranks(2, _weights, f"--zero-stage {stage} {one}")) for stage in range(4)]
+    several = [_whole(run_ranks(2, _weights, f"--zero-stage {stage}")) for stage in (2, 3)]
+    for first, others in ((found[0], found[1:]), (several[0], several[1:])):
+        for other in others:
+            assert first[0] == other[0] and first[1].keys() == other[1].keys()
+            assert all(np.array_equal(first[1][name], other[1][name]) for name in first[1])

@@ -1,0 +1,78 @@
+"""When what data-parallel ranks share out meets: pure properties of the rows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.pipeline.schedule import Action, Op, Sharing, Split, plan, with_sharing
+
+SHARED = (Op.GATHER, Op.FREE, Op.REDUCE)
+NAMES = st.sampled_from(["1f1b", "gpipe", "breadth-first"])
+
+
+def rows_of(name: str, pp: int, m: int, vpp: int, split: bool, sharing: Sharing) -> list[list[Action]]:
+    rows = plan(name, pp, m, vpp if pp > 1 else 1, None, Split() if split and pp > 1 else None)
+    return [with_sharing(row, sharing) for row in rows]
+
+
+@given(NAMES, st.integers(1, 5), st.integers(1, 11), st.integers(1, 3), st.booleans(), st.booleans(), st.booleans())
+def test_what_is_needed_is_whole_and_what_was_summed_is_reduced(
+    name: str, pp: int, m: int, vpp: int, split: bool, every_run: bool, by_chunk: bool
+) -> None:
+    plain = rows_of(name, pp, m, vpp, split, Sharing())
+    for row, before in zip(rows_of(name, pp, m, vpp, split, Sharing(every_run, by_chunk)), plain, strict=True):
+        assert [a for a in row if a.op not in SHARED] == [a for a in before if a.op not in SHARED]
+        grads = Op.W if any(a.op is Op.W for a in row) else Op.B
+        whole: set[int] = set()
+        unreduced: set[int] = set()
+        for previous, action in zip([None, *row], row, strict=False):
+            if action.op is Op.GATHER:
+                assert action.stage not in whole
+                whole.add(action.stage)
+            elif action.op is Op.FREE:
+                whole.remove(action.stage)
+            elif action.op is Op.REDUCE:
+                unreduced.remove(action.stage)
+                ours = [a for a in row[: row.index(action)] if a.op is grads]
+                assert (ours[-1].stage, ours[-1].microbatch) == action[1:] and previous is not None
+            elif action.op in (Op.F, Op.B):
+                assert not by_chunk or action.stage in whole
+            if action.op is grads:
+                assert not every_run or unreduced <= {action.stage}, "gradients of one chunk are whole at a time"
+                unreduced.add(action.stage)
+            assert len(whole) <= 4
+        assert not whole and not unreduced
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "m", "vpp", "reduces", "gathers"),
+    [
+        ("1f1b", 1, 6, 1, 6, 1),  # one chunk: its weights stay whole for the step
+        ("1f1b", 4, 6, 1, 6, 1),
+        ("1f1b", 2, 8, 2, 4, 8),
+        ("1f1b", 4, 12, 3, 3, 6),
+        ("gpipe", 4, 12, 2, 3, 6),
+        ("breadth-first", 4, 12, 2, 1, 2),
+    ],
+)
+def test_how_often_a_bucket_is_reduced_and_gathered(
+    name: str, pp: int, m: int, vpp: int, reduces: int, gathers: int
+) -> None:
+    """A reduction for each run of backwards; at most a gather for each run of forwards and of backwards."""
+    for row in rows_of(name, pp, m, vpp, False, Sharing(True, True)):
+        for stage in {a.stage for a in row}:
+            counts = [sum(a.op is op and a.stage == stage for a in row) for op in (Op.REDUCE, Op.GATHER, Op.FREE)]
+            assert counts[0] == reduces and counts[1] == counts[2] <= gathers
+    for row in rows_of(name, pp, m, vpp, False, Sharing()):
+        assert sum(a.op is Op.REDUCE for a in row) == len({a.stage for a in row})
+
+
+def test_the_rows_as_they_are_printed() -> None:
+    _, last = rows_of("1f1b", 2, 4, 2, False, Sharing(True, True))
+    words = " ".join(str(a) for a in last if a.op in (*SHARED, Op.F, Op.B))
+    assert words == (
+        "G1.0 F1.0 G3.0 F1.1 X1.1 F3.0 B3.0 F3.1 G1.2 B3.1 X3.1 R3.1 F1.2 B1.0 F1.3 G3.2 B1.1 X1.1 R1.1 F3.2 B3.2 F3.3 "
+        "G1.2 B3.3 X3.3 R3.3 B1.2 B1.3 X1.3 R1.3"
+    )
