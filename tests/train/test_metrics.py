@@ -6,7 +6,6 @@ import datetime
 import importlib.util
 import json
 import math
-import os
 import re
 import resource
 import sys
@@ -15,9 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import programs
 import pytest
 from train_cases import SMALL
+from whole_runs import pretrain, status_of
 
 from megalite.config.options import Config, LogConfig, options
 from megalite.config.packages import missing_packages
@@ -41,7 +40,6 @@ from megalite.train.tell.figures import (
 )
 from megalite.train.tell.metrics import Reporter
 
-ROOT = Path(__file__).resolve().parents[2]
 NOW = datetime.datetime(2026, 8, 22, 10, 15, 3, 123456)
 SEEN = Interval(
     step=100,
@@ -85,40 +83,18 @@ def test_megatrons_line_to_the_letter() -> None:
     )
 
 
-def test_megatrons_line_is_found_by_megatrons_own_pattern() -> None:
-    """Of its determinism tests (tests/performance_tests, print_nsys_leaderboard.py), and what users grep for."""
-    line = megatron_line(SEEN, SPEED, NOW, throughput=True)
-    found = re.search(r"iteration\s+(\d+)/\s*\d+.*elapsed time per iteration \(ms\):\s*([\d.]+)", line)
-    assert found and found.groups() == ("100", "5132.4")
-    found = re.search(r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d) \|", line)
-    assert found and found[1] == "412.7"
-    assert "throughput per GPU" not in megatron_line(SEEN, SPEED, NOW, throughput=False)
-
-
-def test_a_table_shows_what_it_is_given() -> None:
-    """gloo's errors begin with a path in brackets, which rich would take for the end of a tag."""
-    reason = "lost another rank ([/third_party/pair.cc:553] closed by peer [127.0.0.1]:40934), run[1] :smile:"
-    assert reason in table({"outcome": reason})
-
-
 def test_megatrons_other_lines() -> None:
     assert megatron_moment("after dataloaders are built", NOW) == (
         "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
     )
-    ends = (
-        "SIGUSR1",
-        "SIGTERM; nothing was saved",
-        "exit_interval=5",
-        "reached the last step",
-        "exit_duration_in_mins",
-    )
-    assert [megatron_end(reason, 5, 1.5) for reason in ends] == [
-        "exiting program after receiving SIGUSR1.",
-        "exiting program after receiving SIGTERM.",
-        "exiting program at iteration 5",
-        "after training is done",
-        "exiting program after 1.5 minutes",
-    ]
+    for reason, end in (
+        ("SIGUSR1", "exiting program after receiving SIGUSR1."),
+        ("SIGTERM; nothing was saved", "exiting program after receiving SIGTERM."),
+        ("exit_interval=5", "exiting program at iteration 5"),
+        ("reached the last step", "after training is done"),
+        ("exit_duration_in_mins", "exiting program after 1.5 minutes"),
+    ):
+        assert megatron_end(reason, 5, 1.5) == end
     assert megatron_parameters(1, 3, 123456) == (
         " > number of parameters on (tensor, pipeline) model parallel rank (1, 3): 123456"
     )
@@ -289,15 +265,6 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     assert everything.Scalars("forward-backward-time")[0].value == 0.5
 
 
-def test_the_queue_is_as_long_as_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils import tensorboard
-
-    made: list[Any] = []
-    monkeypatch.setattr(tensorboard, "SummaryWriter", lambda *args, **options: made.append((args, options)))
-    Reporter(tmp_path, SPEED, board(tmp_path / "tb", tensorboard_queue_size=7)).close()
-    assert made == [((str(tmp_path / "tb"),), {"max_queue": 7})]
-
-
 def test_a_figure_above_the_peak_is_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Reporter(tmp_path, replace(SPEED, peak_tflops=2.01e-05))
     for step in (100, 200):
@@ -330,9 +297,8 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
     assert "step     3/" in shown.out and "validation loss  7.5000" in shown.out  # the console is told all the same
     log, metrics = (str(tmp_path / name) for name in ("log.txt", "metrics.jsonl"))
     complaints = shown.err.splitlines()
-    assert (
-        complaints.count(f"WARNING: {log}: File too large; training continues, and what is lost there is counted") == 1
-    )
+    lost = "File too large; training continues, and what is lost there is counted"
+    assert complaints.count(f"WARNING: {log}: {lost}") == 1
     assert f"WARNING: {metrics}: 4 times something could not be written" in complaints
     assert f"WARNING: {log}: 6 times something could not be written" in complaints
     assert len(complaints) == 5  # and the warning
@@ -352,9 +318,7 @@ def test_a_disk_that_has_room_again_gets_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["under a file", "closed"])
-def test_nothing_that_cannot_be_written_raises(
-    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_that_cannot_be_written_raises(tmp_path: Path, where: str, capsys) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / ("file/run" if where == "under a file" else "run")
     report = Reporter(folder, SPEED, board(folder / "tb"))
@@ -374,25 +338,15 @@ def refuse(*args: Any) -> None:
     raise RuntimeError("the queue is closed")
 
 
-def test_a_console_whose_disk_is_full_is_left_alone(tmp_path: Path) -> None:
-    words = "from megalite.train.tell.metrics import Reporter; from megalite.train.tell.figures import Speed; import pathlib\n"
-    words += "r = Reporter(pathlib.Path('.'), Speed(1, 1, None)); r.say('one'); r.say('two'); r.close()"
-    with open("/dev/full", "w") as full:
-        done = programs.run(
-            [sys.executable, "-c", words], cwd=tmp_path, stdout=full, stderr=full, timeout=60, env=dict(os.environ)
-        )
-    assert done.returncode == 0 and (tmp_path / "log.txt").read_text() == "one\ntwo\n"
-
-
 def test_a_run_goes_on_from_a_checkpoint_though_the_console_is_full(tmp_path: Path) -> None:
     """What is told before there is a Reporter, and by other ranks, ends no run either."""
-    flags = [*SMALL, "--eval-iters", "0", "--lr-decay-style", "constant", "--save", str(tmp_path), "--nproc", "2"]
-    flags += ["--load", str(tmp_path), "--tensor-model-parallel-size", "2", "--log-style", "megatron"]
+    flags = [*SMALL, "--eval-iters", "0", "--lr-decay-style", "constant", "--save", tmp_path, "--nproc", "2"]
+    flags += ["--load", tmp_path, "--tensor-model-parallel-size", "2", "--log-style", "megatron"]
     with open("/dev/full", "w") as full:
         for steps in ("1", "2"):
-            words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--train-iters", steps]
-            assert programs.run(words, cwd=tmp_path, stdout=full, stderr=full, timeout=120).returncode == 0
-    assert json.loads((tmp_path / "status.json").read_text())["step"] == 2
+            how = {"stdout": full, "stderr": full, "capture_output": False}
+            assert pretrain(*flags, "--train-iters", steps, **how).returncode == 0
+    assert status_of(tmp_path)["step"] == 2 and "iteration        2/ " in (tmp_path / "log.txt").read_text()
 
 
 def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -412,15 +366,9 @@ def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, caps
         assert re.search(words, text, re.MULTILINE), words
 
 
-@pytest.mark.parametrize(
-    ("package", "option"),
-    [("tensorboard", "tensorboard_dir"), ("wandb", "wandb_project")],
-    ids=["tensorboard", "wandb"],
-)
-def test_a_missing_package_is_named_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, option: str
-) -> None:
-    find = importlib.util.find_spec
+@pytest.mark.parametrize("option", ["tensorboard_dir", "wandb_project"])
+def test_a_missing_package_is_named_before_anything_is_written(tmp_path: Path, monkeypatch, option: str) -> None:
+    package, find = option.split("_")[0], importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     log = LogConfig(**{option: str(tmp_path / "there")})  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=f"{option}=.* needs the package {package}; pip install {package}"):
@@ -448,6 +396,9 @@ def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest
 
 def test_a_line_is_as_long_as_it_has_to_be() -> None:
     """Files and pipes have no width: who searches a log finds a sentence in one piece."""
+    # gloo's errors begin with a path in brackets, which rich would take for the end of a tag
+    reason = "lost another rank ([/third_party/pair.cc:553] closed by peer [127.0.0.1]:40934), run[1] :smile:"
+    assert reason in table({"outcome": reason})
     long = "and so on " * 30
     assert table({"outcome": long + "end", "data": "x\ny"}) == f"outcome  {long}end\ndata     x\n         y"
     assert columns([("run", "s"), ("a", "10"), ("b", "1")]) == "run   s\na    10\nb     1"

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_run import losses, pretrain
 from test_step import BATCH, build, kept, same
+from token_files import write
 from train_cases import SMALL
 from train_cases import pretrain as pretrain_here
+from whole_runs import losses, pretrain, rows, status_of
 
 from megalite.config import cli
 from megalite.config.faults import Faults
@@ -34,7 +35,6 @@ from megalite.train.step import NonFiniteError, train_step
 from megalite.train.tell.run_dir import Exit
 from megalite.train.watch import suspect
 from megalite.train.watch.spikes import Spikes
-from tools.preprocess.indexed_writer import IndexedWriter
 
 SKIP = "--no-check-for-nan-in-loss-and-grad"
 
@@ -90,27 +90,18 @@ def _named(flags: str, where: str, bad_rank: int) -> str:
     before = kept(run)
     with pytest.raises(NonFiniteError) as error:
         train_step(run)
-    assert run.state.step == 1 and all(
-        torch.equal(a, b) or a.isnan().any() for a, b in zip(kept(run).values(), before.values(), strict=True)
-    )
+    pairs = zip(kept(run).values(), before.values(), strict=True)
+    assert run.state.step == 1 and all(torch.equal(a, b) or a.isnan().any() for a, b in pairs)
     run.close()
     return str(error.value)
 
 
+PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+MLP = "the output of layers.1.mlp (nan) on"
 NAMED = {
-    "forward, last stage": (
-        2,
-        "--pipeline-model-parallel-size 2",
-        ("forward", 1),
-        "the output of layers.1.mlp (nan) on rank 1 (pp 1), samples 4..5",
-    ),
-    "forward, half of a layer": (
-        2,
-        "--tensor-model-parallel-size 2",
-        ("forward", 1),
-        "the output of layers.1.mlp (nan) on rank 0 (tp 0), samples 4..5, and on ranks [1]",
-    ),
-    "forward, one replica": (2, "", ("forward", 1), "the output of layers.1.mlp (nan) on rank 1 (dp 1), samples 6..7"),
+    "forward, last stage": (2, PP2, ("forward", 1), f"{MLP} rank 1 (pp 1), samples 4..5"),
+    "forward, half of a layer": (2, TP2, ("forward", 1), f"{MLP} rank 0 (tp 0), samples 4..5, and on ranks [1]"),
+    "forward, one replica": (2, "", ("forward", 1), f"{MLP} rank 1 (dp 1), samples 6..7"),
     "backward, one replica": (2, "", ("backward", 1), "the gradient of layers.0.mlp.down_bias (nan) on rank 1 (dp 1);"),
 }
 
@@ -211,11 +202,7 @@ def test_a_spike_is_what_is_far_above_the_steps_before() -> None:
 
 
 def test_numbers_of_damaged_checkpoints_are_refused() -> None:
-    for bad in (
-        {},
-        {"rollbacks": 0, "quiet": 0, "seen": {"loss": [math.nan]}},
-        {"rollbacks": 0, "quiet": 0, "seen": []},
-    ):
+    for bad in ({}, *({"rollbacks": 0, "quiet": 0, "seen": seen} for seen in ({"loss": [math.nan]}, []))):
         with pytest.raises((KeyError, ValueError, AttributeError)):
             Spikes().from_json(bad)
 
@@ -229,10 +216,8 @@ WATCHED = "--check-for-spiky-loss --check-for-large-grads --spike-window 16".spl
 
 def write_text(prefix: Path, noisy: set[int]) -> None:
     """Documents of one sample each, all alike but for those that are noise."""
-    writer, noise = IndexedWriter(prefix, np.uint16), np.random.default_rng(0)
-    for document in range(8 * (STEPS + 2)):
-        writer.add(noise.integers(10, 93, 16).tolist() if document in noisy else [5] * 16)
-    writer.finish()
+    noise, count = np.random.default_rng(0), 8 * (STEPS + 2)
+    write(prefix, [noise.integers(10, 93, 16).tolist() if n in noisy else [5] * 16 for n in range(count)])
 
 
 @pytest.fixture(scope="module")
@@ -257,8 +242,11 @@ def train(*flags: str) -> int:
 
 def events(folder: Path) -> list[dict[str, Any]]:
     """Those of steps in doubt."""
-    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["event"] in ("spike", "rollback", "wrong-once", "not-finite")]
+    return [
+        row
+        for row in rows(folder / "events.jsonl")
+        if row["event"] in ("spike", "rollback", "wrong-once", "not-finite")
+    ]
 
 
 def manifest(folder: Path, step: int) -> dict[str, Any]:
@@ -276,9 +264,8 @@ def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path,
     assert len(spike["documents"]) == 8 and len(back["documents"]) == 16
     assert set(spike["documents"]) < set(back["documents"]) and "computed again it is the same" in spike["text"]
     state = manifest(one, 10)["state"]  # what is passed over is kept, for whatever comes after
-    assert state["progress"] == dict(
-        step=10, consumed_samples=80, consumed_tokens=1280, skipped_steps=2, skipped_samples=16
-    )
+    passed = dict(step=10, consumed_samples=80, consumed_tokens=1280, skipped_steps=2, skipped_samples=16)
+    assert state["progress"] == passed
     assert state["spikes"]["rollbacks"] == 1 and len(state["spikes"]["seen"]["loss"]) == 8
     assert train(*flags, "--save", str(hand), "--exit-interval", "8") == Exit.REQUEUE
     skip = ["--iterations-to-skip", "9", "10"]
@@ -314,11 +301,8 @@ def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]], l
 
 def test_a_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]]) -> None:
     folders = [tmp_path / name for name in ("skip", "hand", "log")]
-    ways = [
-        [*WATCHED, "--spike-action", "skip"],
-        ["--iterations-to-skip", "10"],
-        [*WATCHED, "--rerun-mode", "disabled"],
-    ]
+    skip, hand = [*WATCHED, "--spike-action", "skip"], ["--iterations-to-skip", "10"]
+    ways = [skip, hand, [*WATCHED, "--rerun-mode", "disabled"]]
     for folder, flags in zip(folders, ways, strict=True):
         assert train(*texts["once"], "--train-iters", "11", *flags, "--save", str(folder)) == Exit.DONE
     [skipped], [logged] = events(folders[0]), events(folders[2])
@@ -334,7 +318,7 @@ def test_a_run_that_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]
     flags += ["--spike-threshold", "3"]
     assert train(*flags, "--spike-action", "rollback") == Exit.BAD_RESULT
     assert [e["event"] for e in events(tmp_path)] == ["spike", "rollback"] * 3 + ["spike"]
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["outcome"], status["step"]) == ("bad-result", 13)
     assert status["reason"] == "step 13: a spike again, after 3 rollbacks in a row"
 
@@ -344,18 +328,16 @@ def test_skipped_steps_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(step_module, "fault", fault)
     flags = f"--train-iters 9 {SKIP} --max-skipped-steps 3 --rerun-mode disabled --run-dir {tmp_path}".split()
     assert train(*SMALL, *flags) == Exit.BAD_RESULT  # two in a row were not too many
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["outcome"], status["step"]) == ("bad-result", 6)
     assert status["reason"].startswith("max_skipped_steps=3 in a row: nothing is learnt; step 6: loss ")
 
 
-def test_a_machine_that_computes_wrongly_again_and_again_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_computes_wrongly_again_and_again_is_left(tmp_path: Path, monkeypatch) -> None:
     fault = Faults({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (2, 3, 5))})
     monkeypatch.setattr(step_module, "fault", fault)
     assert train(*SMALL, "--train-iters", "9", "--save", str(tmp_path)) == Exit.RERUN
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["outcome"], status["step"]) == ("rerun", 5)
     assert status["reason"] == "3 steps were right only when computed again, the last on ranks [0]"
     assert [e["event"] for e in events(tmp_path)] == ["wrong-once"] * 3
