@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from loads import ALONE, BACKGROUND, row
-from ranks import run_ranks
 from token_files import full
 from train_cases import pretrain
 
@@ -28,7 +27,7 @@ from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.local_ranks import start_local
-from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 from megalite.train import step as step_module
 from megalite.train.setup import build_run
@@ -156,9 +155,7 @@ def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["one place", "saved locally first"])
-def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
-) -> None:
+def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(tmp_path, monkeypatch, local: bool) -> None:
     """--keep-last would delete the first save, which says that it was left."""
     kept = tmp_path / "kept"
     saved(kept, 1, 2, 3, 9)
@@ -341,28 +338,7 @@ def test_what_settles_may_be_killed_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert last > 4
 
 
-def _two_ranks(directory: str, background: bool) -> tuple[str, float]:
-    mesh = build_mesh(tp=1, pp=1, device=CPU)
-    for step in (1, 2, 3):
-        foreground.save(directory, step, pieces(float(step), mesh), {}, mesh)
-    one = Saver.open(directory, mesh, 0, background=background)
-    note = one.begins_at(1)
-    one.save(2, pieces(20.0 + mesh.world.rank, mesh), {})
-    one.wait()
-    one.close()
-    target = pieces(0.0, mesh)
-    loader.load(directory, mesh, lambda *_: loader.Wanted(target))
-    return str(note is None), float(target[0].data[0])
-
-
-def test_rank_0_renames_for_all(tmp_path: Path) -> None:
-    assert run_ranks(2, _two_ranks, str(tmp_path), True) == [("False", 20.0), ("True", 21.0)]
-    assert storage.steps_in(tmp_path) == [1, 2]
-
-
 # ---- the program
-
-
 def _pretrain(ranks: Ranks, flags: list[str], output: str, killed_at: int | None) -> None:
     real = step_module.train_step
 

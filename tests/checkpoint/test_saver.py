@@ -51,8 +51,6 @@ def load(folder: Path, like: Piece) -> torch.Tensor:
 
 
 # ---- the file
-
-
 @pytest.mark.parametrize("block", [1, 7, 64, 4096])
 def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path, block: int) -> None:
     values = {
@@ -92,8 +90,6 @@ def test_a_save_needs_no_second_copy_of_the_state(tmp_path: Path) -> None:
 
 
 # ---- durable, and failing
-
-
 def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     real_sync, real_replace = os.fsync, os.replace
@@ -192,8 +188,6 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(tmp_path: Path, back
 
 
 # ---- the directory
-
-
 def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     hold = "import time; from pathlib import Path; from megalite.checkpoint.storage.file_system import Lock"
     hold += f"\nlock = Lock(Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(60)"
@@ -249,8 +243,6 @@ def test_what_unfinished_saves_and_deletions_have_left_is_swept(tmp_path: Path) 
 
 
 # ---- what is kept
-
-
 def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
     for step in range(1, 9):
         foreground.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
@@ -340,8 +332,6 @@ def test_the_clock_asks_rarely() -> None:
 
 
 # ---- in the background
-
-
 def test_only_the_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, real = threading.Event(), background_save.HostCopy._parts
 
@@ -423,26 +413,6 @@ def test_without_memory_for_a_copy_the_update_waits_for_the_file(tmp_path: Path,
     line = "rank 0 has no memory for a copy of what it saves (CUDA error: out of memory): the state itself is written"
     assert any(told.startswith(line) for told in one.news())
     one.close()
-
-
-def _no_memory_on_rank_1(directory: str) -> list[str]:
-    mesh = build_mesh(tp=1, pp=1, device=CPU)
-    if mesh.world.rank == 1:
-        background_save.HostCopy._parts = no_memory  # type: ignore[method-assign]
-    one = Saver.open(directory, mesh, 0, background=True)
-    for step in (1, 2):
-        mine = shard(mesh, float(step + mesh.world.rank))
-        one.save(step, [mine], {})
-        one.before_update()
-        mine.data.zero_()
-    one.wait()
-    one.close()
-    return one.news()
-
-
-def test_one_rank_without_memory_for_a_copy(tmp_path: Path) -> None:
-    run_ranks(2, _no_memory_on_rank_1, str(tmp_path))
-    assert load(tmp_path / "iter_0000002", MATRIX).tolist() == [[2.0] * 8, [3.0] * 8]
 
 
 def test_without_another_thread_a_save_is_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,9 +513,7 @@ def test_rank_0_commits_when_the_last_file_is_there(tmp_path: Path) -> None:
     "failed,told,said",
     [("", False, "rank 0 has written nothing"), ("rank 1: broken", False, "rank 1: broken"), ("", True, "has failed")],
 )
-def test_a_rank_that_never_writes_does_not_hold_rank_0_for_ever(
-    tmp_path: Path, failed: str, told: bool, said: str
-) -> None:
+def test_a_rank_that_never_writes_does_not_hold_rank_0_for_ever(tmp_path, failed: str, told: bool, said: str) -> None:
     if failed:
         (tmp_path / "rank-00001.failed").write_text(failed)
     event = threading.Event()

@@ -204,11 +204,6 @@ def test_the_table_of_flags_is_whole() -> None:
             assert "yet" not in flag.reason, f"{name}: what is not here yet is refused or warned of"
 
 
-def test_help_names_the_options() -> None:
-    run = pretrained("--help", "all")
-    assert run.returncode == 0 and {"--tensor-model-parallel-size", "--no-overlap-grad-reduce"} <= {*run.stdout.split()}
-
-
 def test_files_that_are_not_there_are_in_the_same_list(tmp_path: Path) -> None:
     lost = ["--data-path", "0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")]
     lost += ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", str(tmp_path / "none.model")]

@@ -164,9 +164,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("part", ["order", "starts"])
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_files_are_rebuilt_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, part: str
-) -> None:
+def test_damaged_files_are_rebuilt_with_a_warning(tmp_path: Path, monkeypatch, caplog, name: str, part: str) -> None:
     monkeypatch.chdir(tmp_path)
     want = build_epoch(LENGTHS, 7)
     load_or_build(tmp_path, "a", LENGTHS, lambda: want)

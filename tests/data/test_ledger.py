@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from token_files import numbered
 
 from megalite.data.errors import DataError
-from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import build_blend
 from megalite.data.samples.ledger import Ledger, Total
 from tools.ledger import table
@@ -140,26 +139,3 @@ def test_table() -> None:
     rows = table([Total("data/a", 1_000_000, 320, 0.5), Total("b", 12, 1, 3.25)]).splitlines()
     want = ("source tokens documents epochs", "data/a 1,000,000 320 0.500", "b 12 1 3.250")
     assert [line.split() for line in rows] == [line.split() for line in want]
-
-
-def test_kills_and_other_numbers_of_ranks_leave_the_order_as_it_was(files: tuple[str, str, str]) -> None:
-    """Each stretch begins from the last checkpoint, some samples before the kill, with another dp and micro-batch."""
-    a, b, _ = files
-    paths = ["0.4", a, "0.6", b]
-    straight = ledger(paths, 8)
-    want = [row.tobytes() for row in straight.samples(np.arange(432))]
-    seen: dict[int, bytes] = {}
-    saved, consumed = ledger(paths, 8).to_json(0), 0
-    for dp, micro, steps, since_checkpoint in ((2, 3, 5, 2), (4, 2, 6, 1), (1, 4, 4, 0), (3, 2, 6, 0)):
-        run, _ = reopened(saved, paths, 8)
-        for step in range(steps):
-            if step == steps - since_checkpoint:
-                saved = run.to_json(consumed + step * 24)
-            for rank in range(dp):
-                for batch in Batches(run, micro, rank, dp, 5000).at(consumed + step * 24, 24):
-                    for i, row in zip(batch.sample_ids.tolist(), batch.tokens, strict=True):
-                        assert seen.setdefault(i, row.tobytes()) == row.tobytes()
-        if not since_checkpoint:
-            saved = run.to_json(consumed + steps * 24)
-        consumed = int(saved["consumed"])  # type: ignore[call-overload]
-    assert consumed == 432 and [seen[i] for i in range(consumed)] == want[:consumed]  # beyond an epoch of both

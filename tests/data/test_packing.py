@@ -16,7 +16,7 @@ from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import Blend
 from megalite.data.samples.epochs import build_epoch
 from megalite.data.samples.packed_dataset import PackedDataset, cut_end_to_end, label_mask
-from megalite.data.samples.packing import Packing, Pieces, pack
+from megalite.data.samples.packing import Packing, pack
 
 PAD = 10**6
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=60)
@@ -75,14 +75,6 @@ def test_more_documents_than_one_chunk_holds(capacity: int, monkeypatch: pytest.
     assert max(sum(piece[2] for piece in part) for part in bins) <= capacity
     if capacity == 2049:
         assert len(bins) == len(textbook([piece[2] for piece in pieces], capacity))
-
-
-@settings(max_examples=80)
-@given(lengths=LENGTHS, capacity=st.integers(2, 12))
-def test_pieces_are_found_one_by_one(lengths: list[int], capacity: int) -> None:
-    pieces = Pieces(np.array(lengths, np.int32), capacity)
-    want = cut(lengths, capacity)
-    assert [tuple(int(a[0]) for a in pieces.find(np.array([i]))) for i in range(len(pieces))] == want
 
 
 def test_capacity_without_a_label_is_refused() -> None:

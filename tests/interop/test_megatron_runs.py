@@ -129,8 +129,6 @@ def test_a_format_that_is_not_read_says_what_to_do(files: tuple[str, ...], tmp_p
 
 
 # ---- the vocabulary
-
-
 def test_an_unknown_vocabulary_is_told_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = theirs(tmp_path / "theirs", "torch", GPT)
     _, notes = first_loss(str(folder), "")
@@ -181,8 +179,6 @@ def test_a_stray_file_of_theirs_does_not_hide_a_checkpoint_of_ours(tmp_path: Pat
 
 
 # ---- the vocabulary of NullTokenizer, which once had an id more than --vocab-size said
-
-
 def test_rows_of_the_weights_count_where_the_tokenizers_options_say_less(tmp_path: Path) -> None:
     write(tmp_path, GPT, tokenizer_type="NullTokenizer", vocab_size=V - 1, true_vocab_size=V)
     data = parse(tmp_path).data

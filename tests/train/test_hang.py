@@ -43,7 +43,6 @@ from megalite.train.watch.heartbeat import Heartbeat
 CPU = torch.device("cpu")
 
 # ---- the diagnosis alone
-
 GATHER, SUM = ("all-gather", -1, 12, 4096), ("all-reduce", -1, 7, 40)
 
 
@@ -89,8 +88,6 @@ def test_the_two_ends_of_a_message_are_compared() -> None:
 
 
 # ---- what is never wrong data
-
-
 def _groups() -> list[float]:
     mesh = build_mesh(tp=2, pp=2, device=CPU, timeout=datetime.timedelta(seconds=7))
     assert {axis.name for axis in mesh.axes} >= {"pp", "tp", "pp_back", "ends", "world"}
@@ -155,8 +152,6 @@ def test_a_collective_too_many_is_an_error_on_all_ranks_that_says_which(tmp_path
 
 
 # ---- the watchdog
-
-
 def _dog(folder: Path, timeout_s: float = 1.0) -> Watchdog:
     return Watchdog(Mesh.alone(), folder, Timers(), timeout_s)
 
@@ -225,7 +220,6 @@ def test_the_status_says_that_a_run_lives_until_it_hangs(tmp_path: Path, monkeyp
 
 
 # ---- whole runs
-
 Ended = tuple[int, str, dict[str, Any]]
 
 

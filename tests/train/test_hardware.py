@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -34,14 +32,8 @@ BF16 = {
     "AMD Instinct MI250X": 191.5,  # one of its two dies: what torch calls a device
 }
 # other cards whose names hold the letters of one in the table, and parts of cards
-UNKNOWN = [
-    "NVIDIA RTX A4000",
-    "NVIDIA RTX A1000",
-    "NVIDIA RTX A3000",
-    "NVIDIA H200 MIG 1g.18gb",
-    "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce GTX 1080",
-]
+UNKNOWN = ["NVIDIA RTX A4000", "NVIDIA RTX A1000", "NVIDIA RTX A3000", "NVIDIA H200 MIG 1g.18gb"]
+UNKNOWN += ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce GTX 1080"]
 
 
 @pytest.mark.parametrize("name", sorted(BF16))
@@ -81,9 +73,7 @@ def test_a_cpu_is_measured(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("seconds_of_128", "largest"), [(1e-2, 128), (1e-7, 1024)])
-def test_matmuls_grow_only_while_the_time_allows(
-    seconds_of_128: float, largest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matmuls_grow_only_while_the_time_allows(seconds_of_128: float, largest: int, monkeypatch) -> None:
     """fp16 has no fast unit on many CPUs: at a fixed size of 1024 it would take seconds."""
     now, sizes = 0.0, []
 
@@ -157,9 +147,7 @@ def test_no_matmul_on_this_card_is_faster_than_its_peak() -> None:
         ({}, 1e6),
     ],
 )
-def test_a_container_s_quota_of_processors_is_that_of_every_group_around_it(
-    tmp_path: Path, files: dict[str, str], quota: float
-) -> None:
+def test_a_containers_quota_of_processors_is_that_of_every_group_around_it(tmp_path, files: dict, quota: float) -> None:
     (tmp_path / "own").write_text("4:cpu:/else\n0::/pods/mine\n")
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -31,11 +31,8 @@ from megalite.train.life.preflight import check_machine
 from megalite.train.setup import build_run
 from megalite.train.step import train_step
 
-TP, PP, VPP = (
-    "--tensor-model-parallel-size",
-    "--pipeline-model-parallel-size",
-    "--num-virtual-stages-per-pipeline-rank",
-)
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+VPP = "--num-virtual-stages-per-pipeline-rank"
 GROUPS = "--group-query-attention --num-query-groups 1 --swiglu --untie-embeddings-and-output-weights"
 SPLIT = "--split-backward"
 Part = tuple[GradientSink, torch.Tensor]
@@ -51,9 +48,8 @@ def _taken(flags: str) -> tuple[int, int, int, int]:
     run = build_run(config_of(flags), ranks, torch.device("cpu"))
     held = [*(t for state in run.optimizer.state for t in state.values())]
     held += [] if run.optimizer.same else run.optimizer.main
-    sizes = [
-        sum(t.untyped_storage().nbytes() for t in ts) for ts in (run.buffer.weights.flats, run.buffer.grads.flats, held)
-    ]
+    kinds = run.buffer.weights.flats, run.buffer.grads.flats, held
+    sizes = [sum(t.untyped_storage().nbytes() for t in one) for one in kinds]
     run.close()
     return run.mesh.pp.rank, *sizes
 
@@ -84,9 +80,8 @@ def test_the_plans_bytes_are_those_of_the_run(world: int, flags: str) -> None:
 
 
 def preset(flags: str) -> Config:
-    return cli.parse(
-        f"--mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --preset {flags}".split(), PRESETS
-    )
+    words = f"--mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --preset {flags}"
+    return cli.parse(words.split(), PRESETS)
 
 
 def test_the_first_rank_holds_the_embedding_and_fewer_layers_for_it() -> None:
@@ -98,9 +93,8 @@ def test_the_first_rank_holds_the_embedding_and_fewer_layers_for_it() -> None:
     held = found.holdings[0]
     assert found.worst in range(3, 7) and held.local == 2 * layer + embedding
     assert held.state == pytest.approx(18 * held.local, rel=1e-4)
-    with pytest.raises(
-        LaunchError, match=r"weights and optimizer alone take 4\d\d\.\d GiB per rank on pipeline rank \d+"
-    ):
+    said = r"weights and optimizer alone take 4\d\d\.\d GiB per rank on pipeline rank \d+"
+    with pytest.raises(LaunchError, match=said):
         check_machine(arrange(preset(f"llama3-405b {PP} 16"), 16, 128256), "cpu", Ranks(0, 16, 0, 16))
 
 

@@ -58,9 +58,7 @@ SEEN = Interval(
     memory_gib=31.42,
     memory_limit_gib=79.6,
 )
-STEP = StepResult(
-    loss=6.5, grad_norm=1.25, lr=1.5e-4, batch_size=256, skipped=False, stop=False, data_s=0.0, step_s=5.0
-)
+STEP = StepResult(loss=6.5, grad_norm=1.25, lr=1.5e-4, batch_size=256, skipped=False, stop=False, data_s=0, step_s=5)
 # 412.7 TFLOP/s per device in the interval above
 SPEED = Speed(flops_per_token=412.7e12 * 8 * 5.1324 / (256 * 2048), devices=8, peak_tflops=989.4)
 
@@ -95,9 +93,8 @@ def test_megatrons_other_lines() -> None:
         ("exit_duration_in_mins", "exiting program after 1.5 minutes"),
     ):
         assert megatron_end(reason, 5, 1.5) == end
-    assert megatron_parameters(1, 3, 123456) == (
-        " > number of parameters on (tensor, pipeline) model parallel rank (1, 3): 123456"
-    )
+    said = " > number of parameters on (tensor, pipeline) model parallel rank (1, 3): 123456"
+    assert megatron_parameters(1, 3, 123456) == said
     assert megatron_sizes(8, {"dp": 2, "cp": 1, "tp": 2, "pp": 2}) == (
         "using world size: 8, data-parallel size: 2, context-parallel size: 1, hierarchical context-parallel sizes: "
         "None, tensor-model-parallel size: 2, pipeline-model-parallel size: 2"
@@ -117,9 +114,8 @@ def test_timers_in_megatrons_three_forms() -> None:
         f"    forward-backward {'.' * 31}: (250.00, 500.00)",  # 48 columns
     ]
     assert megatron_timers("max", seen) == (f"max time across ranks (ms):\n    forward-backward {'.' * 31}: 500.00")
-    assert megatron_timers("all", seen) == (
-        "times across ranks (ms):\n  forward-backward:\n     rank  0: 500.00\n     rank  1: 250.00"
-    )
+    each = "times across ranks (ms):\n  forward-backward:\n     rank  0: 500.00\n     rank  1: 250.00"
+    assert megatron_timers("all", seen) == each
     assert megatron_timers("minmax", {"evaluate": [0.0]}) == ""
 
 

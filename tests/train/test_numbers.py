@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_step import BATCH, build, kept, same
+from test_step import BATCH, build, kept
 from token_files import write
 from train_cases import SMALL
 from train_cases import pretrain as pretrain_here
@@ -45,38 +45,6 @@ def strike(*faults: str) -> None:
 
 
 # ---- a number that is not finite
-
-
-def _one_rank_after_another(flags: str) -> list[Any]:
-    """In step r + 1 one element of the gradient on rank r is NaN, at last one infinite: what this rank did."""
-    run, world = build(flags), dist.get_world_size()
-    strike(*(f"step.after_reduce:{i % world}:{i + 1}:{'nan' if i < world else 'inf'}" for i in range(world + 1)))
-    told = []
-    for _ in range(world + 1):
-        before = kept(run)
-        result = train_step(run)
-        run.buffer.wait_gather()
-        told.append((result.skipped, str(result.doubt), same(kept(run), before)))
-    last = train_step(run)
-    told.append((last.skipped, last.doubt, math.isfinite(last.loss) and math.isfinite(last.grad_norm)))
-    run.close()
-    return told
-
-
-@pytest.mark.parametrize(
-    "flags",
-    ["--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --bf16"],
-)
-def test_a_nan_on_any_one_rank_changes_nothing_on_all(flags: str) -> None:
-    ranks = run_ranks(4, _one_rank_after_another, f"{flags} {SKIP} --rerun-mode disabled")
-    assert all(told == ranks[0] for told in ranks)
-    assert ranks[0].pop() == (False, None, True)  # nothing of it is left
-    for i, (skipped, doubt, unchanged) in enumerate(ranks[0]):
-        assert skipped and unchanged
-        what = "nan" if i < 4 else "inf"
-        assert f"grad norm {what}; first seen in the gradient of " in doubt and f" ({what}) on rank {i % 4} (" in doubt
-
-
 def _named(flags: str, where: str, bad_rank: int) -> str:
     """Something on one rank makes a NaN each time: what the error says here."""
     run = build(flags)
@@ -127,8 +95,6 @@ def test_where_is_named_however_long_the_paths_of_the_data_are() -> None:
 
 
 # ---- computed again
-
-
 def _struck(flags: str, *faults: str) -> list[Any]:
     run = build(flags)
     strike(*faults)
@@ -177,8 +143,6 @@ def test_a_timeline_leaves_the_wait_for_a_message_out() -> None:
 
 
 # ---- spikes
-
-
 def judged(values: list[float], window: int = 40) -> list[int]:
     """At which of these losses a spike is seen, when those are skipped."""
     spikes, found = Spikes(("loss",), "skip", 10.0, window), []
@@ -208,8 +172,6 @@ def test_numbers_of_damaged_checkpoints_are_refused() -> None:
 
 
 # ---- whole runs, on text with one batch of noise
-
-
 STEPS, POISONED = 13, 10  # the samples of this step
 WATCHED = "--check-for-spiky-loss --check-for-large-grads --spike-window 16".split()
 
@@ -287,9 +249,7 @@ def test_a_second_computation_divides_by_all_tokens() -> None:
 
 
 @pytest.mark.everything
-@pytest.mark.parametrize(
-    "layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --split-backward"]
-)
+@pytest.mark.parametrize("layout", [TP2, f"{PP2} --split-backward"])
 def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]], layout: str) -> None:
     flags = f"--nproc 2 {layout} --save-interval 8 --spike-action rollback".split()
     run = pretrain(*texts["once"], *WATCHED, *flags, "--save", str(tmp_path))

@@ -29,8 +29,6 @@ def row(pp: int = 0, **known: float) -> dict[str, float]:
 
 
 # ---- who is slow
-
-
 @pytest.mark.parametrize(
     ("rows", "slow"),
     [
@@ -139,8 +137,6 @@ def test_the_line_names_as_many_ranks_as_asked_for() -> None:
 
 
 # ---- whole runs
-
-
 def train(folder: Path, steps: int, *flags: str, fault: str = "") -> tuple[int, list[dict[str, Any]]]:
     """Exit code and events of two ranks."""
     words = [*SMALL, "--train-iters", steps, "--device", "cpu", "--nproc", 2, "--run-dir", folder, "--eval-iters", 0]

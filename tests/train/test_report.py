@@ -34,8 +34,6 @@ WORK = Work(**SIZES, background_saves=False, flops=6e9, planned_bubble=PLANNED) 
 
 
 # ---- the clock
-
-
 def test_a_moment_belongs_to_the_innermost_span(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     with clock.span("forward"):
@@ -52,7 +50,6 @@ def test_a_moment_belongs_to_the_innermost_span(monkeypatch: pytest.MonkeyPatch)
 
 
 # ---- phases of steps
-
 LATE_S = 0.3
 
 
@@ -131,8 +128,6 @@ def test_steps_that_are_not_timed_have_the_shares_of_the_last_that_was() -> None
 
 
 # ---- what counts
-
-
 def rows(path: Path, *rows: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -233,14 +228,11 @@ def test_a_price_gives_a_cost() -> None:
 
 
 # ---- names in a profile
-
-
 def traced(folder: Path) -> set[str]:
     """What rank 0 has noted of a step."""
     run = build("--pipeline-model-parallel-size 2")
-    options = OperationsConfig(
-        profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=2, profile_ranks=(0,)
-    )
+    steps = {"profile_step_start": 1, "profile_step_end": 2, "profile_ranks": (0,)}
+    options = OperationsConfig(profile=True, use_pytorch_profiler=True, **steps)  # type: ignore[arg-type]
     profiler = Profiler(options, run.mesh, folder)
     for step in (1, 2, 3):
         profiler.before(step)
@@ -263,8 +255,6 @@ def test_a_profile_names_actions_and_collectives_with_their_axis(tmp_path: Path)
 
 
 # ---- a whole run
-
-
 LONG = [*SMALL, "--train-iters", "12", "--save-interval", "4"]
 
 

@@ -159,9 +159,7 @@ def test_who_ends_before_it_has_loaded_tells_the_steps_that_are_there(tmp_path: 
     assert (status["outcome"], status["step"], status["tokens"]) == ("preflight", 5, 40)
 
 
-def test_a_status_takes_the_place_of_the_one_before_where_there_is_no_room(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_status_takes_the_place_of_the_one_before_where_there_is_no_room(tmp_path: Path, capsys) -> None:
     """As on a full disk: no new file can be made beside it."""
     leave_status(tmp_path, "running", config_of(), step=1)
     (tmp_path / f".status.json.{os.getpid()}").mkdir()

@@ -57,9 +57,7 @@ def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, name: str) -
         pytest.param(["--nproc", "2"], signal.SIGQUIT, id="two, Ctrl-backslash", marks=RARELY),
     ],
 )
-def test_ctrl_c_while_torch_is_imported_ends_it_at_once(
-    tmp_path: Path, layout: list[str], number: signal.Signals
-) -> None:
+def test_ctrl_c_while_torch_is_imported_ends_it_at_once(tmp_path: Path, layout: list, number: signal.Signals) -> None:
     """Ranks of --nproc wait for a process that imports it for them."""
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *LONG, *layout, "--save", str(tmp_path / "run")]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
