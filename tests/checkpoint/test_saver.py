@@ -50,16 +50,17 @@ def load(folder: Path, like: Piece) -> torch.Tensor:
     return target.data.view(like.box.shape)
 
 
+def put(one: Saver, step: int) -> None:
+    """A checkpoint, which is there afterwards."""
+    one.save(step, [whole(torch.ones(2))], {})
+    one.wait()
+
+
 # ---- the file
 @pytest.mark.parametrize("block", [1, 7, 64, 4096])
 def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path, block: int) -> None:
-    values = {
-        "a": torch.randn(3, 5),
-        "b": torch.randn(7).bfloat16(),
-        "c": torch.arange(4).view(2, 2),
-        "d": torch.tensor([True, False, True]),
-        "e": torch.tensor(2.5, dtype=torch.float64),
-    }
+    values = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.arange(4).view(2, 2)}
+    values |= {"d": torch.tensor([True, False, True]), "e": torch.tensor(2.5, dtype=torch.float64)}
     rows, ordered = tensor_file.plan([whole(v, name) for name, v in values.items()])
     stamp = tensor_file.write(tmp_path / "x.safetensors", rows, (p.data for p in ordered), block)
     got = load_file(tmp_path / "x.safetensors")
@@ -110,14 +111,12 @@ def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("call", ["fsync", "replace", "open"])
 def test_a_failed_save_leaves_the_one_before(tmp_path: Path, monkeypatch, call: str, background: bool) -> None:
     one = Saver.open(tmp_path, ALONE, 8, background=background)
-    one.save(1, [whole(torch.ones(2))], {})
-    one.wait()
+    put(one, 1)
 
     with monkeypatch.context() as patch:
         patch.setattr(file_system if call == "open" else os, call, full, raising=False)
         with pytest.raises(CheckpointError, match="No space left"):
-            one.save(2, [whole(torch.ones(2))], {})
-            one.wait()
+            put(one, 2)
     found = loads.newest(tmp_path, ALONE)
     assert found is not None and found[0].name == "iter_0000001"
     assert not list(tmp_path.glob(".iter_*"))
@@ -133,13 +132,11 @@ def test_what_is_around_a_checkpoint_ends_no_run(tmp_path: Path, background: boo
     folder = tmp_path / "save"
     (folder / storage.TRACKER / "inside").mkdir(parents=True)
     one = Saver.open(folder, ALONE, 0, background=background)
-    one.save(1, [whole(torch.ones(2))], {})
-    one.wait()
+    put(one, 1)
     said = capsys.readouterr().err
     assert f"WARNING: {folder / storage.TRACKER}: Is a directory; it does not name step 1, whose checkpoint" in said
     shutil.rmtree(folder)
-    one.save(2, [whole(torch.ones(2))], {})
-    one.wait()
+    put(one, 2)
     said = capsys.readouterr().err
     assert said.count(f"WARNING: save='{folder}': its lock was deleted under the run") == said.count("\n") == 1, said
     assert (folder / storage.TRACKER).read_text() == "2\n" and storage.steps_in(folder) == [2]
@@ -159,8 +156,7 @@ def test_a_failure_without_a_text_has_a_type_and_a_place(tmp_path: Path, monkeyp
     monkeypatch.setattr(writer, "write_rank", lambda *_: bytearray(1 << 62))
     one = Saver.open(tmp_path, ALONE, 0, background=background)
     with pytest.raises(CheckpointError, match=r"failed while .*: MemoryError in test_saver.py:\d+$"):
-        one.save(1, [whole(torch.ones(2))], {})
-        one.wait()
+        put(one, 1)
     one.close()
 
 
@@ -366,8 +362,7 @@ def test_a_copy_that_fails_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
         one.before_update()
         with pytest.raises(CheckpointError, match="out of memory"):
             one.wait()
-    one.save(2, [whole(torch.ones(4))], {})
-    one.wait()
+    put(one, 2)
     one.close()
     assert storage.steps_in(tmp_path) == [2]
 

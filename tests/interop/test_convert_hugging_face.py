@@ -330,9 +330,7 @@ def test_one_layer_at_a_time_and_without_transformers(models, tmp_path: Path) ->
 def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:
     """The first GPT-2 files have no prefix, and the causal mask among the weights."""
     _, folder = models("gpt2")
-    old = tmp_path / "old"
-    old.mkdir()
-    (old / "config.json").write_bytes((folder / "config.json").read_bytes())
+    old = copied(folder, tmp_path / "old")
     tensors = {name.removeprefix("transformer."): values for name, values in tensors_in(folder).items()}
     masks = {f"h.{n}.attn.bias": torch.ones(1, 1, S, S) for n in range(2)}
     head = {"lm_head.weight": tensors["wte.weight"].clone()}  # tied, and there all the same
@@ -348,21 +346,17 @@ def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:
 def test_the_check_finds_one_bit(models, tmp_path: Path, capsys) -> None:
     _, folder = models("llama")
     tool("--from-hf", folder, "--save", tmp_path / "ours")
-    changed = tmp_path / "changed"
-    changed.mkdir()
-    (changed / "config.json").write_bytes((folder / "config.json").read_bytes())
+    changed = copied(folder, tmp_path / "changed")
     tensors = tensors_in(folder)
     bits = tensors["model.layers.1.self_attn.v_proj.weight"].view(torch.int32)
     bits[3, 7] ^= 1
     tensors["model.norm.weight"][4] += 2.0
     save_file(tensors, changed / "model.safetensors")
     verdict = compared(changed, tmp_path / "ours")
-    assert [(d.name.split()[0], d.count, d.index) for d in verdict.differing] == [
-        ("model.layers.1.self_attn.v_proj.weight", 1, (1, 3, 7)),
-        ("model.norm.weight", 1, (4,)),
-    ]
-    assert "2 parts of" in str(verdict) and "largest: model.norm.weight" in str(verdict)
-    assert "by at most 2" in str(verdict)
+    found = [(d.name.split()[0], d.count, d.index) for d in verdict.differing]
+    assert found == [("model.layers.1.self_attn.v_proj.weight", 1, (1, 3, 7)), ("model.norm.weight", 1, (4,))]
+    for words in ("2 parts of", "largest: model.norm.weight", "by at most 2"):
+        assert words in str(verdict)
 
 
 @settings(max_examples=40)
@@ -371,15 +365,11 @@ def test_split_and_join_are_inverse_and_shards_cover_everything(family: str, gro
     llama = family not in ("gpt2", "gpt_neox")
     groups = groups if llama else 4
     tp = min(tp, groups)
-    model = ModelConfig(
-        **dict(num_layers=2, hidden_size=4 * head, ffn_hidden_size=12, num_attention_heads=4, seq_length=4),
-        group_query_attention=True,
-        num_query_groups=groups,
-        activation="swiglu" if llama else "gelu",
-        normalization="RMSNorm" if llama else "LayerNorm",
-        position_embedding_type="learned_absolute" if family == "gpt2" else "rope",
-    )
-    specs = specs_of(model, 8)
+    options: dict[str, Any] = dict(num_layers=2, hidden_size=4 * head, ffn_hidden_size=12, num_attention_heads=4)
+    options |= dict(seq_length=4, group_query_attention=True, num_query_groups=groups)
+    options |= dict(position_embedding_type="learned_absolute" if family == "gpt2" else "rope")
+    options |= dict(activation="swiglu", normalization="RMSNorm") if llama else {}
+    specs = specs_of(ModelConfig(**options), 8)
     held = {name: torch.zeros(spec.shape, dtype=torch.int32) for name, spec in specs.items()}
     for rank in range(tp):
         for recipe in recipes(FAMILIES[family], specs, groups, range(2), tp=tp, rank=rank):

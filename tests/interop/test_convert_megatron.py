@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.offline import Checkpoint, open_checkpoint
+from megalite.checkpoint.offline import open_checkpoint
 from megalite.config.options import build
 from megalite.config.toml import parse_toml
 from megalite.interop.megatron.args import read_args
@@ -62,33 +62,24 @@ class Case:
 
 def whole(case: Case) -> dict[str, Tensor]:
     """Random weights under our names and in our shapes."""
+    G, shapes = case.groups, {"embedding.word": (ROWS, D)}
+    layer = {"attention.norm.weight": (D,), "mlp.norm.weight": (D,), "attention.q": (H * K, D), "mlp.down": (D, F)}
+    layer |= {"attention.kv": (2, G * K, D), "attention.out": (D, H * K)}
+    if case.llama:
+        layer["mlp.gate_up"] = (2, F, D)
+    else:
+        shapes |= {"embedding.position": (S, D), "final_norm.bias": (D,)}
+        layer |= {"attention.norm.bias": (D,), "mlp.norm.bias": (D,), "attention.q_bias": (H * K,), "mlp.up": (F, D)}
+        layer |= {
+            "attention.kv_bias": (2, G * K),
+            "attention.out_bias": (D,),
+            "mlp.up_bias": (F,),
+            "mlp.down_bias": (D,),
+        }
+    shapes |= {"final_norm.weight": (D,)} | ({} if case.tied else {"head": (ROWS, D)})
+    shapes |= {f"layers.{n}.{name}": shape for n in range(L) for name, shape in layer.items()}
     generator = torch.Generator().manual_seed(3)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    G = case.groups
-    weights = {"embedding.word": draw(ROWS, D)}
-    if not case.llama:
-        weights["embedding.position"] = draw(S, D)
-    for n in range(L):
-        at = f"layers.{n}."
-        weights |= {f"{at}attention.norm.weight": draw(D), f"{at}mlp.norm.weight": draw(D)}
-        weights |= {f"{at}attention.q": draw(H * K, D), f"{at}attention.kv": draw(2, G * K, D)}
-        weights |= {f"{at}attention.out": draw(D, H * K), f"{at}mlp.down": draw(D, F)}
-        if case.llama:
-            weights[f"{at}mlp.gate_up"] = draw(2, F, D)
-        else:
-            weights |= {f"{at}attention.norm.bias": draw(D), f"{at}mlp.norm.bias": draw(D)}
-            weights |= {f"{at}attention.q_bias": draw(H * K), f"{at}attention.kv_bias": draw(2, G * K)}
-            weights |= {f"{at}attention.out_bias": draw(D), f"{at}mlp.up": draw(F, D), f"{at}mlp.up_bias": draw(F)}
-            weights[f"{at}mlp.down_bias"] = draw(D)
-    weights["final_norm.weight"] = draw(D)
-    if not case.llama:
-        weights["final_norm.bias"] = draw(D)
-    if not case.tied:
-        weights["head"] = draw(ROWS, D)
-    return weights
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def stage(case: Case, weights: dict[str, Tensor], tp: int, t: int, layers: range) -> dict[str, Tensor]:
@@ -137,13 +128,8 @@ def stage(case: Case, weights: dict[str, Tensor], tp: int, t: int, layers: range
     return result
 
 
-OLD = (
-    ("self_attention.linear_qkv", "self_attention.query_key_value"),
-    ("self_attention.linear_proj", "self_attention.dense"),
-    ("mlp.linear_fc1", "mlp.dense_h_to_4h"),
-    ("mlp.linear_fc2", "mlp.dense_4h_to_h"),
-    ("pre_mlp_layernorm", "post_attention_layernorm"),
-)
+OLD = {"linear_qkv": "query_key_value", "linear_proj": "dense", "pre_mlp_layernorm": "post_attention_layernorm"}
+OLD |= {"linear_fc1": "dense_h_to_4h", "linear_fc2": "dense_4h_to_h"}
 
 
 def as_old(names: dict[str, Tensor]) -> dict[str, Any]:
@@ -151,7 +137,7 @@ def as_old(names: dict[str, Tensor]) -> dict[str, Any]:
     encoder, language = {}, {}
     head: dict[str, Any] = {}
     for name, values in names.items():
-        for new, old in OLD:
+        for new, old in OLD.items():
             name = name.replace(new, old)
         if name.startswith("decoder."):
             encoder[name.removeprefix("decoder.")] = values
@@ -225,15 +211,11 @@ def _write_ranks(folder: Path, case: Case, weights: dict[str, Tensor], tp: int, 
             torch.save({"args": given, "checkpoint_version": 3.0, **models, **extras()}, rank / "model_optim_rng.pt")
 
 
-def read(source: Checkpoint, name: str) -> Tensor:
-    return source.read(f"model/{name}")
-
-
 def assert_holds(directory: Path, weights: dict[str, Tensor], vocab: int = ROWS) -> None:
     source = open_checkpoint(directory)
     assert {name.removeprefix("model/") for name in source.manifest.tensors} == weights.keys()
     for name, want in weights.items():
-        got = read(source, name)
+        got = source.read(f"model/{name}")
         if name in ("embedding.word", "head"):
             assert torch.equal(got[:vocab], want[:vocab]) and not got[vocab:].any(), name
         else:
@@ -317,7 +299,7 @@ def test_what_is_written_is_what_megatron_writes(case: Case, tp: int, pp: int, i
     assert tool("--from-megatron", back, "--save", tmp_path / "again", "--vocab-size", V) == 0
     first, again = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
     for name in first.manifest.tensors:
-        assert torch.equal(read(first, name[6:]), read(again, name[6:])), name
+        assert torch.equal(first.read(name), again.read(name)), name
 
 
 class Evil:
@@ -387,11 +369,8 @@ def test_hostile_files_are_refused_and_run_nothing(attack: str, tmp_path: Path, 
 def test_copies_must_agree_and_no_rank_may_be_missing(tmp_path: Path, capsys) -> None:
     case = Case(fused=False)
     norm, word = "decoder.layers.0.input_layernorm.weight", "output_layer.weight"
-    reasons = {
-        "mp_rank_01_000": (norm, "differs from tp rank 0's copy"),
-        "mp_rank_00_001": (word, "differs from the embedding"),
-    }
-    for rank, (name, reason) in reasons.items():
+    copies = ("mp_rank_01_000", norm, "differs from tp rank 0's copy"), ("mp_rank_00_001", word, "differs from the emb")
+    for rank, name, reason in copies:
         folder = tmp_path / rank
         write(folder, case, 2, 2, attention_backend=None)
         _edit(folder / "iter_0000007" / rank, lambda d, name=name: d["model"][name].view(-1)[3:4].add_(1))
@@ -462,19 +441,18 @@ def test_odd_patterns_of_layers_are_refused(odd: dict[str, Any]) -> None:
         read_args(argparse.Namespace(**Case().args, **ROPE, **odd), "")
 
 
-@pytest.mark.parametrize(
-    "size,skip,windows",
-    [
-        ((127, 0), None, (128,) * L),
-        ([127, 0], 2, (128, None, 128, None)),
-        ((127, 0), [1, 0, 0, 1], (128, None, None, 128)),
-        ((127, 0), [1] * L, (128,) * L),
-        ((127, 0), [0] * L, (None,) * L),
-        ((127, 0), 1, (None,) * L),
-        ((-1, 0), 2, (None,) * L),
-        (None, 2, (None,) * L),
-    ],
-)
+ALL, NONE = (128,) * L, (None,) * L
+WINDOWS = [((127, 0), None, ALL), ([127, 0], 2, (128, None) * 2), ((127, 0), [1, 0, 0, 1], (128, None, None, 128))]
+WINDOWS += [
+    ((127, 0), [1] * L, ALL),
+    ((127, 0), [0] * L, NONE),
+    ((127, 0), 1, NONE),
+    ((-1, 0), 2, NONE),
+    (None, 2, NONE),
+]
+
+
+@pytest.mark.parametrize("size,skip,windows", WINDOWS)
 def test_windows_are_read_and_written_as_megatrons(size: Any, skip: Any, windows: tuple[int | None, ...]) -> None:
     args = argparse.Namespace(**Case().args, window_size=size, window_attn_skip_freq=skip)
     model = build({**read_args(args, ""), "num_layers": L}).model

@@ -12,24 +12,11 @@ from megalite.train.life import preflight
 
 # names as torch.cuda.get_device_name reports them
 BF16 = {
-    "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA H100 PCIe": 756.0,
-    "NVIDIA H100 NVL": 835.5,
-    "NVIDIA H200": 989.4,
-    "NVIDIA GH200 480GB": 989.4,
-    "NVIDIA H20": 148.0,
-    "NVIDIA GB200": 2500.0,
-    "NVIDIA B200": 2250.0,
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA A10": 125.0,
-    "NVIDIA A10G": 70.0,
-    "NVIDIA A40": 149.7,
-    "NVIDIA L4": 121.0,
-    "NVIDIA L40S": 362.05,
-    "NVIDIA GeForce RTX 3090": 71.0,
-    "NVIDIA GeForce RTX 4090": 165.2,
-    "AMD Instinct MI300X": 1307.4,
-    "AMD Instinct MI250X": 191.5,  # one of its two dies: what torch calls a device
+    **{"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA H100 NVL": 835.5, "NVIDIA H200": 989.4},
+    **{"NVIDIA GH200 480GB": 989.4, "NVIDIA H20": 148.0, "NVIDIA GB200": 2500.0, "NVIDIA B200": 2250.0},
+    **{"NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A10": 125.0, "NVIDIA A10G": 70.0, "NVIDIA A40": 149.7},
+    **{"NVIDIA L4": 121.0, "NVIDIA L40S": 362.05, "NVIDIA GeForce RTX 3090": 71.0, "NVIDIA GeForce RTX 4090": 165.2},
+    **{"AMD Instinct MI300X": 1307.4, "AMD Instinct MI250X": 191.5},  # one of its two dies: what torch calls a device
 }
 # other cards whose names hold the letters of one in the table, and parts of cards
 UNKNOWN = ["NVIDIA RTX A4000", "NVIDIA RTX A1000", "NVIDIA RTX A3000", "NVIDIA H200 MIG 1g.18gb"]

@@ -21,42 +21,15 @@ from whole_runs import pretrain, status_of
 from megalite.config.options import Config, LogConfig, options
 from megalite.config.packages import missing_packages
 from megalite.train.state import State, StepResult
-from megalite.train.tell.figures import (
-    Interval,
-    Speed,
-    columns,
-    duration,
-    megalite_line,
-    megalite_validation_line,
-    megatron_arguments,
-    megatron_end,
-    megatron_line,
-    megatron_moment,
-    megatron_parameters,
-    megatron_sizes,
-    megatron_timers,
-    megatron_validation_lines,
-    table,
-)
+from megalite.train.tell import figures
+from megalite.train.tell.figures import Interval, Speed, columns, duration, table
 from megalite.train.tell.metrics import Reporter
 
 NOW = datetime.datetime(2026, 8, 22, 10, 15, 3, 123456)
 SEEN = Interval(
-    step=100,
-    last_step=500_000,
-    consumed_samples=25_600,
-    consumed_tokens=25_600 * 2048,
-    batch_size=256,
-    loss=7.654321,
-    lr=1.5e-4,
-    grad_norm=1.2351,
-    loss_scale=1.0,
-    skipped=0,
-    step_s=5.1324,
-    data_s=0.0154,
-    tokens_per_step=256 * 2048,
-    memory_gib=31.42,
-    memory_limit_gib=79.6,
+    **dict(step=100, last_step=500_000, consumed_samples=25_600, consumed_tokens=25_600 * 2048, batch_size=256),
+    **dict(loss=7.654321, lr=1.5e-4, grad_norm=1.2351, loss_scale=1.0, skipped=0, step_s=5.1324, data_s=0.0154),
+    **dict(tokens_per_step=256 * 2048, memory_gib=31.42, memory_limit_gib=79.6),
 )
 STEP = StepResult(loss=6.5, grad_norm=1.25, lr=1.5e-4, batch_size=256, skipped=False, stop=False, data_s=0, step_s=5)
 # 412.7 TFLOP/s per device in the interval above
@@ -64,17 +37,19 @@ SPEED = Speed(flops_per_token=412.7e12 * 8 * 5.1324 / (256 * 2048), devices=8, p
 
 
 def test_megatrons_line_to_the_letter() -> None:
-    assert megatron_line(SEEN, SPEED, NOW, throughput=True) == (
+    assert figures.megatron_line(SEEN, SPEED, NOW, throughput=True) == (
         " [2026-08-22 10:15:03.123456] iteration      100/  500000 | consumed samples:        25600 |"
         " elapsed time per iteration (ms): 5132.4 | throughput per GPU (TFLOP/s/GPU): 412.7 |"
         " learning rate: 1.500000E-04 | global batch size:   256 | lm loss: 7.654321E+00 | loss scale: 1.0 |"
         " grad norm: 1.235 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
-    line = megatron_line(replace(SEEN, zeros=97, params_norm=356.7891), SPEED, NOW, throughput=False)
+    line = figures.megatron_line(replace(SEEN, zeros=97, params_norm=356.7891), SPEED, NOW, throughput=False)
     assert " | grad norm: 1.235 | num zeros: 97 | params norm: 356.789 | number of skipped iterations:   0 |" in line
-    line = megatron_line(replace(SEEN, z_loss=0.00123), SPEED, NOW, throughput=False)
+    line = figures.megatron_line(replace(SEEN, z_loss=0.00123), SPEED, NOW, throughput=False)
     assert " | lm loss: 7.654321E+00 | z_loss: 1.230000E-03 | loss scale: 1.0 |" in line
-    line = megatron_line(replace(SEEN, loss=None, skipped=3, nan=2, loss_scale=2.0**16), SPEED, NOW, throughput=False)
+    line = figures.megatron_line(
+        replace(SEEN, loss=None, skipped=3, nan=2, loss_scale=2.0**16), SPEED, NOW, throughput=False
+    )
     assert "throughput" not in line and "lm loss" not in line
     assert line.endswith(
         " loss scale: 65536.0 | grad norm: 1.235 | number of skipped iterations:   3 | number of nan iterations:   2 |"
@@ -82,7 +57,7 @@ def test_megatrons_line_to_the_letter() -> None:
 
 
 def test_megatrons_other_lines() -> None:
-    assert megatron_moment("after dataloaders are built", NOW) == (
+    assert figures.megatron_moment("after dataloaders are built", NOW) == (
         "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
     )
     for reason, end in (
@@ -92,14 +67,14 @@ def test_megatrons_other_lines() -> None:
         ("reached the last step", "after training is done"),
         ("exit_duration_in_mins", "exiting program after 1.5 minutes"),
     ):
-        assert megatron_end(reason, 5, 1.5) == end
+        assert figures.megatron_end(reason, 5, 1.5) == end
     said = " > number of parameters on (tensor, pipeline) model parallel rank (1, 3): 123456"
-    assert megatron_parameters(1, 3, 123456) == said
-    assert megatron_sizes(8, {"dp": 2, "cp": 1, "tp": 2, "pp": 2}) == (
+    assert figures.megatron_parameters(1, 3, 123456) == said
+    assert figures.megatron_sizes(8, {"dp": 2, "cp": 1, "tp": 2, "pp": 2}) == (
         "using world size: 8, data-parallel size: 2, context-parallel size: 1, hierarchical context-parallel sizes: "
         "None, tensor-model-parallel size: 2, pipeline-model-parallel size: 2"
     )
-    first, *rows, last = megatron_arguments(Config()).split("\n")
+    first, *rows, last = figures.megatron_arguments(Config()).split("\n")
     assert (first, last) == (
         "------------------------ arguments ------------------------",
         "-------------------- end of arguments ---------------------",
@@ -109,23 +84,25 @@ def test_megatrons_other_lines() -> None:
 
 def test_timers_in_megatrons_three_forms() -> None:
     seen = {"forward-backward": [0.5, 0.25, 0.0], "evaluate": [0.0, 0.0, 0.0]}
-    assert megatron_timers("minmax", seen).split("\n") == [
+    assert figures.megatron_timers("minmax", seen).split("\n") == [
         "(min, max) time across ranks (ms):",
         f"    forward-backward {'.' * 31}: (250.00, 500.00)",  # 48 columns
     ]
-    assert megatron_timers("max", seen) == (f"max time across ranks (ms):\n    forward-backward {'.' * 31}: 500.00")
+    assert figures.megatron_timers("max", seen) == (
+        f"max time across ranks (ms):\n    forward-backward {'.' * 31}: 500.00"
+    )
     each = "times across ranks (ms):\n  forward-backward:\n     rank  0: 500.00\n     rank  1: 250.00"
-    assert megatron_timers("all", seen) == each
-    assert megatron_timers("minmax", {"evaluate": [0.0]}) == ""
+    assert figures.megatron_timers("all", seen) == each
+    assert figures.megatron_timers("minmax", {"evaluate": [0.0]}) == ""
 
 
 def test_megalites_line_to_the_letter() -> None:
-    assert megalite_line(SEEN, SPEED, NOW) == (
+    assert figures.megalite_line(SEEN, SPEED, NOW) == (
         "10:15:03  step   100/500000  loss 7.6543  lr 1.5e-04  gnorm 1.24 | 12.8k tok/s/gpu  413 TF/s  MFU 41.7% | "
         "31.4/80 GiB | data 0.3% | eta 29d 16:41:26"
     )
     slow = replace(SEEN, loss=None, skipped=2, loss_scale=1024.0, step_s=1000.0, step=499_999)
-    assert megalite_line(slow, replace(SPEED, peak_tflops=None), NOW) == (
+    assert figures.megalite_line(slow, replace(SPEED, peak_tflops=None), NOW) == (
         "10:15:03  step 499999/500000  loss n/a  lr 1.5e-04  gnorm 1.24  scale 1024 | 66 tok/s/gpu  2.12 TF/s  MFU n/a | "
         "31.4/80 GiB | data 0.0% | eta 00:16:40 | skipped 2"
     )
@@ -149,15 +126,15 @@ def test_durations_longer_than_a_day(seconds: float, text: str) -> None:
 
 
 def test_validation_lines() -> None:
-    dashes, line, again = megatron_validation_lines("iteration 1000", 2.345678).split("\n")
+    dashes, line, again = figures.megatron_validation_lines("iteration 1000", 2.345678).split("\n")
     assert line == " validation loss at iteration 1000 | lm loss value: 2.345678E+00 | lm loss PPL: 1.044035E+01 | "
     assert dashes == again == "-" * (len(line) + 1)
     assert f"{math.exp(2.345678):.6E}" == "1.044035E+01"
-    assert "PPL: 4.851652E+08" in megatron_validation_lines("iteration 1", 1e9)  # exp(20): no overflow
-    assert megalite_validation_line(120, "validation", 3.8172, None, NOW) == (
+    assert "PPL: 4.851652E+08" in figures.megatron_validation_lines("iteration 1", 1e9)  # exp(20): no overflow
+    assert figures.megalite_validation_line(120, "validation", 3.8172, None, NOW) == (
         "10:15:03  step   120  validation loss 3.8172  ppl 45.477"
     )
-    assert megalite_validation_line(120, "validation wiki", 3.8172, 1.25, NOW).endswith("bits per byte 1.2500")
+    assert figures.megalite_validation_line(120, "validation wiki", 3.8172, 1.25, NOW).endswith("bits per byte 1.2500")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -181,23 +158,13 @@ def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert ("lm loss: 7.654321E+00" in shown) == ("lm loss PPL" in shown) == (style == "megatron")
     assert ("test loss 8.5000" in shown) == (style == "megalite")
     train, valid, test = rows(tmp_path / "run")[:3]
+    speed = {"tokens_per_s_per_gpu": 256 * 2048 / 5.1324 / 8, "tflops_per_gpu": 412.7, "mfu": 412.7 / 989.4}
+    seen = {"loss": 7.654321, "lr": 1.5e-4, "grad_norm": 1.2351, "tokens": 25_600 * 2048, "batch_size": 256}
     assert train == {
-        "step": 100,
-        "tokens": 25_600 * 2048,
-        "train/loss": 7.654321,
-        "train/lr": 1.5e-4,
-        "train/grad_norm": 1.2351,
-        "train/tokens": 25_600 * 2048,
-        "train/batch_size": 256,
-        "train/loss_scale": 1.0,
-        "train/skipped": 0,
-        "perf/tokens_per_s_per_gpu": pytest.approx(256 * 2048 / 5.1324 / 8),
-        "perf/tflops_per_gpu": pytest.approx(412.7),
-        "perf/mfu": pytest.approx(412.7 / 989.4),
-        "perf/step_s": 5.1324,
-        "perf/steps": 1,
-        "perf/data_s": 0.0154,
-        "mem/max_allocated_gib": 31.42,
+        **{"step": 100, "tokens": 25_600 * 2048, "mem/max_allocated_gib": 31.42},
+        **{f"train/{name}": value for name, value in (seen | {"loss_scale": 1.0, "skipped": 0}).items()},
+        **{f"perf/{name}": pytest.approx(value) for name, value in speed.items()},
+        **{"perf/step_s": 5.1324, "perf/steps": 1, "perf/data_s": 0.0154},
     }
     assert valid == {"step": 100, "tokens": 52_428_800, "val/valid/loss": 7.5, "val/valid/ppl": math.exp(7.5)}
     assert test == {"step": 100, "tokens": 52_428_800, "val/test/loss": 8.5, "val/test/ppl": math.exp(8.5)}
