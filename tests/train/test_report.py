@@ -20,12 +20,10 @@ from test_step import build
 from train_cases import SMALL
 from whole_runs import pretrain
 
-from megalite.config.options import OperationsConfig
 from megalite.parallel.clock import NOTHING, Clock
 from megalite.plan.advice import too_few_cores
 from megalite.train.step import train_step
 from megalite.train.tell.phases import Phases
-from megalite.train.tell.profiling import Profiler
 from megalite.train.tell.report import Work, advise, make, read_past, summary, useful_seconds
 
 PLANNED = "20.0% as planned with 4 micro-batches over 2 stages"
@@ -228,27 +226,16 @@ def test_a_price_gives_a_cost() -> None:
 
 
 # ---- names in a profile
-def traced(folder: Path) -> set[str]:
-    """What rank 0 has noted of a step."""
-    run = build("--pipeline-model-parallel-size 2")
-    steps = {"profile_step_start": 1, "profile_step_end": 2, "profile_ranks": (0,)}
-    options = OperationsConfig(profile=True, use_pytorch_profiler=True, **steps)  # type: ignore[arg-type]
-    profiler = Profiler(options, run.mesh, folder)
-    for step in (1, 2, 3):
-        profiler.before(step)
-        assert run.mesh.clock.traced == (step == 2 and run.mesh.world.is_first)
-        train_step(run)
-        profiler.after(step, False)
-    run.close()
-    if not run.mesh.world.is_first:
-        return set()
-    events = json.loads(gzip.decompress((folder / "rank-000.json.gz").read_bytes()))["traceEvents"]
-    return {e["name"] for e in events if e.get("cat") == "user_annotation"}
 
 
 @pytest.mark.everything
 def test_a_profile_names_actions_and_collectives_with_their_axis(tmp_path: Path) -> None:
-    names = run_ranks(4, traced, tmp_path)[0]
+    flags = (
+        "--nproc 4 --pp 2 --train-iters 3 --profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2"
+    )
+    assert pretrain(*SMALL, *flags.split(), "--profile-ranks", "0", "--run-dir", tmp_path).returncode == 0
+    events = json.loads(gzip.decompress((tmp_path / "trace/rank-000.json.gz").read_bytes()))["traceEvents"]
+    names = {e["name"] for e in events if e.get("cat") == "user_annotation"}
     assert {"F0.0", "SF0.0", "RB0.0", "wait for RB0.0", "B0.0"} <= names  # of the pipeline
     assert {"all-gather dp", "reduce-scatter dp", "all-reduce ends", "all-reduce world"} <= names
     assert {"wait for data", "gradient norm", "optimizer"} <= names
