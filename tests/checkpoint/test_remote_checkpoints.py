@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import random
-import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -21,7 +18,6 @@ import loads
 import programs
 import pytest
 import torch
-from cover import rarely
 from fsspec.implementations.memory import MemoryFileSystem
 from loads import ALONE, BACKGROUND, filled
 from train_cases import SMALL
@@ -386,45 +382,6 @@ def test_a_store_that_fails_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # ---- several processes
-
-
-def _save_for_ever(url: str, background: bool) -> None:
-    one = Saver.open(url, ALONE, 0, keep_last=2, background=background)
-    found = loads.newest(url, ALONE)
-    step = int(found[0].name[5:]) if found else 0
-    while True:
-        step += 1
-        one.save(step, pieces(float(step)), {"step": step})
-        for line in one.news():
-            print(line, flush=True)
-
-
-@pytest.mark.parametrize("background", rarely([False, True], [True], WHEN, guards=("megalite/checkpoint",)))
-def test_killed_at_any_moment_the_store_holds_a_whole_checkpoint(on_s3: str, background: bool) -> None:
-    code = f"""import sys
-sys.path[:0] = {[str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "checkpoint")]!r}
-import test_remote_checkpoints as here
-here._save_for_ever({on_s3!r}, {background})
-"""
-    moments, promised = random.Random(5), 0
-    for _ in range(3):
-        process = programs.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        wanted = moments.randrange(1, 4)
-        for line in process.stdout:
-            if line.startswith(("saved", "committed")):
-                promised, wanted = int(line.split()[1].strip(",")[5:]), wanted - 1
-                if not wanted:
-                    break
-        time.sleep(moments.uniform(0.0, 0.1))
-        process.send_signal(signal.SIGKILL)
-        for line in process.communicate()[0].splitlines():
-            if line.startswith(("saved", "committed")):
-                promised = int(line.split()[1].strip(",")[5:])
-        assert loaded(on_s3) >= promised
-    Saver.open(on_s3, ALONE, 0).close()
-    for step in storage.steps_in(on_s3):
-        assert retention.is_complete(storage.folder_of(on_s3, step))
 
 
 def test_the_program_saves_to_a_store_and_goes_on_from_it(on_s3: str, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from train_cases import SMALL, pretrain, train
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.run.background_save import HostCopy
 from megalite.config import cli
 from megalite.config.options import Config, ConfigError
 from megalite.config.toml import to_toml
@@ -93,33 +91,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dic
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_step_that_comes_at_once_changes_nothing_of_what_is_being_saved(tmp_path: Path, monkeypatch) -> None:
-    """The copy begins when the forward and the backward have long begun; the update waits."""
-    copy, wait, asked = HostCopy._parts, HostCopy.wait_before_change, threading.Event()
-
-    def late(*args: Any, **more: Any) -> Any:
-        asked.wait(10)  # of the update; one that does not ask is over by then
-        time.sleep(0.2)
-        return copy(*args, **more)
-
-    monkeypatch.setattr(HostCopy, "_parts", late)
-    monkeypatch.setattr(HostCopy, "wait_before_change", lambda host: (asked.set(), wait(host)))
-    run, config = built("--save", str(tmp_path), "--save-interval", "1", "--async-save")
-    saver = open_saver(run, config)
-    assert saver is not None
-    train_step(run)
-    save(run, saver, to_toml(config))
-    then, moments = weights(run), [t.clone() for t in state(run, "optimizer")]
-    train_step(run)
-    assert saver.waited_s > 0.1 and not same(weights(run), then)
-    saver.wait()
-    saver.close()
-    again, config = built("--load", str(tmp_path))
-    start_run(again, config)
-    assert again.state.step == 1 and same(weights(again), then)
-    assert all(torch.equal(a, b) for a, b in zip(state(again, "optimizer"), moments, strict=True))
 
 
 def test_ckpt_step_chooses(saved: tuple[Path, dict]) -> None:

@@ -209,20 +209,6 @@ def test_a_document_is_decoded_by_the_tokenizer_that_made_it(tmp_path: Path) -> 
     assert got.returncode == 3 and "made with ByteTokenizer (vocabulary 257), but" in got.stderr
 
 
-def test_verify_reports_a_sound_pair(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", [[1, 500], [], [2, 500, 3, 500], [4]], NULL)
-    got = run_tool("inspect_data.py", prefix, "--verify")
-    assert got.returncode == 0, got.stderr
-    assert got.stdout.splitlines() == [
-        f"{prefix}: sound: 4 documents, 7 tokens, ids below 501",
-        "empty documents: 1",
-        "documents that end with the end-of-document id 500: 2 of 3",
-        "end-of-document ids inside documents: 1",
-    ]
-    plain = write(tmp_path / "b", [[1]])
-    assert "ids not negative" in run_tool("inspect_data.py", plain, "--verify").stdout
-
-
 @settings(max_examples=60)
 @given(
     documents=st.lists(st.lists(st.sampled_from([0, 0, 3, 20]), max_size=9), min_size=1, max_size=12),
@@ -262,20 +248,32 @@ def test_verify_names_the_first_bad_id(
         assert words in str(error.value)
 
 
-def test_verify_exits_with_3_and_names_the_fault(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", [[1], [2, 501]], NULL)
-    got = run_tool("inspect_data.py", prefix, "--verify")
-    assert got.returncode == 3 and got.stdout == ""
-    assert f"{prefix}.bin: document 1, token 1 (position 2 of the file): id 501 is outside" in got.stderr
-    assert inspect_data.main([prefix, "--verify", "--vocab-size", "502"]) == 0
-    (tmp_path / "a.json").write_text(json.dumps(make_info(NULL, 3, 3, [])))
-    got = run_tool("inspect_data.py", prefix, "--verify", "--vocab-size", 502)
-    assert got.returncode == 3 and "a.json: documents is 3, but the pair has 2" in got.stderr
-    index = bytearray((tmp_path / "a.idx").read_bytes())
+def test_verify_reports_a_sound_pair_and_exits_with_3_for_a_fault(tmp_path: Path, capsys) -> None:
+    def verify(prefix: str, *more: str) -> tuple[int, str, str]:
+        return inspect_data.main([prefix, "--verify", *more]), *capsys.readouterr()
+
+    prefix = write(tmp_path / "a", [[1, 500], [], [2, 500, 3, 500], [4]], NULL)
+    code, out, _ = verify(prefix)
+    assert code == 0 and out.splitlines() == [
+        f"{prefix}: sound: 4 documents, 7 tokens, ids below 501",
+        "empty documents: 1",
+        "documents that end with the end-of-document id 500: 2 of 3",
+        "end-of-document ids inside documents: 1",
+    ]
+    assert "ids not negative" in verify(write(tmp_path / "b", [[1]]))[1]
+    prefix = write(tmp_path / "c", [[1], [2, 501]], NULL)
+    code, out, said = verify(prefix)
+    assert (code, out) == (3, "")
+    assert f"{prefix}.bin: document 1, token 1 (position 2 of the file): id 501 is outside" in said
+    assert verify(prefix, "--vocab-size", "502")[0] == 0
+    (tmp_path / "c.json").write_text(json.dumps(make_info(NULL, 3, 3, [])))
+    code, _, said = verify(prefix, "--vocab-size", "502")
+    assert code == 3 and "c.json: documents is 3, but the pair has 2" in said
+    index = bytearray((tmp_path / "c.idx").read_bytes())
     index[34] = 2  # the length of document 0
-    (tmp_path / "a.idx").write_bytes(index)
+    (tmp_path / "c.idx").write_bytes(index)
     got = run_tool("inspect_data.py", prefix, "--verify")
-    assert got.returncode == 3 and "a.idx: " in got.stderr and "Traceback" not in got.stderr
+    assert got.returncode == 3 and "c.idx: " in got.stderr and "Traceback" not in got.stderr
 
 
 def test_check_index_does_not_trust_the_reader(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def reopened(saved: dict[str, object], paths: list[str], seq_length: int) -> tup
     return made, notes
 
 
-def test_resuming_with_the_same_blend_is_the_same_run(files: tuple[str, str, str]) -> None:
+def test_resuming_with_the_same_blend_is_the_same_run(files: tuple[str, str, str], tmp_path: Path) -> None:
     a, b, _ = files
     paths = ["0.3", a, "0.7", b]
     straight = ledger(paths, 8)
@@ -52,6 +52,10 @@ def test_resuming_with_the_same_blend_is_the_same_run(files: tuple[str, str, str
     twice, _ = reopened(again.to_json(130), paths, 8)
     assert np.array_equal(straight.samples(np.arange(130, 300)), twice.samples(np.arange(130, 300)))
     assert twice.totals(200) == straight.totals(200) and len(twice.eras) == 1
+    for suffix in (".bin", ".idx"):  # a moved file is the same source
+        (tmp_path / f"moved{suffix}").write_bytes(Path(a + suffix).read_bytes())
+    moved, notes = reopened(straight.to_json(57), ["0.3", str(tmp_path / "moved"), "0.7", b], 8)
+    assert notes == [] and np.array_equal(moved.samples(index), straight.samples(index))
 
 
 def test_totals_are_what_was_read(files: tuple[str, str, str]) -> None:
@@ -112,15 +116,6 @@ def test_a_source_comes_another_goes(files: tuple[str, str, str]) -> None:
     a_after = {int(t) for t in third.samples(np.arange(140, 200))[:, :-1].reshape(-1) if t < 1000}
     assert len(a_before) == len(a_after) == 240 and not a_before & a_after
     assert {t.name: t.tokens for t in third.totals(200).values()} == {a: 480, b: 800, c: 320}
-
-
-def test_a_moved_file_is_the_same_source(files: tuple[str, str, str], tmp_path: Path) -> None:
-    a, _, _ = files
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"moved{suffix}").write_bytes(Path(a + suffix).read_bytes())
-    first = ledger([a], 8)
-    moved, notes = reopened(first.to_json(30), [str(tmp_path / "moved")], 8)
-    assert notes == [] and np.array_equal(moved.samples(np.arange(30, 60)), first.samples(np.arange(30, 60)))
 
 
 def test_another_seed_and_a_damaged_ledger_are_refused(files: tuple[str, str, str]) -> None:

@@ -108,20 +108,6 @@ def test_unusual_lines_that_are_right() -> None:
     assert parse_line(b'{"text": "' + b"x" * 50_000_000 + b'"}', ("text",)) == ["x" * 50_000_000]
 
 
-def test_bad_line_in_a_worker_ends_the_tool(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", ["abc"] * 50)
-    with open(tmp_path / "a.jsonl", "a") as file:
-        file.write("17\n")
-    output = ("--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer")
-    got = run_tool("--input", tmp_path / "a.jsonl", *output, "--workers", "2")
-    assert got.returncode == 3
-    [line] = got.stderr.splitlines()
-    assert line.startswith(f"preprocess_data.py: {tmp_path / 'a.jsonl'}:51: is not a JSON object but int; ")
-    got = run_tool("--input", tmp_path / "none*.jsonl", *output)
-    assert got.returncode == 3 and "none*.jsonl matches no file" in got.stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
-
-
 def test_full_disk_is_an_error_and_the_earlier_pair_stays(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["first"])
     arguments = ("--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer")

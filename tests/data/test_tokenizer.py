@@ -95,13 +95,6 @@ def test_flat_ids_are_those_of_the_lists(directory: Path, kind: str) -> None:
     check()
 
 
-def test_bytes_are_utf8() -> None:
-    tokenizer = build_tokenizer("ByteTokenizer")
-    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
-    assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
-    assert tokenizer.decode([97, 256, 0xC3, 0xA9, 0xC3]) == "aé\ufffd"
-
-
 def test_patterns_split_as_their_sources_do(monkeypatch: pytest.MonkeyPatch) -> None:
     import regex
     from tiktoken_ext import openai_public
@@ -186,7 +179,11 @@ def test_gpt2_files_give_the_ids_of_transformers(directory: Path) -> None:
     assert (mine.eod, mine.vocab_size, mine.unknown) == (theirs.eos_token_id, len(theirs), theirs.unk_token_id)
 
 
-def test_null_tokenizer_is_megatrons() -> None:
+def test_bytes_are_utf8_and_null_tokenizer_is_megatrons() -> None:
+    tokenizer = build_tokenizer("ByteTokenizer")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
+    assert tokenizer.decode([97, 256, 0xC3, 0xA9, 0xC3]) == "aé\ufffd"
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
     assert tokenizer.encode("17 4\n 99") == [17, 4, 99] and tokenizer.decode([17, 4, 99]) == "17 4 99"
@@ -292,14 +289,11 @@ def test_a_sentencepiece_model_of_odd_bytes_is_one_clear_error(directory: Path, 
     assert raised
 
 
-def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
+def test_a_pipe_and_a_missing_package_are_named(directory: Path, tmp_path: Path, monkeypatch) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     for kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer"):
         with pytest.raises(DataError, match="is not a regular file"):
             build_tokenizer(kind, str(tmp_path / "tokenizer.json"))
-
-
-def test_missing_tiktoken_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(DataError, match="pip install tiktoken"):
         make(directory, "TikTokenizer")

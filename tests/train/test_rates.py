@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from test_step import same
 from train_cases import SMALL, pretrain, train
 from whole_runs import rows
 
@@ -192,25 +191,6 @@ def test_the_first_update_of_a_run_without_warm_up_is_at_the_peak() -> None:
     assert moved == pytest.approx(1e-5, rel=1e-2)  # the first step of Adam is as long as the rate
 
 
-def test_iterations_to_skip_read_their_samples_and_update_nothing(tmp_path: Path) -> None:
-    run, config = built("--iterations-to-skip", "1", "3", "--train-iters", "4", "--run-dir", str(tmp_path))
-    twin, _ = built("--train-iters", "4")
-    train(run, config, tmp_path)
-    for step in (1, 2, 3, 4):
-        if step in (1, 3):
-            twin.state.advance(8, tokens=128, skipped=True)
-        else:
-            rate = twin.rates.lr.at(twin.state.consumed_samples - twin.state.skipped_samples)
-            assert rate == pytest.approx(0.01 * (1 - (step // 2 - 1) / 4))
-            train_step(twin)
-    run.close()
-    twin.close()
-    assert run.state == twin.state and run.state.skipped_samples == 16 and run.optimizer.updates == 2
-    assert same(weights(run), weights(twin))
-    with pytest.raises(ConfigError, match="iterations_to_skip=0,3: steps count from 1"):
-        built("--iterations-to-skip", "0", "3")
-
-
 def test_skip_train_evaluates_what_it_loads(tmp_path: Path) -> None:
     """Without optimizer state, rates and a learning rate; nothing is saved."""
     save_to, flags = tmp_path / "saved", [*SMALL, "--train-iters", "3", "--eval-iters", "2"]
@@ -287,6 +267,7 @@ def test_no_evaluation() -> None:
         ("--decoupled-lr 1e-4 --min-lr 1e-3", "min_lr=0.001 is above decoupled_lr=0.0001"),
         ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", "decoupled_min_lr=0.001 is above decoupled_lr=0.0001"),
         ("--lr-decay-iters 0", "lr_decay_iters=0 is too small"),
+        ("--iterations-to-skip 0 3", "iterations_to_skip=0,3: steps count from 1"),
         (
             "--eval-global-batch-size 6 --eval-micro-batch-size 4",
             "eval_global_batch_size=6 is not a multiple of eval_micro_batch_size 4",

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import programs
@@ -73,21 +72,6 @@ def test_a_run_that_is_killed_at_every_place_is_the_same_run(tmp_path: Path) -> 
     assert process.returncode == 0, err
     assert losses(killed) == losses(straight) and len(losses(killed)) == 24
     assert [row["count"] for row in rows(killed / "events.jsonl") if row["event"] == "restart"] == [1, 2, 3]
-
-
-@pytest.mark.everything
-@pytest.mark.timeout(500)
-def test_a_stop_signal_and_a_death_before_the_first_save(tmp_path: Path) -> None:
-    """A run without --load begins again as it did where nothing was saved, though another run's checkpoint is there."""
-    assert pretrain(*BASE, "--train-iters", "3", "--save", tmp_path).returncode == 0
-    flags = f"--nproc 2 --save {tmp_path} --save-interval 50000 --train-iters 100000 --max-restarts 5".split()
-    with running(*BASE, *flags, until="step     2/") as process:
-        os.kill(rank_pids(tmp_path)[1], signal.SIGKILL)
-        shown(process, "step     1/")
-        shown(process, "step     2/")
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=150)
-    assert process.returncode == Exit.REQUEUE and err.count("all ranks are started again") == 1, err
 
 
 def _rank(ranks: Ranks, config: Config) -> None:
@@ -183,36 +167,6 @@ def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypa
     clock[0] += 3600
     asked.append(signal.SIGTERM)
     assert ask(full) is None
-
-
-@pytest.mark.timeout(300)
-def test_a_run_waits_where_its_disk_has_no_room_for_a_restart(tmp_path: Path) -> None:
-    """Another program fills it: the save fails, all ranks start again, are refused, and wait; the status tells so on the
-    full disk, with what was trained and saved. It is asked to stop, which it does at once."""
-    if programs.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path)], capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    try:
-        flags = f"--save {tmp_path} --nproc 2 --train-iters 100000 --save-interval 40 --max-restarts 3 --eval-iters 0"
-        full = open(tmp_path / "filler", "wb", buffering=0)  # noqa: SIM115
-        with running(*BASE, *flags.split(), until="saved iter_0000040 ") as process, full as filler:
-            with suppress(OSError):
-                while filler.write(bytes(4096)):
-                    pass
-            assert process.stderr is not None
-            said = []
-            for line in process.stderr:
-                said.append(line)
-                if "all ranks are started again in 15 s" in line:
-                    break
-            status = status_of(tmp_path)
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
-        assert (process.returncode, status["outcome"]) == (Exit.PREFLIGHT, "preflight"), said
-        assert status["step"] >= 40 and (status["checkpoint"], status["checkpoint_step"]) == (str(tmp_path), 40)
-        why = "cannot be written (No space left on device): free some space, or save elsewhere"
-        assert status["reason"].endswith(why)
-    finally:
-        programs.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:

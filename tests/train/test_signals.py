@@ -193,23 +193,6 @@ def test_ctrl_backslash_ends_a_run_at_once_and_says_so(tmp_path: Path) -> None:
     assert status["step"] >= rows(tmp_path / "metrics.jsonl")[-1]["step"] >= 4 and status["checkpoint"] is None
 
 
-def test_what_rank_0_could_not_say_is_so_and_a_refused_command_leaves_it(tmp_path: Path) -> None:
-    """It is killed when its checkpoint is there; then another run is refused that would write to the same place, and
-    then the run itself, whose disk fails: a scheduler that reads what became of it is to see that."""
-    save = ["--nproc", "2", "--save", tmp_path, "--save-interval", "3", "--eval-iters", "0"]
-    other = ["--run-dir", tmp_path, "--load", tmp_path, "--qk-layernorm"]  # which does not fit
-    own = ["--save", tmp_path, "--load", tmp_path]
-    starts = (save, 137, "ckpt.after_commit:0:6:kill"), (other, 2, ""), (own, 3, "init.storage:0:0:eio")
-    for more, code, fault in starts:
-        done, status = pretrain(*SMALL, "--train-iters", "9", *more, fault=fault), status_of(tmp_path)
-        assert done.returncode == code, done.stderr
-        told = [status[name] for name in ("outcome", "step", "tokens", "checkpoint", "checkpoint_step")]
-        outcome = "preflight" if more is own else "crash"
-        assert told == [outcome, 6, 6 * 8 * 16, str(tmp_path), 6], done.stderr
-        assert rows(tmp_path / "metrics.jsonl")[-1]["step"] == 6
-        assert ("cannot be written" if more is own else "rank 0 ended by signal SIGKILL") in status["reason"]
-
-
 def test_the_death_of_a_rank_is_told_once_with_its_cause(tmp_path: Path) -> None:
     with running(*LONG, "--nproc", "2", "--run-dir", tmp_path) as process:
         os.kill(rank_pids(tmp_path)[2], signal.SIGKILL)
