@@ -188,15 +188,6 @@ def test_summary_counts_lengths_and_draws(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@settings(max_examples=50)
-@given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**31 - 1)), max_size=30))
-def test_every_length_is_in_its_bin(lengths: list[int]) -> None:
-    rows = inspect_data.histogram(np.array(lengths, np.int32))
-    for low, high, count in rows:
-        assert count == sum(low <= n <= high for n in lengths)
-    assert sum(count for _, _, count in rows) == len(lengths)
-
-
 def test_a_document_is_decoded_by_the_tokenizer_that_made_it(tmp_path: Path) -> None:
     tokenizer = build_tokenizer("ByteTokenizer")
     prefix = write(tmp_path / "a", [[1], [*tokenizer.encode("hé\n"), 256]], tokenizer)

@@ -8,7 +8,6 @@ import random
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers
 from data.test_tokenizer import make, write_ranks
@@ -19,7 +18,7 @@ from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer_json import NASTY
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess import fast_tokenizer
-from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate, surround
+from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate
 from tools.preprocess.rejects import GoodTexts
 from tools.train_tokenizer import cut, train, train_hugging_face
 
@@ -83,19 +82,6 @@ def test_special_tokens_around_every_text_are_kept(directory: Path, tmp_path: Pa
     assert isinstance(fast, FastTokenizer)
     assert fast.encode_batch(["a b", "", "c"]) == reference.encode_batch(["a b", "", "c"])
     assert fast.encode("")[:2] == [0, 0]
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6),
-    st.lists(st.integers(0, 99), max_size=3),
-    st.lists(st.integers(0, 99), max_size=3),
-)
-def test_surround(documents: list[list[int]], prefix: list[int], suffix: list[int]) -> None:
-    flat = np.array([i for one in documents for i in one], np.uint32)
-    ids, lengths = surround(flat, np.array([len(one) for one in documents], np.int64), prefix, suffix)
-    want = [prefix + one + suffix for one in documents]
-    assert ids.tolist() == [i for one in want for i in one] and lengths.tolist() == [len(one) for one in want]
 
 
 def other_engine(directory: Path) -> object:

@@ -31,8 +31,6 @@ from megalite.generate.generation import load_model
 from megalite.interop.convert import Ours
 from megalite.interop.hugging_face.config_json import choose_family, read_config, write_config
 from megalite.interop.hugging_face.model_files import open_model
-from megalite.interop.rules import join, recipes, split
-from megalite.models.families import FAMILIES
 from megalite.models.specs import specs_of
 from megalite.parallel.mesh import Mesh
 from tools import convert_checkpoint
@@ -357,30 +355,6 @@ def test_the_check_finds_one_bit(models, tmp_path: Path, capsys) -> None:
     assert found == [("model.layers.1.self_attn.v_proj.weight", 1, (1, 3, 7)), ("model.norm.weight", 1, (4,))]
     for words in ("2 parts of", "largest: model.norm.weight", "by at most 2"):
         assert words in str(verdict)
-
-
-@settings(max_examples=40)
-@given(st.sampled_from(sorted(FAMILIES)), *(st.sampled_from(sizes) for sizes in ([1, 2, 4], [2, 6], [1, 2, 4])))
-def test_split_and_join_are_inverse_and_shards_cover_everything(family: str, groups: int, head: int, tp: int) -> None:
-    llama = family not in ("gpt2", "gpt_neox")
-    groups = groups if llama else 4
-    tp = min(tp, groups)
-    options: dict[str, Any] = dict(num_layers=2, hidden_size=4 * head, ffn_hidden_size=12, num_attention_heads=4)
-    options |= dict(seq_length=4, group_query_attention=True, num_query_groups=groups)
-    options |= dict(position_embedding_type="learned_absolute" if family == "gpt2" else "rope")
-    options |= dict(activation="swiglu", normalization="RMSNorm") if llama else {}
-    specs = specs_of(ModelConfig(**options), 8)
-    held = {name: torch.zeros(spec.shape, dtype=torch.int32) for name, spec in specs.items()}
-    for rank in range(tp):
-        for recipe in recipes(FAMILIES[family], specs, groups, range(2), tp=tp, rank=rank):
-            theirs = torch.randn(recipe.shape)
-            parts = {(spec, box): values for spec, box, values in split(recipe, theirs)}
-            for spec, box in () if recipe.copy else parts:
-                held[spec.name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] += 1
-            assert torch.equal(join(recipe, lambda spec, box, parts=parts: parts[spec, box]), theirs)
-    for name, counts in held.items():
-        times = 1 if specs[name].shards else tp
-        assert (counts == times).all(), name
 
 
 CONFIG = {**SHAPE, "model_type": "llama", "rms_norm_eps": 1e-6}

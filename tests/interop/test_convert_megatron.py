@@ -353,17 +353,21 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("attack", HOSTILE)
-def test_hostile_files_are_refused_and_run_nothing(attack: str, tmp_path: Path, capsys) -> None:
-    folder, canary = tmp_path / "theirs", tmp_path / "canary"
-    write(folder, Case(fused=False), attention_backend=None)
-    change, reason = HOSTILE[attack]
-    change(folder, canary)
-    assert tool("--from-megatron", folder, "--save", tmp_path / "ours") == 3
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], reason: str) -> None:
+    """What is in `folder`: in one line, without a canary beside it and without a checkpoint."""
+    assert tool("--from-megatron", folder, "--save", folder.parent / "ours") == 3
     error = capsys.readouterr().err
     assert error.startswith("convert_checkpoint.py: ") and "Traceback" not in error
     assert re.search(reason, error, re.DOTALL), error
-    assert not canary.exists() and not list(tmp_path.glob("ours/iter*"))
+    assert not (folder.parent / "canary").exists() and not list(folder.parent.glob("ours/iter*"))
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_hostile_files_are_refused_and_run_nothing(attack: str, tmp_path: Path, capsys) -> None:
+    write(tmp_path / "theirs", Case(fused=False), attention_backend=None)
+    change, reason = HOSTILE[attack]
+    change(tmp_path / "theirs", tmp_path / "canary")
+    refused(tmp_path / "theirs", capsys, reason)
 
 
 def test_copies_must_agree_and_no_rank_may_be_missing(tmp_path: Path, capsys) -> None:

@@ -16,10 +16,12 @@ from cover import rarely
 from hugging_face_cases import S, V, collection, with_tokenizer
 from ranks import run_ranks
 from safetensors.torch import load_file
+from token_files import byte_level_bpe
 
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
 from megalite.config import cli
 from megalite.config.options import Config
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.generate import generation as generate
 from megalite.interop.hugging_face import model_files as hf_files
 from megalite.models.families import PRESETS
@@ -32,7 +34,7 @@ from megalite.train.setup import SetupError, build_run
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.resume import open_saver, save
 from megalite.train.step import train_step
-from tools import convert_checkpoint
+from tools import convert_checkpoint, train_tokenizer
 
 CPU = torch.device("cpu")
 BASE = (
@@ -293,42 +295,26 @@ def test_an_export_that_fails_is_told_and_what_was_saved_stays(models, tmp_path:
 def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path: Path) -> None:
     """As transformers finds it; its neighbours are not taken for parts of it."""
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
 
     (tmp_path / "vocab.json").write_text("{}")
     if kind == "json":
-        tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "river": 2}, unk_token="<unk>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-        tokenizer.add_special_tokens(["</s>"])
-        tokenizer.save(str(tmp_path / "mine.json"))
+        byte_level_bpe(["the river rose"], 270, ["<unk>", "</s>"]).save(str(tmp_path / "mine.json"))
         flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "mine.json")]
     else:
-        import sentencepiece
-
-        (tmp_path / "text").write_text("the river rose in the night and fell\n" * 20)
-        how = {"vocab_size": 30, "model_type": "bpe", "minloglevel": 2, "hard_vocab_limit": False}
-        how["normalization_rule_name"] = "identity"
-        train = sentencepiece.SentencePieceTrainer.train
-        train(input=str(tmp_path / "text"), model_prefix=str(tmp_path / "mine"), **how)
+        texts = ["the river rose in the night and fell\n" * 20]
+        train_tokenizer.train(train_tokenizer.cut(texts), str(tmp_path / "mine"), 280, 1)
         flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "mine.model")]
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --mock-data --max-position-embeddings 16".split()
-    flags += [*shape, "--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--save-interval", "2"]
-    done = program(*flags, "--export-hf", str(tmp_path / "out"))
+    run = ["--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--save-interval", "2"]
+    done = program(*flags, *shape, *run, "--export-hf", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert convert_checkpoint.main(["--load", str(tmp_path / "run"), "--to-hf", str(tmp_path / "tool")]) == 0
+    text, own = "the river  rose", build_tokenizer(flags[1], flags[3])
     for folder in (tmp_path / "out", tmp_path / "tool"):
-        assert not (folder / "vocab.json").exists()
-        config = transformers.AutoConfig.from_pretrained(folder)
-        if kind == "json":
-            found = transformers.AutoTokenizer.from_pretrained(folder)
-            assert found("the river the").input_ids == [1, 2, 1] and found.eos_token == "</s>"
-            assert (config.vocab_size, config.eos_token_id) == (4, 3)
-        else:
-            assert (folder / "tokenizer.model").read_bytes() == (tmp_path / "mine.model").read_bytes()
-            assert config.eos_token_id == 2
-            text, found = "the river  rose", transformers.AutoTokenizer.from_pretrained(folder)
-            own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "mine.model"))
-            assert found(text).input_ids == own.encode(text) and found.eos_token_id == 2
+        assert not (folder / "vocab.json").exists() and (folder / "tokenizer.model").exists() == (kind != "json")
+        found, config = (kind.from_pretrained(folder) for kind in (transformers.AutoTokenizer, transformers.AutoConfig))
+        assert found(text).input_ids == own.encode(text) and config.vocab_size == own.vocab_size
+        assert found.eos_token_id == config.eos_token_id == own.eod
 
 
 def test_the_plan_of_a_run_that_begins_with_a_directory(models) -> None:
