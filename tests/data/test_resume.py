@@ -19,7 +19,6 @@ from typing import Any
 import programs
 import pytest
 from data.test_text_input import write_gz, write_lines, write_parquet, write_zst
-from token_files import limit_files
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
@@ -170,25 +169,6 @@ def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: 
     assert plain.returncode == 3 and "continue it with --resume, or discard it with" in plain.stderr
     assert again.returncode == third.returncode == 0, again.stderr
     assert "resuming after" in again.stderr and "complete already" in third.stderr and contents(prefix) == want
-
-
-def test_disk_full_then_resumed(corpus: Path, want: dict[str, bytes], tmp_path: Path) -> None:
-    prefix, message = tmp_path / "o", tmp_path / "message"
-
-    def run() -> None:
-        limit_files(100_000)
-        try:
-            preprocess(inputs(corpus), str(prefix), **SETTINGS)
-        except DataError as error:
-            message.write_text(str(error))
-            raise
-
-    assert in_child(run) == 9
-    assert "File too large; what was done is kept in" in message.read_text()
-    assert "continue from there with --resume" in message.read_text()
-    assert not looks_complete(prefix)
-    preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS)
-    assert contents(prefix) == want
 
 
 def test_worker_that_dies_loses_nothing(corpus: Path, want: dict[str, bytes], tmp_path: Path, monkeypatch) -> None:

@@ -270,9 +270,8 @@ def test_a_text_steers_no_terminal() -> None:
 def test_bad_prompts_and_models_are_told_in_one_line(models, tmp_path: Path) -> None:
     _, folder = models("gpt2")
     (tmp_path / "a.jsonl").write_text('"x"\n7\n')
-    assert "line 2: neither a string nor an object" in tool(
-        "--load", str(folder), "--prompts-file", str(tmp_path / "a.jsonl"), ok=False
-    )
+    words = ["--load", str(folder), "--prompts-file", str(tmp_path / "a.jsonl")]
+    assert "line 2: neither a string nor an object" in tool(*words, ok=False)
     long = tool("--load", str(folder), "--prompt", " ".join(["the"] * S), "--device", "cpu", ok=False)
     assert long == f"generate.py: prompt 0 has {S} tokens, the model {S} positions; shorten it\n"
     for name in ("config.json", "model.safetensors"):

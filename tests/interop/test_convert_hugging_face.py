@@ -220,7 +220,7 @@ def test_the_check_sees_an_offset_that_is_wrong(options, offset, words: str, tmp
     monkeypatch.setattr(Ours, "offset", offset)
     assert tool("--load", tmp_path / "ours", *words.format(tmp_path / "there").split()) == 1
     out = capsys.readouterr().out
-    assert "all bits equal" in out and re.search("layer [01], read a second way, computes something else", out)
+    assert "all bits equal" in out and "read a second way, computes something else" in out
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -455,7 +455,7 @@ NO_EXPORT: list[tuple[dict[str, Any], str | None, str]] = [
     ({FACTOR: 2.0}, "gpt_neox", f"{FACTOR}=2 has no key"),
     ({"position_embedding_type": "yarn"}, "gpt_neox", "position_embedding_type=yarn is not rope"),
     ({"position_embedding_type": "none"}, "llama", "position_embedding_type=none is not rope"),
-    (ODD, None, "llama: .*normalization=LayerNorm is not RMSNorm.*gpt2: activation"),
+    (ODD, None, "llama: .*normalization=LayerNorm is not RMSNorm.*gpt2: .*activation"),
     (ODD, "qwen3", "family=qwen3 cannot express"),
 ]
 

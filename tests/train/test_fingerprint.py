@@ -53,9 +53,8 @@ def test_what_differs_is_named_with_its_nodes_and_stops_where_it_must() -> None:
 
 def test_only_the_lines_that_differ_are_told() -> None:
     texts = ["lr=0.1\nbf16=True\nseed=1"] * 3 + ["lr=0.2\nbf16=True\nseed=1"]
-    assert describe("options", texts, ["a", "a", "b", "b"]) == (
-        "options differs: 'lr=0.1' on a, b (rank 0 and 2 more); 'lr=0.2' on b (rank 3)"
-    )
+    said = "options differs: 'lr=0.1' on a, b (rank 0 and 2 more); 'lr=0.2' on b (rank 3)"
+    assert describe("options", texts, ["a", "a", "b", "b"]) == said
 
 
 def test_an_edited_source_file_is_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

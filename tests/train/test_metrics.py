@@ -47,19 +47,18 @@ def test_megatrons_line_to_the_letter() -> None:
     assert " | grad norm: 1.235 | num zeros: 97 | params norm: 356.789 | number of skipped iterations:   0 |" in line
     line = figures.megatron_line(replace(SEEN, z_loss=0.00123), SPEED, NOW, throughput=False)
     assert " | lm loss: 7.654321E+00 | z_loss: 1.230000E-03 | loss scale: 1.0 |" in line
-    line = figures.megatron_line(
-        replace(SEEN, loss=None, skipped=3, nan=2, loss_scale=2.0**16), SPEED, NOW, throughput=False
-    )
+    odd = replace(SEEN, loss=None, skipped=3, nan=2, loss_scale=2.0**16)
+    line = figures.megatron_line(odd, SPEED, NOW, throughput=False)
     assert "throughput" not in line and "lm loss" not in line
-    assert line.endswith(
+    end = (
         " loss scale: 65536.0 | grad norm: 1.235 | number of skipped iterations:   3 | number of nan iterations:   2 |"
     )
+    assert line.endswith(end)
 
 
 def test_megatrons_other_lines() -> None:
-    assert figures.megatron_moment("after dataloaders are built", NOW) == (
-        "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
-    )
+    said = "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
+    assert figures.megatron_moment("after dataloaders are built", NOW) == said
     for reason, end in (
         ("SIGUSR1", "exiting program after receiving SIGUSR1."),
         ("SIGTERM; nothing was saved", "exiting program after receiving SIGTERM."),
@@ -88,9 +87,8 @@ def test_timers_in_megatrons_three_forms() -> None:
         "(min, max) time across ranks (ms):",
         f"    forward-backward {'.' * 31}: (250.00, 500.00)",  # 48 columns
     ]
-    assert figures.megatron_timers("max", seen) == (
-        f"max time across ranks (ms):\n    forward-backward {'.' * 31}: 500.00"
-    )
+    most = f"max time across ranks (ms):\n    forward-backward {'.' * 31}: 500.00"
+    assert figures.megatron_timers("max", seen) == most
     each = "times across ranks (ms):\n  forward-backward:\n     rank  0: 500.00\n     rank  1: 250.00"
     assert figures.megatron_timers("all", seen) == each
     assert figures.megatron_timers("minmax", {"evaluate": [0.0]}) == ""
@@ -131,9 +129,8 @@ def test_validation_lines() -> None:
     assert dashes == again == "-" * (len(line) + 1)
     assert f"{math.exp(2.345678):.6E}" == "1.044035E+01"
     assert "PPL: 4.851652E+08" in figures.megatron_validation_lines("iteration 1", 1e9)  # exp(20): no overflow
-    assert figures.megalite_validation_line(120, "validation", 3.8172, None, NOW) == (
-        "10:15:03  step   120  validation loss 3.8172  ppl 45.477"
-    )
+    said = "10:15:03  step   120  validation loss 3.8172  ppl 45.477"
+    assert figures.megalite_validation_line(120, "validation", 3.8172, None, NOW) == said
     assert figures.megalite_validation_line(120, "validation wiki", 3.8172, 1.25, NOW).endswith("bits per byte 1.2500")
 
 
