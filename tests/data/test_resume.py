@@ -171,18 +171,21 @@ def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: 
     assert "resuming after" in again.stderr and "complete already" in third.stderr and contents(prefix) == want
 
 
-def test_worker_that_dies_loses_nothing(corpus: Path, want: dict[str, bytes], tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("disk", [False, True], ids=["a worker dies", "the disk is full"])
+def test_worker_that_dies_loses_nothing(corpus: Path, want: dict, tmp_path: Path, monkeypatch, disk: bool) -> None:
     prefix, note = tmp_path / "o", token_run.TokenRun._note
 
     def note_and_kill(run: token_run.TokenRun) -> None:
         note(run)
+        if disk:
+            raise OSError(28, "No space left on device")
         for worker in multiprocessing.active_children():
             os.kill(worker.pid or 0, signal.SIGKILL)
 
     with monkeypatch.context() as patch:
         patch.setattr(token_run.TokenRun, "_note", note_and_kill)
-        said = "a worker process ended with code -9; -9 means that memory.*continue from there with --resume"
-        with pytest.raises(DataError, match=said):
+        said = "No space left on device" if disk else "a worker process ended with code -9; -9 means that memory"
+        with pytest.raises(DataError, match=f"{said}.*continue from there with --resume"):
             preprocess(inputs(corpus), str(prefix), workers=2, **SETTINGS)
     preprocess(inputs(corpus), str(prefix), workers=2, resume=True, **SETTINGS)
     assert contents(prefix) == want
