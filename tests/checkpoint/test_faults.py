@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import programs
 import pytest
 import torch
 from cover import rarely
+from data.test_resume import dies_at, in_child
 from loads import ALONE, BACKGROUND, flip, reseal, row, save_steps
 from loads import filled as pieces
 from ranks import run_ranks
@@ -40,57 +39,32 @@ CPU = torch.device("cpu")
 
 
 # ---- killed
-def _save_for_ever(directory: str, background: bool, told: Any) -> None:
-    one = Saver.open(directory, ALONE, 0, keep_last=2, background=background)
-    found = loads.newest(directory, ALONE)
-    step = int(found[0].name[5:]) if found else 0
-    told.send_bytes(b"ready")
-    while True:
-        step += 1
-        one.save(step, pieces(float(step)), {"step": step})
-        for line in one.news():
-            if line.startswith(("saved", "committed")):
-                told.send_bytes(line.split()[1].strip(",").encode())
 
 
 @BACKGROUND
 def test_killed_at_any_moment_there_is_a_checkpoint_and_it_is_whole(tmp_path: Path, background: bool) -> None:
-    """kill -9 twenty times each; what was told to be saved is never lost, and leftovers are swept by the next start.
-    A few saves are waited for first, so that however slow the machine is, most kills hit one in the middle."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    moments, newest = random.Random(7), 0
-    for _ in range(20):
-        told, tell = context.Pipe(duplex=False)
-        process = context.Process(target=_save_for_ever, args=(str(tmp_path), background, tell))
-        process.start()
-        tell.close()
-        assert told.recv_bytes() == b"ready"
-        promised = newest
-        for _ in range(moments.randrange(3)):
-            promised = max(promised, int(told.recv_bytes().decode()[5:12]))
-        time.sleep(moments.uniform(0.0, 0.03))
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        while True:
-            try:
-                promised = max(promised, int(told.recv_bytes().decode()[5:12]))
-            except EOFError:
-                break
-        if not storage.steps_in(tmp_path):
-            assert promised == 0
-            continue
-        found = loads.newest(tmp_path, ALONE)
+    """kill -9 before every call that makes something last or visible; leftovers are swept by the next start."""
+
+    def save_two() -> None:
+        one = Saver.open(folder, ALONE, 0, keep_last=1, background=background)
+        for step in (2, 3):
+            one.save(step, pieces(float(step)), {"step": step})
+        one.close()
+
+    status, seen = -1, []
+    while status != 0:
+        folder = tmp_path / str(len(seen))
+        save_steps(folder, 1)
+        status = in_child(dies_at(len(seen), save_two))
+        assert status in (0, -signal.SIGKILL)
+        found, targets = loads.newest(folder, ALONE), pieces(0.0)
         assert found is not None
-        newest = found[1].state["step"]
-        assert newest >= promised
-        targets = pieces(0.0)
         loads.fill(*found, targets, ALONE, exact=True)
-        assert all((target.data == newest).all() for target in targets)
-    assert newest > 3
-    Saver.open(tmp_path, ALONE, 0).close()
-    assert not list(tmp_path.glob(".iter_*"))
+        seen.append(found[1].state["step"])
+        assert all((target.data == seen[-1]).all() for target in targets)
+        Saver.open(folder, ALONE, 0).close()
+        assert not list(folder.glob(".iter_*"))
+    assert seen == sorted(seen) and set(seen) == {1, 2, 3} and len(seen) > 20
 
 
 def test_the_program_killed_while_it_saves_goes_on(tmp_path: Path) -> None:
