@@ -19,6 +19,7 @@ from megalite.config import cli
 from megalite.config.check import check
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
+from megalite.pipeline.schedule import in_flight, plan
 from megalite.pipeline.simulate import simulate
 from megalite.plan import kinds
 from megalite.plan.arrangement import Arrangement, arrange
@@ -109,6 +110,28 @@ def test_chunks_of_an_interleaved_schedule_make_up_for_the_head() -> None:
 
 
 LONG_STEPS = "--micro-batch-size 1 --global-batch-size 2000 --split-backward --pp"
+ENDS = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{LONG_STEPS} 2 --zero-bubble-max-pending-backward 9",
+        f"{LONG_STEPS} 4 --num-layers 24 {ENDS}",
+        f"{LONG_STEPS} 2 --pipeline-schedule gpipe --no-split-backward",
+        f"{LONG_STEPS} 2 --pipeline-schedule breadth-first --num-virtual-stages-per-pipeline-rank 2",
+        f"{LONG_STEPS} 4",
+    ],
+)
+def test_what_is_told_of_a_long_step_is_what_the_whole_of_it_takes(flags: str) -> None:
+    """The whole of it is not simulated: what waits for its weight gradients grows until it may not, and in GPipe the
+    slowest of the forwards and the slowest of the backwards count, on whatever rank."""
+    made = arrange(cli.parse([*SMALL, "--train-iters", "1", *flags.split()], PRESETS), int(flags.split()[6]), 5000)
+    p = made.config.parallel
+    rows = plan(p.pipeline_schedule, made.pp, made.microbatches, made.chunks, None, made.split)
+    assert made._rows(made.split, made.told)[0] < made.microbatches
+    assert made.bubble == pytest.approx(simulate(rows, made.costs).bubble, abs=0.005)
+    assert made.in_flight == [in_flight(row) for row in rows]
 
 
 def test_a_layer_is_read_once_and_not_for_every_split(monkeypatch: pytest.MonkeyPatch) -> None:
