@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from chaos.drill import drill
 from loads import ALONE, BACKGROUND, row
-from ranks import run_ranks
 from token_files import full
 from train_cases import pretrain
 
@@ -27,10 +26,8 @@ from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.parallel.local_ranks import start_local
-from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
-from megalite.train import step as step_module
 from megalite.train.setup import build_run
 from megalite.train.start.origin import start_run
 
@@ -108,32 +105,6 @@ def test_a_second_branch_from_the_same_step(tmp_path: Path) -> None:
     assert value_of(tmp_path) == 42.0
 
 
-def test_killed_at_any_rename_one_branch_is_there_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = set()
-    for last in range(20):
-        folder = tmp_path / str(last)
-        saved(folder, 1, 2, 3, 4, 5)
-        one = Saver(folder, ALONE, 0)
-        one.begins_at(2)
-        with monkeypatch.context() as patch:
-            die_at_rename(patch, last)
-            try:
-                one.save(4, pieces(40.0), {})
-                ended = True
-            except KeyboardInterrupt:
-                ended = False
-        one._lock.close()  # type: ignore[union-attr]
-        Saver(folder, ALONE, 0).close()  # the next start
-        steps, value = storage.steps_in(folder), value_of(folder)
-        assert (steps, value) in (([1, 2, 3, 4, 5], 5.0), ([1, 2, 4], 40.0)), last
-        assert len([name for name in names(folder) if name.startswith("abandoned")]) == (3 if value == 40.0 else 0)
-        assert not list(folder.glob(".iter_*"))
-        seen.add(value)
-        if ended:
-            break
-    assert ended and seen == {5.0, 40.0} and last > 8
-
-
 def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 1, 2, 3)
     one = Saver(tmp_path, ALONE, 0)
@@ -156,9 +127,7 @@ def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["one place", "saved locally first"])
-def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
-) -> None:
+def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(tmp_path, monkeypatch, local: bool) -> None:
     """--keep-last would delete the first save, which says that it was left."""
     kept = tmp_path / "kept"
     saved(kept, 1, 2, 3, 9)
@@ -286,33 +255,35 @@ def test_saved_locally_first_both_places_are_left_together(tmp_path: Path, monke
     assert sum("abandoned" in name for name in names(kept)) == 2 and sum("abandoned" in n for n in names(fast)) == 1
 
 
-def test_killed_at_any_rename_of_two_places_one_branch_is_whole_in_both(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("fast", [[], [2, 3]], ids=["one place", "saved locally first"])
+def test_killed_at_any_rename_one_branch_is_whole_in_every_place(tmp_path: Path, monkeypatch, fast: list[int]) -> None:
     """Both may hold the step that is saved first: the newest stays in the fast one after it was sent."""
     monkeypatch.setattr(Uploader, "_round", lambda self: None)
-    left = "left-at-0000001"
-    old = (["iter_0000002", "iter_0000003"], ["iter_0000001", "iter_0000002", "iter_0000003"])
-    gone = [f"abandoned-iter_0000002-{left}", f"abandoned-iter_0000003-{left}"]
-    new = ([*gone, "iter_0000002"], [*gone, "iter_0000001"])
-    seen, ended, last = [], False, 0
+    old = {place: [f"iter_{n:07d}" for n in steps] for place, steps in (("kept", [1, 2, 3]), ("fast", fast)) if steps}
+    gone = [f"abandoned-iter_000000{n}-left-at-0000001" for n in (2, 3)]
+    new = {place: [*gone, *(name for name in was if name.endswith("1"))] for place, was in old.items()}
+    new[[*old][-1]] += ["iter_0000002"]  # where it is saved
+    seen, ended = [], False
     while not ended:
-        fast, kept = tmp_path / str(last) / "fast", tmp_path / str(last) / "kept"
-        saved(kept, 1, 2, 3)
-        saved(fast, 2, 3)
-        one = Saver(fast, ALONE, 0, upload_to=kept)
+        places = {name: tmp_path / str(len(seen)) / name for name in old}
+        for name, folder in places.items():
+            saved(folder, *(int(step[-1]) for step in old[name]))
+        kept, target = places["kept"], [*places.values()][-1]
+        one = Saver(target, ALONE, 0, upload_to=kept if fast else None)
         one.begins_at(1)
         with monkeypatch.context() as patch:
-            die_at_rename(patch, last)
+            die_at_rename(patch, len(seen))
             try:
                 one.save(2, pieces(20.0), {})
                 ended = True
             except KeyboardInterrupt:
                 pass
         one.close()
-        Saver(fast, ALONE, 0, upload_to=kept).close()
-        seen.append((names(fast), names(kept)))
-        assert seen[-1] in (old, new), last
-        last += 1
-    assert seen[0] == old and seen[-1] == new and last > 12
+        Saver(target, ALONE, 0, upload_to=kept if fast else None).close()  # the next start
+        seen.append({name: names(folder) for name, folder in places.items()})
+        assert seen[-1] in (old, new), len(seen)
+        assert value_of(target, 2) == (20.0 if seen[-1] == new else 2.0)
+    assert seen[0] == old and seen[-1] == new and len(seen) > 8
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -341,40 +312,7 @@ def test_what_settles_may_be_killed_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert last > 4
 
 
-def _two_ranks(directory: str, background: bool) -> tuple[str, float]:
-    mesh = build_mesh(tp=1, pp=1, device=CPU)
-    for step in (1, 2, 3):
-        foreground.save(directory, step, pieces(float(step), mesh), {}, mesh)
-    one = Saver(directory, mesh, 0, background=background)
-    note = one.begins_at(1)
-    one.save(2, pieces(20.0 + mesh.world.rank, mesh), {})
-    one.wait()
-    one.close()
-    target = pieces(0.0, mesh)
-    loader.load(directory, mesh, lambda *_: loader.Wanted(target))
-    return str(note is None), float(target[0].data[0])
-
-
-def test_rank_0_renames_for_all(tmp_path: Path) -> None:
-    assert run_ranks(2, _two_ranks, str(tmp_path), True) == [("False", 20.0), ("True", 21.0)]
-    assert storage.steps_in(tmp_path) == [1, 2]
-
-
 # ---- the program
-
-
-def _pretrain(ranks: Ranks, flags: list[str], output: str, killed_at: int | None) -> None:
-    real = step_module.train_step
-
-    def step(run: Any, want_stop: bool, **options: Any) -> Any:
-        if run.state.step == killed_at:
-            os._exit(9)
-        return real(run, want_stop, **options)
-
-    step_module.train_step = step
-    if ranks.rank == 0:
-        sys.stdout = sys.stderr = open(output, "w", buffering=1)  # noqa: SIM115
-    sys.exit(pretrain(cli.parse(flags, PRESETS), ranks))
 
 
 SHAPE = (
@@ -395,10 +333,9 @@ def alone(folder: Path, words: str) -> tuple[int, str]:
     return int(code), (folder / "log.txt").read_text()
 
 
-def on_two(folder: Path, words: str, killed_at: int | None = None) -> tuple[int, str]:
-    output = folder.with_suffix(".output")
-    code = start_local(2, _pretrain, (flags_of(folder, words), str(output), killed_at), threads=1, timeout_s=60)
-    return code, output.read_text()
+def on_two(folder: Path, words: str, fault: str = "") -> tuple[int, str]:
+    end = drill(folder.parent / "two", 2, flags_of(folder, words), fault)
+    return end.code, end.said[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -440,8 +377,8 @@ def test_a_rollback_that_is_restarted_goes_on(run: Path) -> None:
 
 
 def test_a_rollback_on_two_ranks_goes_back_until_it_has_saved(run: Path) -> None:
-    for killed_at, code, steps in ((4, 9, [4, 6, 7]), (None, 75, [4, 5]), (None, 0, [5, 6, 8])):
-        found, said = on_two(run, f"{BACK} --exit-interval 5", killed_at)
+    for fault, code, steps in (("step.begin:*:5:kill", 137, [4, 6, 7]), ("", 75, [4, 5]), ("", 0, [5, 6, 8])):
+        found, said = on_two(run, f"{BACK} --exit-interval 5", fault)
         assert found == code and f"at step {5 if code == 0 else 4}" in said and storage.steps_in(run) == steps, said
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loads import ALONE, reseal
+from loads import ALONE
 from loads import whole_piece as whole
 
 from megalite.checkpoint.format import blocks, reader, tensor_file, writer
@@ -105,29 +104,6 @@ def test_saved_under_one_layout_loads_under_another(tmp_path_factory, shape, sav
                 target = replace(rank[0], data=torch.full_like(rank[0].data, torch.nan))
                 fill([target])
                 assert torch.equal(target.data, rank[0].data)
-
-
-HOSTILE = {
-    "path": lambda m: m["tensors"]["w"]["parts"][0].__setitem__(0, "../rank-00000.safetensors"),
-    "absolute": lambda m: m["tensors"]["w"]["parts"][0].__setitem__(0, "/etc/passwd"),
-    "negative": lambda m: m["tensors"]["w"]["parts"][0].__setitem__(2, [-1, 0]),
-    "beyond": lambda m: m["tensors"]["w"]["parts"][0].__setitem__(3, [2**63, 5]),
-    "hole": lambda m: m["tensors"]["w"]["parts"][0].__setitem__(3, [4, 5]),
-    "shape": lambda m: m["tensors"]["w"].__setitem__("shape", [5]),
-    "format": lambda m: m.__setitem__("format", 99),
-    "missing": lambda m: m.pop("files"),
-    "text": lambda m: m["tensors"]["w"].__setitem__("shape", "many"),
-}
-
-
-@pytest.mark.parametrize("attack", sorted(HOSTILE))
-def test_a_hostile_manifest_is_refused(tmp_path: Path, attack: str) -> None:
-    folder = foreground.save(tmp_path, 1, [whole(torch.randn(5, 5), "w")], {}, ALONE)
-    data = json.loads((folder / "manifest.json").read_text())
-    HOSTILE[attack](data)
-    reseal(folder, data)
-    with pytest.raises(CheckpointError, match="manifest.json"):
-        manifests.load(folder)
 
 
 def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> None:

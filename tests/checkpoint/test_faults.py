@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
 import os
-import pickle
 import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import loads
-import numpy as np
 import programs
 import pytest
 import torch
 from cover import rarely
+from data.test_resume import dies_at, in_child
 from loads import ALONE, BACKGROUND, flip, reseal, row, save_steps
 from loads import filled as pieces
 from ranks import run_ranks
-from test_start import built
+from train.whole_runs import running
 from train_cases import SMALL
 
 from megalite.checkpoint.format import hashing, reader, tensor_file
@@ -36,81 +31,48 @@ from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.file_system import LocalFile, LocalStorage
-from megalite.config.toml import to_toml
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import Box, Piece
-from megalite.train.start.resume import Start, open_saver, resume, save
-from megalite.train.step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
+
+
 # ---- killed
-
-
-def _save_for_ever(directory: str, background: bool, told: Any) -> None:
-    one = Saver(directory, ALONE, 0, keep_last=2, background=background)
-    found = loads.newest(directory, ALONE)
-    step = int(found[0].name[5:]) if found else 0
-    told.send_bytes(b"ready")
-    while True:
-        step += 1
-        one.save(step, pieces(float(step)), {"step": step})
-        for line in one.news():
-            if line.startswith(("saved", "committed")):
-                told.send_bytes(line.split()[1].strip(",").encode())
 
 
 @BACKGROUND
 def test_killed_at_any_moment_there_is_a_checkpoint_and_it_is_whole(tmp_path: Path, background: bool) -> None:
-    """kill -9 twenty times each; what was told to be saved is never lost, and leftovers are swept by the next start.
-    A few saves are waited for first, so that however slow the machine is, most kills hit one in the middle."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    moments, newest = random.Random(7), 0
-    for _ in range(20):
-        told, tell = context.Pipe(duplex=False)
-        process = context.Process(target=_save_for_ever, args=(str(tmp_path), background, tell))
-        process.start()
-        tell.close()
-        assert told.recv_bytes() == b"ready"
-        promised = newest
-        for _ in range(moments.randrange(3)):
-            promised = max(promised, int(told.recv_bytes().decode()[5:12]))
-        time.sleep(moments.uniform(0.0, 0.03))
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        while True:
-            try:
-                promised = max(promised, int(told.recv_bytes().decode()[5:12]))
-            except EOFError:
-                break
-        if not storage.steps_in(tmp_path):
-            assert promised == 0
-            continue
-        found = loads.newest(tmp_path, ALONE)
+    """kill -9 before every call that makes something last or visible; leftovers are swept by the next start."""
+
+    def save_two() -> None:
+        one = Saver(folder, ALONE, 0, keep_last=1, background=background)
+        for step in (2, 3):
+            one.save(step, pieces(float(step)), {"step": step})
+        one.close()
+
+    status, seen = -1, []
+    while status != 0:
+        folder = tmp_path / str(len(seen))
+        save_steps(folder, 1)
+        status = in_child(dies_at(len(seen), save_two))
+        assert status in (0, -signal.SIGKILL)
+        found, targets = loads.newest(folder, ALONE), pieces(0.0)
         assert found is not None
-        newest = found[1].state["step"]
-        assert newest >= promised
-        targets = pieces(0.0)
         loads.fill(*found, targets, ALONE, exact=True)
-        assert all((target.data == newest).all() for target in targets)
-    assert newest > 3
-    Saver(tmp_path, ALONE, 0).close()
-    assert not list(tmp_path.glob(".iter_*"))
+        seen.append(found[1].state["step"])
+        assert all((target.data == seen[-1]).all() for target in targets)
+        Saver(folder, ALONE, 0).close()
+        assert not list(folder.glob(".iter_*"))
+    assert seen == sorted(seen) and set(seen) == {1, 2, 3} and len(seen) > 20
 
 
 def test_the_program_killed_while_it_saves_goes_on(tmp_path: Path) -> None:
     flags = [*SMALL, "--nproc", "2", "--save", str(tmp_path), "--load", str(tmp_path), "--async-save"]
     flags += ["--save-interval", "1", "--keep-last", "3", "--lr-decay-style", "constant"]
-    first = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--train-iters", "100000"]
-    process = programs.Popen(first, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        any(line.startswith("committed iter_0000004") for line in process.stdout)
-    finally:
+    first = [*flags, "--train-iters", "100000"]
+    with running(*first, until="committed iter_0000004", start_new_session=True) as process:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
     found = loads.newest(tmp_path, ALONE)
     assert found is not None
     step = found[1].state["progress"]["step"]
@@ -121,8 +83,6 @@ def test_the_program_killed_while_it_saves_goes_on(tmp_path: Path) -> None:
 
 
 # ---- damaged
-
-
 DAMAGE = {
     "missing": lambda f: f.unlink(),
     "shorter by one": lambda f: os.truncate(f, f.stat().st_size - 1),
@@ -153,9 +113,7 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
-def test_what_is_damaged_while_it_is_loaded_is_filled_from_the_one_before(
-    tmp_path: Path, monkeypatch, damage: str
-) -> None:
+def test_what_is_damaged_while_it_is_loaded_is_filled_from_the_one_before(tmp_path, monkeypatch, damage: str) -> None:
     """The pieces hold the older checkpoint whole, or, where there is none, nothing that anyone could train on."""
     with monkeypatch.context() as small:  # damage in the middle: some is filled before it
         small.setattr(tensor_file.write, "__defaults__", (1 << 12,))
@@ -175,30 +133,13 @@ def test_what_is_damaged_while_it_is_loaded_is_filled_from_the_one_before(
     assert all((target.data.isnan() if late else target.data == 9.0).all() for target in targets)
 
 
-def _one_rank_finds_it(directory: str) -> tuple[float, list[float]]:
+def _one_rank_cannot_take_it(directory: str, gone: bool) -> tuple[float, list[float]]:
+    """The newest is damaged where rank 1 alone reads it; or `gone`, as rank 1 sees it, since its files were looked at."""
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     for step in (1, 2):
         target = row(mesh, 10.0 * step + mesh.world.rank, 1 << 10)
         foreground.save(directory, step, [target], {"step": step}, mesh)
-    if mesh.world.rank == 0:
-        flip(Path(directory) / "iter_0000002" / "rank-00001.safetensors", 8 * 5000)
-    torch.distributed.barrier()
-    found = loader.load(directory, mesh, lambda *_: loader.Wanted([target], exact=True))
-    assert found is not None
-    return float(found[1].state["step"]), target.data.unique().tolist()
-
-
-def test_damage_that_one_rank_reads_sends_all_to_the_one_before(tmp_path: Path) -> None:
-    assert run_ranks(2, _one_rank_finds_it, str(tmp_path)) == [(1.0, [10.0]), (1.0, [11.0])]
-
-
-def _one_rank_cannot_open_it(directory: str) -> tuple[float, list[float]]:
-    """Between the look at its files and the reading the newest was deleted, as one rank sees it."""
-    mesh = build_mesh(tp=1, pp=1, device=CPU)
-    for step in (1, 2):
-        state = pieces(float(step)) if mesh.world.is_first else []
-        foreground.save(directory, step, state, {"step": step}, mesh)
-    if mesh.world.rank == 1:
+    if mesh.world.rank == 1 and gone:
         real = LocalStorage.reading
 
         def reading(self: LocalStorage, folder: Path) -> Any:
@@ -207,28 +148,17 @@ def _one_rank_cannot_open_it(directory: str) -> tuple[float, list[float]]:
             return real(self, folder)
 
         LocalStorage.reading = reading  # type: ignore[method-assign, assignment]
-    targets = pieces(9.0)
-    found = loader.load(directory, mesh, lambda *_: loader.Wanted(targets, exact=True))
+    elif mesh.world.rank == 0 and not gone:
+        flip(Path(directory) / "iter_0000002" / "rank-00001.safetensors", 8 * 5000)
+    torch.distributed.barrier()
+    found = loader.load(directory, mesh, lambda *_: loader.Wanted([target], exact=True))
     assert found is not None
-    return float(found[1].state["step"]), targets[0].data.unique().tolist()
+    return float(found[1].state["step"]), target.data.unique().tolist()
 
 
-def test_one_that_is_pruned_while_it_is_loaded_sends_all_ranks_to_the_one_before(tmp_path: Path) -> None:
-    assert run_ranks(2, _one_rank_cannot_open_it, str(tmp_path)) == [(1.0, [1.0])] * 2
-
-
-def test_pruned_while_it_is_loaded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_steps(tmp_path, 1, 2)
-    real = LocalStorage.reading
-
-    def reading(self: LocalStorage, folder: Path) -> Any:
-        shutil.rmtree(tmp_path / "iter_0000002", ignore_errors=True)
-        return real(self, folder)
-
-    monkeypatch.setattr(LocalStorage, "reading", reading)
-    targets = pieces(9.0)
-    found = loader.load(tmp_path, ALONE, lambda *_: loader.Wanted(targets, exact=True))
-    assert found is not None and found[1].state == {"step": 1} and (targets[0].data == 1.0).all()
+@pytest.mark.parametrize("gone", [False, True], ids=["damaged", "pruned"])
+def test_what_one_rank_cannot_take_sends_all_to_the_one_before(tmp_path: Path, gone: bool) -> None:
+    assert run_ranks(2, _one_rank_cannot_take_it, str(tmp_path), gone) == [(1.0, [10.0]), (1.0, [11.0])]
 
 
 def test_no_memory_for_a_block_is_an_error_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,9 +216,7 @@ def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: py
     loaded = manifests.load(folder)
     (file,) = (folder / name for name in loaded.files)
     places = {row.key: name for name, whole in loaded.tensors.items() for row in whole.parts}
-    from megalite.checkpoint.format.tensor_file import places as find
-
-    where = find(file)
+    where = tensor_file.places(file)
     for n in range(40):
         bit = n * 997 * 8 % (file.stat().st_size * 8) + n % 8
         flip(file, bit)
@@ -317,8 +245,6 @@ def test_the_tracker_file_is_never_believed(tmp_path: Path) -> None:
 
 
 # ---- hostile
-
-
 def mutated(data: Any, rng: random.Random) -> Any:
     """One random place of a JSON value replaced by something unpleasant."""
     data = copy.deepcopy(data)
@@ -430,26 +356,3 @@ def test_a_hostile_header_is_refused(tmp_path: Path, attack: str) -> None:
     with pytest.raises(CheckpointError, match="rank-00000|cannot be read"):
         reader.fill_pieces(folder, loaded, target)
     assert not target[0].data.any()
-
-
-def test_nothing_is_unpickled_while_saving_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a pickle was read")
-
-    for module, name in ((pickle, "Unpickler"), (pickle, "loads"), (pickle, "load"), (torch, "load")):
-        monkeypatch.setattr(module, name, never)
-    real = np.load
-    monkeypatch.setattr(np, "load", lambda *a, **k: never() if k.get("allow_pickle") else real(*a, **k))
-    run, config = built("--save", str(tmp_path), "--save-interval", "2")
-    train_step(run)
-    for name in ("rank-00000.pt", "COMPLETE.pkl", "evil.npy"):  # planted: never opened
-        (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    for background in (False, True):
-        one = open_saver(run, config)
-        assert one is not None
-        one.background = background
-        save(run, one, to_toml(config))
-        one.close()
-        assert resume(run, str(tmp_path), config, Start()) is not None
-        train_step(run)
-    run.close()

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,12 @@ from typing import Any
 import programs
 import pytest
 import torch
-from ranks import run_ranks
 from token_files import byte_level_bpe
 from train_cases import SMALL, pretrain, train
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import writer
-from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
-from megalite.checkpoint.run.background_save import HostCopy
-from megalite.checkpoint.storage.file_system import Lock
+from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config import cli
 from megalite.config.options import Config, ConfigError
 from megalite.config.toml import to_toml
@@ -97,33 +93,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_step_that_comes_at_once_changes_nothing_of_what_is_being_saved(tmp_path: Path, monkeypatch) -> None:
-    """The copy begins when the forward and the backward have long begun; the update waits."""
-    copy, wait, asked = HostCopy._parts, HostCopy.wait_before_change, threading.Event()
-
-    def late(*args: Any, **more: Any) -> Any:
-        asked.wait(10)  # of the update; one that does not ask is over by then
-        time.sleep(0.2)
-        return copy(*args, **more)
-
-    monkeypatch.setattr(HostCopy, "_parts", late)
-    monkeypatch.setattr(HostCopy, "wait_before_change", lambda host: (asked.set(), wait(host)))
-    run, config = built("--save", str(tmp_path), "--save-interval", "1", "--async-save")
-    saver = open_saver(run, config)
-    assert saver is not None
-    train_step(run)
-    save(run, saver, to_toml(config))
-    then, moments = weights(run), [t.clone() for t in state(run, "optimizer")]
-    train_step(run)
-    assert saver.waited_s > 0.1 and not same(weights(run), then)
-    saver.wait()
-    saver.close()
-    again, config = built("--load", str(tmp_path))
-    start_run(again, config)
-    assert again.state.step == 1 and same(weights(again), then)
-    assert all(torch.equal(a, b) for a, b in zip(state(again, "optimizer"), moments, strict=True))
-
-
 def test_ckpt_step_chooses(saved: tuple[Path, dict]) -> None:
     folder, then = saved
     run, config = built("--load", str(folder), "--ckpt-step", "2")
@@ -193,36 +162,20 @@ def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> No
     assert same(weights(again), weights(run)) and again.state.step == 1
 
 
+MOMENTS = "optimizer: exp_avg bfloat16, exp_avg_sq float32 here, exp_avg float32, exp"
+SGD = "optimizer: momentum_buffer float32 here, exp_avg float32, exp_avg_sq float32 in the checkpoint"
+WIDTH = "12 tensors, as layers.0.mlp.down: (32, 64) here, (32, 128) in the"
+ALL = "--num-layers 5 --ffn-hidden-size 64 --squared-relu --norm-epsilon 1e-6 --qk-layernorm --vocab-size 95"
+FROM_IT = "--use-checkpoint-args"
 MISMATCHES = {  # flags, the remedy, what is said
-    "width": (
-        *("--ffn-hidden-size 64", "--use-checkpoint-args", "ffn_hidden_size: 64 here, 128 in the"),
-        "12 tensors, as layers.0.mlp.down: (32, 64) here, (32, 128) in the",
-    ),
-    "depth": (
-        *("--num-layers 3", "--use-checkpoint-args", "num_layers: 3 here, 4"),
-        "as layers.3.attention.kv: nothing here, (2, 32, 32)",
-    ),
-    "deeper": (
-        *("--num-layers 5", "--use-checkpoint-args", "num_layers: 5 here, 4"),
-        "as layers.4.attention.kv: (2, 32, 32) here, nothing",
-    ),
-    "same shapes": (
-        *("--norm-epsilon 1e-6 --squared-relu", "--finetune", "norm_epsilon: 1e-06 here"),
-        "activation: 'squared_relu'",
-    ),
-    "all": (
-        "--num-layers 5 --ffn-hidden-size 64 --squared-relu --norm-epsilon 1e-6 --qk-layernorm --vocab-size 95",
-        *("--use-checkpoint-args", "num_layers: 5", "ffn_hidden_size: 64", "and 3 more options"),
-    ),
+    "width": ("--ffn-hidden-size 64", FROM_IT, "ffn_hidden_size: 64 here, 128 in the", WIDTH),
+    "depth": ("--num-layers 3", FROM_IT, "num_layers: 3 here, 4", "layers.3.attention.kv: nothing here, (2, 32, 32)"),
+    "deeper": ("--num-layers 5", FROM_IT, "num_layers: 5 here, 4", "layers.4.attention.kv: (2, 32, 32) here, nothing"),
+    "same shapes": ("--norm-epsilon 1e-6 --squared-relu", "--finetune", "norm_epsilon: 1e-06 here", "'squared_relu'"),
+    "all": (ALL, FROM_IT, "num_layers: 5", "ffn_hidden_size: 64", "and 3 more options"),
     "vocabulary": ("--vocab-size 95", "give its options", "vocab_size: 95 here, 93 in the checkpoint"),
-    "optimizer": (
-        *("--optimizer sgd", "--no-load-optim"),
-        "optimizer: momentum_buffer float32 here, exp_avg float32, exp_avg_sq float32 in the checkpoint",
-    ),
-    "moments": (
-        *("--exp-avg-dtype bf16", "--no-load-optim"),
-        "optimizer: exp_avg bfloat16, exp_avg_sq float32 here, exp_avg float32, exp",
-    ),
+    "optimizer": ("--optimizer sgd", "--no-load-optim", SGD),
+    "moments": ("--exp-avg-dtype bf16", "--no-load-optim", MOMENTS),
 }
 
 
@@ -310,7 +263,6 @@ def test_what_may_change_on_the_way(saved: tuple[Path, dict]) -> None:
 
 
 # ---- the model's options from the checkpoint
-
 WITHOUT_MODEL = """--micro-batch-size 2 --global-batch-size 8 --lr 0.01 --mock-data --eval-iters 1 --vocab-size 93
  --log-interval 1 --use-checkpoint-args""".split()
 
@@ -372,8 +324,6 @@ def test_flags_that_need_nothing_are_noted() -> None:
 
 
 # ---- the loop
-
-
 def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
     run, config = built("--save", str(tmp_path), "--save-interval-mins", "1e-9", "--save-retain-interval", "4")
     saver = open_saver(run, config)
@@ -391,35 +341,6 @@ def test_without_an_interval_a_run_saves_where_it_ends_or_stops(tmp_path: Path) 
     for steps, code in ((["--exit-interval", "4"], Exit.REQUEUE), ([], Exit.DONE)):
         assert pretrain(parse("--save", str(tmp_path), "--load", str(tmp_path), *steps), Ranks()) == code
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
-
-
-def _broken_writer(directory: str, broken: int) -> tuple[str, int, bool]:
-    """A run of two ranks, on one of which the writer in the background fails at step 2."""
-    rank = torch.distributed.get_rank()
-    real = writer.write_rank
-
-    def write(part: Path, r: int, *rest: object) -> None:
-        if rank == broken and part.name == ".iter_0000002.part":
-            raise OSError(28, "No space left on device")
-        real(part, r, *rest)  # type: ignore[arg-type]
-
-    writer.write_rank = write  # type: ignore[assignment]
-    config = parse("--save", directory, "--save-interval", "2", "--async-save", "--train-iters", "1000")
-    run = build_run(config, Ranks(rank, 2), CPU)
-    saver = open_saver(run, config)
-    with pytest.raises(CheckpointError) as error:
-        train(run, config, Path(directory), saver)
-    saver.close()
-    return str(error.value), run.state.step, isinstance(error.value, ElsewhereError)
-
-
-@pytest.mark.parametrize("broken", [0, 1])
-def test_a_background_error_ends_the_run_at_the_same_step_on_all_ranks(tmp_path: Path, broken: int) -> None:
-    results = run_ranks(2, _broken_writer, str(tmp_path), broken)
-    (_, step0, _), (_, step1, _) = results
-    assert step0 == step1 <= 4  # raised at the next step; at the latest by the next save
-    assert "No space left on device" in results[broken][0]
-    assert not list(tmp_path.glob("*iter_*"))
 
 
 @pytest.mark.parametrize("kind", [NonFiniteError, KeyboardInterrupt])
@@ -453,20 +374,6 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(tmp_path: Pat
     lost = f"the last save, to {tmp_path}/.iter_0000002.part, failed: [Errno 28] No space left on device"
     assert status["reason"].endswith(f"; {lost}") and status["checkpoint"] is None
     assert lost in (tmp_path / "log.txt").read_text()
-
-
-def test_the_program_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path: Path) -> None:
-
-    theirs = '{"outcome": "running", "step": 7}'
-    (tmp_path / "status.json").write_text(theirs)
-    lock = Lock(tmp_path)
-    flags = ["--train-iters", "2", "--save", str(tmp_path), "--save-interval", "1", "--nproc", "2"]
-    done = programs.python("pretrain_gpt.py", *SMALL, *flags)
-    lock.close()
-    errors = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py")]
-    assert done.returncode == 3 and len(errors) == 1, done.stderr
-    assert f"is in use by process {os.getpid()} on" in errors[0]
-    assert (tmp_path / "status.json").read_text() == theirs and not (tmp_path / "log.txt").exists()
 
 
 def test_another_tokenizer_is_refused_by_its_fingerprint(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_each_flag_is_on_the_page_of_its_group_and_on_that_of_all() -> None:
     assert every == set().union(*pages.values()) and {"--preset", "--config"} <= every
     for section, f in options():
         assert spellings(f)[0][0] in pages[section]
+    assert {"--tensor-model-parallel-size", "--no-overlap-grad-reduce"} <= {*asked("--help", "all").stdout.split()}
 
 
 PAGES = {"": None, "--lr 3": None, "--help": "", "-h": "", "--help data": "data", "--help=data": "data"}

@@ -39,24 +39,12 @@ def test_a_number_is_how_many_layers_apart() -> None:
     assert write_pattern([False, True] * 3) == "[0,1]*3" and write_pattern([False] * 4 + [True]) == "[0]*4+[1]"
 
 
-@pytest.mark.parametrize(
-    "text,says",
-    [
-        ("0", "below 1"),
-        ("-2", "below 1"),
-        ("", "neither a number nor a list"),
-        ("[1]*(2)*x", "neither"),
-        ("[1.0]", "neither"),
-        ("[True]", "neither"),
-        ("[1]*-1", "neither"),
-        ("[1]*1000000000", "neither"),
-        ("[1]*99999*99999*99999", "neither"),
-        ("'ab'*2", "neither"),
-        ("__import__('os')", "neither"),
-        ("(" * 3000 + "[1]" + ")" * 3000, "neither"),
-        ("[1,0]", "has 2 numbers for 3 layers"),
-    ],
-)
+NEITHER = ["", "[1]*(2)*x", "[1.0]", "[True]", "[1]*-1", "[1]*1000000000", "[1]*99999*99999*99999", "'ab'*2"]
+NEITHER += ["__import__('os')", "(" * 3000 + "[1]" + ")" * 3000]
+SAYS = {"0": "below 1", "-2": "below 1", "[1,0]": "has 2 numbers for 3 layers"}
+
+
+@pytest.mark.parametrize("text,says", [*SAYS.items(), *((text, "neither a number nor a list") for text in NEITHER)])
 def test_what_is_no_pattern_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         read_pattern(text, 3)

@@ -60,8 +60,6 @@ NULL = build_tokenizer("NullTokenizer", vocab_size=501)
 
 
 # ---- merge_datasets.py
-
-
 def test_merge_puts_documents_in_order_and_joins_the_sidecars(tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     write(parts / "b_text_document", [[5], []], NULL)
@@ -177,8 +175,6 @@ def test_merge_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 # ---- inspect_data.py
-
-
 def test_summary_counts_lengths_and_draws(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [[1] * n for n in (0, 1, 2, 3, 3, 7, 8, 100)], NULL)
     got = run_tool("inspect_data.py", prefix, "--png", tmp_path / "a.png")
@@ -192,15 +188,6 @@ def test_summary_counts_lengths_and_draws(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@settings(max_examples=50)
-@given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**31 - 1)), max_size=30))
-def test_every_length_is_in_its_bin(lengths: list[int]) -> None:
-    rows = inspect_data.histogram(np.array(lengths, np.int32))
-    for low, high, count in rows:
-        assert count == sum(low <= n <= high for n in lengths)
-    assert sum(count for _, _, count in rows) == len(lengths)
-
-
 def test_a_document_is_decoded_by_the_tokenizer_that_made_it(tmp_path: Path) -> None:
     tokenizer = build_tokenizer("ByteTokenizer")
     prefix = write(tmp_path / "a", [[1], [*tokenizer.encode("hé\n"), 256]], tokenizer)
@@ -211,20 +198,6 @@ def test_a_document_is_decoded_by_the_tokenizer_that_made_it(tmp_path: Path) -> 
     arguments = ["--document", "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
     got = run_tool("inspect_data.py", prefix, *arguments)
     assert got.returncode == 3 and "made with ByteTokenizer (vocabulary 257), but" in got.stderr
-
-
-def test_verify_reports_a_sound_pair(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", [[1, 500], [], [2, 500, 3, 500], [4]], NULL)
-    got = run_tool("inspect_data.py", prefix, "--verify")
-    assert got.returncode == 0, got.stderr
-    assert got.stdout.splitlines() == [
-        f"{prefix}: sound: 4 documents, 7 tokens, ids below 501",
-        "empty documents: 1",
-        "documents that end with the end-of-document id 500: 2 of 3",
-        "end-of-document ids inside documents: 1",
-    ]
-    plain = write(tmp_path / "b", [[1]])
-    assert "ids not negative" in run_tool("inspect_data.py", plain, "--verify").stdout
 
 
 @settings(max_examples=60)
@@ -266,20 +239,32 @@ def test_verify_names_the_first_bad_id(
         assert words in str(error.value)
 
 
-def test_verify_exits_with_3_and_names_the_fault(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", [[1], [2, 501]], NULL)
-    got = run_tool("inspect_data.py", prefix, "--verify")
-    assert got.returncode == 3 and got.stdout == ""
-    assert f"{prefix}.bin: document 1, token 1 (position 2 of the file): id 501 is outside" in got.stderr
-    assert inspect_data.main([prefix, "--verify", "--vocab-size", "502"]) == 0
-    (tmp_path / "a.json").write_text(json.dumps(make_info(NULL, 3, 3, [])))
-    got = run_tool("inspect_data.py", prefix, "--verify", "--vocab-size", 502)
-    assert got.returncode == 3 and "a.json: documents is 3, but the pair has 2" in got.stderr
-    index = bytearray((tmp_path / "a.idx").read_bytes())
+def test_verify_reports_a_sound_pair_and_exits_with_3_for_a_fault(tmp_path: Path, capsys) -> None:
+    def verify(prefix: str, *more: str) -> tuple[int, str, str]:
+        return inspect_data.main([prefix, "--verify", *more]), *capsys.readouterr()
+
+    prefix = write(tmp_path / "a", [[1, 500], [], [2, 500, 3, 500], [4]], NULL)
+    code, out, _ = verify(prefix)
+    assert code == 0 and out.splitlines() == [
+        f"{prefix}: sound: 4 documents, 7 tokens, ids below 501",
+        "empty documents: 1",
+        "documents that end with the end-of-document id 500: 2 of 3",
+        "end-of-document ids inside documents: 1",
+    ]
+    assert "ids not negative" in verify(write(tmp_path / "b", [[1]]))[1]
+    prefix = write(tmp_path / "c", [[1], [2, 501]], NULL)
+    code, out, said = verify(prefix)
+    assert (code, out) == (3, "")
+    assert f"{prefix}.bin: document 1, token 1 (position 2 of the file): id 501 is outside" in said
+    assert verify(prefix, "--vocab-size", "502")[0] == 0
+    (tmp_path / "c.json").write_text(json.dumps(make_info(NULL, 3, 3, [])))
+    code, _, said = verify(prefix, "--vocab-size", "502")
+    assert code == 3 and "c.json: documents is 3, but the pair has 2" in said
+    index = bytearray((tmp_path / "c.idx").read_bytes())
     index[34] = 2  # the length of document 0
-    (tmp_path / "a.idx").write_bytes(index)
+    (tmp_path / "c.idx").write_bytes(index)
     got = run_tool("inspect_data.py", prefix, "--verify")
-    assert got.returncode == 3 and "a.idx: " in got.stderr and "Traceback" not in got.stderr
+    assert got.returncode == 3 and "c.idx: " in got.stderr and "Traceback" not in got.stderr
 
 
 def test_check_index_does_not_trust_the_reader(tmp_path: Path) -> None:
@@ -297,7 +282,6 @@ def test_check_index_does_not_trust_the_reader(tmp_path: Path) -> None:
 
 
 # ---- prepare_cache.py
-
 MODEL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 2 --seq-length 16 --lr 1e-3"
 MODEL += " --vocab-size 600"
 
@@ -393,15 +377,12 @@ def test_prepare_cache_needs_to_know_the_batch_and_files(tmp_path: Path, capsys:
     words = flags(tmp_path)
     at = words.index("--global-batch-size")
     assert prepare_cache.main([*words[:at], *words[at + 2 :]]) == 2
-    errors = capsys.readouterr().err
-    assert "global_batch_size is not set" in errors and "data_cache_path is not set" in errors
+    assert "global_batch_size is not set" in capsys.readouterr().err
     mock = [*MODEL.split(), "--mock-data", "--train-iters", "1", "--global-batch-size", "2", "--data-cache-path", "x"]
     assert prepare_cache.main(mock) == 2 and "mock_data=True needs no index" in capsys.readouterr().err
 
 
 # ---- train_tokenizer.py
-
-
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
 def test_trained_tokenizer_gives_back_every_text(tmp_path: Path, kind: str) -> None:
     lines = (json.dumps({"text": f"word {i} and\nanother word, {i * i}\r\n"}) for i in range(400))

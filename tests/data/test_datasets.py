@@ -100,11 +100,3 @@ def test_other_data_seed_or_split_has_other_files(tmp_path: Path) -> None:
         found = {p.name for p in directory.iterdir() if p.suffix == ".npy"}
         assert len(found - seen) == (2 if step < 3 else 0)
         seen = found
-
-
-def test_cache_directory_that_cannot_be_made_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    prefix = write(tmp_path / "a", 50)
-    (tmp_path / "file").write_text("not a directory")
-    got = dataset(prefix, tmp_path / "file").samples(np.arange(10))
-    assert np.array_equal(got, dataset(prefix, None).samples(np.arange(10)))
-    assert "building the index in memory" in caplog.text

@@ -8,18 +8,17 @@ import random
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers
+from data.test_tokenizer import make, write_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_json import NASTY
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess import fast_tokenizer
-from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate, surround
+from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate
 from tools.preprocess.rejects import GoodTexts
 from tools.train_tokenizer import cut, train, train_hugging_face
 
@@ -31,42 +30,19 @@ KINDS = ["HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One byte-level BPE in three forms, and a SentencePiece model."""
     out = tmp_path_factory.mktemp("fast")
-    lines = [
-        f"def function_{i}(self, value: int) -> str:\n    return f'{{value}} is {i * i}'  # it's one"
-        for i in range(400)
-    ]
+    code = "def function_{}(self, value: int) -> str:\n    return f'{{value}} is {}'  # it's one"
+    lines = [code.format(i, i * i) for i in range(400)]
     letters = random.Random(0)
     lines += [" ".join("".join(letters.choices("aeionrst", k=5)) for _ in range(12)) for _ in range(200)]
     text = "\n\n".join([*lines, *[f"some{WORDS[0]} and{WORDS[1]}, naïve café"] * 400])
     (out / "corpus.txt").write_text(text)
     texts = GoodTexts([str(out / "corpus.txt")], ["text"])
     train(cut(texts), str(out / "spm"), 500, 1)
-    train_hugging_face(cut(texts), str(out / "bpe"), 600, 1)
-    model = tokenizers.Tokenizer.from_file(str(out / "bpe" / "tokenizer.json"))
+    train_hugging_face(cut(texts), str(out / "hf"), 600, 1)
+    model = tokenizers.Tokenizer.from_file(str(out / "hf" / "tokenizer.json"))
     model.model.save(str(out))
+    write_ranks(out)
     return out
-
-
-def make(directory: Path, kind: str) -> Tokenizer:
-    if kind == "GPT2BPETokenizer":
-        return build_tokenizer(kind, vocab_file=str(directory / "vocab.json"), merge_file=str(directory / "merges.txt"))
-    if kind == "TikTokenizer":
-        file = directory / "small.tiktoken"
-        file.write_text("".join(f"{coded} {rank}\n" for rank, coded in enumerate(_ranks(directory))))
-        return build_tokenizer(kind, str(file), tiktoken_pattern="cl100k")
-    return build_tokenizer(kind, str(directory / ("bpe" if kind == "HuggingFaceTokenizer" else "spm.model")))
-
-
-def _ranks(directory: Path) -> list[str]:
-    """The pieces of tokenizer.json as base64, in the order of their merges."""
-    import base64
-
-    table = json.loads((directory / "vocab.json").read_text())
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for bytes
-    others = [i for i in range(256) if i not in printable]
-    byte_of = {chr(i): i for i in printable} | {chr(256 + k): i for k, i in enumerate(others)}
-    pieces = sorted((rank, piece) for piece, rank in table.items() if piece != "<|endoftext|>")
-    return [base64.b64encode(bytes(byte_of[c] for c in piece)).decode() for _, piece in pieces]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,7 +72,7 @@ def test_ids_are_the_references(directory: Path, kind: str) -> None:
 
 
 def test_special_tokens_around_every_text_are_kept(directory: Path, tmp_path: Path) -> None:
-    model = tokenizers.Tokenizer.from_file(str(directory / "bpe" / "tokenizer.json"))
+    model = tokenizers.Tokenizer.from_file(str(directory / "hf" / "tokenizer.json"))
     model.post_processor = tokenizers.processors.TemplateProcessing(  # type: ignore[assignment]
         single="<|endoftext|> <|endoftext|> $A !", special_tokens=[("<|endoftext|>", 0), ("!", model.token_to_id("!"))]
     )
@@ -108,33 +84,18 @@ def test_special_tokens_around_every_text_are_kept(directory: Path, tmp_path: Pa
     assert fast.encode("")[:2] == [0, 0]
 
 
-@settings(max_examples=40)
-@given(
-    st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6),
-    st.lists(st.integers(0, 99), max_size=3),
-    st.lists(st.integers(0, 99), max_size=3),
-)
-def test_surround(documents: list[list[int]], prefix: list[int], suffix: list[int]) -> None:
-    flat = np.array([i for one in documents for i in one], np.uint32)
-    ids, lengths = surround(flat, np.array([len(one) for one in documents], np.int64), prefix, suffix)
-    want = [prefix + one + suffix for one in documents]
-    assert ids.tolist() == [i for one in want for i in one] and lengths.tolist() == [len(one) for one in want]
-
-
 def other_engine(directory: Path) -> object:
     """A model that differs from that of `directory` in the ids of WORDS, which are exchanged."""
     import gigatoken
 
-    table = json.loads((directory / "bpe" / "tokenizer.json").read_text())
+    table = json.loads((directory / "hf" / "tokenizer.json").read_text())
     vocabulary = table["model"]["vocab"]
     a, b = (word.replace(" ", "Ġ") for word in WORDS)
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     return gigatoken.Tokenizer.from_json(json.dumps(table))
 
 
-def test_a_difference_refuses_it_and_names_the_text(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_difference_refuses_it_and_names_the_text(directory: Path, monkeypatch, caplog) -> None:
     reference = make(directory, "HuggingFaceTokenizer")
     engine = other_engine(directory)
     word = WORDS[0]
@@ -142,7 +103,7 @@ def test_a_difference_refuses_it_and_names_the_text(
     assert isinstance(accelerate(reference), FastTokenizer)  # the built-in texts do not hold that word
     with caplog.at_level(logging.WARNING):
         assert accelerate(reference, ["fine", f"x{word}"]) is reference
-    assert f"other ids than {directory}/bpe/tokenizer.json from the text {f'x{word}'!r}" in caplog.text
+    assert f"other ids than {directory}/hf/tokenizer.json from the text {f'x{word}'!r}" in caplog.text
 
 
 def test_a_difference_on_the_way_ends_the_run(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,13 +113,11 @@ def test_a_difference_on_the_way_ends_the_run(directory: Path, monkeypatch: pyte
     fast = FastTokenizer(reference, other_engine(directory))
     fast.encode_flat([word] * 7)  # not checked: these were compared before the run
     fast.encode_flat([word] * 3 + ["fine"] + [word] * 9)  # document 10 is, and is the same
-    with pytest.raises(DataError, match="gigatoken makes other ids than .*bpe/tokenizer.json from the text"):
+    with pytest.raises(DataError, match="gigatoken makes other ids than .*hf/tokenizer.json from the text"):
         fast.encode_flat([word])
 
 
-def test_without_the_package_the_reference_works(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_package_the_reference_works(directory: Path, monkeypatch, caplog) -> None:
     reference = make(directory, "HuggingFaceTokenizer")
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     with caplog.at_level(logging.INFO):
@@ -169,12 +128,8 @@ def test_without_the_package_the_reference_works(
 def test_what_it_cannot_read_stays_with_the_reference(directory: Path, tmp_path: Path) -> None:
     for tokenizer in (build_tokenizer("ByteTokenizer"), build_tokenizer("NullTokenizer", vocab_size=9)):
         assert accelerate(tokenizer) is tokenizer
-    unigram = {
-        "type": "Unigram",
-        "unk_id": 0,
-        "vocab": [["</s>", 0.0], ["a", -1.0], ["b", -2.0]],
-        "byte_fallback": False,
-    }
+    unigram = {"type": "Unigram", "unk_id": 0, "byte_fallback": False}
+    unigram["vocab"] = [["</s>", 0.0], ["a", -1.0], ["b", -2.0]]
     model = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "model": unigram}
     (tmp_path / "tokenizer.json").write_text(json.dumps(model | {"post_processor": None, "decoder": None}))
     tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))

@@ -16,7 +16,7 @@ from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import Blend
 from megalite.data.samples.epochs import build_epoch
 from megalite.data.samples.packed_dataset import PackedDataset, cut_end_to_end, label_mask
-from megalite.data.samples.packing import Packing, Pieces, pack
+from megalite.data.samples.packing import Packing, pack
 
 PAD = 10**6
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=60)
@@ -77,14 +77,6 @@ def test_more_documents_than_one_chunk_holds(capacity: int, monkeypatch: pytest.
         assert len(bins) == len(textbook([piece[2] for piece in pieces], capacity))
 
 
-@settings(max_examples=80)
-@given(lengths=LENGTHS, capacity=st.integers(2, 12))
-def test_pieces_are_found_one_by_one(lengths: list[int], capacity: int) -> None:
-    pieces = Pieces(np.array(lengths, np.int32), capacity)
-    want = cut(lengths, capacity)
-    assert [tuple(int(a[0]) for a in pieces.find(np.array([i]))) for i in range(len(pieces))] == want
-
-
 def test_capacity_without_a_label_is_refused() -> None:
     with pytest.raises(DataError, match="capacity=1 tokens hold no label"):
         pack(np.array([3], np.int32), 1)
@@ -118,22 +110,19 @@ def test_every_label_counts_once_per_epoch(
             assert (row[int(lengths_here.sum()) :] == PAD).all()
 
 
-def test_epochs_differ_and_samples_are_pure(tmp_path: Path) -> None:
+def test_epochs_differ_and_layouts_are_pure(tmp_path: Path) -> None:
     data = numbered(tmp_path / "a", np.random.default_rng(0).integers(1, 30, 400).tolist())
     dataset = PackedDataset(data, range(400), 64, 5, PAD)
     bins = dataset.plan.num_bins
     index = np.arange(2 * bins)
     samples, layout = dataset.samples(index), dataset.layout(index)
-    fresh = PackedDataset(data, range(400), 64, 5, PAD)
-    for i in np.random.default_rng(1).permutation(2 * bins)[:60].tolist():  # alone, in any order: the same
-        assert np.array_equal(fresh.samples(np.array([i]))[0], samples[i])
-        assert np.array_equal(fresh.layout(np.array([i]))[0], layout[i])
+    for i in (2 * bins - 1, 0, bins):
+        assert np.array_equal(PackedDataset(data, range(400), 64, 5, PAD).layout(np.array([i]))[0], layout[i])
     orders = {frozenset(row.tolist()): row.tolist() for row in samples[:bins]}
     for row in samples[bins:]:
         assert frozenset(row.tolist()) in orders  # the same bins again
     assert sum(orders[frozenset(row.tolist())] != row.tolist() for row in samples[bins:]) > bins // 2
     assert not np.array_equal(samples[:bins], samples[bins:])
-    assert not np.array_equal(samples, PackedDataset(data, range(400), 64, 6, PAD).samples(index))
     longest_first = sum(int(lengths[0]) == int(lengths.max()) for lengths in layout)
     by_chance = sum(float(np.mean(lengths == lengths.max())) for lengths in layout)
     assert abs(longest_first - by_chance) < 0.1 * len(layout)  # length does not tell the place
@@ -146,19 +135,6 @@ def test_bits_never_change(tmp_path: Path) -> None:
     bins = ([*range(3, 12), 24], [0, 1, 2, 16, 17, *[99] * 5], [*range(18, 24), *range(12, 16)], [24, *range(3, 12)])
     want = [bins[n] for n in (0, 1, 2, 2, 3, 1)]
     assert [row.tolist() for row in dataset.samples(np.arange(6))] == want
-
-
-def test_where_names_the_document_of_every_token(tmp_path: Path) -> None:
-    data = numbered(tmp_path / "a", [4, 0, 23, 6, 1, 3])
-    dataset = PackedDataset(data, range(1, 6), 9, 3, PAD)
-    for i in range(2 * dataset.plan.num_bins):
-        for position, token in enumerate(dataset.samples(np.array([i]))[0].tolist()):
-            if token == PAD:
-                assert dataset.where(i, position) == f"{data.prefix}.bin, padding of sample {i}, position {position}"
-                continue
-            prefix, document, place = dataset.where(i, position).split(", ")
-            assert prefix == data.prefix + ".bin"
-            assert data.document(int(document.split()[1]))[int(place.split()[1])] == token
 
 
 def test_describe_tells_padding_and_cuts(tmp_path: Path) -> None:

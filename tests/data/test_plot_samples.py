@@ -5,19 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import programs
 import pytest
 
 from megalite.data.errors import DataError
-from tools.plot_samples import COLOURS, LENGTHS, draw, runs
+from tools.plot_samples import COLOURS, LENGTHS, draw
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "plot_samples.py"
-
-
-def test_runs() -> None:
-    assert runs(np.array([3, 3, 3, -1, 5])) == [(3, 0, 3), (-1, 3, 4), (5, 4, 5)]
-    assert runs(np.array([2])) == [(2, 0, 1)]
 
 
 def test_every_part_of_the_picture_is_there() -> None:

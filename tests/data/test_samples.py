@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,12 @@ from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.blend import split_parts
 from megalite.data.samples.epochs import build_epoch
 from megalite.data.samples.gpt_dataset import GptDataset
+from megalite.data.samples.packed_dataset import PackedDataset
 from megalite.data.samples.permutation import fold
+from megalite.data.samples.source import Dataset
 from megalite.data.samples.token_line import Line
+
+PAD = 10**6
 
 
 def first_sample(epoch: int, tokens: int, seq_length: int) -> int:
@@ -81,22 +86,27 @@ def test_epochs_and_samples_are_shuffled_differently(tmp_path: Path) -> None:
     assert not np.array_equal(first, other)
 
 
-def test_one_at_a_time_in_any_order_is_the_same(tmp_path: Path) -> None:
-    data = numbered(tmp_path / "a", [5, 17, 2, 30])
-    dataset = GptDataset(data, range(4), 6, 3)
-    together = dataset.samples(np.arange(60))
-    fresh = GptDataset(data, range(4), 6, 3)
-    for i in np.random.default_rng(0).permutation(60).tolist():
+KINDS: dict[str, Callable[[IndexedDataset, int], Dataset]] = {
+    "end to end": lambda data, seed: GptDataset(data, range(1, len(data)), 9, seed),
+    "packed": lambda data, seed: PackedDataset(data, range(1, len(data)), 9, seed, PAD),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_pure_and_where_names_the_document_of_every_token(tmp_path: Path, kind: str) -> None:
+    data = numbered(tmp_path / "a", [4, 0, 23, 6, 1, 30, 3])
+    dataset, index = KINDS[kind](data, 3), np.arange(30)  # epochs of 7 and 9 samples
+    together = dataset.samples(index)
+    assert not np.array_equal(together, KINDS[kind](data, 4).samples(index))
+    for i in np.random.default_rng(0).permutation(30).tolist():  # alone, in any order: the same
+        fresh = KINDS[kind](data, 3)
         assert np.array_equal(fresh.samples(np.array([i]))[0], together[i])
-
-
-def test_where_names_the_document_of_every_token(tmp_path: Path) -> None:
-    lengths = [4, 0, 9, 6]
-    data = numbered(tmp_path / "a", lengths)
-    dataset = GptDataset(data, range(1, 4), 5, 3)
-    for i in range(12):
-        for position, token in enumerate(dataset.samples(np.array([i]))[0].tolist()):
-            prefix, document, place = dataset.where(i, position).split(", ")
+        for position, token in enumerate(together[i].tolist()):
+            said = fresh.where(i, position)
+            if token == PAD:
+                assert said == f"{data.prefix}.bin, padding of sample {i}, position {position}"
+                continue
+            prefix, document, place = said.split(", ")
             assert prefix == data.prefix + ".bin"
             assert data.document(int(document.split()[1]))[int(place.split()[1])] == token
 

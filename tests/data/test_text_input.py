@@ -188,6 +188,8 @@ def test_what_cannot_be_input(tmp_path: Path) -> None:
         (tmp_path / name).touch()
         with pytest.raises(DataError, match=f"{name} is not a .jsonl"):
             expand([str(tmp_path / name)])
+    with pytest.raises(DataError, match=r"none\*.jsonl matches no file"):
+        expand([str(tmp_path / "none*.jsonl")])
     (tmp_path / "odd[1].txt").write_text("x")
     assert expand([str(tmp_path / "odd[1].txt"), "-"]) == [str(tmp_path / "odd[1].txt"), "-"]
 

@@ -95,13 +95,6 @@ def test_flat_ids_are_those_of_the_lists(directory: Path, kind: str) -> None:
     check()
 
 
-def test_bytes_are_utf8() -> None:
-    tokenizer = build_tokenizer("ByteTokenizer")
-    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
-    assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
-    assert tokenizer.decode([97, 256, 0xC3, 0xA9, 0xC3]) == "aé\ufffd"
-
-
 def test_patterns_split_as_their_sources_do(monkeypatch: pytest.MonkeyPatch) -> None:
     import regex
     from tiktoken_ext import openai_public
@@ -149,33 +142,31 @@ def test_tiktoken_json_is_megatrons(directory: Path) -> None:
 
 
 BAD_RANKS = [
-    ("YQ== 0\nYQ==\n", None, None, ":2: .* is not 'base64 rank'"),
-    ("YQ== 0\nYg== x", None, None, ":2: .* is not 'base64 rank'"),
-    ("YQ== 0\n\nYQ== 1\n", None, None, ":3: the token b'a' is repeated"),
-    ("\n", None, None, "holds no ranks"),
-    ("YQ== 0\n", None, None, "does not say how text is split.*give --tiktoken-pattern"),
-    ("YQ== 0\n", "gpt2", None, "byte 0x00 has no rank"),
-    ("YQ== 0\n", "v3", None, "tiktoken_pattern=v3 is not one of v1, v2"),
-    ("[1", None, None, "not JSON"),
-    ("{}", None, None, "holds no list of ranks"),
-    ('[{"rank": 1, "token_bytes": "AA=="}]', None, None, "record 0 is not"),
-    ('[{"rank": 0, "token_bytes": "A"}]', None, None, "record 0 is not"),
-    ("[" * 100_000, None, None, "not JSON"),
-    (json.dumps([{"rank": i, "token_bytes": "AA=="} for i in range(300)]), None, None, "same bytes"),
-    ('[{"rank": 0, "token_bytes": "AA=="}]', None, None, "vocab_size=1001 is outside 1256..1001"),
-    ("ALL", "gpt2", None, "have the same rank"),
+    ("YQ== 0\nYQ==\n", None, ":2: .* is not 'base64 rank'"),
+    ("YQ== 0\nYg== x", None, ":2: .* is not 'base64 rank'"),
+    ("YQ== 0\n\nYQ== 1\n", None, ":3: the token b'a' is repeated"),
+    ("\n", None, "holds no ranks"),
+    ("YQ== 0\n", None, "does not say how text is split.*give --tiktoken-pattern"),
+    ("YQ== 0\n", "gpt2", "byte 0x00 has no rank"),
+    ("YQ== 0\n", "v3", "tiktoken_pattern=v3 is not one of v1, v2"),
+    ("[1", None, "not JSON"),
+    ("{}", None, "holds no list of ranks"),
+    ('[{"rank": 1, "token_bytes": "AA=="}]', None, "record 0 is not"),
+    ('[{"rank": 0, "token_bytes": "A"}]', None, "record 0 is not"),
+    ("[" * 100_000, None, "not JSON"),
+    (json.dumps([{"rank": i, "token_bytes": "AA=="} for i in range(300)]), None, "same bytes"),
+    ('[{"rank": 0, "token_bytes": "AA=="}]', None, "vocab_size=1001 is outside 1256..1001"),
+    ("ALL", "gpt2", "have the same rank"),
 ]
 
 
-@pytest.mark.parametrize(("content", "pattern", "size", "reason"), BAD_RANKS, ids=range(len(BAD_RANKS)))
-def test_bad_ranks_are_one_clear_error(
-    tmp_path: Path, content: str, pattern: str | None, size: int | None, reason: str
-) -> None:
+@pytest.mark.parametrize(("content", "pattern", "reason"), BAD_RANKS, ids=range(len(BAD_RANKS)))
+def test_bad_ranks_are_one_clear_error(tmp_path: Path, content: str, pattern: str | None, reason: str) -> None:
     if content == "ALL":
         content = "".join(f"{base64.b64encode(bytes([i])).decode()} {i // 2}\n" for i in range(256))
     (tmp_path / "ranks").write_text(content)
     with pytest.raises(DataError, match=reason):
-        build_tokenizer("TikTokenizer", str(tmp_path / "ranks"), tiktoken_pattern=pattern, vocab_size=size)
+        build_tokenizer("TikTokenizer", str(tmp_path / "ranks"), tiktoken_pattern=pattern)
 
 
 def test_gpt2_files_give_the_ids_of_transformers(directory: Path) -> None:
@@ -188,7 +179,11 @@ def test_gpt2_files_give_the_ids_of_transformers(directory: Path) -> None:
     assert (mine.eod, mine.vocab_size, mine.unknown) == (theirs.eos_token_id, len(theirs), theirs.unk_token_id)
 
 
-def test_null_tokenizer_is_megatrons() -> None:
+def test_bytes_are_utf8_and_null_tokenizer_is_megatrons() -> None:
+    tokenizer = build_tokenizer("ByteTokenizer")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
+    assert tokenizer.decode([97, 256, 0xC3, 0xA9, 0xC3]) == "aé\ufffd"
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
     assert tokenizer.encode("17 4\n 99") == [17, 4, 99] and tokenizer.decode([17, 4, 99]) == "17 4 99"
@@ -294,14 +289,11 @@ def test_a_sentencepiece_model_of_odd_bytes_is_one_clear_error(directory: Path, 
     assert raised
 
 
-def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
+def test_a_pipe_and_a_missing_package_are_named(directory: Path, tmp_path: Path, monkeypatch) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     for kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer"):
         with pytest.raises(DataError, match="is not a regular file"):
             build_tokenizer(kind, str(tmp_path / "tokenizer.json"))
-
-
-def test_missing_tiktoken_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(DataError, match="pip install tiktoken"):
         make(directory, "TikTokenizer")

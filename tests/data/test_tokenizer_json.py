@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from token_files import byte_level_bpe
 from megalite.config.options import build
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json, differs, read_sentencepiece
+from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.train.life.export_hf import tokenizer_files
 from tools import train_tokenizer
@@ -125,28 +124,3 @@ def test_what_cannot_be_equal_is_no_file_but_a_reason(tmp_path: Path) -> None:
         as_tokenizer_json(build_tokenizer("SentencePieceTokenizer", tokenizer_model=path))
     with pytest.raises(DataError, match="there is no tokenizer.json for a NullTokenizer"):
         as_tokenizer_json(build_tokenizer("NullTokenizer", vocab_size=5))
-
-
-def test_a_wrong_translation_is_seen(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer as Library
-
-    tokenizer = by_tool(tmp_path, [])
-    text = as_tokenizer_json(tokenizer)["tokenizer.json"]
-    right, wrong = Library.from_str(text), json.loads(text)
-    assert differs(right, tokenizer, ODD) is None
-    wrong["model"]["merges"].reverse()
-    assert differs(Library.from_str(json.dumps(wrong)), tokenizer, ODD) is not None
-
-
-def test_the_file_of_a_model_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
-    tokenizer: Any = by_tool(tmp_path, ["<fim_pad>"])
-    model, library = read_sentencepiece(tokenizer.content), tokenizer._model
-    ids = range(library.get_piece_size())
-    assert [row[:2] for row in model.rows] == [(library.id_to_piece(i), library.get_score(i)) for i in ids]
-    asked = [[2, "is_unknown"], [3, "is_control"], [6, "is_byte"]]
-    for kind, name in asked:
-        assert [row[2] == kind for row in model.rows] == [getattr(library, name)(i) for i in ids]
-    assert (model.byte_fallback, model.dummy_prefix, model.trims, model.charsmap) == (True, False, False, b"")
-    for damaged in (b"\xff", b"\x0a\xff\xff\xff\xff\x7f", tokenizer.content[:-3]):
-        with pytest.raises((ValueError, IndexError, struct.error)):
-            read_sentencepiece(damaged)

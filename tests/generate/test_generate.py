@@ -94,7 +94,6 @@ def test_a_text_ends_with_the_positions_and_prompts_must_leave_one(models) -> No
 
 
 # ---- layouts
-
 HOT = Sampling(temperature=1.3, top_k=60, top_p=0.95, seed=7)
 
 
@@ -134,14 +133,10 @@ def test_a_checkpoint_says_the_same_as_the_directory_it_came_from(models, tmp_pa
 
 
 # ---- the cache
-
-
 @settings(max_examples=40)
 @given(
-    st.tuples(*map(st.integers, (1, 1, 2), (3, 2, 9))),
-    st.sampled_from([1, 3]),
-    st.none() | st.integers(1, 10),
-    st.data(),
+    *(st.tuples(*map(st.integers, (1, 1, 2), (3, 2, 9))), st.sampled_from([1, 3])),
+    *(st.none() | st.integers(1, 10), st.data()),
 )
 def test_attention_to_a_cache_is_attention(sizes: tuple, repeat: int, window: int | None, data: st.DataObject) -> None:
     """A few queries per sample, at a place of its own; what lies behind them, or before the window, does not matter."""
@@ -201,8 +196,6 @@ def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> N
 
 
 # ---- drawing
-
-
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(2, 30), st.floats(0.1, 3.0), st.integers(0, 40), st.floats(0.05, 1.0))
 def test_what_is_left_to_choose_from_is_what_transformers_leaves(
@@ -244,8 +237,6 @@ def test_a_prompt_draws_the_same_alone_and_among_others(models) -> None:
 
 
 # ---- the tool
-
-
 def tool(*flags: str, ok: bool = True) -> str:
     done = programs.python("tools/generate.py", *flags)
     assert (done.returncode == 0) == ok and "Traceback" not in done.stderr, done.stdout + done.stderr
@@ -279,9 +270,8 @@ def test_a_text_steers_no_terminal() -> None:
 def test_bad_prompts_and_models_are_told_in_one_line(models, tmp_path: Path) -> None:
     _, folder = models("gpt2")
     (tmp_path / "a.jsonl").write_text('"x"\n7\n')
-    assert "line 2: neither a string nor an object" in tool(
-        "--load", str(folder), "--prompts-file", str(tmp_path / "a.jsonl"), ok=False
-    )
+    words = ["--load", str(folder), "--prompts-file", str(tmp_path / "a.jsonl")]
+    assert "line 2: neither a string nor an object" in tool(*words, ok=False)
     long = tool("--load", str(folder), "--prompt", " ".join(["the"] * S), "--device", "cpu", ok=False)
     assert long == f"generate.py: prompt 0 has {S} tokens, the model {S} positions; shorten it\n"
     for name in ("config.json", "model.safetensors"):

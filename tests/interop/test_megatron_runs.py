@@ -37,7 +37,7 @@ BASE = (
 GPT, LLAMA = Case(), Case(groups=2, llama=True, tied=False)
 TP2 = "--tensor-model-parallel-size 2"
 FORMATS = ("torch", "torch_dist")
-RARELY = pytest.mark.everything(guards=("megalite/interop",))
+GUARDS = ("megalite/interop",)
 
 
 def parse(folder: Path | str, *flags: str) -> Config:
@@ -63,15 +63,13 @@ def theirs(folder: Path, kind: str, case: Case) -> Path:
     return folder
 
 
-KINDS = [(kind, case) for kind in FORMATS for case in (GPT, LLAMA)]
+MODELS = {"gpt": GPT, "llama": LLAMA}
+KINDS = {f"{kind}-{name}": (kind, case) for kind in FORMATS for name, case in MODELS.items()}
 
 
-@pytest.mark.parametrize(
-    "kind,case",
-    [pytest.param(*pair, marks=() if (pair[0] == "torch") == (pair[1] is GPT) else RARELY) for pair in KINDS],
-    ids=[f"{kind}-{'gpt' if case is GPT else 'llama'}" for kind, case in KINDS],
-)
-def test_the_first_loss_is_that_of_the_converted_checkpoint(kind: str, case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", rarely([*KINDS], ["torch-gpt", "torch_dist-llama"], str, guards=GUARDS))
+def test_the_first_loss_is_that_of_the_converted_checkpoint(name: str, tmp_path: Path) -> None:
+    kind, case = KINDS[name]
     folder, ours = theirs(tmp_path / "theirs", kind, case), tmp_path / "ours"
     assert tool("--from-megatron", folder, "--save", ours, "--vocab-size", V) == 0
     want, _ = first_loss(str(ours), "")
@@ -129,8 +127,6 @@ def test_a_format_that_is_not_read_says_what_to_do(files: tuple[str, ...], tmp_p
 
 
 # ---- the vocabulary
-
-
 def test_an_unknown_vocabulary_is_told_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = theirs(tmp_path / "theirs", "torch", GPT)
     _, notes = first_loss(str(folder), "")
@@ -148,10 +144,11 @@ def test_an_unknown_vocabulary_is_told_loudly(tmp_path: Path, capsys: pytest.Cap
 NULL, BYTES = (["--tokenizer-type", f"{kind}Tokenizer"] for kind in ("Null", "Byte"))
 
 
-@pytest.mark.parametrize(
-    "tokenizer",
-    rarely([[], NULL, BYTES], [BYTES], lambda words: words[-1] if words else "none", guards=("megalite/interop",)),
-)
+def name_of(words: list[str]) -> str:
+    return words[-1] if words else "none"
+
+
+@pytest.mark.parametrize("tokenizer", rarely([[], NULL, BYTES], [BYTES], name_of, guards=GUARDS))
 def test_the_vocabulary_survives_the_way_there_and_back(tokenizer: list[str], tmp_path: Path) -> None:
     flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1"
     flags += f" --train-iters 1 --lr 1 --mock-data --eval-iters 0 --device cpu --log-interval 1 --save {tmp_path}/run"
@@ -181,8 +178,6 @@ def test_a_stray_file_of_theirs_does_not_hide_a_checkpoint_of_ours(tmp_path: Pat
 
 
 # ---- the vocabulary of NullTokenizer, which once had an id more than --vocab-size said
-
-
 def test_rows_of_the_weights_count_where_the_tokenizers_options_say_less(tmp_path: Path) -> None:
     write(tmp_path, GPT, tokenizer_type="NullTokenizer", vocab_size=V - 1, true_vocab_size=V)
     data = parse(tmp_path).data

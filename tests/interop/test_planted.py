@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from hugging_face_cases import with_tokenizer
@@ -27,7 +28,6 @@ from megalite.generate import generation as generate
 from megalite.interop.hugging_face.model_files import INDEX
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.parallel.local_ranks import start_local
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError, build_run
 from megalite.train.start import foreign_weights as foreign
@@ -109,26 +109,16 @@ def test_in_every_file_of_a_run(protocol: int, tmp_path: Path, ran: list[str], c
     assert left == ["tokens.bin", "tokens.idx"]  # nothing is written of what is refused
 
 
-def _pretrain(ranks: Ranks, flags: list[str], output: str) -> None:
-    from train_cases import pretrain
-
-    sys.stdout = sys.stderr = open(output, "w", buffering=1)  # noqa: SIM115
-    sys.exit(pretrain(cli.parse(flags, PRESETS), ranks))
-
-
-def test_in_what_lies_beside_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_what_lies_beside_the_checkpoints(tmp_path: Path) -> None:
     """The program runs on. With one in each checkpoint it ends with an error, and not with a fresh start."""
-    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run with späces"
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
     shape += "--vocab-size 21 --micro-batch-size 2 --global-batch-size 2 --lr 0.01 --lr-decay-iters 9 --mock-data --eval-iters 0"
     where = ["--save", str(folder), "--load", str(folder), "--save-interval", "2"]
 
     def program(last: int) -> tuple[int, str]:
-        output = tmp_path / "output"
-        flags = [*shape.split(), "--train-iters", str(last), *where]
-        code = start_local(1, _pretrain, (flags, str(output)), threads=1, timeout_s=60)
-        return code, output.read_text()
+        done = programs.python("pretrain_gpt.py", *shape.split(), "--train-iters", str(last), *where, cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr
 
     assert program(2)[0] == 0
     evil = pickle.dumps(Evil(tmp_path / "canary"), 4)

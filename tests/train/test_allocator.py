@@ -49,9 +49,7 @@ def test_the_users_own_settings_win(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("most,tried", [(64 << 20, [64]), (32 << 20, [64, 32]), (0, [64, 32])])
-def test_a_threshold_that_is_refused_leaves_the_other_alone(
-    most: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_threshold_that_is_refused_leaves_the_other_alone(most: int, tried: list[int], monkeypatch) -> None:
     """glibc before 2.35 takes at most 32 MiB; once one is set, none adapts itself any more."""
     asked: list[tuple[int, int]] = []
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -26,18 +28,29 @@ from megalite.plan.partition import evenly, ranges, splits
 from megalite.plan.stage_costs import StageCosts
 from megalite.train.tell.run_dir import Exit
 
-
-def code_of(f: Any) -> CodeType:
-    return f.__code__
-
-
 ONCE: dict[CodeType, str] = {
-    code_of(check): "check",
-    code_of(arrange): "arrange",
-    code_of(Arrangement.__init__): "Arrangement",
-    code_of(Arrangement._holding): "stages on the meta device",
-    code_of(simulate): "simulate",
+    check.__code__: "check",
+    arrange.__code__: "arrange",
+    Arrangement.__init__.__code__: "Arrangement",
+    Arrangement._holding.__code__: "stages on the meta device",
+    simulate.__code__: "simulate",
 }
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often those of ONCE are called."""
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in ONCE:
+            calls[ONCE[frame.f_code]] += 1
+
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
 @pytest.mark.parametrize("flags", ["", "--dry-run"])
@@ -45,32 +58,14 @@ def test_a_start_checks_and_arranges_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("megalite.train.life.run.keep_freed_memory", lambda: None)  # for the whole process
     words = [*SMALL, "--train-iters", "2", "--eval-iters", "1", "--run-dir", str(tmp_path), *flags.split()]
     config = cli.parse(words, PRESETS)
-    calls: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code in ONCE:
-            calls[ONCE[frame.f_code]] += 1
-
-    sys.setprofile(count)
-    try:
+    with counted() as calls:
         assert pretrain(config, Ranks()) == Exit.DONE
-    finally:
-        sys.setprofile(None)
     assert calls == dict.fromkeys(ONCE.values(), 1)
 
 
 def test_a_command_line_is_checked_at_the_door_and_once_more_with_what_its_files_say() -> None:
-    calls: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code in ONCE:
-            calls[ONCE[frame.f_code]] += 1
-
-    sys.setprofile(count)
-    try:
+    with counted() as calls:
         assert pretrain_gpt.main([*SMALL, "--train-iters", "2", "--dry-run"]) == Exit.DONE
-    finally:
-        sys.setprofile(None)
     assert calls["check"] == 2 and calls["arrange"] == 1
 
 
@@ -173,7 +168,6 @@ def test_a_window_in_front_is_balanced_and_priced() -> None:
     words += " --global-batch-size 64 --micro-batch-size 1 --window-size 63,0 --window-attn-skip-freq [1]*16+[0]*16"
     made = arrange(cli.parse([*SMALL, *words.split()], PRESETS), 4, 64)
     first, last = kinds_of(made.config.model)[0], kinds_of(made.config.model)[-1]
-    assert (
-        layers_bill((first,), made.layers.setting).flops[0] < 0.5 * layers_bill((last,), made.layers.setting).flops[0]
-    )
+    narrow, wide = (layers_bill((kind,), made.layers.setting).flops[0] for kind in (first, last))
+    assert narrow < 0.5 * wide
     assert made.counts[0] > made.counts[-2] and made.counts[1] > made.counts[2]

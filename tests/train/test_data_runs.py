@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import programs
 import pytest
 from train_cases import SMALL, TP2_PP2
+from whole_runs import losses, pretrain, rows, status_of
 
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess.indexed_writer import IndexedWriter
 from tools.preprocess.token_run import make_info
 
-ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTokenizer", "--vocab-size", "94"]
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, words)]
-    return programs.run(command, capture_output=True, text=True, timeout=90, cwd=ROOT)
+def tool(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    return programs.python(f"tools/{name}", *map(str, words))
 
 
 @pytest.fixture(scope="module")
@@ -43,32 +41,30 @@ def test_a_changed_blend_goes_on_with_what_is_left(files: tuple[str, str], tmp_p
     a, b = files
     save = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", "50", "--split", "1,0,0"]
     steps = ["--train-iters", "8"]
-    one = run("pretrain_gpt.py", *FLAGS, *TP2_PP2, *save, *steps, "--data-path", 1, a, 1, b, "--exit-interval", "5")
+    one = pretrain(*FLAGS, *TP2_PP2, *save, *steps, "--data-path", 1, a, 1, b, "--exit-interval", "5")
     assert one.returncode == 75, one.stderr
     changed = ["--seq-length", "8", "--data-path", 3, b, 1, a]
-    two = run("pretrain_gpt.py", *FLAGS, "--nproc", "2", *save, *steps, *changed)
+    two = pretrain(*FLAGS, "--nproc", "2", *save, *steps, *changed)
     assert two.returncode == 0, two.stderr
     assert "note: the blend changed: from sample 40 on" in two.stdout
-    shown = run("tools/ledger.py", tmp_path / "run")
+    shown = tool("ledger.py", tmp_path / "run")
     assert shown.returncode == 0, shown.stderr
-    rows = {line.split()[0]: line.split()[1:] for line in shown.stdout.splitlines()[2:4]}
-    assert rows == {a: ["368", rows[a][1], "0.123"], b: ["464", rows[b][1], "0.155"]}  # 20 * 16 + 6 * 8, 18 * 8
-    assert 0 < int(rows[a][1]) < 40
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert status["tokens"] == 368 + 464
+    told = {line.split()[0]: line.split()[1:] for line in shown.stdout.splitlines()[2:4]}
+    assert told == {a: ["368", told[a][1], "0.123"], b: ["464", told[b][1], "0.155"]}  # 20 * 16 + 6 * 8, 18 * 8
+    assert 0 < int(told[a][1]) < 40
+    assert status_of(tmp_path / "run")["tokens"] == 368 + 464
     assert shown.stdout.splitlines()[-1] == f"samples 40 to 64: 8 tokens each, 0.7500 {b}, 0.2500 {a}"
-    seed = run(
-        "pretrain_gpt.py", *FLAGS, *save, *steps, *changed, "--seed", "5", "--train-iters", "9", "--lr-decay-iters", "8"
-    )
+    other = ["--seed", "5", "--train-iters", "9", "--lr-decay-iters", "8"]
+    seed = pretrain(*FLAGS, *save, *steps, *changed, *other)
     assert seed.returncode == 3 and "data so far came in the order of seed 1234" in seed.stderr
 
 
 def test_validation_sets_have_names_and_losses_of_their_own(files: tuple[str, str], tmp_path: Path) -> None:
     a, b = files
     flags = ["--train-data-path", a, "--valid-data-path", f"a={a}", "b=", b, "--run-dir", tmp_path]
-    done = run("pretrain_gpt.py", *FLAGS, *TP2_PP2, *flags, "--train-iters", "4", "--eval-interval", "2")
+    done = pretrain(*FLAGS, *TP2_PP2, *flags, "--train-iters", "4", "--eval-interval", "2")
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = rows(tmp_path / "metrics.jsonl")
     sets = [{k for k in row if k.startswith("val/")} for row in found if any(k.startswith("val/") for k in row)]
     assert sets == [{"val/a/loss", "val/a/ppl"}, {"val/b/loss", "val/b/ppl", "val/b/bpb"}] * 2
     last = {k: v for row in found for k, v in row.items()}
@@ -80,16 +76,15 @@ def test_lists_of_paths_come_from_files_too(files: tuple[str, str], tmp_path: Pa
     a, b = files
     (tmp_path / "blend.txt").write_text(f"0.5 {a}\n0.5 {b}\n")
     (tmp_path / "splits.json").write_text(json.dumps({"train": [0.5, a, 0.5, b], "valid": [b], "test": None}))
-    losses = []
+    found = []
     for flag, file in (("--data-args-path", "blend.txt"), ("--per-split-data-args-path", "splits.json")):
         folder = tmp_path / flag[2:]
         more = ["--split", "1,0,0", "--train-iters", "2", "--run-dir", folder]
         more += ["--no-mmap-bin-files"] if file == "blend.txt" else []
-        done = run("pretrain_gpt.py", *FLAGS, flag, tmp_path / file, *more)
+        done = pretrain(*FLAGS, flag, tmp_path / file, *more)
         assert done.returncode == 0, done.stderr
-        found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses.append([row["train/loss"] for row in found if "train/loss" in row])
-    assert losses[0] == losses[1] and len(losses[0]) == 2
+        found.append(losses(folder))
+    assert found[0] == found[1] and len(found[0]) == 2
 
 
 BAD = {
@@ -104,13 +99,8 @@ def test_bad_sets_are_refused(files: tuple[str, str], tmp_path: Path, name: str)
     flags, text = BAD[name]
     words = [dict(zip("AB", files, strict=True)).get(word, word) for word in flags]
     base = ["--train-data-path", files[0], "--multiple-validation-sets", "--train-iters", "2", "--run-dir", tmp_path]
-    done = run("pretrain_gpt.py", *FLAGS, *base, *words)
+    done = pretrain(*FLAGS, *base, *words)
     assert done.returncode == 3 and text in done.stderr and "Traceback" not in done.stderr
-
-
-def loss_rows(folder: Path) -> list[float]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["train/loss"] for row in found if "train/loss" in row]
 
 
 PACKED = ["--document-packing", "best-fit", "--reset-attention-mask", "--reset-position-ids"]
@@ -120,20 +110,19 @@ def test_packed_documents_under_any_layout_and_resumed(files: tuple[str, str], t
     a, b = files
     flags = [*FLAGS, *PACKED, "--data-path", a, b, "--split", "1,0,0", "--train-iters", "6", "--save-interval", "50"]
     flags += ["--seq-length", "64", "--max-position-embeddings", "64"]
-    one = run("pretrain_gpt.py", *flags, "--save", tmp_path / "one")
+    one = pretrain(*flags, "--save", tmp_path / "one")
     assert one.returncode == 0, one.stderr
     assert "packed into" in one.stdout and "documents cut" in one.stdout
     four = [*flags, "--save", tmp_path / "four", "--load", tmp_path / "four"]
-    half = run("pretrain_gpt.py", *four, *TP2_PP2, "--exit-interval", "3")
+    half = pretrain(*four, *TP2_PP2, "--exit-interval", "3")
     assert half.returncode == 75, half.stderr
-    rest = run("pretrain_gpt.py", *four, "--nproc", "2")
+    rest = pretrain(*four, "--nproc", "2")
     assert rest.returncode == 0, rest.stderr
-    assert loss_rows(tmp_path / "four") == pytest.approx(loss_rows(tmp_path / "one"), rel=1e-4)
-    rows = [run("tools/ledger.py", tmp_path / name).stdout.splitlines()[2:4] for name in ("one", "four")]
-    assert rows[0] == rows[1] and len(rows[0]) == 2
-    switched = run(
-        "pretrain_gpt.py", *[f for f in four if f not in PACKED], "--train-iters", "8", "--lr-decay-iters", "6"
-    )
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    told = [tool("ledger.py", tmp_path / name).stdout.splitlines()[2:4] for name in ("one", "four")]
+    assert told[0] == told[1] and len(told[0]) == 2
+    plain = [f for f in four if f not in PACKED]
+    switched = pretrain(*plain, "--train-iters", "8", "--lr-decay-iters", "6")
     assert switched.returncode == 3 and "document_packing was changed since the checkpoint" in switched.stderr
 
 
@@ -141,31 +130,30 @@ def test_fill_in_the_middle(tmp_path: Path) -> None:
     special = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
     text = "\n".join(f"def f{i}(x):\n    return x + {i} * {i * i}" for i in range(400))
     (tmp_path / "t.txt").write_text(text)
-    (tmp_path / "t.jsonl").write_text(
-        "".join(json.dumps({"text": text[i : i + 300]}) + "\n" for i in range(0, 9000, 50))
-    )
+    lines = [json.dumps({"text": text[i : i + 300]}) + "\n" for i in range(0, 9000, 50)]
+    (tmp_path / "t.jsonl").write_text("".join(lines))
     made = ["--input", tmp_path / "t.txt", "--model-prefix", tmp_path / "spm", "--vocab-size", "300"]
-    done = run("tools/train_tokenizer.py", *made, "--special-tokens", *special)
+    done = tool("train_tokenizer.py", *made, "--special-tokens", *special)
     assert done.returncode == 0, done.stderr
     tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tmp_path / "spm.model"]
     made = ["--input", tmp_path / "t.jsonl", "--output-prefix", tmp_path / "d", "--append-eod", "--workers", "1"]
-    assert run("tools/preprocess_data.py", *made, *tokenizer).returncode == 0
+    assert tool("preprocess_data.py", *made, *tokenizer).returncode == 0
     plain = [f for f in SMALL if f not in ("--mock-data", "--vocab-size", "93")]
     flags = [*plain, *tokenizer, "--data-path", tmp_path / "d_text_document", "--split", "9,1,0", "--train-iters", "3"]
-    losses = {}
+    found = {}
     for name, more in {"plain": [], "fim": ["--fim-data", "--fim-rate", "1"], "tp": ["--fim-data", *TP2_PP2]}.items():
         more = [*more, "--fim-rate", "1"] if name == "tp" else more
-        got = run("pretrain_gpt.py", *flags, *more, "--run-dir", tmp_path / name)
+        got = pretrain(*flags, *more, "--run-dir", tmp_path / name)
         assert got.returncode == 0, got.stderr
-        losses[name] = loss_rows(tmp_path / name)
-    assert losses["tp"] == pytest.approx(losses["fim"], rel=1e-4) and losses["fim"] != losses["plain"]
-    wrong = run("pretrain_gpt.py", *flags, "--fim-data", "--fim-pad-token", "<nope>", "--run-dir", tmp_path / "w")
+        found[name] = losses(tmp_path / name)
+    assert found["tp"] == pytest.approx(found["fim"], rel=1e-4) and found["fim"] != found["plain"]
+    wrong = pretrain(*flags, "--fim-data", "--fim-pad-token", "<nope>", "--run-dir", tmp_path / "w")
     assert wrong.returncode == 3 and "fim_pad_token='<nope>' is not a token" in wrong.stderr
 
 
 def test_ledger_of_generated_data_and_of_nothing(tmp_path: Path) -> None:
-    missing = run("tools/ledger.py", tmp_path)
+    missing = tool("ledger.py", tmp_path)
     assert missing.returncode == 3 and "no checkpoint" in missing.stderr
     flags = [*SMALL, "--train-iters", "1", "--save", tmp_path, "--save-interval", "1"]
-    assert run("pretrain_gpt.py", *flags).returncode == 0
-    assert "generated data" in run("tools/ledger.py", tmp_path / "iter_0000001").stdout
+    assert pretrain(*flags).returncode == 0
+    assert "generated data" in tool("ledger.py", tmp_path / "iter_0000001").stdout

@@ -5,24 +5,14 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import programs
 from train_cases import SMALL
+from whole_runs import children, running
 
-ROOT = Path(__file__).resolve().parents[2]
 LISTEN = "0A"
-
-
-def processes(first: int) -> Iterator[int]:
-    yield first
-    with suppress(OSError):
-        for child in Path(f"/proc/{first}/task/{first}/children").read_text().split():
-            yield from processes(int(child))
 
 
 def address(text: str) -> str:
@@ -45,29 +35,9 @@ def listeners(pid: int) -> Iterator[str]:
                 yield address(fields[1].partition(":")[0])
 
 
-def test_a_table_of_sockets_is_read_right() -> None:
-    assert address("0100007F") == "127.0.0.1" and address("00000000000000000000000001000000") == "::1"
-    assert address("00000000") == "0.0.0.0" and address("0000000000000000FFFF00000100007F") == "127.0.0.1"
-
-
 def test_ranks_of_one_machine_listen_on_its_loopback_only(tmp_path: Path) -> None:
-    words = [
-        sys.executable,
-        str(ROOT / "pretrain_gpt.py"),
-        *SMALL,
-        "--train-iters",
-        "100000",
-        "--run-dir",
-        str(tmp_path),
-        "--nproc",
-        "2",
-    ]
-    run = programs.Popen([*words, "--device", "cpu", "--pp", "2"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert run.stdout is not None
-        assert any("step     2/" in line for line in run.stdout)
-        found = [ipaddress.ip_address(a) for pid in processes(run.pid) for a in listeners(pid)]
-        assert len(found) >= 2 and all(one.is_loopback for one in found), found
-    finally:
-        run.kill()
-        run.communicate(timeout=20)
+    flags = ["--train-iters", "100000", "--run-dir", tmp_path, "--nproc", "2", "--device", "cpu", "--pp", "2"]
+    with running(*SMALL, *flags) as run:
+        pids = [run.pid, *children(run.pid), *(rank for server in children(run.pid) for rank in children(server))]
+        found = [ipaddress.ip_address(a) for pid in pids for a in listeners(pid)]
+    assert len(found) >= 2 and all(one.is_loopback for one in found), found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -15,13 +14,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from train_cases import SMALL
+from whole_runs import ROOT, status_of
 
 from megalite.parallel.launch import LaunchError
 from megalite.parallel.mesh import world_axis
 from megalite.train.watch import fingerprint
 from megalite.train.watch.fingerprint import ALIKE, EQUAL, compare, describe, facts_of_machine
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
@@ -54,9 +53,8 @@ def test_what_differs_is_named_with_its_nodes_and_stops_where_it_must() -> None:
 
 def test_only_the_lines_that_differ_are_told() -> None:
     texts = ["lr=0.1\nbf16=True\nseed=1"] * 3 + ["lr=0.2\nbf16=True\nseed=1"]
-    assert describe("options", texts, ["a", "a", "b", "b"]) == (
-        "options differs: 'lr=0.1' on a, b (rank 0 and 2 more); 'lr=0.2' on b (rank 3)"
-    )
+    said = "options differs: 'lr=0.1' on a, b (rank 0 and 2 more); 'lr=0.2' on b (rank 3)"
+    assert describe("options", texts, ["a", "a", "b", "b"]) == said
 
 
 def test_an_edited_source_file_is_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +78,11 @@ def _start(rank: int, port: int, folder: Path, *flags: str, **variables: str) ->
     return programs.Popen([*words, "--device", "cpu", *flags], env=env, text=True, stdout=pipe, stderr=pipe, cwd=ROOT)
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def _both(folder: Path, flags: str = "", **variables: str) -> list[tuple[int, str]]:
     """Exit code and stderr; the second node alone has `flags` and `variables`."""
-    port = free_port()
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
     nodes = [_start(0, port, folder), _start(1, port, folder, *flags.split(), **variables)]
     try:
         texts = [node.communicate(timeout=150)[1] for node in nodes]
@@ -102,7 +96,7 @@ def test_a_node_with_another_option_ends_the_run_before_its_first_step(tmp_path:
     for code, text in _both(tmp_path, "--lr 0.02 --hidden-dropout 0"):
         assert code == 3 and "Traceback" not in text
         assert "options differs: 'lr=0.01' on" in text and "'hidden_dropout=0.0, lr=0.02' on" in text
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert status["outcome"] == "preflight" and "options differs" in status["reason"]
 
 

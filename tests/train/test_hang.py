@@ -18,8 +18,10 @@ import programs
 import pytest
 import torch
 import torch.distributed as dist
+from cover import rarely
 from ranks import run_ranks
 from train_cases import SMALL, TP2_PP2
+from whole_runs import ROOT, rows, running, status_of
 
 from megalite.config import cli
 from megalite.models.families import PRESETS
@@ -38,11 +40,9 @@ from megalite.train.watch.diagnosis import View, diagnose
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.heartbeat import Heartbeat
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 # ---- the diagnosis alone
-
 GATHER, SUM = ("all-gather", -1, 12, 4096), ("all-reduce", -1, 7, 40)
 
 
@@ -88,8 +88,6 @@ def test_the_two_ends_of_a_message_are_compared() -> None:
 
 
 # ---- what is never wrong data
-
-
 def _groups() -> list[float]:
     mesh = build_mesh(tp=2, pp=2, device=CPU, timeout=datetime.timedelta(seconds=7))
     assert {axis.name for axis in mesh.axes} >= {"pp", "tp", "pp_back", "ends", "world"}
@@ -118,17 +116,11 @@ def _message(elements: int, dtype: torch.dtype, mark: int) -> bool:
     return not x.any() and mesh.pp.calls.waiting is not None
 
 
-@pytest.mark.parametrize(
-    ("elements", "dtype", "mark"),
-    [
-        (8, torch.float32, 0),
-        pytest.param(4, torch.int32, 0, marks=pytest.mark.everything),
-        (4, torch.float32, 1),
-    ],
-)
-def test_a_message_of_another_size_dtype_or_microbatch_is_not_taken(
-    elements: int, dtype: torch.dtype, mark: int
-) -> None:
+OTHERS = [(8, torch.float32, 0), pytest.param(4, torch.int32, 0, marks=pytest.mark.everything), (4, torch.float32, 1)]
+
+
+@pytest.mark.parametrize("elements,dtype,mark", OTHERS)
+def test_a_message_of_another_size_dtype_or_microbatch_is_not_taken(elements: int, dtype: Any, mark: int) -> None:
     assert run_ranks(2, _message, elements, dtype, mark) == [True, True]
 
 
@@ -160,8 +152,6 @@ def test_a_collective_too_many_is_an_error_on_all_ranks_that_says_which(tmp_path
 
 
 # ---- the watchdog
-
-
 def _dog(folder: Path, timeout_s: float = 1.0) -> Watchdog:
     return Watchdog(Mesh.alone(), folder, Timers(), timeout_s)
 
@@ -191,9 +181,7 @@ def test_the_first_steps_and_what_is_no_step_are_never_late(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("size", [1, 2, 1024, 16_384])
-def test_a_store_is_not_asked_more_often_than_it_can_answer(
-    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_is_not_asked_more_often_than_it_can_answer(tmp_path: Path, size: int, monkeypatch) -> None:
     monkeypatch.setattr(hang, "_own_connection", lambda: None)
     alone = Mesh.alone()
     world = replace(alone.world, size=size, transport=PLANNED)
@@ -231,102 +219,76 @@ def test_the_status_says_that_a_run_lives_until_it_hangs(tmp_path: Path, monkeyp
     assert json.loads(file.read_text())["outcome"] == "running" and not heart._thread.is_alive()
 
 
-def _round(folder: str) -> tuple[str, list[int], float]:
-    """A rank whose main thread is elsewhere answers; the other one asks."""
-    mesh = build_mesh(tp=1, pp=1, device=CPU)
-    dog = Watchdog(mesh, Path(folder), Timers(), 600.0)
-    dog.at("step", 3)
-    dist.barrier()
-    begin = time.monotonic()
-    if dist.get_rank() == 0:
-        mesh.dp.begin("all-reduce", torch.zeros(3)).__enter__()
-        dog._round()
-    while not dog.reason and time.monotonic() < begin + 20:
-        time.sleep(0.01)
-    took = time.monotonic() - begin
-    dist.barrier()
-    dog.close()
-    return dog.reason, dog.late, took
-
-
-def test_ranks_answer_each_other_through_the_store(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _round, str(tmp_path))
-    assert (
-        first[:2] == second[:2] and first[1] == [1] and first[0].startswith("rank 1 in step 3, step, outside megalite")
-    )
-    [row] = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]  # one rank told it
-    assert (row["event"], row["late"], row["reason"]) == ("hang", [1], first[0])
-    assert "rank 0 in step 3, step, outside megalite: waits 0 s for all-reduce 1 over dp" in first[0]
-    for rank in (0, 1):
-        text = (tmp_path / "hang" / f"rank-{rank:03d}.txt").read_text()
-        assert "in _round" in text and text.count("Thread 0x") >= 2
-
-
 # ---- whole runs
+Ended = tuple[int, str, dict[str, Any]]
 
 
-def ended(
-    folder: Path, *words: str, fault: str = "", start: tuple[str, ...] = (), limit_s: int = 3
-) -> tuple[int, str, dict[str, Any]]:
+def ended(folder: Path, *words: str, fault: str = "", start: tuple[str, ...] = (), limit_s: int = 3) -> Ended:
     """Exit code, stderr and status of a run of up to 30 steps with that time-out, as a user starts it."""
-    command = [sys.executable, *start, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "30", *words]
-    command += ["--run-dir", str(folder), "--distributed-timeout-seconds-after-init", str(limit_s), "--device", "cpu"]
+    words = (*SMALL, "--train-iters", "30", *words, "--run-dir", str(folder), "--device", "cpu")
+    command = [sys.executable, *start, str(ROOT / "pretrain_gpt.py"), *words]
+    command += ["--distributed-timeout-seconds-after-init", str(limit_s)]
     env = {**os.environ, "MEGALITE_FAULT": fault, "TORCH_FR_BUFFER_SIZE": "100"}
     made = programs.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
-    return made.returncode, made.stderr, json.loads((folder / "status.json").read_text())
+    return made.returncode, made.stderr, status_of(folder)
+
+
+FROZEN = r"rank {} no longer answers \(process \d+: stopped by a signal\); rank {} in step 6"
 
 
 def test_a_frozen_rank_is_named_and_the_run_says_hang(tmp_path: Path) -> None:
     code, err, status = ended(tmp_path, "--nproc", "2", fault="step.begin:0:6:stop")
     assert (code, status["outcome"], status["step"]) == (70, "hang", 5), err
-    assert re.match(
-        r"rank 0 no longer answers \(process \d+: stopped by a signal\); rank 1 in step 6", status["reason"]
-    )
+    assert re.match(FROZEN.format(0, 1), status["reason"])
     assert "waits" in status["reason"] and " over dp, " in status["reason"] and "optim/" in status["reason"]
     assert err.count("NO PROGRESS") == 1 and "Traceback" not in err
-    assert "File" in (tmp_path / "hang" / "rank-001.txt").read_text()
+    text = (tmp_path / "hang" / "rank-001.txt").read_text()
+    assert "File" in text and text.count("Thread 0x") >= 2
     entries = json.loads((tmp_path / "hang" / "rank-001.json").read_text())["entries"]
     assert any("all_reduce" in entry["profiling_name"] for entry in entries)
-    rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(row["event"], row["step"], row["late"]) for row in rows if row["event"] == "hang"] == [("hang", 6, [0])]
+    [told] = [row for row in rows(tmp_path / "events.jsonl") if row["event"] == "hang"]  # one rank told it
+    assert (told["step"], told["late"], told["reason"]) == (6, [0], status["reason"])
 
 
-@pytest.mark.parametrize(
-    ("fault", "where"),
-    [
-        pytest.param(
-            "init.storage:0:0:sleep",
-            "start, checkpoint/storage/.* probe .a slow checkpoint.; the others wait for it$",
-            marks=pytest.mark.everything(guards=("megalite/train/watch",)),
-        ),
-        ("init:0:0:sleep", "start-up, train/life/run.py.*; rank 1 in start-up, .* all-gather 1 over world"),
-    ],
-    ids=["before ranks meet", "at the first collective"],
-)
-def test_a_rank_that_hangs_in_the_start_is_named(tmp_path: Path, fault: str, where: str) -> None:
-    words = ["--nproc", "2", "--save", str(tmp_path), "--distributed-timeout-minutes", "0.15"]
-    code, err, status = ended(tmp_path, *words, fault=fault)
-    assert (code, status["outcome"], status["step"]) == (70, "hang", 0), err
-    assert re.match(f"rank 0 in {where}", status["reason"]), status
+START = "--nproc 2 --save {} --distributed-timeout-minutes 0.15"
+STORAGE = r"rank 0 in start, checkpoint/storage/.* probe .a slow checkpoint.; the others wait for it$"
+FIRST = r"rank 0 in start-up, train/life/run.py.*; rank 1 in start-up, .* all-gather 1 over world"
+STALL = r"rank 1 in step 6, batch-generator, .* \(a data stall"
+SAVE = r"rank 1 in step 6, save-checkpoint, checkpoint/.* \(a slow checkpoint\); rank 0 in"
+HANGS = {
+    "before ranks meet": (START, "init.storage:0:0:sleep", 0, STORAGE),
+    "at the first collective": (START, "init:0:0:sleep", 0, FIRST),
+    "a data stall on one of four": (" ".join(TP2_PP2), "data.get:1:6:sleep", 5, STALL),
+    "frozen in an evaluation": ("--nproc 2 --eval-interval 6", "eval.begin:1:6:stop", 6, f"{FROZEN.format(1, 0)}, ev"),
+    "a slow checkpoint": ("--nproc 2 --save {} --save-interval 6", "ckpt.shard_written:1:6:sleep", 6, SAVE),
+}
+
+
+@pytest.mark.parametrize("name", rarely(HANGS, ["at the first collective"], str, guards=("megalite/train/watch",)))
+def test_a_rank_that_hangs_is_named_with_its_place(name: str, tmp_path: Path) -> None:
+    words, fault, step, reason = HANGS[name]
+    code, err, status = ended(tmp_path, *words.format(tmp_path).split(), fault=fault)
+    assert (code, status["outcome"], status["step"]) == (70, "hang", step), err
+    assert re.match(reason, status["reason"]), status
     assert err.count("NO PROGRESS") == 1 and "Traceback" not in err
+    if "evaluation" in name:
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert report["bottleneck"] is None and report["advice"].startswith("the run ended as hang, ")
+    if "four" in name:
+        assert len(list((tmp_path / "hang").glob("rank-*.txt"))) == 4
 
 
 def aborted(folder: Path, fault: str, sign: str) -> tuple[int, dict[str, Any]]:
     """Exit code and status of a run whose rank 0 gets SIGABRT once the run has said `sign`, as NCCL's watchdog sends it
     to who waits too long: Python does not hear of it."""
-    words = [*SMALL, "--train-iters", "100000", "--nproc", "2", "--device", "cpu", "--run-dir", str(folder)]
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--distributed-timeout-seconds-after-init", "10"]
+    words = [*SMALL, *"--train-iters 100000 --nproc 2 --device cpu --distributed-timeout-seconds-after-init 10".split()]
     env = {**os.environ, "MEGALITE_FAULT": fault}
-    process = programs.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT, env=env)
-    try:
-        assert process.stderr is not None
-        assert any(sign in line for line in process.stderr)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with running(*words, "--run-dir", folder, until=sign, env=env, **pipes) as process:
         time.sleep(0.5)  # until it is written down, too
-        os.kill(json.loads((folder / "status.json").read_text())["pid"], signal.SIGABRT)
+        os.kill(status_of(folder)["pid"], signal.SIGABRT)
         process.communicate(timeout=60)
-        return process.returncode, json.loads((folder / "status.json").read_text())
-    finally:
-        process.kill()
+    return process.returncode, status_of(folder)
 
 
 def test_an_abort_after_a_hang_was_told_is_that_hang(tmp_path: Path) -> None:
@@ -341,41 +303,11 @@ def test_an_abort_after_the_step_went_on_is_a_crash(tmp_path: Path) -> None:
 
 
 @pytest.mark.everything
-def test_a_data_stall_on_one_of_four_ranks_is_named(tmp_path: Path) -> None:
-    code, err, status = ended(tmp_path, *TP2_PP2, fault="data.get:1:6:sleep")
-    assert (code, status["outcome"]) == (70, "hang"), err
-    assert re.match(r"rank 1 in step 6, batch-generator, .* \(a data stall", status["reason"]), status
-    assert "Traceback" not in err and err.count("NO PROGRESS") == 1
-    assert len(list((tmp_path / "hang").glob("rank-*.txt"))) == 4
-
-
-@pytest.mark.everything
-def test_a_rank_that_is_frozen_in_an_evaluation_is_named(tmp_path: Path) -> None:
-    code, err, status = ended(tmp_path, "--nproc", "2", "--eval-interval", "6", fault="eval.begin:1:6:stop")
-    assert (code, status["outcome"], status["step"]) == (70, "hang", 6), err
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["bottleneck"] is None and report["advice"].startswith("the run ended as hang, ")
-    assert re.match(
-        r"rank 1 no longer answers \(process \d+: stopped by a signal\); rank 0 in step 6, evaluate", status["reason"]
-    )
-
-
-@pytest.mark.everything
 def test_under_torchrun_the_status_says_hang(tmp_path: Path) -> None:
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "2")
     code, err, status = ended(tmp_path, fault="step.begin:0:6:stop", start=start)
     assert (code, status["outcome"]) == (1, "hang"), err
     assert status["reason"].startswith("rank 0 no longer answers")
-
-
-@pytest.mark.everything
-def test_a_slow_checkpoint_is_named(tmp_path: Path) -> None:
-    words = ["--nproc", "2", "--save", str(tmp_path / "saved"), "--save-interval", "6"]
-    code, err, status = ended(tmp_path, *words, fault="ckpt.shard_written:1:6:sleep")
-    assert (code, status["outcome"], status["step"]) == (70, "hang", 6), err
-    assert re.match(
-        r"rank 1 in step 6, save-checkpoint, checkpoint/.* \(a slow checkpoint\); rank 0 in", status["reason"]
-    )
 
 
 @pytest.mark.everything

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,34 +12,15 @@ from megalite.train.life import preflight
 
 # names as torch.cuda.get_device_name reports them
 BF16 = {
-    "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA H100 PCIe": 756.0,
-    "NVIDIA H100 NVL": 835.5,
-    "NVIDIA H200": 989.4,
-    "NVIDIA GH200 480GB": 989.4,
-    "NVIDIA H20": 148.0,
-    "NVIDIA GB200": 2500.0,
-    "NVIDIA B200": 2250.0,
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA A10": 125.0,
-    "NVIDIA A10G": 70.0,
-    "NVIDIA A40": 149.7,
-    "NVIDIA L4": 121.0,
-    "NVIDIA L40S": 362.05,
-    "NVIDIA GeForce RTX 3090": 71.0,
-    "NVIDIA GeForce RTX 4090": 165.2,
-    "AMD Instinct MI300X": 1307.4,
-    "AMD Instinct MI250X": 191.5,  # one of its two dies: what torch calls a device
+    **{"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA H100 NVL": 835.5, "NVIDIA H200": 989.4},
+    **{"NVIDIA GH200 480GB": 989.4, "NVIDIA H20": 148.0, "NVIDIA GB200": 2500.0, "NVIDIA B200": 2250.0},
+    **{"NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A10": 125.0, "NVIDIA A10G": 70.0, "NVIDIA A40": 149.7},
+    **{"NVIDIA L4": 121.0, "NVIDIA L40S": 362.05, "NVIDIA GeForce RTX 3090": 71.0, "NVIDIA GeForce RTX 4090": 165.2},
+    **{"AMD Instinct MI300X": 1307.4, "AMD Instinct MI250X": 191.5},  # one of its two dies: what torch calls a device
 }
 # other cards whose names hold the letters of one in the table, and parts of cards
-UNKNOWN = [
-    "NVIDIA RTX A4000",
-    "NVIDIA RTX A1000",
-    "NVIDIA RTX A3000",
-    "NVIDIA H200 MIG 1g.18gb",
-    "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce GTX 1080",
-]
+UNKNOWN = ["NVIDIA RTX A4000", "NVIDIA RTX A1000", "NVIDIA RTX A3000", "NVIDIA H200 MIG 1g.18gb"]
+UNKNOWN += ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce GTX 1080"]
 
 
 @pytest.mark.parametrize("name", sorted(BF16))
@@ -81,9 +60,7 @@ def test_a_cpu_is_measured(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("seconds_of_128", "largest"), [(1e-2, 128), (1e-7, 1024)])
-def test_matmuls_grow_only_while_the_time_allows(
-    seconds_of_128: float, largest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matmuls_grow_only_while_the_time_allows(seconds_of_128: float, largest: int, monkeypatch) -> None:
     """fp16 has no fast unit on many CPUs: at a fixed size of 1024 it would take seconds."""
     now, sizes = 0.0, []
 
@@ -157,9 +134,7 @@ def test_no_matmul_on_this_card_is_faster_than_its_peak() -> None:
         ({}, 1e6),
     ],
 )
-def test_a_container_s_quota_of_processors_is_that_of_every_group_around_it(
-    tmp_path: Path, files: dict[str, str], quota: float
-) -> None:
+def test_a_containers_quota_of_processors_is_that_of_every_group_around_it(tmp_path, files: dict, quota: float) -> None:
     (tmp_path / "own").write_text("4:cpu:/else\n0::/pods/mine\n")
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

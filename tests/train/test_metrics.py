@@ -6,7 +6,6 @@ import datetime
 import importlib.util
 import json
 import math
-import os
 import re
 import resource
 import sys
@@ -15,118 +14,66 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import programs
 import pytest
 from train_cases import SMALL
+from whole_runs import pretrain, status_of
 
 from megalite.config.options import Config, LogConfig, options
 from megalite.config.packages import missing_packages
 from megalite.train.state import State, StepResult
-from megalite.train.tell.figures import (
-    Interval,
-    Speed,
-    columns,
-    duration,
-    megalite_line,
-    megalite_validation_line,
-    megatron_arguments,
-    megatron_end,
-    megatron_line,
-    megatron_moment,
-    megatron_parameters,
-    megatron_sizes,
-    megatron_timers,
-    megatron_validation_lines,
-    table,
-)
+from megalite.train.tell import figures
+from megalite.train.tell.figures import Interval, Speed, columns, duration, table
 from megalite.train.tell.metrics import Reporter
 
-ROOT = Path(__file__).resolve().parents[2]
 NOW = datetime.datetime(2026, 8, 22, 10, 15, 3, 123456)
 SEEN = Interval(
-    step=100,
-    last_step=500_000,
-    consumed_samples=25_600,
-    consumed_tokens=25_600 * 2048,
-    batch_size=256,
-    loss=7.654321,
-    lr=1.5e-4,
-    grad_norm=1.2351,
-    loss_scale=1.0,
-    skipped=0,
-    step_s=5.1324,
-    data_s=0.0154,
-    tokens_per_step=256 * 2048,
-    memory_gib=31.42,
-    memory_limit_gib=79.6,
+    **dict(step=100, last_step=500_000, consumed_samples=25_600, consumed_tokens=25_600 * 2048, batch_size=256),
+    **dict(loss=7.654321, lr=1.5e-4, grad_norm=1.2351, loss_scale=1.0, skipped=0, step_s=5.1324, data_s=0.0154),
+    **dict(tokens_per_step=256 * 2048, memory_gib=31.42, memory_limit_gib=79.6),
 )
-STEP = StepResult(
-    loss=6.5, grad_norm=1.25, lr=1.5e-4, batch_size=256, skipped=False, stop=False, data_s=0.0, step_s=5.0
-)
+STEP = StepResult(loss=6.5, grad_norm=1.25, lr=1.5e-4, batch_size=256, skipped=False, stop=False, data_s=0, step_s=5)
 # 412.7 TFLOP/s per device in the interval above
 SPEED = Speed(flops_per_token=412.7e12 * 8 * 5.1324 / (256 * 2048), devices=8, peak_tflops=989.4)
 
 
 def test_megatrons_line_to_the_letter() -> None:
-    assert megatron_line(SEEN, SPEED, NOW, throughput=True) == (
+    assert figures.megatron_line(SEEN, SPEED, NOW, throughput=True) == (
         " [2026-08-22 10:15:03.123456] iteration      100/  500000 | consumed samples:        25600 |"
         " elapsed time per iteration (ms): 5132.4 | throughput per GPU (TFLOP/s/GPU): 412.7 |"
         " learning rate: 1.500000E-04 | global batch size:   256 | lm loss: 7.654321E+00 | loss scale: 1.0 |"
         " grad norm: 1.235 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
-    line = megatron_line(replace(SEEN, zeros=97, params_norm=356.7891), SPEED, NOW, throughput=False)
+    line = figures.megatron_line(replace(SEEN, zeros=97, params_norm=356.7891), SPEED, NOW, throughput=False)
     assert " | grad norm: 1.235 | num zeros: 97 | params norm: 356.789 | number of skipped iterations:   0 |" in line
-    line = megatron_line(replace(SEEN, z_loss=0.00123), SPEED, NOW, throughput=False)
+    line = figures.megatron_line(replace(SEEN, z_loss=0.00123), SPEED, NOW, throughput=False)
     assert " | lm loss: 7.654321E+00 | z_loss: 1.230000E-03 | loss scale: 1.0 |" in line
-    line = megatron_line(replace(SEEN, loss=None, skipped=3, nan=2, loss_scale=2.0**16), SPEED, NOW, throughput=False)
+    odd = replace(SEEN, loss=None, skipped=3, nan=2, loss_scale=2.0**16)
+    line = figures.megatron_line(odd, SPEED, NOW, throughput=False)
     assert "throughput" not in line and "lm loss" not in line
-    assert line.endswith(
+    end = (
         " loss scale: 65536.0 | grad norm: 1.235 | number of skipped iterations:   3 | number of nan iterations:   2 |"
     )
-
-
-def test_megatrons_line_is_found_by_megatrons_own_pattern() -> None:
-    """Of its determinism tests (tests/performance_tests, print_nsys_leaderboard.py), and what users grep for."""
-    line = megatron_line(SEEN, SPEED, NOW, throughput=True)
-    found = re.search(r"iteration\s+(\d+)/\s*\d+.*elapsed time per iteration \(ms\):\s*([\d.]+)", line)
-    assert found and found.groups() == ("100", "5132.4")
-    found = re.search(r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d) \|", line)
-    assert found and found[1] == "412.7"
-    assert "throughput per GPU" not in megatron_line(SEEN, SPEED, NOW, throughput=False)
-
-
-def test_a_table_shows_what_it_is_given() -> None:
-    """gloo's errors begin with a path in brackets, which rich would take for the end of a tag."""
-    reason = "lost another rank ([/third_party/pair.cc:553] closed by peer [127.0.0.1]:40934), run[1] :smile:"
-    assert reason in table({"outcome": reason})
+    assert line.endswith(end)
 
 
 def test_megatrons_other_lines() -> None:
-    assert megatron_moment("after dataloaders are built", NOW) == (
-        "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
-    )
-    ends = (
-        "SIGUSR1",
-        "SIGTERM; nothing was saved",
-        "exit_interval=5",
-        "reached the last step",
-        "exit_duration_in_mins",
-    )
-    assert [megatron_end(reason, 5, 1.5) for reason in ends] == [
-        "exiting program after receiving SIGUSR1.",
-        "exiting program after receiving SIGTERM.",
-        "exiting program at iteration 5",
-        "after training is done",
-        "exiting program after 1.5 minutes",
-    ]
-    assert megatron_parameters(1, 3, 123456) == (
-        " > number of parameters on (tensor, pipeline) model parallel rank (1, 3): 123456"
-    )
-    assert megatron_sizes(8, {"dp": 2, "cp": 1, "tp": 2, "pp": 2}) == (
+    said = "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
+    assert figures.megatron_moment("after dataloaders are built", NOW) == said
+    for reason, end in (
+        ("SIGUSR1", "exiting program after receiving SIGUSR1."),
+        ("SIGTERM; nothing was saved", "exiting program after receiving SIGTERM."),
+        ("exit_interval=5", "exiting program at iteration 5"),
+        ("reached the last step", "after training is done"),
+        ("exit_duration_in_mins", "exiting program after 1.5 minutes"),
+    ):
+        assert figures.megatron_end(reason, 5, 1.5) == end
+    said = " > number of parameters on (tensor, pipeline) model parallel rank (1, 3): 123456"
+    assert figures.megatron_parameters(1, 3, 123456) == said
+    assert figures.megatron_sizes(8, {"dp": 2, "cp": 1, "tp": 2, "pp": 2}) == (
         "using world size: 8, data-parallel size: 2, context-parallel size: 1, hierarchical context-parallel sizes: "
         "None, tensor-model-parallel size: 2, pipeline-model-parallel size: 2"
     )
-    first, *rows, last = megatron_arguments(Config()).split("\n")
+    first, *rows, last = figures.megatron_arguments(Config()).split("\n")
     assert (first, last) == (
         "------------------------ arguments ------------------------",
         "-------------------- end of arguments ---------------------",
@@ -136,24 +83,24 @@ def test_megatrons_other_lines() -> None:
 
 def test_timers_in_megatrons_three_forms() -> None:
     seen = {"forward-backward": [0.5, 0.25, 0.0], "evaluate": [0.0, 0.0, 0.0]}
-    assert megatron_timers("minmax", seen).split("\n") == [
+    assert figures.megatron_timers("minmax", seen).split("\n") == [
         "(min, max) time across ranks (ms):",
         f"    forward-backward {'.' * 31}: (250.00, 500.00)",  # 48 columns
     ]
-    assert megatron_timers("max", seen) == (f"max time across ranks (ms):\n    forward-backward {'.' * 31}: 500.00")
-    assert megatron_timers("all", seen) == (
-        "times across ranks (ms):\n  forward-backward:\n     rank  0: 500.00\n     rank  1: 250.00"
-    )
-    assert megatron_timers("minmax", {"evaluate": [0.0]}) == ""
+    most = f"max time across ranks (ms):\n    forward-backward {'.' * 31}: 500.00"
+    assert figures.megatron_timers("max", seen) == most
+    each = "times across ranks (ms):\n  forward-backward:\n     rank  0: 500.00\n     rank  1: 250.00"
+    assert figures.megatron_timers("all", seen) == each
+    assert figures.megatron_timers("minmax", {"evaluate": [0.0]}) == ""
 
 
 def test_megalites_line_to_the_letter() -> None:
-    assert megalite_line(SEEN, SPEED, NOW) == (
+    assert figures.megalite_line(SEEN, SPEED, NOW) == (
         "10:15:03  step   100/500000  loss 7.6543  lr 1.5e-04  gnorm 1.24 | 12.8k tok/s/gpu  413 TF/s  MFU 41.7% | "
         "31.4/80 GiB | data 0.3% | eta 29d 16:41:26"
     )
     slow = replace(SEEN, loss=None, skipped=2, loss_scale=1024.0, step_s=1000.0, step=499_999)
-    assert megalite_line(slow, replace(SPEED, peak_tflops=None), NOW) == (
+    assert figures.megalite_line(slow, replace(SPEED, peak_tflops=None), NOW) == (
         "10:15:03  step 499999/500000  loss n/a  lr 1.5e-04  gnorm 1.24  scale 1024 | 66 tok/s/gpu  2.12 TF/s  MFU n/a | "
         "31.4/80 GiB | data 0.0% | eta 00:16:40 | skipped 2"
     )
@@ -177,15 +124,14 @@ def test_durations_longer_than_a_day(seconds: float, text: str) -> None:
 
 
 def test_validation_lines() -> None:
-    dashes, line, again = megatron_validation_lines("iteration 1000", 2.345678).split("\n")
+    dashes, line, again = figures.megatron_validation_lines("iteration 1000", 2.345678).split("\n")
     assert line == " validation loss at iteration 1000 | lm loss value: 2.345678E+00 | lm loss PPL: 1.044035E+01 | "
     assert dashes == again == "-" * (len(line) + 1)
     assert f"{math.exp(2.345678):.6E}" == "1.044035E+01"
-    assert "PPL: 4.851652E+08" in megatron_validation_lines("iteration 1", 1e9)  # exp(20): no overflow
-    assert megalite_validation_line(120, "validation", 3.8172, None, NOW) == (
-        "10:15:03  step   120  validation loss 3.8172  ppl 45.477"
-    )
-    assert megalite_validation_line(120, "validation wiki", 3.8172, 1.25, NOW).endswith("bits per byte 1.2500")
+    assert "PPL: 4.851652E+08" in figures.megatron_validation_lines("iteration 1", 1e9)  # exp(20): no overflow
+    said = "10:15:03  step   120  validation loss 3.8172  ppl 45.477"
+    assert figures.megalite_validation_line(120, "validation", 3.8172, None, NOW) == said
+    assert figures.megalite_validation_line(120, "validation wiki", 3.8172, 1.25, NOW).endswith("bits per byte 1.2500")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -209,23 +155,13 @@ def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert ("lm loss: 7.654321E+00" in shown) == ("lm loss PPL" in shown) == (style == "megatron")
     assert ("test loss 8.5000" in shown) == (style == "megalite")
     train, valid, test = rows(tmp_path / "run")[:3]
+    speed = {"tokens_per_s_per_gpu": 256 * 2048 / 5.1324 / 8, "tflops_per_gpu": 412.7, "mfu": 412.7 / 989.4}
+    seen = {"loss": 7.654321, "lr": 1.5e-4, "grad_norm": 1.2351, "tokens": 25_600 * 2048, "batch_size": 256}
     assert train == {
-        "step": 100,
-        "tokens": 25_600 * 2048,
-        "train/loss": 7.654321,
-        "train/lr": 1.5e-4,
-        "train/grad_norm": 1.2351,
-        "train/tokens": 25_600 * 2048,
-        "train/batch_size": 256,
-        "train/loss_scale": 1.0,
-        "train/skipped": 0,
-        "perf/tokens_per_s_per_gpu": pytest.approx(256 * 2048 / 5.1324 / 8),
-        "perf/tflops_per_gpu": pytest.approx(412.7),
-        "perf/mfu": pytest.approx(412.7 / 989.4),
-        "perf/step_s": 5.1324,
-        "perf/steps": 1,
-        "perf/data_s": 0.0154,
-        "mem/max_allocated_gib": 31.42,
+        **{"step": 100, "tokens": 25_600 * 2048, "mem/max_allocated_gib": 31.42},
+        **{f"train/{name}": value for name, value in (seen | {"loss_scale": 1.0, "skipped": 0}).items()},
+        **{f"perf/{name}": pytest.approx(value) for name, value in speed.items()},
+        **{"perf/step_s": 5.1324, "perf/steps": 1, "perf/data_s": 0.0154},
     }
     assert valid == {"step": 100, "tokens": 52_428_800, "val/valid/loss": 7.5, "val/valid/ppl": math.exp(7.5)}
     assert test == {"step": 100, "tokens": 52_428_800, "val/test/loss": 8.5, "val/test/ppl": math.exp(8.5)}
@@ -289,15 +225,6 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     assert everything.Scalars("forward-backward-time")[0].value == 0.5
 
 
-def test_the_queue_is_as_long_as_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils import tensorboard
-
-    made: list[Any] = []
-    monkeypatch.setattr(tensorboard, "SummaryWriter", lambda *args, **options: made.append((args, options)))
-    Reporter(tmp_path, SPEED, board(tmp_path / "tb", tensorboard_queue_size=7)).close()
-    assert made == [((str(tmp_path / "tb"),), {"max_queue": 7})]
-
-
 def test_a_figure_above_the_peak_is_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Reporter(tmp_path, replace(SPEED, peak_tflops=2.01e-05))
     for step in (100, 200):
@@ -330,7 +257,8 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
     assert "step     3/" in shown.out and "validation loss  7.5000" in shown.out  # the console is told all the same
     log, metrics = (str(tmp_path / name) for name in ("log.txt", "metrics.jsonl"))
     complaints = shown.err.splitlines()
-    assert complaints.count(f"WARNING: {log}: File too large; training continues, and lost writes are counted") == 1
+    lost = "File too large; training continues, and lost writes are counted"
+    assert complaints.count(f"WARNING: {log}: {lost}") == 1
     assert f"WARNING: {metrics}: 4 writes failed" in complaints
     assert f"WARNING: {log}: 6 writes failed" in complaints
     assert len(complaints) == 5  # and the warning
@@ -350,9 +278,7 @@ def test_a_disk_that_has_room_again_gets_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["under a file", "closed"])
-def test_nothing_that_cannot_be_written_raises(
-    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_that_cannot_be_written_raises(tmp_path: Path, where: str, capsys) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / ("file/run" if where == "under a file" else "run")
     report = Reporter(folder, SPEED, board(folder / "tb"))
@@ -372,25 +298,15 @@ def refuse(*args: Any) -> None:
     raise RuntimeError("the queue is closed")
 
 
-def test_a_console_whose_disk_is_full_is_left_alone(tmp_path: Path) -> None:
-    words = "from megalite.train.tell.metrics import Reporter; from megalite.train.tell.figures import Speed; import pathlib\n"
-    words += "r = Reporter(pathlib.Path('.'), Speed(1, 1, None)); r.say('one'); r.say('two'); r.close()"
-    with open("/dev/full", "w") as full:
-        done = programs.run(
-            [sys.executable, "-c", words], cwd=tmp_path, stdout=full, stderr=full, timeout=60, env=dict(os.environ)
-        )
-    assert done.returncode == 0 and (tmp_path / "log.txt").read_text() == "one\ntwo\n"
-
-
 def test_a_run_goes_on_from_a_checkpoint_though_the_console_is_full(tmp_path: Path) -> None:
     """What is told before there is a Reporter, and by other ranks, ends no run either."""
-    flags = [*SMALL, "--eval-iters", "0", "--lr-decay-style", "constant", "--save", str(tmp_path), "--nproc", "2"]
-    flags += ["--load", str(tmp_path), "--tensor-model-parallel-size", "2", "--log-style", "megatron"]
+    flags = [*SMALL, "--eval-iters", "0", "--lr-decay-style", "constant", "--save", tmp_path, "--nproc", "2"]
+    flags += ["--load", tmp_path, "--tensor-model-parallel-size", "2", "--log-style", "megatron"]
     with open("/dev/full", "w") as full:
         for steps in ("1", "2"):
-            words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--train-iters", steps]
-            assert programs.run(words, cwd=tmp_path, stdout=full, stderr=full, timeout=120).returncode == 0
-    assert json.loads((tmp_path / "status.json").read_text())["step"] == 2
+            how = {"stdout": full, "stderr": full, "capture_output": False}
+            assert pretrain(*flags, "--train-iters", steps, **how).returncode == 0
+    assert status_of(tmp_path)["step"] == 2 and "iteration        2/ " in (tmp_path / "log.txt").read_text()
 
 
 def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -410,15 +326,9 @@ def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, caps
         assert re.search(words, text, re.MULTILINE), words
 
 
-@pytest.mark.parametrize(
-    ("package", "option"),
-    [("tensorboard", "tensorboard_dir"), ("wandb", "wandb_project")],
-    ids=["tensorboard", "wandb"],
-)
-def test_a_missing_package_is_named_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, option: str
-) -> None:
-    find = importlib.util.find_spec
+@pytest.mark.parametrize("option", ["tensorboard_dir", "wandb_project"])
+def test_a_missing_package_is_named_before_anything_is_written(tmp_path: Path, monkeypatch, option: str) -> None:
+    package, find = option.split("_")[0], importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     log = LogConfig(**{option: str(tmp_path / "there")})  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=f"{option}=.* needs the package {package}; pip install {package}"):
@@ -446,6 +356,9 @@ def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest
 
 def test_a_line_is_as_long_as_it_has_to_be() -> None:
     """Files and pipes have no width: who searches a log finds a sentence in one piece."""
+    # gloo's errors begin with a path in brackets, which rich would take for the end of a tag
+    reason = "lost another rank ([/third_party/pair.cc:553] closed by peer [127.0.0.1]:40934), run[1] :smile:"
+    assert reason in table({"outcome": reason})
     long = "and so on " * 30
     assert table({"outcome": long + "end", "data": "x\ny"}) == f"outcome  {long}end\ndata     x\n         y"
     assert columns([("run", "s"), ("a", "10"), ("b", "1")]) == "run   s\na    10\nb     1"

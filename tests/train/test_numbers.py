@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_run import losses, pretrain
-from test_step import BATCH, build, kept, same
+from test_step import BATCH, build, kept
+from token_files import write
 from train_cases import SMALL
 from train_cases import pretrain as pretrain_here
+from whole_runs import losses, pretrain, rows, status_of
 
 from megalite.config import cli
 from megalite.config.faults import Faults
@@ -34,7 +35,6 @@ from megalite.train.step import NonFiniteError, train_step
 from megalite.train.tell.run_dir import Exit
 from megalite.train.watch import suspect
 from megalite.train.watch.spikes import Spikes
-from tools.preprocess.indexed_writer import IndexedWriter
 
 SKIP = "--no-check-for-nan-in-loss-and-grad"
 
@@ -45,38 +45,6 @@ def strike(*faults: str) -> None:
 
 
 # ---- a number that is not finite
-
-
-def _one_rank_after_another(flags: str) -> list[Any]:
-    """In step r + 1 one element of the gradient on rank r is NaN, at last one infinite: what this rank did."""
-    run, world = build(flags), dist.get_world_size()
-    strike(*(f"step.after_reduce:{i % world}:{i + 1}:{'nan' if i < world else 'inf'}" for i in range(world + 1)))
-    told = []
-    for _ in range(world + 1):
-        before = kept(run)
-        result = train_step(run)
-        run.buffer.wait_gather()
-        told.append((result.skipped, str(result.doubt), same(kept(run), before)))
-    last = train_step(run)
-    told.append((last.skipped, last.doubt, math.isfinite(last.loss) and math.isfinite(last.grad_norm)))
-    run.close()
-    return told
-
-
-@pytest.mark.parametrize(
-    "flags",
-    ["--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --bf16"],
-)
-def test_a_nan_on_any_one_rank_changes_nothing_on_all(flags: str) -> None:
-    ranks = run_ranks(4, _one_rank_after_another, f"{flags} {SKIP} --rerun-mode disabled")
-    assert all(told == ranks[0] for told in ranks)
-    assert ranks[0].pop() == (False, None, True)  # nothing of it is left
-    for i, (skipped, doubt, unchanged) in enumerate(ranks[0]):
-        assert skipped and unchanged
-        what = "nan" if i < 4 else "inf"
-        assert f"grad norm {what}; first seen in the gradient of " in doubt and f" ({what}) on rank {i % 4} (" in doubt
-
-
 def _named(flags: str, where: str, bad_rank: int) -> str:
     """Something on one rank makes a NaN each time: what the error says here."""
     run = build(flags)
@@ -90,27 +58,18 @@ def _named(flags: str, where: str, bad_rank: int) -> str:
     before = kept(run)
     with pytest.raises(NonFiniteError) as error:
         train_step(run)
-    assert run.state.step == 1 and all(
-        torch.equal(a, b) or a.isnan().any() for a, b in zip(kept(run).values(), before.values(), strict=True)
-    )
+    pairs = zip(kept(run).values(), before.values(), strict=True)
+    assert run.state.step == 1 and all(torch.equal(a, b) or a.isnan().any() for a, b in pairs)
     run.close()
     return str(error.value)
 
 
+PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+MLP = "the output of layers.1.mlp (nan) on"
 NAMED = {
-    "forward, last stage": (
-        2,
-        "--pipeline-model-parallel-size 2",
-        ("forward", 1),
-        "the output of layers.1.mlp (nan) on rank 1 (pp 1), samples 4..5",
-    ),
-    "forward, half of a layer": (
-        2,
-        "--tensor-model-parallel-size 2",
-        ("forward", 1),
-        "the output of layers.1.mlp (nan) on rank 0 (tp 0), samples 4..5, and on ranks [1]",
-    ),
-    "forward, one replica": (2, "", ("forward", 1), "the output of layers.1.mlp (nan) on rank 1 (dp 1), samples 6..7"),
+    "forward, last stage": (2, PP2, ("forward", 1), f"{MLP} rank 1 (pp 1), samples 4..5"),
+    "forward, half of a layer": (2, TP2, ("forward", 1), f"{MLP} rank 0 (tp 0), samples 4..5, and on ranks [1]"),
+    "forward, one replica": (2, "", ("forward", 1), f"{MLP} rank 1 (dp 1), samples 6..7"),
     "backward, one replica": (2, "", ("backward", 1), "the gradient of layers.0.mlp.down_bias (nan) on rank 1 (dp 1);"),
 }
 
@@ -136,8 +95,6 @@ def test_where_is_named_however_long_the_paths_of_the_data_are() -> None:
 
 
 # ---- computed again
-
-
 def _struck(flags: str, *faults: str) -> list[Any]:
     run = build(flags)
     strike(*faults)
@@ -186,8 +143,6 @@ def test_a_timeline_leaves_the_wait_for_a_message_out() -> None:
 
 
 # ---- spikes
-
-
 def judged(values: list[float], window: int = 40) -> list[int]:
     """At which of these losses a spike is seen, when those are skipped."""
     spikes, found = Spikes(("loss",), "skip", 10.0, window), []
@@ -211,28 +166,20 @@ def test_a_spike_is_what_is_far_above_the_steps_before() -> None:
 
 
 def test_numbers_of_damaged_checkpoints_are_refused() -> None:
-    for bad in (
-        {},
-        {"rollbacks": 0, "quiet": 0, "seen": {"loss": [math.nan]}},
-        {"rollbacks": 0, "quiet": 0, "seen": []},
-    ):
+    for bad in ({}, *({"rollbacks": 0, "quiet": 0, "seen": seen} for seen in ({"loss": [math.nan]}, []))):
         with pytest.raises((KeyError, ValueError, AttributeError)):
             Spikes().from_json(bad)
 
 
 # ---- whole runs, on text with one batch of noise
-
-
 STEPS, POISONED = 13, 10  # the samples of this step
 WATCHED = "--check-for-spiky-loss --check-for-large-grads --spike-window 16".split()
 
 
 def write_text(prefix: Path, noisy: set[int]) -> None:
     """Documents of one sample each, all alike but for those that are noise."""
-    writer, noise = IndexedWriter(prefix, np.uint16), np.random.default_rng(0)
-    for document in range(8 * (STEPS + 2)):
-        writer.add(noise.integers(10, 93, 16).tolist() if document in noisy else [5] * 16)
-    writer.finish()
+    noise, count = np.random.default_rng(0), 8 * (STEPS + 2)
+    write(prefix, [noise.integers(10, 93, 16).tolist() if n in noisy else [5] * 16 for n in range(count)])
 
 
 @pytest.fixture(scope="module")
@@ -257,8 +204,11 @@ def train(*flags: str) -> int:
 
 def events(folder: Path) -> list[dict[str, Any]]:
     """Those of steps in doubt."""
-    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["event"] in ("spike", "rollback", "wrong-once", "not-finite")]
+    return [
+        row
+        for row in rows(folder / "events.jsonl")
+        if row["event"] in ("spike", "rollback", "wrong-once", "not-finite")
+    ]
 
 
 def manifest(folder: Path, step: int) -> dict[str, Any]:
@@ -276,9 +226,8 @@ def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path,
     assert len(spike["documents"]) == 8 and len(back["documents"]) == 16
     assert set(spike["documents"]) < set(back["documents"]) and "computed again it is the same" in spike["text"]
     state = manifest(one, 10)["state"]  # what is passed over is kept, for whatever comes after
-    assert state["progress"] == dict(
-        step=10, consumed_samples=80, consumed_tokens=1280, skipped_steps=2, skipped_samples=16
-    )
+    passed = dict(step=10, consumed_samples=80, consumed_tokens=1280, skipped_steps=2, skipped_samples=16)
+    assert state["progress"] == passed
     assert state["spikes"]["rollbacks"] == 1 and len(state["spikes"]["seen"]["loss"]) == 8
     assert train(*flags, "--save", str(hand), "--exit-interval", "8") == Exit.REQUEUE
     skip = ["--iterations-to-skip", "9", "10"]
@@ -300,9 +249,7 @@ def test_a_second_computation_divides_by_all_tokens() -> None:
 
 
 @pytest.mark.everything
-@pytest.mark.parametrize(
-    "layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --split-backward"]
-)
+@pytest.mark.parametrize("layout", [TP2, f"{PP2} --split-backward"])
 def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]], layout: str) -> None:
     flags = f"--nproc 2 {layout} --save-interval 8 --spike-action rollback".split()
     run = pretrain(*texts["once"], *WATCHED, *flags, "--save", str(tmp_path))
@@ -314,11 +261,8 @@ def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]], l
 
 def test_a_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]]) -> None:
     folders = [tmp_path / name for name in ("skip", "hand", "log")]
-    ways = [
-        [*WATCHED, "--spike-action", "skip"],
-        ["--iterations-to-skip", "10"],
-        [*WATCHED, "--rerun-mode", "disabled"],
-    ]
+    skip, hand = [*WATCHED, "--spike-action", "skip"], ["--iterations-to-skip", "10"]
+    ways = [skip, hand, [*WATCHED, "--rerun-mode", "disabled"]]
     for folder, flags in zip(folders, ways, strict=True):
         assert train(*texts["once"], "--train-iters", "11", *flags, "--save", str(folder)) == Exit.DONE
     [skipped], [logged] = events(folders[0]), events(folders[2])
@@ -334,7 +278,7 @@ def test_a_run_that_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]
     flags += ["--spike-threshold", "3"]
     assert train(*flags, "--spike-action", "rollback") == Exit.BAD_RESULT
     assert [e["event"] for e in events(tmp_path)] == ["spike", "rollback"] * 3 + ["spike"]
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["outcome"], status["step"]) == ("bad-result", 13)
     assert status["reason"] == "step 13: another spike, after 3 rollbacks in a row"
 
@@ -344,18 +288,16 @@ def test_skipped_steps_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(step_module, "fault", fault)
     flags = f"--train-iters 9 {SKIP} --max-skipped-steps 3 --rerun-mode disabled --run-dir {tmp_path}".split()
     assert train(*SMALL, *flags) == Exit.BAD_RESULT  # two in a row were not too many
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["outcome"], status["step"]) == ("bad-result", 6)
     assert status["reason"].startswith("max_skipped_steps=3 in a row: nothing is learned; step 6: loss ")
 
 
-def test_a_machine_that_computes_wrongly_again_and_again_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_computes_wrongly_again_and_again_is_left(tmp_path: Path, monkeypatch) -> None:
     fault = Faults({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (2, 3, 5))})
     monkeypatch.setattr(step_module, "fault", fault)
     assert train(*SMALL, "--train-iters", "9", "--save", str(tmp_path)) == Exit.RERUN
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["outcome"], status["step"]) == ("rerun", 5)
     assert status["reason"] == "3 steps were right only when computed again, the last on ranks [0]"
     assert [e["event"] for e in events(tmp_path)] == ["wrong-once"] * 3

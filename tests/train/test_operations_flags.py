@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 from test_metrics import events
-from test_run import pretrain
 from train_cases import SMALL
 from train_cases import pretrain as pretrain_here
+from whole_runs import pretrain, status_of
 
 from megalite.config import cli
 from megalite.models.families import PRESETS
@@ -71,6 +70,15 @@ def test_the_log_has_what_was_asked_for(folder: Path, plain: Path) -> None:
     text, without = (folder / "log.txt").read_text(), (plain / "log.txt").read_text()
     lines = re.findall(r"iteration +(\d+)/ +8 \|.*", text)
     assert lines == ["1", "2", "4", "5"]
+    for words in (
+        *(
+            "done with setup ...\ntraining ...\n",
+            " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): ",
+        ),
+        "------------------------ arguments ------------------------",
+    ):
+        assert words in text and words in without, words
+    assert "[after training is done] datetime: " in without
     for what, times in (
         (r"\| throughput per GPU \(TFLOP/s/GPU\): \d+\.\d \|", 4),
         (r"\| num zeros: \d+ \| params norm: \d+\.\d{3} \|", 4),
@@ -90,7 +98,7 @@ def test_the_log_has_what_was_asked_for(folder: Path, plain: Path) -> None:
             assert not re.search(what, without), what
     low, high = map(float, re.findall(r"    forward-backward \.+: \((.+), (.+)\)", text)[0])
     assert 0 < low <= high
-    status = json.loads((folder / "status.json").read_text())
+    status = status_of(folder)
     assert (status["outcome"], status["step"], status["reason"]) == ("requeue", 5, "exit_interval=5")
     rows = [line.split("\t") for line in (folder / "progress.txt").read_text().splitlines()]
     assert [row[3:5] for row in rows] == [["Starting job"], ["Saved checkpoint", "Iteration: 5"]]
@@ -129,9 +137,7 @@ def test_the_profile_is_of_the_steps_and_ranks_that_were_asked_for(folder: Path)
         ("all", r"\ntimes across ranks \(ms\):\n  forward-backward:\n     rank  0: \d+\.\d\d\n"),
     ],
 )
-def test_timers_over_ranks_in_the_form_that_was_asked_for(
-    tmp_path: Path, option: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timers_over_ranks_in_the_form_that_was_asked_for(tmp_path: Path, option: str, form: str, monkeypatch) -> None:
     """With W&B, of which there is only what it is called with."""
     asked: list[Any] = []
     run = types.SimpleNamespace(log=lambda row, step: asked.append(step), finish=lambda: asked.append("finished"))
@@ -142,12 +148,8 @@ def test_timers_over_ranks_in_the_form_that_was_asked_for(
     assert typed(*SMALL, *words.split(), "--timing-log-option", option, *names.split()) == Exit.DONE
     assert re.search(form, (tmp_path / "log.txt").read_text())
     [how, *rows, last] = asked
-    config = how.pop("config")
-    assert how == {"project": "p", "name": "n", "entity": "team", "dir": "there"} and (rows, last) == (
-        [1, 2],
-        "finished",
-    )
-    assert config["train"]["train_iters"] == 2
+    assert how.pop("config")["train"]["train_iters"] == 2 and (rows, last) == ([1, 2], "finished")
+    assert how == {"project": "p", "name": "n", "entity": "team", "dir": "there"}
 
 
 def collections(*words: str) -> list[int]:
@@ -183,6 +185,7 @@ def test_garbage_is_collected_when_told(tmp_path: Path) -> None:
         assert collections(*manual, "--manual-gc-interval", "2") == [2, 2, 2, 0, 2]
         assert collections(*manual, "--manual-gc-interval", "3", "--no-manual-gc-eval") == [2, 2]
         assert collections(*manual, "--manual-gc-interval", "3", "--disable-manual-gc-eval") == [2, 2]
+        assert gc.isenabled()  # afterwards
     finally:
         gc.set_threshold(*before)
 
@@ -201,23 +204,21 @@ def test_a_run_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(metrics.Reporter, "close", look)
     assert typed(*SMALL, *words, *queue, "--disable-log-loss-scale-to-tensorboard") == Exit.REQUEUE
     assert sizes == [7]
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["outcome"], status["reason"]) == ("requeue", "exit_duration_in_mins")
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
     drawn = events(tmp_path / "board")
     assert len(drawn.Scalars("lm loss")) == status["step"] and "loss-scale" not in drawn.Tags()["scalars"]
 
 
-def test_copies_that_differ_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_differ_stop_the_run(tmp_path: Path) -> None:
     """Before the next update, though no check of all hashes is due before step 8."""
-    monkeypatch.setenv("MEGALITE_FAULT", "step.after_update:1:2:bitflip")
     words = f"--nproc 2 --train-iters 8 --run-dir {tmp_path} --check-weight-hash-across-dp-replicas-interval 8"
-    done = pretrain(*SMALL, *words.split())
-    status = json.loads((tmp_path / "status.json").read_text())
+    done = pretrain(*SMALL, *words.split(), fault="step.after_update:1:2:bitflip")
+    status = status_of(tmp_path)
     assert (done.returncode, status["outcome"], status["step"]) == (Exit.BAD_RESULT, "bad-result", 2), done.stderr
-    assert re.match(
-        r"step 3, before its update: copies of weights differ: \S+ differs over dp on ranks \[0, 1\]", status["reason"]
-    )
+    said = r"step 3, before its update: copies of weights differ: \S+ differs over dp on ranks \[0, 1\]"
+    assert re.match(said, status["reason"])
 
 
 def test_who_does_not_come_in_time_is_told(tmp_path: Path) -> None:
@@ -226,24 +227,15 @@ def test_who_does_not_come_in_time_is_told(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     alone = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     words = ["--train-iters", "2", "--run-dir", str(tmp_path), "--distributed-timeout-minutes", "0.05"]
-    done = programs.run(
-        [sys.executable, "pretrain_gpt.py", *SMALL, *words],
-        env={**os.environ, **alone, "MASTER_PORT": str(port)},
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = pretrain(*SMALL, *words, env={**alone, "MASTER_PORT": str(port)})
     assert done.returncode == Exit.PREFLIGHT and "only ranks 0 of 2 came within 3 s" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(("flags", "code"), [((), Exit.INTERRUPTED), (("--exit-signal-handler",), Exit.DONE)])
-def test_a_signal_may_wait_for_the_step_though_nothing_is_saved(
-    tmp_path: Path, flags: tuple[str, ...], code: Exit
-) -> None:
-    fault = {"MEGALITE_FAULT": "step.after_reduce:1:3:term"}
-    done = pretrain(*SMALL, "--nproc", "2", "--train-iters", "9", "--run-dir", str(tmp_path), *flags, env=fault)
-    status = json.loads((tmp_path / "status.json").read_text())
+def test_a_signal_may_wait_for_the_step_though_nothing_is_saved(tmp_path: Path, flags: tuple, code: Exit) -> None:
+    fault = "step.after_reduce:1:3:term"
+    done = pretrain(*SMALL, "--nproc", "2", "--train-iters", "9", "--run-dir", tmp_path, *flags, fault=fault)
+    status = status_of(tmp_path)
     assert (done.returncode, status["outcome"]) == (code, code.outcome), done.stderr
     if flags:
         assert status["step"] in (3, 4) and status["reason"].endswith("; nothing was saved")

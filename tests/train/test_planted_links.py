@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-import programs
 import pytest
 from train_cases import SMALL
+from whole_runs import ROOT, pretrain
 
 from megalite.checkpoint.storage.file_system import LocalStorage, Lock
 from megalite.config.own_file import inner_opener, opener
@@ -20,7 +20,6 @@ from tools.bench import limited
 from tools.bench.tables import write_csv
 from tools.program import write_json
 
-ROOT = Path(__file__).resolve().parents[2]
 HOOK = """
 import os, sys
 log = os.open(os.environ["OPENED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -39,8 +38,7 @@ def run(folder: Path, tmp_path: Path) -> tuple[int, str]:
     words += ["--profile", "--profile-step-start", "1", "--profile-step-end", "2"]
     env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'hook'}:{ROOT}", "OPENED": str(tmp_path / f"{folder.name}.opened")}
     env["MEGALITE_FAULT"] = "step.begin:0:3:raise"
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words]
-    done = programs.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT, env=env)
+    done = pretrain(*words, env=env)
     return done.returncode, done.stdout + done.stderr
 
 

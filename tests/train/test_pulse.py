@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -11,30 +10,17 @@ import types
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from train_cases import SMALL
+from whole_runs import pretrain, rows, status_of
 
 from megalite.config.options import OperationsConfig
 from megalite.parallel.mesh import Mesh
 from megalite.train.tell.phases import Phases
 from megalite.train.tell.run_dir import Events, Exit
 from megalite.train.watch.cards import Card, read
-from megalite.train.watch.pulse import (
-    HEALTH,
-    LINES,
-    OWN,
-    Pulse,
-    _median_of_others,
-    queued_s,
-    slow_ranks,
-    straggler_line,
-)
-
-ROOT = Path(__file__).resolve().parents[2]
+from megalite.train.watch.pulse import HEALTH, LINES, OWN, Pulse, slow_ranks, straggler_line
 
 
 def row(pp: int = 0, **known: float) -> dict[str, float]:
@@ -43,8 +29,6 @@ def row(pp: int = 0, **known: float) -> dict[str, float]:
 
 
 # ---- who is slow
-
-
 @pytest.mark.parametrize(
     ("rows", "slow"),
     [
@@ -80,14 +64,6 @@ def told(pulse: Pulse, *lines: list[dict[str, float]]) -> list[list[tuple[str, i
     return [[(event, rank) for event, rank, _ in pulse.findings(rows)] for rows in lines]
 
 
-@given(st.lists(st.floats(0.0, 1e6), min_size=2, max_size=9), st.data())
-def test_the_median_of_the_others_is_that(values: list[float], data: st.DataObject) -> None:
-    i = data.draw(st.integers(0, len(values) - 1))
-    assert _median_of_others(sorted(values), values[i]) == pytest.approx(
-        statistics.median(values[:i] + values[i + 1 :])
-    )
-
-
 def test_thousands_of_ranks_are_compared_in_one_go() -> None:
     rows = [row(forward=0.1 + rank * 1e-9) for rank in range(16_384)]  # each with each would be 268 million
     rows[77] = row(forward=0.4)
@@ -109,9 +85,8 @@ def test_a_card_that_is_ill_is_named(tmp_path: Path) -> None:
     pulse = pulse_of(tmp_path, max_gpu_temperature=85)
     hot = [row(temperature_c=70.0), row(temperature_c=90.0)]
     assert told(pulse, hot, hot) == [[("temperature", 1)], []]
-    assert (
-        "rank 1 on node1 has a card at 90 C, above 85" in pulse_of(tmp_path, max_gpu_temperature=85).findings(hot)[0][2]
-    )
+    [[_, _, said]] = pulse_of(tmp_path, max_gpu_temperature=85).findings(hot)
+    assert "rank 1 on node1 has a card at 90 C, above 85" in said
     ecc = [[row(ecc_errors=float(n)), row(ecc_errors=3.0)] for n in (7, 7, 8, 9, 9)]  # what was there before is no news
     assert told(pulse, *ecc) == [[], [], [("ecc", 0)], [("ecc", 0)], []]
     low = [row(throttled=float(0x40 + 0x8)), row(throttled=0.0)]
@@ -161,21 +136,13 @@ def test_the_line_names_as_many_ranks_as_asked_for() -> None:
     assert "Mn temperature/Rnk: 50.0C/1 | Mx temperature/Rnk: 50.0C/1" in line and "power" not in line
 
 
-def test_time_in_the_queue_for_a_processor_is_read_from_the_system() -> None:
-    assert 0 <= queued_s() < 1e6
-
-
 # ---- whole runs
-
-
-def train(folder: Path, steps: int, *flags: str, nproc: int = 2, **variables: str) -> tuple[int, list[dict[str, Any]]]:
-    """Exit code and events."""
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", str(steps), "--device", "cpu"]
-    words += ["--nproc", str(nproc), "--run-dir", str(folder), "--eval-iters", "0", *flags]
-    env = {**os.environ, **variables}
-    done = programs.run(words, env=env, capture_output=True, text=True, timeout=400, cwd=ROOT)
+def train(folder: Path, steps: int, *flags: str, fault: str = "") -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and events of two ranks."""
+    words = [*SMALL, "--train-iters", steps, "--device", "cpu", "--nproc", 2, "--run-dir", folder, "--eval-iters", 0]
+    done = pretrain(*words, *flags, fault=fault, timeout=400)
     assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return done.returncode, rows(folder / "events.jsonl")
 
 
 def test_a_step_that_takes_too_long_ends_the_run_for_another_node(tmp_path: Path) -> None:
@@ -183,7 +150,7 @@ def test_a_step_that_takes_too_long_ends_the_run_for_another_node(tmp_path: Path
     flags = ["--max-step-time-s", "1e-6", "--health-action", "exit", "--save", str(tmp_path / "save")]
     code, events = train(tmp_path, 50, *flags, "--log-interval", "2", "--log-straggler")
     assert code == Exit.RERUN
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert status["outcome"] == "rerun" and status["step"] == 1 and " on " in status["reason"]
     assert (tmp_path / "save" / "iter_0000001" / "COMPLETE").exists()
     [found] = [event for event in events if event["event"] == "step-time"]
@@ -201,13 +168,11 @@ def test_a_slow_rank_is_named_within_ten_steps_and_nobody_in_a_clean_run(tmp_pat
     if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
         pytest.skip("the machine is too busy to say which of two ranks is slow")
     assert code == 0 and not named
-    seconds = [
-        json.loads(line)["perf/step_s"] for line in (tmp_path / "clean" / "metrics.jsonl").read_text().splitlines()
-    ]
+    seconds = [one["perf/step_s"] for one in rows(tmp_path / "clean" / "metrics.jsonl")]
     sleep = max(0.05, 3 * statistics.median(seconds))  # 50 ms where steps are short; more on a busy machine
     for point, phase in (("step.begin", "other"), ("step.after_forward_backward", "other"), ("data.get", "data")):
         folder = tmp_path / point
-        code, events = train(folder, 12, "--log-straggler", MEGALITE_FAULT=f"{point}:1:*:sleep={sleep}")
+        code, events = train(folder, 12, "--log-straggler", fault=f"{point}:1:*:sleep={sleep}")
         assert code == 0
         [found] = [event for event in events if event["event"] == "straggler"]
         assert found["of"] == 1 and found["step"] <= 10 and f"ms in {phase}" in found["text"]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,33 +18,20 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_step import build
 from train_cases import SMALL
+from whole_runs import pretrain
 
-from megalite.config.options import OperationsConfig
 from megalite.parallel.clock import NOTHING, Clock
 from megalite.plan.advice import too_few_cores
 from megalite.train.step import train_step
 from megalite.train.tell.phases import Phases
-from megalite.train.tell.profiling import Profiler
 from megalite.train.tell.report import Work, advise, make, read_past, summary, useful_seconds
 
-ROOT = Path(__file__).resolve().parents[2]
-WORK = Work(
-    devices=4,
-    pp=2,
-    chunks=1,
-    microbatches=4,
-    background_saves=False,
-    steps=9,
-    tokens=800,
-    all_tokens=1000,
-    flops=6e9,
-    planned_bubble="20.0% as planned with 4 micro-batches over 2 stages",
-)
+PLANNED = "20.0% as planned with 4 micro-batches over 2 stages"
+SIZES = dict(devices=4, pp=2, chunks=1, microbatches=4, steps=9, tokens=800, all_tokens=1000)
+WORK = Work(**SIZES, background_saves=False, flops=6e9, planned_bubble=PLANNED)  # type: ignore[arg-type]
 
 
 # ---- the clock
-
-
 def test_a_moment_belongs_to_the_innermost_span(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     with clock.span("forward"):
@@ -64,7 +48,6 @@ def test_a_moment_belongs_to_the_innermost_span(monkeypatch: pytest.MonkeyPatch)
 
 
 # ---- phases of steps
-
 LATE_S = 0.3
 
 
@@ -111,14 +94,10 @@ def test_a_slow_phase_is_seen_in_the_phases(spoilt: str) -> None:
     assert seconds[spoilt] >= wanted
 
 
-@pytest.mark.parametrize(
-    ("flags", "phase"),
-    [
-        ("", "communication"),
-        ("--tensor-model-parallel-size 2", "communication"),
-        ("--pipeline-model-parallel-size 2", "bubble"),
-    ],
-)
+WAITS = {"": "communication", "--tensor-model-parallel-size 2": "communication"}
+
+
+@pytest.mark.parametrize("flags,phase", [*WAITS.items(), ("--pipeline-model-parallel-size 2", "bubble")])
 def test_a_late_rank_is_waited_for(flags: str, phase: str) -> None:
     first, last = run_ranks(2, phases_of, flags, "last rank")
     late = 6 * LATE_S
@@ -147,8 +126,6 @@ def test_steps_that_are_not_timed_have_the_shares_of_the_last_that_was() -> None
 
 
 # ---- what counts
-
-
 def rows(path: Path, *rows: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -201,11 +178,10 @@ def test_time_that_a_crash_costs_is_lost_and_time_in_a_queue_is_not(tmp_path: Pa
 
 def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    tool = [sys.executable, "tools/report.py", str(tmp_path)]
     rows(tmp_path / "events.jsonl", life(560, "ended", 50, outcome="requeue"))
     assert read_past(tmp_path, 600.0) is None
     rows(tmp_path / "events.jsonl", {"event": "started", "at": {}}, life(3, "ended", 1))
-    shown = programs.run(tool, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    shown = programs.python("tools/report.py", str(tmp_path))
     assert shown.returncode == 1 and "give a run directory" in shown.stderr and "Traceback" not in shown.stderr
 
 
@@ -243,10 +219,8 @@ def test_a_price_gives_a_cost() -> None:
     assert run["gpu_hours"] == pytest.approx(4 * 40 / 3600) and run["cost"] == pytest.approx(8 * 40 / 3600)
     assert run["cost_per_million_tokens"] == pytest.approx(run["cost"] / 800 * 1e6)
     told = summary(made)
-    assert (
-        told["time went to"] == "forward 75.0 %, other 25.0 %; of the process's 00:00:40"
-        and "per million" in told["cost"]
-    )
+    assert told["time went to"] == "forward 75.0 %, other 25.0 %; of the process's 00:00:40"
+    assert "per million" in told["cost"]
     assert told["goodput"].startswith("0.0 % of 00:00:40 in 1 process: steps that count, with their waits, ")
     assert "cost" not in summary(make({"forward": 30.0}, WORK, None))
 
@@ -254,50 +228,31 @@ def test_a_price_gives_a_cost() -> None:
 # ---- names in a profile
 
 
-def traced(folder: Path) -> set[str]:
-    """What rank 0 has noted of a step."""
-    run = build("--pipeline-model-parallel-size 2")
-    options = OperationsConfig(
-        profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=2, profile_ranks=(0,)
-    )
-    profiler = Profiler(options, run.mesh, folder)
-    for step in (1, 2, 3):
-        profiler.before(step)
-        assert run.mesh.clock.traced == (step == 2 and run.mesh.world.is_first)
-        train_step(run)
-        profiler.after(step, False)
-    run.close()
-    if not run.mesh.world.is_first:
-        return set()
-    events = json.loads(gzip.decompress((folder / "rank-000.json.gz").read_bytes()))["traceEvents"]
-    return {e["name"] for e in events if e.get("cat") == "user_annotation"}
-
-
 @pytest.mark.everything
 def test_a_profile_names_actions_and_collectives_with_their_axis(tmp_path: Path) -> None:
-    names = run_ranks(4, traced, tmp_path)[0]
+    flags = (
+        "--nproc 4 --pp 2 --train-iters 3 --profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end"
+    )
+    assert pretrain(*SMALL, *flags.split(), "2", "--profile-ranks", "0", "--run-dir", tmp_path).returncode == 0
+    events = json.loads(gzip.decompress((tmp_path / "trace/rank-000.json.gz").read_bytes()))["traceEvents"]
+    names = {e["name"] for e in events if e.get("cat") == "user_annotation"}
     assert {"F0.0", "SF0.0", "RB0.0", "wait for RB0.0", "B0.0"} <= names  # of the pipeline
     assert {"all-gather dp", "reduce-scatter dp", "all-reduce ends", "all-reduce world"} <= names
     assert {"wait for data", "gradient norm", "optimizer"} <= names
 
 
 # ---- a whole run
-
-
-def pretrain(*flags: str, fault: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "pretrain_gpt.py", *SMALL, "--train-iters", "12", "--save-interval", "4", *flags]
-    env = os.environ | {"MEGALITE_FAULT": fault}
-    return programs.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
+LONG = [*SMALL, "--train-iters", "12", "--save-interval", "4"]
 
 
 @pytest.mark.everything
 def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     where = ["--save", str(folder), "--load", str(folder), "--price-per-gpu-hour", "3.5"]
-    assert pretrain(*where, fault="data.get:0:8:kill").returncode == -9
+    assert pretrain(*LONG, *where, fault="data.get:0:8:kill").returncode == -9
     assert not (folder / "report.json").exists()
     slow = "data.get:*:9:sleep=3,ckpt.before_commit:0:12:sleep=2"
-    second = pretrain(*where, "--nproc", "2", "--pipeline-model-parallel-size", "2", fault=slow)
+    second = pretrain(*LONG, *where, "--nproc", "2", "--pipeline-model-parallel-size", "2", fault=slow)
     assert second.returncode == 0, second.stderr
     report = json.loads((folder / "report.json").read_text())
     seconds, run = report["seconds"], report["run"]
@@ -312,9 +267,7 @@ def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
     assert run["cost"] == pytest.approx(2 * run["wall_s"] / 3600 * 3.5)
     for line in ("time went to", "goodput", "bottleneck", "cost", "report "):
         assert f"\n{line}" in second.stdout
-    shown = programs.run(
-        [sys.executable, "tools/report.py", str(folder)], capture_output=True, text=True, timeout=60, cwd=ROOT
-    )
+    shown = programs.python("tools/report.py", str(folder))
     assert shown.returncode == 0 and "bottleneck" in shown.stdout and "in 2 processes" in shown.stdout, shown.stderr
 
 
@@ -323,16 +276,13 @@ def test_a_split_backward_is_the_remedy_of_a_bubble_until_it_is_taken(tmp_path: 
     bubbles = []
     for name, also in (("whole", []), ("split", ["--split-backward"])):
         where = ["--run-dir", str(tmp_path / name), "--nproc", "2", "--pipeline-model-parallel-size", "2"]
-        done = pretrain(*where, "--train-iters", "10", *also, fault="pipeline.message:0:*:sleep=0.2")
+        done = pretrain(*LONG, *where, "--train-iters", "10", *also, fault="pipeline.message:0:*:sleep=0.2")
         assert done.returncode == 0, done.stderr
         report = json.loads((tmp_path / name / "report.json").read_text())
         assert report["bottleneck"] == "bubble", report["percent"]
-        words = [sys.executable, "tools/report.py", str(tmp_path / name)]
-        shown = programs.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
-        planned = re.search(
-            r"\((\S+)% as planned with 4 micro-batches over 2 stages, \S+ with twice .*?\)(?:, (\S+)% with --split-backward)?",
-            " ".join(shown.stdout.split()),
-        )
+        shown = programs.python("tools/report.py", str(tmp_path / name)).stdout
+        said = r"\((\S+)% as planned with 4 micro-batches over 2 stages, \S+ with twice .*?\)(?:, (\S+)% with --split-backward)?"
+        planned = re.search(said, " ".join(shown.split()))
         assert planned is not None and f"bubble {planned[1]}%" in done.stdout, done.stdout  # what the plan said
         bubbles.append(planned.groups())
     (whole, remedy), (split, none) = bubbles

@@ -7,17 +7,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import programs
 import pytest
 from train_cases import SMALL
+from whole_runs import losses, pretrain, rank_pids, rows, running, shown, status_of
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
@@ -28,130 +24,54 @@ from megalite.train.life import restarts
 from megalite.train.life.restarts import Restarts, locked_run
 from megalite.train.tell.run_dir import Exit
 
-ROOT = Path(__file__).resolve().parents[2]
-BASE = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--device", "cpu", "--hidden-dropout", "0.1"]
-
-
-@contextmanager
-def started(*flags: str | Path) -> Iterator[subprocess.Popen[str]]:
-    pipe = subprocess.PIPE
-    process = programs.Popen([*BASE, *map(str, flags)], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def until(process: subprocess.Popen[str], what: str) -> float:
-    """The time when its standard output showed `what`."""
-    assert process.stdout is not None and process.stderr is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if what in line:
-            return time.monotonic()
-    raise AssertionError("".join(lines) + process.stderr.read())
-
-
-def rank_pids(folder: Path) -> tuple[int, int, int]:
-    """Fork server, rank 0, rank 1."""
-    first = json.loads((folder / "status.json").read_text())["pid"]
-    server = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
-    [other] = {int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()} - {first}
-    return server, first, other
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def losses(folder: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["train/loss"]) for row in rows(folder / "metrics.jsonl") if "train/loss" in row]
+BASE = [*SMALL, "--device", "cpu", "--hidden-dropout", "0.1"]
 
 
 @pytest.mark.timeout(500)
 def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    flags = [
-        "--nproc",
-        "2",
-        "--train-iters",
-        "100000",
-        "--save-interval",
-        "50",
-        "--keep-last",
-        "2",
-        "--run-dir",
-        folder,
-    ]
-    with started(*flags, "--save", tmp_path / "a", "--max-restarts", "1") as process:
-        until(process, "step    51/")
+    flags = f"--nproc 2 --train-iters 100000 --save-interval 50 --keep-last 2 --max-restarts 1 --run-dir {folder}"
+    with running(*BASE, *flags.split(), "--save", tmp_path / "a", until="step    51/") as process:
         before = (folder / "metrics.jsonl").read_bytes()
-        second = programs.run(
-            [*BASE, "--run-dir", str(folder), "--save", str(tmp_path / "b"), "--train-iters", "2"],
-            capture_output=True, text=True, timeout=60, cwd=ROOT,
-        )  # fmt: skip
+        second = pretrain(*BASE, "--run-dir", folder, "--save", tmp_path / "b", "--train-iters", "2")
         assert second.returncode == Exit.PREFLIGHT and not (tmp_path / "b").exists()
         who = rf"run_dir='{folder}' is in use by process {process.pid} on \S+ since 20\S+: stop that run, or give "
         assert re.search(rf"^pretrain_gpt.py: {who}another --run-dir\n\Z", second.stderr, re.M), second.stderr
         assert (folder / "metrics.jsonl").read_bytes().startswith(before)
         os.kill(rank_pids(folder)[2], signal.SIGKILL)
-        until(process, "note: the run was started again")
-        until(process, "/100000  loss")
+        shown(process, "note: the run was started again")
+        shown(process, "/100000  loss")
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=100)
     assert process.returncode == Exit.REQUEUE, err
     assert "rank 1 ended by signal SIGKILL: all ranks are started again (1 of 1 within an hour)" in err
     assert "Traceback" not in err
-    status = json.loads((folder / "status.json").read_text())
-    assert status["outcome"] == "requeue" and [step for step, _ in losses(folder)] == [*range(1, status["step"] + 1)]
+    status = status_of(folder)
+    assert status["outcome"] == "requeue" and [*losses(folder)] == [*range(1, status["step"] + 1)]
     [event] = [row for row in rows(folder / "events.jsonl") if row["event"] == "restart"]
     assert event["cause"] == "rank 1 ended by signal SIGKILL" and event["code"] == 137
-    shown = programs.run(
-        [sys.executable, str(ROOT / "tools/logs.py"), str(folder)], capture_output=True, text=True, timeout=60
-    ).stdout.splitlines()
-    assert re.fullmatch(r"failure 1: \S+ \S+  rank 1 ended by signal SIGKILL", shown[0]), shown
-    assert shown[1] == f"the end: requeue at step {status['step']}: SIGTERM"
-    assert any("rank 0 | " in line and "lost another rank" in line for line in shown[2:])
+    logs = programs.python("tools/logs.py", str(folder)).stdout.splitlines()
+    assert re.fullmatch(r"failure 1: \S+ \S+  rank 1 ended by signal SIGKILL", logs[0]), logs
+    assert logs[1] == f"the end: requeue at step {status['step']}: SIGTERM"
+    assert any("rank 0 | " in line and "lost another rank" in line for line in logs[2:])
 
 
 @pytest.mark.everything
 @pytest.mark.timeout(500)
 def test_a_run_that_is_killed_at_every_place_is_the_same_run(tmp_path: Path) -> None:
     """It begins with another run's weights; rank 1, rank 0 and the fork server die. Then nothing is left to restart."""
-    with started("--train-iters", "3", "--save", tmp_path / "other") as process:
-        process.communicate(timeout=150)
-    begin = ["--load", tmp_path / "other", "--finetune", "--nproc", "2", "--train-iters", "24", "--save-interval", "5"]
-    with started(*begin, "--save", tmp_path / "straight") as process:
-        process.communicate(timeout=150)
-        assert process.returncode == 0
-    killed = tmp_path / "killed"
-    with started(*begin, "--save", killed, "--max-restarts", "3") as process:
+    other, straight, killed = (tmp_path / name for name in ("other", "straight", "killed"))
+    assert pretrain(*BASE, "--train-iters", "3", "--save", other).returncode == 0
+    begin = [*BASE, *f"--load {other} --finetune --nproc 2 --train-iters 24 --save-interval 5".split()]
+    assert pretrain(*begin, "--save", straight).returncode == 0
+    with running(*begin, "--save", killed, "--max-restarts", "3", until="step     1/") as process:
         for which, step in enumerate((6, 12, 18)):
-            until(process, f"step    {step:2d}/24")
+            shown(process, f"step    {step:2d}/24")
             os.kill(rank_pids(killed)[2 - which], signal.SIGKILL)
         _, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
-    assert losses(killed) == losses(tmp_path / "straight") and len(losses(killed)) == 24
+    assert losses(killed) == losses(straight) and len(losses(killed)) == 24
     assert [row["count"] for row in rows(killed / "events.jsonl") if row["event"] == "restart"] == [1, 2, 3]
-
-
-@pytest.mark.everything
-@pytest.mark.timeout(500)
-def test_a_stop_signal_and_a_death_before_the_first_save(tmp_path: Path) -> None:
-    """A run without --load begins again as it did where nothing was saved, though another run's checkpoint is there."""
-    with started("--train-iters", "3", "--save", tmp_path) as process:
-        process.communicate(timeout=150)
-    flags = ["--nproc", "2", "--save", tmp_path, "--save-interval", "50000", "--train-iters", "100000"]
-    with started(*flags, "--max-restarts", "5") as process:
-        until(process, "step     2/")
-        os.kill(rank_pids(tmp_path)[1], signal.SIGKILL)
-        until(process, "step     1/")
-        until(process, "step     2/")
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=150)
-    assert process.returncode == Exit.REQUEUE and err.count("all ranks are started again") == 1, err
 
 
 def _rank(ranks: Ranks, config: Config) -> None:
@@ -168,7 +88,7 @@ def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) ->
         file.write_bytes(file.read_bytes()[:-8] + b"\xff" * 8)
     for nproc in (1, 2):
         assert start_local(nproc, _rank, (four,), timeout_s=100, ended=Restarts(four)) == Exit.PREFLIGHT
-        status = json.loads((tmp_path / "status.json").read_text())
+        status = status_of(tmp_path)
         assert status["outcome"] == "preflight" and "no checkpoint in it is valid" in status["reason"]
     said = [line for file in (tmp_path / "ranks").iterdir() for line in file.read_text().splitlines()]
     assert sum("no checkpoint in it is valid" in line for line in said) == 2 and "Traceback" not in "".join(said)
@@ -210,9 +130,7 @@ def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.Monkey
     assert policy(tmp_path, 0)(KILLED) is None
 
 
-def test_a_store_that_does_not_answer_is_no_reason_to_begin_afresh(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_is_no_reason_to_begin_afresh(tmp_path: Path, monkeypatch) -> None:
     ask = policy(tmp_path, 2)
 
     def broken(root: str) -> list[int]:
@@ -251,37 +169,6 @@ def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypa
     assert ask(full) is None
 
 
-@pytest.mark.timeout(300)
-def test_a_run_waits_where_its_disk_has_no_room_for_a_restart(tmp_path: Path) -> None:
-    """Another program fills it: the save fails, all ranks start again, are refused, and wait; the status tells so on the
-    full disk, with what was trained and saved. It is asked to stop, which it does at once."""
-    if programs.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path)], capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    try:
-        flags = f"--save {tmp_path} --nproc 2 --train-iters 100000 --save-interval 40 --max-restarts 3 --eval-iters 0"
-        with started(*flags.split()) as process, open(tmp_path / "filler", "wb", buffering=0) as filler:
-            until(process, "saved iter_0000040 ")
-            with suppress(OSError):
-                while filler.write(bytes(4096)):
-                    pass
-            assert process.stderr is not None
-            said = []
-            for line in process.stderr:
-                said.append(line)
-                if "all ranks are started again in 15 s" in line:
-                    break
-            status = json.loads((tmp_path / "status.json").read_text())
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
-        assert (process.returncode, status["outcome"]) == (Exit.PREFLIGHT, "preflight"), said
-        assert status["step"] >= 40 and (status["checkpoint"], status["checkpoint_step"]) == (str(tmp_path), 40)
-        assert status["reason"].endswith(
-            "cannot be written (No space left on device): free some space, or save elsewhere"
-        )
-    finally:
-        programs.run(["umount", str(tmp_path)], check=True)
-
-
 def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
     config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")], {})[0]
     (tmp_path / "r").mkdir()
@@ -295,17 +182,13 @@ def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
     assert (tmp_path / "r").is_dir()
 
 
-@pytest.mark.parametrize(
-    "outcome,more,gone", [("usage", "ranks", True), ("crash", "ranks", False), ("usage", "x", False)]
-)
-def test_a_directory_that_was_made_for_a_refused_run_goes_with_it(
-    tmp_path: Path, outcome: str, more: str, gone: bool
-) -> None:
+@pytest.mark.parametrize("outcome,more", [("usage", "ranks"), ("crash", "ranks"), ("usage", "x")])
+def test_a_directory_that_was_made_for_a_refused_run_goes_with_it(tmp_path: Path, outcome: str, more: str) -> None:
     config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")], {})[0]
     with locked_run(config):
         (tmp_path / "r" / more).mkdir()
         (tmp_path / "r/status.json").write_text(json.dumps({"outcome": outcome}))
-    assert (tmp_path / "r").exists() != gone
+    assert (tmp_path / "r").exists() != ((outcome, more) == ("usage", "ranks"))
 
 
 def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

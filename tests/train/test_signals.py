@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -11,21 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import programs
 import pytest
 from cover import rarely
 from train_cases import SMALL, TP2_PP2, signalled
+from whole_runs import ROOT, children, losses, pretrain, rank_pids, rows, running, status_of
 
-ROOT = Path(__file__).resolve().parents[2]
 GUARDS = ("megalite/train/life/stop.py", "megalite/parallel/local_ranks.py", "pretrain_gpt.py")
 RARELY = pytest.mark.everything(guards=GUARDS)
 LONG = [*SMALL, "--train-iters", "100000"]
-
-
-def status_in(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "status.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -40,7 +34,7 @@ def status_in(folder: Path) -> dict[str, Any]:
 def test_a_run_that_saves_saves_and_stops(tmp_path: Path, name: str, layout: list[str]) -> None:
     flags = [*LONG, *layout, "--save", str(tmp_path), "--save-interval", "50000"]
     code, _, err = signalled(*flags, number=getattr(signal, name))
-    status = status_in(tmp_path)
+    status = status_of(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (75, "requeue", name), err
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file() and status["step"] >= 4
     assert "Traceback" not in err and status["time"] >= status["started"]
@@ -50,7 +44,7 @@ def test_a_run_that_saves_saves_and_stops(tmp_path: Path, name: str, layout: lis
 def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, name: str) -> None:
     flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
     code, _, err = signalled(*flags, number=getattr(signal, name), after="")
-    status = status_in(tmp_path)
+    status = status_of(tmp_path)
     assert (code, status["outcome"], status["step"]) == (75, "requeue", 1), err
     assert (tmp_path / "iter_0000001" / "COMPLETE").is_file()
 
@@ -63,17 +57,14 @@ def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, name: str) -
         pytest.param(["--nproc", "2"], signal.SIGQUIT, id="two, Ctrl-backslash", marks=RARELY),
     ],
 )
-def test_ctrl_c_while_torch_is_imported_ends_it_at_once(
-    tmp_path: Path, layout: list[str], number: signal.Signals
-) -> None:
+def test_ctrl_c_while_torch_is_imported_ends_it_at_once(tmp_path: Path, layout: list, number: signal.Signals) -> None:
     """Ranks of --nproc wait for a process that imports it for them."""
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *LONG, *layout, "--save", str(tmp_path / "run")]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:
         assert process.stderr is not None
         assert any("without --save-interval" in line for line in process.stderr)  # the last word before
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while layout and len(children.read_text().split()) < 2:
+        while layout and len(children(process.pid)) < 2:
             assert process.poll() is None
             time.sleep(0.01)
         os.killpg(process.pid, number)
@@ -84,38 +75,27 @@ def test_ctrl_c_while_torch_is_imported_ends_it_at_once(
         process.kill()
 
 
-def rows_of(folder: Path) -> dict[int, float]:
-    """Training loss by step."""
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
-
-
 def test_an_evaluation_is_broken_off_on_all_ranks_and_a_resume_is_the_same_training(tmp_path: Path) -> None:
     """A signal to one rank alone; the evaluation would take hours."""
 
     def run(folder: Path, *flags: str, fault: str = "") -> tuple[int, str]:
-        words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--nproc", "2", "--train-iters", "6", *flags]
-        words += ["--save", str(folder), "--run-dir", str(folder)]
-        env = os.environ | {"MEGALITE_FAULT": fault}
-        done = programs.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
+        words = [*SMALL, "--nproc", "2", "--train-iters", "6", *flags, "--save", folder, "--run-dir", folder]
+        done = pretrain(*words, fault=fault)
         return done.returncode, done.stdout + done.stderr
 
     broken, whole = tmp_path / "broken", tmp_path / "whole"
     flags = ["--eval-interval", "3", "--eval-iters", "1000000"]
     code, text = run(broken, *flags, fault="eval.begin:1:3:term")
     assert code == 75 and "note: eval_iters=1000000: 3,000,000 batches are evaluated for 6 steps" in text, text
-    assert re.search(
-        r"stopping \(.*\): the evaluation of step 3 ends after \d+ of 1000000 batches, without a loss", text
-    )
-    status, rows = status_in(broken), (broken / "metrics.jsonl").read_text()
+    assert re.search(r"stopping \(.*\): the evaluation of step 3 ends after \d+ of 1000000 batches, without", text)
+    status, rows = status_of(broken), (broken / "metrics.jsonl").read_text()
     assert (status["outcome"], status["step"]) == ("requeue", 3) and "val/" not in rows
     code, text = run(broken, *flags, "--load", str(broken), fault="eval.begin:0:6:term")  # there is no more to train
-    assert (code, status_in(broken)["step"]) == (75, 6) and "val/" not in (broken / "metrics.jsonl").read_text(), text
+    assert (code, status_of(broken)["step"]) == (75, 6) and "val/" not in (broken / "metrics.jsonl").read_text(), text
     code, text = run(broken, "--load", str(broken))
-    assert (code, status_in(broken)["outcome"]) == (0, "done") and "val/" in (broken / "metrics.jsonl").read_text(), (
-        text
-    )
-    assert run(whole)[0] == 0 and rows_of(broken) == rows_of(whole) and len(rows_of(whole)) == 6
+    assert (code, status_of(broken)["outcome"]) == (0, "done"), text
+    assert "val/" in (broken / "metrics.jsonl").read_text()
+    assert run(whole)[0] == 0 and losses(broken) == losses(whole) and len(losses(whole)) == 6
 
 
 @pytest.mark.parametrize(
@@ -130,10 +110,7 @@ def test_an_evaluation_is_broken_off_on_all_ranks_and_a_resume_is_the_same_train
 def test_a_signal_while_it_evaluates_saves_or_ends(tmp_path: Path, fault: str, code: int, step: int) -> None:
     """To one rank alone."""
     flags = "--nproc 2 --train-iters 8 --eval-interval 4 --save-interval 4 --save".split()
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, *flags, str(tmp_path)]
-    env = os.environ | {"MEGALITE_FAULT": fault}
-    done = programs.run(words, capture_output=True, text=True, timeout=90, cwd=ROOT, env=env)
-    status = status_in(tmp_path)
+    done, status = pretrain(*SMALL, *flags, tmp_path, fault=fault), status_of(tmp_path)
     outcome = "requeue" if code else "done"
     assert (done.returncode, status["outcome"], status["step"]) == (code, outcome, step), done.stderr
     whole = {path.parent.name for path in tmp_path.glob("iter_*/COMPLETE")}
@@ -143,13 +120,11 @@ def test_a_signal_while_it_evaluates_saves_or_ends(tmp_path: Path, fault: str, c
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     """The first asks for a save, which waits here for a step that takes too long."""
-    slow = (
-        "--num-layers 8 --hidden-size 256 --seq-length 512 --max-position-embeddings 512 --global-batch-size 32".split()
-    )
-    flags = [*LONG, *slow, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
+    slow = "--num-layers 8 --hidden-size 256 --seq-length 512 --max-position-embeddings 512 --global-batch-size 32"
+    flags = [*LONG, *slow.split(), "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
     code, _, err = signalled(*flags, number=signal.SIGINT, after="step     1/", again_s=2.5)
     assert code == 130 and "Traceback" not in err, err
-    assert status_in(tmp_path)["outcome"] == "interrupted" and not list(tmp_path.glob("iter_*"))
+    assert status_of(tmp_path)["outcome"] == "interrupted" and not list(tmp_path.glob("iter_*"))
 
 
 LOST_FIRST = """
@@ -172,7 +147,7 @@ def test_a_signal_that_python_hears_of_after_another_rank_is_lost_is_what_ended_
     words = [sys.executable, "-c", LOST_FIRST, *LONG, "--run-dir", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGALITE_FAULT": "step.begin:0:3:raise"}
     done = programs.run(words, capture_output=True, text=True, env=env, timeout=120)
-    status = status_in(tmp_path)
+    status = status_of(tmp_path)
     assert (done.returncode, status["outcome"], status["reason"]) == (130, "interrupted", "SIGTERM"), done.stderr
     assert status["step"] == 2 and "pretrain_gpt.py: interrupted at step 2; checkpoint: none" in done.stderr
     assert re.search(r"^outcome +interrupted: SIGTERM", done.stdout, re.MULTILINE), done.stdout
@@ -184,7 +159,7 @@ def test_a_signal_that_python_hears_of_after_another_rank_is_lost_is_what_ended_
 )
 def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name: str, layout: list[str]) -> None:
     code, out, err = signalled(*LONG, *layout, "--run-dir", str(tmp_path), number=getattr(signal, name))
-    status = status_in(tmp_path)
+    status = status_of(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
     [line] = [line for line in err.splitlines() if line.startswith("pretrain_gpt.py: interrupted")]
     assert f"at step {status['step']}; checkpoint: none, there is no --save; to continue: from step 1" in line
@@ -196,90 +171,42 @@ def test_an_exit_signal_saves_and_stops(tmp_path: Path, name: str) -> None:
     flags = [*LONG, *TP2_PP2, "--save", str(tmp_path), "--save-interval", "50000", "--exit-signal", name]
     code, _, err = signalled(*flags, number=getattr(signal, name), alone=True)
     assert code == 75, err
-    status = status_in(tmp_path)
+    status = status_of(tmp_path)
     assert status["outcome"] == "requeue" and name in status["reason"]
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
 
 
 def test_a_file_stops_a_run(tmp_path: Path) -> None:
-    flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
-    process = programs.Popen([sys.executable, str(ROOT / "pretrain_gpt.py"), *flags], stdout=subprocess.PIPE, cwd=ROOT)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if b"step     3/" in line:
-                (tmp_path / "stop").touch()
-                break
+    with running(*LONG, "--nproc", "2", "--save", tmp_path, "--save-interval", "50000") as process:
+        (tmp_path / "stop").touch()
         process.communicate(timeout=60)
-        status = status_in(tmp_path)
-        assert (process.returncode, status["outcome"], status["reason"]) == (75, "requeue", str(tmp_path / "stop"))
-        assert not (tmp_path / "stop").exists() and (tmp_path / f"iter_{status['step']:07d}/COMPLETE").is_file()
-    finally:
-        process.kill()
-
-
-def last_step(folder: Path) -> int:
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    status = status_of(tmp_path)
+    assert (process.returncode, status["outcome"], status["reason"]) == (75, "requeue", str(tmp_path / "stop"))
+    assert not (tmp_path / "stop").exists() and (tmp_path / f"iter_{status['step']:07d}/COMPLETE").is_file()
 
 
 def test_ctrl_backslash_ends_a_run_at_once_and_says_so(tmp_path: Path) -> None:
     flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
     code, _, err = signalled(*flags, number=signal.SIGQUIT)
-    status = status_in(tmp_path)
+    status = status_of(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", "SIGQUIT"), err
-    assert status["step"] >= last_step(tmp_path) >= 4 and status["checkpoint"] is None
-
-
-def test_what_rank_0_could_not_say_is_so_and_a_refused_command_leaves_it(tmp_path: Path) -> None:
-    """It is killed when its checkpoint is there; then another run is refused that would write to the same place, and
-    then the run itself, whose disk fails: a scheduler that reads what became of it is to see that."""
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "9"]
-    save = ["--nproc", "2", "--save", str(tmp_path), "--save-interval", "3", "--eval-iters", "0"]
-    other = ["--run-dir", str(tmp_path), "--load", str(tmp_path), "--qk-layernorm"]  # which does not fit
-    own = ["--save", str(tmp_path), "--load", str(tmp_path)]
-    starts = (save, 137, "ckpt.after_commit:0:6:kill"), (other, 2, ""), (own, 3, "init.storage:0:0:eio")
-    for more, code, fault in starts:
-        env = os.environ | {"MEGALITE_FAULT": fault}
-        done = programs.run([*words, *more], capture_output=True, text=True, timeout=90, cwd=ROOT, env=env)
-        assert done.returncode == code, done.stderr
-        status = status_in(tmp_path)
-        told = [status[name] for name in ("outcome", "step", "tokens", "checkpoint", "checkpoint_step")]
-        outcome = "preflight" if more is own else "crash"
-        assert told == [outcome, 6, 6 * 8 * 16, str(tmp_path), 6] and last_step(tmp_path) == 6, done.stderr
-        assert ("cannot be written" if more is own else "rank 0 ended by signal SIGKILL") in status["reason"]
+    assert status["step"] >= rows(tmp_path / "metrics.jsonl")[-1]["step"] >= 4 and status["checkpoint"] is None
 
 
 def test_the_death_of_a_rank_is_told_once_with_its_cause(tmp_path: Path) -> None:
-    flags = [*LONG, "--nproc", "2", "--run-dir", str(tmp_path)]
-    pipe = subprocess.PIPE
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
-    process = programs.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "step     3/" in line:
-                break
-        first = status_in(tmp_path)["pid"]
-        [server] = {int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])}
-        ranks = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-        [other] = [int(pid) for pid in ranks if int(pid) != first]
-        os.kill(other, signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 128 + signal.SIGKILL
-        reason = status_in(tmp_path)["reason"]
-        assert reason.startswith("rank 1 ended by signal SIGKILL"), reason
-        assert "Traceback" not in err and "rank 1 ended by signal SIGKILL; ending the others" in err, err
-    finally:
-        process.kill()
+    with running(*LONG, "--nproc", "2", "--run-dir", tmp_path) as process:
+        os.kill(rank_pids(tmp_path)[2], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)  # their own limit is ten minutes
+    assert process.returncode == 128 + signal.SIGKILL
+    assert status_of(tmp_path)["reason"].startswith("rank 1 ended by signal SIGKILL")
+    assert "Traceback" not in err and "rank 1 ended by signal SIGKILL; ending the others" in err, err
 
 
 def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
     """No file may be longer than 500 bytes: log.txt, metrics.jsonl, TensorBoard, run_config.toml and status.json."""
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "6", "--run-dir", str(tmp_path)]
-    words += ["--tensorboard-dir", str(tmp_path / "tb"), "--log-style", "megatron"]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))  # noqa: E731
-    pipe = subprocess.PIPE
-    done = programs.run(words, stdout=pipe, stderr=pipe, text=True, timeout=90, cwd=ROOT, preexec_fn=limit)
+    words = ["--run-dir", tmp_path, "--tensorboard-dir", tmp_path / "tb", "--log-style", "megatron"]
+    done = pretrain(*SMALL, "--train-iters", "6", *words, preexec_fn=limit)
     assert done.returncode == 0, done.stderr
     assert "iteration        6/       6" in done.stdout
     assert "Traceback" not in done.stderr  # nor one of TensorBoard's own thread
@@ -287,14 +214,12 @@ def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
         assert done.stderr.count(f"WARNING: {what}: ") == 2, done.stderr  # the first time, and the count
         assert what.stat().st_size == 500
     assert "WARNING: TensorBoard: " in done.stderr
-    assert json.loads((tmp_path / "status.json").read_text())["outcome"] == "done"
+    assert status_of(tmp_path)["outcome"] == "done"
 
 
 def test_a_directory_that_cannot_be_made_ends_no_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "2"]
-    words += ["--run-dir", str(tmp_path / "file/run"), "--profile-pipeline", "2"]
-    done = programs.run(words, capture_output=True, text=True, timeout=90, cwd=ROOT)
+    done = pretrain(*SMALL, "--train-iters", "2", "--run-dir", tmp_path / "file/run", "--profile-pipeline", "2")
     assert done.returncode == 0, done.stderr
     assert "step     2/2" in done.stdout and "Traceback" not in done.stderr
     assert "timeline.json" in done.stderr and "file/run/log.txt: Not a directory" in done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from token_files import byte_level_bpe
 
 from megalite.config import cli
 from megalite.config.options import Config
@@ -27,21 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-2's two files, and 60 documents as they make tokens of it."""
     out = tmp_path_factory.mktemp("gpt2")
     lines = [f"document {i} of a small corpus, ünïcode \u6f22\u5b57 {i * i}" for i in range(60)]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(lines, trainer)
-    bpe.model.save(str(out))
+    byte_level_bpe(lines, 300).model.save(str(out))
     (out / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines), encoding="utf-8")
     files = {"vocab_file": str(out / "vocab.json"), "merge_file": str(out / "merges.txt")}
-    preprocess(
-        [str(out / "text.jsonl")],
-        str(out / "mine"),
-        Job({"tokenizer_type": "GPT2BPETokenizer", **files}, append_eod=True),
-    )
+    job = Job({"tokenizer_type": "GPT2BPETokenizer", **files}, append_eod=True)
+    preprocess([str(out / "text.jsonl")], str(out / "mine"), job)
     return out
 
 
@@ -53,9 +43,8 @@ def read(folder: Path, *flags: str) -> tuple[Config, Sources]:
 
 
 def test_the_line_of_megatrons_gpt3_script_opens_its_data(folder: Path) -> None:
-    config, sources = read(
-        folder, "--split", "949,50,1", "--data-cache-path", str(folder / "cache"), "--num-workers", "2"
-    )
+    cache = ["--data-cache-path", str(folder / "cache"), "--num-workers", "2"]
+    config, sources = read(folder, "--split", "949,50,1", *cache)
     assert config.data.tokenizer_type == "GPT2BPETokenizer"
     assert (sources.vocab_size, sources.eod) == (300, 0)
     assert [one.name for one in sources.valid] == [""] and sources.test == []

@@ -16,7 +16,7 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train.setup import build_run
 from megalite.train.state import Run, StepResult
-from megalite.train.step import NonFiniteError, train_step
+from megalite.train.step import train_step
 
 BATCH, LR, WARM_UP = 4, 0.01, 8
 SMALL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
@@ -124,22 +124,6 @@ def test_the_scale_doubles_after_clean_steps_and_no_result_shows_it() -> None:
         assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-4)
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_a_gradient_that_is_not_finite_updates_nothing(check: bool) -> None:
-    run = build("" if check else "--no-check-for-nan-in-loss-and-grad")
-    train_step(run)
-    before = kept(run)
-    run.loss_scaler.scale = math.inf
-    if check:
-        with pytest.raises(NonFiniteError, match=rf"step 2: .* samples {BATCH}\.\.{2 * BATCH - 1}; nothing was upd"):
-            train_step(run)
-        assert run.state.step == 1
-    else:
-        assert train_step(run).skipped and run.state.step == 2 and run.state.skipped_samples == BATCH
-    run.close()
-    assert same(kept(run), before)
-
-
 def _one_rank_overflows(flags: str) -> list[Any]:
     """The last rank's own gradients become infinite in step 2 of 3."""
     run, told = build(flags), []
@@ -164,13 +148,8 @@ def _one_rank_overflows(flags: str) -> list[Any]:
 @pytest.mark.parametrize("flags", ["--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2", ""])
 def test_all_ranks_decide_alike(flags: str) -> None:
     """One rank alone overflows, and one alone is told to stop."""
-    one, other = run_ranks(
-        2, _one_rank_overflows, f"{flags} --fp16 --loss-scale 64 --no-check-for-nan-in-loss-and-grad"
-    )
+    flags += " --fp16 --loss-scale 64 --no-check-for-nan-in-loss-and-grad"
+    one, other = run_ranks(2, _one_rank_overflows, flags)
     assert one == other
-    assert [(skipped, stop, unchanged) for _, _, skipped, stop, unchanged in one] == [
-        (False, False, False),
-        (True, False, True),
-        (False, True, False),
-    ]
+    assert [step[2:] for step in one] == [(False, False, False), (True, False, True), (False, True, False)]
     assert [lr for _, lr, *_ in one] == [LR * step / WARM_UP for step in (1, 1, 2)]  # of the next update

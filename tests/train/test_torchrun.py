@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,12 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from train_cases import SMALL
+from whole_runs import ROOT, alive, children, losses, shown, status_of
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40
+RARELY = pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
 
 
 @contextmanager
@@ -24,10 +25,8 @@ def torchrun(folder: Path, *words: str, steps: int = STEPS) -> Iterator[subproce
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
     command += [str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", str(steps), "--device", "cpu"]
     command += ["--save", str(folder), "--load", str(folder), "--save-interval", "5", "--hidden-dropout", "0.1"]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
     try:
         yield process
     finally:
@@ -36,27 +35,7 @@ def torchrun(folder: Path, *words: str, steps: int = STEPS) -> Iterator[subproce
         process.wait()
 
 
-def shown(process: subprocess.Popen[str], what: str) -> list[str]:
-    """Its lines until one has `what` in it."""
-    lines = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        if what in line:
-            return lines
-    raise AssertionError("".join(lines))
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-def losses(folder: Path) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["train/loss"] for row in rows if "train/loss" in row]
-
-
-@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
+@RARELY
 @pytest.mark.timeout(400)
 def test_every_restart_meets_and_the_run_is_the_same_run(tmp_path: Path) -> None:
     with torchrun(tmp_path / "straight") as straight:
@@ -64,17 +43,17 @@ def test_every_restart_meets_and_the_run_is_the_same_run(tmp_path: Path) -> None
     with torchrun(tmp_path / "killed", "--max-restarts", "3") as process:
         for step in (7, 17, 27):
             shown(process, f"step    {step:2d}/")
-            os.kill(ranks_of(process)[step % 2], signal.SIGKILL)
+            os.kill(children(process.pid)[step % 2], signal.SIGKILL)
         out = process.communicate(timeout=200)[0]
     assert process.returncode == 0, out
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight") and len(losses(tmp_path / "killed")) == STEPS
 
 
-@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
+@RARELY
 def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     with torchrun(tmp_path, steps=100_000) as process:
         shown(process, "step     3/")
-        ranks = ranks_of(process)
+        ranks = children(process.pid)
         assert len(ranks) == 2
         os.kill(process.pid, signal.SIGKILL)
         end_of(ranks)
@@ -88,24 +67,17 @@ def end_of(ranks: list[int]) -> None:
         time.sleep(0.05)
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_sigterm_to_torchrun_saves_and_says_requeue(tmp_path: Path) -> None:
     with torchrun(tmp_path, steps=100_000) as process:
         shown(process, "step     3/")
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["outcome"], status["reason"]) == ("requeue", "SIGTERM")  # torchrun's own code is 1
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
 
 
-@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
+@RARELY
 @pytest.mark.timeout(300)
 def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGALITE_FAULT", "step.after_forward_backward:1:3:raise")
@@ -114,12 +86,12 @@ def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeyp
     assert process.returncode == 1 and out.count("megalite.config.faults.InjectedFault: asked for") == 1, out
     _, _, table = out.partition("Root Cause")
     assert "rank      : 1" in table and "traceback : InjectedFault: asked for by MEGALITE_FAULT" in table
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert status["outcome"] == "crash" and status["reason"].startswith("rank 1: InjectedFault: asked for")
     assert "lost another rank" in (tmp_path / "ranks/rank-00000.log").read_text()
 
 
-@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
+@RARELY
 def test_a_group_that_gets_usr1_twice_saves_once_where_torchrun_was_told(tmp_path: Path) -> None:
     """As SLURM sends it to all processes of a step: torchrun too, and its ranks a second time through it."""
     handled = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -127,49 +99,43 @@ def test_a_group_that_gets_usr1_twice_saves_once_where_torchrun_was_told(tmp_pat
         shown(process, "step     3/")
         os.killpg(process.pid, signal.SIGUSR1)
         out, _ = process.communicate(timeout=60)
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["outcome"], status["reason"]) == ("requeue", "SIGUSR1"), out
-    assert (
-        out.count(f"saving checkpoint at step {status['step']} ") == 1
-        and "Traceback" not in out.partition("outcome ")[0]
-    )
+    assert out.count(f"saving checkpoint at step {status['step']} ") == 1
+    assert "Traceback" not in out.partition("outcome ")[0]
 
 
-@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
-def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@RARELY
+def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(tmp_path: Path, monkeypatch) -> None:
     """Its ranks, which it leaves, save and stop."""
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with torchrun(tmp_path, steps=100_000) as process:
         said = shown(process, "step     3/")
         [line] = [line for line in said if "torchrun dies of SIGUSR1" in line]  # once, in the log, and again at its end
         assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in line
-        ranks = ranks_of(process)
+        ranks = children(process.pid)
         process.send_signal(signal.SIGUSR1)
         out, _ = process.communicate(timeout=60)
         assert out.count("torchrun has ended without its ranks: they save and stop") <= 1 and "Traceback" not in out
         assert process.returncode == -signal.SIGUSR1
         end_of(ranks)
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (status["outcome"], status["reason"], status["checkpoint_step"]) == ("requeue", "SIGTERM", status["step"])
 
 
-@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
+@RARELY
 def test_a_run_that_was_asked_to_stop_is_not_restarted(tmp_path: Path) -> None:
     with torchrun(tmp_path, "--max-restarts", "3", steps=100_000) as process:
         shown(process, "step     3/")
         (tmp_path / "stop").touch()
         out, _ = process.communicate(timeout=60)
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_of(tmp_path)
     assert (process.returncode, status["outcome"], status["reason"]) == (0, "requeue", str(tmp_path / "stop")), out
     assert "step     1/" not in out.partition("outcome ")[2]
 
 
-@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
-def test_a_grace_that_is_shorter_than_the_save_costs_only_what_was_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@RARELY
+def test_a_grace_that_is_shorter_than_the_save_costs_only_what_was_not_saved(tmp_path: Path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("MEGALITE_FAULT", ",".join(f"ckpt.before_commit:0:{step}:sleep=90" for step in range(6, 60)))
         with torchrun(tmp_path, "--shutdown-timeout", "2", steps=100_000) as process:

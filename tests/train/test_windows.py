@@ -148,7 +148,6 @@ def test_a_checkpoint_with_a_window_is_not_loaded_without() -> None:
         "window_size: None here, (4, 0) in the checkpoint",
         "window_attn_skip_freq: None here, '2' in the checkpoint",
     ]
-    assert options_that_differ(replace(model, window_size=(5, 0)), model, "x") == [
-        "window_size: (5, 0) here, (4, 0) in x"
-    ]
+    other = replace(model, window_size=(5, 0))
+    assert options_that_differ(other, model, "x") == ["window_size: (5, 0) here, (4, 0) in x"]
     assert options_that_differ(replace(model, window_attn_skip_freq="[1,0,1]"), model, "x") == []  # is every second

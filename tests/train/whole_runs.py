@@ -1,0 +1,79 @@
+"""Whole runs of the program, typed as a user types them, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import programs
+
+ROOT = programs.ROOT
+
+
+def pretrain(*flags: object, fault: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """To its end. `fault`: what MEGALITE_FAULT asks for."""
+    env = {**os.environ, **options.pop("env", {}), **({"MEGALITE_FAULT": fault} if fault else {})}
+    return programs.python("pretrain_gpt.py", *map(str, flags), env=env, **{"timeout": 120, **options})
+
+
+def shown(process: subprocess.Popen[str], what: str) -> list[str]:
+    """The lines of its standard output until one has `what` in it."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if what in line:
+            return lines
+    raise AssertionError("".join(lines) + (process.stderr.read() if process.stderr else ""))
+
+
+@contextmanager
+def running(*flags: object, until: str = "step     3/", **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A run that has shown `until`; it ends with the block."""
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *map(str, flags)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = programs.Popen(words, text=True, cwd=ROOT, **pipes | options)
+    try:
+        shown(process, until)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def status_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
+
+
+def losses(folder: Path, of: str = "train/loss") -> dict[int, float]:
+    """By step."""
+    return {row["step"]: row[of] for row in rows(folder / "metrics.jsonl") if of in row}
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def rank_pids(folder: Path) -> tuple[int, int, int]:
+    """Fork server, rank 0, rank 1."""
+    first = status_of(folder)["pid"]
+    server = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
+    [other] = {*children(server)} - {first}
+    return server, first, other
