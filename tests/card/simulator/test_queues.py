@@ -1,15 +1,15 @@
-"""The checker of order between ranks: each rule by hand, random programs against a slow twin, and every schedule."""
+"""The checker of order between ranks: each rule by hand, and random programs."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 
-from card.simulator.queues import STRICTEST, Model, Traces, all_end, disorder, eager, hangs, told, unequal
+from card.simulator.queues import STRICTEST, Model, all_end, disorder, eager, hangs, told, unequal
 from card.simulator.trace import Comm, CommWait, Fact, HostRead, HostWait, Launch, Record, Stream, Wait
-from megalite.pipeline.schedule import Action, Op, plan
 
 ONE, MANY = Model("one"), Model("many")
 
@@ -190,91 +190,6 @@ def test_streams_wait_for_events_as_recorded_last() -> None:
 # ---- random programs
 
 
-def _slow(traces: Traces, one: bool) -> bool:
-    """Whether a run hangs: what has happened, from the rules alone, each tried again and again until nothing more does."""
-    device = Launch | Wait | CommWait | Comm
-    happened: set[tuple[str, int, int]] = set()
-
-    def last_of(rank: int, stream: Stream, before: int) -> int | None:
-        places = [j for j, f in enumerate(traces[rank][:before]) if isinstance(f, device) and f.stream == stream]
-        return places[-1] if places else None
-
-    def is_done(rank: int, place: int | None) -> bool:
-        return place is None or ("done", rank, place) in happened
-
-    def awaited(rank: int, i: int) -> int | None:
-        fact, row = traces[rank][i], traces[rank]
-        if isinstance(fact, CommWait):
-            return next(j for j, f in enumerate(row) if isinstance(f, Comm) and f.number == fact.number)
-        if isinstance(fact, Wait):
-            records = [j for j, f in enumerate(row[:i]) if isinstance(f, Record) and f.event == fact.event]
-            return last_of(rank, row[records[-1]].stream, records[-1]) if records else None  # type: ignore[union-attr]
-        assert isinstance(fact, HostWait)
-        return last_of(rank, fact.stream, i) if fact.stream is not None else None
-
-    def first_of(rank: int, comm: str) -> int:
-        return next((j for j, f in enumerate(traces[rank]) if isinstance(f, Comm) and f.comm == comm), -1)
-
-    def come(rank: int, i: int) -> bool:
-        """The host has come to fact i."""
-        return all(("issued", rank, j) in happened for j in range(i)) and all(
-            is_done(rank, awaited(rank, j)) for j in range(i) if isinstance(traces[rank][j], HostWait)
-        )
-
-    def twin(rank: int, i: int) -> list[tuple[int, int]]:
-        fact = traces[rank][i]
-        assert isinstance(fact, Comm)
-        alike = [j for j, f in enumerate(traces[rank]) if isinstance(f, Comm) and _same_order(f, fact)]
-        twins = []
-        for other in fact.ranks if fact.peer is None else (fact.peer,):
-            theirs = [j for j, f in enumerate(traces[other]) if isinstance(f, Comm) and _meets(rank, fact, other, f)]
-            number = alike.index(i)
-            twins.append((other, theirs[number] if number < len(theirs) else -1))
-        return twins
-
-    def may(what: str, rank: int, i: int) -> bool:
-        fact = traces[rank][i]
-        if what == "issued":
-            made = not isinstance(fact, Comm) or first_of(rank, fact.comm) != i
-            return come(rank, i) and (made or all(_come_first(r, fact.comm) for r in fact.ranks))  # type: ignore[union-attr]
-        if not isinstance(fact, device):
-            return False
-        if what == "done":
-            begun = ("begun", rank, i) in happened
-            return begun and (not isinstance(fact, Comm) or all(("begun", r, j) in happened for r, j in twin(rank, i)))
-        ahead = [
-            j for j, f in enumerate(traces[rank][:i]) if isinstance(f, device) and (one or f.stream == fact.stream)
-        ]
-        needs = [last_of(rank, fact.stream, i)]
-        if isinstance(fact, Comm):
-            needs.append(last_of(rank, fact.after, i))
-        if isinstance(fact, Wait | CommWait):
-            needs.append(awaited(rank, i))
-        issued = ("issued", rank, i) in happened
-        return issued and all(("begun", rank, j) in happened for j in ahead) and all(is_done(rank, j) for j in needs)
-
-    def _come_first(rank: int, comm: str) -> bool:
-        return first_of(rank, comm) >= 0 and come(rank, first_of(rank, comm))
-
-    every = [(w, r, i) for r in traces for i in range(len(traces[r])) for w in ("issued", "begun", "done")]
-    while new := [key for key in every if key not in happened and may(*key)]:
-        happened.update(new)
-    issued = all(("issued", r, i) in happened for r in traces for i in range(len(traces[r])))
-    return not issued or any(
-        ("done", r, i) not in happened for r in traces for i, f in enumerate(traces[r]) if isinstance(f, device)
-    )
-
-
-def _same_order(a: Comm, b: Comm) -> bool:
-    return (a.comm, a.peer) == (b.comm, b.peer) and (a.kind == b.kind or a.peer is None)
-
-
-def _meets(rank: int, fact: Comm, other: int, theirs: Comm) -> bool:
-    if fact.peer is None:
-        return theirs.comm == fact.comm and theirs.peer is None
-    return theirs.comm == fact.comm and theirs.peer == rank and {fact.kind, theirs.kind} == {"send", "recv"}
-
-
 def _random_program(chance: random.Random) -> dict[int, list[Fact]]:
     """A sequence of events that happen one after another, hence in order, seen from each rank."""
     size = chance.randint(2, 4)
@@ -317,92 +232,14 @@ def _swapped(chance: random.Random, traces: dict[int, list[Fact]]) -> dict[int, 
     return {**traces, rank: row}
 
 
-def test_random_programs_are_in_order_and_their_swaps_are_found_whenever_a_run_hangs() -> None:
-    chance = random.Random(1)
-    counts = {"hangs": 0, "unequal": 0, "harmless": 0}
+def test_random_programs_are_in_order_and_their_swaps_hang_by_both_ways_of_telling() -> None:
+    chance, found = random.Random(1), Counter[bool]()
     for _ in range(300):
         traces = _random_program(chance)
         assert disorder(traces) == [] == hangs(traces, STRICTEST)
         other = _swapped(chance, traces)
-        if other is None:
-            continue
-        for each in (traces, other, eager(other)):
-            assert all_end(each) == (told(each, STRICTEST) == []), each
-        slow = [_slow(other, one=one) for one in (False, True)]
-        assert slow == [bool(hangs(other, model)) for model in (MANY, ONE)], other
-        assert (any(slow) or bool(unequal(other))) == bool(disorder(other))
-        counts["hangs" if any(slow) else "unequal" if unequal(other) else "harmless"] += 1
-    assert min(counts["hangs"], counts["harmless"]) > 10, counts
-
-
-# ---- schedules
-
-
-def _trace(row: tuple[Action, ...], rank: int, pp: int, last: int) -> list[Fact]:
-    """As the executor does it: post and go on, wait where a value is used, and for what was sent at the end."""
-    facts: list[Fact] = []
-    coming: dict[tuple[Op, int, int], int] = {}
-    sent: list[int] = []
-    for number, action in enumerate(row):
-        if action.op in (Op.F, Op.B):
-            receives = Op.RECV_F if action.op is Op.F else Op.RECV_B
-            if (work := coming.pop((receives, action.stage, action.microbatch), None)) is not None:
-                facts.append(CommWait(work, 0))
-            facts.append(Launch(0, str(action)))
-            continue
-        forward, sends = action.op in (Op.SEND_F, Op.RECV_F), action.op in (Op.SEND_F, Op.SEND_B)
-        peer = (rank + (1 if action.op in (Op.SEND_F, Op.RECV_B) else -1)) % pp
-        pair = tuple(sorted((rank, peer)))
-        name = f"{'pp' if forward else 'back'} {pair[0]}-{pair[1]}"
-        kind = "send" if sends else "recv"
-        facts.append(Comm(name, pair, kind, "float32", action.microbatch + 1, peer, number, 0, where=str(action)))
-        if sends:
-            sent.append(number)
-        else:
-            coming[action.op, action.stage, action.microbatch] = number
-    return facts + [CommWait(number, 0) for number in sent]
-
-
-def _planned(name: str, pp: int, count: int, vpp: int, group: int | None) -> dict[int, list[Fact]]:
-    rows = plan.__wrapped__(name, pp, count, vpp, group)
-    return {rank: _trace(row, rank, pp, pp * vpp - 1) for rank, row in enumerate(rows)}
-
-
-def _check_schedule(name: str, pp: int, count: int, vpp: int, group: int | None) -> None:
-    traces = _planned(name, pp, count, vpp, group)
-    assert unequal(traces) == [], (name, pp, count, vpp, group)
-    assert hangs(traces, STRICTEST) == [], (name, pp, count, vpp, group)
-    assert hangs(eager(traces), STRICTEST) == [], (name, pp, count, vpp, group)
-
-
-SCHEDULES = ("1f1b", "gpipe", "forward")
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_no_schedule_hangs_a_few(name: str) -> None:
-    for pp, count, vpp in itertools.product((2, 3, 4), (1, 4, 7), (1, 2)):
-        for group in (None, count):
-            _check_schedule(name, pp, count, vpp, group)
-
-
-@pytest.mark.everything
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_no_schedule_hangs(name: str) -> None:
-    for pp, count, vpp in itertools.product(range(2, 9), range(1, 21), range(1, 5)):
-        for group in {None, count} if vpp > 1 else (None,):  # all of a chunk first: breadth first
-            _check_schedule(name, pp, count, vpp, group)
-
-
-def test_messages_swapped_in_a_schedule_are_found() -> None:
-    """Any two neighbours in a row that are messages on one communicator, in different directions; and a message that
-    comes before what its rank has to wait for first."""
-    found = []
-    traces = _planned("1f1b", 2, 4, 2, None)
-    for rank, row in traces.items():
-        for i, (a, b) in enumerate(itertools.pairwise(row)):
-            if isinstance(a, Comm) and isinstance(b, Comm) and a.comm == b.comm and a.kind != b.kind:
-                swapped = {**traces, rank: [*row[:i], b, a, *row[i + 2 :]]}
-                found.append(disorder(swapped))
-    assert found and all(found)
-    assert all("rank 0 does" in texts[0] and "rank 1 does" in texts[0] for texts in found)
+        if other is not None:
+            for each in (traces, other, eager(other)):
+                assert all_end(each) == (told(each, STRICTEST) == []), each
+            found[bool(disorder(other))] += 1
+    assert min(found[True], found[False]) > 10, found
