@@ -31,9 +31,6 @@ def comm(number: int, after: int | str = 0, reads: Sequence[Span] = (), writes: 
     return Comm(name, (0, 1), kind, "float32", 4, None, number, after, tuple(reads), tuple(writes))
 
 
-# ---- against every path
-
-
 # ---- what a trainer does: each wait is needed
 
 WEIGHTS, OWN, REST = Span(1, 0, 800), Span(1, 0, 400), Span(1, 400, 800)
