@@ -102,6 +102,13 @@ def test_every_curve_is_what_a_scheduler_holds_before_it_is_moved_on(
             skipped += size
 
 
+def test_a_warm_up_as_long_as_the_decay_divides_by_nothing() -> None:
+    lr = LrSchedule(peak=1.0, minimum=0.1, style="cosine", warm_up=10.0, decay=10.0)
+    assert [lr.at(n) for n in (5, 10, 11)] == pytest.approx([0.5, 1.0, 0.1])
+    no_last_phase = LrSchedule(peak=1.0, minimum=0.1, style="WSD", warm_up=0.0, decay=10.0, wsd=0.0)
+    assert [no_last_phase.at(n) for n in (1, 10, 11)] == [1.0, 1.0, 0.1]
+
+
 RUN = "--global-batch-size 8 --train-iters 20 --lr 3e-4 --min-lr 3e-5 --weight-decay 0.1"
 SAMPLES = "--global-batch-size 8 --train-samples 160 --lr 3e-4 --min-lr 3e-5 --weight-decay 0.1"
 WARM = "--lr-warmup-iters 4"

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from tools.checks.agreement import Reference, Tolerance, compare, second_reading
 from tools.checks.causes import Finding, find
 from tools.checks.places import Layout, place
 from tools.checks.recording import Item, Recording, read_all, write
-from tools.checks.smaller import Shared, Smaller, of_groups, smaller, twin
+from tools.checks.smaller import Smaller, of_groups, smaller, twin
 from tools.pictures.agreement import picture
 from tools.pictures.canvas import save
 
@@ -109,42 +108,6 @@ def test_too_few_ranks_for_groups_are_told() -> None:
     assert of_groups(config, first, 4) is None
     assert first.notes[-1].startswith("not verified, for want of ranks: which of 8 groups each of 16 tp ranks takes")
     assert first.notes[-1].endswith("give --most-ranks 8 or more")
-
-
-MAPS: list[Callable[[int, int, int, int, int], int]] = [  # of rank r: groups, ranks of each, heads of a rank, ranks
-    lambda r, groups, each, heads, tp: r,
-    lambda r, groups, each, heads, tp: r % groups,
-    lambda r, groups, each, heads, tp: r // groups,
-    lambda r, groups, each, heads, tp: r % each,
-    lambda r, groups, each, heads, tp: r % heads,
-    lambda r, groups, each, heads, tp: r // heads,
-    lambda r, groups, each, heads, tp: r % (each * heads),
-    lambda r, groups, each, heads, tp: r // (each * heads),
-    lambda r, groups, each, heads, tp: r * heads // each,
-    lambda r, groups, each, heads, tp: r * each // tp,
-    lambda r, groups, each, heads, tp: r * groups % tp // each,
-    lambda r, groups, each, heads, tp: (tp - 1 - r) // each,
-    lambda r, groups, each, heads, tp: groups - 1 - r // each,
-    lambda r, groups, each, heads, tp: (r + 1) // each,
-    lambda r, groups, each, heads, tp: max(r - 1, 0) // each,
-    lambda r, groups, each, heads, tp: min(r, groups - 1),
-    lambda r, groups, each, heads, tp: 0,
-]
-
-
-def wrong_maps(one: Shared) -> set[int]:
-    sizes = (one.groups, one.tp // one.groups, one.heads, one.tp)
-    right = [rank // sizes[1] for rank in range(one.tp)]
-    return {i for i, of in enumerate(MAPS) if [of(rank, *sizes) for rank in range(one.tp)] != right}
-
-
-@pytest.mark.parametrize("tp", [4, 8, 12, 16, 32, 64])
-def test_a_wrong_map_to_groups_is_wrong_at_the_small_size(tp: int) -> None:
-    sizes = [(groups, heads) for groups in range(2, tp) if tp % groups == 0 for heads in (1, 2, 3, 4, 8, 16)]
-    for full in (Shared(tp, *some) for some in sizes):
-        small = next(full.on(n) for n in range(2, 9) if tp % n == 0 and not full.hidden_in(full.on(n)))
-        assert small.groups > 1 and wrong_maps(full) <= wrong_maps(small), (full, small)
-    assert not wrong_maps(Shared(16, 8, 4)) <= wrong_maps(Shared(4, 2, 4))  # some layouts of two groups hide one
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,6 @@ PATHS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("layer", [2, 24, 96])
-def test_scaling_by_the_layer_is_the_same_function(layer: int) -> None:
-    doubles = [x.double() for x in inputs(3.0, torch.float32)]
-    torch.testing.assert_close(definition(*doubles, layer), definition(*doubles), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_scores_above_the_largest_number_of_fp16(dtype: torch.dtype, path: str) -> None:

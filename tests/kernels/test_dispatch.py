@@ -40,28 +40,6 @@ def test_torch_means_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (MEGALITE_KERNELS=torch)"
 
 
-def test_it_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runs_triton("cuda")
-    monkeypatch.setenv("MEGALITE_KERNELS", "torch")
-    assert runs_triton("cuda")
-
-
-@pytest.mark.parametrize(
-    "variables,message",
-    [
-        ({"MEGALITE_KERNELS": "cuda"}, "MEGALITE_KERNELS=cuda is unknown; use auto, triton or torch"),
-        ({"MEGALITE_KERNELS": "triton"}, "needs TRITON_INTERPRET=1"),
-    ],
-)
-def test_what_cannot_run_is_one_clear_error(
-    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(KernelError, match=message):
-        runs_triton("cpu")
-
-
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (triton is not installed)"

@@ -95,28 +95,6 @@ def test_a_send_is_done_when_its_receive_has_begun_and_what_is_received_is_there
     assert isinstance(facts[barrier + 1], CommWait) and isinstance(facts[barrier + 2], HostWait)
 
 
-def _with_device_id() -> str:
-    return nccl.use(nccl.Plain(), eager=True)
-
-
-def _on_one_communicator() -> tuple[list[float], list[tuple[str, str]]]:
-    """A sum behind a message that is not received yet: it waits its turn."""
-    rank = dist.get_rank()
-    x, total = torch.full((2,), rank + 1.0), torch.ones(1)
-    message = (dist.irecv if rank else dist.isend)(x, 1 - rank)
-    dist.all_reduce(total)
-    assert message.is_completed()
-    message.wait()
-    return [*x.tolist(), *total.tolist()], [(fact.comm, fact.kind) for fact in nccl.facts() if isinstance(fact, Comm)]
-
-
-def test_with_a_device_id_messages_queue_with_the_sums_of_their_group() -> None:
-    first, second = run_ranks(2, _on_one_communicator, backend=_with_device_id)
-    assert first[0] == second[0] == [1, 1, 2]
-    assert first[1] == [("0 default_pg", "send"), ("0 default_pg", "all_reduce")]
-    assert second[1] == [("0 default_pg", "recv"), ("0 default_pg", "all_reduce")]
-
-
 def _refused() -> list[str]:
     """What each thing that NCCL has not says."""
     long, strided = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 4).T
@@ -153,30 +131,6 @@ def test_what_nccl_has_not_is_refused() -> None:
     words += ["world size", "tag=3", "recvAnysource", "gather", "all_*to_*all"]
     for text, word in zip(said, words, strict=True):
         assert re.search(word, text), (text, word)
-
-
-class _Host(nccl.Plain):
-    def on_card(self, x: torch.Tensor) -> bool:
-        return False
-
-
-def _host() -> str:
-    return nccl.use(_Host())
-
-
-def _host_tensor() -> str:
-    with pytest.raises(RuntimeError) as error:
-        dist.all_reduce(torch.zeros(1))
-    store = (
-        dist.distributed_c10d._get_default_store()
-    )  # nothing made the ranks meet: one may still connect to the other
-    store.set(f"met{dist.get_rank()}", "")
-    store.wait([f"met{rank}" for rank in range(dist.get_world_size())])
-    return str(error.value)
-
-
-def test_a_tensor_of_the_host_is_refused() -> None:
-    assert run_ranks(2, _host_tensor, backend=_host) == ["No backend type associated with device type cpu"] * 2
 
 
 def _differ() -> dict[str, str]:
