@@ -1,8 +1,5 @@
-"""The torch and the triton that are installed have what megalite takes from them, and warn of nothing that goes away.
-
-What runs only on a card is read here too: every `torch.a.b` of the source must exist, and take the keywords that it is
-given. `bash .ci/range` runs this on the lowest and the highest torch of the range.
-"""
+"""The torch and the triton that are installed have what megalite takes from them, on a card too, and warn of nothing
+that goes away. `bash .ci/range` runs this on the lowest and the highest torch of the range."""
 
 from __future__ import annotations
 

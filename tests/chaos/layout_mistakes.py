@@ -1,7 +1,5 @@
-"""Classical mistakes of distributed training, for tools/verify.py to find and to locate.
-
-Each is planted into a copy of the sources, as the breakages are, and `verify.py` of the copy is run as users run it.
-"""
+"""Classical mistakes of distributed training, for tools/verify.py to find and to locate: planted into a copy of the
+sources."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """The shared harness of the Triton kernels: one table of operations, and how far each is from its definition.
 
-A row has the operation as callers know it (the dispatcher takes Triton), its torch twin, and inputs in fp64. `measure`
-runs the operation and the twin in one dtype and the twin in fp64, forward and backward, and returns errors; the tests
-(test_triton.py) do so in Triton's interpreter on CPU, and on a card where there is one. Every tensor that the
-operation allocates is filled with NaN and lies between guards, so an element that no program wrote and a write beyond
-the end are seen; inputs lie between NaNs, so a read beyond the end is seen too. In fp32 a second run, with zeros in
-place of that NaN, gives the same bits, or something is read before it is written and its NaN got lost.
+`measure` runs an operation and its torch twin in one dtype and the twin in fp64, forward and backward; in Triton's
+interpreter, and on a card where there is one. What the operation allocates is NaN between guards, so an element that no
+program wrote, a write and a read beyond the end are seen; in fp32 a second run with zeros in place of NaN must agree.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""What a kernel's machine code does, counted per thread: bytes of global memory by width, and arithmetic.
-
-An instruction inside of a loop counts as often as the loop turns, which the caller knows from the launch. A loop is what
-lies between a label and a branch back to it. Instructions under a predicate count in full, so that the figures are
-those of whole tiles.
-"""
+"""What a kernel's machine code does, counted per thread: bytes of global memory by width, and arithmetic. An
+instruction inside of a loop counts as often as the loop turns, which the caller knows; those under a predicate count in
+full."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""What --apply-query-key-layer-scaling and --attention-softmax-in-fp32 are for in Megatron-LM holds without them.
-
-There, scores are stored in the dtype of q and k. Layer n divides them by n before that and multiplies again in the
-softmax, in fp32: the same function, with scores that fp16 can hold. Here no score has to fit into fp16.
-"""
+"""What --apply-query-key-layer-scaling and --attention-softmax-in-fp32 are for in Megatron-LM, which stores scores in
+the dtype of q and k, holds without them: here no score has to fit into fp16."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Every kernel builds for the cards that there are, in 16-byte accesses and, at usual sizes, within registers and shared memory.
-
-No card is needed: Triton's compiler and assembler run on any machine with its package. What it costs to run is another
-question, and tools/bench/kernels.py asks it. Compiled kernels are kept from one run to the next (compiling.py).
-"""
+"""Every kernel builds for the cards that there are, in 16-byte accesses and, at usual sizes, within registers and
+shared memory. No card is needed: Triton's compiler and assembler run on any machine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Every Triton kernel against its torch twin: fp64 to 1e-10, and in other dtypes at most twice the twin's own error.
-
-On CPU the kernels run in Triton's interpreter, in one process of its own per test session: Triton decides when it is
-imported, and this process must stay free to train with torch.
-"""
+"""Every Triton kernel against its torch twin: fp64 to 1e-10, and in other dtypes at most twice the twin's own error. On
+CPU the kernels run in Triton's interpreter, in one process of its own per test session."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Megatron-LM's command line -> the tensors it makes of it, counted by hand, against ours.
-
-The formula names Megatron-LM's own tensors; ours are the same numbers, cut otherwise (q and kv instead of qkv).
-"""
+"""Megatron-LM's command line -> the sizes of the tensors it makes of it, counted by hand, against ours."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 
 from card.simulator import cuda, graphs, streams
 from card.simulator.state import Machine, Unlisted
-from card.simulator.trace import Alloc, Fact, Free, HostWait, Record, RecordStream, Wait
+from card.simulator.trace import HostWait, Record, RecordStream, Wait
 from megalite.parallel.clock import Clock
 
 CLASSES = (streams.Stream, streams.Event, graphs.CUDAGraph, graphs.graph, cuda.StreamContext, cuda.device)
@@ -149,57 +149,11 @@ def test_what_streams_and_events_write(card: Machine) -> None:
     assert rest == [Record(1, 0), Wait(1, 1), Record(third, 1), Wait(0, third), RecordStream(77, 1)]
 
 
-def test_figures_are_counted_from_the_trace() -> None:
-    mib = 1 << 20
-    trace: list[Fact] = [
-        Alloc(1, "card", 3 * mib),
-        Alloc(2, "host", 9 * mib),
-        Alloc(3, "card", 100),
-        Alloc(5, "card", 0),
-        Free(5),
-        Free(1),
-    ]
-    with cuda.installed(trace, memory=1 << 30):
-        assert torch.cuda.memory_allocated() == 512
-        assert torch.cuda.max_memory_allocated(torch.device("cuda", 0)) == 3 * mib + 512
-        assert torch.cuda.memory_reserved() == torch.cuda.max_memory_reserved() == 4 * mib
-        stats = torch.cuda.memory_stats()
-        assert (stats["allocated_bytes.all.peak"], stats["allocation.all.current"]) == (3 * mib + 512, 1)
-        torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() == 2 * mib < torch.cuda.max_memory_reserved()
-        free, total = torch.cuda.mem_get_info()
-        assert total == 1 << 30 and 0 < free < total - 2 * mib
-        torch.cuda.reset_peak_memory_stats()
-        assert torch.cuda.max_memory_allocated() == 512 and torch.cuda.max_memory_reserved() == 2 * mib
-        trace.append(Alloc(4, "card", 5 * mib))
-        assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == 5 * mib + 512
-
-
 def captured(work: Callable[[], object], mode: str = "thread_local") -> graphs.CUDAGraph:
     made = graphs.CUDAGraph()
     with torch.cuda.graph(made, torch.cuda.graph_pool_handle(), torch.cuda.Stream(), capture_error_mode=mode):
         work()
     return made
-
-
-def test_a_graph_does_at_replays_what_was_recorded(card: Machine) -> None:
-    x, total = torch.tensor([1.0, 2.0]), torch.zeros(2)
-    made: list[torch.Tensor] = []
-
-    def work() -> None:
-        assert torch.cuda.is_current_stream_capturing()
-        made.append(x * 2)
-        made[0].add_(1)
-        total.add_(made[0])
-
-    graph = captured(work)
-    assert total.tolist() == [0, 0] and not torch.cuda.is_current_stream_capturing()
-    graph.replay()
-    x.fill_(5)
-    graph.replay()
-    assert made[0].tolist() == [11, 11] and total.tolist() == [14, 16]
-    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
-        torch.cuda.CUDAGraph().replay()
 
 
 def other_stream_unjoined() -> None:
@@ -227,18 +181,6 @@ def test_a_capture_refuses_what_cuda_refuses(card: Machine, work: Callable[[], o
         error = error.__context__
     assert any(says in text for text in errors), errors
     assert captured(lambda: HELD.add_(1)).operations == 1  # the next one is fine
-
-
-def test_a_stream_may_join_a_capture_and_leave_it(card: Machine) -> None:
-    def work() -> None:
-        side, main = torch.cuda.Stream(), torch.cuda.current_stream()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            assert torch.cuda.is_current_stream_capturing()
-            HELD.add_(1)
-        main.wait_stream(side)
-
-    assert captured(work).operations == 1
 
 
 @pytest.mark.parametrize(("mode", "broken"), [("thread_local", False), ("global", True)])

@@ -31,40 +31,6 @@ def test_the_dtypes_are_those_of_the_header_that_comes_with_torch() -> None:
     assert theirs == nccl.DTYPES
 
 
-def _values() -> dict[str, Any]:
-    """On one of two ranks: a result of each collective, and what an early look at it saw."""
-    rank = dist.get_rank()
-    x = torch.arange(4.0, dtype=torch.bfloat16) + 10 * rank
-    seen: dict[str, Any] = {}
-    for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"):
-        y = x.clone()
-        dist.all_reduce(y, getattr(dist.ReduceOp, name))
-        seen[name] = y.tolist()
-    flags = torch.tensor([True, rank == 1, False])
-    dist.all_reduce(flags)
-    out = torch.zeros(8, dtype=torch.bfloat16)
-    work = all_gather_flat(out, x, async_op=True)
-    x.fill_(-1)  # too late to matter: the input was read
-    seen["early"] = out.tolist()
-    work.wait()
-    part = out[4 * rank : 4 * rank + 2].clone().fill_(0)
-    reduce_scatter_flat(part, out[:4].clone())
-    from_1 = torch.full((2,), float(rank))
-    dist.broadcast(from_1, 1)
-    dist.barrier()
-    return {**seen, "flags": flags.tolist(), "gathered": out.tolist(), "part": part.tolist(), "root": from_1.tolist()}
-
-
-def test_the_collectives_compute_what_they_say() -> None:
-    first, second = run_ranks(2, _values, backend=nccl.join)
-    want = {"SUM": [10, 12, 14, 16], "AVG": [5, 6, 7, 8], "MIN": [0, 1, 2, 3], "MAX": [10, 11, 12, 13]}
-    want |= {"PRODUCT": [0, 11, 24, 39], "flags": [True, True, False], "root": [1, 1]}
-    want |= {"gathered": [0, 1, 2, 3, 10, 11, 12, 13], "early": [0.0] * 8}
-    for name, value in want.items():
-        assert first[name] == second[name] == value, name
-    assert first["part"] == [0, 2] and second["part"] == [4, 6]
-
-
 def _messages() -> tuple[list[bool], list[float], list[Fact]]:
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
