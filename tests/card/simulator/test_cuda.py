@@ -13,7 +13,7 @@ import torch
 
 from card.simulator import cuda, graphs, streams
 from card.simulator.state import Machine, Unlisted
-from card.simulator.trace import HostWait, Record, RecordStream, Wait
+from card.simulator.trace import HostWait
 from megalite.parallel.clock import Clock
 
 CLASSES = (streams.Stream, streams.Event, graphs.CUDAGraph, graphs.graph, cuda.StreamContext, cuda.device)
@@ -112,41 +112,6 @@ def test_what_is_not_listed_is_named_with_its_place() -> None:
     with pytest.raises(Unlisted, match=r"Properties.warp_size"), cuda.installed([]):
         torch.cuda.get_device_properties(0).warp_size  # noqa: B018
     assert torch.cuda is cuda.REAL and "record_stream" not in vars(torch.Tensor)
-
-
-def test_a_card_that_is_not_there(card: Machine) -> None:
-    assert torch.cuda.device_count() == 2
-    for ask in (torch.cuda.set_device, torch.cuda.Stream, torch.cuda.memory_allocated, torch.cuda.current_stream):
-        with pytest.raises(RuntimeError, match="invalid device ordinal"):
-            ask(2)  # type: ignore[operator]
-    with pytest.raises(AssertionError, match="Invalid device id"):
-        torch.cuda.get_device_properties(2)
-    with pytest.raises(ValueError, match="specified index"):
-        torch.cuda.set_device("cuda")
-    with pytest.raises(ValueError, match="Expected a cuda device"):
-        torch.cuda.get_device_name(torch.device("cpu"))
-
-
-def test_what_streams_and_events_write(card: Machine) -> None:
-    stream, event, never = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
-    stream.wait_event(never)
-    never.synchronize()
-    assert card.trace == [] and never.query()
-    event.record()
-    stream.wait_event(event)
-    torch.cuda.current_stream().wait_stream(stream)
-    event.synchronize()
-    stream.synchronize()
-    torch.cuda.synchronize(torch.device("cuda", 1))
-    held = torch.zeros(4)
-    card.memory_of = lambda tensor: 77
-    held.record_stream(stream)
-    waits = [fact for fact in card.trace if isinstance(fact, HostWait)]
-    assert all(":" in fact.where and "test_cuda.py" in fact.where for fact in waits)
-    assert [(fact.event, fact.stream) for fact in waits] == [(event.number, None), (None, 1), (None, None)]
-    rest = [fact for fact in card.trace if not isinstance(fact, HostWait)]
-    third = event.number + 2
-    assert rest == [Record(1, 0), Wait(1, 1), Record(third, 1), Wait(0, third), RecordStream(77, 1)]
 
 
 def captured(work: Callable[[], object], mode: str = "thread_local") -> graphs.CUDAGraph:
