@@ -84,6 +84,7 @@ def test_a_name_is_a_folder_that_is_taken_once(tmp_path: Path, monkeypatch: pyte
     assert taken(config("--name", "mine", "--dry-run", toml=toml)) == taken(config(toml=toml)) == []
     left(Path("runs/a/b"))
     for words, said in (
+        (("--name", "mine"), "give --name mine-3"),
         (("--name", "a/b"), "name='a/b' is no name of a directory"),
         (("--name", "a" * 300), "is no name of a directory"),
         (("--name", ".."), "is no name"),

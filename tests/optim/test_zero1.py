@@ -210,6 +210,26 @@ def test_one_bad_gradient_makes_the_norm_not_finite(bad: float) -> None:
     assert not _one(grad).local_norm_sq().isfinite()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_goes_on_bit_for_bit_from_loaded_pieces(dtype: torch.dtype) -> None:
+    first, second = _optimizer(Case(1), "adamw", dtype), _optimizer(Case(1), "adamw", dtype)
+    for step in range(2):
+        _step(first, step)
+    saved = {o.piece.name: o.piece.data.clone() for o in first.pieces()}
+    assert len(saved) == len(SHAPES) * (3 if dtype == torch.float32 else 4)
+    for o in second.pieces():
+        o.piece.data.copy_(saved[o.piece.name])
+    if dtype == torch.bfloat16:
+        for flat in second.buffer.weights.flats:
+            flat.zero_()  # copies follow from the main weights
+    second.updates = first.updates
+    second.after_load()
+    assert all(map(torch.equal, first.buffer.weights.flats, second.buffer.weights.flats))
+    _step(first, 2)
+    _step(second, 2)
+    assert all(map(torch.equal, first.buffer.weights.flats, second.buffer.weights.flats))
+
+
 def test_main_weights_follow_the_weights_where_only_those_were_loaded() -> None:
     optimizer = _optimizer(Case(1), "adamw", torch.bfloat16)
     for o in optimizer.pieces():
