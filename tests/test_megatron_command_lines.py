@@ -22,12 +22,8 @@ from tools import plan
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = [json.loads(line) for line in (ROOT / "tests/megatron_command_lines.jsonl").read_text().splitlines()]
-_DATA = {
-    "--vocab-file": "$VOCAB",
-    "--merge-file": "$MERGES",
-    "--tokenizer-model": "$SENTENCEPIECE",
-    "--data-path": "$DATA",
-}
+_DATA = {"--vocab-file": "$VOCAB", "--merge-file": "$MERGES", "--data-path": "$DATA"}
+_DATA |= {"--tokenizer-model": "$SENTENCEPIECE"}
 
 
 @pytest.fixture(scope="module")

@@ -47,12 +47,8 @@ def plain_rope(x: Tensor) -> Tensor:
 
 
 def fused_rope(x: Tensor) -> Tensor:
-    return apply_rope(
-        x,
-        *rope_tables(
-            x.shape[0], x.shape[-1], 10000.0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
-        ),
-    )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return apply_rope(x, *rope_tables(x.shape[0], x.shape[-1], 10000.0, dtype=wide))
 
 
 def plain_swiglu(u: Tensor) -> Tensor:

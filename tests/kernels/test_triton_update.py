@@ -14,14 +14,7 @@ from megalite.kernels.adamw import BLOCK, adamw_, adamw_reference_, random_bits,
 from megalite.kernels.dispatch import runs_triton
 from megalite.kernels.grad_norm import sum_of_squares, sum_of_squares_reference
 
-ARGS: dict[str, Any] = {
-    "lr": 1e-2,
-    "betas": (0.9, 0.95),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "step": 3,
-    "grad_scale": 0.5,
-}
+ARGS: dict[str, Any] = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.5)
 MOMENTS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
 SIZES = [1, 1000, 2049]
 

@@ -75,11 +75,7 @@ def test_a_collective_over_an_axis_without_other_ranks_behind_it_is_an_error() -
         Axis("tp", 2)
     axis, x = Axis("tp", 2, 1, PLANNED), torch.ones(4)
     for collective in (
-        comm.start_all_gather,
-        comm.start_reduce_scatter,
-        comm.scatter_seq,
-        comm.all_reduce_,
-        comm.broadcast_,
+        *(comm.start_all_gather, comm.start_reduce_scatter, comm.scatter_seq, comm.all_reduce_, comm.broadcast_),
         lambda x, axis: comm.start_all_gather_into(x.repeat(2), x, axis),
         lambda x, axis: comm.start_reduce_scatter_into(x[:2], x, axis),
     ):

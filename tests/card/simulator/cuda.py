@@ -141,16 +141,11 @@ class Stats(dict[str, int]):
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:
-    f = _figures(device)
-    return Stats(
-        {
-            "allocated_bytes.all.current": f.allocated,
-            "allocated_bytes.all.peak": f.max_allocated,
-            "reserved_bytes.all.current": f.reserved,
-            "reserved_bytes.all.peak": f.max_reserved,
-            "allocation.all.current": f.blocks,
-        }
-    )
+    f, stats = _figures(device), Stats({})
+    stats |= {"allocated_bytes.all.current": f.allocated, "allocated_bytes.all.peak": f.max_allocated}
+    stats |= {"reserved_bytes.all.current": f.reserved, "reserved_bytes.all.peak": f.max_reserved}
+    stats["allocation.all.current"] = f.blocks
+    return stats
 
 
 def memory_allocated(device: Any = None) -> int:

@@ -288,20 +288,9 @@ class SimulatedNccl(dist.ProcessGroup):
     ) -> Comm:  # fmt: skip
         global _number
         _number += 1
-        return Comm(
-            comm=self._title(pair),
-            ranks=tuple(self._ranks[r] for r in pair) or self._ranks,
-            kind=kind,
-            dtype=str(counted.dtype).removeprefix("torch."),
-            count=counted.numel(),
-            peer=peer,
-            number=_number,
-            after=_recorder.stream(),
-            reads=_spans(reads),
-            writes=_spans(writes),
-            op=op,
-            where=caller(),
-        )
+        ranks = tuple(self._ranks[r] for r in pair) or self._ranks
+        what = (kind, str(counted.dtype).removeprefix("torch."), counted.numel(), peer, _number, _recorder.stream())
+        return Comm(self._title(pair), ranks, *what, _spans(reads), _spans(writes), op, caller())
 
     def _title(self, pair: tuple[int, ...]) -> str:
         """3 mesh_pp; of a pair: 3 mesh_pp 0-2. torch numbers groups in the order in which all ranks make them."""

@@ -19,12 +19,8 @@ from megalite.parallel.clock import Clock
 CLASSES = (streams.Stream, streams.Event, graphs.CUDAGraph, graphs.graph, cuda.StreamContext, cuda.device)
 OWN = {"Stream": {"number"}, "Event": {"number", "recorded", "enable_timing"}, "CUDAGraph": {"operations"}}
 HELD = torch.zeros(1)
-IN_C = {
-    "device_index",
-    "device",
-    "stream_id",
-    "priority",
-}  # of torch's base classes, which a CPU build has no members of
+# of torch's base classes, which a CPU build has no members of
+IN_C = {"device_index", "device", "stream_id", "priority"}
 
 
 @pytest.fixture
