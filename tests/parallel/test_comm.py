@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,40 +81,6 @@ def test_a_collective_over_an_axis_without_other_ranks_behind_it_is_an_error() -
         with pytest.raises(RuntimeError, match="tp=2, which is only planned"):
             collective(x, axis)
     assert comm.all_reduce_(x, Axis("tp", 1, 0, PLANNED)) is x
-
-
-def _miss_one(name: str, later: float | None, folder: str) -> float | None:
-    """Every rank but the last takes part in a collective of axis `name`; seconds until it gave up."""
-    mesh = build_mesh(tp=2, pp=2, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=1))
-    if later is not None:
-        mesh.set_timeout(datetime.timedelta(seconds=later))
-    axis, begin = getattr(mesh, name), time.monotonic()
-    if axis.is_last:
-        for rank in range(axis.size - 1):
-            wait_for(Path(folder) / str(axis.ranks[rank]))
-        return None
-    with pytest.raises(RuntimeError, match="(?i)time|closed"):  # closed by a rank that gave up before
-        comm.all_reduce_(torch.zeros(1), axis)
-    took = time.monotonic() - begin
-    (Path(folder) / str(mesh.world.rank)).touch()
-    return took
-
-
-@pytest.mark.parametrize(
-    "name,later",
-    [
-        *(("pp_back", None), ("world", 2.0)),
-        *(
-            pytest.param(*at, marks=pytest.mark.everything(guards=("megalite/parallel",)))
-            for at in (("tp", None), ("ends", 2.0))
-        ),
-    ],
-)
-def test_every_group_has_the_timeout_that_was_set(name: str, later: float | None, tmp_path: Path) -> None:
-    """Without it the ranks would wait for ten minutes, and be ended after one."""
-    limit = later or 1.0
-    waited = [seconds for seconds in run_ranks(4, _miss_one, name, later, str(tmp_path)) if seconds is not None]
-    assert waited and all(seconds > limit * 0.9 for seconds in waited), waited
 
 
 def late_message(over: str) -> str:
