@@ -52,7 +52,7 @@ def kinds_of(traces: Traces) -> set[str]:
 @pytest.mark.parametrize("item", rarely(SEVERAL[::4] + OPTIONS, named(*WHOLE) + OPTIONS[:1], NAME))
 def test_all_that_a_run_does_on_cards_is_in_order(item: Row, tmp_path: Path) -> None:
     """There gradients and activations are summed by reduce-scatters, and a checkpoint is written in the background."""
-    traces = runs.traced(item.world, runs.everything, flags_of(item), str(tmp_path / "saved"), card=True, timeout=600)
+    traces = runs.traced(item.world, runs.everything, flags_of(item), str(tmp_path / "saved"))
     _in_order(traces)
     _without_races(traces)
 
@@ -60,7 +60,7 @@ def test_all_that_a_run_does_on_cards_is_in_order(item: Row, tmp_path: Path) -> 
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("item", rarely(SEVERAL, COVER, NAME))
 def test_steps_on_cards_are_in_order_in_every_layout(item: Row) -> None:
-    traces = runs.traced(item.world, runs.steps, flags_of(item), card=True, timeout=600)
+    traces = runs.traced(item.world, runs.steps, flags_of(item))
     assert not item.has_tp or "reduce_scatter" in kinds_of(traces)
     _in_order(traces)
     _without_races(traces)
