@@ -82,6 +82,16 @@ def test_what_cannot_be_measured_is_refused_at_once(words: list[str], text: str,
     assert code == 2 and text in capsys.readouterr().err
 
 
+def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None:
+    from tools.bench.matrix import rows_of
+
+    def batches(how: str) -> list[int | None]:
+        options, rest = benchmark.parse(["--nproc", "1,2,4", "--scaling", how, *FLAGS])
+        return [cli.read(row.flags, PRESETS)[0].train.global_batch_size for row in rows_of(options, rest)]
+
+    assert batches("weak") == [8, 16, 32] and batches("strong") == [8, 8, 8]
+
+
 def test_an_interrupted_sweep_says_so_and_keeps_what_it_has(tmp_path: Path, monkeypatch, capsys) -> None:
     ends: list[Any] = [run({"forward": 0.5, "backward": 0.5}), KeyboardInterrupt()]
 

@@ -147,6 +147,12 @@ def test_a_part_that_cannot_even_be_started_or_has_no_time_costs_itself(tmp_path
     assert "LookupError: no command" in text and "in broken" in text
 
 
+def test_large_files_of_a_part_do_not_stay_on_the_disk(tmp_path: Path) -> None:
+    code = f"{ROWS}open(os.path.dirname(sys.argv[1]) + '/weights', 'wb').write(bytes(20 << 20))"
+    made, _ = report_of(tmp_path, [part("large", code)])
+    assert made["results"]["large"] == {"rows": []} and not (tmp_path / "large" / "weights").exists()
+
+
 def test_a_report_that_cannot_be_written_is_said_and_the_parts_run_on(tmp_path: Path, capsys) -> None:
     (tmp_path / "report.json").mkdir()
     ran = part("kernels", "import sys, os; os.rmdir(os.path.dirname(sys.argv[1]) + '/../report.json')")

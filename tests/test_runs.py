@@ -19,7 +19,7 @@ import pytest
 from megalite.config.cli import read
 from megalite.models.families import PRESETS
 from megalite.train.tell.run_dir import run_folder, taken
-from tools import diff, logs, report, runs
+from tools import diff, logs, report, runs, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 TOML = """
@@ -201,6 +201,12 @@ def test_the_same_option_under_two_presets_is_none(tmp_path: Path) -> None:
     assert {"num_layers", "hidden_size"} <= found and not {"vocab_size", "lr", "activation"} & found
 
 
+def test_combinations_of_lists() -> None:
+    made = sweep.combinations(sweep.lists_of("--lr 1e-4,3e-4 --nproc 2 --bf16 --seed=1,2".split()))
+    assert [name for name, _ in made] == ["lr=1e-4,seed=1", "lr=1e-4,seed=2", "lr=3e-4,seed=1", "lr=3e-4,seed=2"]
+    assert made[0][1] == ["--lr=1e-4", "--nproc=2", "--bf16", "--seed=1"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -216,6 +222,12 @@ def test_a_sweep_that_cannot_be_starts_nothing(words: str, said: str, tmp_path: 
     done = typed("tools/sweep.py", "run.toml", *words.split(), cwd=tmp_path)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_sweep_of_a_file_that_is_not_there_says_so_once(tmp_path: Path) -> None:
+    done = typed("tools/sweep.py", "none.toml", "--lr", "1e-3,2e-3", "--seed", "1,2", cwd=tmp_path)
+    said = "sweep.py: config='none.toml' cannot be read (No such file or directory); give a TOML file\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_a_sweep_is_run_once_and_goes_on_where_it_was_left(tmp_path: Path) -> None:

@@ -77,6 +77,11 @@ def test_every_preset_is_small_under_every_layout(preset: str, axes: tuple[int, 
 GROUPS = "--group-query-attention --num-query-groups"
 
 
+def test_groups_that_ranks_share_stay_shared() -> None:
+    config, found = made("--preset llama3-8b --tp 32 --dp 1 --global-batch-size 64 --num-query-groups 4", 4)
+    assert config.model.groups < 32 and 1 < found.config.model.groups < found.layout.tp
+
+
 @pytest.mark.parametrize(
     "flags,most,second,groups",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -141,6 +142,27 @@ def test_a_card_is_calibrated_compared_verified_and_has_no_limit_of_a_cpu() -> N
     assert (measured["kind"], made["told"], made["verified"]) == ("h100", "h100", "cuda")
     assert "H100" in measured["device"] and all(time > 0 for time in measured["blocks"]["layer"][:2])
     assert made["refused"] == ["memory_gib=4 is for a CPU; drop it, or use --device cpu"]
+
+
+@pytest.mark.parametrize(("cards", "ranks"), [(0, 4), (1, 1), (2, 2), (4, 4)])
+def test_the_quickstart_counts_its_ranks(
+    cards: int, ranks: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The speed is of all ranks together; a pipeline of two stages need not be of four ranks."""
+    log = {"train/loss": 1.0, "tokens": 5, "perf/mfu": None, "perf/tokens_per_s_per_gpu": 10.0}
+    log |= {"perf/tflops_per_gpu": 2.0, "val/valid/loss": 1.5}
+    monkeypatch.setattr(quickstart, "RUN", tmp_path)
+    (tmp_path / "status.json").write_text(json.dumps({"outcome": "done"}))
+    monkeypatch.setattr(quickstart, "rows", lambda folder: [log])
+    for name, value in (("prepare_data", None), ("twin_difference", (0.0, 1)), ("command", "")):
+        monkeypatch.setattr(quickstart, name, lambda *a, value=value, **k: value)
+    monkeypatch.setattr("sys.argv", ["quickstart.py"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    with cuda.installed([], cards=cards):
+        assert quickstart.main() == 0
+    said = capsys.readouterr().out
+    assert f"{10 * ranks} tokens/s, {2 * ranks:.3f} TFLOP/s, MFU n/a ({ranks} ranks together)" in " ".join(said.split())
 
 
 @pytest.mark.everything

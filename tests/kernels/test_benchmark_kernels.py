@@ -52,6 +52,11 @@ def test_every_case_agrees_with_its_peers_and_moves_what_it_says() -> None:
     assert len(set(done.stdout.splitlines())) == 23
 
 
+def test_list_needs_no_card(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.main("--list --tokens 1000 --hidden-sizes 1024".split()) == 0
+    assert "rms_norm forward           hidden_size 1024        4.1 MB  2 N D e" in capsys.readouterr().out
+
+
 def test_a_sweep_times_other_tiles_than_the_table(tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
     words = "--device cpu --sweep --tiles 2 --jobs 2 --repeats 1 --only attention,grad_norm"

@@ -105,6 +105,24 @@ def test_a_rank_that_c_code_ends_has_left_where_it_was(tmp_path: Path) -> None:
         assert stack_of(tmp_path, cause, since) == ""
 
 
+def test_the_console_hears_less_and_a_rank_without_complaints_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with rank_log(tmp_path, Ranks()):
+        complain("first\nsecond")
+        complain_aside("not for the console")
+    complain_aside("there is no file")
+    assert capsys.readouterr().err == "first\nsecond\nthere is no file\n"
+    said = (tmp_path / "ranks/rank-00000.log").read_text()
+    assert [line.partition(" ")[2] for line in said.splitlines()[1:]] == ["first", "second", "not for the console"]
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "quiet", tmp_path / "file/x"):
+        with rank_log(folder, Ranks()):
+            pass
+        assert not (folder / "ranks").exists()
+    assert fails_first(Ranks(), 1, "x") and told_first(Ranks()) is None
+
+
 def test_a_rank_that_ended_early_is_named(tmp_path: Path) -> None:
     ends: list[End] = []
     assert start_local(2, _dies, (str(tmp_path), "early"), timeout_s=60, ended=ends.append) == 1
