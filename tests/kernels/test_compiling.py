@@ -15,7 +15,7 @@ from launches import WIDTHS, Work, activations, attention, every, norms
 from machine_code import count
 from roofline import turns
 
-from megalite.kernels import flash_attention
+from megalite.kernels import dispatch, flash_attention
 from megalite.kernels.dispatch import kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 def kept_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache_folder()))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    dispatch.choose("auto", "auto")  # a run of another test in this process may have chosen
 
 
 WIDEST_IN_REGISTERS = 8192

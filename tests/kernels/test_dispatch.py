@@ -24,6 +24,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has not read its environment yet, before and after."""
     for name in ("MEGALITE_KERNELS", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
+    dispatch.choose("auto", "auto")  # a run of another test in this process may have chosen
     for fn in CACHED:
         fn.cache_clear()
     yield
