@@ -66,7 +66,8 @@ JSON = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 MISTAKES = {
     "ten at once": usage(
         f"{GOOD} --train-itres 9 --lr abc --micro-batch-size x --hidden-size 100 --lr-decay-style cosin --activation gleu "
-        "--normalization rms_norm --optimizer lion --ddp 4 --step-batch-size-schedule 0:6 250B:1536",
+        "--normalization rms_norm --optimizer lion --position-embedding-type rope --ddp 4 "
+        "--step-batch-size-schedule 0:6 250B:1536",
         *("did you mean --train-iters?", "lr='abc' is not a float", "micro_batch_size='x' is not an int; write it as"),
         "lr_decay_style='cosin' is not one of constant, linear, cosine, inverse-square-root, WSD; did you mean cosine?",
         "activation='gleu' is not one of gelu, gelu_erf, squared_relu, swiglu; did you mean gelu?",
