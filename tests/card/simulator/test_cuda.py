@@ -47,30 +47,28 @@ def differences(ours: inspect.Signature, real: inspect.Signature) -> list[str]:
     return found
 
 
-def signature(of: Any) -> inspect.Signature:
-    """Of a class what makes one of it; torch's classes over C have __new__."""
-    return inspect.signature(of)
-
-
 @pytest.mark.parametrize("name", [n for n, entry in cuda.LISTED.items() if inspect.isfunction(entry)])
 def test_a_listed_function_takes_what_torch_takes(name: str) -> None:
     real = getattr(cuda.REAL, name)
     if inspect.isbuiltin(real):  # torch's own affair, in C on a CUDA build: no signature to be had
         assert name.startswith("_") and callable(real)
     else:
-        assert differences(signature(cuda.LISTED[name]), signature(real)) == []
+        assert differences(inspect.signature(cuda.LISTED[name]), inspect.signature(real)) == []
 
 
 @pytest.mark.parametrize("name", cuda.LISTED_MEMORY)
 def test_a_listed_function_of_memory_takes_what_torch_takes(name: str) -> None:
-    assert differences(signature(cuda.LISTED_MEMORY[name]), signature(getattr(cuda.REAL.memory, name))) == []
+    assert (
+        differences(inspect.signature(cuda.LISTED_MEMORY[name]), inspect.signature(getattr(cuda.REAL.memory, name)))
+        == []
+    )
 
 
 @pytest.mark.parametrize("ours", CLASSES, ids=lambda c: c.__name__)
 def test_a_listed_class_has_the_methods_that_torch_has(ours: type) -> None:
     name = ours.__name__
     real = getattr(cuda.REAL, name)
-    assert differences(signature(ours), signature(real)) == []
+    assert differences(inspect.signature(ours), inspect.signature(real)) == []
     for method in vars(ours):
         if method.startswith("_") and method not in ("__enter__", "__exit__", "__eq__", "__hash__"):
             continue
@@ -80,7 +78,7 @@ def test_a_listed_class_has_the_methods_that_torch_has(ours: type) -> None:
             continue
         theirs = getattr(real, method)
         if inspect.isfunction(vars(ours)[method]) and inspect.isfunction(theirs) and not method.startswith("__"):
-            assert differences(signature(getattr(ours, method)), signature(theirs)) == [], method
+            assert differences(inspect.signature(getattr(ours, method)), inspect.signature(theirs)) == [], method
 
 
 def test_keys_and_fields_are_those_that_torch_reads() -> None:
