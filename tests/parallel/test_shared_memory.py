@@ -72,6 +72,20 @@ def test_any_program_of_collectives(world: int) -> None:
     assert run_ranks(world, _programs, range(25)) == [0] * world
 
 
+def _whole_numbers() -> list[Tensor]:
+    memory, sums = _open(2, 4096), []
+    for dtype, value in ((torch.int32, 2**28 + 1), (torch.int64, 2**40 + 1)):
+        out = torch.empty(5, dtype=dtype)
+        memory.start_reduce_scatter(out, torch.full((memory.size * 5,), value, dtype=dtype)).wait()
+        sums.append(out - value * memory.size)
+    return sums
+
+
+def test_whole_numbers_are_summed_exactly() -> None:
+    for sums in run_ranks(3, _whole_numbers):
+        assert not any(wrong.any() for wrong in sums)
+
+
 def _sums() -> tuple[Tensor, Tensor]:
     memory = _open(2, 4096)
     torch.manual_seed(memory.rank)
