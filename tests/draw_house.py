@@ -1,8 +1,5 @@
-"""The house as its imports draw it: `python tests/draw_house.py > docs/house.svg`.
-
-A box is a room (a folder of megalite/), a row a floor. A dark arrow is an import that no chain of other imports
-implies, a pale one the rest. Nothing is drawn by hand: tests/test_taste.py compares the file with what this prints.
-"""
+"""The house as its imports draw it: `python tests/draw_house.py > docs/house.svg`. A box is a room, a row a floor; a
+dark arrow is an import that no chain of others implies. tests/test_taste.py compares the file with what this prints."""
 
 from __future__ import annotations
 

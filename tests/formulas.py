@@ -80,8 +80,3 @@ def layer_parts(model: ModelConfig, seq_length: int) -> tuple[float, float, floa
 def head_flops(model: ModelConfig, padded_vocab_size: int) -> float:
     """Forward FLOPs per token of the output projection."""
     return 2.0 * model.hidden_size * padded_vocab_size
-
-
-def train_flops_per_token(model: ModelConfig, seq_length: int, padded_vocab_size: int) -> float:
-    """Model FLOPs of forward and backward per token."""
-    return 3.0 * (model.num_layers * layer_flops(model, seq_length) + head_flops(model, padded_vocab_size))

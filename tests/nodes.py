@@ -1,13 +1,9 @@
 """Two machines inside one: Linux namespaces, each with a network, a host name, an /etc/hosts and processes of its own.
 
-    with two_nodes(folder) as (a, b):
-        run = a.start([sys.executable, "-c", "..."])
-        a.cable("down")      # pull it
-        b.kill()             # power off: every process of that machine is gone
-        b.boot()             # and on again
+    with two_nodes(folder) as (a, b): run = a.start([...]); a.cable("down"); b.kill(); b.boot()
 
 Their cables end in a switch, a third namespace: a node whose cable is pulled keeps its address, as a real one does.
-They share the file system, as nodes of a cluster do. Needs Linux and root, or leave to make user namespaces.
+They share the file system. Needs Linux and root, or leave to make user namespaces.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""What the fork server of a test process imports for all ranks it will start, beyond what a run needs
-(megalite/parallel/local_ranks.py): pytest, and what runs and tests of several ranks are made of. Each rank spent 0.25 s of
-a processor on it.
-
-Nothing here may import triton (as torch._dynamo does), which reads TRITON_INTERPRET when it is imported: a rank chooses.
-"""
+"""What the fork server of a test process imports for all ranks it will start, beyond what a run needs: 0.25 s of a
+processor for each. Nothing here may import triton, which reads TRITON_INTERPRET when it is imported: a rank chooses."""
 
 from __future__ import annotations
 

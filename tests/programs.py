@@ -1,12 +1,7 @@
-"""Programs that a test types, as processes of their own that need not import torch again: `run` and `Popen` are those of
-subprocess, for words that begin with sys.executable.
-
-They are forked from one process per test process that has imported what a run needs, and is otherwise as an
-interpreter is when it starts; the fork server of `--nproc` is forked there, too. A program has its own session where
-the test asks for one, its own signals, environment, folder and exit code. Where the interpreter's own options, its
-environment or its imports are what is tested, take subprocess; `Popen` itself does so for what an interpreter or torch
-reads when it starts.
-"""
+"""Programs that a test types, as processes of their own that need not import torch again: `run` and `Popen` are those
+of subprocess, for words that begin with sys.executable. They are forked from one process per test process that has
+imported what a run needs, with their own session, signals, environment, folder and exit code; what an interpreter or
+torch reads when it starts makes `Popen` start one."""
 
 from __future__ import annotations
 

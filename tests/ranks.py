@@ -1,8 +1,6 @@
-"""`run_ranks`: run a function on N gloo ranks inside a test, and get back what each rank returned.
-
-Ranks come from a fork server that has torch imported (0.1 s for 4 ranks), so a distributed test costs little more
-than its one-process twin. A rank that raises fails the test with its traceback; a rank that hangs is killed.
-"""
+"""`run_ranks`: run a function on N gloo ranks inside a test, and get back what each returned. Ranks come from a fork
+server that has torch imported (0.1 s for 4). One that raises fails the test with its traceback; one that hangs is
+killed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Performance as counts: collectives and bytes per step and group, activations saved per layer. Nothing is timed."""
+"""Memory as counts: activations saved per layer. Collectives and their bytes: planning/test_as_rank.py."""
 
 from __future__ import annotations
 
-import collections
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,8 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.config import cli
@@ -20,114 +16,13 @@ from megalite.kernels.dispatch import chosen
 from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch
 from megalite.nn import recompute
-from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.plan.arrangement import arrange, build_stages
 from megalite.plan.kinds import kinds_of, layers_bill
-from megalite.train.setup import build_run
-from megalite.train.step import train_step
 
-S, B, D, L, M = 16, 2, 32, 4, 4
-MODEL = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
- --micro-batch-size {B} --train-iters 2 --lr 0.01 --mock-data --vocab-size 64 --eval-iters 0 --hidden-dropout 0
- --attention-dropout 0 --ddp-bucket-size 9000"""
-Count = dict[tuple[str, str], tuple[int, int]]  # (operation, group) -> (calls, elements)
-
-
-def _counted(flags: str) -> tuple[Count, dict[str, Any]]:
-    """Collectives of the second step on this rank, by the axis of their group."""
-    os.environ["MEGALITE_SHARED_MEMORY"] = "off"  # through shared memory all are one kind of message
-    config, _ = cli.read(f"{MODEL} {flags}".split(), PRESETS)
-    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), torch.device("cpu"))
-    mesh = run.mesh
-    # an axis over all ranks shares the world's group, so the world comes first, and its one message is told by its size
-    axes = {id(a.group): a.name for a in (mesh.world, mesh.pp, mesh.dp, mesh.tp, mesh.pp_back, mesh.ends) if a.group}
-    calls: dict[tuple[str, str], list[int]] = collections.defaultdict(lambda: [0, 0])
-    train_step(run)
-    run.buffer.wait_gather()  # the gathers of a step are started during the next forward, a few ahead
-    from megalite.optim import grad_reduce
-    from megalite.parallel import comm
-    from megalite.pipeline import runtime
-
-    def spy(owner: Any, name: str, operation: str, which: int) -> None:
-        real = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            agreement = operation == "all_reduce" and args[0].shape == (5,) and args[0].dtype == torch.float64
-            entry = calls[operation, "world" if agreement else axes[id(kwargs["group"])]]
-            entry[0] += 1
-            entry[1] += args[which].numel()
-            return real(*args, **kwargs)
-
-        setattr(owner, name, call)
-
-    spy(dist, "all_reduce", "all_reduce", 0)
-    spy(dist, "isend", "isend", 0)
-    spy(dist, "irecv", "irecv", 0)
-    spy(comm, "all_gather_flat", "all_gather", 1)
-    assert comm.dist is dist and not {"dist"} & {*vars(runtime), *vars(grad_reduce)}  # all go through comm
-    train_step(run)
-    run.buffer.wait_gather()
-    run.data.close()
-    buckets, facts = run.buffer.layout.buckets, {"size": run.buffer.layout.size, "pp": mesh.pp.rank}
-    facts |= {"partial": sum(len(b.kind.partial) for b in buckets), "tied": sum(b.kind.tied for b in buckets)}
-    facts["buckets"] = len(buckets)
-    return {k: (v[0], v[1]) for k, v in calls.items()}, facts
-
-
-@pytest.mark.parametrize("m", [1, 4])
-@pytest.mark.parametrize("shard", [True, False])
-def test_data_parallel(m: int, shard: bool) -> None:
-    flags = f"--global-batch-size {m * B * 2}" + ("" if shard else " --no-use-distributed-optimizer")
-    for calls, facts in run_ranks(2, _counted, flags):
-        assert facts["buckets"] > 2
-        want = {("all_reduce", "dp"): (facts["buckets"], facts["size"]), ("all_reduce", "world"): (1, 5)}  # on gloo
-        if shard:
-            want["all_gather", "dp"] = (facts["buckets"], facts["size"] // 2)
-        assert calls == want
-
-
-def test_tensor_parallel() -> None:
-    for calls, facts in run_ranks(2, _counted, f"--global-batch-size {M * B} --tensor-model-parallel-size 2"):
-        shard = S // 2 * B * D
-        # forward: 2 gathers per block and the head's; backward: 2 for the gradients of row-parallel outputs and 2 for
-        # the inputs again; the embedding's scatter mirrors into one; the loss gathers two numbers per token (one chunk)
-        gathers = M * (L * (2 + 2 + 2) + 1 + 1)
-        assert calls["all_gather", "tp"] == (gathers + M, gathers * shard + M * 2 * S * B)
-        # scatters (all-reduces on gloo): 2 per block forward and backward, the embedding's, the head's
-        scatters = M * (L * (2 + 2) + 1 + 1)
-        reduces, elements = calls["all_reduce", "tp"]
-        assert reduces == scatters + facts["partial"]
-        assert elements >= scatters * S * B * D
-        assert set(calls) == {("all_gather", "tp"), ("all_reduce", "tp"), ("all_reduce", "world")}
-
-
-@pytest.mark.parametrize("vpp", [1, 2])
-def test_pipeline_parallel(vpp: int) -> None:
-    flags = f"--global-batch-size {M * B} --pipeline-model-parallel-size 2"
-    if vpp == 2:
-        flags += " --num-virtual-stages-per-pipeline-rank 2"
-    activation, borders = S * B * D, 2 * vpp - 1
-    for calls, facts in run_ranks(2, _counted, flags):
-        sent = vpp if facts["pp"] == 0 else vpp - 1  # borders whose activations this rank sends
-        per_micro_batch = {("isend", "pp"): sent, ("irecv", "pp"): borders - sent}
-        per_micro_batch |= {("isend", "pp_back"): borders - sent, ("irecv", "pp_back"): sent}
-        for key, count in per_micro_batch.items():
-            assert calls.get(key, (0, 0)) == (M * count, M * count * activation)
-        assert calls["all_reduce", "ends"][0] == facts["tied"] == 1
-        assert calls["all_reduce", "world"] == (1, 5)
-        assert {k[1] for k in calls} == {"pp", "pp_back", "ends", "world"}
-
-
-@pytest.mark.parametrize("flags", ["", "--pipeline-schedule gpipe"])
-def test_a_split_backward_moves_as_much(flags: str) -> None:
-    """The gather of a matmul's input runs before its weight gradient, not before its input's; nothing is added."""
-    flags += f" --global-batch-size {M * B * 2} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
-    whole, split = (run_ranks(8, _counted, f"{flags} {more}") for more in ("", "--split-backward"))
-    assert [calls for calls, _ in whole] == [calls for calls, _ in split]
-    assert all(calls["all_gather", "tp"][0] > 2 * M * L for calls, _ in split)
-
-
+MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+ --micro-batch-size 2 --train-iters 2 --lr 0.01 --mock-data --vocab-size 64 --eval-iters 0 --hidden-dropout 0
+ --attention-dropout 0"""
 GPT = "--hidden-dropout 0.1"
 NEOX = "--parallel-residual --position-embedding-type rope --rotary-percent 0.5 --group-query-attention --num-query-groups 1"
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear

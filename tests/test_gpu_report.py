@@ -300,45 +300,6 @@ def test_parts_of_most_worth_all_get_their_time(cards: int) -> None:
     assert sum(part.limit_s for part in most) < gpu_report.TOTAL_S[cards > 1] < (480 if cards == 1 else 600)
 
 
-# Bytes alive at the peak of a step in Triton's interpreter. A cycle in it keeps arguments of launches alive, so garbage
-# is collected before the peak is taken.
-COUNT = """
-import gc, json, sys
-from measured_memory import Live, build_run, cli, torch, train_step, weight_grad
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
-from megalite.plan.arrangement import arrange
-from megalite.plan.memory import memory
-
-weight_grad.BLOCK_BYTES = 1  # of what a CPU needs for a weight's gradient, and a card does not
-for flags in json.loads(sys.argv[1]):
-    config, _ = cli.read(flags, PRESETS)
-    run = build_run(config, Ranks(), torch.device("cpu"))
-    gc.collect()
-    gc.freeze()  # what is there by now need not be looked at again
-    with Live(collect=True) as mode:
-        train_step(run)
-    (held,) = memory(arrange(config, 1, config.data.vocab_size))
-    print(mode.peak / (held.peak - held.weights - held.gradients - held.optimizer))
-    run.close()
-"""
-
-
-def test_the_estimate_of_memory_is_what_a_step_takes() -> None:
-    shape = "--num-layers 2 --mock-data --train-iters 5 --lr 1e-4 --eval-iters 0 --hidden-size 64 --bf16"
-    shape += " --ffn-hidden-size 192 --seq-length 32 --global-batch-size 2 --micro-batch-size 2 --device cpu"
-    shape += " --num-attention-heads 4 --hidden-dropout 0 --attention-dropout 0"
-    llama = f"{gpu_report_parts.TINY_LLAMA} --group-query-attention --num-query-groups 2"
-    llama += " --untie-embeddings-and-output-weights"
-    cases = [f"{shape} {llama} --vocab-size 512", f"{shape} --vocab-size 128 --seq-length 64"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "MEGALITE_KERNELS": "triton"}
-    environment["PYTHONPATH"] = f"{TOOLS.parent}{os.pathsep}{TOOLS.parent / 'tests/planning'}"
-    command = [sys.executable, "-c", COUNT, json.dumps([case.split() for case in cases])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert [float(line) for line in done.stdout.split()] == pytest.approx([1, 1], rel=0.03)
-
-
 def test_after_a_fault_of_the_card_the_tests_that_are_left_run_in_a_new_process(tmp_path: Path, monkeypatch) -> None:
     """Such a process computes nothing more: in one report 100 tests failed for 4 that did."""
     tests, dies = tmp_path / "test_card.py", "raise RuntimeError('CUDA error: misaligned address')"

@@ -1,8 +1,6 @@
-"""What a user has without a clone: a wheel is built, installed into an empty environment, and used from an empty folder.
-
-Nothing is downloaded: the environment finds torch and the others where this one has them, by a .pth file, which brings
-neither this environment's programs nor its editable installs along.
-"""
+"""What a user has without a clone: a wheel is built, installed into an empty environment, and used from an empty
+folder. The environment finds torch and the others where this one has them, by a .pth file, which brings nothing else
+along."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""111 command lines of Megatron-LM's own functional tests (d98e8a64), as they stand there: which start, and why not.
-
-megatron_command_lines.jsonl holds each with its verdict: `refused` lists what is missing here, nothing where it starts.
-Sizes are as they are; the names of files are replaced, and the plan is made (--dry-run) for the smallest world.
-"""
+"""111 command lines of Megatron-LM's own functional tests (d98e8a64), with their verdicts in
+megatron_command_lines.jsonl: `refused` lists what is missing here. The names of files are replaced, and the plan is
+made for the smallest world."""
 
 from __future__ import annotations
 
@@ -24,12 +22,8 @@ from tools import plan
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = [json.loads(line) for line in (ROOT / "tests/megatron_command_lines.jsonl").read_text().splitlines()]
-_DATA = {
-    "--vocab-file": "$VOCAB",
-    "--merge-file": "$MERGES",
-    "--tokenizer-model": "$SENTENCEPIECE",
-    "--data-path": "$DATA",
-}
+_DATA = {"--vocab-file": "$VOCAB", "--merge-file": "$MERGES", "--data-path": "$DATA"}
+_DATA |= {"--tokenizer-model": "$SENTENCEPIECE"}
 
 
 @pytest.fixture(scope="module")

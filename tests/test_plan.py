@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -128,6 +127,8 @@ def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
         ("--preset llama3-8b --device h300", "device=h300 is not in the table"),
         ("--preset llama3-8b --num-gpus 12", "num_gpus=12 is not a multiple of gpus_per_node=8"),
         ("--preset nope", "preset='nope' is unknown"),
+        ("--preset llama3-8b --num-gpus 0", "num_gpus=0 is not positive"),
+        ("--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8", "vocab_size is not set"),
         ("--preset llama3-405b --num-gpus 8 --global-batch-size 8", "times the memory"),
         ("--hf nowhere.json", "hf=nowhere.json"),
         ("--preset llama3-8b --cluster nowhere.toml", "cluster=nowhere.toml cannot be read"),
@@ -150,6 +151,7 @@ def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
         ("--preset llama3-8b --json .", "json=. is a folder; give the name of a file"),
         ("--preset llama3-8b --out plan", "out=plan has no suffix of a picture; end it in one of .png .svg .pdf"),
         ("compare nowhere", "plan.py: "),
+        ("--compare nowhere", "plan.py: "),
         ("compare . --json no/such.json", "plan.py: json=no/such.json cannot be written"),
         ("sizes --parameters x", "parameters=x"),
         ("tokens --preset llama3-8b --mfu 2", "mfu=2.0"),
@@ -176,15 +178,6 @@ def test_what_a_file_or_the_line_says_is_kept(tmp_path: Path, capsys: pytest.Cap
     assert plan.main(words) == 0
     assert "22,937,600 (" in capsys.readouterr().out  # 700 x 32 x 1024
     assert json.loads(out.read_text())["command"][-2:] == ["--train-iters", "700"]
-
-
-@pytest.mark.timeout(120)
-def test_who_has_read_enough_ends_it_without_a_traceback() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "plan.py"), "--preset", "llama3-8b", *BATCH, "--tp", "2"]
-    with programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()  # as head does
-        assert process.wait(100) in (0, 128 + signal.SIGPIPE) and process.stderr.read() == ""
 
 
 @pytest.mark.timeout(120)
@@ -223,10 +216,3 @@ def test_it_runs_as_a_program_and_helps_at_once(tmp_path: Path) -> None:
     code = "import sys, tools.plan\ntry:\n tools.plan.main(['--help'])\nexcept SystemExit:\n"
     code += " assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, cwd=ROOT).returncode == 0
-
-
-def test_a_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is no run is refused, under both spellings; tests/planning/test_compare.py has a run."""
-    for word in ("compare", "--compare"):
-        assert plan.main([word, str(tmp_path)]) == 2
-        assert str(tmp_path) in capsys.readouterr().err

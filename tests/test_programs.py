@@ -46,24 +46,6 @@ def test_it_ends_as_it_would(how: ModuleType, ends: str, code: int, last: str) -
     assert done.stdout == ("out\n" if code != -signal.SIGKILL else "")  # which lay in a buffer
 
 
-@BOTH
-def test_it_has_a_session_and_signals_of_its_own(how: ModuleType) -> None:
-    code = "import os, time; print(os.getsid(0) == os.getpid(), os.getpid(), flush=True); time.sleep(100)"
-    with how.Popen([sys.executable, "-c", code], start_new_session=True, **PIPES) as process:
-        assert process.stdout.readline() == f"True {process.pid}\n" and process.poll() is None
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.1)
-        os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(20) == -signal.SIGTERM == process.poll()
-
-
-@BOTH
-@pytest.mark.parametrize("words", [["-m", "megalite", "--version"], ["tools/checkpoint.py", "--help"]])
-def test_modules_and_scripts_run_as_main(how: ModuleType, words: list[str]) -> None:
-    done = how.run([sys.executable, *words], cwd=ROOT, **PIPES, timeout=60)
-    assert done.returncode == 0 and done.stdout and not done.stderr
-
-
 def test_torch_is_there_already_unless_the_interpreter_is_asked_for_something() -> None:
     code = "import sys; print('torch' in sys.modules, 'triton' in sys.modules)"
 

@@ -1,9 +1,6 @@
 """A run against the definition: loss, gradient norm and learning rate of every step, and at the end every weight, equal
-those of a plain torch model with torch's own optimizers (tests/reference_model.py), in fp64 to a relative 1e-10.
-
-test_layouts.py says that all layouts agree with one process; this table says that the one process is right. Each row
-names an option twice, as a flag of the run and as a fact about the definition. `OTHERWISE` then shows that the fact
-matters in that row: the definition without it gives other losses, so no row passes by not looking.
+those of a plain torch model with torch's own optimizers (tests/reference_model.py), in fp64 to a relative 1e-10. Each
+row names an option twice, as a flag and as a fact; `OTHERWISE` shows that the definition without it gives other losses.
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ def test_a_name_is_a_folder_that_is_taken_once(tmp_path: Path, monkeypatch: pyte
     assert taken(config("--name", "mine", "--dry-run", toml=toml)) == taken(config(toml=toml)) == []
     left(Path("runs/a/b"))
     for words, said in (
+        (("--name", "mine"), "give --name mine-3"),
         (("--name", "a/b"), "name='a/b' cannot name a directory"),
         (("--name", "a" * 300), "cannot name a directory"),
         (("--name", ".."), "cannot name"),
@@ -91,17 +92,6 @@ def test_a_name_is_a_folder_that_is_taken_once(tmp_path: Path, monkeypatch: pyte
     ):
         done = typed("pretrain_gpt.py", "--config", str(toml), *words, cwd=tmp_path)
         assert done.returncode == 2 and said in done.stderr, done.stderr
-
-
-def test_a_run_with_a_name_is_not_written_over(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(TOML)
-    line = ("--config", "run.toml", "--name", "mine", "--eval-iters", "0", "--nproc", "2")
-    first = typed("pretrain_gpt.py", *line, cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    before = (tmp_path / "runs/mine/log.txt").read_bytes()
-    again = typed("pretrain_gpt.py", *line, cwd=tmp_path)
-    assert again.returncode == 2 and "give --name mine-2" in again.stderr
-    assert (tmp_path / "runs/mine/log.txt").read_bytes() == before
 
 
 def test_the_table_of_runs(tmp_path: Path) -> None:

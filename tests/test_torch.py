@@ -1,8 +1,5 @@
-"""The torch and the triton that are installed have what megalite takes from them, and warn of nothing that goes away.
-
-What runs only on a card is read here too: every `torch.a.b` of the source must exist, and take the keywords that it is
-given. `bash .ci/range` runs this on the lowest and the highest torch of the range.
-"""
+"""The torch and the triton that are installed have what megalite takes from them, on a card too, and warn of nothing
+that goes away. `bash .ci/range` runs this on the lowest and the highest torch of the range."""
 
 from __future__ import annotations
 
@@ -100,11 +97,8 @@ def test_all_that_is_taken_from_torch_and_triton_is_there() -> None:
 def test_what_is_missing_is_found() -> None:
     text = "import torch\nimport torch.distributed as d\nfrom torch import cuda\n"
     text += "def f():\n    torch.cuda.no_such()\n    d.init_process_group('nccl', no_such=1)\n    cuda.no_such_one\n"
-    assert sorted(set(lost(text))) == [
-        "5: torch.cuda.no_such",
-        "6: d.init_process_group(no_such=)",
-        "7: cuda.no_such_one",
-    ]
+    found = ["5: torch.cuda.no_such", "6: d.init_process_group(no_such=)", "7: cuda.no_such_one"]
+    assert sorted(set(lost(text))) == found
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:

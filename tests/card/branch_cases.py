@@ -1,8 +1,6 @@
-"""Runs that together pass every place of the source that speaks of a card; each in a process of its own.
-
-A case returns what it found; `watched` runs one on the simulated card and adds which places (card/mentions.py) it has
-passed. tests/card/test_branches.py starts them.
-"""
+"""Runs that together pass every place of the source that speaks of a card, each in a process of its own
+(test_branches.py). A case returns what it found; `watched` runs one and adds which places (card/mentions.py) it has
+passed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Where the source speaks of cards, and which of these places have run.
 
-A place is an expression: `torch.cuda.NAME` (with what follows it), a comparison with "cuda", `.is_cuda`; and of an `if`
-or a conditional expression that asks one of these, what is done on a card. Annotations are none: they do not run.
-Found in the syntax tree; seen by the byte code that ran, whose columns Python keeps. So of
-`x if device.type == "cuda" else y` it is known which of the two was computed, which the line alone would not tell.
-What stands outside of functions runs with every import, and is no place.
+A place is an expression within a function: `torch.cuda.NAME`, a comparison with "cuda", `.is_cuda`; and of an `if` or a
+conditional expression that asks one of these the first of what is done on a card. Annotations are none: they do not
+run. Seen is the byte code that ran, whose columns Python keeps: a line would not tell which half of `x if y else z`.
 """
 
 from __future__ import annotations
@@ -21,14 +19,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("megalite", "tools", "examples", "pretrain_gpt.py")
-Point = tuple[int, int]  # line, column in bytes
 
 
 @dataclass(frozen=True, order=True)
 class Mention:
     file: str
-    begin: Point
-    end: Point
+    begin: tuple[int, int]  # line, column
+    end: tuple[int, int]
     text: str
 
     def __str__(self) -> str:
@@ -40,87 +37,57 @@ def mentions(root: Path = ROOT) -> list[Mention]:
     for folder in FOLDERS:
         paths = sorted((root / folder).rglob("*.py")) if (root / folder).is_dir() else [root / folder]
         for path in paths:
-            text = path.read_text(encoding="utf-8")
-            if "cuda" in text:
-                found.update(of_text(text, str(path.relative_to(root))))
+            found.update(of_text(path.read_text(encoding="utf-8"), str(path.relative_to(root))))
     return sorted(found)
 
 
 def of_text(text: str, file: str) -> Iterator[Mention]:
     tree = ast.parse(text)
-    skipped = {id(node) for hint in _hints(tree) for node in ast.walk(hint)}
-    inside: dict[int, ast.AST] = {}
-    for node in ast.walk(tree):  # outer ones first
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and id(node) not in inside:
-            inside |= {id(inner): inner for inner in ast.walk(node)}
-    inner = {
-        id(node.value) for node in inside.values() if isinstance(node, ast.Attribute)
-    }  # a longer one is taken of it
+    hints = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
+    skipped = {id(node) for hint in hints if hint is not None for node in ast.walk(hint)}
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda)]
+    inside = {id(node): node for function in functions for node in ast.walk(function)}
     for node in inside.values():
-        if id(node) in skipped:
-            continue
-        if _speaks(node) and id(node) not in inner:
-            yield _mention(file, node, node)
-        if isinstance(node, ast.If | ast.IfExp) and (on_card := _arm(node)) is not None:
-            yield _mention(file, on_card[0], on_card[-1])
+        if _speaks(node) and id(node) not in skipped:
+            yield _mention(file, node)
+        if isinstance(node, ast.If | ast.IfExp) and (asked := list(_questions(node.test, False))):
+            arm = node.orelse if asked[0] else node.body
+            yield from (_mention(file, first) for first in (arm[:1] if isinstance(arm, list) else [arm]))
 
 
-def _hints(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.walk(tree):
-        for name in ("annotation", "returns"):
-            if (hint := getattr(node, name, None)) is not None:
-                yield hint
+def _mention(file: str, node: Any) -> Mention:
+    begin, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+    return Mention(file, begin, end, ast.unparse(node).partition("\n")[0])
 
 
 def _speaks(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
-        return node.attr == "is_cuda" or _dotted(node).startswith("torch.cuda.")
+        return node.attr == "is_cuda" or ast.unparse(node.value) == "torch.cuda"
     if isinstance(node, ast.Compare):
         return any(isinstance(side, ast.Constant) and side.value == "cuda" for side in (node.left, *node.comparators))
     return False
 
 
-def _dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _arm(node: ast.If | ast.IfExp) -> list[Any] | None:
-    """What is done on a card; None where the question is no other's, or nothing is done."""
-    asked = [(inner, turned) for inner, turned in _questions(node.test, False) if _speaks(inner)]
-    if not asked:
-        return None
-    inner, turned = asked[0]
-    turned ^= isinstance(inner, ast.Compare) and isinstance(inner.ops[0], ast.NotEq)
-    arm = node.orelse if turned else node.body
-    return (arm if isinstance(arm, list) else [arm]) or None
-
-
-def _questions(test: ast.expr, turned: bool) -> Iterator[tuple[ast.AST, bool]]:
+def _questions(test: ast.expr, turned: bool) -> Iterator[bool]:
+    """Of each that a test asks about cards: whether its body is what is done without one."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _questions(test.operand, not turned)
     elif isinstance(test, ast.BoolOp):
         for value in test.values:
             yield from _questions(value, turned)
-    else:
-        yield test, turned
-
-
-def _mention(file: str, first: Any, last: Any) -> Mention:
-    begin, end = (first.lineno, first.col_offset), (last.end_lineno, last.end_col_offset)
-    return Mention(file, begin, end, ast.unparse(first).partition("\n")[0])
+    elif _speaks(test):
+        yield turned ^ (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq))
 
 
 class Watch:
-    """Notes every instruction that runs in functions that hold a place, in all threads that begin inside."""
+    """Notes every instruction that runs in the functions of places, in all threads that begin inside."""
 
     def __init__(self, places: list[Mention], root: Path = ROOT):
-        self.places = places
-        self._files: dict[str, list[Mention]] = {}
+        self._lines: dict[str, set[int]] = {}
         for place in places:
-            self._files.setdefault(str(root / place.file), []).append(place)
-        self._codes: dict[CodeType, bool] = {}
+            self._lines.setdefault(str(root / place.file), set()).update(range(place.begin[0], place.end[0] + 1))
+        self.places, self._root = places, root
+        self._held: dict[CodeType, bool] = {}
         self._ran: set[tuple[CodeType, int]] = set()
 
     @contextlib.contextmanager
@@ -136,11 +103,10 @@ class Watch:
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
         code = frame.f_code
-        if self._codes.get(code) is None:
+        if code not in self._held:
             lines = {line for _, _, line in code.co_lines() if line}
-            held = self._files.get(code.co_filename, ())
-            self._codes[code] = any(any(p.begin[0] <= n <= p.end[0] for n in lines) for p in held)
-        if not self._codes[code]:
+            self._held[code] = not lines.isdisjoint(self._lines.get(code.co_filename, ()))
+        if not self._held[code]:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._instruction
@@ -151,13 +117,14 @@ class Watch:
         return self._instruction
 
     def visited(self) -> set[Mention]:
-        found: set[Mention] = set()
         positions = {code: list(code.co_positions()) for code, _ in self._ran}
-        for code, last in self._ran:
-            line, end_line, column, end_column = positions[code][last // 2]
-            if line is None or end_line is None or column is None or end_column is None:
-                continue
-            for place in self._files[code.co_filename]:
-                if place.begin <= (line, column) and (end_line, end_column) <= place.end:
-                    found.add(place)
-        return found
+        spans = {(code.co_filename, *positions[code][last // 2]) for code, last in self._ran}
+        known = [span for span in spans if None not in span]
+        return {
+            place
+            for place in self.places
+            for file, line, end_line, column, end_column in known
+            if file == str(self._root / place.file)
+            and place.begin <= (line, column)  # type: ignore[operator]
+            and (end_line, end_column) <= place.end  # type: ignore[operator]
+        }

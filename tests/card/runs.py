@@ -42,30 +42,29 @@ PROMPTS = [[5, 17, 60], [11], [40, 41, 42]]
 Run = Callable[..., None]
 
 
-def traced(world: int, run: Run, *args: Any, card: bool = False, timeout: float = 100) -> dict[int, list[Fact]]:
-    """`run(here, *args)` on each rank, `here` its device; with `card` a simulated one, else the CPU."""
-    return dict(enumerate(run_ranks(world, _traced, run, args, card, backend=nccl.join, timeout=timeout)))
+def traced(world: int, run: Run, *args: Any, timeout: float = 600) -> dict[int, list[Fact]]:
+    """`run(here, *args)` on each rank, `here` its simulated card."""
+    return dict(enumerate(run_ranks(world, _traced, run, args, backend=nccl.join, timeout=timeout)))
 
 
 def broken(world: int, run: Run, *args: Any, timeout: float = 100) -> tuple[dict[int, list[Fact]], list[str]]:
-    """As `traced`, of a run that may fail: also what each rank died of, "" where it came to its end."""
+    """The same on CPUs, of a run that may fail: also what each rank died of, "" where it came to its end."""
     results = run_ranks(world, _broken, run, args, backend=nccl.join, timeout=timeout)
     return dict(enumerate(facts for facts, _ in results)), [text for _, text in results]
 
 
-def _traced(run: Run, args: tuple[Any, ...], card: bool) -> list[Fact]:
+def _traced(run: Run, args: tuple[Any, ...]) -> list[Fact]:
     os.environ["MEGALITE_SHARED_MEMORY"] = "off"
-    if not card:
-        run(torch.device("cpu"), *args)
-        return nccl.facts()
     with on_card(dist.get_rank()) as there:
         run(there.device, *args)
         return there.trace
 
 
 def _broken(run: Run, args: tuple[Any, ...]) -> tuple[list[Fact], str]:
+    os.environ["MEGALITE_SHARED_MEMORY"] = "off"
     try:
-        return _traced(run, args, card=False), ""
+        run(torch.device("cpu"), *args)
+        return nccl.facts(), ""
     except Exception as error:
         return nccl.facts(), f"{type(error).__name__}: {error}"
 

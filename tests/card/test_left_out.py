@@ -206,18 +206,13 @@ def _of(race: Race, left: Left) -> bool:
 
 LAYOUTS = {
     "dp2": ("", ""),
-    "dp2 bf16 reduced": ("", "--grad-reduce-in-bf16"),
-    "dp2 ddp": ("", "--no-use-distributed-optimizer"),
-    "dp2 llama full recompute": ("", f"{LLAMA} --recompute-granularity full --recompute-method uniform"),
     "dp2 graphs": ("", f"{GRAPHS} --global-batch-size 16"),
     "tp2": (TP, "--num-layers 1 --global-batch-size 4"),
-    "tp2 llama": (TP, LLAMA),
     "pp2": (PP, ""),
     "tp2 pp2 split": (SPLIT, ""),
     "dp2 ZeRO-3": (ZERO, ""),
     "dp4 ZeRO-3 hybrid": (HYBRID, "--global-batch-size 16"),
     "pp2 dp2 vpp2 ZeRO-3": (PP, f"--num-virtual-stages-per-pipeline-rank 2 --num-layers 4 {ZERO} --zero-hold chunk"),
-    "pp2 vpp2": (PP, "--num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
 }
 QUICK = {"dp2", "tp2", "pp2", "tp2 pp2 split", "dp2 ZeRO-3", "dp4 ZeRO-3 hybrid"}
 

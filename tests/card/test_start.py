@@ -20,8 +20,7 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, prepare_cuda, process_group
 from megalite.plan.arrangement import arrange
 from megalite.plan.peak_rates import find_peak
-from megalite.train.life.preflight import check_machine, choose_device
-from megalite.train.setup import SetupError
+from megalite.train.life.preflight import check_machine
 from megalite.train.tell.run_dir import Exit
 from tools import generate
 
@@ -118,15 +117,6 @@ def test_torch_takes_the_variables_without_a_word(tool: Path, tmp_path: Path) ->
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.strip() == "expandable_segments:True"
     assert "deprecated" not in done.stderr
-
-
-def test_the_device_is_chosen_by_what_there_is() -> None:
-    with cuda.installed([], cards=1):
-        assert [choose_device(wanted) for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
-    with cuda.installed([], cards=0):
-        assert [choose_device(wanted) for wanted in ("auto", "cpu")] == ["cpu", "cpu"]
-        with pytest.raises(SetupError, match="torch sees no card; use --device cpu"):
-            choose_device("cuda")
 
 
 def test_the_local_rank_picks_the_card(tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 """Breakages planted on purpose, one at a time, each with a test that must turn red: `python tests/chaos/breakages.py`.
-
-Each is planted into a copy of the sources, in which a fork of this process, which has torch imported, runs the test
-(an interpreter of its own for each would double the time). Prints one JSON object per breakage.
-"""
+Each is planted into a copy of the sources, in which a fork of this process, which has torch imported, runs the test."""
 
 from __future__ import annotations
 

@@ -20,15 +20,8 @@ from megalite.parallel.launch import Ranks
 from megalite.train.life.restarts import Restarts
 from megalite.train.life.stop import StopSignal
 
-FLAGS = [
-    *(word for word in SMALL if word != "--mock-data"),
-    "--device",
-    "cpu",
-    "--hidden-dropout",
-    "0.1",
-    "--lr-decay-style",
-    "constant",
-]
+FLAGS = [word for word in SMALL if word != "--mock-data"]
+FLAGS += "--device cpu --hidden-dropout 0.1 --lr-decay-style constant".split()
 Before = Callable[[Path, int], None]
 
 

@@ -1,7 +1,5 @@
-"""Classical mistakes of distributed training, for tools/verify.py to find and to locate.
-
-Each is planted into a copy of the sources, as the breakages are, and `verify.py` of the copy is run as users run it.
-"""
+"""Classical mistakes of distributed training, for tools/verify.py to find and to locate: planted into a copy of the
+sources."""
 
 from __future__ import annotations
 
@@ -29,192 +27,151 @@ GROUP = "self.group = tp.rank * G // tp.size"
 
 @dataclass(frozen=True)
 class Mistake:
-    """`first`: what of the first difference must be so, by key: equal, or for `causes` a part of one. `alone`: a word that
-    is in the names of all that differ there. `odd`: a word of what is wrong with the one process, too."""
+    """`old` stands once in the package, `new` replaces it. `first`: what of the first difference must be so, by key:
+    equal, or for `causes` a part of one. `alone`: a word that is in the names of all that differ there. `odd`: a word of
+    what is wrong with the one process, too."""
 
-    breakage: Breakage
+    name: str
+    old: str
+    new: str
     flags: str
     first: dict[str, Any]
     alone: str = ""
     odd: str = ""
 
-
-def _of(name: str, *lines: tuple[str, str]) -> Breakage:
-    return Breakage(name, "", lines)
+    @property
+    def breakage(self) -> Breakage:
+        return Breakage(self.name, "", ((self.old, self.new),))
 
 
 MISTAKES = [
     Mistake(
-        _of(
-            "norms' gradients are not summed over tp",
-            (
-                "sums=(*[replica] * (shard.size > 1), *map(mesh.axis, kind.partial)),",
-                "sums=(*[replica] * (shard.size > 1),),",
-            ),
-        ),
+        "norms' gradients are not summed over tp",
+        "sums=(*[replica] * (shard.size > 1), *map(mesh.axis, kind.partial)),",
+        "sums=(*[replica] * (shard.size > 1),),",
         RUN + LLAMA + TP,
-        {"kind": "gradient", "step": 1, "name": "final_norm.weight", "causes": "all-reduce over tp"},
-        alone="norm",
+        {"kind": "gradient", "step": 1, "name": "final_norm.weight", "causes": "all-reduce over tp"}, alone="norm",
     ),
     Mistake(
-        _of(
-            "a tied embedding is summed over the ends twice",
-            (
-                "                all_reduce_(self.grads.owned(bucket), ends)\n",
-                "                all_reduce_(self.grads.owned(bucket), ends)\n" * 2,
-            ),
-        ),
+        "a tied embedding is summed over the ends twice",
+        "                all_reduce_(self.grads.owned(bucket), ends)\n",
+        "                all_reduce_(self.grads.owned(bucket), ends)\n" * 2,
         RUN + PP,
-        {"kind": "gradient", "step": 1, "name": "embedding.word", "causes": "is 2 times"},
-        alone="embedding.word",
+        {"kind": "gradient", "step": 1, "name": "embedding.word", "causes": "is 2 times"}, alone="embedding.word",
     ),
     Mistake(
-        _of(
-            "a bias is added on every tp rank before the sum",
-            (
-                "return add_bias(y_sBD, self.out_bias)",
-                "return add_bias(y_sBD, self.out_bias if self.out_bias is None else self.out_bias * self.tp.size)",
-            ),
-        ),
-        RUN + TP,
-        {"kind": "forward", "step": 1, "name": "layers.0.attention", "layer": 0, "causes": "a bias"},
+        "a bias is added on every tp rank before the sum",
+        "return add_bias(y_sBD, self.out_bias)",
+        "return add_bias(y_sBD, self.out_bias if self.out_bias is None else self.out_bias * self.tp.size)",
+        RUN + TP, {"kind": "forward", "step": 1, "name": "layers.0.attention", "layer": 0, "causes": "a bias"},
     ),
     Mistake(
-        _of(
-            "every rank weights its micro-batches by the tokens that it counts itself",
-            (
-                "losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)",
-                "own = sum(host.counted_tokens for host in hosts) / sum(h.batch.tokens_SB.numel() for h in hosts)\n"
-                "        losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal / own)",
-            ),
-        ),
+        "every rank weights its micro-batches by the tokens that it counts itself",
+        "losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)",
+        "own = sum(host.counted_tokens for host in hosts) / sum(h.batch.tokens_SB.numel() for h in hosts)\n"
+            "        losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal / own)",
         RUN + LLAMA + DP + " --eod-mask-loss",
         {"kind": "gradient", "step": 1, "name": "head", "causes": "weight of micro-batches"},
     ),
     Mistake(
-        _of(
-            "gradients are averaged over dp, and once more by the number of tokens",
-            (
-                "        self.reducing.clear()\n",
-                "        self.reducing.clear()\n"
-                "        for bucket in self.buckets:\n"
-                "            self.grads.whole(bucket).div_(self.rules[bucket.kind].shard.size)\n",
-            ),
-        ),
+        "gradients are averaged over dp, and once more by the number of tokens",
+        "        self.reducing.clear()\n",
+        "        self.reducing.clear()\n"
+            "        for bucket in self.buckets:\n"
+            "            self.grads.whole(bucket).div_(self.rules[bucket.kind].shard.size)\n",
         RUN + DP,
         {"kind": "gradient", "step": 1, "causes": "every gradient is 1/2 of what it should be, the number of dp"},
     ),
     Mistake(
-        _of(
-            "one rank keeps its old weights of the others' shards",
-            (
-                "            whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)\n",
-                "            whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)\n"
-                "            whole = whole.clone() if self._shards[b].rank == 1 else whole\n",
-            ),
-        ),
-        RUN + DP,
-        {"kind": "weight", "step": 1, "ranks.dp": [1], "causes": "left them stale"},
+        "one rank keeps its old weights of the others' shards",
+        "            whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)\n",
+        "            whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)\n"
+            "            whole = whole.clone() if self._shards[b].rank == 1 else whole\n",
+        RUN + DP, {"kind": "weight", "step": 1, "ranks.dp": [1], "causes": "left them stale"},
     ),
     Mistake(
-        _of(
-            "every rank draws its dropout as rank 0 does",
-            ("first = self.tp.start_of(x_sBD.shape[0])", "first = 0"),
-        ),
+        "every rank draws its dropout as rank 0 does",
+        "first = self.tp.start_of(x_sBD.shape[0])",
+        "first = 0",
         RUN + DROPOUT + TP,
         {"kind": "forward", "step": 1, "name": "layers.0.attention_added", "ranks.tp": [1], "causes": "dropout"},
     ),
     Mistake(
-        _of(
-            "positions begin at 0 on every rank",
-            ("            share = slice(first, first + x_sBD.shape[0])\n", "            share = slice(0, x_sBD.shape[0])\n"),
-        ),
-        RUN + TP,
-        {"kind": "forward", "step": 1, "name": "embedding", "ranks.tp": [1], "causes": "offset of positions"},
+        "positions begin at 0 on every rank",
+        "            share = slice(first, first + x_sBD.shape[0])\n",
+        "            share = slice(0, x_sBD.shape[0])\n",
+        RUN + TP, {"kind": "forward", "step": 1, "name": "embedding", "ranks.tp": [1], "causes": "offset of positions"},
     ),
     Mistake(
-        _of(
-            "padding of the vocabulary takes probability",
-            ("    valid = max(0, min(logits_nv.shape[1], vocab_size - first))\n", "    valid = logits_nv.shape[1]\n"),
-        ),
-        RUN + TP,
-        {"kind": "loss", "step": 1, "name": "micro-batch", "causes": "padding of the vocabulary"},
+        "padding of the vocabulary takes probability",
+        "    valid = max(0, min(logits_nv.shape[1], vocab_size - first))\n",
+        "    valid = logits_nv.shape[1]\n",
+        RUN + TP, {"kind": "loss", "step": 1, "name": "micro-batch", "causes": "padding of the vocabulary"},
     ),
     Mistake(
-        _of(
-            "labels that do not count are counted",
-            ("count_N = torch.ones_like(loss_N) if mask_SB is None else mask_SB.flatten().to(dtype)", "count_N = torch.ones_like(loss_N)"),
-        ),
-        RUN + DP + " --eod-mask-loss",
-        {},
-        odd="labels count",
+        "labels that do not count are counted",
+        "count_N = torch.ones_like(loss_N) if mask_SB is None else mask_SB.flatten().to(dtype)",
+        "count_N = torch.ones_like(loss_N)",
+        RUN + DP + " --eod-mask-loss", {}, odd="labels count",
     ),
     Mistake(
-        _of(
-            "the end of every bucket is not reduced",
-            (
-                "        whole, owned = self.grads.whole(bucket), self.grads.owned(bucket)\n",
-                "        whole, owned = self.grads.whole(bucket)[:-256], self.grads.owned(bucket)\n",
-            ),
-        ),
+        "the end of every bucket is not reduced",
+        "        whole, owned = self.grads.whole(bucket), self.grads.owned(bucket)\n",
+        "        whole, owned = self.grads.whole(bucket)[:-256], self.grads.owned(bucket)\n",
         RUN + LLAMA + DP_DDP,
         {"kind": "gradient", "step": 1, "causes": "the sum over dp does not reach these elements"},
     ),
     Mistake(
-        _of(
-            "with several dp ranks the last micro-batch is dropped",
-            ("            for m, ids_B in enumerate(ids_MB)\n", "            for m, ids_B in enumerate(ids_MB[: len(ids_MB) - self._dp + 1])\n"),
-        ),
-        RUN + DP,
-        {"kind": "input", "step": 1, "name": "tokens", "where": "on no rank", "causes": "samples"},
+        "with several dp ranks the last micro-batch is dropped",
+        "            for m, ids_B in enumerate(ids_MB)\n",
+        "            for m, ids_B in enumerate(ids_MB[: len(ids_MB) - self._dp + 1])\n",
+        RUN + DP, {"kind": "input", "step": 1, "name": "tokens", "where": "on no rank", "causes": "samples"},
     ),
     Mistake(
-        _of(
-            "the gradient of one micro-batch is halved on its way to the stage before",
-            ("            flight.ready[key] = x.grad\n", "            flight.ready[key] = x.grad * (1.0 if key[1] else 0.5)\n"),
-        ),
+        "the gradient of one micro-batch is halved on its way to the stage before",
+        "            flight.ready[key] = x.grad\n",
+        "            flight.ready[key] = x.grad * (1.0 if key[1] else 0.5)\n",
         RUN + PP,
         {"kind": "gradient", "step": 1, "name": "layers.0.mlp.down_bias", "ranks.pp": [0], "causes": "pp rank 0 goes on with what pp rank 1 sends"},
     ),
     Mistake(
-        _of(
-            "backward of the feed-forward block is counted on every tp rank",
-            ("        return du_SBf, dweight, None, None, dbias[0] if dbias", "        return du_SBf * ctx.tp.size, dweight, None, None, dbias[0] if dbias"),
-        ),
+        "backward of the feed-forward block is counted on every tp rank",
+        "        return du_SBf, dweight, None, None, dbias[0] if dbias",
+        "        return du_SBf * ctx.tp.size, dweight, None, None, dbias[0] if dbias",
         RUN + TP,
         {"kind": "gradient", "step": 1, "name": "layers.1.mlp.up_bias", "layer": 1, "causes": "backward of this layer"},
     ),
     Mistake(
-        _of("ranks that share groups take them in turn", (GROUP, "self.group = tp.rank % G")),
+        "ranks that share groups take them in turn",
+        GROUP,
+        "self.group = tp.rank % G",
         RUN.replace("layers 2", "layers 8") + " --tp 4 --pp 4 --dp 2 --group-query-attention --num-query-groups 2",
         {"kind": "forward", "step": 1, "name": "layers.0.attention", "layer": 0, "causes": "groups that a rank takes"},
     ),
     Mistake(
-        _of("a rank's group is its number over the number of groups", (GROUP, "self.group = tp.rank // G")),
+        "a rank's group is its number over the number of groups",
+        GROUP,
+        "self.group = tp.rank // G",
         "--preset llama2-70b --micro-batch-size 1 --global-batch-size 32 --train-iters 9 --lr 3e-4 --mock-data --tp 16 --nproc 16",
         {"kind": "forward", "step": 1, "name": "layers.0.attention", "layer": 0, "causes": "groups that a rank takes"},
     ),
     Mistake(
-        _of(
-            "with several stages an evaluation counts half of the loss",
-            ("            sums[0] += loss\n", "            sums[0] += loss / min(2, mesh.pp.size)\n"),
-        ),
-        RUN + PP,
-        {"kind": "loss", "step": 1.5, "name": "step", "causes": "every micro-batch agrees"},
+        "with several stages an evaluation counts half of the loss",
+        "            sums[0] += loss\n",
+        "            sums[0] += loss / min(2, mesh.pp.size)\n",
+        RUN + PP, {"kind": "loss", "step": 1.5, "name": "step", "causes": "every micro-batch agrees"},
     ),
     Mistake(
-        _of(
-            "every stage numbers its layers from 0",
-            ("Block(make, model, layer, self.recompute.parts)", "Block(make, model, layer - stages[number].start, self.recompute.parts)"),
-        ),
+        "every stage numbers its layers from 0",
+        "Block(make, model, layer, self.recompute.parts)",
+        "Block(make, model, layer - stages[number].start, self.recompute.parts)",
         RUN + PP,
         {"kind": "weight", "step": 0, "layer": 1, "ranks.pp": [1], "causes": "these are the values of layers.0."},
     ),
     Mistake(
-        _of(
-            "a layer draws its dropout by its number in the stage",
-            ("        self.head = None\n        if number", "        for i, block in enumerate(self.blocks):\n            block.layer = i\n        self.head = None\n        if number"),
-        ),
+        "a layer draws its dropout by its number in the stage",
+        "        self.head = None\n        if number",
+        "        for i, block in enumerate(self.blocks):\n            block.layer = i\n        self.head = None\n        if number",
         RUN + DROPOUT + PP,
         {"kind": "forward", "step": 1, "name": "layers.1.attention_added", "layer": 1, "ranks.pp": [1], "causes": "dropout"},
     ),

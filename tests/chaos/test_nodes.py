@@ -20,17 +20,7 @@ from train_cases import SMALL
 pytestmark = [pytest.mark.everything(guards=("megalite/parallel/launch.py",)), pytest.mark.timeout(400)]
 QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 TIMEOUT_S = 5
-FLAGS = [
-    *SMALL,
-    "--device",
-    "cpu",
-    "--lr-decay-style",
-    "constant",
-    "--train-iters",
-    "100000",
-    "--hidden-dropout",
-    "0.1",
-]
+FLAGS = [*SMALL, *"--device cpu --lr-decay-style constant --train-iters 100000 --hidden-dropout 0.1".split()]
 
 
 @pytest.fixture
@@ -66,16 +56,8 @@ def ended(folder: Path, *runs: Started) -> dict[str, Any]:
 def check_losses(folder: Path, steps: int) -> None:
     """Against an undisturbed run of one rank: every step once, of the same samples."""
     alone = folder.with_name("alone")
-    words = [
-        sys.executable,
-        str(ROOT / "pretrain_gpt.py"),
-        *FLAGS,
-        "--run-dir",
-        str(alone),
-        "--exit-interval",
-        str(steps),
-    ]
-    done = programs.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    words = [*FLAGS, "--run-dir", str(alone), "--exit-interval", str(steps)]
+    done = programs.python("pretrain_gpt.py", *words, timeout=200)
     assert done.returncode == 0, done.stderr
     (one, same), (two, disturbed) = (losses(alone), losses(folder))
     assert one == two == list(range(1, steps + 1))

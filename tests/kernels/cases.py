@@ -1,11 +1,8 @@
 """The shared harness of the Triton kernels: one table of operations, and how far each is from its definition.
 
-A row has the operation as callers know it (the dispatcher takes Triton), its torch twin, and inputs in fp64. `measure`
-runs the operation and the twin in one dtype and the twin in fp64, forward and backward, and returns errors; the tests
-(test_triton.py) do so in Triton's interpreter on CPU, and on a card where there is one. Every tensor that the
-operation allocates is filled with NaN and lies between guards, so an element that no program wrote and a write beyond
-the end are seen; inputs lie between NaNs, so a read beyond the end is seen too. In fp32 a second run, with zeros in
-place of that NaN, gives the same bits, or something is read before it is written and its NaN got lost.
+`measure` runs an operation and its torch twin in one dtype and the twin in fp64, forward and backward; in Triton's
+interpreter, and on a card where there is one. What the operation allocates is NaN between guards, so an element that no
+program wrote, a write and a read beyond the end are seen; in fp32 a second run with zeros in place of NaN must agree.
 """
 
 from __future__ import annotations
@@ -192,28 +189,30 @@ HEADS = ((1, 1, 1, 2), (5, 2, 3, 8), (3, 2, 5, 96), (9, 1, 2, 20))  # [S, B, H, 
 FEEDS = ((1, 1), (4, 3, 7), (7, 2, 100), (3, 2, 2050))  # the last one more than one program wide
 STREAMS = ((1, 1, 1), (3, 2, 7), (2, 3, 1100))  # [s, B, D]
 
+
+def norm(fn: Callable[..., Any], twin: Callable[..., Any], streams: int, vectors: int, **more: Any) -> Op:
+    cases = tuple(normals(*[s] * streams, *[s[-1:]] * vectors) for s in WIDTHS)
+    return Op(lambda *given: fn(*given, 1e-5), lambda *given: twin(*given, 1e-5), cases, **more)
+
+
+def attending(*cases: Make, half_units: int = 1, card_units: int = 4, **how: Any) -> Op:
+    """In fp32 dp - delta is rounded as dp is, and that is larger than the gradient."""
+    more = dict(fp32_units=16, half_units=half_units, card_units=card_units)
+    return Op(attended(attention, **how), attended(attention_reference, **how), cases, **more)
+
+
+def entropy(*cases: Make, **how: Any) -> Op:
+    """In fp32 p - 1 cancels where the label is likely."""
+    halves = (shard_stats, shard_grad_), (shard_stats_reference, shard_grad_reference_)
+    return Op(*(sliced(*pair, **how) for pair in halves), cases, cancels=1.0)
+
+
 OPS: dict[str, Op] = {
-    "rms_norm": Op(
-        lambda x, w: rms_norm(x, w, 1e-5),
-        lambda x, w: rms_norm_reference(x, w, 1e-5),
-        tuple(normals(s, s[-1:]) for s in WIDTHS),
-    ),
-    "add_rms_norm": Op(
-        lambda x, a, w: add_rms_norm(x, a, w, 1e-5),
-        lambda x, a, w: add_rms_norm_reference(x, a, w, 1e-5),
-        tuple(normals(s, s, s[-1:]) for s in WIDTHS),
-    ),
-    "layer_norm": Op(
-        lambda x, w, b: layer_norm(x, w, b, 1e-5),
-        lambda x, w, b: layer_norm_reference(x, w, b, 1e-5),
-        tuple(normals(s, s[-1:], s[-1:]) for s in WIDTHS),
-        card_floor=4e-5,  # of one column: dy w - dy w, one of them fused into a sum, times 1 / sqrt(eps) = 316
-    ),
-    "add_layer_norm": Op(
-        lambda x, a, w, b: add_layer_norm(x, a, w, b, 1e-5),
-        lambda x, a, w, b: add_layer_norm_reference(x, a, w, b, 1e-5),
-        tuple(normals(s, s, s[-1:], s[-1:]) for s in WIDTHS),
-    ),
+    "rms_norm": norm(rms_norm, rms_norm_reference, 1, 1),
+    "add_rms_norm": norm(add_rms_norm, add_rms_norm_reference, 2, 1),
+    # of one column: dy w - dy w, one of them fused into a sum, times 1 / sqrt(eps) = 316
+    "layer_norm": norm(layer_norm, layer_norm_reference, 1, 2, card_floor=4e-5),
+    "add_layer_norm": norm(add_layer_norm, add_layer_norm_reference, 2, 2),
     "rope": Op(roped(apply_rope), roped(apply_rope_reference), tuple(normals(s) for s in HEADS)),
     "rope partial, Llama-3": Op(
         roped(apply_rope, RopeScaling(), 0.25),
@@ -230,59 +229,24 @@ OPS: dict[str, Op] = {
     "gelu_erf": Op(activation_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s) for s in FEEDS)),
     "bias_gelu": Op(activation_run("gelu"), gelu_twin(True), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
     "bias_gelu_erf": Op(activation_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
-    "attention": Op(
-        attended(attention),
-        attended(attention_reference),
-        (heads(2, 1, 1, 1, 4), heads(37, 2, 4, 2, 20), heads(150, 1, 2, 1, 96), heads(261, 1, 1, 1, 128)),
-        fp32_units=16,  # dp - delta is rounded as dp is, and that is larger than the gradient
+    "attention": attending(
+        *(heads(2, 1, 1, 1, 4), heads(37, 2, 4, 2, 20), heads(150, 1, 2, 1, 96), heads(261, 1, 1, 1, 128)),
         card_units=64,  # torch's own kernel, on an H100 and two positions: 32
     ),
-    "attention in a window": Op(
-        attended(attention, 50),
-        attended(attention_reference, 50),
-        (heads(290, 1, 2, 2, 64), heads(9, 2, 3, 1, 8)),
-        fp32_units=16,
+    "attention in a window": attending(heads(290, 1, 2, 2, 64), heads(9, 2, 3, 1, 8), window=50),
+    "attention by document": attending(heads(300, 2, 2, 1, 64, 80), heads(20, 3, 2, 2, 16, 3)),
+    "attention by document in a window": attending(heads(300, 2, 1, 1, 64, 130), window=70),
+    # in half precision delta takes o as it was rounded; the twin is exact where one key is left
+    "attention with dropout": attending(
+        *(heads(2, 1, 1, 1, 4), heads(150, 2, 4, 2, 24), heads(261, 1, 1, 1, 128)), half_units=3, dropout_p=0.25
     ),
-    "attention by document": Op(
-        attended(attention),
-        attended(attention_reference),
-        (heads(300, 2, 2, 1, 64, 80), heads(20, 3, 2, 2, 16, 3)),
-        fp32_units=16,
+    "attention with dropout, by document in a window": attending(
+        heads(200, 2, 2, 1, 64, 90), half_units=3, window=70, dropout_p=0.7
     ),
-    "attention by document in a window": Op(
-        attended(attention, 70), attended(attention_reference, 70), (heads(300, 2, 1, 1, 64, 130),), fp32_units=16
-    ),
-    "attention with dropout": Op(
-        attended(attention, dropout_p=0.25),
-        attended(attention_reference, dropout_p=0.25),
-        (heads(2, 1, 1, 1, 4), heads(150, 2, 4, 2, 24), heads(261, 1, 1, 1, 128)),
-        fp32_units=16,
-        half_units=3,  # delta takes o as it was rounded; the twin is exact where one key is left
-    ),
-    "attention with dropout, by document in a window": Op(
-        attended(attention, 70, dropout_p=0.7),
-        attended(attention_reference, 70, dropout_p=0.7),
-        (heads(200, 2, 2, 1, 64, 90),),
-        fp32_units=16,
-        half_units=3,
-    ),
-    "cross_entropy": Op(
-        sliced(shard_stats, shard_grad_, padding=0),
-        sliced(shard_stats_reference, shard_grad_reference_, padding=0),
-        (labelled(1, 2, 2), labelled(5, 37, 37), labelled(3, 9001, 9001)),
-        cancels=1.0,  # p - 1 where the label is likely
-    ),
-    "cross_entropy with padding": Op(
-        sliced(shard_stats, shard_grad_, padding=6),
-        sliced(shard_stats_reference, shard_grad_reference_, padding=6),
-        (labelled(4, 8, 2), labelled(2, 100, 94)),  # the first one: nothing valid in the second slice
-        cancels=1.0,
-    ),
-    "cross_entropy with z-loss": Op(
-        sliced(shard_stats, shard_grad_, padding=6, z_loss=0.05),
-        sliced(shard_stats_reference, shard_grad_reference_, padding=6, z_loss=0.05),
-        (labelled(4, 8, 2), labelled(5, 100, 94), labelled(2, 9001, 8995)),
-        cancels=1.0,
+    "cross_entropy": entropy(labelled(1, 2, 2), labelled(5, 37, 37), labelled(3, 9001, 9001), padding=0),
+    "cross_entropy with padding": entropy(labelled(4, 8, 2), labelled(2, 100, 94), padding=6),
+    "cross_entropy with z-loss": entropy(
+        *(labelled(4, 8, 2), labelled(5, 100, 94), labelled(2, 9001, 8995)), padding=6, z_loss=0.05
     ),
     "dropout": Op(
         lambda x, ids: dropout(x, 0.25, KEY, ids, 3),

@@ -1,10 +1,6 @@
 """Compile every kernel for a card that is not here: launches are recorded, and each becomes machine code for any card.
-
-What the interpreter accepts is a larger language than what the compiler does, so a kernel that passes on CPU may still
-not build, or need more registers or shared memory than a card has. No driver is needed to know that, only the assembler
-and the disassembler that come with Triton. What was compiled once is taken from Triton's own cache, whose key is the
-source, the target, the options and Triton's build.
-"""
+What the interpreter accepts may still not build, or need more registers or shared memory than a card has. No driver is
+needed, only what comes with Triton, whose own cache keeps what was compiled."""
 
 from __future__ import annotations
 

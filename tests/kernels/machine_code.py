@@ -1,9 +1,6 @@
-"""What a kernel's machine code does, counted per thread: bytes of global memory by width, and arithmetic.
-
-An instruction inside of a loop counts as often as the loop turns, which the caller knows from the launch. A loop is what
-lies between a label and a branch back to it. Instructions under a predicate count in full, so that the figures are
-those of whole tiles.
-"""
+"""What a kernel's machine code does, counted per thread: bytes of global memory by width. An
+instruction inside of a loop counts as often as the loop turns, which the caller knows; those under a predicate count in
+full."""
 
 from __future__ import annotations
 
@@ -15,26 +12,19 @@ from dataclasses import dataclass, field
 # SASS: LDG (load), STG (store), LDGSTS (load to shared memory, cp.async), each with .128, .64, .U16, .U8 or 4 bytes
 ACCESS = re.compile(r"^(LDG|STG|LDGSTS)\.")
 WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-# what a thread does in one instruction, in operations; of matmuls: by their shape, for the whole group of threads
-ARITHMETIC = {"FFMA": 2, "FADD": 1, "FMUL": 1, "HFMA2": 4, "FFMA2": 4, "FADD2": 2, "FMUL2": 2}
 
 
 @dataclass(frozen=True)
 class Code:
-    """Of one thread: bytes read and written, how many accesses there are of each width, arithmetic operations in
-    floating point, calls of the special function unit, and matmul instructions by name."""
+    """Of one thread: bytes read and written, and how many accesses there are of each width."""
 
     loaded: float
     stored: float
     widths: Counter[int] = field(default_factory=Counter)
-    operations: float = 0
-    special: float = 0
-    matmuls: Counter[str] = field(default_factory=Counter)
 
     def times(self, threads: int) -> Code:
         """Of so many threads."""
-        loaded, stored = self.loaded * threads, self.stored * threads
-        return Code(loaded, stored, self.widths, self.operations * threads, self.special * threads, self.matmuls)
+        return Code(self.loaded * threads, self.stored * threads, self.widths)
 
     def narrow(self) -> Counter[int]:
         """Accesses of less than 16 bytes."""
@@ -66,9 +56,8 @@ def width_of(instruction: str) -> int:
 
 def count(sass: str, trips: Sequence[float] = ()) -> Code:
     """`trips`: how often a loop at each depth turns, from the outermost; a loop more than are known raises ValueError."""
-    loaded = stored = operations = special = 0.0
+    loaded = stored = 0.0
     widths: Counter[int] = Counter()
-    matmuls: Counter[str] = Counter()
     for depth, text in instructions(sass):
         if depth > len(trips):
             raise ValueError(f"a loop at depth {depth} whose turns are not known: {text}")
@@ -83,10 +72,4 @@ def count(sass: str, trips: Sequence[float] = ()) -> Code:
                 stored += width * times
             else:
                 loaded += width * times
-        elif name in ARITHMETIC:
-            operations += ARITHMETIC[name] * times
-        elif name == "MUFU":
-            special += times
-        elif name in ("HMMA", "HGMMA", "UTCHMMA", "UTCQMMA", "IMMA"):
-            matmuls[text.split()[0]] += int(times)
-    return Code(loaded, stored, widths, operations, special, matmuls)
+    return Code(loaded, stored, widths)

@@ -162,15 +162,21 @@ def test_parts_of_the_keys_make_the_whole(window: int | None, q_first: int, quer
     _close(got, _results(_definition, tensors, q_first=q_first, **options), 1e-12)
 
 
-def merged_in_triton(documents: bool) -> list[Tensor]:
-    options = {"first_BS": _first(34, 14) if documents else None, "drop": _drop(0.3)}
-    part = _merged(flash_attention_part, (0, 5, 16, 31, 48), **options)
-    return _results(part, _tensors(34, 48, torch.float32), q_first=14)
+def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> None:
+    """Counted: elements of scores that the blocks make."""
+
+    def scores(length: int, window: int | None) -> int:
+        q, k = torch.empty(1, 1, length, 4), torch.empty(1, length, 4)
+        blocks = module._Blocks(q, k, 1, 1.0, window, None)
+        return sum((here.stop - here.start) * (keys.stop - keys.start) for _, here, keys in blocks)
+
+    assert scores(8192, 512) < 8192 * (512 + 128) and scores(8192, 16) < 8192 * (16 + 64)
+    assert scores(8192, None) == scores(8192, 8192) == scores(8192, 10**9) > 8192**2 / 2
 
 
-@pytest.mark.parametrize("documents", rarely([False, True], [True], str, guards=("megalite/kernels",)))
-def test_parts_make_the_whole_in_triton(interpreter: Call, documents: bool) -> None:
-    options = {"first_BS": _first(34, 14) if documents else None, "drop": _drop(0.3)}
-    _close(
-        interpreter(merged_in_triton, documents), _results(_definition, _tensors(34, 48), q_first=14, **options), 2e-5
-    )
+def test_saves_its_inputs_and_nothing_else() -> None:
+    q, k, v = (x.requires_grad_() for x in _tensors(300, 300, torch.bfloat16)[:3])
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        module.blocked_attention(q, k, v, scale=0.25)
+    assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in (q, k, v)]

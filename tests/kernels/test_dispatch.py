@@ -24,6 +24,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has not read its environment yet, before and after."""
     for name in ("MEGALITE_KERNELS", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
+    dispatch.choose("auto", "auto")  # a run of another test in this process may have chosen
     for fn in CACHED:
         fn.cache_clear()
     yield
@@ -38,28 +39,6 @@ def test_auto_is_triton_on_a_card_and_torch_on_cpu() -> None:
 def test_torch_means_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGALITE_KERNELS", "torch")
     assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (MEGALITE_KERNELS=torch)"
-
-
-def test_it_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runs_triton("cuda")
-    monkeypatch.setenv("MEGALITE_KERNELS", "torch")
-    assert runs_triton("cuda")
-
-
-@pytest.mark.parametrize(
-    "variables,message",
-    [
-        ({"MEGALITE_KERNELS": "cuda"}, "MEGALITE_KERNELS=cuda is unknown; use auto, triton or torch"),
-        ({"MEGALITE_KERNELS": "triton"}, "needs TRITON_INTERPRET=1"),
-    ],
-)
-def test_what_cannot_run_is_one_clear_error(
-    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(KernelError, match=message):
-        runs_triton("cpu")
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,5 @@
-"""What a user reads where a card has no room for a kernel: Triton's own compiler and check, on a driver that is not there.
-
-The driver answers what a card of compute capability 12.0 would: 99 KiB of shared memory per block. All else is Triton's:
-it compiles for that card, compares, and raises.
-"""
+"""What a user reads where a card has no room for a kernel: Triton's own compiler and check, for a card of compute
+capability 12.0 (99 KiB of shared memory per block), on a driver that is not there."""
 
 from __future__ import annotations
 

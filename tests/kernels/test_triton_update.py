@@ -14,14 +14,7 @@ from megalite.kernels.adamw import BLOCK, adamw_, adamw_reference_, random_bits,
 from megalite.kernels.dispatch import runs_triton
 from megalite.kernels.grad_norm import sum_of_squares, sum_of_squares_reference
 
-ARGS: dict[str, Any] = {
-    "lr": 1e-2,
-    "betas": (0.9, 0.95),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "step": 3,
-    "grad_scale": 0.5,
-}
+ARGS: dict[str, Any] = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.5)
 MOMENTS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
 SIZES = [1, 1000, 2049]
 
@@ -90,28 +83,6 @@ def test_random_bits_are_even_and_independent() -> None:
         assert together.abs().max() < 0.025
         other = random_bits(rounding_key(8), *values)
         assert (bits == other).double().mean() < 1e-3
-
-
-def test_bf16_moments_follow_the_fp32_ones() -> None:
-    """A second moment that moves by 1/1000 a step stays where it is when rounded to nearest: its own half-spacing is
-    1/512. Rounded at random it follows."""
-    n, steps, beta = 4096, 400, 0.999
-    kinds = {"fp32": MOMENTS[0], "random": MOMENTS[1]}
-    ends = {}
-    for name, moments in kinds.items():
-        w, _, m, v = tensors(n, moments)
-        m.zero_()
-        v.fill_(0.01)
-        for step in range(1, steps + 1):
-            g = torch.full((n,), 0.2)
-            adamw_(w, g, m, v, lr=1e-3, betas=(0.9, beta), eps=1e-8, weight_decay=0.0, step=step)
-        ends[name] = (w, m, v)
-    true = 0.04 + (0.01 - 0.04) * beta**steps
-    assert ends["fp32"][2].mean().item() == pytest.approx(true, rel=1e-4)
-    assert ends["random"][2].double().mean().item() == pytest.approx(true, rel=2e-3)
-    assert (ends["random"][0] - ends["fp32"][0]).abs().mean() < 0.01 * (
-        ends["fp32"][0] - tensors(n, MOMENTS[0])[0]
-    ).abs().mean()
 
 
 def update_errors(n: int, which: int, device: str) -> dict[str, tuple[float, float]]:

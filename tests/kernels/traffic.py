@@ -1,9 +1,6 @@
-"""Bytes that a kernel moves, counted element by element while Triton's interpreter runs it.
-
-Every load and store of every program is seen with its mask. Of each tensor of a launch: how many bytes were asked for,
-and how many of them are different ones. What is asked for twice comes from the cache at best, and from memory if the
-tensor is large; a kernel that is limited by memory should ask for each byte of its large tensors once.
-"""
+"""Bytes that a kernel moves, counted element by element while Triton's interpreter runs it: of each tensor of a launch
+how many bytes were asked for, and how many of them are different ones. What is asked for twice comes from the cache at
+best."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What runs while a collective of tensor parallelism is under way, from the recorded order of events on two ranks.
-
-An event is the start of a collective, the wait for it, or a matmul, named by the shape of its result.
-"""
+"""What runs while a collective of tensor parallelism is under way, from the recorded order of events on two ranks."""
 
 from __future__ import annotations
 

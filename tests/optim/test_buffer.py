@@ -97,15 +97,6 @@ def test_every_bucket_is_a_memory_of_its_own() -> None:
     assert y.unique().tolist() == [6.0] and _grads(buffer) == {"a": 3.0, "b": 2.0, "c": 0.0}
 
 
-def test_a_gradient_after_the_reduction_is_an_error_that_names_the_parameter() -> None:
-    model = Scale("layers.3.mlp.up")
-    buffer = ParamBuffer([model], Mesh.alone())
-    buffer.on_last_backward(0)
-    model(torch.ones(SIZE)).sum().backward()
-    with pytest.raises(RuntimeError, match="layers.3.mlp.up: a gradient came after its bucket was reduced"):
-        model(torch.ones(SIZE)).sum().backward()
-
-
 def test_dtypes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dtypes \['torch.bfloat16', 'torch.float32'\]"):
         ParamBuffer([nn.Sequential(Scale("a"), Scale("b", dtype=torch.bfloat16))], Mesh.alone())

@@ -188,21 +188,6 @@ def test_bf16_weights_are_the_rounded_fp32_main_weights() -> None:
             np.testing.assert_array_equal(weights[name], rounded.ravel(), err_msg=name)
 
 
-@pytest.mark.parametrize(("dtype", "per_element"), [(torch.bfloat16, 12), (torch.float32, 8)])
-def test_states_are_what_the_formula_says(dtype: torch.dtype, per_element: int) -> None:
-    """12/dp bytes per parameter in bf16 (main weight, two moments), 8/dp in fp32, where weights are the main weights."""
-    for held, size in run_ranks(2, _state_bytes, dtype):
-        assert held == per_element * size // 2
-
-
-def _state_bytes(dtype: torch.dtype) -> tuple[int, int]:
-    optimizer = _optimizer(Case(2), "adamw", dtype)
-    tensors = [t for state in optimizer.state for t in state.values()]
-    own = {flat.untyped_storage().data_ptr() for flat in optimizer.buffer.weights.flats}
-    tensors += [t for t in optimizer.main if t.untyped_storage().data_ptr() not in own]
-    return sum(t.numel() * t.element_size() for t in tensors), optimizer.buffer.layout.size
-
-
 def _one(grad: Tensor) -> Zero1:
     module = nn.Module()
     module.register_parameter("w", nn.Parameter(torch.zeros_like(grad)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from ranks import run_ranks, wait_for
 
 from megalite.parallel import comm
 from megalite.parallel.calls import RECEIVE
-from megalite.parallel.mesh import PLANNED, Axis, Mesh, build_mesh, rank_grid
+from megalite.parallel.mesh import PLANNED, Axis, Mesh, build_mesh
 from megalite.parallel.rng import initialize_
-from megalite.parallel.spec import Normal, ParamSpec
+from megalite.parallel.spec import ParamSpec
 
 WORLD = 2
 
@@ -75,102 +74,13 @@ def test_a_collective_over_an_axis_without_other_ranks_behind_it_is_an_error() -
         Axis("tp", 2)
     axis, x = Axis("tp", 2, 1, PLANNED), torch.ones(4)
     for collective in (
-        comm.start_all_gather,
-        comm.start_reduce_scatter,
-        comm.scatter_seq,
-        comm.all_reduce_,
-        comm.broadcast_,
+        *(comm.start_all_gather, comm.start_reduce_scatter, comm.scatter_seq, comm.all_reduce_, comm.broadcast_),
         lambda x, axis: comm.start_all_gather_into(x.repeat(2), x, axis),
         lambda x, axis: comm.start_reduce_scatter_into(x[:2], x, axis),
     ):
         with pytest.raises(RuntimeError, match="tp=2, which is only planned"):
             collective(x, axis)
     assert comm.all_reduce_(x, Axis("tp", 1, 0, PLANNED)) is x
-
-
-def _miss_one(name: str, later: float | None, folder: str) -> float | None:
-    """Every rank but the last takes part in a collective of axis `name`; seconds until it gave up."""
-    mesh = build_mesh(tp=2, pp=2, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=1))
-    if later is not None:
-        mesh.set_timeout(datetime.timedelta(seconds=later))
-    axis, begin = getattr(mesh, name), time.monotonic()
-    if axis.is_last:
-        for rank in range(axis.size - 1):
-            wait_for(Path(folder) / str(axis.ranks[rank]))
-        return None
-    with pytest.raises(RuntimeError, match="(?i)time|closed"):  # closed by a rank that gave up before
-        comm.all_reduce_(torch.zeros(1), axis)
-    took = time.monotonic() - begin
-    (Path(folder) / str(mesh.world.rank)).touch()
-    return took
-
-
-@pytest.mark.parametrize(
-    "name,later",
-    [
-        *(("pp_back", None), ("world", 2.0)),
-        *(
-            pytest.param(*at, marks=pytest.mark.everything(guards=("megalite/parallel",)))
-            for at in (("tp", None), ("ends", 2.0))
-        ),
-    ],
-)
-def test_every_group_has_the_timeout_that_was_set(name: str, later: float | None, tmp_path: Path) -> None:
-    """Without it the ranks would wait for ten minutes, and be ended after one."""
-    limit = later or 1.0
-    waited = [seconds for seconds in run_ranks(4, _miss_one, name, later, str(tmp_path)) if seconds is not None]
-    assert waited and all(seconds > limit * 0.9 for seconds in waited), waited
-
-
-def _positions(tp: int, pp: int) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-    mesh = _mesh(tp, pp)
-    axes = (mesh.pp, mesh.dp, mesh.tp, mesh.pp_back, mesh.ends)
-    for axis in axes:
-        assert (axis.group is None) == (axis.size == 1)
-        assert axis.ranks[axis.rank] == torch.distributed.get_rank()
-    return {name: mesh.position[name] for name in ("pp", "dp", "cp", "tp")}, {
-        axis.name: axis.ranks for axis in axes if axis.size > 1
-    }
-
-
-def test_mesh_places_tp_innermost_and_pp_outermost() -> None:
-    got = run_ranks(8, _positions, 2, 2)
-    grid = rank_grid(8, tp=2, pp=2)
-    for p in range(2):
-        for d in range(2):
-            for t in range(2):
-                rank = grid[p][d][0][t]
-                position, ranks = got[rank]
-                assert position == {"pp": p, "dp": d, "cp": 0, "tp": t}
-                assert ranks["tp"] == tuple(grid[p][d][0])
-                assert ranks["dp"] == tuple(grid[p][i][0][t] for i in range(2))
-                assert ranks["pp"] == ranks["pp_back"] == ranks["ends"] == tuple(grid[i][d][0][t] for i in range(2))
-
-
-def _groups() -> dict[str, tuple[int, ...]]:
-    mesh = build_mesh(tp=2, pp=2, dp_outermost=True, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=20))
-    return {axis.name: axis.ranks for axis in (mesh.tp, mesh.pp, mesh.pp_back, mesh.ends, mesh.dp)}
-
-
-def test_dp_outermost_is_the_order_of_the_guides_picture() -> None:
-    """8 ranks, tp 2, pp 2, dp 2: tp pairs are neighbours, a pipeline is 2 apart, replicas are 4 apart."""
-    tp, pp, dp = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
-    for rank, got in enumerate(run_ranks(8, _groups)):
-        drawn = {name: next(g for g in all_ if rank in g) for name, all_ in (("tp", tp), ("pp", pp), ("dp", dp))}
-        assert got == {**drawn, "pp_back": drawn["pp"], "ends": drawn["pp"]}
-
-
-@pytest.mark.parametrize("shape,dim", [((300, 5), 0), ((6, 260), 1), ((2, 132, 3), 1)])
-def test_initial_weights_do_not_depend_on_the_layout(shape: tuple[int, ...], dim: int) -> None:
-    spec = ParamSpec("layers.3.mlp.down", shape, shards=((dim, "tp"),), init=Normal(0.5))
-    whole = initialize_(torch.empty(shape), spec, Mesh.alone(), seed=7)
-    assert 0.4 < whole.std().item() < 0.6
-    parts = []
-    for rank in range(2):
-        mesh = Mesh(tp=Axis("tp", 2, rank, PLANNED, (0, 1)))
-        parts.append(initialize_(torch.empty(spec.local_shape({"tp": 2})), spec, mesh, seed=7))
-    assert torch.equal(torch.cat(parts, dim), whole)
-    assert not torch.equal(whole, initialize_(torch.empty(shape), spec, Mesh.alone(), seed=8))
 
 
 def late_message(over: str) -> str:

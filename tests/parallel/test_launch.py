@@ -20,33 +20,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def ompi(rank: int, world: int, local: int, local_world: int, **more: str) -> dict[str, str]:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    return (
-        dict(zip([f"OMPI_COMM_WORLD_{n}" for n in names], map(str, (rank, world, local, local_world)), strict=True))
-        | more
-    )
+    values = map(str, (rank, world, local, local_world))
+    return {**dict(zip([f"OMPI_COMM_WORLD_{n}" for n in names], values, strict=True)), **more}
 
 
 def slurm(rank: int, world: int, **more: str) -> dict[str, str]:
-    return {
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": str(world),
-        "SLURM_LOCALID": str(rank % 4),
-        "SLURM_STEP_NODELIST": "gpu[07-08]",
-        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-        "SLURM_JOB_ID": "5",
-        **more,
-    }
+    where = {"PROCID": str(rank), "STEP_ID": "0", "NTASKS": str(world), "LOCALID": str(rank % 4), "JOB_ID": "5"}
+    where |= {"STEP_NODELIST": "gpu[07-08]", "STEP_TASKS_PER_NODE": "4(x2)"}
+    return {**{f"SLURM_{name}": value for name, value in where.items()}, **more}
 
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "1",
-}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN |= {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 MV2 = {name.replace("OMPI", "MV2"): value for name, value in ompi(1, 2, 1, 2).items()}
 

@@ -3,7 +3,7 @@ that makes it to its last reference.
 
 What a card's kernels keep is planned, and the references for a CPU keep more. So the Triton kernels' own functions run,
 which make all tensors, and the launches alone do nothing: in Triton's interpreter three of these layouts gave the same
-bytes to 0.01 % (tests/test_gpu_report.py counts there). No number that comes out is looked at.
+bytes to 0.01 %. No number that comes out is looked at.
 
     TRITON_INTERPRET=1 MEGALITE_KERNELS=triton python tests/planning/measured_memory.py 'JSON list of [world, flags]'
 """
@@ -40,11 +40,10 @@ def storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 class Live(TorchDispatchMode):
-    """`peak`: bytes of storages made under this mode that were alive at once. `collect`: garbage is none of them."""
+    """`peak`: bytes of storages made under this mode that were alive at once."""
 
-    def __init__(self, collect: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.collect = collect
         self.live = self.peak = 0
         self.sizes: dict[int, int] = {}
 
@@ -59,8 +58,6 @@ class Live(TorchDispatchMode):
                 self.sizes[storage._cdata] = storage.nbytes()
                 self.live += storage.nbytes()
                 weakref.finalize(storage, self._gone, storage._cdata)
-        if self.collect and self.live > self.peak:
-            gc.collect()
         self.peak = max(self.peak, self.live)
         return out
 

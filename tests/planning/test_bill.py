@@ -95,7 +95,7 @@ def test_layers_together_cost_what_each_costs(name: str, tp: int) -> None:
 
 
 def test_collectives_of_a_layer_are_those_that_a_run_counts() -> None:
-    """tests/test_counts.py counts them in runs: F two gathers and two scatters, B four and two; split B two and two,
+    """test_as_rank.py has them of runs: F two gathers and two scatters, B four and two; split B two and two,
     and W two gathers."""
     kind = kinds_of(model_of(KINDS["llama"]))[0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ import pytest
 
 from megalite.config import cli
 from megalite.config.check import check
-from megalite.config.options import ConfigError
 from megalite.models.families import PRESETS
 from megalite.plan.cost import Costs
 from megalite.plan.profile import default_profile
@@ -190,22 +188,6 @@ def test_what_cannot_be_built_is_counted_with_the_runs_reason() -> None:
     assert "times the memory" in advice.needs(asked, small)[0]
 
 
-@pytest.mark.parametrize(
-    "flags,more,said",
-    [
-        ("--preset llama3-8b", {"device": "h300"}, "device=h300"),
-        ("--preset llama3-8b", {"num_gpus": 12}, "num_gpus=12 is not a multiple of gpus_per_node=8"),
-        ("--preset llama3-8b", {"num_gpus": 0}, "num_gpus=0 is not positive"),
-        ("--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8", {}, "vocab_size is not set"),
-        ("--preset llama3-8b --lr x", {}, "lr"),
-    ],
-)
-def test_a_wrong_question_is_answered_with_what_is_wrong(flags: str, more: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        request(flags, 8, **more)
-    assert said in str(error.value)
-
-
 def test_advice_goes_by_figures() -> None:
     """Of a plan with two micro-batches over 8 stages, on tp 16 over nodes of 8."""
     asked = request("--preset llama3-70b --global-batch-size 2 --seq-length 512", 128)
@@ -239,9 +221,3 @@ def test_the_path_of_questions_ends_where_the_model_fits() -> None:
     large = asked_of("--preset llama3-405b --global-batch-size 256", 2048)
     state = 405_853_388_800 / 8 * (6 + 12 / 256) / 2**30  # bytes of a rank of tp 8, dp 256
     assert "divide the model" in large and f"over a node, tp 8: {state:,.1f} GiB -> pipeline stages over nodes" in large
-
-
-def test_all_of_a_grid_is_different() -> None:
-    layouts = [*grid(request(SMALL, 8))]
-    assert len(layouts) == len(set(layouts))
-    assert {(a.tp, a.pp) for a in layouts} >= set(itertools.product((1, 2, 4), (1, 2)))

@@ -33,15 +33,6 @@ def test_bf16_takes_6_and_12_shared_bytes_per_parameter_as_the_run_does(dp: int)
     assert held.state >= n * (6 + 12 / dp)
 
 
-def test_the_tables_say_what_is_not_there() -> None:
-    rows = sizes.zero_rows(7 * 10**9, 4)
-    assert [row[0] for row in rows[1:]] == ["0", "1", "2", "3"]
-    assert [row[2] for row in rows[1:]] == ["112.0", "70.0", "49.0", "28.0"]
-    assert [bool(row[-1]) for row in rows[1:]] == [False, False, True, True]
-    seven = next(row for row in sizes.size_rows(torch.float32) if row[0] == "7B")
-    assert seven == ("7B", "28", "28", "56", "112")
-
-
 def test_tokens_flops_steps_and_days() -> None:
     """GPT-3 175B on 300 B tokens: 3.14e23 FLOPs (arXiv:2005.14165, table D.1). Llama 3 405B: 3.8e25 on 15.6 T."""
     for preset, tokens, published in (("gpt3-175b", "300B", 3.14e23), ("llama3-405b", "15.6T", 3.8e25)):

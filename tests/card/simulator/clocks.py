@@ -1,27 +1,17 @@
 """Races in a trace: two uses of the same bytes, one of them a write, that nothing puts in order.
 
-A vector clock per stream, per communicator (ProcessGroupNCCL has a stream for each) and for the host: how many things of
-each other one are over before what comes next (C. Fidge and F. Mattern, 1988; which uses of a byte must be kept to find
-the first race: Flanagan and Freund, "FastTrack", PLDI 2009). Every span of an allocation knows its last write and the
-reads since, so a trace takes about linear time.
+A vector clock per stream, per communicator (ProcessGroupNCCL has a stream for each) and for the host: how many things
+of each other one are over before what comes next (C. Fidge and F. Mattern, 1988; which uses of a byte must be kept to
+find the first race: Flanagan and Freund, "FastTrack", PLDI 2009). What puts things in order:
 
-What puts things in order, with the sources' words in short:
     Launch        after all of its stream, and after all that the host has waited for before it issued this
     Record, Wait  torch's streams are non-blocking: none is ordered with another, or with the default one, but by events
-    Comm          after what the current stream has, on the communicator's own stream; only CommWait orders what follows.
-                  (Of torch 2.8 and later one with async_op=False runs on the current stream itself: Comm and CommWait.)
-    CommDone      the host has seen that an operation is over (`Work.is_completed()`)
+    Comm          after what the current stream has, on the communicator's own stream; only CommWait orders what follows
     HostAccess    after all that the host has waited for, and before all that it issues later
-    Alloc         a block that the caching allocator gives out on a stream may still be in use there by its last owner:
-                  another stream comes after what the stream has at that moment
-    Free          the block may be given out by the next Alloc on the stream that it was allocated on: by then all uses
-                  elsewhere must be over there (or for the host), or be in a stream that was named by record_stream
-In place all-gathers do not write what they send. NCCL's tensors: torch 2.8 and later keeps those of an asynchronous
-operation alive until `wait()` (or until its watchdog sees the end of one that nobody waits for) and never calls
-record_stream; before it called record_stream. Here nothing is kept, which is right under either.
-Pinned memory: CachingHostAllocator notes the copies that torch makes from and to it, and gives the block out when they
-are over; Free of it is no race. The host as a whole is one agent (card/simulator/trace.py): what one thread waits for counts for
-all, so a wait that another thread happens to make up for is missed.
+    Alloc, Free   a block that is given out again may still be in use: by then all uses elsewhere must be over on its
+                  stream or for the host, or be in a stream that was named by record_stream
+NCCL's tensors are not kept alive here, which is right under every torch. Of pinned memory the allocator waits by
+itself. The host is one agent: a wait that another thread happens to make up for is missed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """One communicator of the simulated NCCL: a thread that takes its operations one at a time, in the order of issue.
-
-Before an operation moves anything all its ranks tell each other what they are about to do; where they differ NCCL would
-hang or mix up bytes, here `Disorder` is raised on all of them. So a send is done when its receive has begun, not before.
-The result is written into the caller's tensor when the host waits: the latest that a card could do it.
-"""
+Before one moves anything all its ranks tell each other what they are about to do, and where they differ `Disorder` is
+raised. The result is written into the caller's tensor when the host waits: the latest that a card could do it."""
 
 from __future__ import annotations
 

@@ -2,12 +2,8 @@
 
     with installed(trace, cards=2):         torch.cuda is the stand-in; streams, events, waits go into the trace
 
-Listed is what the package, tools and examples use, and what torch itself asks for on their behalf; torch's own code and
-triton's may see the rest of the real module, which has no card either. Every function has the parameters of the real one
-or the first of them (tests/card/simulator/test_cuda.py compares), so what the stand-in takes, torch takes.
-
-Tensors are none of its business: card/simulator/device.py says which are on the card and writes Alloc, Free and Launch, of which
-the figures of memory here are counted. All of them are of the card that the main thread has chosen.
+torch's own code and triton's may see the rest of the real module. test_cuda.py compares every function's parameters.
+Tensors are device.py's business, which writes Alloc and Free, of which the figures of memory here are counted.
 """
 
 from __future__ import annotations
@@ -145,16 +141,11 @@ class Stats(dict[str, int]):
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:
-    f = _figures(device)
-    return Stats(
-        {
-            "allocated_bytes.all.current": f.allocated,
-            "allocated_bytes.all.peak": f.max_allocated,
-            "reserved_bytes.all.current": f.reserved,
-            "reserved_bytes.all.peak": f.max_reserved,
-            "allocation.all.current": f.blocks,
-        }
-    )
+    f, stats = _figures(device), Stats({})
+    stats |= {"allocated_bytes.all.current": f.allocated, "allocated_bytes.all.peak": f.max_allocated}
+    stats |= {"reserved_bytes.all.current": f.reserved, "reserved_bytes.all.peak": f.max_reserved}
+    stats["allocation.all.current"] = f.blocks
+    return stats
 
 
 def memory_allocated(device: Any = None) -> int:

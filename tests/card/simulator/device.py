@@ -1,19 +1,11 @@
 """A card that is simulated: `with simulated() as card:` the program believes that it computes on one.
 
-    tensors       ordinary ones on the CPU, so that autograd runs; where they would lie is noted by storage (memory.py)
-    operations    a dispatch mode sees every ATen operation, those of backward too, in every thread that begins here;
-                  what it means on a card: operations.py
-    kernels       in Triton are interpreted (launches.py)
-    Python        `Tensor.device`, `.to`, `.cpu`, `torch.empty`, ... are replaced while it lasts (tensors.py)
-    torch.cuda    is stood in for by cuda.py
-    what it did   card.trace, facts as in trace.py; `card.reads`, `card.mixed` are two of their kinds
-
-Written down as on CUDA: a Launch for each operation that runs a kernel; for `.item()`, `.tolist()`, `.cpu()`, `float()`,
-`bool()` and a copy back that is not non_blocking a Launch, a HostWait, a HostAccess and a HostRead; the last three for
-`nonzero`, `masked_select`, `unique`, `bincount`, `equal`, `allclose`, an index that is a mask, `repeat_interleave` by a
-tensor. A copy to the card waits too (HostRead "copy to the card") unless it is non_blocking, which asks for pinned memory:
-`torch.tensor(x, device=card)`, `x[0] = 3.0` where x[0] is a scalar, an index on the host. `x[:1] = 3.0` fills, and does not.
-Tensors of host and card in one operation are Mixed, but for 0-dim ones of the host where CUDA takes them.
+Tensors are ordinary ones on the CPU, so that autograd runs; where they would lie is noted by storage (memory.py). A
+dispatch mode sees every ATen operation in every thread that begins here (operations.py); kernels in Triton are
+interpreted (launches.py); what Python asks of tensors and torch.cuda is replaced (tensors.py, cuda.py). What it did is
+in card.trace, as on CUDA: a Launch for each operation that runs a kernel; a HostWait and a HostRead for what waits for
+a value or a size, and for a copy from or to memory that is not pinned. Host and card in one operation are Mixed, but
+for 0-dim tensors of the host where CUDA takes them.
 """
 
 from __future__ import annotations

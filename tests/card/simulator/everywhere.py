@@ -1,12 +1,7 @@
-"""The simulated card in every process of a program, its ranks and their children included, without a word in the program.
-
-    folder/sitecustomize.py = TEXT, PYTHONPATH=folder        Python reads it before anything else
-
-A process begins on a card; NCCL is card/simulator/nccl.py. Ranks are forked from such a process, and
-each takes its own card with `torch.cuda.set_device`. When the process ends, what was mixed or asked for without being
-listed is said, and the exit code is 9. What cannot be simulated is Triton on a card: kernels are torch's, but for the
-programs in INTERPRETED, which run them in Triton's interpreter.
-"""
+"""The simulated card in every process of a program, its ranks and their children included, without a word in the
+program: TEXT as a sitecustomize.py on PYTHONPATH. Each rank takes its own card with `torch.cuda.set_device`. When a
+process ends, what was mixed or asked for without being listed is said, and the exit code is 9. Kernels are torch's, but
+for the programs in INTERPRETED, which run them in Triton's interpreter."""
 
 from __future__ import annotations
 

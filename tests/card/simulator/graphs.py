@@ -1,12 +1,8 @@
-"""CUDA graphs of the stand-in for torch.cuda: a capture records on a tape (card/simulator/tape.py) and refuses what CUDA refuses.
-
-Refused are, in the capturing thread (in all of them under "global"): a wait of the host for the card, so `.item()` and a
-copy that blocks, too; a query of an event; a wait for what was recorded outside of the capture; a second capture;
-capturing on the default stream; and an end while another stream that joined has not been waited for. A capture in which
-something was refused cannot be ended.
-
-What is recorded stands once in the trace, as launched on the stream of the capture; CUDA would run it at replays only.
-"""
+"""CUDA graphs of the stand-in for torch.cuda: a capture records on a tape (tape.py) and refuses what CUDA refuses: a
+wait of the host, a query of an event, a wait for what was recorded outside, a second capture, the default stream, and
+an end while another stream that joined has not been waited for. A capture in which something was refused cannot be
+ended. What is recorded stands once in the trace, as launched on the stream of the capture; CUDA would run it at replays
+only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Triton's kernels on the simulated card: interpreted on the CPU, written down as one Launch each.
-
-A kernel's arguments do not say what it writes, so that is looked at: what has changed. All of them may be read. What is
-overwritten by the same bits is not seen.
-"""
+"""Triton's kernels on the simulated card: interpreted on the CPU, written down as one Launch each. What one writes is
+what has changed; all arguments may be read."""
 
 from __future__ import annotations
 

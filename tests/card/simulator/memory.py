@@ -1,9 +1,6 @@
-"""Where tensors' memory is: on the card, pinned, or on the host, kept by storage, so that views share it.
-
-A tensor's C++ side lies in ordinary memory always; what this module notes is where it would lie. A storage that is
-not known is the host's. One that C++ made without being asked where (the zeros for a gradient that did not come) is
-nobody's until it meets another: then it is where that one is.
-"""
+"""Where tensors' memory is: on the card, pinned, or on the host, kept by storage, so that views share it. A storage
+that is not known is the host's; one that C++ made unasked (zeros for a gradient that did not come) is nobody's until it
+meets another."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ that a card can do it, so a result that is used too early is stale on every run.
 What is modelled is ProcessGroupNCCL as in torch 2.11 and 2.13, after their headers, messages and Python:
   - a collective with async_op=False runs on the caller's own stream; written as Comm, then CommWait of that stream
   - unbatched send and recv: a communicator and a stream for each pair of ranks of the group, both directions on it,
-    made at its first use while the hosts of both ranks wait. In a group that was given a device_id (`eager`) they
-    queue with the group's collectives on its only communicator
+    made at its first use while the hosts of both ranks wait.
   - `wait` of a Work makes the current stream wait and returns; that of a barrier holds the host
   - BAND, BOR, BXOR, tags, receiving from anybody, tensors of the host, strided tensors: not there, refused here
     (torch itself drops a tag without a word, and of strided tensors point to point it only warns)
@@ -83,7 +82,6 @@ class Plain:
 
 
 _recorder: Recorder = Plain()
-_eager = False
 _number = 0
 
 
@@ -98,10 +96,10 @@ def facts() -> list[Fact]:
     return _recorder.facts
 
 
-def use(recorder: Recorder, *, eager: bool = False) -> str:
-    """The backend's name, registered. Groups of this process write to `recorder`. `eager`: as with a device_id."""
-    global _recorder, _eager
-    _recorder, _eager = recorder, eager
+def use(recorder: Recorder) -> str:
+    """The backend's name, registered. Groups of this process write to `recorder`."""
+    global _recorder
+    _recorder = recorder
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, SimulatedNccl, extended_api=True, devices=["cpu", "cuda"])
     return NAME
@@ -170,13 +168,13 @@ def reduction(op: Any, x: Tensor) -> str:
 
 
 class SimulatedNccl(dist.ProcessGroup):
-    """One group of ranks: a communicator for its collectives and, unless it is eager, one for each pair."""
+    """One group of ranks: a communicator for its collectives, and one for each pair."""
 
     def __init__(self, options: Any, _: Any = None):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
-        self._name, self._description, self._eager = options.group_id, "", _eager
+        self._name, self._description = options.group_id, ""
         self._carrier = Carrier(options.store, rank, size, options.timeout)
         self._communicators: dict[tuple[int, ...], Communicator] = {}
 
@@ -265,7 +263,7 @@ class SimulatedNccl(dist.ProcessGroup):
             self._carrier.meet(operation.fact, peer, 2 * channel)
             (self._carrier.receive if receives else self._carrier.send)(moved, peer, 2 * channel + 1)
 
-        pair = () if self._eager else (low, high)
+        pair = (low, high)
         fact = self._fact(kind, x, None if receives else x, x if receives else None, peer=self._ranks[peer], pair=pair)
         place = Place(x)
         operation = Operation(fact, travel, lambda: place.write(moved) if receives else None)
@@ -290,20 +288,9 @@ class SimulatedNccl(dist.ProcessGroup):
     ) -> Comm:  # fmt: skip
         global _number
         _number += 1
-        return Comm(
-            comm=self._title(pair),
-            ranks=tuple(self._ranks[r] for r in pair) or self._ranks,
-            kind=kind,
-            dtype=str(counted.dtype).removeprefix("torch."),
-            count=counted.numel(),
-            peer=peer,
-            number=_number,
-            after=_recorder.stream(),
-            reads=_spans(reads),
-            writes=_spans(writes),
-            op=op,
-            where=caller(),
-        )
+        ranks = tuple(self._ranks[r] for r in pair) or self._ranks
+        what = (kind, str(counted.dtype).removeprefix("torch."), counted.numel(), peer, _number, _recorder.stream())
+        return Comm(self._title(pair), ranks, *what, _spans(reads), _spans(writes), op, caller())
 
     def _title(self, pair: tuple[int, ...]) -> str:
         """3 mesh_pp; of a pair: 3 mesh_pp 0-2. torch numbers groups in the order in which all ranks make them."""

@@ -1,8 +1,5 @@
-"""What the simulated machine is, and what its cards have been told: the memory of the stand-in for torch.cuda.
-
-Figures (bytes that are taken, whether an event was waited for) are read from the trace and kept nowhere else, so they
-count what the simulated device and the process group wrote as well. The trace may only grow.
-"""
+"""What the simulated machine is, and what its cards have been told: the memory of the stand-in for torch.cuda. Figures
+are read from the trace and kept nowhere else. The trace may only grow."""
 
 from __future__ import annotations
 

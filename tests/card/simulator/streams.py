@@ -1,8 +1,4 @@
-"""Streams and events of the stand-in for torch.cuda: each call is a fact in the trace.
-
-As in CUDA, waiting for an event that was never recorded waits for nothing, an event that is recorded again means the
-newer point, and the time between two events can be asked for only when the host has waited for both of them.
-"""
+"""Streams and events of the stand-in for torch.cuda, under CUDA's rules: each call is a fact in the trace."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""What a stretch of Python does to tensors, to be repeated: on a CPU it stands for the card's graph and keeps its rules.
-
-Recording changes nothing that lasts: what an operation changes and the stretch has not made is put back at the end. A
-replay repeats the very operations on the very tensors, without any Python of the model, and must decide on the host as
-before.
-"""
+"""What a stretch of Python does to tensors, to be repeated: on a CPU it stands for the card's graph. Recording changes
+nothing that lasts; a replay repeats the very operations on the very tensors, and must decide on the host as before."""
 
 from __future__ import annotations
 

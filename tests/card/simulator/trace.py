@@ -1,9 +1,5 @@
-"""What one rank did on its simulated card, as a list of facts in the order in which the host issued them.
-
-The simulated device (card/simulator/device.py), the stand-in for torch.cuda (card/simulator/cuda.py) and the process group (card/simulator/nccl.py)
-write it; the detectors (card/simulator/clocks.py, card/simulator/queues.py) read it and nothing else, so a defect can be planted in a trace by hand.
-The host is one agent: what its threads do is ordered as it was recorded.
-"""
+"""What one rank did on its simulated card, as a list of facts in the order in which the host issued them. device.py,
+cuda.py and nccl.py write it; the detectors (clocks.py, queues.py) read it and nothing else. The host is one agent."""
 
 from __future__ import annotations
 
