@@ -10,12 +10,13 @@ mesh, or what else a kind is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megalite.optim.layout import Bucket, Kind, Layout, Part, Slot
 from megalite.parallel.mesh import Axis, Mesh
+from megalite.parallel.spec import OWNERS
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class BucketRule:
     ends     and at last, where the parameter is tied, over the pipeline's ends
     moved_as the dtype of the whole gradient on its way; None: its own
     copies   ranks that own each element
+    owners   what the mesh calls `shard` and `replica`, which may have the names of other axes with the same ranks
     """
 
     shard: Axis
@@ -36,6 +38,7 @@ class BucketRule:
     ends: Axis | None
     moved_as: torch.dtype | None
     copies: int
+    owners: tuple[str, str]
 
     @property
     def is_shared_out(self) -> bool:
@@ -49,6 +52,10 @@ class BucketRule:
     def owned(self, bucket: Bucket) -> range:
         """The elements of `bucket` that this rank owns."""
         return bucket.shard(self.shard.size, self.shard.rank)
+
+    def seen_from(self, position: Mapping[str, int]) -> BucketRule:
+        """The rule of the rank of the stage that is at `position`."""
+        return replace(self, shard=replace(self.shard, rank=position[self.owners[0]]))
 
     def owned_part(self, bucket: Bucket, slot: Slot) -> Part:
         """Of the parameter in `slot` what this rank owns, maybe nothing."""
@@ -71,4 +78,5 @@ def _rule(kind: Kind, mesh: Mesh, reduce_in_bf16: bool) -> BucketRule:
         ends=mesh.ends if kind.tied else None,
         moved_as=torch.bfloat16 if reduce_in_bf16 else None,
         copies=kind.replicas * replica.size,
+        owners=OWNERS[kind.home],
     )

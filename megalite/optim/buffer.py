@@ -29,7 +29,11 @@ DEFAULT_BUCKET_SIZE = 40_000_000  # elements
 
 
 def lay_out_chunks(
-    chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, decoupled: bool = False
+    chunks: Sequence[nn.Module],
+    mesh: Mesh,
+    bucket_size: int | None = None,
+    decoupled: bool = False,
+    matrices: bool = False,
 ) -> tuple[list[nn.Parameter], Layout]:
     """The parameters of `chunks`, each once, and where they lie: entry i of the layout is parameter i."""
     found: dict[int, tuple[int, nn.Parameter]] = {}
@@ -39,7 +43,8 @@ def lay_out_chunks(
     parameters = [p for _, p in found.values()]
     entries = [Entry(spec_of(p), p.numel(), chunk, unit_of(p)) for chunk, p in found.values()]
     size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
-    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, decoupled=decoupled)
+    kinds = dict(decoupled=decoupled, matrices=matrices)
+    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, **kinds)
 
 
 class ParamBuffer:
@@ -47,6 +52,7 @@ class ParamBuffer:
 
     reduce_in_bf16  the first sum moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
     decoupled       embedding and head have a learning rate of their own
+    matrices        the optimizer has another rule for matrices
     """
 
     def __init__(
@@ -59,8 +65,10 @@ class ParamBuffer:
         overlap_param_gather: bool = True,
         reduce_in_bf16: bool = False,
         decoupled: bool = False,
+        matrices: bool = False,
     ):
-        self.parameters, self.layout = parameters, layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled)
+        parameters, layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled, matrices)
+        self.parameters, self.layout = parameters, layout
         dtypes, device = {p.dtype for p in parameters}, parameters[0].device
         if len(dtypes) != 1:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")

@@ -38,7 +38,7 @@ class Entry:
 class Kind:
     """What all parameters of a bucket have in common (parallel/spec.py). `partial`: of axes that have other ranks.
     `replicas`: ranks that hold each element, the data axis aside. `decoupled`: the learning rate is that of embedding
-    and head."""
+    and head. `matrix`: they are matrices, which the optimizer updates as such."""
 
     home: str
     partial: tuple[str, ...]
@@ -46,6 +46,7 @@ class Kind:
     decay: bool
     decoupled: bool
     replicas: int
+    matrix: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,17 @@ class Layout:
         return "\n".join(lines)
 
 
-def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, int], decoupled: bool = False) -> Layout:
+def lay_out(
+    entries: Sequence[Entry],
+    *,
+    bucket_size: int,
+    sizes: Mapping[str, int],
+    decoupled: bool = False,
+    matrices: bool = False,
+) -> Layout:
     """Lay the entries (in order of use) into buckets of at least `bucket_size` elements (the last of a kind: less).
-    `sizes`: of the axes (absent: 1). `decoupled`: embedding and head have a learning rate of their own.
+    `sizes`: of the axes (absent: 1). `decoupled`: embedding and head have a learning rate of their own. `matrices`: the
+    optimizer has another rule for matrices.
 
     Buckets of a chunk are in the order in which backward fills them: that of their last members.
     """
@@ -124,7 +133,7 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, i
             entry = entries[index]
             if entry.chunk != chunk:
                 continue
-            kind = _kind(entry.spec, sizes, decoupled)
+            kind = _kind(entry.spec, sizes, decoupled, matrices)
             members = open_slots.setdefault(kind, [])
             members.append(index)
             if sum(entries[i].numel for i in members) >= bucket_size:
@@ -139,9 +148,10 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, i
     return Layout(tuple(entries), tuple(buckets))
 
 
-def _kind(spec: ParamSpec, sizes: Mapping[str, int], decoupled: bool) -> Kind:
+def _kind(spec: ParamSpec, sizes: Mapping[str, int], decoupled: bool, matrices: bool) -> Kind:
     partial = tuple(axis for axis in spec.partial if sizes.get(axis, 1) > 1)
-    return Kind(spec.home, partial, spec.tied, spec.decay, spec.vocabulary and decoupled, spec.replicas(sizes))
+    rate, matrix = spec.vocabulary and decoupled, spec.is_matrix and matrices
+    return Kind(spec.home, partial, spec.tied, spec.decay, rate, spec.replicas(sizes), matrix)
 
 
 def _up(n: int, multiple: int) -> int:

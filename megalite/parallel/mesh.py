@@ -2,7 +2,7 @@
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
     rank = ((dp_rank * pp + pp_rank) * cp + cp_rank) * tp + tp_rank      with dp outermost
-    rank within the stage = (dp_rank * cp + cp_rank) * tp + tp_rank = (edp_rank * ep + ep_rank) * etp + etp_rank
+    stage_rank = rank within the stage = (dp_rank * cp + cp_rank) * tp + tp_rank = (edp_rank * ep + ep_rank) * etp + etp_rank
     data_rank = dp_rank * cp + cp_rank = replica_rank * shard + shard_rank
 
 tp neighbours are adjacent ranks, so tensor parallelism stays inside a node; pipeline stages, which exchange the
@@ -28,12 +28,13 @@ from megalite.config.environment import override
 from megalite.parallel.calls import Call, Calls
 from megalite.parallel.clock import Clock
 from megalite.parallel.shared_memory import SharedMemory, Transport
+from megalite.parallel.spec import OWNERS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 PLANNED: Final = "planned"
-AXES: Final = ("pp", "dp", "cp", "tp", "data", "shard", "replica") + (
+AXES: Final = ("pp", "dp", "cp", "tp", "stage", "data", "shard", "replica") + (
     ("edp", "ep", "etp", "expert_shard", "expert_replica", "ends")
 )
 
@@ -100,6 +101,7 @@ class Axis:
 class Mesh:
     """All axes of the run, and the device this rank computes on.
 
+    stage             dp x cp x tp: the ranks of a pipeline position; only planned unless it is asked for
     data              dp x cp: the ranks whose summands a gradient has
     shard, replica    data again: ranks that share out what the optimizer keeps, and sets of ranks that do so
     edp, ep, etp      the same ranks as dp x cp x tp, for experts: copies, experts shared out, each expert split
@@ -112,6 +114,7 @@ class Mesh:
     dp: Axis = field(default_factory=lambda: Axis("dp"))
     cp: Axis = field(default_factory=lambda: Axis("cp"))
     tp: Axis = field(default_factory=lambda: Axis("tp"))
+    stage: Axis = field(default_factory=lambda: Axis("stage"))
     data: Axis = field(default_factory=lambda: Axis("data"))
     shard: Axis = field(default_factory=lambda: Axis("shard"))
     replica: Axis = field(default_factory=lambda: Axis("replica"))
@@ -137,7 +140,8 @@ class Mesh:
 
     def owners(self, home: str) -> tuple[Axis, Axis]:
         """(shard, replica) of what is kept of parameters that are at home there (parallel/spec.py)."""
-        return (self.shard, self.replica) if home == "dense" else (self.expert_shard, self.expert_replica)
+        shard, replica = OWNERS[home]
+        return self.axis(shard), self.axis(replica)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -164,6 +168,26 @@ class Mesh:
         """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""
         where = ", ".join(f"{k} {self.axis(k).rank}" for k in ("pp", "dp", "cp", "tp") if self.axis(k).size > 1)
         return f"rank {self.world.rank}" + (f" ({where})" if where else "")
+
+
+def stage_positions(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Of every rank of a stage, in the order of its axis: where it is on those of `sizes` within the stage.
+
+    >>> [(at["data"], at["tp"], at["ep"]) for at in stage_positions({"stage": 4, "tp": 2, "ep": 2, "shard": 2})]
+    [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
+    """
+    tp, cp, ep, etp, shard, expert_shard = (
+        sizes.get(name, 1) for name in ("tp", "cp", "ep", "etp", "shard", "expert_shard")
+    )
+    positions = []
+    for rank in range(sizes.get("stage", 1)):
+        data, edp = rank // tp, rank // (ep * etp)
+        dense = {"tp": rank % tp, "cp": data % cp, "dp": data // cp, "data": data}
+        experts = {"etp": rank % etp, "ep": rank // etp % ep, "edp": edp}
+        owners = {"shard": data % shard, "replica": data // shard}
+        owners |= {"expert_shard": edp % expert_shard, "expert_replica": edp // expert_shard}
+        positions.append({"stage": rank, **dense, **experts, **owners})
+    return positions
 
 
 def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool = False) -> list[list[list[list[int]]]]:
@@ -196,6 +220,7 @@ class Sizes(TypedDict, total=False):
     ep, etp    of experts; ep None: there are none, and what no other axis has is only planned
     instances  into how many sets of ranks data splits (and edp), each with the whole of the optimizer's state; None:
                every rank is one
+    stage      whether the ranks of a stage exchange as one
     """
 
     tp: int
@@ -205,6 +230,7 @@ class Sizes(TypedDict, total=False):
     etp: int
     instances: int | None
     dp_outermost: bool
+    stage: bool
 
 
 def build_mesh(
@@ -264,7 +290,7 @@ class _Groups:
         axis = replace(axis, transport=group)
         if own:
             return axis
-        if self.memory and name != "pp":  # collective over the axis
+        if self.memory and name not in ("pp", "stage"):  # collective over the axis
             axis = replace(axis, transport=SharedMemory.open(group, axis.rank, size) or group)
         return self.made.setdefault(every, axis)
 
@@ -302,6 +328,7 @@ def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:
     shared_out(grid.flatten(1, 2), ("data", "replica", "shard"))
     shared_out(experts, ("edp", "expert_replica", "expert_shard"), planned=planned)
     axes |= {name: groups.along(name, experts, dim, planned=planned) for dim, name in ((2, "ep"), (3, "etp"))}
+    axes["stage"] = groups.along("stage", stage, 1, planned=not sizes.get("stage"))
     axes["pp_back"] = groups.along("pp_back", grid, 0, own=True)
     axes["ends"] = groups.along("ends", grid[[0, -1]] if pp > 1 else grid, 0, own=True)
     return Mesh(**axes, world=groups.world, clock=groups.clock)

@@ -23,7 +23,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import convert_checkpoint  # noqa: E402
 
-from megalite.checkpoint.format.pieces import rectangles  # noqa: E402
 from megalite.checkpoint.offline import open_checkpoint  # noqa: E402
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError  # noqa: E402
 from megalite.config import cli  # noqa: E402
@@ -33,6 +32,7 @@ from megalite.interop.hugging_face import model_files as hf_files  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import build_mesh  # noqa: E402
+from megalite.parallel.rectangles import rectangles  # noqa: E402
 from megalite.train.batch import on_device  # noqa: E402
 from megalite.train.life.export_hf import export  # noqa: E402
 from megalite.train.life.preflight import preflight  # noqa: E402
