@@ -318,6 +318,34 @@ def test_a_scaled_loss_has_its_backward_split() -> None:
     _compare(item, "float64", FP64, 1e-9)
 
 
+MUON = " --optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"
+LAMB, LARS = " --optimizer lamb --make-vocab-size-divisible-by 1", " --optimizer lars --lars-trust-coefficient 0.1"
+WHOLE = [
+    row("muon tp2", 2, GPT + MUON, tp=2),
+    row("muon dp4 tiny buckets", 4, LLAMA + MUON, extra="--ddp-bucket-size 500"),
+    row("muon pp2 tied", 2, GPT + MUON, pp=2),
+    row("muon tp2 dp2, a matrix cut by both", 4, LLAMA + MUON, tp=2),
+    row("muon tp4 groups 2 replicated", 4, LLAMA + MUON + " --global-batch-size 4", tp=4),
+    row("muon pp2 vpp2", 2, QWEN + RATES + MUON, pp=2, vpp=2),
+    row("muon tp2 pp2 dp2 vpp2 tied", 8, GPT + MUON, tp=2, pp=2, vpp=2),
+    row("muon tp2 dp2 ddp, dp outermost", 4, LLAMA + MUON, tp=2, extra=f"{NOZERO} --use-tp-pp-dp-mapping"),
+    row("muon pp2 dp2, no layer but the embedding's", 4, GPT + MUON, pp=2, extra=BARE),
+    row("lamb tp2 dp2", 4, GPT + LAMB, tp=2),
+    row("lamb dp4 tiny buckets", 4, LLAMA + LAMB, extra="--ddp-bucket-size 500"),
+    row("lamb tp2 pp2 dp2 vpp2 tied", 8, GPT + LAMB, tp=2, pp=2, vpp=2),
+    row("lamb tp4 dp2 ddp, groups replicated", 8, LLAMA + LAMB + " --global-batch-size 4", tp=4, extra=NOZERO),
+    row("lars tp2 dp2", 4, QWEN + LARS, tp=2),
+    row("lars pp2 dp2 tied", 4, GPT + LARS, pp=2),
+]
+
+
+@pytest.mark.parametrize("item", WHOLE, ids=NAME)
+def test_optimizers_of_whole_tensors_see_them_whole_under_every_layout(item: Row) -> None:
+    """In fp64 only: Newton-Schulz magnifies the rounding of small singular values."""
+    ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
+    _same(item, ranks, "float64", FP64, 1e-9)
+
+
 FEW = " --num-layers 2 --micro-batch-size 1 --global-batch-size 2 --seq-length 6"  # a program is a Python call there
 
 

@@ -2,7 +2,7 @@
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
     rank = ((dp_rank * pp + pp_rank) * cp + cp_rank) * tp + tp_rank      with dp outermost
-    stage_rank = rank within the stage = (dp_rank * cp + cp_rank) * tp + tp_rank = (edp_rank * ep + ep_rank) * etp + etp_rank
+    rank within the stage = (dp_rank * cp + cp_rank) * tp + tp_rank = (edp_rank * ep + ep_rank) * etp + etp_rank
     data_rank = dp_rank * cp + cp_rank = replica_rank * shard + shard_rank
 
 tp neighbours are adjacent ranks, so tensor parallelism stays inside a node; pipeline stages, which exchange the

@@ -27,13 +27,13 @@ from megalite.config.pattern import read_batch_schedule
 from megalite.config.stage_layers import given_stages
 from megalite.models.gpt import Block, Recompute, Stage
 from megalite.models.specs import specs_of
-from megalite.nn.parameter import Maker
+from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import lay_out_chunks
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulated, Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
-from megalite.plan.holding import Holding, ModuleBytes, element_bytes
+from megalite.plan.holding import Holding, ModuleBytes, element_bytes, kept_of, whole_matrices
 from megalite.plan.kinds import Setting
 from megalite.plan.partition import evenly, fastest, ranges, splits
 from megalite.plan.stage_costs import StageCosts, stage_costs
@@ -73,7 +73,8 @@ class Arrangement:
         """What parallel/mesh.py makes a mesh of."""
         p = self.config.parallel
         instances = 1 if p.use_distributed_optimizer else None
-        return Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, dp_outermost=p.use_tp_pp_dp_mapping)
+        sizes = Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, dp_outermost=p.use_tp_pp_dp_mapping)
+        return Sizes(**sizes, stage=self.config.optim.sees_whole_tensors)
 
     @property
     def padded_vocab(self) -> int:
@@ -293,22 +294,22 @@ class Arrangement:
         first = plan_mesh(self.world, 0, **self.sizes)
         return plan_mesh(self.world, first.pp.ranks[rank], **self.sizes) if rank else first
 
-    @property
-    def bytes_of_element(self) -> tuple[int, int, int]:
-        o = self.config.optim
-        states = ("fp32",) if o.optimizer == "sgd" else (o.exp_avg_dtype, o.exp_avg_sq_dtype)
-        return element_bytes(self.dtype, states)
+    def bytes_of_element(self, matrix: bool = True) -> tuple[int, int, int]:
+        """Of a matrix, as most are, or not of one."""
+        return element_bytes(self.dtype, kept_of(self.config.optim, matrix))
 
     def _holding(self, rank: int) -> Holding:
-        mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
+        mesh, o = self._mesh(rank), self.config.optim
         chunks = build_stages(self, mesh, self.dtype, meta=True)
-        _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, decoupled)
-        weight, gradient, state = self.bytes_of_element
+        kinds = o.decoupled_lr is not None, o.is_muon
+        _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, *kinds)
+        weight, gradient, _ = self.bytes_of_element()
         return Holding(
             local=sum(e.numel for e in layout.entries),
             weights=layout.size * weight,
             gradients=layout.size * gradient,
-            optimizer=layout.size // mesh.shard.size * state,
+            optimizer=sum(b.size * self.bytes_of_element(b.kind.matrix)[2] for b in layout.buckets) // mesh.shard.size,
+            matrices=whole_matrices(layout, mesh, o),
         )
 
     @cached_property
@@ -321,14 +322,17 @@ class Arrangement:
     @cached_property
     def module_bytes(self) -> ModuleBytes:
         """Without the layout's padding, which `holdings` has."""
-        make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
+        make = Maker(self._mesh(0), self.dtype, 0, meta=True)
         first, last = (build_stage(self, make, [range(0), range(0)], number) for number in (0, 1))
-        each = weight + gradient + state / make.mesh.shard.size
+
+        def each(matrix: bool) -> float:
+            weight, gradient, state = self.bytes_of_element(matrix)
+            return weight + gradient + state / make.mesh.shard.size
 
         def of(module: nn.Module | None) -> float:
-            return each * sum(p.numel() for p in module.parameters()) if module is not None else 0.0
+            return sum(each(spec.is_matrix) * p.numel() for spec, p in named_specs(module)) if module else 0.0
 
-        layers = Sums([[each * numel] for numel in self.elements])
+        layers = Sums([[n] for n in self.layers.each(lambda kind: of(Block(make, kind, 0)))])
         return ModuleBytes(layers, of(first.embedding), of(last.head))
 
     @property

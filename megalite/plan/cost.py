@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from megalite.parallel.mesh import Mesh, plan_mesh
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Bill, Event
@@ -206,5 +208,18 @@ class Costs:
         gradients = held.gradients / shard
         moved = gradients + 2 * held.optimizer + held.weights / shard
         if (known := self._calibrated("update")) is not None:  # seconds per byte: update, norm
-            return gradients * known.all[1], moved * known.all[0]
-        return self.memory_s(gradients), self.memory_s(moved)
+            return gradients * known.all[1], moved * known.all[0] + self.whole_matrices_s
+        return self.memory_s(gradients), self.memory_s(moved) + self.whole_matrices_s
+
+    @cached_property
+    def whole_matrices_s(self) -> float:
+        """Of Newton-Schulz and its exchange on the rank that has most to do; nothing of it is taken for hidden."""
+        found = [held.matrices for held in self.made.holdings if held.matrices is not None]
+        if not found:
+            return 0.0
+        most = max(found, key=lambda one: one.flops)
+        medium = self.made.config.optim.muon_fp32_matmul_prec == "medium"
+        peak = self.cluster.device.peak_tflops(torch.bfloat16 if medium else torch.float32) * 1e12
+        stage = Group.of(self.mesh.stage.ranks, self.cluster.per_node)
+        sent = sum(self.links.all_to_all(n, stage) for n in (most.sent, most.got)) if self.mesh.stage.size > 1 else 0.0
+        return most.flops / (peak * self.profile.matmul) + sent

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer: of an element, and of a rank."""
+"""Bytes of weights, gradients and optimizer: of an element, and of a rank; what an update of whole matrices takes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,58 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megalite.config.options import OptimConfig
+from megalite.kernels.newton_schulz import newton_schulz_flops
+from megalite.optim.exchange import homes_of, matrices_of
 from megalite.optim.flat_storage import main_dtype
+from megalite.optim.layout import Layout
+from megalite.parallel.mesh import Mesh
 from megalite.pipeline.schedule import Placement
 from megalite.plan.sums import Sums
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What each rank of one pipeline position holds all the time, in bytes."""
+    """What each rank of one pipeline position holds all the time, in bytes. `matrices`: of its update, where matrices
+    are updated as such."""
 
     local: int  # elements of this rank's shares of the parameters
     weights: int
     gradients: int
     optimizer: int
+    matrices: WholeMatrices | None = None
 
     @property
     def state(self) -> int:
         return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class WholeMatrices:
+    """Of a step of Muon: `flops` of Newton-Schulz on the rank of a stage that has most, `sent` and `got`: bytes of each
+    rank for the matrices' homes, and from them, its own included."""
+
+    flops: int
+    sent: float
+    got: float
+
+    def __str__(self) -> str:
+        moved = f", {(self.sent + self.got) / 2**30:.3g} GiB to their homes and back" if self.sent else ""
+        return f"{self.flops / 1e12:.3g} TFLOP of Newton-Schulz on the rank with most{moved}"
+
+
+def whole_matrices(layout: Layout, mesh: Mesh, o: OptimConfig) -> WholeMatrices | None:
+    """As optim/exchange.py has it."""
+    if not o.is_muon:
+        return None
+    matrices, ranks = matrices_of(layout), mesh.stage.size
+    loads, size = [0] * ranks, 2 if o.muon_fp32_matmul_prec == "medium" else 4
+    for one, home in zip(matrices, homes_of(matrices, ranks), strict=True):
+        loads[home] += newton_schulz_flops(one.rows, one.columns, o.muon_num_ns_steps)
+    slots = [slot for bucket in layout.buckets for slot in bucket.slots if bucket.kind.matrix]
+    owned = sum(slot.stop - slot.start for slot in slots) / mesh.shard.size
+    size *= ranks > 1
+    return WholeMatrices(max(loads), size * sum(one.numel for one in matrices) / ranks, size * owned)
 
 
 class ModuleBytes(NamedTuple):
@@ -40,6 +75,13 @@ class ModuleBytes(NamedTuple):
         stops, mine = splits.cumsum(-1), list(place.stages(rank))
         layers = self.layers.of((stops - splits)[..., mine], stops[..., mine])[..., 0].sum(-1)
         return layers + self.embedding * (rank == 0) + self.head * (rank == place.pp - 1)
+
+
+def kept_of(o: OptimConfig, matrix: bool) -> tuple[str, ...]:
+    """dtypes of what the optimizer keeps of a parameter."""
+    if o.optimizer in ("sgd", "lars") or (o.is_muon and matrix):
+        return ("fp32",)
+    return o.exp_avg_dtype, o.exp_avg_sq_dtype
 
 
 def element_bytes(dtype: torch.dtype, states: Sequence[str]) -> tuple[int, int, int]:

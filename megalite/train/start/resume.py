@@ -160,7 +160,7 @@ def _wanted(
     pieces, here, there = [entry.piece for entry in run.optimizer.pieces()], run.optimizer.kinds(), kinds_of(manifest)
     states = {kind: dtype for kind, dtype in here.items() if kind not in ("model", MAIN)} if start.optimizer else {}
     more = _rate_problems(run.rates, theirs, config.checkpoint) if start.optimizer else []
-    if start.optimizer and run.optimizer.rule.states and not any(kind.startswith("optimizer.") for kind in there):
+    if states and not any(kind.startswith("optimizer.") for kind in there):
         states, remedy = {}, "add --no-load-optim to continue without it, or --finetune to start afresh"
         more.insert(0, f"{folder} holds no optimizer state: {remedy}")
     why = misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, states)
