@@ -191,27 +191,24 @@ class OptimConfig:
     muon_momentum: float = training(0.95, "of muon", below=(1, "is not below 1; use 0.9 to 0.95"))
     muon_nesterov: bool = training(False, "muon orthogonalises the gradient and its momentum, Nesterov's look ahead")
     muon_num_ns_steps: int = training(5, "Newton-Schulz steps of muon", above=0)
-    muon_coefficient_type: str = training(
-        "quintic",
-        "of these steps",
-        choices=("simple", "quintic", "polar_express"),
-        refused=dict.fromkeys(("aol", "cans", "custom"), "use polar_express, the best for any number of steps"),
-    )
+    muon_coefficient_type: str = training("quintic", "of these steps", choices=("simple", "quintic", "polar_express"))
     muon_scale_mode: str = training(
         "spectral", "size of muon's update of [m, n]", choices=("spectral", "shape_scaling", "unit_rms_norm")
     )
     muon_extra_scale_factor: float = training(1.0, "times this; 0.2 with spectral: as large as AdamW's", above=0)
     muon_fp32_matmul_prec: str = training(
-        "medium",
-        "of Newton-Schulz and what travels for it; medium: bf16, high: fp32",
-        choices=("medium", "high"),
-        refused={"low": "it is below bf16; use medium", "highest": "TF32 is not used; use high"},
+        "medium", "of Newton-Schulz and what travels for it; medium: bf16, high: fp32", choices=("medium", "high")
     )
     lars_trust_coefficient: float = training(0.001, "of lars, eta: update per weight at a rate of 1", above=0)
 
     @property
     def is_muon(self) -> bool:
         return self.optimizer in ("muon", "dist_muon")
+
+    @property
+    def apart(self) -> dict[str, bool]:
+        """What lies in buckets of its own (optim/layout.py: lay_out)."""
+        return {"decoupled": self.decoupled_lr is not None, "matrices": self.is_muon}
 
     @property
     def sees_whole_tensors(self) -> bool:

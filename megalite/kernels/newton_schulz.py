@@ -3,9 +3,9 @@
     X_0 = G / |G|_F;    X <- a X + b (X X^T) X + c (X X^T)^2 X,   which makes  s <- a s + b s^3 + c s^5  of each
                                                                   singular value, and leaves the vectors
 
-The steps' coefficients: `simple` (K. Jordan, Muon, 2024) raises small values fast and ends in 0.7 .. 1.2; `quintic` are
-five steps tuned together (modded-nanogpt, train_gpt_medium.py), `polar_express` the best for each step after those
-before it, of which any number may be taken (arXiv:2505.16932, algorithm 1, with its safety factor), the last repeated.
+`simple` (K. Jordan, Muon, 2024) has one set of coefficients and ends in 0.7 .. 1.2; `quintic` are five steps tuned
+together (modded-nanogpt, train_gpt_medium.py); `polar_express` the best for each step after those before it, of which
+any number may be taken (arXiv:2505.16932, algorithm 1, with its safety factor), the last repeated.
 
 FLOPs of a step on [m, n], m <= n: 4 m^2 n + 2 m^3, all of it matmuls, of many matrices of one shape at once. In bf16
 where asked: singular values near 1 are all that is wanted, not their last bits.
@@ -13,7 +13,6 @@ where asked: singular values near 1 are all that is wanted, not their last bits.
 
 from __future__ import annotations
 
-from itertools import repeat
 from typing import Literal
 
 import torch
@@ -52,10 +51,11 @@ def coefficients(kind: CoefficientType, steps: int) -> list[Coefficients]:
     (10, (1.875, -1.25, 0.375))
     """
     known = COEFFICIENTS[kind]
-    if kind == "quintic" and steps % len(known):
+    if kind != "quintic":
+        return [*known, *known[-1:] * steps][:steps]
+    if steps % len(known):
         raise ValueError(f"quintic comes in {len(known)} steps that belong together, and {steps} is no multiple")
-    again = known if kind == "quintic" else known[-1:]
-    return [*known, *(one for turn in repeat(again, steps) for one in turn)][:steps]
+    return [*known] * (steps // len(known))
 
 
 def newton_schulz(x_bmn: Tensor, steps: list[Coefficients]) -> Tensor:
@@ -74,8 +74,8 @@ def newton_schulz(x_bmn: Tensor, steps: list[Coefficients]) -> Tensor:
 def newton_schulz_flops(m: int, n: int, steps: int) -> int:
     """Of one matrix.
 
-    >>> newton_schulz_flops(4096, 14336, 5) / 1e12
-    5.497558138880...
+    >>> round(newton_schulz_flops(4096, 14336, 5) / 1e12, 1)
+    5.5
     """
     short, long = sorted((m, n))
     return steps * (4 * short * short * long + 2 * short**3)

@@ -29,13 +29,10 @@ DEFAULT_BUCKET_SIZE = 40_000_000  # elements
 
 
 def lay_out_chunks(
-    chunks: Sequence[nn.Module],
-    mesh: Mesh,
-    bucket_size: int | None = None,
-    decoupled: bool = False,
-    matrices: bool = False,
+    chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, **apart: bool
 ) -> tuple[list[nn.Parameter], Layout]:
-    """The parameters of `chunks`, each once, and where they lie: entry i of the layout is parameter i."""
+    """The parameters of `chunks`, each once, and where they lie: entry i of the layout is parameter i. `apart`: what
+    lies apart (optim/layout.py: lay_out)."""
     found: dict[int, tuple[int, nn.Parameter]] = {}
     for chunk, module in enumerate(chunks):
         for p in module.parameters():
@@ -43,16 +40,14 @@ def lay_out_chunks(
     parameters = [p for _, p in found.values()]
     entries = [Entry(spec_of(p), p.numel(), chunk, unit_of(p)) for chunk, p in found.values()]
     size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
-    kinds = dict(decoupled=decoupled, matrices=matrices)
-    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, **kinds)
+    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, **apart)
 
 
 class ParamBuffer:
     """Takes over the storage of all parameters of `chunks` (modules whose parameters carry `.spec`).
 
     reduce_in_bf16  the first sum moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
-    decoupled       embedding and head have a learning rate of their own
-    matrices        the optimizer has another rule for matrices
+    apart           what lies in buckets of its own
     """
 
     def __init__(
@@ -64,11 +59,9 @@ class ParamBuffer:
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
         reduce_in_bf16: bool = False,
-        decoupled: bool = False,
-        matrices: bool = False,
+        **apart: bool,
     ):
-        parameters, layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled, matrices)
-        self.parameters, self.layout = parameters, layout
+        self.parameters, self.layout = parameters, layout = lay_out_chunks(chunks, mesh, bucket_size, **apart)
         dtypes, device = {p.dtype for p in parameters}, parameters[0].device
         if len(dtypes) != 1:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")

@@ -3,14 +3,13 @@
     rank 0 owns  | A A A B |       home of A: rank 1       rank 0 -> rank 1: A A A       and then the same elements of
     rank 1 owns  | B B B C |       of B, C: rank 0         rank 1 -> rank 0: B B B C     the results the other way
 
-What a rank owns of a matrix is a range of its flattened box (parallel/spec.py): cut by tp, and by the edges of the
-ZeRO shards. A range is some rectangles of the matrix (parallel/rectangles.py), each of which lies in one piece where
-it is owned. Where ranks own copies the first one sends, and all get the result. Every rank can tell what each rank of
-its stage owns from the layout and the sizes of the axes, so nothing is asked. Bytes per rank: 2 e P / d for P elements
-of matrices in e bytes on a stage of d owners, less what stays.
+What a rank owns of a matrix is a range of its flattened box, cut by tp and by the edges of the ZeRO shards: some
+rectangles of the matrix (parallel/rectangles.py), each in one piece where it is owned. Of copies the first is sent, and
+all get the result. A rank can tell from the layout and the sizes of the axes what each rank of its stage owns, so
+nothing is asked. Bytes per rank: 2 e P / d for P elements in e bytes on a stage of d owners, less what stays.
 
-Homes balance the cubic work, longest first (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969), and
-matrices go in groups, so that one group travels while another is worked on, and little is in memory twice.
+Homes balance the cubic work, longest first (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969). Matrices
+go in groups: one travels while another is worked on, and little is in memory twice.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megalite.optim.bucket_rule import BucketRule
 from megalite.optim.layout import Bucket, Kind, Layout, Slot
@@ -28,12 +28,9 @@ from megalite.parallel.spec import Box, ParamSpec
 GROUP = 1 << 26  # elements of a group per rank of the stage: 128 MiB of bf16 to send
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """[rows, columns], number `index` of those that are stored as entry `entry` of the layout."""
+class Matrix(NamedTuple):
+    """[rows, columns]; several may be stored as one parameter."""
 
-    entry: int
-    index: int
     rows: int
     columns: int
 
@@ -59,10 +56,6 @@ class Range:
     stop: int
     first: bool
 
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
 
 @dataclass(frozen=True)
 class _Stack:
@@ -74,9 +67,8 @@ class _Stack:
     first: int
 
     @property
-    def matrices(self) -> list[Matrix]:
-        *lead, rows, columns = self.spec.shape
-        return [Matrix(self.slot.entry, i, rows, columns) for i in range(math.prod(lead))]
+    def numbers(self) -> range:
+        return range(self.first, self.first + math.prod(self.spec.shape[:-2]))
 
     def ranges(self, rule: BucketRule, sizes: Mapping[str, int], position: Mapping[str, int]) -> Iterator[Range]:
         """What the rank of the stage at `position` owns, in order."""
@@ -85,27 +77,27 @@ class _Stack:
         first = not position[rule.owners[1]] and spec.first_copy(position)
         lead, one = box.shape[:-2], Box(box.start[-2:], box.stop[-2:])
         for i in range(math.prod(lead)):
-            here = range(i * one.numel, (i + 1) * one.numel)
-            start, stop = max(part.span.start, here.start), min(part.span.stop, here.stop)
-            if start < stop:
-                number = self.first + _index(box.start[:-2], i, lead, spec.shape[:-2])
-                at = part.start + start - part.span.start
-                for rectangle, span in rectangles(one, range(start - here.start, stop - here.start)):
-                    yield Range(number, rectangle, self.bucket.number, at + span.start, at + span.stop, first)
+            begin = i * one.numel
+            start, stop = max(part.span.start, begin), min(part.span.stop, begin + one.numel)
+            number = self.first + _index(box.start[:-2], i, lead, spec.shape[:-2])
+            at = part.start + start - part.span.start
+            for rectangle, span in rectangles(one, range(start - begin, stop - begin)):
+                yield Range(number, rectangle, self.bucket.number, at + span.start, at + span.stop, first)
 
 
-def stacks_of(layout: Layout) -> list[_Stack]:
+def _stacks(layout: Layout) -> list[_Stack]:
     """All that are updated as matrices, in the order of the buckets."""
     found, first = [], 0
     for bucket in layout.buckets:
         for slot in bucket.slots if bucket.kind.matrix else ():
             found.append(_Stack(bucket, slot, layout.entries[slot.entry].spec, first))
-            first += len(found[-1].matrices)
+            first = found[-1].numbers.stop
     return found
 
 
 def matrices_of(layout: Layout) -> list[Matrix]:
-    return [matrix for stack in stacks_of(layout) for matrix in stack.matrices]
+    """In the order of their numbers."""
+    return [Matrix(*stack.spec.shape[-2:]) for stack in _stacks(layout) for _ in stack.numbers]
 
 
 def _index(corner: Sequence[int], i: int, local: Sequence[int], whole: Sequence[int]) -> int:
@@ -160,8 +152,8 @@ def exchanges(
     homes, groups = homes_of(matrices, len(positions)), in_groups(matrices, len(positions))
     done = [Exchange(group, *([[] for _ in positions] for _ in range(4))) for group in groups]
     of = {number: exchange for exchange in done for number in exchange.numbers}
-    for stack in stacks_of(layout):
-        come_here = rank in homes[stack.first : stack.first + len(stack.matrices)]
+    for stack in _stacks(layout):
+        come_here = rank in (homes[number] for number in stack.numbers)
         for owner, position in enumerate(positions):
             for part in stack.ranges(rules[stack.bucket.kind], sizes, position) if come_here or owner == rank else ():
                 exchange, home = of[part.matrix], homes[part.matrix]

@@ -13,7 +13,7 @@ squares of its tensors: 2 numbers in fp64 for each. Where ranks own copies each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,7 +62,7 @@ class Lars:
     trust: float = 0.001
 
     @property
-    def states(self) -> Mapping[str, torch.dtype | None]:
+    def states(self) -> dict[str, torch.dtype | None]:
         return {"momentum_buffer": None}
 
     @torch.no_grad()
@@ -87,18 +87,18 @@ class _Norms:
         self.parts: list[list[tuple[int, slice, int]]] = []  # of each bucket: tensor, where it is owned, by how many
         sizes = {**buffer.mesh.sizes, "ends": 1}  # the other end is not in the stage
         for bucket in buckets:
-            owned, copies = buffer.rules[bucket.kind], buffer.rules[bucket.kind].replica.size
-            self.parts.append([])
+            owned, found = buffer.rules[bucket.kind], []
             for slot in bucket.slots:
                 spec = buffer.layout.entries[slot.entry].spec
                 stored = spec.stored_box(buffer.mesh.sizes, buffer.mesh.position).numel  # padding has no part in norms
-                part, numel = owned.owned_part(bucket, replace(slot, stop=slot.start + stored)), stored // spec.tensors
-                for i, span in enumerate(_split(part.span, numel, spec.tensors)):
-                    at = part.start + span.start - part.span.start
-                    if span:
-                        where = slice(at, at + len(span))
-                        self.parts[-1].append((self.count + i, where, copies * spec.replicas(sizes)))
+                part = owned.owned_part(bucket, replace(slot, stop=slot.start + stored))
+                first, numel = part.start - part.span.start, stored // spec.tensors
+                for i in range(spec.tensors):
+                    start, stop = max(part.span.start, i * numel), min(part.span.stop, (i + 1) * numel)
+                    where = slice(first + start, first + stop), owned.replica.size * spec.replicas(sizes)
+                    found += [(self.count + i, *where)] * (start < stop)
                 self.count += spec.tensors
+            self.parts.append(found)
 
     @torch.no_grad()
     def finish(self, updates: Sequence[Update]) -> None:
@@ -113,10 +113,3 @@ class _Norms:
                 self.rule.apply_(u, part, *norms[:, tensor].unbind())
             if u.copy is not None:
                 u.copy.copy_(u.param)
-
-
-def _split(span: range, numel: int, tensors: int) -> Iterator[range]:
-    """The parts of `span` that lie in each of `tensors` of `numel` elements."""
-    for i in range(tensors):
-        start = max(span.start, i * numel)
-        yield range(start, max(start, min(span.stop, (i + 1) * numel)))

@@ -111,17 +111,10 @@ class Layout:
         return "\n".join(lines)
 
 
-def lay_out(
-    entries: Sequence[Entry],
-    *,
-    bucket_size: int,
-    sizes: Mapping[str, int],
-    decoupled: bool = False,
-    matrices: bool = False,
-) -> Layout:
+def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, int], **apart: bool) -> Layout:
     """Lay the entries (in order of use) into buckets of at least `bucket_size` elements (the last of a kind: less).
-    `sizes`: of the axes (absent: 1). `decoupled`: embedding and head have a learning rate of their own. `matrices`: the
-    optimizer has another rule for matrices.
+    `sizes`: of the axes (absent: 1). `apart`: `decoupled`, embedding and head have a learning rate of their own;
+    `matrices`, the optimizer has another rule for these.
 
     Buckets of a chunk are in the order in which backward fills them: that of their last members.
     """
@@ -133,7 +126,7 @@ def lay_out(
             entry = entries[index]
             if entry.chunk != chunk:
                 continue
-            kind = _kind(entry.spec, sizes, decoupled, matrices)
+            kind = _kind(entry.spec, sizes, **apart)
             members = open_slots.setdefault(kind, [])
             members.append(index)
             if sum(entries[i].numel for i in members) >= bucket_size:
@@ -148,7 +141,7 @@ def lay_out(
     return Layout(tuple(entries), tuple(buckets))
 
 
-def _kind(spec: ParamSpec, sizes: Mapping[str, int], decoupled: bool, matrices: bool) -> Kind:
+def _kind(spec: ParamSpec, sizes: Mapping[str, int], decoupled: bool = False, matrices: bool = False) -> Kind:
     partial = tuple(axis for axis in spec.partial if sizes.get(axis, 1) > 1)
     rate, matrix = spec.vocabulary and decoupled, spec.is_matrix and matrices
     return Kind(spec.home, partial, spec.tied, spec.decay, rate, spec.replicas(sizes), matrix)

@@ -4,10 +4,10 @@
     o = scale * newton_schulz(u)                                                       the home of each whole matrix
     w = w (1 - lr wd) - lr o                                                              each rank, of what it owns
 
-A matrix is what the model multiplies by: queries, keys, values, gate and up are matrices of their own, since they are
-stored so (nn/attention.py, nn/mlp.py). Each is orthogonalised once, as a whole, by one rank of its stage, under every
-layout: what ranks own of it travels there and back (exchange.py), in the precision of the matmuls. Equal to
-NVIDIA's Emerging-Optimizers, where gate and up are one matrix. The state is one momentum.
+Queries, keys, values, gate and up are matrices of their own, since they are stored so (nn/attention.py, nn/mlp.py).
+Each matrix is orthogonalised once, as a whole, by one rank of its stage, under every layout: what ranks own of it
+travels there and back (exchange.py), in the precision of the matmuls. Equal to NVIDIA's Emerging-Optimizers, where gate
+and up are one matrix. The state is one momentum.
 
 Scales of an [m, n] matrix: spectral sqrt(max(m, n)), shape_scaling sqrt(max(1, m / n)), unit_rms_norm sqrt(m / n).
 """
@@ -27,7 +27,6 @@ from megalite.optim.exchange import Exchange, Matrix, Range, exchanges
 from megalite.optim.layout import Bucket
 from megalite.optim.rule import Finish, Update
 from megalite.parallel.comm import Pending, start_all_to_all
-from megalite.parallel.spec import Box
 
 BATCH = 1 << 26  # elements that are worked on at a time: a matrix of 8,192 x 8,192, or many small ones
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -62,9 +61,6 @@ class Muon:
     def second_half(self, buffer: ParamBuffer, buckets: Sequence[Bucket]) -> Finish:
         return _WholeMatrices(self, buffer, buckets).finish
 
-    def scale_of(self, matrix: Matrix) -> float:
-        return SCALES[self.scale_mode](matrix.rows, matrix.columns) * self.extra_scale
-
 
 class _WholeMatrices:
     """One rank's second half, group after group: one travels to its homes while another is worked on."""
@@ -83,7 +79,7 @@ class _WholeMatrices:
         for group, after in zip(self.groups, [*self.groups, None][1:], strict=True):
             coming += [self._collect(after, updates)] if after else []
             results = self._orthogonalised(group, coming.pop(0).wait())
-            leaving.append((group, start_all_to_all(results, *_counts(group.returned, group.got), self.axis)))
+            leaving.append((group, self._travels(results, group.returned, group.got)))
             if len(leaving) > 1:
                 self._spread(*leaving.pop(0), updates)
         for last in leaving:
@@ -98,58 +94,55 @@ class _WholeMatrices:
         grad = updates[0].grad
         dtype = torch.bfloat16 if self.rule.in_bf16 and grad.dtype == torch.float32 else grad.dtype
         given = torch.cat([part.to(dtype) for part in parts]) if parts else grad.new_empty(0, dtype=dtype)
-        return start_all_to_all(given, *_counts(group.given, group.taken), self.axis)
+        return self._travels(given, group.given, group.taken)
+
+    def _travels(self, x: Tensor, away: list[list[Range]], here: list[list[Range]]) -> Pending:
+        return start_all_to_all(x, _counts(away), _counts(here), self.axis)
 
     def _orthogonalised(self, group: Exchange, arrived: Tensor) -> Tensor:
         """Of the ranges in `group.taken`, one after the other, those in `group.returned`."""
-        taken = _by_matrix(group.taken)
-        lengths = [part.numel for ranges in group.returned for part in ranges]
-        results = arrived.new_empty(sum(lengths))
-        returned = _by_matrix(group.returned)
+        taken, returned = _by_matrix(group.taken), _by_matrix(group.returned)
+        results = arrived.new_empty(sum(_counts(group.returned)))
         for numbers in self._batches(sorted(taken)):
-            first = self.matrices[numbers[0]]
-            whole = arrived.new_empty(len(numbers), first.rows, first.columns)
+            whole = arrived.new_empty(len(numbers), *self.matrices[numbers[0]])
             for one, number in zip(whole, numbers, strict=True):
-                for box, at in taken[number]:
-                    one[_within(box)] = arrived[at : at + box.numel].view(box.shape)
-            whole = newton_schulz(whole, self.steps)
-            for one, number in zip(whole, numbers, strict=True):
-                for box, at in returned[number]:
-                    results[at : at + box.numel].view(box.shape).copy_(one[_within(box)])
+                for here, at in taken[number]:
+                    one[here].copy_(arrived[at].view_as(one[here]))
+            for one, number in zip(newton_schulz(whole, self.steps), numbers, strict=True):
+                for here, at in returned[number]:
+                    results[at].view_as(one[here]).copy_(one[here])
         return results
 
     def _batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Of one shape each, of BATCH elements at most."""
-        shapes: dict[tuple[int, int], list[int]] = {}
+        shapes: dict[Matrix, list[int]] = {}
         for number in numbers:
-            shapes.setdefault((self.matrices[number].rows, self.matrices[number].columns), []).append(number)
-        for (rows, columns), alike in shapes.items():
-            most = max(1, BATCH // (rows * columns))
+            shapes.setdefault(self.matrices[number], []).append(number)
+        for one, alike in shapes.items():
+            most = max(1, BATCH // one.numel)
             yield from (alike[i : i + most] for i in range(0, len(alike), most))
 
     def _spread(self, group: Exchange, results: Pending, updates: Sequence[Update]) -> None:
         """Put what came back in the place of the gradients."""
-        at, flat = 0, results.wait()
+        at, flat, rule = 0, results.wait(), self.rule
         for part in (part for ranges in group.got for part in ranges):
             grad = updates[self.place[part.bucket]].grad[part.start : part.stop]
-            grad.copy_(flat[at : at + part.numel]).mul_(self.rule.scale_of(self.matrices[part.matrix]))
-            at += part.numel
+            scale = rule.extra_scale * SCALES[rule.scale_mode](*self.matrices[part.matrix])
+            grad.copy_(flat[at : at + part.box.numel]).mul_(scale)
+            at += part.box.numel
 
 
-def _counts(*lists: Sequence[Sequence[Range]]) -> list[list[int]]:
+def _counts(ranks: Sequence[Sequence[Range]]) -> list[int]:
     """Elements to or from each rank."""
-    return [[sum(part.numel for part in ranges) for ranges in ranks] for ranks in lists]
+    return [sum(part.box.numel for part in ranges) for ranges in ranks]
 
 
-def _by_matrix(ranks: Sequence[Sequence[Range]]) -> dict[int, list[tuple[Box, int]]]:
-    """Of each matrix: its rectangles, and where each begins in all of them flat."""
-    found: dict[int, list[tuple[Box, int]]] = {}
+def _by_matrix(ranks: Sequence[Sequence[Range]]) -> dict[int, list[tuple[tuple[slice, ...], slice]]]:
+    """Of each matrix: its rectangles, and where each lies in all of them flat."""
+    found: dict[int, list[tuple[tuple[slice, ...], slice]]] = {}
     at = 0
     for part in (part for ranges in ranks for part in ranges):
-        found.setdefault(part.matrix, []).append((part.box, at))
-        at += part.numel
+        here = tuple(map(slice, part.box.start, part.box.stop))
+        found.setdefault(part.matrix, []).append((here, slice(at, at + part.box.numel)))
+        at += part.box.numel
     return found
-
-
-def _within(box: Box) -> tuple[slice, ...]:
-    return tuple(map(slice, box.start, box.stop))

@@ -1,6 +1,5 @@
-"""What an optimizer is here: a rule for how one flat tensor of main weights moves (optim/adamw.py, optim/sgd.py); or,
-where it depends on whole tensors, a rule in two halves with an exchange of ranks between them (optim/muon.py,
-optim/lamb.py)."""
+"""What an optimizer is here: a rule for how one flat tensor of main weights moves (optim/adamw.py, optim/sgd.py), or
+one in two halves, with an exchange of ranks between them, for whole tensors (optim/muon.py, optim/lamb.py)."""
 
 from __future__ import annotations
 

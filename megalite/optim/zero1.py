@@ -47,12 +47,10 @@ class Zero1:
             main = weight if self.same else weight.to(buffer.grads.dtype)
             self.main.append(main)
             self.state.append({name: torch.zeros_like(main, dtype=dtype) for name, dtype in of.states.items()})
-        self.second_halves = [self._second_half(of) for of in dict.fromkeys(self.kept_by) if isinstance(of, WholeRule)]
-
-    def _second_half(self, rule: WholeRule) -> tuple[list[int], Finish]:
-        """Of a rule: the buckets that have it, and what follows when their gradients were looked at."""
-        mine = [b for b, of in enumerate(self.rules) if of is rule]
-        return mine, rule.second_half(self.buffer, [self.buffer.layout.buckets[b] for b in mine])
+        self.second_halves: list[tuple[list[int], Finish]] = []  # of a rule: the buckets that have it
+        for rule in (rule for rule in dict.fromkeys(self.kept_by) if isinstance(rule, WholeRule)):
+            mine = [b for b, of in enumerate(self.rules) if of is rule]
+            self.second_halves.append((mine, rule.second_half(buffer, [buffer.layout.buckets[b] for b in mine])))
 
     def local_norm_sq(self) -> Tensor:
         """This rank's share of the squared gradient norm, fp64 scalar; unscaled sums of gradients. NaN and inf stay."""

@@ -171,22 +171,19 @@ class Mesh:
 
 
 def stage_positions(sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """Of every rank of a stage, in the order of its axis: where it is on those of `sizes` within the stage.
+    """Of every rank of a stage, in the order of its axis: where it is on the axes that split or share out parameters.
 
     >>> [(at["data"], at["tp"], at["ep"]) for at in stage_positions({"stage": 4, "tp": 2, "ep": 2, "shard": 2})]
     [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
     """
-    tp, cp, ep, etp, shard, expert_shard = (
-        sizes.get(name, 1) for name in ("tp", "cp", "ep", "etp", "shard", "expert_shard")
-    )
+    of = lambda name: sizes.get(name, 1)  # noqa: E731
     positions = []
-    for rank in range(sizes.get("stage", 1)):
-        data, edp = rank // tp, rank // (ep * etp)
-        dense = {"tp": rank % tp, "cp": data % cp, "dp": data // cp, "data": data}
-        experts = {"etp": rank % etp, "ep": rank // etp % ep, "edp": edp}
-        owners = {"shard": data % shard, "replica": data // shard}
-        owners |= {"expert_shard": edp % expert_shard, "expert_replica": edp // expert_shard}
-        positions.append({"stage": rank, **dense, **experts, **owners})
+    for rank in range(of("stage")):
+        data, edp = rank // of("tp"), rank // (of("ep") * of("etp"))
+        at = {"stage": rank, "tp": rank % of("tp"), "data": data, "etp": rank % of("etp"), "edp": edp}
+        at |= {"ep": rank // of("etp") % of("ep"), "shard": data % of("shard"), "replica": data // of("shard")}
+        at |= {"expert_shard": edp % of("expert_shard"), "expert_replica": edp // of("expert_shard")}
+        positions.append(at)
     return positions
 
 

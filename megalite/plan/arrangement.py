@@ -73,8 +73,8 @@ class Arrangement:
         """What parallel/mesh.py makes a mesh of."""
         p = self.config.parallel
         instances = 1 if p.use_distributed_optimizer else None
-        sizes = Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, dp_outermost=p.use_tp_pp_dp_mapping)
-        return Sizes(**sizes, stage=self.config.optim.sees_whole_tensors)
+        more = dict(dp_outermost=p.use_tp_pp_dp_mapping, stage=self.config.optim.sees_whole_tensors)
+        return Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, **more)
 
     @property
     def padded_vocab(self) -> int:
@@ -301,8 +301,7 @@ class Arrangement:
     def _holding(self, rank: int) -> Holding:
         mesh, o = self._mesh(rank), self.config.optim
         chunks = build_stages(self, mesh, self.dtype, meta=True)
-        kinds = o.decoupled_lr is not None, o.is_muon
-        _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, *kinds)
+        _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, **o.apart)
         weight, gradient, _ = self.bytes_of_element()
         return Holding(
             local=sum(e.numel for e in layout.entries),

@@ -217,9 +217,7 @@ class Costs:
         found = [held.matrices for held in self.made.holdings if held.matrices is not None]
         if not found:
             return 0.0
-        most = max(found, key=lambda one: one.flops)
+        most, stage = max(found, key=lambda one: one.flops), Group.of(self.mesh.stage.ranks, self.cluster.per_node)
         medium = self.made.config.optim.muon_fp32_matmul_prec == "medium"
         peak = self.cluster.device.peak_tflops(torch.bfloat16 if medium else torch.float32) * 1e12
-        stage = Group.of(self.mesh.stage.ranks, self.cluster.per_node)
-        sent = sum(self.links.all_to_all(n, stage) for n in (most.sent, most.got)) if self.mesh.stage.size > 1 else 0.0
-        return most.flops / (peak * self.profile.matmul) + sent
+        return most.flops / (peak * self.profile.matmul) + self.links.all_to_all(most.moved, stage)

@@ -37,16 +37,14 @@ class Holding:
 
 @dataclass(frozen=True)
 class WholeMatrices:
-    """Of a step of Muon: `flops` of Newton-Schulz on the rank of a stage that has most, `sent` and `got`: bytes of each
-    rank for the matrices' homes, and from them, its own included."""
+    """Of a step of Muon: `flops` of Newton-Schulz on the rank of a stage that has most, bytes `moved` by each."""
 
     flops: int
-    sent: float
-    got: float
+    moved: float
 
     def __str__(self) -> str:
-        moved = f", {(self.sent + self.got) / 2**30:.3g} GiB to their homes and back" if self.sent else ""
-        return f"{self.flops / 1e12:.3g} TFLOP of Newton-Schulz on the rank with most{moved}"
+        flops = f"{self.flops / 1e12:.3g} TFLOP of Newton-Schulz on the rank with most"
+        return flops + f", {self.moved / 2**30:.3g} GiB to their homes and back" * (self.moved > 0)
 
 
 def whole_matrices(layout: Layout, mesh: Mesh, o: OptimConfig) -> WholeMatrices | None:
@@ -57,10 +55,9 @@ def whole_matrices(layout: Layout, mesh: Mesh, o: OptimConfig) -> WholeMatrices 
     loads, size = [0] * ranks, 2 if o.muon_fp32_matmul_prec == "medium" else 4
     for one, home in zip(matrices, homes_of(matrices, ranks), strict=True):
         loads[home] += newton_schulz_flops(one.rows, one.columns, o.muon_num_ns_steps)
-    slots = [slot for bucket in layout.buckets for slot in bucket.slots if bucket.kind.matrix]
-    owned = sum(slot.stop - slot.start for slot in slots) / mesh.shard.size
-    size *= ranks > 1
-    return WholeMatrices(max(loads), size * sum(one.numel for one in matrices) / ranks, size * owned)
+    owned = sum(e.numel for e in layout.entries if e.spec.is_matrix) / mesh.shard.size
+    moved = sum(one.numel for one in matrices) / ranks + owned  # of copies one is sent, and all come back
+    return WholeMatrices(max(loads), size * moved * (ranks > 1))
 
 
 class ModuleBytes(NamedTuple):

@@ -187,8 +187,7 @@ def _build_pipeline(
             overlap_grad_reduce=p.overlap_grad_reduce,
             overlap_param_gather=p.overlap_param_gather,
             reduce_in_bf16=p.grad_reduce_in_bf16 and dtype == torch.bfloat16,
-            decoupled=config.optim.decoupled_lr is not None,
-            matrices=config.optim.is_muon,
+            **config.optim.apart,
         )
     options: dict[str, Any] = dict(
         schedule=p.pipeline_schedule,

@@ -1,6 +1,8 @@
-"""The order of buckets, their picture, units, and that the two ends of a pipeline agree on the tied one."""
+"""Every element owned once, the order of buckets, their picture, units, and that the two ends of a pipeline agree on the tied one."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.optim.buffer import lay_out_chunks
-from megalite.optim.layout import Entry, lay_out
+from megalite.optim.layout import ALIGN, Entry, lay_out
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
 from megalite.plan.arrangement import Arrangement, build_stages
@@ -101,3 +103,22 @@ def test_both_ends_of_the_pipeline_lay_the_tied_weight_out_alike(
         (slot,) = bucket.slots
         seen.append((bucket.size, slot.start, slot.stop - slot.start))
     assert seen[0] == seen[1]
+
+
+@given(ROWS, st.integers(1, 800), st.integers(1, 5))
+def test_every_element_is_owned_exactly_once(rows: list[tuple[int, int, bool, bool]], bucket: int, dp: int) -> None:
+    entries = _entries(rows)
+    layout = lay_out(entries, bucket_size=bucket, sizes={"data": dp, "tp": 2})
+    slots = [(s, b) for b in layout.buckets for s in b.slots]
+    assert sorted(s.entry for s, _ in slots) == list(range(len(entries)))
+    assert [b.number for b in layout.buckets] == list(range(len(layout.buckets)))
+    for b in layout.buckets:
+        assert b.size % (dp * ALIGN) == 0
+        assert [i for r in range(dp) for i in b.shard(dp, r)] == list(range(b.size))
+        assert all(one.stop <= other.start for one, other in pairwise(b.slots))
+    assert sum(b.size for b in layout.buckets) == layout.size
+    for s, b in slots:
+        entry = entries[s.entry]
+        assert s.bucket == b.number and s.stop - s.start == entry.numel and s.start % ALIGN == 0 and s.stop <= b.size
+        assert (entry.chunk, entry.spec.partial, entry.spec.decay) == (b.chunk, b.kind.partial, b.kind.decay)
+    str(layout)

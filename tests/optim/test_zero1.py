@@ -13,6 +13,7 @@ import torch
 from ranks import run_ranks
 from reference_rules import step_
 from torch import Tensor, nn
+from whole import Owned, whole_of
 
 from megalite.optim.adamw import AdamW
 from megalite.optim.buffer import ParamBuffer
@@ -38,20 +39,9 @@ RULES: dict[str, tuple[Rule, Rule | None]] = {  # and of matrices
 }
 WHOLE = [name for name, (rule, _) in RULES.items() if name.startswith("muon") or not isinstance(rule, AdamW | SGD)]
 LR, DECAY, SCALE, STEPS = 0.05, 0.3, 0.25, 5
-SHAPES: dict[str, tuple[int, ...]] = {
-    "word": (12, 11),
-    "norm": (11,),
-    "up": (18, 11),
-    "up_bias": (18,),
-    "down": (11, 18),
-}
-TP_FACTS: dict[str, dict[str, Any]] = {
-    "word": {"shards": ((0, "tp"),)},
-    "norm": {"partial": ("tp",)},
-    "up": {"shards": ((0, "tp"),)},
-    "up_bias": {"shards": ((0, "tp"),)},
-    "down": {"shards": ((1, "tp"),)},
-}
+SHAPES = {"word": (12, 11), "norm": (11,), "up": (18, 11), "up_bias": (18,), "down": (11, 18)}
+TP_FACTS: dict[str, Any] = dict.fromkeys(("word", "up", "up_bias"), {"shards": ((0, "tp"),)})
+TP_FACTS |= {"norm": {"partial": ("tp",)}, "down": {"shards": ((1, "tp"),)}}
 STAGES = [["word", "norm", "up"], ["up_bias", "down", "word"]]  # of a pipeline of 2 with a tied word embedding
 
 
@@ -116,14 +106,13 @@ def _step(optimizer: Zero1, step: int) -> float:
     return norm_sq
 
 
-def _run(case: Case, rule: str, dtype: torch.dtype) -> tuple[list[float], list[tuple[Any, ...]], dict[str, np.ndarray]]:
+def _run(case: Case, rule: str, dtype: torch.dtype) -> tuple[list[float], list[Owned], dict[str, np.ndarray]]:
     """Squared norms; the pieces; this rank's whole weights as the modules see them."""
     optimizer = _optimizer(case, rule, dtype)
     norms = [_step(optimizer, step) for step in range(STEPS)]
     optimizer.buffer.wait_gather()
-    pieces = [
-        (o.owned, o.piece.name, o.piece.box, o.piece.span, o.piece.data.double().numpy()) for o in optimizer.pieces()
-    ]
+    mine = [o.piece for o in optimizer.pieces() if o.owned]
+    pieces = [(piece.name, piece.shape, piece.box, piece.span, piece.data.double()) for piece in mine]
     layout, weights = optimizer.buffer.layout, {}
     for bucket in layout.buckets:
         for slot in bucket.slots:
@@ -137,19 +126,9 @@ def _runs(case: Case, rule: str, dtype: torch.dtype) -> list[Any]:
 
 
 def _assemble(runs: list[Any], prefix: str) -> dict[str, np.ndarray]:
-    """Whole tensors from what each rank says it owns; every element exactly once."""
-    whole = {name: np.full(shape, np.nan) for name, shape in SHAPES.items()}
-    for _, pieces, _ in runs:
-        for owned, name, box, span, data in pieces:
-            if owned and name.startswith(prefix + "/"):
-                part = whole[name.removeprefix(prefix + "/")][tuple(map(slice, box.start, box.stop))]
-                index = np.unravel_index(np.arange(span.start, span.stop), part.shape)
-                assert np.isnan(part[index]).all(), f"{name}: {box} {span} is owned twice"
-                part[index] = data
-    found = {name: values for name, values in whole.items() if not np.isnan(values).all()}
-    for name, values in found.items():
-        assert not np.isnan(values).any(), f"{prefix}/{name}: some elements are owned by nobody"
-    return found
+    """Whole tensors from what each rank says it owns."""
+    pieces = [piece for _, mine, _ in runs for piece in mine if piece[0].startswith(prefix + "/")]
+    return {name.removeprefix(prefix + "/"): whole.numpy() for name, whole in whole_of(pieces).items()}
 
 
 def _papers(rule: str, main: torch.dtype) -> dict[str, dict[str, np.ndarray]]:
@@ -223,21 +202,6 @@ def test_bf16_weights_are_the_rounded_fp32_main_weights() -> None:
             np.testing.assert_array_equal(weights[name], rounded.ravel(), err_msg=name)
 
 
-@pytest.mark.parametrize(("dtype", "per_element"), [(torch.bfloat16, 12), (torch.float32, 8)])
-def test_states_are_what_the_formula_says(dtype: torch.dtype, per_element: int) -> None:
-    """12/dp bytes per parameter in bf16 (main weight, two moments), 8/dp in fp32, where weights are the main weights."""
-    for held, size in run_ranks(2, _state_bytes, dtype):
-        assert held == per_element * size // 2
-
-
-def _state_bytes(dtype: torch.dtype) -> tuple[int, int]:
-    optimizer = _optimizer(Case(2), "adamw", dtype)
-    tensors = [t for state in optimizer.state for t in state.values()]
-    own = {flat.untyped_storage().data_ptr() for flat in optimizer.buffer.weights.flats}
-    tensors += [t for t in optimizer.main if t.untyped_storage().data_ptr() not in own]
-    return sum(t.numel() * t.element_size() for t in tensors), optimizer.buffer.layout.size
-
-
 def _one(grad: Tensor) -> Zero1:
     module = nn.Module()
     module.register_parameter("w", nn.Parameter(torch.zeros_like(grad)))
@@ -258,26 +222,6 @@ def test_one_bad_gradient_makes_the_norm_not_finite(bad: float) -> None:
     grad = torch.zeros(1000)
     grad[777] = bad
     assert not _one(grad).local_norm_sq().isfinite()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_goes_on_bit_for_bit_from_loaded_pieces(dtype: torch.dtype) -> None:
-    first, second = _optimizer(Case(1), "adamw", dtype), _optimizer(Case(1), "adamw", dtype)
-    for step in range(2):
-        _step(first, step)
-    saved = {o.piece.name: o.piece.data.clone() for o in first.pieces()}
-    assert len(saved) == len(SHAPES) * (3 if dtype == torch.float32 else 4)
-    for o in second.pieces():
-        o.piece.data.copy_(saved[o.piece.name])
-    if dtype == torch.bfloat16:
-        for flat in second.buffer.weights.flats:
-            flat.zero_()  # copies follow from the main weights
-    second.updates = first.updates
-    second.after_load()
-    assert all(map(torch.equal, first.buffer.weights.flats, second.buffer.weights.flats))
-    _step(first, 2)
-    _step(second, 2)
-    assert all(map(torch.equal, first.buffer.weights.flats, second.buffer.weights.flats))
 
 
 def test_main_weights_follow_the_weights_where_only_those_were_loaded() -> None:

@@ -66,6 +66,7 @@ def _taken(flags: str) -> tuple[int, int, int, int]:
         (1, "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
         (1, "--bf16 --optimizer sgd"),
         (1, "--optimizer sgd"),
+        (4, f"{TP} 2 --bf16 --optimizer muon --ddp-bucket-size 1000"),
         (2, "--bf16"),
         (2, "--bf16 --no-use-distributed-optimizer"),
         (2, f"{TP} 2 --ddp-bucket-size 1000"),
@@ -98,6 +99,8 @@ def test_the_first_rank_holds_the_embedding_and_fewer_layers_for_it() -> None:
     held = found.holdings[0]
     assert found.worst in range(3, 7) and held.local == 2 * layer + embedding
     assert held.state == pytest.approx(18 * held.local, rel=1e-4)
+    muon = arrange(preset(f"llama3-8b {PP} 8 --global-batch-size 32 --optimizer muon"), 8, 128256).holdings[0]
+    assert muon.state == pytest.approx(18 * embedding + 14 * 2 * layer, rel=1e-4)  # no second moment of a matrix
     with pytest.raises(
         LaunchError, match=r"weights and optimizer alone take 4\d\d\.\d GiB per rank on pipeline rank \d+"
     ):

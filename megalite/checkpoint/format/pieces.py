@@ -1,5 +1,4 @@
-"""What of a piece goes where, and whether boxes are a whole tensor. Pure. The rectangles that a piece is:
-parallel/rectangles.py."""
+"""The views of a piece's rectangles (parallel/rectangles.py), and whether boxes are a whole tensor. Pure."""
 
 from __future__ import annotations
 
