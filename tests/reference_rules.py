@@ -33,7 +33,7 @@ def step_(rule: Rule, w: Tensor, g: Tensor, state: State, *, lr: float, decay: f
     elif isinstance(rule, Lars):
         norms = w.norm(), g.norm()
         ratio = rule.trust * norms[0] / (norms[1] + decay * norms[0]) if min(norms) > 0 else 1
-        v = state["momentum_buffer"] = rule.momentum * state.get("momentum_buffer", 0) + lr * ratio * (g + decay * w)
+        v = state["velocity"] = rule.momentum * state.get("velocity", 0) + lr * ratio * (g + decay * w)
         w -= v
     else:
         betas, powers = rule.betas, (g, g * g)  # type: ignore[attr-defined]

@@ -63,7 +63,7 @@ class Lars:
 
     @property
     def states(self) -> dict[str, torch.dtype | None]:
-        return {"momentum_buffer": None}
+        return {"velocity": None}
 
     @torch.no_grad()
     def update_(self, u: Update) -> None:
@@ -73,7 +73,7 @@ class Lars:
         """To a tensor: `w` its norm, and `norm` that of the gradient."""
         ratio = torch.where((w > 0) & (norm > 0), self.trust * w / (norm + u.weight_decay * w), 1.0)
         step = u.grad[part].add_(u.param[part], alpha=u.weight_decay).mul_(ratio.to(u.grad.dtype) * u.lr)
-        u.param[part].sub_(u.state["momentum_buffer"][part].mul_(self.momentum).add_(step))
+        u.param[part].sub_(u.state["velocity"][part].mul_(self.momentum).add_(step))
 
     def second_half(self, buffer: ParamBuffer, buckets: Sequence[Bucket]) -> Finish:
         return _Norms(self, buffer, buckets).finish
