@@ -6,8 +6,8 @@
 
 Queries, keys, values, gate and up are matrices of their own, since they are stored so (nn/attention.py, nn/mlp.py).
 Each matrix is orthogonalised once, as a whole, by one rank of its stage, under every layout: what ranks own of it
-travels there and back (exchange.py), in the precision of the matmuls. Equal to NVIDIA's Emerging-Optimizers, where gate
-and up are one matrix. The state is one momentum.
+travels there and back (exchange.py), in the precision of the matmuls. The definition is that of NVIDIA's
+Emerging-Optimizers; gate and up are one matrix there. The state is one momentum.
 
 Scales of an [m, n] matrix: spectral sqrt(max(m, n)), shape_scaling sqrt(max(1, m / n)), unit_rms_norm sqrt(m / n).
 """
