@@ -331,7 +331,7 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("item", rarely(WHOLE, [WHOLE[3], WHOLE[13], WHOLE[17]], NAME, guards=("megalite/optim",)))
+@pytest.mark.parametrize("item", rarely(WHOLE, [], NAME, guards=("megalite/optim",)))
 def test_optimizers_of_whole_tensors_see_them_whole_under_every_layout(item: Row) -> None:
     """In fp64 only: Newton-Schulz magnifies the rounding of small singular values."""
     ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
