@@ -51,9 +51,8 @@ def test_every_element_comes_home_once_and_goes_back(data: st.DataObject, tp: in
     copies = [rules[kind].copies for kind, spec in laid for _ in range(math.prod(spec.shape[:-2]))]
     assert sum(m.numel for m in matrices) == sum(math.prod(spec.shape) for spec in made[:-2])
     for step in zip(*(groups for _, groups in plans), strict=True):
-        for a, here in enumerate(step):
-            for b, there in enumerate(step):
-                assert here.given[b] == there.taken[a] and here.got[b] == there.returned[a]
+        for a, b in np.ndindex(len(step), len(step)):
+            assert step[a].given[b] == step[b].taken[a] and step[a].got[b] == step[b].returned[a]
         for home in step:
             came: dict[int, list[np.ndarray]] = {}  # how often each element comes, and goes
             for which, ranks in enumerate((home.taken, home.returned)):

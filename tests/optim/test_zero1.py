@@ -139,9 +139,8 @@ def _papers(rule: str, main: torch.dtype) -> dict[str, dict[str, np.ndarray]]:
             of, g = RULES[rule][w.dim() > 1] or RULES[rule][0], _values(100 + step)[name].to(main) * SCALE
             step_(of, w, g, states[name], lr=LR, decay=DECAY * (w.dim() > 1), step=step + 1)
     result = {"model": {name: w.numpy() for name, w in weights.items()}}
-    for name, state in states.items():
-        for kind, values in state.items():
-            result.setdefault(f"optimizer.{kind}", {})[name] = values.numpy()
+    for name, kind, values in ((name, *one) for name, state in states.items() for one in state.items()):
+        result.setdefault(f"optimizer.{kind}", {})[name] = values.numpy()
     return result
 
 
