@@ -19,6 +19,7 @@ import torch
 from cover import cover, pairs_of, rarely
 from ranks import run_ranks
 from train_cases import BORDERS
+from whole import whole_of
 
 from megalite.config import cli
 from megalite.kernels.dispatch import runs_triton
@@ -83,6 +84,7 @@ def row(name: str, world: int, model: str, *, tp: int = 1, pp: int = 1, vpp: int
 
 
 NOZERO = "--no-use-distributed-optimizer"
+COPIES = "--check-weight-hash-across-dp-replicas-interval 1"
 COUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 ENDS = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
 BARE = "--pipeline-model-parallel-layout E|ttttL"
@@ -256,25 +258,14 @@ def _parts(flags: str, dtype: str | None) -> tuple[list[float], list[float], lis
     for entry in run.optimizer.pieces():
         piece = entry.piece
         if entry.owned and piece.name.startswith("model/"):
-            pieces.append((piece.name, piece.shape, piece.box, piece.span, piece.data.double().numpy().copy()))
+            pieces.append((piece.name, piece.shape, piece.box, piece.span, piece.data.double().clone()))
     run.data.close()
     return [r.loss for r in results], [r.grad_norm for r in results], pieces
 
 
 def _assemble(parts: list[tuple]) -> Trained:
-    weights: dict[str, np.ndarray] = {}
-    boxes: dict[tuple, np.ndarray] = {}
-    for _, _, pieces in parts:
-        for name, shape, box, span, data in pieces:
-            flat = boxes.setdefault((name, shape, box), np.full(box.numel, np.nan))
-            assert np.isnan(flat[span.start : span.stop]).all(), f"{name} {box} {span} is owned twice"
-            flat[span.start : span.stop] = data
-    for (name, shape, box), flat in boxes.items():
-        whole = weights.setdefault(name, np.full(shape, np.nan))
-        whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = flat.reshape(box.shape)
-    for name, whole in weights.items():
-        assert not np.isnan(whole).any(), f"{name}: some elements are owned by nobody"
-    return Trained(parts[0][0], parts[0][1], weights)
+    owned = whole_of(piece for _, _, pieces in parts for piece in pieces)
+    return Trained(parts[0][0], parts[0][1], {name: whole.numpy() for name, whole in owned.items()})
 
 
 def _both(flags: str) -> list[tuple]:
@@ -366,6 +357,35 @@ def test_a_scaled_loss_has_its_backward_split() -> None:
     """In fp64 only: weights that are fp16 differ by their rounding."""
     item = row("gpt split pp2, scaled loss", 2, GPT, pp=2, extra=f"{SPLIT} --fp16 --initial-loss-scale 1024")
     _compare(item, "float64", FP64, 1e-9)
+
+
+RULES = {
+    "muon": " --optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2",
+    "lamb": " --optimizer lamb --make-vocab-size-divisible-by 1",
+    "lars": " --optimizer lars --lars-trust-coefficient 0.1",
+}
+SKIPS = " --fp16 --hysteresis 1 --initial-loss-scale 6.7e153"  # whose squared norm is too large in the first step
+WHOLE = [
+    row(f"{rule} {name}", world, model + flags, **sizes)
+    for rule, flags in RULES.items()
+    for name, world, model, sizes in (
+        ("tp2", 2, GPT, dict(tp=2)),
+        ("dp4 tiny buckets, a step skipped", 4, LLAMA + SKIPS, dict(extra="--ddp-bucket-size 500")),
+        ("pp2 vpp2", 2, QWEN + RATES, dict(pp=2, vpp=2)),
+        ("tp2 dp2, a matrix cut by both", 4, LLAMA, dict(tp=2)),
+        ("tp4 groups 2 replicated", 4, LLAMA + " --global-batch-size 4", dict(tp=4)),
+        ("tp2 pp2 dp2 vpp2 tied", 8, GPT, dict(tp=2, pp=2, vpp=2)),
+        ("tp2 dp2 ddp, copies compared", 4, LLAMA, dict(tp=2, extra=f"{NOZERO} {COPIES}")),
+        ("pp2 dp2, no layer but the embedding's", 4, GPT, dict(pp=2, extra=BARE)),
+    )
+]
+
+
+@pytest.mark.parametrize("item", rarely(WHOLE, [], NAME, guards=("megalite/optim",)))
+def test_optimizers_of_whole_tensors_see_them_whole_under_every_layout(item: Row) -> None:
+    """In fp64 only: Newton-Schulz magnifies the rounding of small singular values."""
+    ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
+    _same(item, ranks, "float64", FP64, 1e-9)
 
 
 FEW = " --num-layers 2 --micro-batch-size 1 --global-batch-size 2 --seq-length 6"  # a program is a Python call there

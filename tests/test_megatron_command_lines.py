@@ -108,6 +108,6 @@ def test_what_starts_is_what_is_claimed() -> None:
     assert len(gpt) == 79 and sum(not line["refused"] for line in gpt) >= 0.7 * len(gpt)
     known = "context_parallel_size|experts|FP8 and FP4|multi-latent attention|multi-token prediction|FSDP|hybrid models"
     known += "|experimental attention|distillation|elastic models|architecture|offloading|layer specs"
-    # muon; Transformer Engine's; of experts and multi-latent attention; with a place for multi-token prediction
-    known += "|optimizer|cuda_graph_impl|recompute_modules|pipeline_model_parallel_layout"
+    # Transformer Engine's; of experts and multi-latent attention; with a place for multi-token prediction
+    known += "|cuda_graph_impl|recompute_modules|pipeline_model_parallel_layout"
     assert missing <= {*known.split("|")}, missing

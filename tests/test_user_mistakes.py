@@ -72,7 +72,7 @@ MISTAKES = {
         "lr_decay_style='cosin' is not one of constant, linear, cosine, inverse-square-root, WSD; did you mean cosine?",
         "activation='gleu' is not one of gelu, gelu_erf, squared_relu, swiglu; did you mean gelu?",
         "normalization='rms_norm' is not one of LayerNorm, RMSNorm; did you mean RMSNorm?",
-        "optimizer=lion is not supported: there is AdamW and SGD; use adam",
+        "optimizer=lion is not supported: there is AdamW, SGD, Muon, LAMB and LARS; use adam or muon",
         "hidden_size=100 is not a multiple of num_attention_heads=8: use 96 or 112, or set --kv-channels",
         "unknown flag --ddp; use --nproc N; ranks beyond tp x pp are data parallel",
         "'250B:1536' behind --step-batch-size-schedule 0:6; quote a value",

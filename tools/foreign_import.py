@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.pieces import intersect
 from megalite.checkpoint.format.tensor_file import cut
 from megalite.checkpoint.offline import Item, write_checkpoint
 from megalite.checkpoint.storage.location import Location, folder_of
 from megalite.checkpoint.storage.protocol import steps_in
 from megalite.interop.convert import Foreign
 from megalite.interop.rules import Specs, split
+from megalite.parallel.rectangles import intersect
 from megalite.parallel.spec import Box, ParamSpec
 
 FILE_BYTES = 4 << 30  # of a checkpoint that is made here

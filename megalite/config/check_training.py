@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from megalite.config.options import Config, OptimConfig, TrainConfig
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.problem import Problem, Say
 
 RECOMPUTED = ("core_attn", "layernorm", "mlp")
+QUINTIC = 5  # steps that belong together (kernels/newton_schulz.py)
 _OF_EXPERTS = ("moe", "shared_experts")  # Megatron-LM takes these of a dense model, which has none
 
 
@@ -33,9 +35,14 @@ def training_problems(config: Config, say: Say) -> Iterator[Problem]:
 
 
 def training_effects(config: Config, say: Say) -> Iterator[Problem]:
-    p, t = config.parallel, config.train
+    o, p, t = config.optim, config.parallel, config.train
     if p.split_backward and p.pipeline_model_parallel_size == 1:
         yield say("{split_backward} has no effect with {=pipeline_model_parallel_size}: there is no bubble to fill")
+    for field in fields(o):
+        if field.name.startswith("muon_") and getattr(o, field.name) != field.default and not o.is_muon:
+            yield say("{=option} has no effect without {--optimizer} muon", option=field.name)
+    if o.lars_trust_coefficient != 0.001 and o.optimizer != "lars":
+        yield say("{=lars_trust_coefficient} has no effect without {--optimizer} lars")
     if t.step_batch_size_schedule is not None and t.train_iters is not None:
         yield say(
             "{step_batch_size_schedule} with {train_iters}: an iteration of warm-up and decay counts {micro_batch_size}"
@@ -99,6 +106,11 @@ def _optimizer(o: OptimConfig, say: Say) -> Iterator[Problem]:
         if getattr(o, name) == "bf16" and (o.optimizer != "adam" or o.optimizer_impl == "apex"):
             text = "{=option} is for the AdamW that is built in; use {--optimizer} adam, {--optimizer-impl} auto"
             yield say(text, option=name)
+    if o.optimizer_impl == "apex" and o.sees_whole_tensors:
+        yield say("{=optimizer_impl} is an AdamW, and {=optimizer} is not; use auto")
+    if o.is_muon and o.muon_coefficient_type == "quintic" and o.muon_num_ns_steps % QUINTIC:
+        text = "{=muon_num_ns_steps} is no multiple of quintic's {n}; use {n}, or {--muon-coefficient-type} simple"
+        yield say(text, n=QUINTIC)
 
 
 def _batches(t: TrainConfig, seq_length: int, say: Say) -> Iterator[Problem]:

@@ -82,13 +82,13 @@ class TrainConfig:
 class OptimConfig:
     optimizer: str = training(
         "adam",
-        "adam is AdamW",
-        choices=("adam", "sgd"),
+        "adam is AdamW; muon updates matrices, and AdamW the rest; dist_muon is muon",
+        choices=("adam", "sgd", "muon", "dist_muon", "lamb", "lars"),
         refused={
             "adamw": "adam is AdamW here; use adam",
             **dict.fromkeys(
-                ("adafactor", "adagrad", "dist_muon", "lamb", "lion", "muon", "rmsprop", "shampoo", "soap", "sophia"),
-                "only AdamW and SGD are; use adam",
+                ("adafactor", "adagrad", "adaptive_muon", "lion", "rmsprop", "shampoo", "soap", "sophia"),
+                "there is AdamW, SGD, Muon, LAMB and LARS; use adam or muon",
             ),
         },
     )
@@ -124,7 +124,33 @@ class OptimConfig:
     adam_eps: float = training(1e-8, "added to the root of the second moment")
     exp_avg_dtype: str = training("fp32", "first moment; bf16: rounded stochastically", choices=("fp32", "bf16"))
     exp_avg_sq_dtype: str = training("fp32", "second moment; bf16: rounded stochastically", choices=("fp32", "bf16"))
-    sgd_momentum: float = training(0.9, "momentum of sgd")
+    sgd_momentum: float = training(0.9, "momentum of sgd and of lars")
+    muon_momentum: float = training(0.95, "of muon", below=(1, "is not below 1; use 0.9 to 0.95"))
+    muon_nesterov: bool = training(False, "muon orthogonalises the gradient and its momentum, Nesterov's look ahead")
+    muon_num_ns_steps: int = training(5, "Newton-Schulz steps of muon", above=0)
+    muon_coefficient_type: str = training("quintic", "of these steps", choices=("simple", "quintic", "polar_express"))
+    muon_scale_mode: str = training(
+        "spectral", "size of muon's update of [m, n]", choices=("spectral", "shape_scaling", "unit_rms_norm")
+    )
+    muon_extra_scale_factor: float = training(1.0, "times this; 0.2 with spectral: as large as AdamW's", above=0)
+    muon_fp32_matmul_prec: str = training(
+        "medium", "of Newton-Schulz and what travels for it; medium: bf16, high: fp32", choices=("medium", "high")
+    )
+    lars_trust_coefficient: float = training(0.001, "of lars, eta: update per weight at a rate of 1", above=0)
+
+    @property
+    def is_muon(self) -> bool:
+        return self.optimizer in ("muon", "dist_muon")
+
+    @property
+    def apart(self) -> dict[str, bool]:
+        """What lies in buckets of its own (optim/layout.py: lay_out)."""
+        return {"decoupled": self.decoupled_lr is not None, "matrices": self.is_muon}
+
+    @property
+    def sees_whole_tensors(self) -> bool:
+        """Ranks of a stage exchange for the update."""
+        return self.is_muon or self.optimizer in ("lamb", "lars")
 
 
 @dataclass(frozen=True)

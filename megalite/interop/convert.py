@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.pieces import inside, intersect, views
+from megalite.checkpoint.format.pieces import views
 from megalite.checkpoint.offline import Checkpoint
 from megalite.config.check import check
 from megalite.config.console import told
 from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.interop.rules import Recipe, Specs, join, split
+from megalite.parallel.rectangles import inside, intersect
 from megalite.parallel.spec import Box, Piece
 
 # options of a run beside its model, so that `check` finds the model's problems alone

@@ -62,7 +62,10 @@ class Embedding(nn.Module):
         self.position = None
         if positions is not None:
             size = spec.shape[1]
-            self.position = make(ParamSpec("embedding.position", (positions, size), partial=("tp",), init=spec.init))
+            shape = (positions, size)
+            self.position = make(
+                ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
+            )
 
     def forward(self, tokens_SB: Tensor, sample_ids_B: Tensor, step: int, positions_SB: Tensor | None = None) -> Tensor:
         """`positions_SB`: the learned positions of the tokens; None: 0 .. S - 1."""

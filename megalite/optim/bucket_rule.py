@@ -15,12 +15,13 @@ out within a set of ranks, and what the optimizer keeps is shared out over all o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megalite.optim.layout import Bucket, Kind, Layout, Part, Slot
 from megalite.parallel.mesh import Axis, Mesh
+from megalite.parallel.spec import OWNERS
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class BucketRule:
     ends     and at last, where the parameter is tied, over the pipeline's ends
     moved_as the dtype of the whole gradient on its way; None: its own
     copies   ranks that own each element
+    owners   what the mesh calls `shard` and `replica`, which may have the names of other axes with the same ranks
     """
 
     shard: Axis
@@ -43,6 +45,7 @@ class BucketRule:
     ends: Axis | None
     moved_as: torch.dtype | None
     copies: int
+    owners: tuple[str, str]
 
     @property
     def is_shared_out(self) -> bool:
@@ -62,6 +65,12 @@ class BucketRule:
         held = self.held(bucket)
         size = len(held) // self.outer.size
         return held[self.outer.rank * size : (self.outer.rank + 1) * size]
+
+    def seen_from(self, position: Mapping[str, int]) -> BucketRule:
+        """The rule of the rank of the stage that is at `position`."""
+        shard, replica = (position[name] for name in self.owners)
+        outer = replace(self.outer, rank=replica) if self.outer.size > 1 else self.outer
+        return replace(self, shard=replace(self.shard, rank=shard), outer=outer)
 
     def owned_part(self, bucket: Bucket, slot: Slot) -> Part:
         """Of the parameter in `slot` what this rank owns, maybe nothing."""
@@ -94,4 +103,5 @@ def _rule(kind: Kind, mesh: Mesh, reduce_in_bf16: bool, once_more: bool) -> Buck
         ends=mesh.ends if kind.tied else None,
         moved_as=torch.bfloat16 if reduce_in_bf16 else None,
         copies=kind.replicas * replica.size // outer.size,
+        owners=OWNERS[kind.home],
     )

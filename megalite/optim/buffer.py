@@ -30,13 +30,10 @@ DEFAULT_BUCKET_SIZE = 40_000_000  # elements
 
 
 def lay_out_chunks(
-    chunks: Sequence[nn.Module],
-    mesh: Mesh,
-    bucket_size: int | None = None,
-    decoupled: bool = False,
-    by_unit: bool = False,
+    chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, **apart: bool
 ) -> tuple[list[nn.Parameter], Layout]:
-    """The parameters of `chunks`, each once, and where they lie: entry i of the layout is parameter i."""
+    """The parameters of `chunks`, each once, and where they lie: entry i of the layout is parameter i. `apart`: what
+    lies apart (optim/layout.py: lay_out)."""
     found: dict[int, tuple[int, nn.Parameter]] = {}
     for chunk, module in enumerate(chunks):
         for p in module.parameters():
@@ -44,7 +41,7 @@ def lay_out_chunks(
     parameters = [p for _, p in found.values()]
     entries = [Entry(spec_of(p), p.numel(), chunk, unit_of(p)) for chunk, p in found.values()]
     size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
-    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, decoupled=decoupled, by_unit=by_unit)
+    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, **apart)
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,8 @@ class ParamBuffer:
     """Takes over the storage of all parameters of `chunks` (modules whose parameters carry `.spec`).
 
     reduce_in_bf16  the first sum moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
-    decoupled       embedding and head have a learning rate of their own
     shared          what comes and goes
+    apart           what lies in buckets of its own
     """
 
     def __init__(
@@ -78,11 +75,11 @@ class ParamBuffer:
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
         reduce_in_bf16: bool = False,
-        decoupled: bool = False,
         shared: Shared = Shared(),  # noqa: B008 (frozen)
+        **apart: bool,
     ):
         self.every_run, self.by_chunk = shared.stage > 1, shared.by_chunk
-        self.parameters, self.layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled, shared.stage > 1)
+        self.parameters, self.layout = lay_out_chunks(chunks, mesh, bucket_size, by_unit=shared.stage > 1, **apart)
         parameters, layout = self.parameters, self.layout
         dtypes, device = {p.dtype for p in parameters}, parameters[0].device
         if len(dtypes) != 1:

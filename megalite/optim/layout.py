@@ -40,7 +40,8 @@ class Entry:
 class Kind:
     """What all parameters of a bucket have in common (parallel/spec.py). `partial`: of axes that have other ranks.
     `replicas`: ranks that hold each element, the data axis aside. `decoupled`: the learning rate is that of embedding
-    and head. `unit`: of the model, whose matrices they are, where these come and go together; "": they stay."""
+    and head. `matrix`: they are matrices, which the optimizer updates as such. `unit`: of the model, whose matrices and
+    tables they are, where these come and go together; "": they stay."""
 
     home: str
     partial: tuple[str, ...]
@@ -48,6 +49,7 @@ class Kind:
     decay: bool
     decoupled: bool
     replicas: int
+    matrix: bool = False
     unit: str = ""
 
 
@@ -113,17 +115,11 @@ class Layout:
         return "\n".join(lines)
 
 
-def lay_out(
-    entries: Sequence[Entry],
-    *,
-    bucket_size: int,
-    sizes: Mapping[str, int],
-    decoupled: bool = False,
-    by_unit: bool = False,
-) -> Layout:
+def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, int], **apart: bool) -> Layout:
     """Lay the entries (in order of use) into buckets of at least `bucket_size` elements (the last of a kind: less).
-    `sizes`: of the axes (absent: 1). `decoupled`: embedding and head have a learning rate of their own. `by_unit`: the
-    matrices of each unit are a bucket, whatever their size.
+    `sizes`: of the axes (absent: 1). `apart`: `decoupled`, embedding and head have a learning rate of their own;
+    `matrices`, the optimizer has another rule for these; `by_unit`, those of each unit that have two dims are a bucket,
+    whatever their size.
 
     Buckets of a chunk are in the order in which backward fills them: that of their last members.
     """
@@ -135,8 +131,8 @@ def lay_out(
             entry = entries[index]
             if entry.chunk != chunk:
                 continue
-            unit = entry.unit if by_unit and entry.spec.is_matrix else ""
-            kind = _kind(entry.spec, sizes, decoupled, unit)
+            kind = _kind(entry, sizes, **apart)
+            unit = kind.unit
             members = open_slots.setdefault(kind, [])
             members.append(index)
             if not unit and sum(entries[i].numel for i in members) >= bucket_size:
@@ -151,9 +147,14 @@ def lay_out(
     return Layout(tuple(entries), tuple(buckets))
 
 
-def _kind(spec: ParamSpec, sizes: Mapping[str, int], decoupled: bool, unit: str) -> Kind:
+def _kind(
+    entry: Entry, sizes: Mapping[str, int], decoupled: bool = False, matrices: bool = False, by_unit: bool = False
+) -> Kind:
+    spec = entry.spec
     partial = tuple(axis for axis in spec.partial if sizes.get(axis, 1) > 1)
-    return Kind(spec.home, partial, spec.tied, spec.decay, spec.vocabulary and decoupled, spec.replicas(sizes), unit)
+    rate, matrix = spec.vocabulary and decoupled, spec.is_matrix and matrices
+    unit = entry.unit if by_unit and spec.is_2d else ""
+    return Kind(spec.home, partial, spec.tied, spec.decay, rate, spec.replicas(sizes), matrix, unit)
 
 
 def _up(n: int, multiple: int) -> int:

@@ -1,13 +1,18 @@
-"""What an optimizer is here: a rule for how one flat tensor of main weights moves (optim/adamw.py, optim/sgd.py)."""
+"""What an optimizer is here: a rule for how one flat tensor of main weights moves (optim/adamw.py, optim/sgd.py), or
+one in two halves, with an exchange of ranks between them, for whole tensors (optim/muon.py, optim/lamb.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megalite.optim.buffer import ParamBuffer
+    from megalite.optim.layout import Bucket
 
 
 @dataclass(frozen=True)
@@ -37,3 +42,15 @@ class Rule(Protocol):
     def states(self) -> Mapping[str, torch.dtype | None]: ...
 
     def update_(self, u: Update) -> None: ...
+
+
+Finish = Callable[[Sequence[Update]], None]
+
+
+@runtime_checkable
+class WholeRule(Rule, Protocol):
+    """A rule for whole tensors: `update_` makes of a bucket's gradient what the tensors are to be judged by, and moves
+    no weight. Then, once a step, what `second_half` returned gets the updates of all `buckets` of `buffer` that have
+    the rule, in their order, and moves the weights; collective over the stage."""
+
+    def second_half(self, buffer: ParamBuffer, buckets: Sequence[Bucket]) -> Finish: ...

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalite.kernels.grad_norm import sum_of_squares
 from megalite.optim.buffer import ParamBuffer
-from megalite.optim.rule import Rule, Update
+from megalite.optim.rule import Finish, Rule, Update, WholeRule
 from megalite.parallel.spec import Piece
 
 
@@ -32,18 +32,25 @@ class Owned:
 
 
 class Zero1:
-    """`rule` applied to what `buffer` says this rank owns. `updates` counts the steps taken, skipped ones excluded."""
+    """`rule` applied to what `buffer` says this rank owns. `updates` counts the steps taken, skipped ones excluded.
+    `matrix_rule`: of the buckets that are laid out as matrices."""
 
-    def __init__(self, buffer: ParamBuffer, rule: Rule):
-        self.buffer, self.rule, self.updates = buffer, rule, 0
+    def __init__(self, buffer: ParamBuffer, rule: Rule, matrix_rule: Rule | None = None):
+        self.buffer, self.updates = buffer, 0
+        self.kept_by = rule, matrix_rule or rule
+        self.rules = [self.kept_by[bucket.kind.matrix] for bucket in buffer.layout.buckets]
         self.same = buffer.weights.dtype == buffer.grads.dtype  # then main weights are the weights
         self.main: list[Tensor] = []
         self.state: list[dict[str, Tensor]] = []
-        for bucket in buffer.layout.buckets:
+        for bucket, of in zip(buffer.layout.buckets, self.rules, strict=True):
             weight = buffer.weights.owned(bucket)
             main = weight if self.same else weight.to(buffer.grads.dtype)
             self.main.append(main)
-            self.state.append({name: torch.zeros_like(main, dtype=dtype) for name, dtype in rule.states.items()})
+            self.state.append({name: torch.zeros_like(main, dtype=dtype) for name, dtype in of.states.items()})
+        self.second_halves: list[tuple[list[int], Finish]] = []  # of a rule: the buckets that have it
+        for rule in (rule for rule in dict.fromkeys(self.kept_by) if isinstance(rule, WholeRule)):
+            mine = [b for b, of in enumerate(self.rules) if of is rule]
+            self.second_halves.append((mine, rule.second_half(buffer, [buffer.layout.buckets[b] for b in mine])))
 
     def local_norm_sq(self) -> Tensor:
         """This rank's share of the squared gradient norm, fp64 scalar; unscaled sums of gradients. NaN and inf stay."""
@@ -73,13 +80,17 @@ class Zero1:
     def step(self, *, lr: float, weight_decay: float, scale: float, decoupled_lr: float = 0.0) -> None:
         """Update by scale * gradient; then `buffer.gather()` spreads the weights. The gradients are used up.
         `decoupled_lr`: of the buckets that are laid out so."""
-        self.updates += 1
+        self.updates, updates = self.updates + 1, []
         for bucket, main, state in zip(self.buffer.layout.buckets, self.main, self.state, strict=True):
             decay = weight_decay if bucket.kind.decay else 0.0
             grad = self.buffer.grads.owned(bucket)
             copy = None if self.same else self.buffer.weights.owned(bucket)
             rate = decoupled_lr if bucket.kind.decoupled else lr
-            self.rule.update_(Update(main, grad, state, rate, decay, self.updates, scale, copy))
+            updates.append(Update(main, grad, state, rate, decay, self.updates, scale, copy))
+        for rule, update in zip(self.rules, updates, strict=True):
+            rule.update_(update)
+        for mine, finish in self.second_halves:
+            finish([updates[b] for b in mine])
 
     def pieces(self) -> list[Owned]:
         """Everything a checkpoint needs of this rank, as views that loading may write: names are
@@ -108,7 +119,11 @@ class Zero1:
 
     def kinds(self) -> dict[str, str]:
         """The first parts of the names of `pieces` -> dtype; the same on all ranks, whatever they own."""
-        return {kind: str(flat.dtype)[6:] for kind, flat in self._flats(0).items()}
+        weights, main = self.buffer.weights.dtype, self.buffer.grads.dtype
+        kinds = {"model": weights} | ({} if self.same else {"optimizer.main": main})
+        for rule in self.kept_by:
+            kinds |= {f"optimizer.{name}": dtype or main for name, dtype in rule.states.items()}
+        return {kind: str(dtype)[6:] for kind, dtype in kinds.items()}
 
     def after_load(self, main_loaded: bool = True) -> None:
         """Make the copies agree after `pieces()` were written: weights from main weights, or the other way round."""

@@ -16,6 +16,7 @@ all-reduce of which one part is kept.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,6 +117,16 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Sum `x` over the axis, in place."""
     with axis.begin("all-reduce", x) as call:
         return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), None, call)
+
+
+def start_all_to_all(x: Tensor, given: Sequence[int], got: Sequence[int], axis: Axis) -> Pending:
+    """Flat: the first `given[0]` elements go to the first rank, and so on; `got[r]` come from rank r, in axis order."""
+    if axis.group is None:
+        return Pending(x)
+    out = x.new_empty(sum(got))
+    with axis.begin("all-to-all", x) as call:
+        work = dist.all_to_all_single(out, x, list(got), list(given), group=axis.group, async_op=True)
+    return Pending(out, work, x, call)
 
 
 def start_message(x: Tensor, axis: Axis, at: int, op: str, mark: int = 0) -> Pending:

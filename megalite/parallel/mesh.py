@@ -28,12 +28,13 @@ from megalite.config.environment import override
 from megalite.parallel.calls import Call, Calls
 from megalite.parallel.clock import Clock
 from megalite.parallel.shared_memory import SharedMemory, Transport
+from megalite.parallel.spec import OWNERS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 PLANNED: Final = "planned"
-AXES: Final = ("pp", "dp", "cp", "tp", "data", "shard", "replica") + (
+AXES: Final = ("pp", "dp", "cp", "tp", "stage", "data", "shard", "replica") + (
     ("edp", "ep", "etp", "expert_shard", "expert_replica", "ends")
 )
 
@@ -99,6 +100,7 @@ class Axis:
 class Mesh:
     """All axes of the run, and the device this rank computes on.
 
+    stage             dp x cp x tp: the ranks of a pipeline position; only planned unless it is asked for
     data              dp x cp: the ranks over which gradients are summed
     shard, replica    split data: ranks that shard the optimizer's state, and copies of such a set of ranks
     edp, ep, etp      the ranks of dp x cp x tp, for experts: copies, different experts, shards of each expert
@@ -111,6 +113,7 @@ class Mesh:
     dp: Axis = field(default_factory=lambda: Axis("dp"))
     cp: Axis = field(default_factory=lambda: Axis("cp"))
     tp: Axis = field(default_factory=lambda: Axis("tp"))
+    stage: Axis = field(default_factory=lambda: Axis("stage"))
     data: Axis = field(default_factory=lambda: Axis("data"))
     shard: Axis = field(default_factory=lambda: Axis("shard"))
     replica: Axis = field(default_factory=lambda: Axis("replica"))
@@ -136,7 +139,8 @@ class Mesh:
 
     def owners(self, home: str) -> tuple[Axis, Axis]:
         """(shard, replica) for parameters of that home (parallel/spec.py: HOMES)."""
-        return (self.shard, self.replica) if home == "dense" else (self.expert_shard, self.expert_replica)
+        shard, replica = OWNERS[home]
+        return self.axis(shard), self.axis(replica)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -163,6 +167,23 @@ class Mesh:
         """This rank's name in errors and logs: `rank 5 (pp 1, dp 0, tp 1)`."""
         where = ", ".join(f"{k} {self.axis(k).rank}" for k in ("pp", "dp", "cp", "tp") if self.axis(k).size > 1)
         return f"rank {self.world.rank}" + (f" ({where})" if where else "")
+
+
+def stage_positions(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Of every rank of a stage, in the order of its axis: where it is on the axes that split or share out parameters.
+
+    >>> [(at["data"], at["tp"], at["ep"]) for at in stage_positions({"stage": 4, "tp": 2, "ep": 2, "shard": 2})]
+    [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
+    """
+    of = lambda name: sizes.get(name, 1)  # noqa: E731
+    positions = []
+    for rank in range(of("stage")):
+        data, edp = rank // of("tp"), rank // (of("ep") * of("etp"))
+        at = {"stage": rank, "tp": rank % of("tp"), "data": data, "etp": rank % of("etp"), "edp": edp}
+        at |= {"ep": rank // of("etp") % of("ep"), "shard": data % of("shard"), "replica": data // of("shard")}
+        at |= {"expert_shard": edp % of("expert_shard"), "expert_replica": edp // of("expert_shard")}
+        positions.append(at)
+    return positions
 
 
 def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool = False) -> list[list[list[list[int]]]]:
@@ -195,6 +216,7 @@ class Sizes(TypedDict, total=False):
     ep, etp    for experts; ep None: there are none, and their axes are only planned unless another axis has the ranks
     instances  the number of sets of ranks into which data and edp are split, each with the whole optimizer state; None:
                every rank has the whole state
+    stage      whether the ranks of a stage exchange as one
     """
 
     tp: int
@@ -204,6 +226,7 @@ class Sizes(TypedDict, total=False):
     etp: int
     instances: int | None
     dp_outermost: bool
+    stage: bool
 
 
 def build_mesh(
@@ -262,7 +285,7 @@ class _Groups:
         axis = replace(axis, transport=group)
         if own:
             return axis
-        if self.memory and name != "pp":  # collective over the axis
+        if self.memory and name not in ("pp", "stage"):  # collective over the axis
             axis = replace(axis, transport=SharedMemory.open(group, axis.rank, size) or group)
         return self.axes.setdefault(rank_sets, axis)
 
@@ -300,6 +323,7 @@ def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:
     add_data_axes(grid.flatten(1, 2), ("data", "replica", "shard"))
     add_data_axes(experts, ("edp", "expert_replica", "expert_shard"), planned=planned)
     axes |= {name: groups.along(name, experts, dim, planned=planned) for dim, name in ((2, "ep"), (3, "etp"))}
+    axes["stage"] = groups.along("stage", stage, 1, planned=not sizes.get("stage"))
     axes["pp_back"] = groups.along("pp_back", grid, 0, own=True)
     axes["ends"] = groups.along("ends", grid[[0, -1]] if pp > 1 else grid, 0, own=True)
     return Mesh(**axes, world=groups.world, clock=groups.clock)

@@ -30,6 +30,8 @@ Init = Normal | Constant
 
 # home -> the axis over which gradients are summed, and the axes that split or copy the parameter
 HOMES: Mapping[str, tuple[str, tuple[str, ...]]] = {"dense": ("data", ("tp",)), "expert": ("edp", ("ep", "etp"))}
+# home -> ranks that share out what is kept of it, and ranks that keep the same
+OWNERS: Mapping[str, tuple[str, str]] = {"dense": ("shard", "replica"), "expert": ("expert_shard", "expert_replica")}
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class ParamSpec:
     init    how the whole tensor is drawn; bits do not depend on the layout (see parallel/rng.py)
     decay   whether weight decay applies
     vocabulary  whether it is the word embedding or the head, which can have a learning rate of their own
+    looked_up   whether its rows are picked by an index, so that it is no matrix of a product: embeddings
     tied    a second copy of this parameter lives at the other end of the pipeline; both copies carry the flag,
             and only when the pipeline has more than one rank
     stacked dim 0 counts matrices that are used as one, [2, F, D] for gate and up: split, drawn and known to other
@@ -79,6 +82,7 @@ class ParamSpec:
     init: Init = field(default_factory=lambda: Normal(0.02))
     decay: bool = True
     vocabulary: bool = False
+    looked_up: bool = False
     tied: bool = False
     stacked: bool = False
     block: int = 128
@@ -86,14 +90,25 @@ class ParamSpec:
     offset: float = 0.0
 
     @property
-    def is_matrix(self) -> bool:
-        """Whether it is one, or several that are stacked: what takes nearly all of a model's memory."""
+    def is_2d(self) -> bool:
+        """Whether it is a matrix or a table, or several that are stacked: nearly all of a model's memory."""
         return len(self.shape) - self.stacked > 1
 
     @property
     def block_dim(self) -> int:
         """The dim along which initial values are drawn in blocks: the sharded dim, or the dim of the rows."""
         return self.shards[0][0] if self.shards else int(self.stacked)
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors of one shape are stored as this one, along dim 0."""
+        return self.shape[0] if self.stacked else 1
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether its last two dims are a matrix that something is multiplied by, and all before count such. Not the
+        word embedding, the head and positions."""
+        return len(self.shape) - self.stacked > 1 and not (self.vocabulary or self.looked_up)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

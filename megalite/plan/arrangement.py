@@ -27,13 +27,13 @@ from megalite.config.pattern import read_batch_schedule
 from megalite.config.stage_layers import given_stages
 from megalite.models.gpt import Block, Recompute, Stage
 from megalite.models.specs import specs_of
-from megalite.nn.parameter import Maker
+from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import lay_out_chunks
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulated, Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
-from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, sharing
+from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, kept_of, sharing
 from megalite.plan.kinds import Setting
 from megalite.plan.partition import evenly, fastest, ranges, splits
 from megalite.plan.stage_costs import StageCosts, stage_costs
@@ -73,7 +73,8 @@ class Arrangement:
         """The sizes that parallel/mesh.py makes a mesh of."""
         p = self.config.parallel
         instances = p.num_distributed_optimizer_instances if p.shared_out else None
-        return Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, dp_outermost=p.use_tp_pp_dp_mapping)
+        more = dict(dp_outermost=p.use_tp_pp_dp_mapping, stage=self.config.optim.sees_whole_tensors)
+        return Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, **more)
 
     @property
     def sharing(self) -> Sharing:
@@ -299,17 +300,15 @@ class Arrangement:
         first = plan_mesh(self.world, 0, **self.sizes)
         return plan_mesh(self.world, first.pp.ranks[rank], **self.sizes) if rank else first
 
-    @property
-    def bytes_of_element(self) -> tuple[int, int, int]:
-        o = self.config.optim
-        states = ("fp32",) if o.optimizer == "sgd" else (o.exp_avg_dtype, o.exp_avg_sq_dtype)
-        return element_bytes(self.dtype, states)
+    def bytes_of_element(self, matrix: bool = True) -> tuple[int, int, int]:
+        """Of a matrix, as most are, or not of one."""
+        return element_bytes(self.dtype, kept_of(self.config.optim, matrix))
 
     def _holding(self, rank: int) -> Holding:
-        mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
-        chunks, p = build_stages(self, mesh, self.dtype, meta=True), self.config.parallel
-        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, decoupled, p.shared_out > 1)
-        return Holding.of(layout, Shares.of(p, mesh), self.bytes_of_element)
+        mesh, p, o = self._mesh(rank), self.config.parallel, self.config.optim
+        chunks = build_stages(self, mesh, self.dtype, meta=True)
+        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=p.shared_out > 1, **o.apart)
+        return Holding.of(layout, mesh, Shares.of(p, mesh), self.bytes_of_element, o)
 
     @cached_property
     def elements(self) -> tuple[int, ...]:
@@ -321,15 +320,18 @@ class Arrangement:
     @cached_property
     def module_bytes(self) -> ModuleBytes:
         """Without the layout's padding, which `holdings` has."""
-        make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
+        make = Maker(self._mesh(0), self.dtype, 0, meta=True)
         first, last = (build_stage(self, make, [range(0), range(0)], number) for number in (0, 1))
         shares = Shares.of(self.config.parallel, make.mesh)
-        each = weight / shares.weights + gradient / shares.gradients + state / shares.optimizer
+
+        def each(matrix: bool) -> float:
+            weight, gradient, state = self.bytes_of_element(matrix)
+            return weight / shares.weights + gradient / shares.gradients + state / shares.optimizer
 
         def of(module: nn.Module | None) -> float:
-            return each * sum(p.numel() for p in module.parameters()) if module is not None else 0.0
+            return sum(each(spec.is_matrix) * p.numel() for spec, p in named_specs(module)) if module else 0.0
 
-        layers = Sums([[each * numel] for numel in self.elements])
+        layers = Sums([[n] for n in self.layers.each(lambda kind: of(Block(make, kind, 0)))])
         return ModuleBytes(layers, of(first.embedding), of(last.head))
 
     @property

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from megalite.parallel.mesh import Mesh, plan_mesh
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Bill, Event
@@ -190,9 +192,20 @@ class Costs:
         """Seconds of the gradient norm and of the optimizer's step, on the rank with the most to do."""
         made = self.made
         held, shard = made.holdings[made.worst], self.mesh.shard.size
-        weight, gradient, _ = made.bytes_of_element
+        weight, gradient, _ = made.bytes_of_element()
         gradients = held.elements * gradient / shard
         moved = gradients + 2 * held.optimizer + held.elements * weight / shard
         if (measured := self._calibrated("update")) is not None:  # seconds per byte: update, norm
-            return gradients * measured.all[1], moved * measured.all[0]
-        return self.memory_s(gradients), self.memory_s(moved)
+            return gradients * measured.all[1], moved * measured.all[0] + self.whole_matrices_s
+        return self.memory_s(gradients), self.memory_s(moved) + self.whole_matrices_s
+
+    @cached_property
+    def whole_matrices_s(self) -> float:
+        """Of Newton-Schulz and its exchange on the rank that has most to do; nothing of it is taken for hidden."""
+        found = [held.matrices for held in self.made.holdings if held.matrices is not None]
+        if not found:
+            return 0.0
+        most, stage = max(found, key=lambda one: one.flops), Group.of(self.mesh.stage.ranks, self.cluster.per_node)
+        medium = self.made.config.optim.muon_fp32_matmul_prec == "medium"
+        peak = self.cluster.device.peak_tflops(torch.bfloat16 if medium else torch.float32) * 1e12
+        return most.flops / (peak * self.profile.matmul) + self.links.all_to_all(most.moved, stage)

@@ -1,15 +1,18 @@
-"""Bytes of weights, gradients and optimizer, per element and per rank."""
+"""Bytes of weights, gradients and optimizer, per element and per rank, and what an update of whole matrices takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from megalite.config.options import OptimConfig
 from megalite.config.parallel_options import ParallelConfig
+from megalite.kernels.newton_schulz import newton_schulz_flops
+from megalite.optim.exchange import homes_of, matrices_of
 from megalite.optim.flat_storage import main_dtype
 from megalite.optim.layout import Layout
 from megalite.parallel.mesh import Mesh
@@ -33,7 +36,8 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class Holding:
-    """The bytes that each rank of one pipeline position always holds."""
+    """The bytes that each rank of one pipeline position always holds. `matrices`: of its update, where matrices are
+    updated as such."""
 
     local: int  # elements of this rank's shares of the parameters
     elements: int  # of all buckets, with their padding
@@ -41,28 +45,62 @@ class Holding:
     gradients: int
     optimizer: int
     units: Mapping[str, int]  # elements of what comes and goes, by unit of the model
+    matrices: WholeMatrices | None = None
 
     @classmethod
-    def of(cls, layout: Layout, shares: Shares, bytes_of_element: tuple[int, int, int]) -> Holding:
+    def of(
+        cls,
+        layout: Layout,
+        mesh: Mesh,
+        shares: Shares,
+        bytes_of_element: Callable[[bool], tuple[int, int, int]],
+        o: OptimConfig,
+    ) -> Holding:
         """What stays of weights and gradients is whole."""
         units: dict[str, int] = {}
         for bucket in layout.buckets:
             if bucket.kind.unit and shares.gradients > 1:
                 units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.size
         comes = sum(units.values())
-        weight, gradient, state = bytes_of_element
+        weight, gradient, _ = bytes_of_element(False)
         return cls(
             local=sum(e.numel for e in layout.entries),
             elements=layout.size,
             weights=(layout.size - comes + comes // shares.weights) * weight,
             gradients=(layout.size - comes + comes // shares.gradients) * gradient,
-            optimizer=layout.size // shares.optimizer * state,
+            optimizer=sum(b.size * bytes_of_element(b.kind.matrix)[2] for b in layout.buckets) // shares.optimizer,
             units=units,
+            matrices=whole_matrices(layout, mesh, o),
         )
 
     @property
     def state(self) -> int:
         return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class WholeMatrices:
+    """Of a step of Muon: `flops` of Newton-Schulz on the rank of a stage that has most, bytes `moved` by each."""
+
+    flops: int
+    moved: float
+
+    def __str__(self) -> str:
+        flops = f"{self.flops / 1e12:.3g} TFLOP of Newton-Schulz on the rank with most"
+        return flops + f", {self.moved / 2**30:.3g} GiB to their homes and back" * (self.moved > 0)
+
+
+def whole_matrices(layout: Layout, mesh: Mesh, o: OptimConfig) -> WholeMatrices | None:
+    """As optim/exchange.py has it."""
+    if not o.is_muon:
+        return None
+    matrices, ranks = matrices_of(layout), mesh.stage.size
+    loads, size = [0] * ranks, 2 if o.muon_fp32_matmul_prec == "medium" else 4
+    for one, home in zip(matrices, homes_of(matrices, ranks), strict=True):
+        loads[home] += newton_schulz_flops(one.rows, one.columns, o.muon_num_ns_steps)
+    owned = sum(e.numel for e in layout.entries if e.spec.is_matrix) / mesh.shard.size
+    moved = sum(one.numel for one in matrices) / ranks + owned  # of copies one is sent, and all come back
+    return WholeMatrices(max(loads), size * moved * (ranks > 1))
 
 
 class ModuleBytes(NamedTuple):
@@ -77,6 +115,13 @@ class ModuleBytes(NamedTuple):
         stops, own = splits.cumsum(-1), list(place.stages(rank))
         layers = self.layers.of((stops - splits)[..., own], stops[..., own])[..., 0].sum(-1)
         return layers + self.embedding * (rank == 0) + self.head * (rank == place.pp - 1)
+
+
+def kept_of(o: OptimConfig, matrix: bool) -> tuple[str, ...]:
+    """dtypes of what the optimizer keeps of a parameter."""
+    if o.optimizer in ("sgd", "lars") or (o.is_muon and matrix):
+        return ("fp32",)
+    return o.exp_avg_dtype, o.exp_avg_sq_dtype
 
 
 def element_bytes(dtype: torch.dtype, states: Sequence[str]) -> tuple[int, int, int]:

@@ -85,6 +85,15 @@ class Links:
         latency = min(2 * self.hops(group), tree) if group.nodes > 1 else 2 * self.hops(group)
         return latency + 2 * (group.size - 1) / group.size * n / self.rate(group)
 
+    def all_to_all(self, n: float, group: Group) -> float:
+        """`n` bytes of each rank: what goes to other nodes passes the rank's own card, at the same time as the rest."""
+        if group.size == 1:
+            return 0.0
+        near, part = math.ceil(group.size / group.nodes), n / group.size
+        inside = (near - 1) * part / self.cluster.inside.bytes_per_s
+        across = (group.size - group.fewest) * part / self.cluster.between.bytes_per_s if group.nodes > 1 else 0.0
+        return self.hops(group) + max(inside, across)
+
     def message(self, n: float, source: int, target: int) -> float:
         """A message of `n` bytes from one global rank to another."""
         same = source // self.cluster.per_node == target // self.cluster.per_node

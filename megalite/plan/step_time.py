@@ -37,6 +37,7 @@ class StepTime:
     mfu           MFU per device by model_flops, causal, as the trainer logs it
     tokens_per_s  tokens/s of the whole cluster
     fixed         seconds of `optimizer` that even the smallest step takes
+    matrices      seconds of `optimizer` that Newton-Schulz takes, and the exchange for it
     """
 
     seconds: float
@@ -44,6 +45,7 @@ class StepTime:
     mfu: float
     tokens_per_s: float
     fixed: float
+    matrices: float = 0.0
 
 
 def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = None) -> StepTime:
@@ -59,7 +61,8 @@ def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = Non
     tokens = made.batch_sizes.final * made.config.model.seq_length
     flops = model_flops(made.config.model, made.padded_vocab) * tokens
     peak = cluster.device.peak_tflops(made.dtype) * 1e12
-    return StepTime(seconds, parts, flops / (seconds * made.world * peak), tokens / seconds, step.profile.step_s)
+    mfu, own = flops / (seconds * made.world * peak), (step.profile.step_s, step.costs.whole_matrices_s)
+    return StepTime(seconds, parts, mfu, tokens / seconds, *own)
 
 
 @dataclass(frozen=True)
@@ -266,7 +269,7 @@ class _Step:
     @property
     def _gradient(self) -> tuple[int, float]:
         """Bytes of an element of the gradients' sums, and the share of them that is sent."""
-        size = self.made.bytes_of_element[1]
+        size = self.made.bytes_of_element()[1]
         return size, 0.5 if self.made.config.parallel.grad_reduce_in_bf16 and size == 4 else 1.0
 
     @property

@@ -19,7 +19,7 @@ class WholeUnits:
 
     def __init__(self, made: Arrangement, rank: int):
         p = made.config.parallel
-        self.units, self.weight, self.gradient = made.holdings[rank].units, *made.bytes_of_element[:2]
+        self.units, self.weight, self.gradient = made.holdings[rank].units, *made.bytes_of_element()[:2]
         self.comes = p.shared_out > 2 and bool(self.units)
         self.by_chunk = made.sharing.by_chunk
         self.ahead = p.overlap_param_gather and not self.by_chunk

@@ -12,7 +12,7 @@ import torch
 
 from megalite.config.check import check
 from megalite.config.environment import override
-from megalite.config.options import Config
+from megalite.config.options import Config, OptimConfig
 from megalite.data.samples.batches import Batches, Borders, Prefetcher, Unread
 from megalite.data.samples.source import Dataset
 from megalite.kernels.dispatch import choose
@@ -20,8 +20,10 @@ from megalite.models.compiled import Backend, compile_blocks
 from megalite.models.gpt import Stage
 from megalite.optim.adamw import AdamW, ApexAdamW
 from megalite.optim.buffer import ParamBuffer, Shared
+from megalite.optim.lamb import Lamb, Lars
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
+from megalite.optim.muon import Muon
 from megalite.optim.rule import Rule
 from megalite.optim.sgd import SGD
 from megalite.optim.zero1 import Zero1
@@ -75,12 +77,25 @@ def rates(made: Arrangement) -> Rates:
     return Rates(lr, WeightDecaySchedule(start, end, o.weight_decay_incr_style, whole), apart)
 
 
-def update_rule(config: Config) -> Rule:
+def update_rules(config: Config) -> tuple[Rule, Rule | None]:
+    """And of matrices, where they have another one."""
     o = config.optim
     if config.train.skip_train:
-        return SGD(momentum=0.0)  # has no states
+        return SGD(momentum=0.0), None  # has no states
+    if not o.is_muon:
+        return _update_rule(o), None
+    ways: dict[str, Any] = dict(coefficient_type=o.muon_coefficient_type, scale_mode=o.muon_scale_mode)
+    ways |= dict(extra_scale=o.muon_extra_scale_factor, in_bf16=o.muon_fp32_matmul_prec == "medium")
+    return _update_rule(o), Muon(o.muon_momentum, o.muon_nesterov, o.muon_num_ns_steps, **ways)
+
+
+def _update_rule(o: OptimConfig) -> Rule:
     if o.optimizer == "sgd":
         return SGD(o.sgd_momentum)
+    if o.optimizer == "lamb":
+        return Lamb((o.adam_beta1, o.adam_beta2), o.adam_eps)
+    if o.optimizer == "lars":
+        return Lars(o.sgd_momentum, o.lars_trust_coefficient)
     if o.optimizer_impl == "apex":
         if not ApexAdamW.available():
             raise SetupError("optimizer_impl=apex needs apex's CUDA extension amp_C on a CUDA device; use auto")
@@ -137,7 +152,7 @@ def build_run(
         mesh=mesh,
         pipeline=pipeline,
         buffer=buffer,
-        optimizer=Zero1(buffer, update_rule(config)),
+        optimizer=Zero1(buffer, *update_rules(config)),
         rates=rates(made),
         loss_scaler=loss_scaler(config),
         batch_sizes=made.batch_sizes,
@@ -172,8 +187,8 @@ def _build_pipeline(
             overlap_grad_reduce=p.overlap_grad_reduce,
             overlap_param_gather=p.overlap_param_gather,
             reduce_in_bf16=p.grad_reduce_in_bf16 and dtype == torch.bfloat16,
-            decoupled=config.optim.decoupled_lr is not None,
             shared=Shared(p.shared_out, made.sharing.by_chunk, p.outer_dp_sharding_strategy == "optim"),
+            **config.optim.apart,
         )
     options: dict[str, Any] = dict(
         schedule=p.pipeline_schedule,

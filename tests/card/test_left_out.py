@@ -110,6 +110,8 @@ NO_RACE = {
 }
 UNSEEN = {
     "optim/buffer.py ParamBuffer.first_weights: self.wait_gather()": "only a fault on demand asks for them",
+    "optim/muon.py _WholeMatrices.finish: coming.pop(0).wait()": "the simulated NCCL has no all-to-all",
+    "optim/muon.py _WholeMatrices._spread: results.wait()": "as above",
     "train/rehearsal.py _stepped.at_once: pending.wait()": "a rehearsal moves nothing",
     "train/rehearsal.py _stepped: run.buffer.wait_gather()": "as above",
     "train/watch/doubts.py Doubts.roll_back: run.buffer.wait_gather()": "a checkpoint overwrites them; no run here has one",

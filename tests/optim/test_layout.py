@@ -72,24 +72,6 @@ def _entries(rows: list[tuple[int, int, bool, bool]]) -> list[Entry]:
     ]
 
 
-@given(ROWS, st.integers(1, 800), st.integers(1, 5))
-def test_every_element_is_owned_exactly_once(rows: list[tuple[int, int, bool, bool]], bucket: int, dp: int) -> None:
-    entries = _entries(rows)
-    layout = lay_out(entries, bucket_size=bucket, sizes={"data": dp, "tp": 2})
-    slots = [(s, b) for b in layout.buckets for s in b.slots]
-    assert sorted(s.entry for s, _ in slots) == list(range(len(entries)))
-    assert [b.number for b in layout.buckets] == list(range(len(layout.buckets)))
-    for b in layout.buckets:
-        assert b.size % (dp * ALIGN) == 0
-        assert [i for r in range(dp) for i in b.shard(dp, r)] == list(range(b.size))
-        assert all(one.stop <= other.start for one, other in pairwise(b.slots))
-    assert sum(b.size for b in layout.buckets) == layout.size
-    for s, b in slots:
-        entry = entries[s.entry]
-        assert s.bucket == b.number and s.stop - s.start == entry.numel and s.start % ALIGN == 0 and s.stop <= b.size
-        assert (entry.chunk, entry.spec.partial, entry.spec.decay) == (b.chunk, b.kind.partial, b.kind.decay)
-
-
 @given(ROWS, st.integers(1, 600), st.integers(1, 4))
 def test_buckets_are_in_the_order_in_which_backward_fills_them(
     rows: list[tuple[int, int, bool, bool]], bucket_size: int, dp: int
@@ -121,3 +103,22 @@ def test_both_ends_of_the_pipeline_lay_the_tied_weight_out_alike(
         (slot,) = bucket.slots
         seen.append((bucket.size, slot.start, slot.stop - slot.start))
     assert seen[0] == seen[1]
+
+
+@given(ROWS, st.integers(1, 800), st.integers(1, 5))
+def test_every_element_is_owned_exactly_once(rows: list[tuple[int, int, bool, bool]], bucket: int, dp: int) -> None:
+    entries = _entries(rows)
+    layout = lay_out(entries, bucket_size=bucket, sizes={"data": dp, "tp": 2})
+    slots = [(s, b) for b in layout.buckets for s in b.slots]
+    assert sorted(s.entry for s, _ in slots) == list(range(len(entries)))
+    assert [b.number for b in layout.buckets] == list(range(len(layout.buckets)))
+    for b in layout.buckets:
+        assert b.size % (dp * ALIGN) == 0
+        assert [i for r in range(dp) for i in b.shard(dp, r)] == list(range(b.size))
+        assert all(one.stop <= other.start for one, other in pairwise(b.slots))
+    assert sum(b.size for b in layout.buckets) == layout.size
+    for s, b in slots:
+        entry = entries[s.entry]
+        assert s.bucket == b.number and s.stop - s.start == entry.numel and s.start % ALIGN == 0 and s.stop <= b.size
+        assert (entry.chunk, entry.spec.partial, entry.spec.decay) == (b.chunk, b.kind.partial, b.kind.decay)
+    str(layout)

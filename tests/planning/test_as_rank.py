@@ -90,6 +90,8 @@ def rarely(*rows: tuple[int, str]) -> list[Any]:
         (2, f"{TP} --attention-dropout 0.1 --hidden-dropout 0.1 --z-loss-coeff 1e-4 --fp16"),
         (2, "--bf16 --grad-reduce-in-bf16 --no-overlap-param-gather --no-overlap-grad-reduce --optimizer sgd"),
         (4, f"{TP} {PP} --split-backward {LLAMA}"),
+        (4, f"{TP} --optimizer muon --bf16 --grad-reduce-in-bf16 {LLAMA}"),
+        (2, f"{TP} --optimizer lamb"),
         (4, f"{TP} --use-tp-pp-dp-mapping --bf16 --rampup-batch-size 4 4 8"),
         *rarely((8, f"{TP} {PP} {VPP} --bf16 {LLAMA}")),
     ],

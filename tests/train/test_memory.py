@@ -51,7 +51,7 @@ HALF = "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 RUNS = {
     1: ["", "--bf16", HALF, "--bf16 --optimizer sgd", "--optimizer sgd"],
     2: ["--bf16", "--bf16 --no-use-distributed-optimizer", f"{TP} 2 --ddp-bucket-size 1000", f"{PP} 2 --bf16"],
-    4: [f"{TP} 2 {GROUPS}", f"{TP} 2 {PP} 2 {VPP} 2 --bf16"],
+    4: [f"{TP} 2 --bf16 --optimizer muon --ddp-bucket-size 1000", f"{TP} 2 {GROUPS}", f"{TP} 2 {PP} 2 {VPP} 2 --bf16"],
     6: [f"{PP} 3 --bf16 --ddp-bucket-size 2000 --global-batch-size 12"],
 }
 RUNS[4] += [f"{PP} 4 --account-for-embedding-in-pipeline-split --num-layers 7"]
@@ -79,6 +79,8 @@ def test_the_first_rank_holds_the_embedding_and_fewer_layers_for_it() -> None:
     held = found.holdings[0]
     assert found.worst in range(3, 7) and held.local == 2 * layer + embedding
     assert held.state == pytest.approx(18 * held.local, rel=1e-4)
+    muon = arrange(preset(f"llama3-8b {PP} 8 --global-batch-size 32 --optimizer muon"), 8, 128256).holdings[0]
+    assert muon.state == pytest.approx(18 * embedding + 14 * 2 * layer, rel=1e-4)  # no second moment of a matrix
     said = r"weights and optimizer alone take 4\d\d\.\d GiB per rank on pipeline rank \d+"
     with pytest.raises(LaunchError, match=said):
         check_machine(arrange(preset(f"llama3-405b {PP} 16"), 16, 128256), "cpu", Ranks(0, 16, 0, 16))

@@ -34,7 +34,7 @@ def path(request: Request, found: Found) -> list[str]:
     """question: figure -> branch that is taken."""
     c, one = request.cluster, arranged(Layout(), request)
     n, memory = one.parameters, c.device.memory_bytes
-    weight, gradient, optimizer = one.bytes_of_element
+    weight, gradient, optimizer = one.bytes_of_element()
     state, limit = n * (weight + gradient + optimizer), found.limit
     planned = f"{limit / GIB:.0f} GiB are planned with ({limit / memory:.0%})"
     lines = [f"a device: {memory / GIB:.0f} GiB, of which {planned}"]
@@ -74,7 +74,12 @@ def _chosen(best: Planned) -> list[str]:
     how = "recompute nothing" if again == "none" else f"recompute {again}"
     beside = f"{kept / GIB:.1f} GiB beside {(held.peak - kept) / GIB:.1f} GiB of state"
     steps = f"{made.microbatches} over {made.pp} stages x {made.chunks} chunks"
+    lines = []
+    if (matrices := made.holdings[made.worst].matrices) is not None:
+        share = f"{best.time.matrices:.3g} s, {best.time.matrices / best.time.seconds:.1%} of the step"
+        lines = [f"whole matrices of a step: {matrices} -> {share}"]
     return [
+        *lines,
         f"activations of the best plan's fullest rank ({rank}): {beside} -> {how}",
         f"micro-batches of a step: {steps} -> bubble {best.time.parts['bubble'] / best.time.seconds:.1%}",
     ]

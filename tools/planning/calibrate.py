@@ -47,7 +47,7 @@ from megalite.plan.kinds import kinds_of, layers_bill
 from megalite.plan.profile import Profile, default_profile
 from megalite.train.batch import host_batch, on_device
 from megalite.train.life.preflight import choose_device
-from megalite.train.setup import update_rule
+from megalite.train.setup import update_rules
 from megalite.train.tell.device_memory import keep_freed_memory
 
 LAYERS = 2  # of the stage that is measured, of a model that has them
@@ -160,7 +160,7 @@ class _Bench:
         made = dataclasses.replace(self.made, config=dataclasses.replace(config, model=apart))
         stages = [build_stage(made, make, layers, number) for number in range(3)]
         buffer = ParamBuffer(stages, self.mesh)
-        return stages, buffer, Zero1(buffer, update_rule(config))
+        return stages, buffer, Zero1(buffer, *update_rules(config))
 
     def stage(self, stage: Stage, number: int, split: bool) -> list[float]:
         """Seconds of F, B and W (0 where backward is not split)."""

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from megalite.checkpoint.format import hashing
 from megalite.checkpoint.format.manifest import Manifest
-from megalite.checkpoint.format.pieces import inside, intersect, offset_in, rectangles
 from megalite.checkpoint.format.tensor_file import Place, places
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import OpenFile, storage_of
 from megalite.config.console import told
+from megalite.parallel.rectangles import inside, intersect, offset_in, rectangles
 from megalite.parallel.spec import Box
 
 _DIRECT = 1 << 16  # bytes; a read of less costs more than copying it

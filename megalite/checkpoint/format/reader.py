@@ -12,10 +12,11 @@ from torch import Tensor
 
 from megalite.checkpoint.format.blocks import Want, read_blocks
 from megalite.checkpoint.format.manifest import Manifest, check_sizes
-from megalite.checkpoint.format.pieces import intersect, offset_in, views
+from megalite.checkpoint.format.pieces import views
 from megalite.checkpoint.format.tensor_file import Place, places
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import storage_of
+from megalite.parallel.rectangles import intersect, offset_in
 from megalite.parallel.spec import Box, Piece
 
 

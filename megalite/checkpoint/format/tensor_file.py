@@ -2,9 +2,10 @@
 
     8 bytes: length of the header | header, JSON: key -> dtype, shape, [begin, end) | bytes of the tensors, packed
 
-A piece's rectangles follow each other in its flat data (pieces.py), so the payload of a file is the pieces' data one
-after the other: the header is known before the first byte is written, and nothing is gathered in memory. The package
-safetensors needs all tensors at once to write, and maps the file to read, so that a shrinking file causes a SIGBUS.
+A piece's rectangles follow each other in its flat data (parallel/rectangles.py), so the payload of a file is the
+pieces' data one after the other: the header is known before the first byte is written, and nothing is gathered in
+memory. The package safetensors needs all tensors at once to write, and maps the file to read, so that a shrinking file
+causes a SIGBUS.
 """
 
 import contextlib
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.hashing import BLOCK, BlockHash, Stamp
-from megalite.checkpoint.format.pieces import rectangles
 from megalite.checkpoint.storage.location import Location
 from megalite.checkpoint.storage.protocol import storage_of
+from megalite.parallel.rectangles import rectangles
 from megalite.parallel.spec import Box, Piece
 
 _NAMES = {

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.pieces import inside, intersect
 from megalite.checkpoint.format.tensor_file import CODES
 from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
 from megalite.interop.megatron.args import read_args
@@ -31,6 +30,7 @@ from megalite.interop.megatron.names import MEGATRON, STACKED_LAYERS, WORD, core
 from megalite.interop.megatron.rank_files import DAMAGED, MegatronModel, args_of, load_pickle, open_megatron
 from megalite.interop.rules import recipes
 from megalite.models.specs import specs_of
+from megalite.parallel.rectangles import inside, intersect
 from megalite.parallel.spec import Box
 
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -158,7 +158,7 @@ def _wanted(
     pieces, own, saved = [entry.piece for entry in run.optimizer.pieces()], run.optimizer.kinds(), kinds_of(manifest)
     states = {kind: dtype for kind, dtype in own.items() if kind not in ("model", MAIN)} if start.optimizer else {}
     of_optimizer = _rate_problems(run.rates, theirs, config.checkpoint) if start.optimizer else []
-    if start.optimizer and run.optimizer.rule.states and not any(kind.startswith("optimizer.") for kind in saved):
+    if states and not any(kind.startswith("optimizer.") for kind in saved):
         states, remedy = {}, "add --no-load-optim to continue without it, or --finetune to start afresh"
         of_optimizer.insert(0, f"{folder} holds no optimizer state: {remedy}")
     why = misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, states)

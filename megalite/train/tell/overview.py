@@ -53,6 +53,8 @@ def describe(
             half=config.precision.bf16 or config.precision.fp16,
             window=bool(windows),
         )
+    if (matrices := plan.holdings[plan.worst].matrices) is not None:
+        rows["whole matrices"] = f"{matrices}, per step"
     if windows:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
     if config.train.compile:

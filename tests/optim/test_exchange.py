@@ -1,0 +1,89 @@
+"""Whole matrices, by whoever owns what of them: nothing is lost or doubled on the way, and they come out orthogonal."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.kernels.newton_schulz import CoefficientType, coefficients, newton_schulz
+from megalite.optim import exchange
+from megalite.optim.bucket_rule import rules_for
+from megalite.optim.layout import Entry, lay_out
+from megalite.parallel.mesh import plan_mesh
+from megalite.parallel.spec import ParamSpec
+
+
+@st.composite
+def specs(draw: st.DrawFn, tp: int) -> ParamSpec:
+    shards = draw(st.sampled_from([((0, "tp"),), ((1, "tp"),), ()]))  # a matrix's rows, columns, or copied over tp
+    lead = draw(st.lists(st.integers(1, 3), max_size=2))
+    matrix = [draw(st.integers(1, 5)) * tp, draw(st.integers(1, 40)) * tp]
+    if draw(st.booleans()):  # experts, each split or not
+        split = (((0, "ep"),), ((0, "ep"), (2, "etp")), ((1, "etp"),))[draw(st.integers(0, 2))]
+        return ParamSpec("e", (4, 2 * matrix[0], 2 * matrix[1]), split, home="expert")
+    moved = tuple((dim + len(lead), axis) for dim, axis in shards)
+    return ParamSpec("w", (*lead, *matrix), moved, partial=() if shards else ("tp",))
+
+
+@given(st.data(), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3, 4]), st.integers(50, 2000))
+def test_every_element_comes_home_once_and_goes_back(data: st.DataObject, tp: int, dp: int, bucket_size: int) -> None:
+    instances = data.draw(st.sampled_from([n for n in (1, 2, 4) if dp % n == 0]))
+    shares = st.sampled_from([n for n in (1, 2, 4) if tp * dp % (n * instances) == 0])
+    shape = dict(tp=tp, ep=data.draw(shares), instances=instances, stage=True)
+    shape["etp"] = data.draw(st.sampled_from([n for n in (1, 2) if tp * dp % (n * shape["ep"] * instances) == 0]))
+    meshes = [plan_mesh(tp * dp, rank, **shape) for rank in range(tp * dp)]
+    sizes, made = meshes[0].sizes, data.draw(st.lists(specs(tp), min_size=1, max_size=4))
+    made += [ParamSpec("bias", (2, 3), stacked=True), ParamSpec("positions", (3, 5), looked_up=True)]  # no matrices
+    entries = [Entry(spec, math.prod(spec.local_shape(sizes)), 0) for spec in made]
+    layout = lay_out(entries, bucket_size=bucket_size, sizes=sizes, matrices=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "GROUP", data.draw(st.sampled_from([1, 300, 1 << 26])))
+        plans = [exchange.exchanges(layout, rules_for(layout, mesh), sizes, mesh.stage.rank) for mesh in meshes]
+    matrices, homes = plans[0][0], Counter[int]()
+    laid = [(b.kind, made[slot.entry]) for b in layout.buckets for slot in b.slots if b.kind.matrix]
+    rules = rules_for(layout, meshes[0])
+    copies = [rules[kind].copies for kind, spec in laid for _ in range(math.prod(spec.shape[:-2]))]
+    assert sum(m.numel for m in matrices) == sum(math.prod(spec.shape) for spec in made[:-2])
+    for step in zip(*(groups for _, groups in plans), strict=True):
+        for a, b in np.ndindex(len(step), len(step)):
+            assert step[a].given[b] == step[b].taken[a] and step[a].got[b] == step[b].returned[a]
+        for home in step:
+            came: dict[int, list[np.ndarray]] = {}  # how often each element comes, and goes
+            for which, ranks in enumerate((home.taken, home.returned)):
+                for part in (part for ranges in ranks for part in ranges):
+                    one = matrices[part.matrix]
+                    counts = came.setdefault(part.matrix, [np.zeros(one, int), np.zeros(one, int)])
+                    counts[which][tuple(map(slice, part.box.start, part.box.stop))] += 1
+            homes.update(came.keys())
+            for number, (taken, returned) in came.items():
+                assert (taken == 1).all() and (returned == copies[number]).all()
+    assert homes == Counter(range(len(matrices)))
+    for mesh, (_, groups) in zip(meshes, plans, strict=True):
+        rules, got = rules_for(layout, mesh), [part for group in groups for ranges in group.got for part in ranges]
+        for bucket in (bucket for bucket in layout.buckets if bucket.kind.matrix):
+            parts = [rules[bucket.kind].owned_part(bucket, slot) for slot in bucket.slots]
+            owned = [i for part in parts for i in range(part.start, part.start + len(part.span))]
+            assert owned == sorted(i for r in got if r.bucket == bucket.number for i in range(r.start, r.stop))
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "least", "most"),
+    [("polar_express", 12, 1 - 1e-12, 1 + 1e-12), ("quintic", 5, 0.6, 1.3), ("simple", 5, 0.6, 1.3)],
+)
+@pytest.mark.parametrize("shape", [(3, 20, 7), (3, 7, 20), (1, 9, 9)])
+def test_newton_schulz_keeps_singular_vectors(
+    kind: CoefficientType, steps: int, least: float, most: float, shape: tuple[int, ...]
+) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    left, _, right = torch.linalg.svd(x, full_matrices=False)
+    middle = left.mT @ newton_schulz(x, coefficients(kind, steps)) @ right.mT
+    values = middle.diagonal(dim1=-2, dim2=-1)
+    assert float((middle - torch.diag_embed(values)).abs().max()) < 1e-12
+    assert least <= float(values.min()) and float(values.max()) <= most
+    assert not newton_schulz(0 * x, coefficients(kind, steps)).any()

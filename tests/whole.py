@@ -1,0 +1,28 @@
+"""Whole tensors out of the pieces that ranks say they own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.spec import Box
+
+Owned = tuple[str, tuple[int, ...], Box, range, Tensor]  # as parallel/spec.py: Piece
+
+
+def whole_of(pieces: Iterable[Owned]) -> dict[str, Tensor]:
+    """By name; every element is owned by one."""
+    boxes: dict[tuple[str, tuple[int, ...], Box], Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, shape, box, span, values in pieces:
+        flat = boxes.setdefault((name, shape, box), torch.full((box.numel,), torch.nan, dtype=values.dtype))
+        assert flat[span.start : span.stop].isnan().all(), f"{name} {box} {span} is owned twice"
+        flat[span.start : span.stop] = values
+    for (name, shape, box), flat in boxes.items():
+        whole = tensors.setdefault(name, torch.full(shape, torch.nan, dtype=flat.dtype))
+        whole[tuple(map(slice, box.start, box.stop))] = flat.view(box.shape)
+    for name, whole in tensors.items():
+        assert not whole.isnan().any(), f"{name}: some elements are owned by nobody"
+    return tensors
