@@ -177,7 +177,7 @@ def _close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], bound: float
 @pytest.mark.parametrize(
     ("rule", "name"),  # all layouts for a rule of each sort, two for the others
     [(rule, name) for rule in ("adamw", "muon", "lamb", "lars") for name in CASES]
-    + [(rule, name) for rule in RULES.keys() - {"adamw", "muon", "lamb", "lars"} for name in ("alone", "dp3")],
+    + [(rule, name) for rule in RULES if rule not in ("adamw", "muon", "lamb", "lars") for name in ("alone", "dp3")],
 )
 def test_every_layout_equals_torch_or_the_papers_in_fp64(rule: str, name: str) -> None:
     runs = _runs(CASES[name], rule, torch.float64)
