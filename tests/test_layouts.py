@@ -377,6 +377,14 @@ WHOLE = [
         ("tp2 pp2 dp2 vpp2 tied", 8, GPT, dict(tp=2, pp=2, vpp=2)),
         ("tp2 dp2 ddp, copies compared", 4, LLAMA, dict(tp=2, extra=f"{NOZERO} {COPIES}")),
         ("pp2 dp2, no layer but the embedding's", 4, GPT, dict(pp=2, extra=BARE)),
+        ("ZeRO-2 pp2 dp2 tied", 4, GPT, dict(pp=2, extra=ZERO2)),
+        ("ZeRO-3 tp2 dp2", 4, LLAMA, dict(tp=2, extra=ZERO3)),
+        (
+            "ZeRO-3 hybrid 2x2 once more",
+            4,
+            QWEN,
+            dict(extra=f"{ZERO3} --num-distributed-optimizer-instances 2 {OUTER}"),
+        ),
     )
 ]
 

@@ -74,7 +74,7 @@ class _Stack:
         """What the rank of the stage at `position` owns, in order."""
         spec, rule = self.spec, rule.seen_from(position)
         box, part = spec.box(sizes, position), rule.owned_part(self.bucket, self.slot)
-        first = not position[rule.owners[1]] and spec.first_copy(position)
+        first = (rule.outer.size > 1 or not position[rule.owners[1]]) and spec.first_copy(position)
         lead, one = box.shape[:-2], Box(box.start[-2:], box.stop[-2:])
         for i in range(math.prod(lead)):
             begin = i * one.numel

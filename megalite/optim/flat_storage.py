@@ -46,6 +46,7 @@ class FlatStorage:
         # views, made while there is memory: torch takes none of a tensor that has none
         self._mine: list[Tensor] = []
         self._parts: dict[Slot, Tensor] = {}
+        self._gaps: dict[int, list[Tensor]] = {}  # padding of what comes and goes
         for bucket in layout.buckets:  # one by one: what a parameter had is let go of before the next
             comes = elastic and bucket.kind.unit and rules[bucket.kind].is_shared_out
             if comes:
@@ -58,13 +59,17 @@ class FlatStorage:
             self._mine.append(flat[held.start : held.stop])
             self._parts |= {slot: flat[slot.start : slot.stop] for slot in bucket.slots}
             if comes:
-                self._mine[-1].zero_()  # its padding
+                ends = [0, *(slot.stop for slot in bucket.slots)]
+                gaps = zip(ends, [*(slot.start for slot in bucket.slots), bucket.size], strict=True)
+                self._gaps[bucket.number] = [flat[a:b].zero_() for a, b in gaps if a < b]
             for p, slot in ((parameters[slot.entry], slot) for slot in bucket.slots if parameters):
                 view = self.part(slot).view_as(p)
                 write_initial(p, view, rules[bucket.kind].held_part(bucket, slot).span if comes else None)
                 p.data = view
             if comes:
-                self._held[bucket.number] = self.mine(bucket).clone()
+                self._held[bucket.number] = (
+                    self.mine(bucket).clone() if parameters else torch.zeros_like(self.mine(bucket))
+                )
                 self.go(bucket)
 
     @property
@@ -81,9 +86,11 @@ class FlatStorage:
         return self.stays(bucket) or self._elastic[bucket.number].is_there
 
     def come(self, bucket: Bucket) -> None:
-        """The whole bucket has memory from here on; what had none holds arbitrary values."""
-        if not self.stays(bucket):
+        """The whole bucket has memory from here on; what had none holds arbitrary values, and zeros as padding."""
+        if not self.is_there(bucket):
             self._elastic[bucket.number].come()
+            for gap in self._gaps[bucket.number]:
+                gap.zero_()
 
     def go(self, bucket: Bucket) -> None:
         """The whole bucket, where it does not stay, is read by nobody until it comes again."""

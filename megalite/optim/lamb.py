@@ -92,10 +92,11 @@ class _Norms:
                 spec = buffer.layout.entries[slot.entry].spec
                 stored = spec.stored_box(buffer.mesh.sizes, buffer.mesh.position).numel  # padding has no part in norms
                 part = owned.owned_part(bucket, replace(slot, stop=slot.start + stored))
+                copies = owned.replica.size // owned.outer.size * spec.replicas(sizes)
                 first, numel = part.start - part.span.start, stored // spec.tensors
                 for i in range(spec.tensors):
                     start, stop = max(part.span.start, i * numel), min(part.span.stop, (i + 1) * numel)
-                    where = slice(first + start, first + stop), owned.replica.size * spec.replicas(sizes)
+                    where = slice(first + start, first + stop), copies
                     found += [(self.count + i, *where)] * (start < stop)
                 self.count += spec.tensors
             self.parts.append(found)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite.config import cli
 from megalite.models.families import PRESETS
-from megalite.parallel.elastic import listening
+from megalite.parallel.elastic import Elastic, listening
 from megalite.parallel.launch import Ranks
 from megalite.train.rehearsal import issued
 from megalite.train.setup import build_run
@@ -185,3 +185,23 @@ def test_stages_give_the_same_bits() -> None:
         for other in others:
             assert first[0] == other[0] and first[1].keys() == other[1].keys()
             assert all(np.array_equal(first[1][name], other[1][name]) for name in first[1])
+
+
+def _with_memory_that_holds_nan(flags: str) -> list[float]:
+    """Gradient norms of two steps, where memory that comes holds anything; a vocabulary that leaves padding."""
+    real = Elastic.come
+
+    def come(self: Elastic) -> Tensor:
+        new = not self.is_there
+        return real(self).fill_(torch.nan) if new else real(self)
+
+    Elastic.come = come  # type: ignore[method-assign]
+    run = _run(f"{flags} --make-vocab-size-divisible-by 1", torch.float64)
+    norms = [train_step(run).grad_norm for _ in range(2)]
+    run.data.close()
+    return norms
+
+
+def test_nothing_of_what_was_in_the_memory_is_left() -> None:
+    found = [run_ranks(2, _with_memory_that_holds_nan, f"--zero-stage {stage}")[0] for stage in (1, 2, 3)]
+    assert found[1] == pytest.approx(found[0], rel=1e-10) and found[2] == pytest.approx(found[0], rel=1e-10)
