@@ -12,8 +12,6 @@ mesh, or what else a kind is.
 out within a set of ranks, and what the optimizer keeps is shared out over all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What an optimizer is here: a rule for how one flat tensor of main weights moves (optim/adamw.py, optim/sgd.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Bytes of weights, gradients and optimizer, per element and per rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ class Shares(NamedTuple):
     optimizer: int
 
     @classmethod
-    def of(cls, p: ParallelConfig, mesh: Mesh) -> Shares:
+    def of(cls, p: ParallelConfig, mesh: Mesh) -> "Shares":
         n = mesh.shard.size
         outer = mesh.replica.size if p.outer_dp_sharding_strategy == "optim" and n > 1 else 1
         return cls(n if p.shared_out > 2 else 1, n if p.shared_out > 1 else 1, n * outer)
@@ -43,7 +41,7 @@ class Holding:
     units: Mapping[str, int]  # elements of what comes and goes, by unit of the model
 
     @classmethod
-    def of(cls, layout: Layout, shares: Shares, bytes_of_element: tuple[int, int, int]) -> Holding:
+    def of(cls, layout: Layout, shares: Shares, bytes_of_element: tuple[int, int, int]) -> "Holding":
         """What stays of weights and gradients is whole."""
         units: dict[str, int] = {}
         for bucket in layout.buckets:

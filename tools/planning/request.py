@@ -4,8 +4,6 @@ Whatever is no flag of the planner is one of pretrain_gpt.py; what a plan does n
 out, and stands in the ready command line as in PLACEHOLDERS.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
