@@ -4,8 +4,6 @@ A box is a room (a folder of megalite/), a row a floor. A dark arrow is an impor
 implies, a pale one the rest. Nothing is drawn by hand: tests/test_taste.py compares the file with what this prints.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

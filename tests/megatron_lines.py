@@ -1,7 +1,5 @@
 """Megatron-LM command lines of ten published recipes, with their usual switches, sizes made small."""
 
-from __future__ import annotations
-
 _RUN = """--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine
  --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --seed 42
  --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --eval-interval 1000 --eval-iters 1 --log-interval 1

@@ -5,8 +5,6 @@ a processor on it.
 Nothing here may import triton (as torch._dynamo does), which reads TRITON_INTERPRET when it is imported: a rank chooses.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

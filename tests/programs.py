@@ -8,8 +8,6 @@ environment or its imports are what is tested, take subprocess; `Popen` itself d
 reads when it starts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -4,8 +4,6 @@ Ranks come from a fork server that has torch imported (0.1 s for 4 ranks), so a 
 than its one-process twin. A rank that raises fails the test with its traceback; a rank that hangs is killed.
 """
 
-from __future__ import annotations
-
 import datetime
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ Nothing of the package is imported: the files are read as text and syntax trees,
 root of a repository and yields a line per place; tests/test_taste.py runs each, and shows that each can fail.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

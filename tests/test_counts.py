@@ -1,7 +1,5 @@
 """Performance as counts: collectives and bytes per step and group, activations saved per layer. Nothing is timed."""
 
-from __future__ import annotations
-
 import collections
 import os
 from collections.abc import Callable

@@ -4,8 +4,6 @@ What cannot be simulated is Triton's compiler: kernels run in its interpreter, a
 training that must fail, by its name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

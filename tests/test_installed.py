@@ -4,8 +4,6 @@ Nothing is downloaded: the environment finds torch and the others where this one
 neither this environment's programs nor its editable installs along.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

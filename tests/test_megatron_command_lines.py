@@ -4,8 +4,6 @@ megatron_command_lines.jsonl holds each with its verdict: `refused` lists what i
 Sizes are as they are; the names of files are replaced, and the plan is made (--dry-run) for the smallest world.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

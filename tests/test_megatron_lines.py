@@ -1,7 +1,5 @@
 """Ten Megatron-LM command lines, sizes made small, train unchanged on gloo."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -5,8 +5,6 @@ into the owned part of the same memory, and the sums over the sequence of tensor
 one process trains, in float64 to a relative 1e-10.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

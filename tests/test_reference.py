@@ -6,8 +6,6 @@ names an option twice, as a flag of the run and as a fact about the definition. 
 matters in that row: the definition without it gives other losses, so no row passes by not looking.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ What runs only on a card is read here too: every `torch.a.b` of the source must 
 given. `bash .ci/range` runs this on the lowest and the highest torch of the range.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

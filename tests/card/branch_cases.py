@@ -4,8 +4,6 @@ A case returns what it found; `watched` runs one on the simulated card and adds 
 passed. tests/card/test_branches.py starts them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import io

@@ -7,8 +7,6 @@ Found in the syntax tree; seen by the byte code that ran, whose columns Python k
 What stands outside of functions runs with every import, and is no place.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import sys

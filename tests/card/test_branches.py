@@ -3,8 +3,6 @@
 The runs are in branch_cases.py, each in a process of its own: a run that crashes ends its process.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

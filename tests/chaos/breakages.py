@@ -4,8 +4,6 @@ Each is planted into a copy of the sources, in which a fork of this process, whi
 (an interpreter of its own for each would double the time). Prints one JSON object per breakage.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import multiprocessing

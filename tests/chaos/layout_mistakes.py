@@ -3,8 +3,6 @@
 Each is planted into a copy of the sources, as the breakages are, and `verify.py` of the copy is run as users run it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -8,8 +8,6 @@ the end are seen; inputs lie between NaNs, so a read beyond the end is seen too.
 place of that NaN, gives the same bits, or something is read before it is written and its NaN got lost.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -10,8 +10,6 @@ Exit status 1 if a kernel does not compile, or would be refused by a card, or sp
 it takes about half an hour on one core; what was compiled before is kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -6,8 +6,6 @@ and the disassembler that come with Triton. What was compiled once is taken from
 source, the target, the options and Triton's build.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """What is known to spill, and why it may."""
 
-from __future__ import annotations
-
 from compiling import Launch
 
 from megalite.kernels import flash_attention

@@ -5,8 +5,6 @@ lies between a label and a branch back to it. Instructions under a predicate cou
 those of whole tiles.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +29,7 @@ class Code:
     special: float = 0
     matmuls: Counter[str] = field(default_factory=Counter)
 
-    def times(self, threads: int) -> Code:
+    def times(self, threads: int) -> "Code":
         """Of so many threads."""
         loaded, stored = self.loaded * threads, self.stored * threads
         return Code(loaded, stored, self.widths, self.operations * threads, self.special * threads, self.matmuls)

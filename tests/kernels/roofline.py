@@ -8,8 +8,6 @@ the machine code says how many bytes each instruction takes (machine_code.py), t
 and the programs. The formula is that of tools/bench/kernels.py.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence

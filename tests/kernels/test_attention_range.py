@@ -4,8 +4,6 @@ There, scores are stored in the dtype of q and k. Layer n divides them by n befo
 softmax, in fp32: the same function, with scores that fp16 can hold. Here no score has to fit into fp16.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Attention by blocks of queries against its definition: any number of blocks, ragged ends, groups, strided inputs,
 windows."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -4,8 +4,6 @@ The driver answers what a card of compute capability 12.0 would: 99 KiB of share
 it compiles for that card, compares, and raises.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

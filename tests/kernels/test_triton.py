@@ -4,8 +4,6 @@ On CPU the kernels run in Triton's interpreter, in one process of its own per te
 imported, and this process must stay free to train with torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

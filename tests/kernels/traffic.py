@@ -5,8 +5,6 @@ and how many of them are different ones. What is asked for twice comes from the 
 tensor is large; a kernel that is limited by memory should ask for each byte of its large tensors once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

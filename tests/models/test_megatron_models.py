@@ -3,8 +3,6 @@
 The formula names Megatron-LM's own tensors; ours are the same numbers, cut otherwise (q and kv instead of qkv).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

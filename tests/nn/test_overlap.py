@@ -3,8 +3,6 @@
 An event is the start of a collective, the wait for it, or a matmul, named by the shape of its result.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

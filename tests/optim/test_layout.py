@@ -1,7 +1,5 @@
 """The order of buckets, their picture, units, and that the two ends of a pipeline agree on the tied one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The flat layout owns every element once; updates equal torch's; counts of collectives do not depend on M."""
 
-from __future__ import annotations
-
 import datetime
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The curves against their closed forms, and the properties that make iterations and samples the same thing."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

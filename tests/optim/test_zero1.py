@@ -1,7 +1,5 @@
 """The distributed optimizer against torch's on one process: updates, the global norm, what each rank saves."""
 
-from __future__ import annotations
-
 import datetime
 from dataclasses import dataclass
 from typing import Any

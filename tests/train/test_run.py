@@ -1,7 +1,5 @@
 """The program as a user starts it: stop and resume, other layouts, bad input, dead ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import json

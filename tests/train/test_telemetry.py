@@ -1,7 +1,5 @@
 """Whatever cannot be written of what a run tells, the run goes on: whole runs, everything broken at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """What is asked of a run besides training: norms, counts, timers, profiles, checks of copies; the same on any layout."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import json

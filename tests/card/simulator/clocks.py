@@ -24,8 +24,6 @@ are over; Free of it is no race. The host as a whole is one agent (card/simulato
 all, so a wait that another thread happens to make up for is missed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -68,7 +66,7 @@ class Cell:
     write: Use | None = None
     reads: dict[int, Use] = field(default_factory=dict)
 
-    def copy(self) -> Cell:
+    def copy(self) -> "Cell":
         return Cell(self.write, dict(self.reads))
 
 

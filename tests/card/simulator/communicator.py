@@ -5,8 +5,6 @@ hang or mix up bytes, here `Disorder` is raised on all of them. So a send is don
 The result is written into the caller's tensor when the host waits: the latest that a card could do it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import queue

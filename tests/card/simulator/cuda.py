@@ -10,8 +10,6 @@ Tensors are none of its business: card/simulator/device.py says which are on the
 the figures of memory here are counted. All of them are of the card that the main thread has chosen.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

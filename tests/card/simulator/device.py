@@ -16,8 +16,6 @@ tensor. A copy to the card waits too (HostRead "copy to the card") unless it is 
 Tensors of host and card in one operation are Mixed, but for 0-dim ones of the host where CUDA takes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

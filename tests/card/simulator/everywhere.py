@@ -8,8 +8,6 @@ listed is said, and the exit code is 9. What cannot be simulated is Triton on a 
 programs in INTERPRETED, which run them in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

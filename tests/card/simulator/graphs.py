@@ -8,8 +8,6 @@ something was refused cannot be ended.
 What is recorded stands once in the trace, as launched on the stream of the capture; CUDA would run it at replays only.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field
 from typing import Any

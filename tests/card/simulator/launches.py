@@ -4,8 +4,6 @@ A kernel's arguments do not say what it writes, so that is looked at: what has c
 overwritten by the same bits is not seen.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from card.simulator.device import Card
 
 
-def _launcher(card: Card, original: Callable[..., Any]) -> Callable[..., Any]:
+def _launcher(card: "Card", original: Callable[..., Any]) -> Callable[..., Any]:
     def at(kernel: Any, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -40,7 +38,7 @@ def _launcher(card: Card, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def noted(card: Card) -> Iterator[None]:
+def noted(card: "Card") -> Iterator[None]:
     """Triton is imported when megalite launches its first kernel, not sooner."""
     with contextlib.ExitStack() as stack:
         compiled, hooked = Kernel.compiled, False

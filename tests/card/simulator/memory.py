@@ -5,8 +5,6 @@ not known is the host's. One that C++ made without being asked where (the zeros 
 nobody's until it meets another: then it is where that one is.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable

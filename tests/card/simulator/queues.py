@@ -18,8 +18,6 @@ happen, and one simulation is a proof.
 In a group that was given a device_id messages queue on its only communicator: `eager` makes such a run of another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -123,7 +121,7 @@ class Item:
     rank: int
     stream: Stream
     text: str
-    after: tuple[Item, ...] = ()
+    after: "tuple[Item, ...]" = ()
     key: object = None  # of a Comm: equal on all ranks that it meets
     meets: frozenset[int] = frozenset()
     begun: bool = False

@@ -4,8 +4,6 @@ Figures (bytes that are taken, whether an event was waited for) are read from th
 count what the simulated device and the process group wrote as well. The trace may only grow.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import threading
@@ -116,7 +114,7 @@ class Machine:
     runtime_calls: list[str] = field(default_factory=list)
     here: _Here = field(default_factory=_Here)
     figures: Figures = field(default_factory=Figures)
-    numbers: dict[str, itertools.count[int]] = field(default_factory=lambda: defaultdict(lambda: itertools.count(1)))
+    numbers: "dict[str, itertools.count[int]]" = field(default_factory=lambda: defaultdict(lambda: itertools.count(1)))
     _seen: int = 0
     _sizes: dict[int, int] = field(default_factory=dict)
     _recorded: dict[int, tuple[Stream, int]] = field(default_factory=dict)  # event -> stream, place in the trace

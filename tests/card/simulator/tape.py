@@ -5,8 +5,6 @@ replay repeats the very operations on the very tensors, without any Python of th
 before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

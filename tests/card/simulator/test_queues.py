@@ -1,7 +1,5 @@
 """The checker of order between ranks: each rule by hand, random programs against a slow twin, and every schedule."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

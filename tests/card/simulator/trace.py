@@ -5,8 +5,6 @@ write it; the detectors (card/simulator/clocks.py, card/simulator/queues.py) rea
 The host is one agent: what its threads do is ordered as it was recorded.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +20,7 @@ class Span:
     start: int
     stop: int
 
-    def meets(self, other: Span) -> bool:
+    def meets(self, other: "Span") -> bool:
         return self.memory == other.memory and self.start < other.stop and other.start < self.stop
 
 
