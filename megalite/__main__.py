@@ -8,8 +8,6 @@ are in becomes the first of sys.path, as it is when they are started by their fi
 there. Nothing but the command that is asked for is imported. Exit codes are the programs' own; 2: no such command.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -3,8 +3,6 @@
 python tests/browser.py runs/mine/report/index.html page.png
 """
 
-from __future__ import annotations
-
 import html
 import json
 import os

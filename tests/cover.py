@@ -1,8 +1,6 @@
 """Few rows of a table in which every two features meet that meet in any row of it: what runs with each commit, where the
 whole table runs with `tests/run.sh --all`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations
 from typing import Any

@@ -1,7 +1,5 @@
 """What the documents say: their commands, and the files, flags and names that they mention."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools
@@ -234,7 +232,7 @@ class Place:
 
     file: str
     name: str
-    caller: Place | None = None
+    caller: "Place | None" = None
 
 
 PLACE = re.compile(r"([\w/]+\.py): ([A-Za-z_][\w.]*)")

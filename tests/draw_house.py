@@ -1,8 +1,6 @@
 """The house as its imports draw it: `python tests/draw_house.py > docs/house.svg`. A box is a room, a row a floor; a
 dark arrow is an import that no chain of others implies. tests/test_taste.py compares the file with what this prints."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -20,8 +20,6 @@ dv; o, dy; norm(h), du; a of F, dy. Both dy of D are whole, since backward has g
 ranks share do not wait, nor does q then.
 """
 
-from __future__ import annotations
-
 from megalite.config.options import ModelConfig
 from megalite.kernels.activation import activation_named
 

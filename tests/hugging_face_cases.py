@@ -1,7 +1,5 @@
 """Tiny models of transformers' families, with weights far from their initial values."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

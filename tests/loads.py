@@ -1,7 +1,5 @@
 """Loads as tests want them: all that a checkpoint holds, or pieces of one that is known; and what they save."""
 
-from __future__ import annotations
-
 import json
 from hashlib import sha256
 from pathlib import Path

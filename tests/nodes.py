@@ -6,8 +6,6 @@ Their cables end in a switch, a third namespace: a node whose cable is pulled ke
 They share the file system. Needs Linux and root, or leave to make user namespaces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -38,7 +36,7 @@ def _do(words: Sequence[str]) -> None:
 class Machine:
     """One set of namespaces. `within`: whose user namespace it shares, where we are not root."""
 
-    def __init__(self, name: str, hosts: Path, within: Machine | None = None):
+    def __init__(self, name: str, hosts: Path, within: "Machine | None" = None):
         self.name, self._hosts, self._within = name, hosts, within
         self._outer: subprocess.Popen[str] | None = None
 
@@ -107,7 +105,7 @@ class Node(Machine):
         if not any(subprocess.run([*tc, *way], capture_output=True, timeout=20).returncode == 0 for way in ways):
             raise Unpermitted("tc has neither netem nor tbf")
 
-    def start(self, words: Sequence[str], **variables: str) -> Started:
+    def start(self, words: Sequence[str], **variables: str) -> "Started":
         self.started.append(Started([*self.inside(), *words], variables))
         return self.started[-1]
 

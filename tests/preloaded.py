@@ -1,8 +1,6 @@
 """What the fork server of a test process imports for all ranks it will start, beyond what a run needs: 0.25 s of a
 processor for each. Nothing here may import triton, which reads TRITON_INTERPRET when it is imported: a rank chooses."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@ of subprocess, for words that begin with sys.executable. They are forked from on
 imported what a run needs, with their own session, signals, environment, folder and exit code; what an interpreter or
 torch reads when it starts makes `Popen` start one."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -6,8 +6,6 @@ rocm     ROCm/Megatron-LM, examples/llama/train_llama3.sh (32d5d428) with MODEL_
 `SMALLER` puts small sizes in their place; the rest stays as it is.
 """
 
-from __future__ import annotations
-
 GPT3 = """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048
 --attention-backend auto
 --micro-batch-size 1 --global-batch-size 1536 --step-batch-size-schedule "0:16 2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536"

@@ -2,8 +2,6 @@
 server that has torch imported (0.1 s for 4). One that raises fails the test with its traceback; one that hangs is
 killed."""
 
-from __future__ import annotations
-
 import datetime
 import multiprocessing
 import os

@@ -8,8 +8,6 @@ come from autograd, the update from torch.optim and the clipping from torch.nn.u
 clarity alone: a batch is one tensor, whatever the micro-batches of the run are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Run directories as runs leave them, for tests of the report's page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ A line is a class, seconds, what took them, and of how many tests: of the classe
 line, of the class commit a test has.
 """
 
-from __future__ import annotations
-
 import functools
 import subprocess
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """tools/benchmark_comm.py: bandwidths as nccl-tests counts them, links fitted to times, every group of a layout."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """tools/benchmark.py over many combinations: rows of every kind, what goes on, what a step loses, files and pictures."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

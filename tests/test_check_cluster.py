@@ -1,7 +1,5 @@
 """tools/check_cluster.py: what it finds, whom it names, and its exit codes."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

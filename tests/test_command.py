@@ -1,7 +1,5 @@
 """The command `megalite` in a clone; tests/test_installed.py has it from a wheel."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Commits since the check began have a title of at most 72 characters, and a body that says why."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The Dockerfile: what can be said of its text, and its commands run in an empty environment. Docker itself is not needed."""
 
-from __future__ import annotations
-
 import fnmatch
 import importlib.metadata
 import os

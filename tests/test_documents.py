@@ -1,7 +1,5 @@
 """Every command of the documents is read by the program it names, README's run, and what they mention exists."""
 
-from __future__ import annotations
-
 import random
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """pretrain_gpt.py is a page, and a step is near: five calls from `main` to the optimizer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """tools/gpu_report.py without a card: its parts run, a bad one costs nothing but itself, its goals name what is measured."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

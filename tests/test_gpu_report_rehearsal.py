@@ -1,8 +1,6 @@
 """tools/gpu_report.py from end to end on two simulated cards: each part's own commands, at tiny sizes, well and ill.
 Kernels run in Triton's interpreter, and torch.compile is the one way of training that must fail, by its name."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 folder. The environment finds torch and the others where this one has them, by a .pth file, which brings nothing else
 along."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

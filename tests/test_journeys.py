@@ -1,7 +1,5 @@
 """What a page tells a newcomer to type, typed in an empty folder in the page's order: with fewer steps, else as it stands."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

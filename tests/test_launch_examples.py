@@ -1,8 +1,6 @@
 """examples/launch as a cluster runs it: srun, scontrol and torchrun are stand-ins that note how they were called; what
 torchrun starts is the real program, on one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ to a relative 1e-10, where no mistake can hide behind rounding; in fp32 to 1e-5 
 within BF16 of its own one-process twin.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Hashable

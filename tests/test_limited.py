@@ -1,7 +1,5 @@
 """tools/bench/limited.py: whatever a command does, it ends, leaves nobody behind, and its last words are known."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

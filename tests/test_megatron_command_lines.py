@@ -2,8 +2,6 @@
 megatron_command_lines.jsonl: `refused` lists what is missing here. The names of files are replaced, and the plan is
 made for the smallest world."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

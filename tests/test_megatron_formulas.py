@@ -4,8 +4,6 @@ Twice: against a scheduler that is moved on step by step, stated here anew, and 
 classes gave (at d98e8a64 of August 2026; the ramp, which is gone there, at the commit before its removal).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

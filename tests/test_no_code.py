@@ -1,7 +1,5 @@
 """Nothing that megalite reads can run code: what could is called nowhere but at the places listed here."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

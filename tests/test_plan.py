@@ -1,7 +1,5 @@
 """tools/plan.py as users type it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A program that is forked is as one that an interpreter starts; each case is of both."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Published scripts, started as they start: torchrun, tp 2 x pp 2 on gloo, a vocabulary and merges, preprocessed text."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

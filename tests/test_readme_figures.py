@@ -1,8 +1,6 @@
 """Every number in README is a result that is stored in docs/results.json, or is counted here, or is of a small list of
 words. A figure that is stored stands on its own page, too."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@ those of a plain torch model with torch's own optimizers (tests/reference_model.
 row names an option twice, as a flag and as a fact; `OTHERWISE` shows that the definition without it gives other losses.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The page of a run in a real browser: nothing overflows, overlaps, is cut off or loads; light and dark are both."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

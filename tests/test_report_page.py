@@ -1,7 +1,5 @@
 """The page of a run and its pictures, without a browser: what is said of which files, and what damage does to it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

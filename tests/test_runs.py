@@ -1,7 +1,5 @@
 """Runs to compare: --name, and the commands runs, diff and sweep."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

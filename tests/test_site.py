@@ -1,8 +1,6 @@
 """The documents as a site: built as strictly as CI builds it, without torch and without a network; and its pages that
 tell what the code says: messages, variables."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

@@ -1,7 +1,5 @@
 """The rules of tests/taste.py hold in this repository, and each can fail: on a small tree with the fault in it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

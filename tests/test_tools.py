@@ -1,7 +1,5 @@
 """The small tools answer bad input with one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The torch and the triton that are installed have what megalite takes from them, on a card too, and warn of nothing
 that goes away. `bash .ci/range` runs this on the lowest and the highest torch of the range."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

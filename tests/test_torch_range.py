@@ -1,7 +1,5 @@
 """What .ci/range makes of texts: the range, the index's answer, the turn, the table. The run itself needs gigabytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

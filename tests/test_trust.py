@@ -1,7 +1,5 @@
 """What SECURITY.md says of code that lies beside what is read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What newcomers get wrong, typed as they type it: the answer names the value, the rule and the remedy."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """tools/venv.sh, which the quickstart and the tests begin with: what it says before pip downloads gigabytes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """tools/verify.py: what is left of a run at its small size, what counts as a difference, and healthy layouts."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

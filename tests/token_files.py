@@ -1,7 +1,5 @@
 """Small token files and tokenizers that tests share, and a disk that is full."""
 
-from __future__ import annotations
-
 import resource
 import signal
 from collections.abc import Iterable, Sequence

@@ -9,8 +9,6 @@ Needs 12 GiB of disk while it runs, and nothing but Python's own library. Exit c
 words; 3 the index, the disk or the installation cannot serve this version.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -1,8 +1,6 @@
 """How much a piece of Python does, as a count that is the same on every machine: what takes long is told by this, and not
 by a clock."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

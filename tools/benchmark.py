@@ -26,8 +26,6 @@ pipeline, and at a step's end for the slowest rank. Peak memory: on CPU the larg
 up. Exit codes: 0; 1 nothing of megalite's was measured; 2 usage; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

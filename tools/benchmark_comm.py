@@ -15,8 +15,6 @@ sizes, of the groups inside a machine and of those between machines; --json has 
 are printed last are those of a cluster's TOML file, which tools/plan.py --cluster reads. --csv: a line each.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import datetime
@@ -94,7 +92,7 @@ def problem(world: int, args: argparse.Namespace) -> str:
     return ""
 
 
-def shape_of(args: argparse.Namespace) -> Sizes:
+def shape_of(args: argparse.Namespace) -> "Sizes":
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     return {"tp": tp, "pp": pp, "cp": cp}
 

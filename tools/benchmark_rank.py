@@ -1,7 +1,5 @@
 """A contender of tools/benchmark.py, in processes of its own: steps are timed, a file per rank tells the result."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

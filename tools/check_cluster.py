@@ -13,8 +13,6 @@ ones at once, then all odd ones.
 Exit codes: 0 fine, 1 wrong values or a slow link, 3 the ranks could not meet or are not alike.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -11,8 +11,6 @@ directory (its newest valid checkpoint) or one checkpoint in it, saved under any
 tensors: megalite/models/families.py. What cannot be converted exactly is refused by name.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import re

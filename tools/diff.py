@@ -9,8 +9,6 @@ neither (logs, saves, evaluation). Options with the same effect under two names 
 the same; 1 they differ; 2 one of them cannot be read.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

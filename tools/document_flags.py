@@ -5,8 +5,6 @@ python tools/document_flags.py > docs/flags.md
 python tools/document_flags.py --megatron > docs/megatron.md
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from itertools import groupby

@@ -3,8 +3,6 @@
 The rows that pad their vocabulary are left out; ours is stored without padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

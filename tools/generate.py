@@ -10,8 +10,6 @@ Without --json: the text, prompt first, after [step N]. With it a line per promp
 ids, new_ids, stop ("eod" or "length"), step.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -17,8 +17,6 @@ Exit code 0 when every part ran (whether goals were reached is in the report), 1
 without a CUDA device, 130 or 143 when it was ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

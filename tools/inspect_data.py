@@ -9,8 +9,6 @@
 how many documents end with the end-of-document id. The first fault is named and the exit code is 3.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

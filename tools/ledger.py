@@ -5,8 +5,6 @@ python tools/ledger.py runs/mine                    # the newest checkpoint of a
 python tools/ledger.py runs/mine/iter_0000500
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@
 RUN is a run directory. Times are those of each machine's own clock.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json

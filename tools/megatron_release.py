@@ -5,8 +5,6 @@ The vocabulary is padded to a multiple of 128 x tp, as there. With a tied embedd
 copy of it. torch writes a file at once, so the weights of one rank are in memory, not of all.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ memory does not grow with the data, apart from the 4 bytes per document of the i
 final name before all is copied.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

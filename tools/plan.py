@@ -20,8 +20,6 @@ prediction. Shares are of what shows: a collective behind a matmul takes nothing
 nothing fits; 1: the given layout does not.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

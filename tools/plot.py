@@ -13,8 +13,6 @@ python tools/plot.py plan PLAN.json --out plan.png             of tools/plan.py 
 Also steps (learning rate, gradient norm, tokens/s), time, memory, layout. The suffix of --out is the format.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -5,8 +5,6 @@ python tools/plot_samples.py --out docs/samples.png
 python tools/plot_samples.py --lengths 30 4 9 12 7 --split 4,1,0 --seq-length 10 --seed 3 --out samples.png
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Sequence

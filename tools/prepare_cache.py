@@ -11,8 +11,6 @@ sequence length, seed and length; what it misses it builds by itself.
 The flags: python pretrain_gpt.py --help
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -11,8 +11,6 @@ allows some: these are counted and sampled into PREFIX.rejects.jsonl. An interru
 one that reads standard input, when the same stream is given again. Exit code 3: the data or the disk is at fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

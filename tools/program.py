@@ -1,8 +1,6 @@
 """Code that the programs of this folder share: the parser of flags, the exit code, and the check that the files they
 are asked to write can be written, which comes before the work, so that an hour of it is not lost."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

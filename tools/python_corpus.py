@@ -7,8 +7,6 @@ One document per .py file, in sorted order, each content once, without site-pack
 goes to validation. The same interpreter gives the same files; different Python versions give different ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

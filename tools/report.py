@@ -8,8 +8,6 @@ python tools/report.py RUN_DIR --text               the text alone; nothing is w
 Also of a run that goes on or was killed. The page is one file without scripts, for any browser; it loads nothing.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

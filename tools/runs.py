@@ -9,8 +9,6 @@ is free or, without one, its process is gone from this machine. Loss and validat
 tokens/s the median of its lines, of all devices.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -10,8 +10,6 @@ goes on with the rest, from its checkpoints where the file or the command saves 
 before the first one starts. Exit codes: 0 all are done; 1 some are not; 2 usage; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

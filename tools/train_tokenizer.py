@@ -13,8 +13,6 @@ Text is kept as it is: no normalisation, spaces and line ends included, so that 
 encoded. --max-bytes bounds time and memory: pieces of up to 4 kB are taken evenly over the whole input.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -13,8 +13,6 @@ that alone. Where something differs: the first step, layer and parameter, its ra
 a pattern. On a CPU unless --device cuda. Exit codes: 0 they agree; 1 they differ, or the layout failed; 2 usage.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The names of the activations: the files of megalite/kernels/activations/, found without importing torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "kernels" / "activations"

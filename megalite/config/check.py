@@ -1,7 +1,5 @@
 """Every contradiction in a configuration, all at once. Each is a Problem (problem.py). Pure, as options.py is."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator

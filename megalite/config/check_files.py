@@ -1,7 +1,5 @@
 """Contradictions in the options of data, tokenizer and checkpoints, and options of these without effect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megalite.config.options import CheckpointConfig, Config, DataConfig

@@ -1,7 +1,5 @@
 """Contradictions in the model's options and in the layout of its layers, and options of these without effect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """What contradicts itself, or has no effect, in what data-parallel ranks share out (ZeRO)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megalite.config.check_model import divisors

@@ -1,7 +1,5 @@
 """Contradictions in the options of the training, and options of it without effect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 

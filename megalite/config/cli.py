@@ -6,8 +6,6 @@ Megatron-LM that is no option here as megatron_flags.py says. All problems are p
 imported, and the exit code is 2.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import shlex

@@ -5,8 +5,6 @@ prints a plain line now and then instead. The thread that does the work draws it
 hides the cursor, so a killed run leaves nothing to restore. No function here raises for an error of the console.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io
@@ -28,7 +26,7 @@ ERASE = "\r\x1b[2K"  # this line of the terminal
 STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # control characters
 EVERY_S = 0.25
 OTHERS = 20 + 8 + 4  # columns of the bar, the time that is left, and the spaces between
-_bars: list[Bar] = []  # those on a terminal, of this process; the last one is shown
+_bars: "list[Bar]" = []  # those on a terminal, of this process; the last one is shown
 
 
 def let_go_of_console() -> None:
@@ -132,7 +130,7 @@ class Bar:
             self._task = self._progress.add_task(what, total=total, completed=done, count="", more="")
             _bars.append(self)
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> "Bar":
         return self
 
     def __exit__(self, *_: object) -> None:

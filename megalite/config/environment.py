@@ -1,8 +1,6 @@
 """Reads the environment, and sets variables for libraries, for the whole package; parallel/launch.py alone reads who a
 rank is. A variable of OVERRIDES wins over its option: for tests, and for programs that have no options."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import fields

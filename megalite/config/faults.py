@@ -8,8 +8,6 @@ strikes once per process, except where STEP is *; with MEGALITE_FAULT_ONCE=FOLDE
 file in FOLDER records. Where none is set, a point costs one look-up in a dictionary.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -8,8 +8,6 @@
     model     the stored weights would mean something else
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -1,8 +1,6 @@
 """The pages of --help: fifteen flags, three examples and the groups; --help GROUP: the flags of a section of
 options.py; --help all: every flag. Imports no torch."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import functools

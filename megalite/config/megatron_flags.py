@@ -4,8 +4,6 @@ megatron_flags.txt holds each with a verdict and a reason; docs/megatron.md show
 of a command line into notes, warnings and problems.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ model_options.py and run_options.py. check.py finds contradictions; toml.py read
 that a bad command line is refused before anything is started.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields

@@ -4,8 +4,6 @@ another file of its user. (A new file is made with mode "x", which follows no li
 Both functions are an `opener` for `open`, do not block on a pipe, and raise OSError.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Packages that only some options need, and the error where one is not installed: exit code 3, as for missing files."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from megalite.config.options import LogConfig

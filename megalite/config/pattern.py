@@ -7,8 +7,6 @@
 Megatron-LM evaluates the lists as Python; here they are parsed, and nothing is evaluated.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import re

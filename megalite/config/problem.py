@@ -1,7 +1,5 @@
 """A problem of a configuration: a line, `name=value breaks rule; remedy`, and the options that it is about."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import fields
 from string import Formatter
@@ -16,7 +14,7 @@ class Problem(str):
 
     options: frozenset[str]
 
-    def __new__(cls, line: str, options: Collection[str] = ()) -> Problem:
+    def __new__(cls, line: str, options: Collection[str] = ()) -> "Problem":
         problem = super().__new__(cls, line)
         problem.options = frozenset(options)
         return problem

@@ -7,8 +7,6 @@
 Source: megatron/core/transformer/transformer_block.py, get_num_layers_to_build.
 """
 
-from __future__ import annotations
-
 import re
 
 from megalite.config.options import ParallelConfig

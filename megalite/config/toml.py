@@ -1,7 +1,5 @@
 """A configuration as TOML text: the file of --config, and the copy that a run and its checkpoints keep."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from typing import Any

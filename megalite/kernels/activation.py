@@ -6,8 +6,6 @@ Each is a file of megalite/kernels/activations/ that defines ACTIVATION, and the
 Backward needs only the input, so a caller saves that (nn/linear.py), and also returns `a` again.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -10,8 +10,6 @@ sum of the squared lengths and which never makes a mask of S x S. In a sliding w
 is no such mask either. A window as long as the sequence (or a document) has no effect: the same kernel, the same bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

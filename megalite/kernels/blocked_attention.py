@@ -19,8 +19,6 @@ again: p D in place of p for o and dv, dp D in place of dp, D = keep / (1 - p). 
 keys make the whole, as in kernels/flash_attention.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

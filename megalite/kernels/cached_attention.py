@@ -6,8 +6,6 @@ share a key/value head are the rows of one product, so that no head is repeated.
 bounds the speed.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -10,8 +10,6 @@ launched; torch for CPU comes without it. Rejected: importing it at the top of e
 each start on CPU and needs a stand-in for `triton.jit` where it is missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util
@@ -50,7 +48,7 @@ class Listener(Protocol):
 
     device_type: str
 
-    def launched(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
+    def launched(self, kernel: "Kernel", args: tuple[Any, ...]) -> None:
         """Called in place of each launch."""
         ...
 

@@ -13,8 +13,6 @@ Each chunk reads and writes dW once (8 D v bytes against 6 D v c FLOPs), so a ch
 nn/loss.py has the loop, because the vocabulary may be split over ranks.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -12,8 +12,6 @@ exists, a block of rows at a time that stays in cache and is one piece of memory
 matmul and apex's `fused_weight_gradient_mlp_cuda`; with the required torch they would never be chosen.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -14,8 +14,6 @@ coordinates of dropout, become its constants, so each needs a new graph. Dropout
 functions, forward and backward, because the compiler would keep the mask of a function that it differentiates.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -7,8 +7,6 @@ Shapes from the papers and model cards: arXiv:2005.14165 table 2.1, arXiv:2307.0
 arXiv:2310.06825, arXiv:2412.15115, arXiv:2505.09388. tests/models/test_families.py holds the published counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType

@@ -4,8 +4,6 @@ Pure data. Rules and keys are tables that are read in both directions, from thei
 themselves are in families.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

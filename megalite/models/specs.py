@@ -1,7 +1,5 @@
 """The specs of all parameters of a model, or of a stage of it, without their memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

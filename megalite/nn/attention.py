@@ -7,8 +7,6 @@ each rank computes only the group that its query heads use, and the replicas' gr
 the norms. A fused qkv tensor could not be described by one box in that case.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each tp rank holds the rows of its part of the vocabulary and looks up the token
 sum over tp is one reduce-scatter, so it arrives split along the sequence: tokens_SB -> x_sBD.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

@@ -8,8 +8,6 @@ the sequence, it is gathered here and not in backward, behind the matmuls of the
 collectives than without. Only matmuls whose gradient goes to a sink wait.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ also adds the bias, u + bias is not stored either.
 Rejected: a differentiable gather before the matmul. It saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

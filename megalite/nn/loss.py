@@ -10,8 +10,6 @@ whole log-sum-exp; arXiv:1909.08053, sec. 3, needs a maximum and then sums. Colu
 padding without probability. Gradients are computed in forward, so x is gathered only once.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

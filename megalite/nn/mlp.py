@@ -6,8 +6,6 @@ Gated activations (swiglu) have gate and up in one tensor [2, F, D], split over 
 and any slice along F holds both halves of its columns.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from megalite.kernels.activation import activation_named

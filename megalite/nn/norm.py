@@ -4,8 +4,6 @@ Weights are replicated over tp, and each tp rank sees other positions (or other 
 gradient: they are `partial`, and the optimizer's buffer sums them over tp once per step.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from megalite.kernels.layer_norm import add_layer_norm, layer_norm

@@ -1,7 +1,5 @@
 """Makes this rank's part of a parameter from its spec."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +29,7 @@ class Maker:
     deferred: bool = False
     unit: str = ""
 
-    def of(self, unit: str) -> Maker:
+    def of(self, unit: str) -> "Maker":
         """A maker for the parameters of `unit`."""
         return replace(self, unit=unit)
 

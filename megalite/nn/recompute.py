@@ -3,8 +3,6 @@
 No random state is kept: dropout masks are functions of coordinates, so the second run draws the same masks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AdamW as a rule for the sharded optimizer: two moments, one call per bucket."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 

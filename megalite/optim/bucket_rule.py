@@ -12,8 +12,6 @@ mesh, or what else a kind is.
 out within a set of ranks, and what the optimizer keeps is shared out over all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -66,7 +64,7 @@ class BucketRule:
         size = len(held) // self.outer.size
         return held[self.outer.rank * size : (self.outer.rank + 1) * size]
 
-    def seen_from(self, position: Mapping[str, int]) -> BucketRule:
+    def seen_from(self, position: Mapping[str, int]) -> "BucketRule":
         """The rule of the rank of the stage that is at `position`."""
         shard, replica = (position[name] for name in self.owners)
         outer = replace(self.outer, rank=replica) if self.outer.size > 1 else self.outer
@@ -92,7 +90,7 @@ def rules_for(
     return {kind: _rule(kind, mesh, reduce_in_bf16, once_more) for kind in {bucket.kind for bucket in layout.buckets}}
 
 
-def _rule(kind: Kind, mesh: Mesh, reduce_in_bf16: bool, once_more: bool) -> BucketRule:
+def _rule(kind: Kind, mesh: Mesh, reduce_in_bf16: bool, once_more: bool) -> "BucketRule":
     shard, replica = mesh.owners(kind.home)
     outer = replica if once_more and shard.size > 1 else Axis("replica")
     return BucketRule(

@@ -11,8 +11,6 @@ Four parts: what is done with a bucket of each kind and who owns what (bucket_ru
 (param_gather.py). The optimizer asks for what is owned alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

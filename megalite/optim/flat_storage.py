@@ -7,8 +7,6 @@
 What a rank owns is all that it holds, or where that is shared out once more (bucket_rule.py) a part of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -19,8 +19,6 @@ first gradient of a run until its reduction is through, and is reduced once for 
 Rejected: hooks that count backward passes to find the last one; they break when a micro-batch skips a layer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +36,7 @@ from megalite.parallel.comm import Pending, all_reduce_, start_all_reduce, start
 class Sink:
     """The view of one parameter's gradient, [its shape] (nn/parameter.py, GradientSink)."""
 
-    def __init__(self, name: str, grad: Tensor, slot: tuple[int, int], reduce: GradReduce):
+    def __init__(self, name: str, grad: Tensor, slot: tuple[int, int], reduce: "GradReduce"):
         """`slot`: its bucket and its entry. `reduce` is kept weakly: Python does not see through the parameter's node,
         to free a cycle of them."""
         self._name, self._grad, self.slot, self._reduce = name, grad, slot, weakref.ref(reduce)

@@ -11,8 +11,6 @@ one update of a whole bucket, and no code below asks what a parameter is. Where 
 biases stay as they are, a thousandth of the memory. Padding: slots start at multiples of `ALIGN`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,7 +68,7 @@ class Part:
     span: range
     start: int
 
-    def of(self, owned: Tensor) -> Tensor:
+    def of(self, owned: "Tensor") -> "Tensor":
         """Their values, where `owned` has those of all that the rank owns of the bucket."""
         return owned[self.start : self.start + len(self.span)]
 

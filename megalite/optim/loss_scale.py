@@ -5,8 +5,6 @@ A step whose gradients overflow is skipped. Dynamic, counted as in Megatron-LM: 
 back. Fewer clean steps give none back, so that a scale on the edge comes down soon. fp32 and bf16: constant, 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

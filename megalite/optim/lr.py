@@ -12,8 +12,6 @@ update is at the peak, with one at `init`. The rate in the log is the one after 
 Samples of steps that updated nothing (fp16 overflow, --iterations-to-skip) do not count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -43,7 +41,7 @@ class LrSchedule:
     wsd: float = 0.0
     wsd_style: str = "exponential"
 
-    def times(self, factor: float) -> LrSchedule:
+    def times(self, factor: float) -> "LrSchedule":
         """The same curve at other heights: a batch that is `factor` times as large moves as far with as many times the
         rate (linear scaling, arXiv:1706.02677)."""
         heights = {name: getattr(self, name) * factor for name in ("peak", "minimum", "warm_up_init")}
@@ -114,7 +112,7 @@ class Rates:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Rates:
+    def from_json(cls, saved: Mapping[str, Any]) -> "Rates":
         """Raises KeyError, TypeError, ValueError."""
         apart = saved["decoupled"]
         return cls(

@@ -10,8 +10,6 @@ parameter's node in the graph says that backward is through with it. Embedding a
 the loss computes its gradients there.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """SGD with momentum as a rule for the sharded optimizer; equals torch.optim.SGD (decay is added to the gradient)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

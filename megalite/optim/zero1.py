@@ -9,8 +9,6 @@ element weighted by 1/replicas, so that the sum over the world is the true squar
 factor that unscales, averages and clips.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

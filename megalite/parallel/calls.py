@@ -4,8 +4,6 @@ All ranks of an axis do the same collectives in the same order, so collective 12
 and message 12 that a rank sends to a neighbour is message 12 that the neighbour receives from it.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ class Call:
     def told(self) -> tuple[str, int, int, int]:
         return self.op, self.peer, self.number, self.bytes
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> "Call":
         self.axis.calls.waiting = self, time.monotonic()
         if self.peer < 0:  # the pipeline has spans of its own for messages
             phase = "agreement" if self.axis.name == "world" else "communication"

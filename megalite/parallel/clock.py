@@ -10,8 +10,6 @@ unless the step is timed (train/tell/phases.py decides) or traced (train/tell/pr
 at a time, in one thread at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -13,8 +13,6 @@ reduce_scatter is several times slower than its all_reduce (docs/decisions.md), 
 all-reduce of which one part is kept.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from typing import Any

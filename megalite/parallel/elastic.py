@@ -1,7 +1,5 @@
 """Frees and restores the memory of tensors that stay: weights that are gathered, gradients that are reduced."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar

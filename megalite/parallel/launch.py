@@ -4,8 +4,6 @@ Four ways in: torchrun's variables (RANK, WORLD_SIZE, ...), mpirun's (MPI_LAUNCH
 ranks that were started on this machine by local_ranks.py.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

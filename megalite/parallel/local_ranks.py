@@ -8,8 +8,6 @@ killed, its ranks end themselves. The kernel would not end them: PR_SET_PDEATHSI
 as long as a rank does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import multiprocessing

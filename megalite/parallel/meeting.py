@@ -9,8 +9,6 @@ itself, so the counts differ after a node was replaced. Ranks therefore give eve
 It also answers the word of a rank that died, which does no harm. Rank 0 knows who has come, so it can name the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import ipaddress

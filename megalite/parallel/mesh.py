@@ -12,8 +12,6 @@ are the identity, so one process is not a special case. Axes that run through th
 passed explicitly: there is no module state. A planned mesh has only sizes and positions.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +54,7 @@ class Axis:
     name: str
     size: int = 1
     rank: int = 0
-    transport: ProcessGroup | Transport | Literal["planned"] | None = None
+    transport: "ProcessGroup | Transport | Literal['planned'] | None" = None
     ranks: tuple[int, ...] = (0,)
     clock: Clock = field(default_factory=Clock, compare=False, repr=False)
     calls: Calls = field(default_factory=Calls, compare=False, repr=False)
@@ -66,7 +64,7 @@ class Axis:
             raise ValueError(f"axis {self.name} of size {self.size} has no transport; give a group, or PLANNED")
 
     @property
-    def group(self) -> ProcessGroup | None:
+    def group(self) -> "ProcessGroup | None":
         """None exactly when `size` is 1. Raises RuntimeError if the axis is only planned."""
         if self.size == 1:
             return None
@@ -129,7 +127,7 @@ class Mesh:
     clock: Clock = field(default_factory=Clock, compare=False, repr=False)  # shared by all axes
 
     @classmethod
-    def alone(cls, device: str | torch.device = "cpu") -> Mesh:
+    def alone(cls, device: str | torch.device = "cpu") -> "Mesh":
         """The mesh of a single process: no torch.distributed at all."""
         return cls(device=torch.device(device))
 

@@ -9,8 +9,6 @@ Rejected: one generator per rank (Megatron-LM's RNG tracker). The run would depe
 have to be saved and resharded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor

@@ -6,8 +6,6 @@ found here, with the group and the ranks, and not days later in a loss that look
 of floats may round the changed bit away.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

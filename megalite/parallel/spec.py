@@ -4,8 +4,6 @@ A `ParamSpec` holds all facts about a parameter. Initialisation, gradient reduct
 checkpoint and conversion read it, and none of them keeps a copy. Shapes are in elements.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Work on one stream runs in order; work on two streams is ordered only by events.
 but the default one is shared by all threads, so a thread that must not delay the others works `beside` it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

@@ -13,8 +13,6 @@ loading a library cannot be recorded; the next one records. The graph keeps the 
 with dp > 1 the eager ones take as much again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

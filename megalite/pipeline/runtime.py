@@ -13,8 +13,6 @@ pipeline ranks and several chunks, activations of both directions share theirs).
 arms the gradient buckets of its chunk, so that each is reduced as soon as it is full.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Iterable, Sequence

@@ -11,8 +11,6 @@ fewer than pp and not a multiple of it. A new schedule is one more generator of 
 backward needs nothing, since any order of F and B is filled (`Split`).
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import itertools

@@ -8,8 +8,6 @@ backward split and m >= pp, (pp - 1) / (3 m + pp - 1) at vpp 1, which is ZB-H1's
 True
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence

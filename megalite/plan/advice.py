@@ -5,8 +5,6 @@ The caller gives shares of time by the names of CAUSES, measured (a run's report
 none is above, it is the computation itself. The figure of a remedy is planned, for the same run with another option.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -10,8 +10,6 @@ each kind (plan/kinds.py). Activations are the bytes that the schedule has in fl
 a moment; memory of CUDA and NCCL is not counted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

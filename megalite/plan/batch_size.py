@@ -1,7 +1,5 @@
 """The global batch size as a pure function of the samples consumed: constant, in equal steps, or in any steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,11 +20,11 @@ class BatchSizes:
     last_whole: bool = False
 
     @classmethod
-    def constant(cls, size: int) -> BatchSizes:
+    def constant(cls, size: int) -> "BatchSizes":
         return cls(((0, size),))
 
     @classmethod
-    def ramp(cls, final: int, start: int, increment: int, samples: int) -> BatchSizes:
+    def ramp(cls, final: int, start: int, increment: int, samples: int) -> "BatchSizes":
         """Sizes from `start` by `increment` up to `final` over `samples` samples, each for as many samples."""
         if start < 1 or increment < 1 or samples < 0 or start > final or (final - start) % increment:
             raise ValueError(

@@ -10,8 +10,6 @@ to B, `waiting` from B to W, and the `moment` of each phase: its peak above the 
 run uses the Triton kernels of a card, whatever device the plan is made on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,7 +75,7 @@ class Bill:
 class _Begun:
     """A collective that has begun."""
 
-    def __init__(self, recorder: Recorder, number: int):
+    def __init__(self, recorder: "Recorder", number: int):
         self.recorder, self.number = recorder, number
 
     def wait(self, *_: Any) -> None:
@@ -87,7 +85,7 @@ class _Begun:
 class _Counted(Transport):
     """Moves nothing and records each collective."""
 
-    def __init__(self, recorder: Recorder):
+    def __init__(self, recorder: "Recorder"):
         self.recorder, self.group = recorder, self
 
     def _begin(self, name: str, x: Tensor) -> _Begun:

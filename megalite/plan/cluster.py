@@ -18,8 +18,6 @@
 A file's sections and keys are all optional.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -69,7 +67,7 @@ class Device:
     peaks: Mapping[str, float] = field(default_factory=dict)
     local_ranks: int = 1
 
-    def peak_tflops(self, dtype: torch.dtype) -> float:
+    def peak_tflops(self, dtype: "torch.dtype") -> float:
         """Dense rate, accumulating in fp32. Raises ValueError if the device has no known peak for `dtype`."""
         if (given := self.peaks.get(SHORT[dtype])) is not None:
             return given
@@ -98,7 +96,7 @@ class Cluster:
 
 
 @functools.cache
-def _cpu_peak(dtype: torch.dtype, local_ranks: int) -> float:
+def _cpu_peak(dtype: "torch.dtype", local_ranks: int) -> float:
     measured = measure_cpu_peak(dtype, local_ranks=local_ranks).tflops
     assert measured is not None
     return measured

@@ -14,8 +14,6 @@ A layer never takes less than the host needs to launch it, unless a CUDA graph d
 measured time of the layer instead.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -44,7 +42,7 @@ class Seconds:
     all: tuple[float, float, float] = (0.0, 0.0, 0.0)
     tp: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
-    def __add__(self, other: Seconds) -> Seconds:
+    def __add__(self, other: "Seconds") -> "Seconds":
         (f, b, w), (f_tp, b_tp, w_tp) = self.all, self.tp
         (f_2, b_2, w_2), (f_tp_2, b_tp_2, w_tp_2) = other.all, other.tp
         return Seconds((f + f_2, b + b_2, w + w_2), (f_tp + f_tp_2, b_tp + b_tp_2, w_tp + w_tp_2))

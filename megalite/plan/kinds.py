@@ -1,7 +1,5 @@
 """The kinds of layers of a model, and the bill of each: of one block, or of several that are recomputed together."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 

@@ -15,8 +15,6 @@ network's times the ranks per node: 8 dp groups of tp 8 have a card each, a dp g
 Groups that run at the same time therefore never share a card, unless the ranks of a node do.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +32,7 @@ class Group:
     fewest: int = 1
 
     @classmethod
-    def of(cls, ranks: Sequence[int], per_node: int) -> Group:
+    def of(cls, ranks: Sequence[int], per_node: int) -> "Group":
         """
         >>> Group.of(range(0, 64, 8), 8), Group.of(range(16), 8)
         (Group(size=8, nodes=8, fewest=1), Group(size=16, nodes=2, fewest=8))

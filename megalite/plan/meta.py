@@ -9,8 +9,6 @@ shapes that were seen before, because most of torch's own functions for this dev
 FakeTensorMode, which refuses such reads, needs CUDA for the backward of a card's tensors, and has no data pointers.
 """
 
-from __future__ import annotations
-
 import weakref
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """Distributes the layers over the pipeline stages. Pure."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

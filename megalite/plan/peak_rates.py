@@ -4,8 +4,6 @@ A CPU's peak is measured with a short matmul. An unknown card has no peak (MFU n
 because a wrong peak would give an MFU that looks right.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -15,8 +15,6 @@ Sources of the defaults:
     cpu          shares of the peak measured here; better calibrate
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

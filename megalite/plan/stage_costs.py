@@ -1,7 +1,5 @@
 """The costs of a model's stages on a rank, summed over their layers by kind."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@
 It looks at one rank of each pipeline position, because all others there do the same.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Sums of figures over the layers of a stage, which may differ."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

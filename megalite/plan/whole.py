@@ -5,8 +5,6 @@ whole while it is used, and those of the next are on their way; its gradient fro
 of its reduction, for which the next unit's waits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 class WholeUnits:
     """On one pipeline rank. A unit is known by its name: "embedding", "layers.17", "head"."""
 
-    def __init__(self, made: Arrangement, rank: int):
+    def __init__(self, made: "Arrangement", rank: int):
         p = made.config.parallel
         self.units, self.weight, self.gradient = made.holdings[rank].units, *made.bytes_of_element()[:2]
         self.comes = p.shared_out > 2 and bool(self.units)

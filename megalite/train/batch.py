@@ -1,7 +1,5 @@
 """Converts numpy micro-batches to the model's batches: `host_batch` in the loader's thread, `on_device` in the step."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The training loop around the steps: what comes before and after each, until the last one or a reason to stop."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

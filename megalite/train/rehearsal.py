@@ -9,8 +9,6 @@ except attention, which always has the shapes of a fused kernel. Values that the
 and gradient norm are finite, and the step is taken.
 """
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 import warnings

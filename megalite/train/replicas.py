@@ -16,8 +16,6 @@ right, and are cast and gathered again; else, with 3 ranks or more over data, th
 which is.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds a run: the only module that sees the whole configuration, and hands each part the values that it needs."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 from collections.abc import Callable

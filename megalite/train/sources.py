@@ -1,7 +1,5 @@
 """Opens the data of a run: tokenizer, training, validation and test sets, and the vocabulary they agree on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

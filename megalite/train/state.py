@@ -1,7 +1,5 @@
 """The parts of a run, the few numbers that a resume needs, and the results of a step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field

@@ -5,8 +5,6 @@ number of tokens that count, and whether some rank wants to stop. So all ranks d
 knows the loss, which the last stage computes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

@@ -2,8 +2,6 @@
 (test_branches.py). A case returns what it found; `watched` runs one and adds which places (card/mentions.py) it has
 passed."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import io

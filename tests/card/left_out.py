@@ -4,8 +4,6 @@ sites()              key -> line of every call that waits: "nn/linear.py _Gather
 without(site)        while it lasts, that call does not wait: what comes after it goes on as if it had
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import sys

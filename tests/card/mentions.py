@@ -5,8 +5,6 @@ conditional expression that asks one of these the first of what is done on a car
 run. Seen is the byte code that ran, whose columns Python keeps: a line would not tell which half of `x if y else z`.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import sys

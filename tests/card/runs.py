@@ -3,8 +3,6 @@
 A run is a function of one rank; `traced(world, run, ...)` gives its facts, rank by rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

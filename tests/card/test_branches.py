@@ -1,7 +1,5 @@
 """What CUDA's branches do on a simulated card (branch_cases.py); and that there is none that no run passes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -4,8 +4,6 @@ needed: it is left out, the trainer runs, and the detector names what was not wa
 A new wait without a row in WAITS fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

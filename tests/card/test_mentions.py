@@ -1,7 +1,5 @@
 """What the check of CUDA's branches sees, and what it must not take for seen."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

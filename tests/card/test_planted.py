@@ -1,7 +1,5 @@
 """What a card would suffer from is planted into the trainer, one at a time, and found with its line."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

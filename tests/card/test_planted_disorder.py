@@ -1,7 +1,5 @@
 """One rank of the real trainer does something else: the ranks are told at once, and the checker of order names it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

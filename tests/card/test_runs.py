@@ -1,8 +1,6 @@
 """Whole runs on the simulated card: for what the host waits is what docs/performance.md says ("What the host waits for"),
 and what they save, load and generate is what a CPU does."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A start on cards: what nvidia-smi says, whose card is whose, what the machine lacks."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import subprocess

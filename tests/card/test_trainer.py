@@ -1,7 +1,5 @@
 """The trainer on the simulated card: nothing of host and card meets, a step waits once, the numbers are those of a CPU."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

@@ -1,8 +1,6 @@
 """Breakages planted on purpose, one at a time, each with a test that must turn red: `python tests/chaos/breakages.py`.
 Each is planted into a copy of the sources, in which a fork of this process, which has torch imported, runs the test."""
 
-from __future__ import annotations
-
 import functools
 import json
 import multiprocessing

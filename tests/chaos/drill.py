@@ -1,7 +1,5 @@
 """`drill`: a whole run on ranks of the fork server (half a second to start), with a fault on demand, and how it ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

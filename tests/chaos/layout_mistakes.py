@@ -1,8 +1,6 @@
 """Classical mistakes of distributed training, for tools/verify.py to find and to locate: planted into a copy of the
 sources."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

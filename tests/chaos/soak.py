@@ -17,8 +17,6 @@ same hashes, every step is logged once with the same loss, at least 85 % of the 
 and no start was without a step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The tests that guard a run are red when what they guard is broken."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """P1 and P10: a rank that dies, raises or leaves, wherever it is, ends the others within seconds, and is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

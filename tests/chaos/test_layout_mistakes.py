@@ -1,7 +1,5 @@
 """tools/verify.py finds classical mistakes of distributed training, and says where they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

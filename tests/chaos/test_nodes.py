@@ -3,8 +3,6 @@
 Tensor parallelism is inside a node, data or pipeline parallelism across. Runs share a folder, as on a cluster.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

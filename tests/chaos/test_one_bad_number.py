@@ -1,7 +1,5 @@
 """N1: one element of a reduced gradient that is NaN or infinite, on each rank in turn, changes nothing on any rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """C12 and I7: killed and started again, a run is the same run; on other numbers of ranks it still reads every sample
 once, in the same order."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

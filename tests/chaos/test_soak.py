@@ -1,7 +1,5 @@
 """A minute of random faults; half an hour of them: `python tests/chaos/soak.py 30 FOLDER`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -8,8 +8,6 @@ test_releases.py loads those of all releases. A release's are made once, before 
 as it is not, delete its folder first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

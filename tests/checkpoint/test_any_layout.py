@@ -4,8 +4,6 @@ Each layout trains two steps and saves. Then each loads the checkpoints of all, 
 more (two after its own). Tensors are compared whole; those of layout A with one process's within the layout tolerance.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from pathlib import Path

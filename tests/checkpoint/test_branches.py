@@ -1,7 +1,5 @@
 """Rollback and --finetune in the directory that is saved to: the new branch is the one that is gone on from and kept."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

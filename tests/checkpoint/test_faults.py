@@ -1,7 +1,5 @@
 """Killed, damaged, hostile: never a checkpoint that loads wrong, never no checkpoint, and no code ever runs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """A manifest that is sealed, and whose state or dtypes are of wrong kinds: refused by name, and nothing is changed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Saving and loading say that they run and how far, in either style of the log."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -6,8 +6,6 @@ units like them. In fp64 that is worth 1e-16 each, and four steps of Adam with a
 The fixtures are made by make_fixtures.py.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

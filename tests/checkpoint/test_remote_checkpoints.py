@@ -1,7 +1,5 @@
 """Checkpoints behind URLs: in memory, and in a real object store (moto's server)."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -1,7 +1,5 @@
 """Saving as a run does it: durable order, failures on one rank, the lock, what is kept, the clock, the background."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

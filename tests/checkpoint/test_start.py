@@ -1,7 +1,5 @@
 """How a run starts from a checkpoint: exactly, without the optimizer, from its weights alone; and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

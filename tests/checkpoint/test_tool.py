@@ -1,7 +1,5 @@
 """tools/checkpoint.py: what it prints, what it writes, and its exit codes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

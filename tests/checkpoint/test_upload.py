@@ -1,7 +1,5 @@
 """Saved on a fast disk first, kept elsewhere."""
 
-from __future__ import annotations
-
 import functools
 import uuid
 from collections.abc import Iterator

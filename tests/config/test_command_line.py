@@ -1,8 +1,6 @@
 """How people spell a command line: every spelling of a switch, near misses, flags of other programs, and all that is
 wrong in one list, whatever it is and in whatever order."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """The command line: Megatron-LM's spellings, every problem at once, exit code 2, no torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The bar at the bottom of a terminal, on a real one (os.forkpty), and plain lines everywhere else."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """An option's facts: its class of resume, the size of its value, its problems by name."""
 
-from __future__ import annotations
-
 import ast
 import string
 from dataclasses import Field, replace

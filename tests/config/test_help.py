@@ -1,7 +1,5 @@
 """--help: what a newcomer needs, a group, everything."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

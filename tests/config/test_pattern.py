@@ -1,7 +1,5 @@
 """Patterns of layers: what Megatron-LM's expressions mean, without running them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Layers of the stages that the options give: the numbers that Megatron-LM's get_num_layers_to_build returns."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

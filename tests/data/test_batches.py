@@ -1,7 +1,5 @@
 """The batch of a step is a pure function, the same for every data-parallel size; the prefetcher only makes it early."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A blend holds its weights at every prefix, and any sample of it can be found without the ones before."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """The cache of epoch orders among processes: one builds, the others say whom they wait for, and killed ones leave nothing."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -1,7 +1,5 @@
 """The tools around token files, as a user runs them: merge, inspect and verify, prepare a cache, train a tokenizer."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -1,7 +1,5 @@
 """From --data-path and --split to datasets, and the cache of their orders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

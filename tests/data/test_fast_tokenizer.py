@@ -1,7 +1,5 @@
 """gigatoken in the place of a tokenizer: the same ids, or it is not used."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

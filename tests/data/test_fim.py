@@ -1,7 +1,5 @@
 """Fill-in-the-middle: what it does can be undone, loses and invents nothing, and happens as often as it should."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The token file format, byte for byte, and every way in which a damaged pair is refused."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """What a run has seen of each source, and that it continues with what is left when the blend changes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Best-fit packing: the textbook's number of bins, nothing lost, nothing cut that fits; and the samples read by it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A computed shuffle is a bijection, depends on its key, and is close to uniform."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

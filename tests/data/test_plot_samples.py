@@ -1,7 +1,5 @@
 """The picture of samples is drawn from what the program reads."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

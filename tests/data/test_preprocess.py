@@ -1,7 +1,5 @@
 """From text files to token files through the tools, as a user runs them; bad input, and runs that end early."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Bad lines under --max-bad-fraction: left out, counted by reason, sampled; and when there are too many."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Token files behind URLs: the same tokens as from disk, each byte fetched once per node, and every fault named."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Properties of samples: every token once per epoch, whatever the documents, sequence length, seed and split."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

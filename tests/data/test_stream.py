@@ -1,7 +1,5 @@
 """Every token once per epoch, whatever the sequence length becomes on the way."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

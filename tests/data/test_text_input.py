@@ -1,7 +1,5 @@
 """Every input format gives the same records, from the beginning and from any position; what is damaged is one error."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

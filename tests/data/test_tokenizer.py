@@ -1,7 +1,5 @@
 """Every kind of tokenizer: ids, end of document, fingerprint, and one clear error for what cannot be used."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """tokenizer.json made of other kinds of tokenizers: plain transformers gives the same ids, or there is no such file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Named validation sets: what is a name and what a path, and the loss per byte of text."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import math

@@ -1,7 +1,5 @@
 """Generated text: transformers' greedy text for every family, the same under every layout, and what is drawn."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

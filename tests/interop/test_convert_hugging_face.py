@@ -1,7 +1,5 @@
 """Hugging Face to megalite and back: logits as in transformers, tensors bit for bit, under any layout; hostile input."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Megatron-LM's files to megalite and back. The fixtures are written here from the description of the format, tensor by
 tensor, without the rules that are tested."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import enum

@@ -1,7 +1,5 @@
 """Megatron-LM's torch_dist format: fixtures are written by torch.distributed.checkpoint, or cut as its ranks do."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import itertools

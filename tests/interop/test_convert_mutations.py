@@ -1,7 +1,5 @@
 """Seeded mutations of foreign files: read, or refused with one clear error; never another exception, never slow."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

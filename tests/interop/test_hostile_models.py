@@ -1,7 +1,5 @@
 """Checkpoints whose hashes are right and whose configuration is not: the converter refuses them with one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that begin with a directory of Megatron-LM's, of either format; and the vocabulary on the way there and back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """A pickle in the place of every file that is read, of a run and of a foreign model: refused by name or left alone, by
 the trainer and by every tool. Nothing is unpickled on the way of a model from text to text."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -5,8 +5,6 @@ interpreter, and on a card where there is one. What the operation allocates is N
 program wrote, a write and a read beyond the end are seen; in fp32 a second run with zeros in place of NaN must agree.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -2,8 +2,6 @@
 What the interpreter accepts may still not build, or need more registers or shared memory than a card has. No driver is
 needed, only what comes with Triton, whose own cache keeps what was compiled."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

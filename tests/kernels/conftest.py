@@ -1,7 +1,5 @@
 """The process whose kernels are interpreted, one for all tests of kernels."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator

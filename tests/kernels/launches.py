@@ -1,7 +1,5 @@
 """Every launch that the tables of megalite/kernels can make: each width, dtype and variant of each kernel."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

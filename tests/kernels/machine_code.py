@@ -2,8 +2,6 @@
 instruction inside of a loop counts as often as the loop turns, which the caller knows; those under a predicate count in
 full."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ class Code:
     stored: float
     widths: Counter[int] = field(default_factory=Counter)
 
-    def times(self, threads: int) -> Code:
+    def times(self, threads: int) -> "Code":
         """Of so many threads."""
         return Code(self.loaded * threads, self.stored * threads, self.widths)
 

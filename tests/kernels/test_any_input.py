@@ -1,8 +1,6 @@
 """What holds for any input: rows added where they are kept, rounding at random. Apart from the tests beside which they
 belong, because those also run on a card, where hypothesis need not be installed."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,8 +1,6 @@
 """Attention of some queries to some keys, each at its own positions: query i sees keys low(i) <= j <= i, and parts of the
 keys, put together by their log-sum-exp, are the whole; forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What --apply-query-key-layer-scaling and --attention-softmax-in-fp32 are for in Megatron-LM, which stores scores in
 the dtype of q and k, holds without them: here no score has to fit into fp16."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """tools/bench/kernels.py without a card: what it would measure runs, its bytes are true, and it says that it cannot."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

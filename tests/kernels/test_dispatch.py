@@ -1,7 +1,5 @@
 """Which kernels run: by the variable, the device, the dtype and the shape; and what the plan says of it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

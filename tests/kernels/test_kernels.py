@@ -1,8 +1,6 @@
 """Every kernel against its definition: gradients in fp64, bf16 no worse than twice the plain torch version's own error,
 what is saved, and masks that depend on coordinates alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Head and loss in chunks against the definition in fp64: gradients, padding, masks, memory, ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

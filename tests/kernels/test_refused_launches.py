@@ -1,8 +1,6 @@
 """What a user reads where a card has no room for a kernel: Triton's own compiler and check, for a card of compute
 capability 12.0 (99 KiB of shared memory per block), on a driver that is not there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The update of the weights and the gradient norm: torch's own AdamW, the plain definition and Triton's interpreter."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients added where they are kept: values against fp64, one rounding, strided inputs, blocks that do not divide."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

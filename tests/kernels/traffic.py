@@ -2,8 +2,6 @@
 how many bytes were asked for, and how many of them are different ones. What is asked for twice comes from the cache at
 best."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

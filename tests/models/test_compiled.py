@@ -1,7 +1,5 @@
 """--compile: the same training with compiled functions in the blocks, under every layout, with no more memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

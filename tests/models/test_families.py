@@ -1,7 +1,5 @@
 """Presets have the published numbers of parameters, summed over the tensors that are built."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Megatron-LM's command line -> the sizes of the tensors it makes of it, counted by hand, against ours."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

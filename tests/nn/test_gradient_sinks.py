@@ -1,7 +1,5 @@
 """A model whose parameters live in a flat buffer gets the gradients that autograd gives, without their temporaries."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,8 +1,6 @@
 """Weight gradients that wait: the same sums, as many collectives, the bytes of the formula, and each bucket reduced
 behind the last of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from formulas import layer_waiting

@@ -1,7 +1,5 @@
 """What runs while a collective of tensor parallelism is under way, from the recorded order of events on two ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

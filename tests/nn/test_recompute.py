@@ -1,7 +1,5 @@
 """A part that is computed again in backward gives the same gradients, bit for bit, and is computed as often as it says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The flat buffer: gradients land once and in one order, weights are whole wherever they are read."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ NVIDIA/Megatron-LM#5916 is a norm that missed experts where expert and tensor pa
 depended on the layout.
 """
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The scale against an independent account of its rules, over any history of overflows; and over a stop in between."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

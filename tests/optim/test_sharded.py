@@ -1,7 +1,5 @@
 """Gradients and weights that come and go: what is whole at once, how often it is moved, and what comes out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

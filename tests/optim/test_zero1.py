@@ -1,8 +1,6 @@
 """The distributed optimizer against torch's, or the papers', on one process: updates, the global norm, what each rank
 saves."""
 
-from __future__ import annotations
-
 import datetime
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Each collective against its definition, forward and backward, and its one-process twin."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable
 from pathlib import Path

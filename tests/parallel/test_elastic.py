@@ -1,7 +1,5 @@
 """Memory that comes and goes under parameters, in the middle of forward and backward."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a rank learns from the variables of its launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

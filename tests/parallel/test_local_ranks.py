@@ -1,7 +1,5 @@
 """The launcher of local ranks: who failed first, starting again, and what a killed launcher leaves."""
 
-from __future__ import annotations
-
 import faulthandler
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Ranks that look for each other: under which name they meet, and what they are told when they do not."""
 
-from __future__ import annotations
-
 import datetime
 import re
 import socket

@@ -1,7 +1,5 @@
 """Both views of the ranks: coordinates, who is beside whom, groups, sizes of thousands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

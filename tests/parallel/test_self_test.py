@@ -1,7 +1,5 @@
 """Every collective is done once before the first step, and one that gives a wrong value is named with its group."""
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collectives through shared memory: any program of them against its definition; ranks that die or disagree."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import random

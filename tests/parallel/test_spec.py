@@ -1,7 +1,5 @@
 """Where a value lives in the whole tensor, and what of it is stored."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """A message's memory goes as soon as the stage has used it, not at the end of the stage's backward."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Properties of every schedule, for all pp 1-8, vpp 1-4, 1-20 micro-batches; no torch."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

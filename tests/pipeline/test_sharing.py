@@ -1,7 +1,5 @@
 """When what data-parallel ranks share out meets: pure properties of the rows."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

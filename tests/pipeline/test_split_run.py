@@ -1,7 +1,5 @@
 """A pipeline of real processes, whose parts all take equally long: a split backward makes the ranks wait less."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

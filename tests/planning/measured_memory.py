@@ -8,8 +8,6 @@ bytes to 0.01 %. No number that comes out is looked at.
     TRITON_INTERPRET=1 MEGALITE_KERNELS=triton python tests/planning/measured_memory.py 'JSON list of [world, flags]'
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

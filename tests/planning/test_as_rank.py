@@ -1,7 +1,5 @@
 """A dry run of one rank: what it says of collectives and bytes is what that rank of a real run does and holds."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace

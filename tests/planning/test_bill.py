@@ -1,8 +1,6 @@
 """What a layer costs, read off one run of it, is what the formulas of the literature say where these are right, and
 what two and three layers cost together."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Profiles: to and from JSON, and measured here."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

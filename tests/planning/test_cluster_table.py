@@ -1,7 +1,5 @@
 """Clusters: the table, and files of one's own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

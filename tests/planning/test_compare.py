@@ -1,7 +1,5 @@
 """Predicted beside measured: of a run that was made here, and of run directories that lack something."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

@@ -1,7 +1,5 @@
 """Messages and collectives: closed forms beside rings that are gone through hop by hop."""
 
-from __future__ import annotations
-
 import doctest
 from dataclasses import replace
 

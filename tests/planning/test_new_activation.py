@@ -1,7 +1,5 @@
 """The example of docs/architecture.md: an activation is one new file, and everything trains, plans and prices it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Published step times: within 15 % of what the default profiles predict, or named as a miss with its reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The memory that is planned is what the ranks of a run allocate."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

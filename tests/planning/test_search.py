@@ -1,7 +1,5 @@
 """The search over layouts: bounds are below what is simulated, and its best is the best of all."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Predicted steps beside what follows from the schedule by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Budgets and tables of sizes: published figures, exactly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_search import request

@@ -1,7 +1,5 @@
 """Freed memory is used again: counted in pages that the system had to give."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A start checks its options once and makes one arrangement, which everything is built from and told of."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator

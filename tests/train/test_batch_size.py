@@ -1,7 +1,5 @@
 """Sizes of steps: a pure function of the samples consumed, whose sums are the counts that a resume relies on."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

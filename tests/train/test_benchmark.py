@@ -1,7 +1,5 @@
 """tools/benchmark.py: what it cannot do is one line before anything runs; a run that hangs or fails costs itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 On a CPU a tape (card/simulator/tape.py) stands for the card's graph and keeps its rules.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Runs on files: blends that change on the way, sets with losses of their own, and what the ledger says afterwards."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

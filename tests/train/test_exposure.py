@@ -1,7 +1,5 @@
 """What a run of one machine lets other machines reach: nothing."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

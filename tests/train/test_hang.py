@@ -1,7 +1,5 @@
 """A rank that hangs, or does something else than the others: who it is and why, from the run's own words."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

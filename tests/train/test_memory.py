@@ -1,7 +1,5 @@
 """What the plan says of a run is what its ranks take."""
 
-from __future__ import annotations
-
 import re
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """Log lines to the letter, metrics.jsonl, and TensorBoard events read back with TensorBoard's own reader."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Numbers that cannot be trusted: NaN named and skipped alike on all ranks, spikes, a second computation, rollback."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -3,8 +3,6 @@
 The table in tests/chaos/README.md says which test sees which flag.
 """
 
-from __future__ import annotations
-
 import gc
 import gzip
 import json

@@ -1,8 +1,6 @@
 """Whoever may write into a run's folder plants links there, by the names that a run is known to write: it writes
 through none. The names are those that a run of now opens, seen by Python's audit hook, also those that go again."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

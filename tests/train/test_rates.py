@@ -1,7 +1,5 @@
 """Rates in a run: what a resume may change, what an update follows, steps that are skipped, and evaluations."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

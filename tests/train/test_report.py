@@ -1,7 +1,5 @@
 """The report at the end: seconds by phase that add up, the steps that count, and what a profile names."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """Ranks that die are started again by their launcher, and the run is the same run; one run per run directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

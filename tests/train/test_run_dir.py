@@ -1,7 +1,5 @@
 """Files of the run directory: replaced whole or not at all, and cut back to the step that a run resumes from."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

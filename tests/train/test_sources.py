@@ -1,7 +1,5 @@
 """What a run reads, from the data and tokenizer flags of a Megatron-LM command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One training step in fp16: the scale of the loss changes no result, and a step that is skipped changes nothing."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A sliding window as an option of the model: what every path computes is the definition's, and checkpoints tell it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -13,8 +13,6 @@ the rate of a copy than its FLOPs do at the peak. The figures of a remedy are th
 another option, or with twice the micro-batches for what happens once per step.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace

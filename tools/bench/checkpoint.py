@@ -16,8 +16,6 @@ freed is several times faster. So all see the same disk at nearly the same time;
 of one round's, as is every figure.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -9,8 +9,6 @@ carry whatever the number of ranks n, so that it can be held against the hardwar
 the one before, one after the other as stages of a pipeline do: one direction takes half of its time.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

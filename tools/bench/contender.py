@@ -1,8 +1,6 @@
 """The contenders of tools/benchmark.py: who they are, which flags they refuse, one of them measured once, and what
 every rank of it does: keep to its memory, time steps, write its figures."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

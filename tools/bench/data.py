@@ -7,8 +7,6 @@ python tools/bench/data.py preprocess --help
 Exit code 0 when all was measured, 2 for a bad flag, 3 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -15,8 +15,6 @@ Repeats of both are interleaved, since a machine is seldom idle; medians are pri
 text. Processor time is what others on the machine disturb least.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gzip

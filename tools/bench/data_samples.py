@@ -10,8 +10,6 @@ because anything else that runs makes them longer and never shorter; of reading 
 samples, the median. Files are made in --directory (default: the temporary directory) and removed.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

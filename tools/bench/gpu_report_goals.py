@@ -1,7 +1,5 @@
 """Goals for one H100 or H200, what was measured of each, and the page of tools/gpu_report.py."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A part is a command in a process of its own that leaves files in a folder; what 
 They come in the order of their worth: what the clock cuts off is what one can do without.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import statistics
@@ -80,7 +78,7 @@ class Part:
     read: Callable[[Path], Result]
     skip: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    smaller: Part | None = None  # what to run where memory was not enough
+    smaller: "Part | None" = None  # what to run where memory was not enough
 
 
 def started(program: str, *words: object) -> list[str]:

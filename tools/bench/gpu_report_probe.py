@@ -3,8 +3,6 @@
 This is a process of its own, so that the one that waits for the others holds no memory of the card.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

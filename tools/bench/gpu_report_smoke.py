@@ -9,8 +9,6 @@ rounding alone a gradient norm moves about 0.3 % in bf16 and 0.1 % where fp32 ma
 a mask at the wrong place moves it by tens of percent.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -8,8 +8,6 @@ rest is known, and the test that did it. After a fault of the card (an address, 
 more in that process: the remaining tests run in a new one.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Cases of tools/bench/kernels.py: causal attention, by who computes it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """How tools/bench/kernels.py takes time, the two rates that it holds figures against, and its rows: of one case after
 the other, of sweeps over tiles, and their best."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import statistics

@@ -1,7 +1,5 @@
 """A piece of work of tools/bench/kernels.py: its bytes and FLOPs, who else does it, and the tiles worth trying."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping

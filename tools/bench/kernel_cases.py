@@ -1,7 +1,5 @@
 """The cases of tools/bench/kernels.py: kernels over [N, D] that are limited by memory, each with its peers."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Cases of tools/bench/kernels.py: cross entropy, also with the head's matmul; and the update of the weights and the
 gradient norm, over flat tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

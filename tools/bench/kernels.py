@@ -14,8 +14,6 @@ backend, "megalite" being what the dispatcher takes. The median of --repeats cal
 overwritten; a figure is as sure as its spread (quartiles, as a part of the median) is small.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

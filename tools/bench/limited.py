@@ -6,8 +6,6 @@ its time every process of it first gets SIGABRT, at which Python tells where it 
 then SIGKILL. The keeper ends when its standard input does, so a parent that is killed leaves nothing on the card.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,8 +1,6 @@
 """Run every combination of flags for tools/benchmark.py in turns, and write the results after each run into a folder
 from which an interrupted benchmark continues."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

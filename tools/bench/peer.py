@@ -5,8 +5,6 @@ attention is the one that transformers chooses (SDPA), the loss its own. `bf16`:
 less exact than megalite's fp32 main weights; `autocast`: fp32 weights, matmuls in bf16.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 from typing import Any

@@ -12,8 +12,6 @@ the same time measures that: the load is printed with the rows. Sleeping needs n
 20 ms forward and 40 ms backward beside its little work, in the real runtime with its real messages.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import datetime

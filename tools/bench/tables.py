@@ -1,7 +1,5 @@
 """Summarize a benchmark's rows as text, as CSV, and as rows for pictures."""
 
-from __future__ import annotations
-
 import csv
 import io
 import statistics

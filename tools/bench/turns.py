@@ -10,8 +10,6 @@ A row is a contender under one combination of flags. How it stands:
     waiting          not yet
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -12,8 +12,6 @@ on what the one before left, and Adam divides by small numbers: each allows GROW
 equal to the bit, in every precision.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

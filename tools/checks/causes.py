@@ -5,8 +5,6 @@ out), they are the reference times 2 or a size of the layout (summed or averaged
 of the step before (nothing was gathered), the difference is one vector at every token (a bias), or one per position.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ For logits both models are whole in memory, 4 bytes per parameter each. transfor
 the directory with `trust_remote_code` off and safetensors only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

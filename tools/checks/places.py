@@ -7,8 +7,6 @@
 A rank's number is (pp, dp, tp) written out, tp last, or (dp, pp, tp) with --use-tp-pp-dp-mapping.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +29,7 @@ class Layout:
     dp_outermost: bool = False
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> Layout:
+    def of(cls, sizes: Mapping[str, int]) -> "Layout":
         """`sizes`: of a mesh's axes."""
         return cls(sizes.get("tp", 1), sizes.get("pp", 1), sizes.get("dp", 1))
 

@@ -12,8 +12,6 @@ Forwards are watched by hooks of torch, gradients by the hook that a save has be
 too, when the forward has waited for them, so that no gather ends earlier than it does in a run.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import re

@@ -6,8 +6,6 @@ Layer after layer is filled from the files and run in fp64 beside ours, on the s
 head are one more layer. One layer of each is in memory at a time, and transformers is not needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

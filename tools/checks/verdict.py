@@ -1,7 +1,5 @@
 """What tools/verify.py trains, compares and tells, once the two configurations are made."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

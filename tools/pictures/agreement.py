@@ -1,7 +1,5 @@
 """How far a layout is from one process, step by step, beside what rounding allows (tools/verify.py)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ KINDS = {
 EQUAL = 1e-17  # where points that are equal to the last bit are drawn
 
 
-def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
+def picture(rows: "Sequence[Row]", layout: str, dtype: str) -> Picture:
     """Draw the largest difference of each kind and step: filled where it counts, empty within the tolerance."""
     steps = sorted({row.step for row in rows})
 

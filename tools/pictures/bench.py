@@ -1,7 +1,5 @@
 """Pictures of a benchmark: MFU by configuration, scaling, and what a step is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

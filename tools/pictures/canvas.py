@@ -5,8 +5,6 @@ colours are CSS variables, by name, so that the reader's light or dark is the pa
 the page's font. The series are Okabe and Ito's, which people with any colour vision tell apart.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Curves of one run or several: losses, the figures of a step, and how far two runs are apart."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

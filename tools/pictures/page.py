@@ -4,8 +4,6 @@ Everything that comes from a run's files is escaped where it enters, and the pag
 addresses besides. A section whose facts are damaged says so and leaves the others alone.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pipeline over time: a schedule as planned, drawn or as text; and a run's measured timeline beside its plan."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Pictures of a plan, made from the JSON of tools/plan.py: what its ranks hold, and where a step's time goes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Files may be torn, of another version, or of a run that goes on. What cannot be 
 else is taken for what it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

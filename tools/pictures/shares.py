@@ -1,7 +1,5 @@
 """Bars of one run: where its time went, what its ranks hold, and which rank has which layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any

@@ -7,8 +7,6 @@
 Rules of thumb say that they are, and whose: they are no part of the plan.
 """
 
-from __future__ import annotations
-
 from megalite.plan.advice import in_order, limit_of, sentence
 from megalite.plan.memory import LARGEST_ERROR
 from tools.planning.request import Request, problems_of

@@ -8,8 +8,6 @@ least counts. They are bounds, not estimates: no padding, no messages, no collec
     memory  weights, gradients and optimizer of its layers, and what its schedule has in flight when that is most
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -10,8 +10,6 @@ As many local ranks as will share the machine measure at once, so that memory an
     shares of the peaks       a matmul and attention at the model's shapes, and a copy: for other models, and for tp
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

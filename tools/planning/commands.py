@@ -1,7 +1,5 @@
 """The commands of tools/plan.py, which run once the flags are read."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -10,8 +10,6 @@ that --profile-pipeline has timed (timeline.json); memory is what heartbeats, or
 a card what torch has allocated, on a CPU the whole process, with Python and its libraries.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict, dataclass, replace

@@ -5,8 +5,6 @@ the published one differs in what a flag or the profile can say, the case says i
 with the reason.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ Whatever is no flag of the planner is one of pretrain_gpt.py; what a plan does n
 out, and stands in the ready command line as in PLACEHOLDERS.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +13,9 @@ from typing import Any
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
 from megalite.config.check import check
-from megalite.config.field import facts_of, flag_of, spellings
+from megalite.config.field import flag_of, spellings
 from megalite.config.options import Config, ConfigError, DataConfig, build, options
+from megalite.config.stage_layers import GIVEN
 from megalite.config.toml import read_toml
 from megalite.data.errors import DataError
 from megalite.interop.hugging_face.config_json import read_config
@@ -25,24 +24,11 @@ from megalite.models.families import PRESETS
 from megalite.plan.cluster import Cluster, cluster, read_cluster
 from megalite.train.sources import open_tokenizer, true_vocab_size
 
-LAYOUT = (  # options that are searched over where the command line has none of them
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "split_backward",
-    "use_distributed_optimizer",
-    "micro_batch_size",
-    "recompute_granularity",
-)
-HOW = ("recompute_method", "recompute_num_layers", "recompute_modules")  # that go with the last
-OF_ONE = LAYOUT[3:9]  # which the search cannot keep while it varies others
-WHOLE = LAYOUT[:2]  # one of these, and the layout is given: only that one is planned
+WHOLE = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}  # one of these, and only that layout is planned
+OF_ONE = {*GIVEN} - WHOLE - {"num_layers", "num_virtual_stages_per_pipeline_rank"}  # kept by no search over others
+STEP = {"split_backward", "use_distributed_optimizer", "micro_batch_size", "recompute_granularity"}
+LAYOUT = WHOLE | OF_ONE | STEP | {"num_virtual_stages_per_pipeline_rank"}  # searched over where none of them is given
+HOW = ("recompute_method", "recompute_num_layers", "recompute_modules")  # that go with recompute_granularity
 PLACEHOLDERS = {"lr": "1e-4", "train_iters": "1000", "micro_batch_size": "1"}
 
 
@@ -74,8 +60,8 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
         given = cli.take_apart(words).given
         in_file = dict(read_toml(str(given["config"]))) if given.get("config") else {}
         said = {*given, *in_file, *PRESETS.get(str((in_file | given).get("preset")), ())}
-        fixed = frozenset(said & {*LAYOUT})
-        if (of_one := fixed & {*OF_ONE}) and not fixed & {*WHOLE}:
+        fixed = frozenset(said & LAYOUT)
+        if (of_one := fixed & OF_ONE) and not fixed & WHOLE:
             names = ", ".join(sorted(of_one))
             raise ConfigError([f"{names}: of one layout alone; name tp and pp, too, or leave it to the search"])
     except ConfigError as error:
@@ -96,7 +82,7 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     vocab_size = _vocabulary(config.data, problems) if config is not None else 0
     if problems or config is None or where is None:
         raise ConfigError(problems)
-    kept = tuple(without(completed, ["nproc", *(() if fixed & {*WHOLE} else (*LAYOUT, *HOW))]))
+    kept = tuple(without(completed, ["nproc", *(() if fixed & WHOLE else (*LAYOUT, *HOW))]))
     config = replace(config, parallel=replace(config.parallel, nproc=None))
     return Request(config, vocab_size, where, kept, fixed, frozenset(stand_ins))
 
@@ -189,7 +175,6 @@ def with_options(config: Config, **values: Any) -> Config:
     parts: dict[str, dict[str, Any]] = {}
     for section, f in options():
         if f.name in values:
-            assert facts_of(f)
             parts.setdefault(section, {})[f.name] = values[f.name]
     return replace(config, **{name: replace(getattr(config, name), **some) for name, some in parts.items()})
 

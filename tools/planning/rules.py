@@ -18,8 +18,6 @@ hours, money), and what its state takes on a device, by ZeRO stage and by size (
 True
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -9,8 +9,6 @@ best         the plainest of those that cannot be told from the fastest, as publ
 row          of one tp, pp and sharding the best, and the fastest
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter, defaultdict

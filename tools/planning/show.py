@@ -1,7 +1,5 @@
 """A plan as tables for people, as JSON, and as the command that would run it."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from typing import Any

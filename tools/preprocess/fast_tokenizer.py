@@ -9,8 +9,6 @@ gigatoken splits text by code of its own for each known pattern and remembers th
 runs a regular expression over everything.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

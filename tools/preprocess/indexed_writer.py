@@ -1,8 +1,6 @@
 """Writes a `.bin/.idx` pair (megalite/data/files/indexed.py), resumable at any point; a visible index always has its
 own data beside it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -150,7 +148,7 @@ class IndexedWriter:
                 Path(f"{self.prefix}{suffix}.partial").unlink(missing_ok=True)
             self.keep()
 
-    def __enter__(self) -> IndexedWriter:
+    def __enter__(self) -> "IndexedWriter":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,8 +5,6 @@ line 1: what the run is (tokenizer, inputs, keys): a run that differs cannot con
 others: one `Tally` each; the last whole one counts, a line cut by the end of power does not
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -4,8 +4,6 @@ JSON is read strictly: what other readers would understand differently (a key gi
 byte order mark) is bad and never guessed. Every reason has a short name, by which bad lines are counted.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ At most SAMPLES lines of each reason are written, with file, line, reason, what 
 begins; the counts, which are complete, are in `Tally.bad` and in `prefix.json`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -10,8 +10,6 @@ at any position that came with a block: plain files are entered there, compresse
 to there and compared by checksum, parquet continues with the row. A compressed file that ends early is an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import gzip

@@ -8,8 +8,6 @@ A crash at any point leaves either a journal, from which the same files come out
 the same bytes for any number of workers, and whether the run was interrupted or not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
@@ -110,7 +108,7 @@ class TokenRun:
 
     # begin and end
 
-    def open(self, resume: bool, overwrite: bool) -> TokenRun:
+    def open(self, resume: bool, overwrite: bool) -> "TokenRun":
         """Take the journal and the files; start over, or where an interrupted run stopped."""
         n, dtype = len(self.prefixes), token_dtype(self.model.vocab_size)
         self._journal = Journal(self.journal_path, self._header(), resume, overwrite)
@@ -130,7 +128,7 @@ class TokenRun:
             raise
         return self
 
-    def __enter__(self) -> TokenRun:
+    def __enter__(self) -> "TokenRun":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,8 +8,6 @@ sent. Workers speak plain bytes over pipes, so that a worker that dies (out of m
 multiprocessing.Pool would wait forever.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import queue

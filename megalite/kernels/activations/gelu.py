@@ -1,7 +1,5 @@
 """GELU in its tanh form: a = x/2 (1 + tanh(k (x + 0.044715 x^3))), k = sqrt(2/pi)."""
 
-from __future__ import annotations
-
 import functools
 
 from megalite.kernels.activation import Activation

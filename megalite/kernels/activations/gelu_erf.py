@@ -1,7 +1,5 @@
 """GELU exactly, not in its tanh form: a = x/2 (1 + erf(x / sqrt(2)))."""
 
-from __future__ import annotations
-
 import functools
 
 from megalite.kernels.activation import Activation

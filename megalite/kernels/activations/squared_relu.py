@@ -1,7 +1,5 @@
 """Squared ReLU (arXiv:2109.08668): a = max(x, 0)^2, dx = 2 max(x, 0) da."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The end of a run: close what is open, and report how the run ended."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The command: reads flags and launcher, and runs or starts the ranks, one run per directory. Imports no torch, which
 takes seconds, and on a cold disk a minute: errors of a command come before that."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -45,7 +43,7 @@ class Command:
     ranks: Ranks | None = None
     stop: StopSignal | None = field(default=None, compare=False)
 
-    def launch(self, train: Callable[[Ranks, Command], int]) -> int:
+    def launch(self, train: "Callable[[Ranks, Command], int]") -> int:
         """Run `train` on one rank here, or on --nproc local ranks, with restarts. Returns the exit code."""
         config, nproc, rehearses = self.config, local_processes(self.config.parallel), self.config.train.dry_run
         first = self.ranks is None or self.ranks.rank == 0

@@ -3,8 +3,6 @@
 The first row of TABLE that fits decides, unless the watchdog knows of a hang.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

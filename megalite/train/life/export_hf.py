@@ -4,8 +4,6 @@ After the last step the ranks write their parts, as for every checkpoint, and th
 tensor from the files, so that no process ever holds the whole model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The beginning of a run, before its first step: opens the log, describes the run, compiles."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checks before a process group exists: contradictions of options, data, machine, directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -5,8 +5,6 @@ A run that dies a few times in a row without a new checkpoint is given up. A res
 mount that is gone) is tried again later.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import time

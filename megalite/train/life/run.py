@@ -1,7 +1,5 @@
 """A rank from preflight to its exit code: set up, resume, train, leave a status behind."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import time
@@ -60,7 +58,7 @@ class Life:
         """The exit code of this rank (train/tell/run_dir.py)."""
         return 0 if self.stop.final and torchrun_restarts() else self.ended[0]
 
-    def __enter__(self) -> Life:
+    def __enter__(self) -> "Life":
         ranks, rehearses = self.ranks, self.config.train.dry_run
         self._log = contextlib.nullcontext() if rehearses else rank_log(self.folder, ranks)
         self._log.__enter__()

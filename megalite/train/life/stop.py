@@ -4,8 +4,6 @@ Until `install`, which the program calls as soon as it knows its options, signal
 lost while torch is imported. Imports no torch.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Sequence

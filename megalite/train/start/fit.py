@@ -3,8 +3,6 @@
 The answer is about whole tensors, so all ranks find the same without communication.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@
 of the weights; everything else begins afresh.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

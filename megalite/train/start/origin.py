@@ -1,7 +1,5 @@
 """The checkpoint that a run begins with, and what happens to those that it does not continue from."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 from dataclasses import replace

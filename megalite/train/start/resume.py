@@ -1,7 +1,5 @@
 """Saves a run in a checkpoint, and continues it from one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace

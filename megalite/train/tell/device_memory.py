@@ -1,7 +1,5 @@
 """Memory used by a rank, on its card or on a CPU; and a way to let a process on a CPU keep the memory it frees."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

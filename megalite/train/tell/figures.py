@@ -4,8 +4,6 @@ MFU is model FLOPs (causal, no recompute) per second over the dense peak of all 
 (the loss when every step was skipped, the MFU of an unknown card) is None, "n/a" in the line; never 0 or -1.
 """
 
-from __future__ import annotations
-
 import datetime
 import math
 from collections.abc import Mapping, Sequence

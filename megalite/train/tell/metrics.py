@@ -5,8 +5,6 @@ absent from TensorBoard. A log that cannot be written, as on a full disk, ends n
 the losses are counted.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

@@ -1,7 +1,5 @@
 """What a run prints before its first step: its arrangement and the memory of its ranks, as tables."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Iterable, Sequence

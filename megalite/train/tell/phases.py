@@ -5,8 +5,6 @@ clock times (parallel/clock.py), and hold for the steps after them: the FIRST of
 after a save. Nothing waits for a device, and ranks meet once, at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import defaultdict, deque

@@ -1,7 +1,5 @@
 """Profiles of steps, the pipeline's timeline, and control over Python's garbage collector."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,8 +1,6 @@
 """progress.txt as Megatron-LM's --log-progress writes it: a tab-separated line per start and save, over all jobs of a
 training. It is read for the throughput since the first job on the same number of devices."""
 
-from __future__ import annotations
-
 import datetime
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 The console gets only the first failure of each machine; these files have all of them (tools/logs.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler

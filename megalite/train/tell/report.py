@@ -7,8 +7,6 @@ that of all processes; after one that was killed it runs until the next has star
 processes from events.jsonl. Seconds throughout.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

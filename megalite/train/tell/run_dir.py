@@ -9,8 +9,6 @@
 Imports no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import itertools

@@ -5,8 +5,6 @@ level 1  also the parts of a step; at each, ranks wait for each other and for th
 level 2  also its micro-batches: forward-compute and backward-compute, without the wait for a neighbour's message
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import defaultdict

@@ -3,8 +3,6 @@
 A figure that a card does not have is absent; nothing here raises or waits for the card.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Pure; hang.py collects the views and reports the verdict.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

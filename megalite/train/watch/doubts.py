@@ -1,8 +1,6 @@
 """The consequences of steps whose numbers are in doubt: they are reported, a bound on skipped steps and on steps that
 the machine computes wrong ends the run, and after a spike the run may return to its last checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

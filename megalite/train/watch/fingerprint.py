@@ -7,8 +7,6 @@ A rank with another option would issue other collectives than its neighbours; on
 the code would train another model, without a sign of it in the log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import platform

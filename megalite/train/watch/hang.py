@@ -12,8 +12,6 @@ itself when the others are about to give up waiting for it. A report ends nothin
 outcome `hang`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

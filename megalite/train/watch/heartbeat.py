@@ -4,8 +4,6 @@ A thread of rank 0 writes it, as one batch or file may take longer than that, an
 run. It pauses while the watchdog sees a hang.
 """
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

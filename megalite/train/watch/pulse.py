@@ -11,8 +11,6 @@ One all-reduce gathers a row per rank, at log lines EVERY steps apart, or at eac
 rest is a function of that table, so all ranks find the same.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 import statistics

@@ -7,8 +7,6 @@ would follow the very spike.) Only values that are too large count, once a quart
 those of the step's all-reduce, so all ranks decide alike, and are kept in checkpoints, so a resumed run does too.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -34,7 +32,7 @@ class Spikes:
     seen: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, t: TrainConfig) -> Spikes:
+    def of(cls, t: TrainConfig) -> "Spikes":
         asked = (("loss", t.check_for_spiky_loss), ("grad norm", t.check_for_large_grads))
         watched = tuple(name for name, yes in asked if yes)
         return cls(watched, t.spike_action, t.spike_threshold, t.spike_window)

@@ -9,8 +9,6 @@ for the first number that is not finite. Nothing here runs in a good step.
 The same micro-batches on the same ranks give the same bits: weights have not changed, and dropout has coordinates.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -14,8 +14,6 @@ NCCL's tensors are not kept alive here, which is right under every torch. Of pin
 itself. The host is one agent: a wait that another thread happens to make up for is missed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -58,7 +56,7 @@ class Cell:
     write: Use | None = None
     reads: dict[int, Use] = field(default_factory=dict)
 
-    def copy(self) -> Cell:
+    def copy(self) -> "Cell":
         return Cell(self.write, dict(self.reads))
 
 

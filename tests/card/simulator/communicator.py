@@ -2,8 +2,6 @@
 Before one moves anything all its ranks tell each other what they are about to do, and where they differ `Disorder` is
 raised. The result is written into the caller's tensor when the host waits: the latest that a card could do it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import queue

@@ -6,8 +6,6 @@ torch's own code and triton's may see the rest of the real module. test_cuda.py 
 Tensors are device.py's business, which writes Alloc and Free, of which the figures of memory here are counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

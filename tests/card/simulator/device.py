@@ -8,8 +8,6 @@ a value or a size, and for a copy from or to memory that is not pinned. Host and
 for 0-dim tensors of the host where CUDA takes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -3,8 +3,6 @@ program: TEXT as a sitecustomize.py on PYTHONPATH. Each rank takes its own card 
 process ends, what was mixed or asked for without being listed is said, and the exit code is 9. Kernels are torch's, but
 for the programs in INTERPRETED, which run them in Triton's interpreter."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -4,8 +4,6 @@ an end while another stream that joined has not been waited for. A capture in wh
 ended. What is recorded stands once in the trace, as launched on the stream of the capture; CUDA would run it at replays
 only."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ value is put over many. A range is made when it is first asked for.
 [(0, 2, ['a']), (2, 10, ['c']), (10, 12, ['b'])]
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar

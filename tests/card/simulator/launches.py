@@ -1,8 +1,6 @@
 """Triton's kernels on the simulated card: interpreted on the CPU, written down as one Launch each. What one writes is
 what has changed; all arguments may be read."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from card.simulator.device import Card
 
 
-def _launcher(card: Card, original: Callable[..., Any]) -> Callable[..., Any]:
+def _launcher(card: "Card", original: Callable[..., Any]) -> Callable[..., Any]:
     def at(kernel: Any, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -37,7 +35,7 @@ def _launcher(card: Card, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def noted(card: Card) -> Iterator[None]:
+def noted(card: "Card") -> Iterator[None]:
     """Triton is imported when megalite launches its first kernel, not sooner."""
     with contextlib.ExitStack() as stack:
         compiled, hooked = Kernel.compiled, False

@@ -1,7 +1,5 @@
 """Marks of a trace: where the program is, told by the functions that it runs through."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -33,7 +31,7 @@ NAMES = (
 )
 
 
-def _marked(card: Card, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _marked(card: "Card", name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def marked(*args: Any, **kwargs: Any) -> Any:
         with card.mark(name):
@@ -43,7 +41,7 @@ def _marked(card: Card, name: str, original: Callable[..., Any]) -> Callable[...
 
 
 @contextlib.contextmanager
-def set_by(card: Card) -> Iterator[None]:
+def set_by(card: "Card") -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, attribute, name in NAMES:
             made = _marked(card, name, getattr(owner, attribute))

@@ -2,8 +2,6 @@
 that is not known is the host's; one that C++ made unasked (zeros for a gradient that did not come) is nobody's until it
 meets another."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable

@@ -15,8 +15,6 @@ What is modelled is ProcessGroupNCCL as in torch 2.11 and 2.13, after their head
   - dtypes: the table in NCCLUtils.hpp, which comes with every torch
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterable

@@ -1,8 +1,6 @@
 """What an ATen operation is to a card, read from its schema: what it writes, whether it launches anything, whether the
 host waits for it. Only what CUDA does differently from the schema stands here by name."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

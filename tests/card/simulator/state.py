@@ -1,8 +1,6 @@
 """What the simulated machine is, and what its cards have been told: the memory of the stand-in for torch.cuda. Figures
 are read from the trace and kept nowhere else. The trace may only grow."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import threading
@@ -113,7 +111,7 @@ class Machine:
     runtime_calls: list[str] = field(default_factory=list)
     here: _Here = field(default_factory=_Here)
     figures: Figures = field(default_factory=Figures)
-    numbers: dict[str, itertools.count[int]] = field(default_factory=lambda: defaultdict(lambda: itertools.count(1)))
+    numbers: "dict[str, itertools.count[int]]" = field(default_factory=lambda: defaultdict(lambda: itertools.count(1)))
     _seen: int = 0
     _sizes: dict[int, int] = field(default_factory=dict)
     _recorded: dict[int, tuple[Stream, int]] = field(default_factory=dict)  # event -> stream, place in the trace

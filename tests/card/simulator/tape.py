@@ -1,8 +1,6 @@
 """What a stretch of Python does to tensors, to be repeated: on a CPU it stands for the card's graph. Recording changes
 nothing that lasts; a replay repeats the very operations on the very tensors, and must decide on the host as before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

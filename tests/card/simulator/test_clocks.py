@@ -1,7 +1,5 @@
 """The detector of races against every path through a small program, and on what a trainer does, step by step by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The simulated NCCL: it computes what gloo does, waits as NCCL does, and refuses what NCCL has not."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

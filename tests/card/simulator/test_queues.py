@@ -1,7 +1,5 @@
 """The checker of order between ranks: each rule by hand."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """What one rank did on its simulated card, as a list of facts in the order in which the host issued them. device.py,
 cuda.py and nccl.py write it; the detectors (clocks.py, queues.py) read it and nothing else. The host is one agent."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +16,7 @@ class Span:
     start: int
     stop: int
 
-    def meets(self, other: Span) -> bool:
+    def meets(self, other: "Span") -> bool:
         return self.memory == other.memory and self.start < other.stop and other.start < self.stop
 
 

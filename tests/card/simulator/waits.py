@@ -1,7 +1,5 @@
 """Where the host waited for its card, read from a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

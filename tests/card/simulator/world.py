@@ -1,7 +1,5 @@
 """A rank of several on a simulated card: its NCCL (nccl.py) writes into the card's trace (device.py)."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 
