@@ -73,7 +73,7 @@ MISTAKES = {
         "optimizer=lion is not supported: there is AdamW, SGD, Muon, LAMB and LARS; use adam or muon",
         "hidden_size=100 is not a multiple of num_attention_heads=8: use 96 or 112, or set --kv-channels",
         "unknown flag --ddp; use --nproc N; ranks beyond tp x pp are data parallel",
-        "'250B:1536' behind --step-batch-size-schedule 0:6; quote a value",
+        "'250B:1536' after --step-batch-size-schedule 0:6; quote a value",
         lines=10,
     ),
     "tp": usage(

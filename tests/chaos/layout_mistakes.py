@@ -45,8 +45,8 @@ class Mistake:
 MISTAKES = [
     Mistake(
         "norms' gradients are not summed over tp",
-        "sums=(*[replica] * (shard.size > 1), *map(mesh.axis, kind.partial)),",
-        "sums=(*[replica] * (shard.size > 1),),",
+        "sums=(*[replica] * (shard.size > 1 and outer.size == 1), *map(mesh.axis, kind.partial)),",
+        "sums=(*[replica] * (shard.size > 1 and outer.size == 1),),",
         RUN + LLAMA + TP,
         {"kind": "gradient", "step": 1, "name": "final_norm.weight", "causes": "all-reduce over tp"}, alone="norm",
     ),
@@ -82,9 +82,9 @@ MISTAKES = [
     ),
     Mistake(
         "one rank keeps its old weights of the others' shards",
-        "            whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)\n",
-        "            whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)\n"
-            "            whole = whole.clone() if self._shards[b].rank == 1 else whole\n",
+        "        whole, held = self.weights.whole(bucket), self.weights.held(bucket)\n",
+        "        whole, held = self.weights.whole(bucket), self.weights.held(bucket)\n"
+            "        whole = whole.clone() if self._shards[b].rank == 1 else whole\n",
         RUN + DP, {"kind": "weight", "step": 1, "ranks.dp": [1], "causes": "left them stale"},
     ),
     Mistake(
@@ -114,8 +114,8 @@ MISTAKES = [
     ),
     Mistake(
         "the end of every bucket is not reduced",
-        "        whole, owned = self.grads.whole(bucket), self.grads.owned(bucket)\n",
-        "        whole, owned = self.grads.whole(bucket)[:-256], self.grads.owned(bucket)\n",
+        "        whole, mine = self.grads.whole(bucket), self.grads.mine(bucket)\n",
+        "        whole, mine = self.grads.whole(bucket)[:-256], self.grads.mine(bucket)\n",
         RUN + LLAMA + DP_DDP,
         {"kind": "gradient", "step": 1, "causes": "the sum over dp does not reach these elements"},
     ),

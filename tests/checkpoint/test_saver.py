@@ -506,7 +506,10 @@ def test_rank_0_commits_when_the_last_file_is_there(tmp_path: Path) -> None:
     "failed,told,said",
     [("", False, "rank 0 has written nothing"), ("rank 1: broken", False, "rank 1: broken"), ("", True, "has failed")],
 )
-def test_a_rank_that_never_writes_does_not_hold_rank_0_for_ever(tmp_path, failed: str, told: bool, said: str) -> None:
+def test_a_rank_that_never_writes_does_not_hold_rank_0_for_ever(
+    tmp_path: Path, failed: str, told: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_system.LocalStorage, "patience_s", 0.1)
     if failed:
         (tmp_path / "rank-00001.failed").write_text(failed)
     event = threading.Event()

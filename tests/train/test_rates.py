@@ -166,7 +166,7 @@ def test_a_checkpoint_that_tells_no_rates_goes_on(saved: Path, monkeypatch: pyte
 
     monkeypatch.setattr(manifests, "load", older)
     run, notes = started(saved, "--lr", "0.5")
-    assert run.rates.lr.peak == 0.5 and "does not tell its learning rate" in notes[0]
+    assert run.rates.lr.peak == 0.5 and "has no learning rate" in notes[0]
 
 
 def test_a_damaged_schedule_is_a_damaged_checkpoint() -> None:
