@@ -40,7 +40,7 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
         config, _ = cli.read(flags, PRESETS)
         assert not check(config, 16)
     assert len(found["plans"]) == 3 and found["plans"][0]["world"] == 16
-    assert len({(one["layout"]["tp"], one["layout"]["pp"], one["layout"]["sharded"]) for one in found["plans"]}) == 3
+    assert len({(one["layout"]["tp"], one["layout"]["pp"], one["layout"]["zero"]) for one in found["plans"]}) == 3
     assert re.search(r"layouts: [\d,]+ cannot be built, .* here 3 of \d", text)
     assert re.search(r"time +\S+ minutes at \S+ tokens/s \(.* minutes to .* minutes by an error of 15%\)", text)
     for one in found["plans"]:

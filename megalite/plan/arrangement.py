@@ -291,10 +291,10 @@ class Arrangement:
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
         """The groups of rank 0, by axis."""
-        mesh = self._mesh(0)
+        mesh = self.mesh_of(0)
         return {name: mesh.axis(name).ranks for name in ("tp", "dp", "pp")}
 
-    def _mesh(self, rank: int) -> Mesh:
+    def mesh_of(self, rank: int) -> Mesh:
         """The mesh of the first rank of a pipeline position, without groups."""
         first = plan_mesh(self.world, 0, **self.sizes)
         return plan_mesh(self.world, first.pp.ranks[rank], **self.sizes) if rank else first
@@ -306,7 +306,7 @@ class Arrangement:
         return element_bytes(self.dtype, states)
 
     def _holding(self, rank: int) -> Holding:
-        mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
+        mesh, decoupled = self.mesh_of(rank), self.config.optim.decoupled_lr is not None
         chunks, p = build_stages(self, mesh, self.dtype, meta=True), self.config.parallel
         _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, decoupled, p.shared_out > 1)
         return Holding.of(layout, Shares.of(p, mesh), self.bytes_of_element)
@@ -314,17 +314,17 @@ class Arrangement:
     @cached_property
     def elements(self) -> tuple[int, ...]:
         """The number of elements of each layer's parameters on a rank."""
-        make = Maker(self._mesh(0), self.dtype, 0, meta=True)
+        make = Maker(self.mesh_of(0), self.dtype, 0, meta=True)
 
         return tuple(self.layers.each(lambda kind: sum(p.numel() for p in Block(make, kind, 0).parameters())))
 
     @cached_property
     def module_bytes(self) -> ModuleBytes:
         """Without the layout's padding, which `holdings` has."""
-        make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
+        make, (weight, gradient, state) = Maker(self.mesh_of(0), self.dtype, 0, meta=True), self.bytes_of_element
         first, last = (build_stage(self, make, [range(0), range(0)], number) for number in (0, 1))
         shares = Shares.of(self.config.parallel, make.mesh)
-        each = weight / shares.weights + gradient / shares.gradients + state / shares.optimizer
+        each = shares.bytes_of(weight, gradient, state)
 
         def of(module: nn.Module | None) -> float:
             return each * sum(p.numel() for p in module.parameters()) if module is not None else 0.0

@@ -28,7 +28,17 @@ class Shares(NamedTuple):
     def of(cls, p: ParallelConfig, mesh: Mesh) -> Shares:
         n = mesh.shard.size
         outer = mesh.replica.size if p.outer_dp_sharding_strategy == "optim" and n > 1 else 1
-        return cls(n if p.shared_out > 2 else 1, n if p.shared_out > 1 else 1, n * outer)
+        shares = cls.at(p.shared_out, n)
+        return shares._replace(optimizer=shares.optimizer * outer)
+
+    @classmethod
+    def at(cls, stage: int, n: int) -> Shares:
+        """Of n ranks, at a ZeRO stage."""
+        return cls(n if stage > 2 else 1, n if stage > 1 else 1, n if stage else 1)
+
+    def bytes_of(self, weight: int, gradient: int, optimizer: int) -> float:
+        """Bytes on a rank of an element that is shared out, of which all ranks together have these."""
+        return weight / self.weights + gradient / self.gradients + optimizer / self.optimizer
 
 
 @dataclass(frozen=True)

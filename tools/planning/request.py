@@ -25,6 +25,7 @@ from megalite.models.families import PRESETS
 from megalite.plan.cluster import Cluster, cluster, read_cluster
 from megalite.train.sources import open_tokenizer, true_vocab_size
 
+SHARING = ("use_distributed_optimizer", "zero_stage", "use_megatron_fsdp", "data_parallel_sharding_strategy")
 LAYOUT = (  # options that are searched over where the command line has none of them
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -36,7 +37,7 @@ LAYOUT = (  # options that are searched over where the command line has none of 
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "split_backward",
-    "use_distributed_optimizer",
+    *SHARING,
     "micro_batch_size",
     "recompute_granularity",
 )
