@@ -153,7 +153,7 @@ def test_what_comes_and_goes_is_exchanged_for_each_run(flags: str, reduced: int,
     dear = step_time(hidden, slow, known(of, contention=1.0)).parts["dp"]
     assert dear == pytest.approx(moved / 1e9, rel=0.02)
     waits = step_time(hidden, fast(2 * pp, inside=Link(0.0, 1e5)), profile)
-    assert 1 <= (waits.seconds - waits.parts["pp"]) / (moved / 1e5) < 1.2
+    assert 0.9 < (waits.seconds - waits.parts["pp"]) / (moved / 1e5) < 1.2  # some of the messages hide, too
 
 
 def test_without_a_distributed_optimizer_gradients_are_all_reduced() -> None:
