@@ -14,10 +14,10 @@ The model: --preset, --hf, --config, or any flags of pretrain_gpt.py. Where they
 planned; else layouts are searched, with micro-batch, recompute and split backward as far as they are left open. What a
 layout is refused for are the run's own checks. Times are simulated, memory is counted. Layouts are called by tp, pp,
 chunks per rank (vpp) and micro-batch; selective, full: recompute (selective: norms and the MLP); split: backward; ends:
-embedding and head each take the place of a layer; ddp: the optimizer is not sharded. A row is the plainest layout of
-its tp, pp and sharding that cannot be told from the fastest, as published steps were mostly within 15 % of their
-prediction. Shares are of what shows: a collective behind a matmul takes nothing. Exit code 2: the question is wrong, or
-nothing fits; 1: the given layout does not.
+embedding and head each take the place of a layer; zero 2, zero 3: the ZeRO stage, where it is not 1; ddp: stage 0. A
+row is the plainest layout of its tp, pp and sharding that cannot be told from the fastest, as published steps were
+mostly within 15 % of their prediction. Shares are of what shows: a collective behind a matmul takes nothing. Exit code
+2: the question is wrong, or nothing fits; 1: the given layout does not.
 """
 
 import argparse

@@ -11,8 +11,6 @@ FLOPs of a step on [m, n], m <= n: 4 m^2 n + 2 m^3, all of it matmuls, of many m
 where asked: singular values near 1 are all that is wanted, not their last bits.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

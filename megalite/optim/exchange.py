@@ -12,8 +12,6 @@ Homes balance the cubic work, longest first (R. L. Graham, Bounds on multiproces
 go in groups: one travels while another is worked on, and little is in memory twice.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

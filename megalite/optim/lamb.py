@@ -11,8 +11,6 @@ A norm is a sum over what holds parts of the tensor, so one all-reduce per step 
 squares of its tensors: 2 numbers in fp64 for each. Where ranks own copies each counts its part of 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

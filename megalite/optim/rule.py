@@ -1,8 +1,6 @@
 """What an optimizer is here: a rule for how one flat tensor of main weights moves (optim/adamw.py, optim/sgd.py), or
 one in two halves, with an exchange of ranks between them, for whole tensors (optim/muon.py, optim/lamb.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable

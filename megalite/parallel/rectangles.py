@@ -8,8 +8,6 @@ the start of a row, and so on inwards: at most 2 n - 1 rectangles for n dims (3 
     # # . . .
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

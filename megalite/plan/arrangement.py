@@ -290,10 +290,10 @@ class Arrangement:
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
         """The groups of rank 0, by axis."""
-        mesh = self._mesh(0)
+        mesh = self.mesh_of(0)
         return {name: mesh.axis(name).ranks for name in ("tp", "dp", "pp")}
 
-    def _mesh(self, rank: int) -> Mesh:
+    def mesh_of(self, rank: int) -> Mesh:
         """The mesh of the first rank of a pipeline position, without groups."""
         first = plan_mesh(self.world, 0, **self.sizes)
         return plan_mesh(self.world, first.pp.ranks[rank], **self.sizes) if rank else first
@@ -303,7 +303,7 @@ class Arrangement:
         return element_bytes(self.dtype, kept_of(self.config.optim, matrix))
 
     def _holding(self, rank: int) -> Holding:
-        mesh, p, o = self._mesh(rank), self.config.parallel, self.config.optim
+        mesh, p, o = self.mesh_of(rank), self.config.parallel, self.config.optim
         chunks = build_stages(self, mesh, self.dtype, meta=True)
         _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=p.shared_out > 1, **o.apart)
         return Holding.of(layout, mesh, Shares.of(p, mesh), self.bytes_of_element, o)
@@ -311,20 +311,20 @@ class Arrangement:
     @cached_property
     def elements(self) -> tuple[int, ...]:
         """The number of elements of each layer's parameters on a rank."""
-        make = Maker(self._mesh(0), self.dtype, 0, meta=True)
+        make = Maker(self.mesh_of(0), self.dtype, 0, meta=True)
 
         return tuple(self.layers.each(lambda kind: sum(p.numel() for p in Block(make, kind, 0).parameters())))
 
     @cached_property
     def module_bytes(self) -> ModuleBytes:
         """Without the layout's padding, which `holdings` has."""
-        make = Maker(self._mesh(0), self.dtype, 0, meta=True)
+        make = Maker(self.mesh_of(0), self.dtype, 0, meta=True)
         first, last = (build_stage(self, make, [range(0), range(0)], number) for number in (0, 1))
         shares = Shares.of(self.config.parallel, make.mesh)
 
         def each(matrix: bool) -> float:
             weight, gradient, state = self.bytes_of_element(matrix)
-            return weight / shares.weights + gradient / shares.gradients + state / shares.optimizer
+            return shares.bytes_of(weight, gradient, state)
 
         def of(module: nn.Module | None) -> float:
             return sum(each(spec.is_matrix) * p.numel() for spec, p in named_specs(module)) if module else 0.0

@@ -1,7 +1,5 @@
 """Bytes of weights, gradients and optimizer, per element and per rank, and what an update of whole matrices takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,10 +26,20 @@ class Shares(NamedTuple):
     optimizer: int
 
     @classmethod
-    def of(cls, p: ParallelConfig, mesh: Mesh) -> Shares:
+    def of(cls, p: ParallelConfig, mesh: Mesh) -> "Shares":
         n = mesh.shard.size
         outer = mesh.replica.size if p.outer_dp_sharding_strategy == "optim" and n > 1 else 1
-        return cls(n if p.shared_out > 2 else 1, n if p.shared_out > 1 else 1, n * outer)
+        shares = cls.at(p.shared_out, n)
+        return shares._replace(optimizer=shares.optimizer * outer)
+
+    @classmethod
+    def at(cls, stage: int, n: int) -> "Shares":
+        """Of n ranks, at a ZeRO stage."""
+        return cls(n if stage > 2 else 1, n if stage > 1 else 1, n if stage else 1)
+
+    def bytes_of(self, weight: int, gradient: int, optimizer: int) -> float:
+        """Bytes on a rank of an element that is shared out, of which all ranks together have these."""
+        return weight / self.weights + gradient / self.gradients + optimizer / self.optimizer
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Holding:
     gradients: int
     optimizer: int
     units: Mapping[str, int]  # elements of what comes and goes, by unit of the model
-    matrices: WholeMatrices | None = None
+    matrices: "WholeMatrices | None" = None
 
     @classmethod
     def of(
@@ -55,7 +63,7 @@ class Holding:
         shares: Shares,
         bytes_of_element: Callable[[bool], tuple[int, int, int]],
         o: OptimConfig,
-    ) -> Holding:
+    ) -> "Holding":
         """What stays of weights and gradients is whole."""
         units: dict[str, int] = {}
         for bucket in layout.buckets:

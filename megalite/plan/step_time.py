@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
 from megalite.parallel.mesh import Mesh
@@ -44,6 +45,26 @@ class StepTime:
     tokens_per_s: float
     fixed: float
     matrices: float = 0.0
+
+
+class Exchanges(NamedTuple):
+    """How often, for each micro-batch, the gradients of a chunk are reduced, and its weights gathered for forward and
+    for backward, where they come and go. Backward does not read the weights of the model's ends."""
+
+    reduced: float
+    forward: float
+    backward: float
+
+
+def exchanges(made: Arrangement) -> Exchanges:
+    """What pipeline/schedule.py: with_sharing comes to, without the shorter runs of a step's begin and end."""
+    p, m = made.config.parallel, made.microbatches
+    run = 1 if made.chunks == 1 else m if p.pipeline_schedule == "breadth-first" else made.group_size
+    if p.shared_out < 3:
+        return Exchanges(1 / run, 0.0, 0.0)
+    if not made.sharing.by_chunk:
+        return Exchanges(1 / run, 1.0, 1.0)
+    return Exchanges(1 / run, 1 / m, 0.0) if made.chunks == 1 else Exchanges(1 / run, 1 / run, 1 / run)
 
 
 def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = None) -> StepTime:
@@ -123,15 +144,15 @@ class _Step:
         n = made.tokens * made.config.model.hidden_size * made.dtype.itemsize / made.tp
         return self.messages.message(n, ranks[source], ranks[target])
 
-    def _chunk_bytes(self, rank: int, size: int) -> list[float]:
+    def _chunk_bytes(self, rank: int, size: int, ends: bool = True) -> list[float]:
         """Bytes of the weights or gradients, of `size` bytes each, of each chunk of a pipeline rank, in order. Those of
-        the layers are in their chunk, the rest of the rank's in its first (the embedding) or, on the last rank, its
-        last (the head)."""
+        the layers are in their chunk, the rest of the rank's, with `ends`, in its first (the embedding) or, on the last
+        rank, its last (the head)."""
         made, held = self.made, self.made.holdings[rank]
         each, whole = size * held.elements / held.local, size * held.elements  # with the layout's padding
         stages = (made.stages[stage] for stage in made.placement.stages(rank))
         chunks = [each * sum(made.elements[layers.start : layers.stop]) for layers in stages]
-        chunks[-1 if rank == made.pp - 1 else 0] += max(0.0, whole - sum(chunks))
+        chunks[-1 if rank == made.pp - 1 else 0] += max(0.0, whole - sum(chunks)) * ends
         return chunks
 
     def _slowed(self, stage: int, cost: Cost) -> Cost:
@@ -142,32 +163,24 @@ class _Step:
         rank, chunk = made.placement.rank(stage), made.placement.chunk(stage)
         if not made.sharing.every_run or self._groups[0].size == 1:
             return cost
-        units, run = max(1, len(made.stages[stage])), self._run
+        units, often = max(1, len(made.stages[stage])), exchanges(made)
         size, share = self._gradient
         n = self._chunk_bytes(rank, size)[chunk]
-        reduce = share * self._collective(n, size, gather=False, buckets=units, of_step=False) / run
-        gather = 0.0
-        if p.shared_out > 2:
-            n = self._chunk_bytes(rank, made.dtype.itemsize)[chunk]
-            gather = self._collective(n, made.dtype.itemsize, gather=True, buckets=units)
-            gather /= made.microbatches if made.chunks == 1 and made.sharing.by_chunk else run
+        reduce = share * self._collective(n, size, gather=False, buckets=units, of_step=False) * often.reduced
+        size = made.dtype.itemsize
+        gathers = [
+            times * self._collective(self._chunk_bytes(rank, size, ends)[chunk], size, gather=True, buckets=units)
+            for times, ends in ((often.forward, True), (often.backward, False))
+        ]
         forward, backward, later = cost
         behind = (forward, backward if made.split else backward + later)
         shown = [
-            max(0.0, gather - behind[0] * p.overlap_param_gather),
-            max(0.0, gather * p.overlap_param_gather + reduce * p.overlap_grad_reduce - behind[1])
-            + gather * (not p.overlap_param_gather)
+            max(0.0, gathers[0] - behind[0] * p.overlap_param_gather),
+            max(0.0, gathers[1] * p.overlap_param_gather + reduce * p.overlap_grad_reduce - behind[1])
+            + gathers[1] * (not p.overlap_param_gather)
             + reduce * (not p.overlap_grad_reduce),
         ]
         return forward + shown[0], backward + shown[1], later
-
-    @property
-    def _run(self) -> int:
-        """Micro-batches that a chunk takes at once: each alone where a rank has one chunk."""
-        made = self.made
-        if made.chunks == 1:
-            return 1
-        return made.microbatches if made.config.parallel.pipeline_schedule == "breadth-first" else made.group_size
 
     def _buckets(self, num_bytes: float, size: int) -> int:
         limit = self.made.config.parallel.ddp_bucket_size
@@ -239,11 +252,23 @@ class _Step:
                 start, end = last[stage]
                 if not made.config.parallel.overlap_grad_reduce:
                     start = end = simulation.end
+                if made.sharing.every_run:
+                    done = max(done, end) + self._behind_last_run(stage, n, size) * share
+                    continue
                 whole, buckets = self._collective(n, size, gather=False) * share, self._buckets(n, size)
                 first, one = start + (end - start) / buckets, whole / buckets
                 done = max(done + whole, first + whole, end + one)
             worst = max(worst, done - simulation.end)
         return worst
+
+    def _behind_last_run(self, stage: int, n: float, size: int) -> float:
+        """Seconds of what is left of a stage's reduction when its last backward ends, which `_slowed` has made as long
+        as the rest: the last unit's, and what replicas sum once in a step."""
+        units = max(1, len(self.made.stages[stage]))
+        run = self._collective(n, size, gather=False, buckets=units, of_step=False)
+        last = self._collective(n / units, size, gather=False, buckets=1, of_step=False)
+        replicas = self._collective(n, size, gather=False, buckets=units) - run
+        return replicas + last * self.made.config.parallel.overlap_grad_reduce
 
     @property
     def exchanged_s(self) -> float:
@@ -251,18 +276,20 @@ class _Step:
         if max(group.size for group in self._groups) == 1:
             return 0.0
         made, (size, share) = self.made, self._gradient
-        gathers = [sum(self._chunk_bytes(rank, made.dtype.itemsize)) for rank in range(made.pp)]
-        reduces = [sum(self._chunk_bytes(rank, size)) for rank in range(made.pp)]
-        runs = made.microbatches / self._run if made.sharing.every_run else 1
-        gathered = (
-            1 if made.config.parallel.shared_out < 3 or (made.chunks == 1 and made.sharing.by_chunk) else 2 * runs
-        )
-        return max(
-            gathered * self._collective(weights, made.dtype.itemsize, gather=True)
-            + share * self._collective(n, size, gather=False)
-            + (runs - 1) * share * self._collective(n, size, gather=False, of_step=False)
-            for weights, n in zip(gathers, reduces, strict=True)
-        )
+        often, weight, m = exchanges(made), made.dtype.itemsize, made.microbatches
+        runs = m * often.reduced if made.sharing.every_run else 1
+
+        def of(rank: int) -> float:
+            weights, layers = (sum(self._chunk_bytes(rank, weight, ends)) for ends in (True, False))
+            n = sum(self._chunk_bytes(rank, size))
+            times = ((m * often.forward, weights), (m * often.backward, layers))
+            if made.config.parallel.shared_out < 3:
+                times = ((1, weights),)
+            gathered = sum(often * self._collective(held, weight, gather=True) for often, held in times)
+            reduced = self._collective(n, size, gather=False)
+            return gathered + share * (reduced + (runs - 1) * self._collective(n, size, gather=False, of_step=False))
+
+        return max(map(of, range(made.pp)))
 
     @property
     def _gradient(self) -> tuple[int, float]:

@@ -59,18 +59,22 @@ def _real(flags: str) -> Real:
         run.buffer.wait_gather()
     run.close()
     flats = [x for flats in run.optimizer.state for x in flats.values()] + run.optimizer.main
-    shared = {flat.untyped_storage().data_ptr() for flat in run.buffer.weights.flats}
+    weights, gradients = (
+        [*storage.flats, *map(storage.held, storage.layout.buckets)]
+        for storage in (run.buffer.weights, run.buffer.grads)
+    )
+    shared = {flat.untyped_storage().data_ptr() for flat in weights}
     stages = [stage for stage in run.pipeline.stages if isinstance(stage, Stage)]
     held = {
-        "weights": bytes_of(*run.buffer.weights.flats),
-        "gradients": bytes_of(*run.buffer.grads.flats),
+        "weights": bytes_of(*weights),
+        "gradients": bytes_of(*gradients),
         "optimizer": bytes_of(*(x for x in flats if x.untyped_storage().data_ptr() not in shared)),
         "rotary tables": sum(bytes_of(*(stage.rope or ())) for stage in stages),
     }
     return calls, {name: size for name, size in held.items() if size}
 
 
-VPP = "--num-virtual-stages-per-pipeline-rank 2"
+VPP, ZERO = "--num-virtual-stages-per-pipeline-rank 2", "--zero-stage"
 IN_BF16 = "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 
@@ -91,7 +95,14 @@ def rarely(*rows: tuple[int, str]) -> list[Any]:
         (4, f"{TP} --optimizer muon --bf16 --grad-reduce-in-bf16 {LLAMA}"),
         (2, f"{TP} --optimizer lamb"),
         (4, f"{TP} --use-tp-pp-dp-mapping --bf16 --rampup-batch-size 4 4 8"),
+        (2, f"{ZERO} 2 --bf16 --grad-reduce-in-bf16"),
+        (2, f"{ZERO} 3 --recompute-granularity full --recompute-method uniform {LLAMA}"),
+        (4, f"{PP} {VPP} {ZERO} 2"),
+        (4, f"{PP} {VPP} {ZERO} 3 --zero-hold chunk --bf16 {LLAMA}"),
+        (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2"),
+        (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --bf16"),
         *rarely((8, f"{TP} {PP} {VPP} --bf16 {LLAMA}")),
+        *rarely((4, f"{PP} {ZERO} 3"), (8, f"{TP} {PP} {ZERO} 3 --split-backward {LLAMA}")),
     ],
 )
 def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: str) -> None:
@@ -144,17 +155,32 @@ FULL, PARTS = "--recompute-granularity full --recompute-method uniform", "layern
 MORE = [VPP, "--split-backward", FULL, f"--recompute-granularity selective --recompute-modules {PARTS}"]
 
 
-@pytest.mark.parametrize("world,flags", [(4, "--pp 4"), *rarely((2, TP), *((4, f"--pp 4 {more}") for more in MORE))])
+SHARED_OUT = [
+    (2, f"{ZERO} 2"),
+    (2, f"{ZERO} 3"),
+    (4, f"{ZERO} 3 {FULL}"),
+    (8, f"--pp 4 {ZERO} 3 --split-backward"),
+    (4, f"--pp 2 {ZERO} 3 {VPP} --zero-hold chunk"),
+]
+
+
+@pytest.mark.parametrize(
+    "world,flags", [(4, "--pp 4"), *rarely((2, TP), *((4, f"--pp 4 {more}") for more in MORE), *SHARED_OUT)]
+)
 def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
-    """Of Llama 3 8B, first and last stage: buffers and messages included, within 0.2 % when this was written."""
-    config, _ = cli.read(f"{LIKE_8B} {flags}".split(), PRESETS)
+    """Of Llama 3 8B, first and last stage: buffers and messages included, within 0.2 % when this was written; where
+    weights come and go within 0.7 %, and by the chunk 2.5 %."""
+    flags = f"{LIKE_8B} {flags}" if ZERO not in flags else f"{LIKE_8B.replace('size 5', 'size 20')} {flags}"
+    config, _ = cli.read(flags.split(), PRESETS)
     sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
     plan = arrange(config, world, sources.vocab_size)
     for rank in {0, world - 1}:
         done = rehearse(plan, sources, rank)
         position = done.mesh.pp.rank
-        assert memory(plan)[position].peak == pytest.approx(done.peak, rel=0.003)
-        if plan.split is None and config.train.recompute_granularity is None:  # else a backward makes a part of it
+        error = 0.025 if plan.sharing.by_chunk else 0.007 if plan.sharing.every_run else 0.003
+        assert memory(plan)[position].peak == pytest.approx(done.peak, rel=error)
+        plain = plan.split is None and config.train.recompute_granularity is None  # else a backward makes a part of it
+        if plain and not plan.sharing.every_run:  # else some units are whole, too
             assert done.in_flight == pytest.approx(plan.activations[position], rel=0.03)
 
 

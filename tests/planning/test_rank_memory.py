@@ -13,6 +13,7 @@ from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.plan.arrangement import Arrangement, arrange
 from megalite.plan.memory import ACTIVATIONS_ERROR, memory
+from megalite.plan.zero_stages import by_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = (
@@ -86,3 +87,14 @@ def test_more_ranks_hold_less() -> None:
     assert sum(one.weights for one in pp) == pytest.approx(alone.weights, rel=0.01)
     assert (dp.weights, dp.gradients, dp.activations) == (alone.weights, alone.gradients, alone.activations)
     assert dp.optimizer == pytest.approx(alone.optimizer / 4, rel=0.001)
+
+
+@pytest.mark.parametrize("more", ["", "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"])
+def test_what_each_stage_would_hold_is_what_a_run_of_that_stage_holds(more: str) -> None:
+    flags = f"{LLAMA} --global-batch-size 16 --pp 2 {more}".split()
+    told = by_stage(made([*flags, "--zero-stage", "1"], 8))
+    sizes = [held.state for held in told]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    for stage, held in enumerate(told):
+        of = made([*flags, "--zero-stage", str(stage)], 8)
+        assert held in of.holdings, stage

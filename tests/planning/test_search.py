@@ -9,10 +9,12 @@ import pytest
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.models.families import PRESETS
+from megalite.plan.cluster import Link
 from megalite.plan.cost import Costs
 from megalite.plan.profile import default_profile
+from megalite.plan.step_time import step_time
 from tools.planning import advice, show
-from tools.planning.bounds import least_memory, least_time
+from tools.planning.bounds import least_exchange, least_memory, least_time
 from tools.planning.request import HOW, LAYOUT, Request, as_flags, read
 from tools.planning.rules import Budget
 from tools.planning.search import (
@@ -67,7 +69,9 @@ def test_no_layout_is_faster_than_the_best_that_is_found() -> None:
     assert len(found.choices()) >= 3
 
 
-@pytest.mark.parametrize("flags,devices", [("--preset llama3-8b --global-batch-size 64", 16), (SMALL, 8)])
+@pytest.mark.parametrize(
+    "flags,devices", [("--preset llama3-8b --global-batch-size 64 --zero-stage 1", 16), (SMALL, 8)]
+)
 def test_the_plainest_of_what_cannot_be_told_apart_stands_first(flags: str, devices: int) -> None:
     """Each row is of its own tp, pp and sharding; stages in unlike chunks are no default."""
     asked = request(flags, devices)
@@ -89,7 +93,7 @@ def test_the_plainest_of_what_cannot_be_told_apart_stands_first(flags: str, devi
 def test_chunks_that_do_not_divide_the_layers_are_a_moving_part_more() -> None:
     assert [Layout(4, 4, vpp).moving_parts(80) for vpp in (1, 5, 7)] == [2, 3, 4]
     assert Layout(8, 16, 8).moving_parts(126) == Layout(8, 16, 8, ends=True).moving_parts(126) == 4
-    assert Layout().moving_parts(7) == 0 and Layout(recompute="full", sharded=False).moving_parts(7) == 2
+    assert Layout().moving_parts(7) == 0 and Layout(recompute="full", zero=0).moving_parts(7) == 2
 
 
 LATE = (
@@ -117,7 +121,7 @@ def test_bounds_are_below_what_is_simulated_and_allocated(flags: str) -> None:
 @pytest.mark.timeout(600)
 def test_a_head_that_weighs_much_hides_no_layout() -> None:
     """Its rank has few layers then, which no even division has. Everything that fits is simulated."""
-    asked = request(BROAD, 8)
+    asked = request(f"{BROAD} --zero-stage 1", 8)
     best = search(asked).plans[0]  # the fastest
     assert best.layout == Layout(1, 8, split=True) and best.made.counts[-1] < 32 // 8
     for layout in every(asked):
@@ -138,6 +142,46 @@ def test_405b_on_16384_devices_is_at_least_as_good_as_the_published_layout() -> 
     for layout in theirs:
         plan = planned(layout, asked, None)
         assert isinstance(plan, Planned) and best.time.seconds <= plan.time.seconds, layout
+
+
+WIDE = "--num-layers 12 --seq-length 512 --vocab-size 32000 --hidden-dropout 0 --attention-dropout 0 --global-batch-size 26"
+
+
+@pytest.mark.parametrize("hidden,stage", [(10240, 2), (14336, 3)])
+def test_more_is_shared_out_where_stage_1_does_not_fit(hidden: int, stage: int) -> None:
+    """13 nodes of one device have no tp, and 12 layers no 13 stages: dp alone is left."""
+    flags, one = f"{WIDE} --hidden-size {hidden} --num-attention-heads 64", {"device": "a100", "gpus_per_node": 1}
+    found = search(request(flags, 13, **one))
+    assert {plan.layout.zero for plan in found.plans} == {stage} and found.too_large
+    assert not search(request(f"{flags} --zero-stage 1", 13, **one)).plans
+
+
+def test_more_is_shared_out_where_it_is_faster_and_what_is_given_stands() -> None:
+    asked = request("--preset llama3-8b --global-batch-size 64", 8, device="a100")
+    faster = search(asked).choices()[0].best
+    stage_1 = search(request("--preset llama3-8b --global-batch-size 64 --zero-stage 1", 8, device="a100"))
+    assert faster.layout == Layout(zero=2) and {plan.layout.zero for plan in stage_1.plans} == {1}
+    assert faster.time.seconds < stage_1.choices()[0].best.time.seconds
+    words = show.command_words(asked, faster.layout, 5)
+    assert words[words.index("--zero-stage") + 1] == "2" and layout_of(cli.read(words, PRESETS)[0]) == faster.layout
+    fixed = request("--preset llama3-8b --global-batch-size 64 --use-megatron-fsdp", 8, device="a100")
+    assert {plan.layout.zero for plan in search(fixed, wanted=2).plans} == {3}
+
+
+@pytest.mark.parametrize("flags", ["--global-batch-size 64", "--global-batch-size 64 --zero-hold chunk"])
+def test_the_bounds_of_what_is_shared_out_are_below_its_plan(flags: str) -> None:
+    asked = request(f"--preset llama3-8b {flags}", 16)
+    for layout in (Layout(2, 2, vpp, zero=stage) for vpp in (1, 2, 4) for stage in (2, 3)):
+        plan, made = planned(layout, asked, None), arranged(layout, asked)
+        assert isinstance(plan, Planned)
+        costs = Costs(made, asked.cluster, default_profile("h100"))
+        slow = Costs(
+            made, replace(asked.cluster, inside=Link(0.0, 1e8), between=Link(0.0, 1e8)), default_profile("h100")
+        )
+        assert max(least_time(made, costs), least_exchange(made, costs, made.parameters)) <= plan.time.seconds
+        waits = step_time(made, slow.cluster).seconds
+        assert 0.4 * waits < least_exchange(made, slow, made.parameters) < waits, layout
+        assert 0.5 * plan.peak < least_memory(made, made.module_bytes) <= plan.peak, layout
 
 
 @pytest.mark.parametrize("flags,devices", [(SMALL, 8), ("--preset llama3-8b --global-batch-size 64", 16)])

@@ -120,6 +120,40 @@ def test_gradients_hide_behind_the_last_backward_but_for_the_last_bucket() -> No
         check_sum(found)
 
 
+CHUNKS = "--pp 2 --num-virtual-stages-per-pipeline-rank 4"
+
+
+@pytest.mark.parametrize(
+    "flags,reduced,forward,backward",
+    [  # how often in a step of 8 micro-batches
+        ("--zero-stage 2", 8, 1, 0),
+        ("--zero-stage 3", 8, 8, 8),
+        ("--zero-stage 3 --zero-hold chunk", 8, 1, 0),
+        (f"{CHUNKS} --zero-stage 2", 4, 1, 0),  # runs of pp micro-batches
+        (f"{CHUNKS} --zero-stage 3", 4, 4, 4),
+        (f"{CHUNKS} --zero-stage 3 --zero-hold layer", 4, 8, 8),
+        (f"{CHUNKS} --zero-stage 3 --pipeline-schedule breadth-first", 1, 1, 1),
+    ],
+)
+def test_what_comes_and_goes_is_exchanged_for_each_run(flags: str, reduced: int, forward: int, backward: int) -> None:
+    """f(d) P (4 R + 2 A) bytes, backward without the ends' weights. Where nothing is overlapped all of it shows, and
+    makes what fills the pipeline longer; where all is, what takes longer than the work that hides it."""
+    pp, chunks = (2, 4) if "--pp" in flags else (1, 1)
+    late = "--no-overlap-grad-reduce --no-overlap-param-gather"
+    of, hidden = (made(f"{flags} --global-batch-size 16 {more}", 2 * pp) for more in (late, ""))
+    size, layers = max(held.local for held in of.holdings), sum(of.elements) / pp
+    moved = (4 * reduced * size + 2 * (forward * size + backward * layers)) / 2
+    slow, profile = fast(2 * pp, inside=Link(0.0, 1e9)), known(of)
+    found = step_time(of, slow, profile)
+    assert found.parts["dp"] == pytest.approx(moved / 1e9 * (1 + (pp - 1) / (8 * chunks)), rel=0.03)
+    check_sum(found)
+    assert step_time(hidden, slow, profile).parts["dp"] < 0.2 * found.parts["dp"]
+    dear = step_time(hidden, slow, known(of, contention=1.0)).parts["dp"]
+    assert dear == pytest.approx(moved / 1e9, rel=0.02)
+    waits = step_time(hidden, fast(2 * pp, inside=Link(0.0, 1e5)), profile)
+    assert 0.9 < (waits.seconds - waits.parts["pp"]) / (moved / 1e5) < 1.2  # some of the messages hide, too
+
+
 def test_without_a_distributed_optimizer_gradients_are_all_reduced() -> None:
     of = made("--global-batch-size 4 --no-overlap-grad-reduce --no-use-distributed-optimizer", 2)
     assert of.config.parallel.use_distributed_optimizer is False

@@ -16,6 +16,8 @@ from megalite.pipeline.schedule import ONE, SCHEDULES, Op, Placement, group_size
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.cost import Costs
 from megalite.plan.holding import ModuleBytes
+from megalite.plan.links import Group
+from megalite.plan.step_time import exchanges
 
 GROUPS = 3  # of micro-batches; with 1F1B what is held does not grow after them
 
@@ -46,6 +48,19 @@ def least_time(made: Arrangement, costs: Costs) -> float:
     # W may run while others drain
     ends = np.maximum(work, work - of_rank(w) + drain) if made.splits_backward else work + drain
     return float(np.maximum(most, (fill + ends).max(1)).min())
+
+
+def least_exchange(made: Arrangement, costs: Costs, parameters: int) -> float:
+    """Seconds that the mean rank exchanges over dp at ZeRO stages 2 and 3. `parameters`: of the whole model."""
+    m, p = made.config.model, made.config.parallel
+    group = Group.of(costs.mesh.shard.ranks, costs.cluster.per_node)
+    ends = (1 + m.untie_embeddings_and_output_weights) * made.vocab_size * m.hidden_size
+    weight, gradient, _ = made.bytes_of_element()
+    often, sent = exchanges(made), 2 if p.grad_reduce_in_bf16 else gradient
+    once = often.reduced * sent * parameters + weight * (
+        often.forward * parameters + often.backward * (parameters - ends)
+    )
+    return made.microbatches * costs.links.all_gather(once / made.tp / made.pp, group)
 
 
 def least_memory(made: Arrangement, modules: ModuleBytes) -> float:

@@ -20,6 +20,7 @@ from megalite.plan.kinds import model_flops
 from megalite.plan.memory import memory as memory_of
 from megalite.plan.profile import Profile, read_profile
 from megalite.train.tell.figures import columns
+from megalite.train.tell.overview import stage_rows
 from tools.pictures.canvas import save
 from tools.pictures.plan import picture
 from tools.planning import advice, published, rules, show
@@ -143,6 +144,8 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
     fits = f": {'fits' if best.peak <= found.limit else 'does not fit'} into {found.limit / 2**30:.1f} GiB"
     print(f"\n{'as given' if request.is_layout else 'the best'}: {best.layout}{fits}")
     print(columns(show.memory_rows(best.memory, best.made)))
+    if best.made.dp > 1:
+        print(columns(stage_rows(best.made)))
     _section("", [*advice.bound(best)])
     _section("warnings", advice.warnings(request, best, found.limit, budget, data_tokens))
     price, speed = args.price_per_gpu_hour, best.time.tokens_per_s
@@ -198,6 +201,8 @@ def memory(args: argparse.Namespace, words: list[str]) -> int:
     held = memory_of(arrangement)
     print(f"{layout}, dp {arrangement.dp}, {arrangement.microbatches} micro-batches")
     print(columns(show.memory_rows(held, arrangement)))
+    if arrangement.dp > 1:
+        print(columns(stage_rows(arrangement)))
     limit = request.cluster.device.memory_bytes
     print(f"a {request.cluster.device.name} has {limit / 2**30:.1f} GiB, less what CUDA and NCCL take")
     return 0 if max(one.peak for one in held) <= limit else 1

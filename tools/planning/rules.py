@@ -4,8 +4,7 @@ hours, money), and what its state takes on a device, by ZeRO stage and by size (
     tokens       20 per parameter unless they are given (arXiv:2203.15556, table 3: 20.2 at 400 M to 21.6 at 67 B)
     FLOPs        6 N D, the rule (arXiv:2001.08361, sec. 2.1, N without embeddings; here with them, as mostly used),
                  and the exact count, scores and head included (megalite/plan/kinds.py: model_flops)
-    ZeRO stage   1 divides the optimizer over dp, 2 the gradients too, 3 all; the runtime has 0
-                 (--no-use-distributed-optimizer) and 1, the others are shown to compare with other programs
+    ZeRO stage   1 divides the optimizer over dp, 2 the gradients too, 3 all
 
 >>> budget = Budget(parameters=70_000_000_000, tokens=1_400_000_000_000, flops_per_token=4.5e11)
 >>> f"{budget.rule_flops:.3g} {budget.exact_flops:.3g}"  # Chinchilla: 5.88e23 in its table 1
@@ -14,6 +13,10 @@ hours, money), and what its state takes on a device, by ZeRO stage and by size (
 (333787, 16.2)
 >>> [round(per_device(7_000_000_000, 4, stage, torch.float32) / 1e9) for stage in range(4)]
 [112, 70, 49, 28]
+>>> [per_device(7_000_000_000, 4, stage, torch.bfloat16) / 1e9 for stage in range(4)]
+[126.0, 63.0, 42.0, 31.5]
+>>> per_device(7_000_000_000, 8, 3, torch.float32) / 1e9
+14.0
 >>> per_device(1, 8, 1, torch.bfloat16) == 6 + 12 / 8  # weights 2, gradients 4, main weights and two moments 12
 True
 """
@@ -23,7 +26,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from megalite.plan.batch_size import BatchSizes
-from megalite.plan.holding import element_bytes
+from megalite.plan.holding import Shares, element_bytes
+from megalite.plan.zero_stages import SHARED_OUT
 
 TOKENS_PER_PARAMETER = 20
 MOST_EPOCHS = 4  # up to which repeated tokens are worth about as much as new ones (arXiv:2305.16264, sec. 6)
@@ -85,24 +89,20 @@ def quantity(text: str) -> int:
     return value
 
 
-STAGES = {0: "", 1: "", 2: "not in megalite", 3: "not in megalite"}
 PARAMETERS_B = (1, 3, 7, 13, 30, 70, 100)  # of the table, 10^9
 
 
 def per_device(parameters: int, dp: int, stage: int, dtype: torch.dtype) -> float:
     """Bytes of state on each of `dp` devices; AdamW in fp32."""
-    weight, gradient, optimizer = element_bytes(dtype, ("fp32", "fp32"))
-    parts = zip((weight, gradient, optimizer), (3, 2, 1), strict=True)
-    return parameters * sum(size / (dp if stage >= first else 1) for size, first in parts)
+    return parameters * Shares.at(stage, dp).bytes_of(*element_bytes(dtype, ("fp32", "fp32")))
 
 
 def zero_rows(parameters: int, dp: int) -> list[tuple[str, ...]]:
     """A table of GB per device, its head first."""
-    rows: list[tuple[str, ...]] = [("ZeRO stage", "divided over dp", "fp32", "bf16", "")]
-    divided = ("nothing", "optimizer", "and gradients", "and weights")
-    for stage, missing in STAGES.items():
+    rows: list[tuple[str, ...]] = [("ZeRO stage", "divided over dp", "fp32", "bf16")]
+    for stage, divided in enumerate(SHARED_OUT):
         sizes = (per_device(parameters, dp, stage, dtype) / 1e9 for dtype in (torch.float32, torch.bfloat16))
-        rows.append((str(stage), divided[stage], *(f"{size:,.1f}" for size in sizes), missing))
+        rows.append((str(stage), divided, *(f"{size:,.1f}" for size in sizes)))
     return rows
 
 

@@ -1,6 +1,7 @@
 """Which layouts of a model fit on a cluster, and how fast a step of each would be, the fastest first.
 
 candidates   tp within a node, pp, chunks, micro-batch, recompute, split backward; what check() refuses is counted
+ZeRO         stage 1; what is too large for it and may be faster than all that fits, at stage 2, or if need be 3
 bound        a time and a memory that no balance of its stages is below
 estimate     the arrangement with the stages that its run will have, its memory and its simulated step: of the lowest
              bounds, until the fastest is sure; then of the plainest that may be as good, until the best is sure; then
@@ -24,9 +25,9 @@ from megalite.plan.holding import ModuleBytes
 from megalite.plan.memory import RankMemory, memory
 from megalite.plan.profile import Profile, default_profile
 from megalite.plan.step_time import StepTime, step_time
-from tools.planning.bounds import least_memory, least_time
+from tools.planning.bounds import least_exchange, least_memory, least_time
 from tools.planning.published import TOLERANCE
-from tools.planning.request import Request, problems_of, with_options
+from tools.planning.request import SHARING, Request, problems_of, with_options
 
 MICRO_BATCHES = (1, 2, 4, 8)
 FEW_CHUNKS, MOST_CHUNKS = 8, 16
@@ -41,6 +42,9 @@ MOST = 60  # plans that are simulated: a few tenths of a second each
 USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what lies in pieces take the rest
 
 
+States = dict[tuple[int, int, int], ModuleBytes]  # by tp, dp and ZeRO stage
+
+
 @dataclass(frozen=True)
 class Layout:
     tp: int = 1
@@ -49,24 +53,24 @@ class Layout:
     micro_batch: int = 1
     recompute: str = "none"
     split: bool = False
-    sharded: bool = True
+    zero: int = 1
     ends: bool = False  # embedding and head each take the place of a layer
 
     def __str__(self) -> str:
         chunks = f" vpp {self.vpp}" if self.vpp > 1 else ""
         features = [self.recompute] * (self.recompute != "none") + ["split"] * self.split + ["ends"] * self.ends
-        features += [] if self.sharded else ["ddp"]
+        features += [] if self.zero == 1 else [f"zero {self.zero}" if self.zero else "ddp"]
         return " ".join([f"tp {self.tp} pp {self.pp}{chunks} mb {self.micro_batch}", *features])
 
     def moving_parts(self, layers: int) -> int:
         """How many features it has beyond plain data parallelism; stages of unlike size count as one."""
         uneven = (layers + 2 * self.ends) % (self.pp * self.vpp) > 0
         several = (self.tp > 1, self.pp > 1, self.vpp > 1, self.recompute != "none")
-        return sum((*several, uneven, self.split, self.ends, not self.sharded))
+        return sum((*several, uneven, self.split, self.ends, self.zero != 1))
 
     @property
-    def row(self) -> tuple[int, int, bool]:
-        return self.tp, self.pp, self.sharded
+    def row(self) -> tuple[int, int, int]:
+        return self.tp, self.pp, self.zero
 
 
 def applied(layout: Layout, config: Config) -> Config:
@@ -83,7 +87,10 @@ def applied(layout: Layout, config: Config) -> Config:
         account_for_loss_in_pipeline_split=layout.ends,
         micro_batch_size=layout.micro_batch,
         split_backward=layout.split,
-        use_distributed_optimizer=layout.sharded,
+        use_distributed_optimizer=layout.zero > 0,
+        zero_stage=layout.zero if layout.zero > 1 else None,
+        use_megatron_fsdp=False,
+        data_parallel_sharding_strategy=None,
         **({} if kept else HOW_AGAIN[layout.recompute]),
     )
 
@@ -94,7 +101,7 @@ def layout_of(config: Config) -> Layout:
     pp = p.pipeline_model_parallel_size
     given = given_stages(config.model.num_layers, p)
     vpp = len(given) // pp if given is not None else p.num_virtual_stages_per_pipeline_rank or 1
-    how = (t.recompute_granularity or "none", p.split_backward, p.use_distributed_optimizer)
+    how = (t.recompute_granularity or "none", p.split_backward, p.shared_out)
     ends = p.account_for_embedding_in_pipeline_split and p.account_for_loss_in_pipeline_split
     return Layout(p.tensor_model_parallel_size, pp, vpp, t.micro_batch_size, *how, ends)
 
@@ -144,6 +151,7 @@ class Found:
     simulated: int = 0
     too_large: int = 0
     least: tuple[float, Layout] | None = None
+    large: list[Layout] = field(default_factory=list)  # by what is counted or by its bound
     left: int = 0  # bounds below the fastest that were not looked at
 
     @property
@@ -158,7 +166,7 @@ class Found:
 
     def choices(self) -> list[Choice]:
         """The best first."""
-        rows: dict[tuple[int, int, bool], list[Planned]] = defaultdict(list)
+        rows: dict[tuple[int, int, int], list[Planned]] = defaultdict(list)
         for plan in self.plans:
             rows[plan.layout.row].append(plan)
         found = [Choice(min(some, key=self.order), some[0]) for some in rows.values()]
@@ -173,6 +181,7 @@ class Found:
 
     def over(self, size: float, layout: Layout) -> None:
         self.too_large += 1
+        self.large.append(layout)
         if self.least is None or size < self.least[0]:
             self.least = (size, layout)
 
@@ -196,7 +205,7 @@ def grid(request: Request) -> Iterator[Layout]:
                 cuts += [(vpp, True) for vpp in _chunks(m.num_layers + 2, pp) if (m.num_layers + 2) // pp % vpp == 0]
             for (vpp, ends), micro in itertools.product(cuts, batches):
                 if vpp == fixed.vpp or "num_virtual_stages_per_pipeline_rank" not in request.fixed:
-                    yield Layout(tp, pp, vpp, micro, sharded=fixed.sharded, ends=ends)
+                    yield Layout(tp, pp, vpp, micro, zero=fixed.zero, ends=ends)
 
 
 def _chunks(layers: int, pp: int) -> list[int]:
@@ -237,10 +246,17 @@ def search(
         _estimate(layout, request, profile, found)
         tell(found.simulated, found.plans[0].time.seconds if found.plans else 0.0)
 
-    for bound, layout in bounds:
-        if found.simulated >= most or found.plans and bound >= found.plans[0].time.seconds:
-            break
-        estimate(layout)
+    def fastest(of: list[tuple[float, Layout]]) -> None:
+        for bound, layout in of:
+            if found.simulated >= most or found.plans and bound >= found.plans[0].time.seconds:
+                break
+            estimate(layout)
+
+    fastest(bounds)
+    if proposes_stages(request):
+        more = _shared_out(request, profile, found)
+        fastest(more)
+        bounds = sorted([*bounds, *more], key=lambda one: one[0])
     if not found.plans:
         found.left = len(bounds) - len(looked_at)
         return found
@@ -260,11 +276,11 @@ def search(
         if layout.row not in rows and layout not in looked_at:
             alike = [one for b, one in bounds if one.row == layout.row and b <= (1 + ALIKE) * bound]
             estimate(min((one for one in alike if one not in looked_at), key=lambda one: one.moving_parts(layers)))
-    if not request.is_layout and "use_distributed_optimizer" not in request.fixed:
+    if proposes_stages(request):
         for choice in found.choices()[:TWINS]:  # what does not share out the optimizer's state takes more memory
-            if choice.best.made.dp > 1:
+            if choice.best.made.dp > 1 and choice.best.layout.zero == 1:
                 found.candidates += 1
-                estimate(replace(choice.best.layout, sharded=False))
+                estimate(replace(choice.best.layout, zero=0))
     return found
 
 
@@ -272,7 +288,7 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tu
     """Seconds and layout of what can be built and may fit, the lowest first."""
     used = profile or default_profile(request.cluster.device.name)
     bounds: list[tuple[float, Layout]] = []
-    states: dict[tuple[int, int, bool], ModuleBytes] = {}
+    states: States = {}
     for layout in [layout_of(request.config)] if request.is_layout else grid(request):
         alike = [layout] if request.is_layout else [*variants(layout, request)]
         found.candidates += len(alike)
@@ -282,13 +298,52 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tu
             continue
         for one in alike:
             arrangement = arranged(one, request)
-            key = (one.tp, arrangement.dp, one.sharded)
-            states[key] = states.get(key) or arrangement.module_bytes
-            size = least_memory(arrangement, states[key])
+            size = least_memory(arrangement, _state_of(arrangement, one, states))
             if size > found.limit and not request.is_layout:
                 found.over(size, one)
                 continue
             bounds.append((least_time(arrangement, Costs(arrangement, request.cluster, used)), one))
+    return sorted(bounds, key=lambda one: one[0])
+
+
+def _state_of(arrangement: Arrangement, layout: Layout, known: States) -> ModuleBytes:
+    key = (layout.tp, arrangement.dp, layout.zero)
+    known[key] = known.get(key) or arrangement.module_bytes
+    return known[key]
+
+
+def proposes_stages(request: Request) -> bool:
+    return not request.is_layout and request.fixed.isdisjoint(SHARING)
+
+
+def _shared_out(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, Layout]]:
+    """As `_bounded`, at ZeRO stages 2 and 3: of what is too large at stage 1 and may be faster than all that fits.
+    Stage 3 moves more, so what may fit at stage 2 is not asked about at 3 before it is counted. The plain ones alone:
+    backward is not split, and at stage 3 weights are whole for a layer, unless the command line says so."""
+    used = profile or default_profile(request.cluster.device.name)
+    best = found.plans[0].time.seconds if found.plans else float("inf")
+    parameters, moves, states = arranged(Layout(), request).parameters, dict[Layout, float](), States()
+    bounds: list[tuple[float, Layout]] = []
+    for layout in found.large[:]:
+        if layout.pp * layout.tp == request.cluster.world or layout.split and "split_backward" not in request.fixed:
+            continue
+        for one in (replace(layout, zero=stage) for stage in (2, 3)):
+            if moves.get(alike := replace(one, recompute=""), 0.0) >= best:
+                break
+            arrangement = arranged(one, request)
+            costs = Costs(arrangement, request.cluster, used)
+            if one.zero == 3 and arrangement.sharing.by_chunk and request.config.parallel.zero_hold == "auto":
+                break
+            if alike not in moves:
+                moves[alike] = least_exchange(arrangement, costs, parameters)
+                if moves[alike] >= best:
+                    break
+            if least_memory(arrangement, _state_of(arrangement, one, states)) > found.limit:
+                continue
+            if (bound := max(moves[alike], least_time(arrangement, costs))) < best:
+                bounds.append((bound, one))
+            break
+    found.candidates += len(bounds)
     return sorted(bounds, key=lambda one: one[0])
 
 
@@ -299,6 +354,9 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
     limit = float("inf") if request.is_layout else found.limit
     if isinstance(plan := planned(layout, request, profile, limit), int):
         found.over(plan, layout)
+        if layout.zero == 2 and proposes_stages(request):
+            found.candidates += 1
+            _estimate(replace(layout, zero=3), request, profile, found)
         return
     found.simulated += 1
     found.plans.append(plan)

@@ -12,6 +12,7 @@ from megalite.kernels.dispatch import describe_kernels
 from megalite.models.compiled import describe_compile
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.peak_rates import Peak
+from megalite.plan.zero_stages import SHARED_OUT, by_stage
 from megalite.train.sources import Sources
 from megalite.train.tell import figures as lines
 from megalite.train.watch.fingerprint import facts_of_machine
@@ -36,6 +37,7 @@ def describe(
         "schedule": f"{config.parallel.pipeline_schedule}{', split backward' * (plan.split is not None)}, "
         f"{chunks} chunk{'s' * (chunks > 1)} per rank, "
         f"{plan.microbatches:,} micro-batch{'es' * (plan.microbatches > 1)}; bubble {plan.bubble:.1%}",
+        "ZeRO": f"stage {config.parallel.shared_out}: dp shares out {SHARED_OUT[config.parallel.shared_out]}",
         "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
         "steps": f"{plan.steps:,} of {batch} x {m.seq_length} tokens: {plan.samples * m.seq_length:,} tokens",
         "data": sources.train.describe(plan.samples),
@@ -61,7 +63,8 @@ def describe(
         rows["CUDA graph"] = "one micro-batch, recorded at its second and then replayed"
     if peak is not None:
         rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
-    return lines.table(rows) + "\n" + lines.columns(memory_rows(plan))
+    by_stages = [lines.columns(stage_rows(plan))] if device_type is None and plan.dp > 1 else []
+    return "\n".join([lines.table(rows), lines.columns(memory_rows(plan)), *by_stages])
 
 
 def facts(plan: Arrangement, sources: Sources, hosts: Sequence[str], device: torch.device) -> dict[str, Any]:
@@ -108,6 +111,16 @@ def groups_of(plan: Arrangement, local_world: int) -> dict[str, str]:
             f"tensor_model_parallel_size={plan.tp} crosses nodes of {local_world} ranks: each layer waits for the "
             f"network four times; use {fits}, or start {plan.tp} ranks per node"
         )
+    return rows
+
+
+def stage_rows(plan: Arrangement) -> list[tuple[str, ...]]:
+    """GiB of the fullest rank at every ZeRO stage, with the table's head."""
+    rows: list[tuple[str, ...]] = [("ZeRO stage", "weights", "gradients", "optimizer", "all")]
+    for stage, held in enumerate(by_stage(plan)):
+        mark = " <- here" if stage == plan.config.parallel.shared_out else ""
+        sizes = (held.weights, held.gradients, held.optimizer, held.state)
+        rows.append((f"{stage}{mark}", *(f"{size / 2**30:.2f}" for size in sizes)))
     return rows
 
 

@@ -1,0 +1,53 @@
+"""What lies on which of four ranks at every ZeRO stage, in bf16 with AdamW: `python -m tools.pictures.zero FILE`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.plan.holding import Shares, element_bytes
+from tools.pictures.canvas import Picture, figure, ink, legend, save
+
+RANKS, STAGES = 4, 4
+PARTS = (("weights", "blue"), ("gradients", "vermilion"), ("optimizer", "green"))
+
+
+def picture() -> Picture:
+    """A line per stage and rank, as wide as a parameter's bytes; what is filled is held."""
+    sizes = element_bytes(torch.bfloat16, ("fp32", "fp32"))
+
+    def draw(width: float) -> Any:
+        fig, (axis,) = figure(width, [4.0])
+        ticks, names = [], []
+        for stage in range(STAGES):
+            shares = Shares.at(stage, RANKS)
+            for rank in range(RANKS):
+                row, first = stage * (RANKS + 1) + rank, 0
+                ticks.append(row)
+                names.append(f"stage {stage}, rank {rank}" if rank == 0 else f"rank {rank}")
+                for (name, colour), size, n in zip(PARTS, sizes, shares, strict=True):
+                    axis.barh(row, size, left=first, height=0.8, color=ink("line"))
+                    label = name if stage == rank == 0 else None
+                    axis.barh(
+                        row, size / n, left=first + size * (rank % n) / n, height=0.8, color=ink(colour), label=label
+                    )
+                    first += size
+                text = f"{shares.bytes_of(*sizes):g}"
+                axis.text(first + 0.2, row, text, va="center", color=ink("ink"), fontsize=8)
+        axis.set_yticks(ticks, names)
+        axis.set_xlabel("bytes of each parameter; grey is on another rank")
+        axis.set_xticks(range(0, sum(sizes) + 1, 2))
+        axis.set_xlim(0, sum(sizes) + 1.2)
+        axis.grid(False)
+        axis.invert_yaxis()
+        legend(fig, axis, width)
+        return fig
+
+    return Picture("sharding", "What each of four data-parallel ranks always holds, by ZeRO stage.", draw)
+
+
+if __name__ == "__main__":
+    save(picture(), Path(sys.argv[1]))
