@@ -48,8 +48,8 @@ MISTAKES = [
         _of(
             "norms' gradients are not summed over tp",
             (
-                "sums=(*[replica] * (shard.size > 1), *map(mesh.axis, kind.partial)),",
-                "sums=(*[replica] * (shard.size > 1),),",
+                "sums=(*[replica] * (shard.size > 1 and outer.size == 1), *map(mesh.axis, kind.partial)),",
+                "sums=(*[replica] * (shard.size > 1 and outer.size == 1),),",
             ),
         ),
         RUN + LLAMA + TP,
@@ -108,9 +108,9 @@ MISTAKES = [
         _of(
             "one rank keeps its old weights of the others' shards",
             (
-                "            whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)\n",
-                "            whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)\n"
-                "            whole = whole.clone() if self._shards[b].rank == 1 else whole\n",
+                "        whole, held = self.weights.whole(bucket), self.weights.held(bucket)\n",
+                "        whole, held = self.weights.whole(bucket), self.weights.held(bucket)\n"
+                "        whole = whole.clone() if self._shards[b].rank == 1 else whole\n",
             ),
         ),
         RUN + DP,
@@ -153,8 +153,8 @@ MISTAKES = [
         _of(
             "the end of every bucket is not reduced",
             (
-                "        whole, owned = self.grads.whole(bucket), self.grads.owned(bucket)\n",
-                "        whole, owned = self.grads.whole(bucket)[:-256], self.grads.owned(bucket)\n",
+                "        whole, mine = self.grads.whole(bucket), self.grads.mine(bucket)\n",
+                "        whole, mine = self.grads.whole(bucket)[:-256], self.grads.mine(bucket)\n",
             ),
         ),
         RUN + LLAMA + DP_DDP,
