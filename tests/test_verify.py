@@ -418,7 +418,9 @@ HEALTHY = {
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", rarely([*HEALTHY], ["gpt", "qwen", "ZeRO-3"], str, guards=("tools/verify.py", "tools/checks")))
+@pytest.mark.parametrize(
+    "name", rarely([*HEALTHY], ["gpt", "qwen", "ZeRO-3"], str, guards=("tools/verify.py", "tools/checks"))
+)
 def test_a_healthy_layout_agrees(name: str, tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     done = verify(f"{RUN} {HEALTHY[name]}", "--json", str(told), "--out", str(tmp_path / "agreement.svg"))

@@ -153,10 +153,10 @@ def test_across_replicas_go_the_shards_alone(outer: str, across: float) -> None:
         assert over == want
 
 
-def _weights(flags: str) -> tuple[list[float], dict[str, Any]]:
-    """Losses of three steps, and the pieces of weights and states that this rank saves."""
+def _weights(flags: str, steps: int = 3) -> tuple[list[float], dict[str, Any]]:
+    """Losses of the steps, and the pieces of weights and states that this rank saves."""
     run = _run(flags)
-    losses = [train_step(run).loss for _ in range(3)]
+    losses = [train_step(run).loss for _ in range(steps)]
     run.buffer.wait_gather()
     pieces = [
         (o.piece.name, o.piece.box, o.piece.span, o.piece.data.numpy().copy())
@@ -185,3 +185,16 @@ def test_stages_give_the_same_bits() -> None:
         for other in others:
             assert first[0] == other[0] and first[1].keys() == other[1].keys()
             assert all(np.array_equal(first[1][name], other[1][name]) for name in first[1])
+
+
+@pytest.mark.parametrize(
+    "layout", ["", "--tensor-model-parallel-size 2", PP, "--num-distributed-optimizer-instances 2"]
+)
+def test_initial_weights_are_the_same_bits(layout: str) -> None:
+    """Though each rank of ZeRO-3 draws no more than what it holds."""
+    flags = f"{layout} --global-batch-size 16"
+    (_, want), (_, got) = (_whole(run_ranks(4, _weights, f"--zero-stage {stage} {flags}", 0)) for stage in (1, 3))
+    assert want.keys() == got.keys() and all(np.array_equal(want[name], got[name]) for name in want)
+    assert all(
+        np.abs(values).max() > 0 for name, values in want.items() if name.endswith("mlp.up") and "model/" in name
+    )

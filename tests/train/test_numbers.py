@@ -65,7 +65,11 @@ def _one_rank_after_another(flags: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     "flags",
-    ["--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --bf16"],
+    [
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --bf16",
+        "--tensor-model-parallel-size 2 --zero-stage 3",
+    ],
 )
 def test_a_nan_on_any_one_rank_changes_nothing_on_all(flags: str) -> None:
     ranks = run_ranks(4, _one_rank_after_another, f"{flags} {SKIP} --rerun-mode disabled")
@@ -112,6 +116,15 @@ NAMED = {
     ),
     "forward, one replica": (2, "", ("forward", 1), "the output of layers.1.mlp (nan) on rank 1 (dp 1), samples 6..7"),
     "backward, one replica": (2, "", ("backward", 1), "the gradient of layers.0.mlp.down_bias (nan) on rank 1 (dp 1);"),
+    **{
+        f"backward, ZeRO-{stage}": (
+            2,
+            f"--zero-stage {stage} --disable-bias-linear",
+            ("backward", 1),
+            "the gradient of layers.0.mlp.down (nan) on rank 1 (dp 1);",
+        )
+        for stage in (2, 3)
+    },
 }
 
 
@@ -147,11 +160,12 @@ def _struck(flags: str, *faults: str) -> list[Any]:
     return [[r.loss for r in results], [r.doubt for r in results], weights]
 
 
-def test_a_machines_mistake_is_told_from_the_data_and_changes_nothing() -> None:
-    good, clean, weights = zip(*run_ranks(2, _struck, ""), strict=True)
+@pytest.mark.parametrize("flags", ["", "--zero-stage 2 --global-batch-size 8", "--zero-stage 3"])
+def test_a_machines_mistake_is_told_from_the_data_and_changes_nothing(flags: str) -> None:
+    good, clean, weights = zip(*run_ranks(2, _struck, flags), strict=True)
     assert not any(any(doubts) for doubts in clean)
     faults = ("step.after_reduce:1:2:nan", "step.after_reduce:0:3:inf")
-    for rank, (got, doubts, moved) in enumerate(run_ranks(2, _struck, "", *faults)):
+    for rank, (got, doubts, moved) in enumerate(run_ranks(2, _struck, flags, *faults)):
         assert got == good[rank] and torch.equal(moved, weights[rank])
         assert doubts[0] is None and [(d.passed, d.differs) for d in doubts[1:]] == [(True, (1,)), (True, (0,))]
         assert "computed again it is right" in str(doubts[1]) and "of ranks [1]" in str(doubts[1])
