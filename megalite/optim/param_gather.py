@@ -92,7 +92,9 @@ class ParamGather:
     def gather(self) -> None:
         """What stays, in order of use. GATHERS_AHEAD are under way at a time, and one that is waited for starts the
         next: with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) all at once would hold up every kernel behind
-        them. What replicas share out among them comes before, from all of them at once."""
+        them. What replicas share out among them comes before, from all of them at once. What is under way, of weights
+        from before a load, ends first: nobody would wait for it again."""
+        self.wait()
         for b in self._in_order(list(self._shards)):
             bucket, outer = self._buckets[b], self.weights.rules[self._buckets[b].kind].outer
             if outer.size > 1:
