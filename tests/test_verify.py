@@ -352,11 +352,16 @@ HEALTHY = {
     "neox": f"{GPT} {ROPE} --pp 3 --dp 2 --decoder-first-pipeline-num-layers 4 --global-batch-size 48",
     "bf16": f"{GPT} --tp 2 --pp 2 --dp 2 --bf16 --dtype bfloat16 --use-tp-pp-dp-mapping",
     "fp32": "--preset llama2-70b --tp 16 --dp 2 --window-size 512,0 --window-attn-skip-freq 4 --dtype float32",
+    "ZeRO-3": "--preset llama3-8b --tp 2 --dp 4 --zero-stage 3 --global-batch-size 16",
+    "ZeRO-3, chunks": f"{GPT} --pp 2 --dp 2 --num-virtual-stages-per-pipeline-rank 2 --zero-stage 3 --zero-hold chunk",
+    "ZeRO-2": f"{GPT} --pp 2 --dp 4 --zero-stage 2 --num-distributed-optimizer-instances 2",
 }
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", rarely([*HEALTHY], ["gpt", "qwen"], str, guards=("tools/verify.py", "tools/checks")))
+@pytest.mark.parametrize(
+    "name", rarely([*HEALTHY], ["gpt", "qwen", "ZeRO-3"], str, guards=("tools/verify.py", "tools/checks"))
+)
 def test_a_healthy_layout_agrees(name: str, tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     done = verify(f"{RUN} {HEALTHY[name]}", "--json", str(told), "--out", str(tmp_path / "agreement.svg"))

@@ -51,8 +51,7 @@ class Maker:
 def write_initial(parameter: nn.Parameter, into: Tensor, span: range | None = None) -> None:
     """Write the parameter's initial values into a tensor of its shape; of a deferred one at least the elements `span`
     of the flattened tensor."""
-    draw = getattr(parameter, "draw", None)
-    if draw is None:
+    if (draw := getattr(parameter, "draw", None)) is None:
         into.copy_(parameter.data)
         return
     del parameter.draw  # pyright: ignore[reportAttributeAccessIssue]

@@ -121,8 +121,13 @@ class FlatStorage:
         """Of a parameter what this rank owns: which of its elements, and where in `owned`."""
         return self.rules[bucket.kind].owned_part(bucket, slot)
 
+    def kept_span(self, slot: Slot) -> range:
+        """Of a parameter the elements that are always there: all, or those held where the bucket comes and goes."""
+        bucket, whole = self.layout.buckets[slot.bucket], range(slot.stop - slot.start)
+        return whole if self.stays(bucket) else self.rules[bucket.kind].held_part(bucket, slot).span
+
     def kept(self, slot: Slot) -> Tensor:
-        """Of a parameter what is always there: all of it, or where the bucket comes and goes what this rank holds."""
+        """Their values."""
         bucket = self.layout.buckets[slot.bucket]
         held_part = self.rules[bucket.kind].held_part
         return self.part(slot) if self.stays(bucket) else held_part(bucket, slot).of(self.held(bucket))

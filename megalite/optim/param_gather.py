@@ -90,7 +90,9 @@ class ParamGather:
     def gather(self) -> None:
         """What stays, in order of use. GATHERS_AHEAD are under way at a time, and one that is waited for starts the
         next: with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) all at once would hold up every kernel behind
-        them. What replicas share out among them comes before, from all of them at once."""
+        them. What replicas share out among them comes before, from all of them at once. What is under way, of weights
+        from before a load, ends first: nobody would wait for it again."""
+        self.wait()
         for b in self._in_order(list(self._shards)):
             bucket, outer = self._buckets[b], self.weights.rules[self._buckets[b].kind].outer
             if outer.size > 1:
@@ -187,8 +189,8 @@ class ParamGather:
         """A run of the chunk's forwards or backwards is near: gather what both need. Its ends, which backward does not
         read, come with their use."""
         read = {b for unit in self._read_again for b in self._needs[unit]}
-        mine = [b for b in read if self._buckets[b].chunk == chunk]
-        self._begin_in_order([b for b in mine if not self.weights.is_there(self._buckets[b])])
+        away = [b for b in read if not self.weights.is_there(self._buckets[b])]
+        self._begin_in_order([b for b in away if self._buckets[b].chunk == chunk])
 
     def go(self, chunk: int) -> None:
         """The run is through."""

@@ -38,8 +38,7 @@ MESSAGES = "bubble"  # the clock's phase of messages and of waiting for them
 
 
 class Store(Protocol):
-    """What has the weights and gradients of the chunks, and how often it is told (schedule.Sharing). `of_step`: it is
-    the chunk's last run in the step."""
+    """What has the weights and gradients of the chunks. `of_step`: of the chunk's runs it is the step's last."""
 
     every_run: bool
     by_chunk: bool
@@ -57,20 +56,10 @@ class Store(Protocol):
         """It is through."""
 
 
-class Plain:
+class Plain(Store):
     """A store that has nothing to reduce or gather."""
 
     every_run = by_chunk = False
-
-    def on_last_backward(
-        self, chunk: int, sinks: Iterable[GradientSink] | None = None, of_step: bool = True
-    ) -> None: ...
-
-    def after_run(self, chunk: int, of_step: bool = True) -> None: ...
-
-    def come(self, chunk: int) -> None: ...
-
-    def go(self, chunk: int) -> None: ...
 
 
 @dataclass

@@ -99,9 +99,9 @@ class _Walk:
         elif action.op is Op.W:
             self._weights_gradients(stage, last_of_run)
         elif action.op is Op.GATHER:
-            self.whole.gather(self._blocks(stage))
+            self.whole.weights.update(self._blocks(stage))
         elif action.op is Op.FREE:
-            self.whole.free([*self._blocks(stage), "embedding", "head"])
+            self.whole.weights.difference_update([*self._blocks(stage), "embedding", "head"])
         elif action.op in (Op.RECV_F, Op.RECV_B):
             self.messages += 1
         elif action.op in (Op.SEND_F, Op.SEND_B):

@@ -29,27 +29,18 @@ class WholeUnits:
 
     @property
     def bytes(self) -> int:
-        copies = self.units.get(self.reducing, 0) * self.rounded if self.reducing is not None else 0
-        return (
-            sum(self.units.get(unit, 0) for unit in self.weights) * self.weight
-            + sum(self.units.get(unit, 0) for unit in self.gradients) * self.gradient
-            + copies
-        )
+        weights, gradients = (sum(self.units.get(unit, 0) for unit in some) for some in (self.weights, self.gradients))
+        copies = self.units.get(self.reducing or "", 0) * self.rounded
+        return weights * self.weight + gradients * self.gradient + copies
 
     def use(self, units: Sequence[str], ahead: str | None = None) -> None:
         if self.comes:
-            self.weights.update(units, [ahead] if ahead is not None and self.ahead else [])
+            self.weights.update(units, [ahead] * (ahead is not None and self.ahead))
 
     def leave(self, units: Sequence[str]) -> None:
         """Used; in a run of the whole chunk they stay."""
         if not self.by_chunk:
             self.weights.difference_update(units)
-
-    def gather(self, units: Sequence[str]) -> None:
-        self.weights.update(units)
-
-    def free(self, units: Sequence[str]) -> None:
-        self.weights.difference_update(units)
 
     def land(self, unit: str) -> None:
         """The first gradient of a run."""

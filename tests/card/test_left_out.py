@@ -96,7 +96,8 @@ BETWEEN_STREAMS = {
 NO_RACE = {
     "checkpoint/run/background_save.py HostCopy.fill: wait_for(self._ready)": "the stream of training is the current one",
     "optim/param_gather.py ParamGather.wait: self._outer.pop(next(iter(self._outer))).wait()": "what is owned stays",
-    "optim/param_gather.py ParamGather.gather: self.wait()": "the hooks of the modules wait too; it says when",
+    "optim/param_gather.py ParamGather.gather: self.wait()": "in a step every gather has been waited for by then",
+    "optim/param_gather.py ParamGather.gather: self.wait() again": "the hooks of the modules wait too; it says when",
     SAVED: "what is saved is owned, and a gather leaves it as it is",
     "train/loop.py Training.finish: self.run.buffer.wait_gather()": "as above",
     "train/replicas.py disagreement: buffer.wait_gather()": "the step's forward has waited for every weight",

@@ -20,6 +20,7 @@ LLAMA = """ --swiglu --normalization RMSNorm --position-embedding-type rope --di
 DROPOUT = " --hidden-dropout 0.1"
 TP, PP, DP = (f" --{axis} 2 --nproc 2" for axis in ("tp", "pp", "dp"))
 DP_DDP = DP + " --no-use-distributed-optimizer"
+ZERO3 = " --zero-stage 3"
 GROUP = "self.group = tp.rank * G // tp.size"
 
 
@@ -172,6 +173,26 @@ MISTAKES = [
         "        for i, block in enumerate(self.blocks):\n            block.layer = i\n        self.head = None\n        if number",
         RUN + DROPOUT + PP,
         {"kind": "forward", "step": 1, "name": "layers.1.attention_added", "layer": 1, "ranks.pp": [1], "causes": "dropout"},
+    ),
+    Mistake(
+        "gradients of a run are written over the sum of those before it",
+        "        held.add_(part) if b in self._summed else held.copy_(part)\n",
+        "        held.copy_(part)\n",
+        RUN + DP + " --zero-stage 2", {"kind": "gradient", "step": 1},
+    ),
+    Mistake(
+        "each rank holds the part of the next one",
+        "        return bucket.shard(self.shard.size, self.shard.rank)\n",
+        "        return bucket.shard(self.shard.size, (self.shard.rank + 1) % self.shard.size)\n",
+        RUN + DP + ZERO3, {"kind": "weight", "step": 0},
+    ),
+    Mistake(
+        "weights that went after forward are not gathered again for backward",
+        "        self._enter(unit, -1)\n",
+        "        for b in self._needs[unit]:\n"
+            "            self.weights.come(self._buckets[b])\n"
+            "            self.weights.whole(self._buckets[b]).zero_()\n",
+        RUN + DP + ZERO3, {"kind": "gradient", "step": 1},
     ),
 ]  # fmt: skip
 

@@ -2,12 +2,16 @@
 once, in the same order."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from drill import drill
 
+from megalite.optim.param_gather import ParamGather
 from tools.preprocess.indexed_writer import IndexedWriter
 
 SAMPLES, BATCH = 240, 8  # of an epoch
@@ -107,3 +111,45 @@ def test_ten_steps_are_five_and_a_kill_and_five(world: int, layout: str, data: s
     a, b = (json.loads((folder / "iter_0000010/manifest.json").read_text()) for folder in (one, two))
     a["state"].pop("config"), b["state"].pop("config")
     assert a == b and losses(one) == losses(two) and len(losses(one)) == 10
+
+
+def _die_with_weights_whole(base: Path, rank: int) -> None:
+    """Rank 1 is killed in its fourth step, between the gather of a layer and its end."""
+    leave, left = ParamGather._leave, list[Any]()
+
+    def counted(self: ParamGather, unit: Any) -> None:
+        left.append(unit)
+        if rank == 1 and len(left) == 40:  # 12 in each step: 2 micro-batches of 6 units
+            (base / "struck").write_text("0")
+            os.kill(os.getpid(), signal.SIGKILL)
+        leave(self, unit)
+
+    ParamGather._leave = counted  # type: ignore[method-assign]
+
+
+GATHERS = pytest.mark.everything(
+    guards=tuple(f"megalite/optim/{m}.py" for m in ("param_gather", "grad_reduce", "flat_storage"))
+)
+
+
+@GATHERS
+def test_killed_between_gather_and_free_a_run_goes_on_at_another_stage(data: str, tmp_path: Path) -> None:
+    """ZeRO-3 -> 2 -> 3 over pipelines -> 1, with a kill -9 in each but the last: the losses of one process."""
+    flags = [*READ, "--data-path", data, "--train-iters", "8", "--hidden-dropout", "0.1"]
+    straight = drill(tmp_path / "s/a", 1, [*flags, "--run-dir", str(tmp_path / "s")])
+    assert straight.code == 0, straight.said
+    logs, run = tmp_path / "logs", str(tmp_path / "k/run")
+    shared = [*flags, "--run-dir", str(logs), "--save", run, "--load", run]
+    chunks = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --zero-hold chunk"
+    for name, world, layout, fault, step in (
+        ("a", 2, "--zero-stage 3", "", 0),
+        ("b", 4, "--zero-stage 2", "step.after_reduce:3:5:kill", 2),
+        ("c", 4, f"--zero-stage 3 {chunks}", "pipeline.message:2:7:kill", 4),
+        ("d", 2, "--zero-stage 1", "", 6),
+    ):
+        before = _die_with_weights_whole if name == "a" else None
+        end = drill(tmp_path / "k" / name, world, [*shared, *layout.split()], fault, before=before)
+        assert end.code == (0 if name == "d" else 137), end.said
+        assert not step or f"iter_{step:07d}" in " ".join(end.said), end.said
+    assert losses(logs)[-2:] == pytest.approx(losses(tmp_path / "s")[-2:], rel=1e-4)
+    assert losses(logs) == pytest.approx(losses(tmp_path / "s"), rel=1e-4)

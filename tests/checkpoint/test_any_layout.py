@@ -48,9 +48,22 @@ FP32 = [
     Layout("pp2 dp2, dp outermost", 4, f"{PP} 2 --use-tp-pp-dp-mapping"),
     Layout("pp2 dp2 ddp", 4, f"{PP} 2 {NOZERO}"),
 ]
+ZERO3 = "--zero-stage 3"
+TWO = "--num-distributed-optimizer-instances 2 --micro-batch-size 1"
+ZERO = [
+    Layout("alone", 1),
+    Layout("dp2", 2),
+    Layout("ZeRO-3 dp2", 2, ZERO3),
+    Layout("ZeRO-3 dp4", 4, f"{ZERO3} --micro-batch-size 1"),
+    Layout("ZeRO-3 tp2 dp2", 4, f"{ZERO3} {TP} 2"),
+    Layout("ZeRO-3 pp2 dp2 vpp2", 4, f"{ZERO3} --zero-hold chunk {PP} 2 {VPP} 2"),
+    Layout("ZeRO-2 pp2 dp2", 4, f"--zero-stage 2 {PP} 2"),
+    Layout("ZeRO-3, two sets", 4, f"{ZERO3} {TWO}"),
+    Layout("ZeRO-3, two sets, once more", 4, f"{ZERO3} {TWO} --outer-dp-sharding-strategy optim"),
+]
 BF16 = [
     Layout("alone bf16", 1, "--bf16"),
-    *(Layout(f"{a.name} bf16", a.world, f"{a.flags} --bf16") for a in (FP32[1], FP32[5])),
+    *(Layout(f"{a.name} bf16", a.world, f"{a.flags} --bf16") for a in (FP32[1], FP32[5], ZERO[4])),
 ]
 HIGH = "--optimizer muon --muon-fp32-matmul-prec high"
 MUON = [replace(one, name=f"{one.name} muon", flags=f"{one.flags} {HIGH}") for one in FP32[::3]]
@@ -116,7 +129,7 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
     return {name: found.read(name) for name in found.manifest.tensors}
 
 
-@pytest.mark.parametrize("layouts", [FP32, BF16, MUON], ids=["fp32", "bf16", "muon"])
+@pytest.mark.parametrize("layouts", [FP32, BF16, MUON, ZERO], ids=["fp32", "bf16", "muon", "ZeRO"])
 def test_saved_under_any_layout_goes_on_under_any_other(tmp_path: Path, layouts: list[Layout]) -> None:
     unbroken: dict[str, list[float]] = {}
     for world, some in _by_world(layouts).items():
@@ -130,7 +143,8 @@ def test_saved_under_any_layout_goes_on_under_any_other(tmp_path: Path, layouts:
         got = whole(tmp_path / layout.name)
         assert got.keys() == alone.keys()
         for name, values in got.items():
-            bound = (1e-3 if layouts is FP32 else 1e-1) * float(alone[name].abs().max())
+            assert values.shape == alone[name].shape, f"{layout.name}: {name}"
+            bound = (1e-3 if layouts in (FP32, ZERO) else 1e-1) * float(alone[name].abs().max())
             assert float((values - alone[name]).abs().max()) <= bound, f"{layout.name}: {name}"
     for world, some in _by_world(layouts).items():
         ranks = _ranks(world, _load_and_go_on, str(tmp_path), layouts, some)

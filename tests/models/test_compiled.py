@@ -107,6 +107,27 @@ def test_compiled_under_tp_and_under_pp_trains_as_one_process() -> None:
             assert one == pytest.approx(model, rel=1e-10, abs=0)
 
 
+def _warmed(flags: str) -> list[float]:
+    """Loss and gradient norm of each step behind a warm-up; a checkpoint may come between."""
+    run, config = build(flags)
+    warm_up(run, config)
+    for main in run.optimizer.main:
+        main.mul_(1.01)
+    run.optimizer.after_load()
+    results = [train_step(run) for _ in range(STEPS)]
+    run.close()
+    return [x for r in results for x in (r.loss, r.grad_norm)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_warm_up_leaves_nothing_of_what_comes_and_goes(stage: int) -> None:
+    want = run_ranks(2, _warmed, f"{LLAMA} --num-layers 2")
+    for hold in ("layer", "chunk")[: stage - 1]:
+        got = run_ranks(2, _warmed, f"{LLAMA} --num-layers 2 --compile --zero-stage {stage} --zero-hold {hold}")
+        for one, other in zip(got, want, strict=True):
+            assert one == pytest.approx(other, rel=1e-12, abs=0)
+
+
 def _waiting(flags: str) -> tuple[list[float], list[int], list[int]]:
     """Of a pipeline rank: loss and gradient norm of each step; graphs after warm-up, and after the steps; how many
     weight gradients each W computes."""

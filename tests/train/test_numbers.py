@@ -69,6 +69,15 @@ NAMED = {
     "forward, half of a layer": (2, TP2, ("forward", 1), f"{MLP} rank 0 (tp 0), samples 4..5, and on ranks [1]"),
     "forward, one replica": (2, "", ("forward", 1), f"{MLP} rank 1 (dp 1), samples 6..7"),
     "backward, one replica": (2, "", ("backward", 1), "the gradient of layers.0.mlp.down_bias (nan) on rank 1 (dp 1);"),
+    **{
+        f"backward, ZeRO-{stage}": (
+            2,
+            f"--zero-stage {stage} --disable-bias-linear",
+            ("backward", 1),
+            "the gradient of layers.0.mlp.down (nan) on rank 1 (dp 1);",
+        )
+        for stage in (2, 3)
+    },
 }
 
 
@@ -102,11 +111,12 @@ def _struck(flags: str, *faults: str) -> list[Any]:
     return [[r.loss for r in results], [r.doubt for r in results], weights]
 
 
-def test_a_machines_mistake_is_told_from_the_data_and_changes_nothing() -> None:
-    good, clean, weights = zip(*run_ranks(2, _struck, ""), strict=True)
+@pytest.mark.parametrize("flags", ["", "--zero-stage 2 --global-batch-size 8", "--zero-stage 3"])
+def test_a_machines_mistake_is_told_from_the_data_and_changes_nothing(flags: str) -> None:
+    good, clean, weights = zip(*run_ranks(2, _struck, flags), strict=True)
     assert not any(any(doubts) for doubts in clean)
     faults = ("step.after_reduce:1:2:nan", "step.after_reduce:0:3:inf")
-    for rank, (got, doubts, moved) in enumerate(run_ranks(2, _struck, "", *faults)):
+    for rank, (got, doubts, moved) in enumerate(run_ranks(2, _struck, flags, *faults)):
         assert got == good[rank] and torch.equal(moved, weights[rank])
         assert doubts[0] is None and [(d.passed, d.differs) for d in doubts[1:]] == [(True, (1,)), (True, (0,))]
         assert "computed again it is right" in str(doubts[1]) and "of ranks [1]" in str(doubts[1])

@@ -27,6 +27,7 @@ LONG = [*SMALL, "--train-iters", "100000"]
     [
         *(pytest.param(name, ["--nproc", "2"], id=f"{name}-two") for name in ("SIGTERM", "SIGINT", "SIGXCPU")),
         *(pytest.param(name, [], id=f"{name}-one process") for name in ("SIGTERM", "SIGUSR1", "SIGHUP")),
+        pytest.param("SIGTERM", ["--nproc", "2", "--zero-stage", "3"], id="SIGTERM-ZeRO-3"),
         *(pytest.param(name, ["--nproc", "2"], id=f"{name}-two", marks=RARELY) for name in ("SIGUSR1", "SIGHUP")),
         *(pytest.param(name, [], id=f"{name}-one process", marks=RARELY) for name in ("SIGINT", "SIGXCPU")),
     ],

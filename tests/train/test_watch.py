@@ -217,16 +217,19 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
     run = build(flags)
     train_step(run)
     assert check_replicas(run, 1, action) is None
-    good = torch.cat(run.buffer.weights.flats)
+    weights = run.buffer.weights
+    slots = {run.buffer.layout.entries[s.entry].spec.name: s for b in run.buffer.layout.buckets for s in b.slots}
+    good = torch.cat([weights.kept(slot) for slot in slots.values()])
     if name == "state":
         run.optimizer.updates += dist.get_rank() == where
     elif dist.get_rank() == where:
-        [p] = [p for s in run.pipeline.stages for p in s.parameters() if p.spec.name == name]  # type: ignore[attr-defined]
-        p.data.view(-1)[:1].view(torch.uint8)[:1].bitwise_xor_(1)
+        weights.kept(slots[name])[:1].view(torch.uint8)[:1].bitwise_xor_(1)
     try:
         told = check_replicas(run, 2, action) or ""
-        if action != "warn":
-            assert torch.equal(torch.cat(run.buffer.weights.flats), good) and check_replicas(run, 2) is None
+        assert action == "warn" or (
+            torch.equal(torch.cat([weights.kept(slot) for slot in slots.values()]), good)
+            and check_replicas(run, 2) is None
+        )
         return told
     except ReplicaError as error:
         return f"stopped: {error}"
@@ -237,6 +240,7 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
 BF16 = "--bf16 --tensor-model-parallel-size 2"
 THREE = "--global-batch-size 6"
 UP, TP2 = "layers.1.mlp.up", "--tensor-model-parallel-size 2"
+SETS = "--zero-stage 3 --num-distributed-optimizer-instances 2 --global-batch-size 8"
 FLIPS = {
     "one of two": (2, "", UP, "stop", "layers.1.mlp.up differs over dp on ranks [0, 1]"),
     "the odd one of three": (3, THREE, "layers.0.mlp.down", "stop", "layers.0.mlp.down differs over dp on rank [1]"),
@@ -247,6 +251,14 @@ FLIPS = {
     "healed by the majority": (3, THREE, "layers.0.mlp.down", "heal", "[1]; healed from what most replicas have"),
     "of two nobody can say": (2, "", UP, "heal", "still after healing from what most replicas have"),
     "another place": (2, "", "state", "heal", "rank 1 (dp 1) is at [{"),
+    "what a set of ZeRO-3 holds": (
+        4,
+        SETS,
+        "layers.1.mlp.up",
+        "stop",
+        "layers.1.mlp.up differs over replica on ranks [1, 3]",
+    ),
+    "of ZeRO-3, healed": (4, f"--bf16 {SETS}", "layers.1.mlp.up", "heal", "; healed from the main weights"),
 }
 
 
@@ -268,7 +280,9 @@ def flipped_between(flags: str, action: str, where: int | None, part: str = "cop
     if run.mesh.world.rank == where:
         first = run.buffer.layout.buckets[0]
         owned = first.shard(run.mesh.data.size, 0)
-        flat = run.buffer.weights.whole(first)[: owned.stop] if part == "copy" else run.optimizer.main[0]
+        weights = run.buffer.weights
+        copy = weights.whole(first)[: owned.stop] if weights.stays(first) else weights.held(first)
+        flat = copy if part == "copy" else run.optimizer.main[0]
         at = int(flat.abs().argmax())
         flat[at : at + 1].view(torch.uint8)[-1:].bitwise_xor_(1)  # of its exponent
     before = torch.cat(run.optimizer.main)
@@ -292,6 +306,7 @@ BETWEEN = {
     "heal, by the majority": (3, THREE, "heal", 1, "copy", " on rank [1]; healed from what most replicas have"),
     "main weights": (2, "--bf16", "stop", 1, "main", "is not its main weight on rank 1"),
     "ranks that no gather joins": (4, BF16, "heal", 3, "copy", "; healed from the main"),
+    "what a set of ZeRO-3 holds": (4, f"--bf16 {SETS}", "heal", 1, "copy", "; healed from the main"),
 }
 
 

@@ -195,9 +195,9 @@ def _measure(row: Row, scale: float) -> None:
 
 def _odd_copies(pieces: Sequence[Piece]) -> Iterator[Piece]:
     """Those that are not what most copies of the same elements are; of two, the one further from the one process."""
-    places: dict[tuple[tuple[int, int], ...], list[Piece]] = {}
+    places: dict[tuple[Any, ...], list[Piece]] = {}
     for piece in pieces:
-        places.setdefault(piece.box, []).append(piece)
+        places.setdefault((piece.box, piece.item.first, piece.here.size), []).append(piece)
     for copies in places.values():
         kinds: dict[bytes, list[Piece]] = {}
         for piece in copies:

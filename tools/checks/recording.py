@@ -132,12 +132,14 @@ class _Recorder:
             self.add(kind, name, data, self.sample)
 
     def weights(self, step: float) -> None:
-        buffer, now = self.run.buffer, self.step
+        """All that is there between steps: of what comes and goes the part that this rank holds."""
+        weights, now = self.run.buffer.weights, self.step
         self.step = step
-        for bucket in buffer.layout.buckets:
+        for bucket in weights.layout.buckets:
             for slot in bucket.slots:
-                data = buffer.weights.part(slot)
-                self.add("weight", self.name(slot), data, shape=self.shape(slot))
+                if span := weights.kept_span(slot):
+                    data, shape = weights.kept(slot), self.shape(slot)
+                    self.add("weight", self.name(slot), data, shape=shape, first=span.start)
         self.step = now
 
     def before_update(self) -> None:

@@ -100,13 +100,15 @@ def many_evaluations(run: Run, t: TrainConfig) -> list[str]:
 def warm_up(run: Run, config: Config) -> float:
     """Compile by one block's forward and backward on a micro-batch of the run's shape; gradients are dropped. Seconds.
 
-    All blocks share the compiled code (models/compiled.py). Collective over tp; a rank without blocks does nothing, and
-    neither do its peers. Code for evaluation alone is compiled by the first evaluation.
+    All blocks share the compiled code (models/compiled.py). Collective over tp and, where weights come and go, over
+    data; a rank without blocks does nothing, and neither do its peers. Code for evaluation alone is compiled by the
+    first evaluation.
     """
     begin = time.perf_counter()
-    stage = next((stage for stage in run.pipeline.stages if isinstance(stage, Stage) and len(stage.blocks)), None)
-    if stage is None:
+    stages = [(n, s) for n, s in enumerate(run.pipeline.stages) if isinstance(s, Stage) and len(s.blocks)]
+    if not stages:
         return 0.0
+    chunk, stage = stages[0]
     t, d, S = config.train, config.data, run.seq_length
     B = t.micro_batch_size
     zeros = np.zeros((B, S + 1), dtype=np.int64)
@@ -118,6 +120,7 @@ def warm_up(run: Run, config: Config) -> float:
     assert isinstance(block, Block)
     shape, kind = (S // run.mesh.tp.size, B, run.pipeline.width), run.pipeline.dtype
     x_sBD = torch.zeros(shape, dtype=kind, device=run.mesh.device, requires_grad=True)
-    y_sBD = block(x_sBD, where)
+    y_sBD = stage.use(block, x_sBD, where)
     torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))
+    run.buffer.go(chunk)  # no node of a parameter has said that backward is through with it
     return time.perf_counter() - begin
