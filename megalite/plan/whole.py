@@ -35,7 +35,7 @@ class WholeUnits:
 
     def use(self, units: Sequence[str], ahead: str | None = None) -> None:
         if self.comes:
-            self.weights.update(units, [ahead] * (ahead is not None and self.ahead))
+            self.weights.update(units, (ahead,) if ahead and self.ahead else ())
 
     def leave(self, units: Sequence[str]) -> None:
         """Used; in a run of the whole chunk they stay."""
