@@ -381,7 +381,7 @@ def test_a_wrong_prefix_names_the_pairs_that_are_there(tmp_path: Path, monkeypat
         "data/mine_text_document.idx": f"data/mine_text_document.idx: {suffix}",
         "data": f"data: is a directory; give a prefix in it: {mine}",
         "empty": f"empty: is a directory without token files; {makes} them",
-        "text.jsonl": f"text.jsonl: is a file, not the prefix of a .bin/.idx pair; {makes} one of text",
+        "text.jsonl": f"text.jsonl: is a file, not the prefix of a .bin/.idx pair; {makes} one from text",
         "many/half": f"many/half.bin: {no}, but many/half.idx exists; a pair needs both: write it again",
         "nowhere/a": f"nowhere/a.idx: {no}; the directory nowhere does not exist; give the prefix of a .bin/.idx pair",
         "other": f"other.idx: {no}; did you mean other_text_document?",
