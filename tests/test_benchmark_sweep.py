@@ -225,7 +225,7 @@ def test_advice_is_computed() -> None:
     slow = {**one, "parts": [one["parts"][0], {**one["parts"][0], "forward": 1.5}]}
     assert "rank 1 computes 33.3% longer" in advise(nothing | {"ranks": 0.5}, slow, plan(2))  # 2 of a mean of 1.5
     crowd = advise(nothing | {"tp": 0.5}, one | {"threads": 1, "cores": 1}, plan(2))
-    assert crowd.startswith("none: 2 ranks of 1 thread share 1 core, so what looks like")
+    assert crowd.startswith("none: 2 ranks of 1 thread share 1 core, so a wait for other ranks")
     full = plan(1, "--recompute-granularity", "full", "--recompute-method", "uniform")
     assert "without it a rank holds" in advise(nothing | {"recompute": 0.2}, run({"forward": 1.0}), full)
     assert "with --micro-batch-size 2" in advise(nothing | {"kernels": 0.9}, run({"forward": 1.0}), plan(1))

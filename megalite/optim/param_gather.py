@@ -108,7 +108,7 @@ class ParamGather:
     def _begin_in_order(self, buckets: list[int]) -> None:
         self._to_gather += self._in_order(buckets)
         while self._to_gather and len(self._gathering) < GATHERS_AHEAD:
-            self._start(self._to_gather.pop(0))
+            self._start_next()
 
     def _start(self, b: int) -> None:
         bucket = self._buckets[b]
@@ -143,12 +143,11 @@ class ParamGather:
         """unit(*args), with its weights. `again`: in backward, which follows."""
         self._enter(unit, 0 if again else 1)
         y = unit(*args)
-        in_backward = unit in self._read_again
         if again:
             self._await_backward(unit)
         else:
             self._leave(unit)
-            if y.grad_fn is not None and in_backward:
+            if y.grad_fn is not None and unit in self._read_again:
                 y.grad_fn.register_prehook(lambda _: self._before_backward(unit))
         return y
 

@@ -34,6 +34,7 @@ from megalite.pipeline.schedule import Action, Op, Placement, Sharing, Split, pl
 
 Key = tuple[int, int]  # stage, micro-batch
 SENT = 2  # messages under way on a CPU, each with its tensor; to wait for one is safe (schedule.py: with_messages)
+SHARED = (Op.GATHER, Op.FREE, Op.REDUCE)  # which a timeline does not show
 MESSAGES = "bubble"  # the clock's phase of messages and of waiting for them
 
 
@@ -163,7 +164,7 @@ class Pipeline:
         last = {a.stage: a.microbatch for a in row if a.op is Op.REDUCE and not more}  # of the step
         begin = time.perf_counter()
         for action in row:
-            start = self._now(begin)
+            start = 0.0 if (shared := action.op in SHARED) else self._now(begin)
             key, chunk = (action.stage, action.microbatch), self.place.chunk(action.stage)
             of_step = last.get(action.stage) == action.microbatch
             if action.op is Op.F:
@@ -192,7 +193,7 @@ class Pipeline:
                 self._send(flight, action, batches[action.microbatch])
             else:
                 self._receive(flight, action, batches[action.microbatch])
-            if self.timeline is not None and action.op not in (Op.GATHER, Op.FREE, Op.REDUCE):
+            if self.timeline is not None and not shared:
                 self.timeline.append(Timed(str(action), max(start, self._came - begin), self._now(begin)))
         for message in flight.sent:
             self._wait(message, "what was sent")

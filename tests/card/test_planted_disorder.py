@@ -59,7 +59,7 @@ def _messages_swapped() -> Iterator[None]:
         row, messages = rows[1], (Op.SEND_F, Op.RECV_F)
         at = next(i for i in range(len(row)) if {row[i].op, row[i + 1].op} == set(messages))
         row[at : at + 2] = row[at + 1], row[at]
-        return rows
+        return [tuple(row) for row in rows]
 
     with runs.on_rank(1, runtime, "plan", plan):
         yield

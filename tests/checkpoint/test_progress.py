@@ -1,5 +1,6 @@
 """Saving and loading say that they run and how far, in either style of the log."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -8,9 +9,7 @@ import pytest
 from cover import rarely
 from test_start import SMALL, built
 
-from megalite.checkpoint.format import blocks
 from megalite.config import console
-from megalite.interop import convert
 from megalite.train.start.origin import start_run
 
 
@@ -46,8 +45,7 @@ def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytes
     for line in wanted[style]:
         assert re.search(line, done.stdout, re.MULTILINE), done.stdout
     if style == "megalite":  # and how far, where it takes long
-        for module in (blocks, convert):
-            monkeypatch.setattr(module, "told", lambda *a: console.told(*a, every_s=0))
+        monkeypatch.setattr(console, "Bar", functools.partial(console.Bar, every_s=0))
         run, _ = built("--load", where, "--lr-decay-iters", "9")
         capsys.readouterr()
         start_run(*built("--load", where, "--lr-decay-iters", "9"))
