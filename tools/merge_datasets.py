@@ -84,7 +84,7 @@ def merge_info(infos: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
         theirs = info["tokenizer"]
         if theirs["fingerprint"] != mine["fingerprint"]:
             both = [f"{one.get('name')} {one['fingerprint'][:12]}" for one in (theirs, mine)]
-            makers = f"{other} was merged with tokenizer {both[0]}, but {prefix} with {both[1]}"
+            makers = f"{other} was made with tokenizer {both[0]}, but {prefix} with {both[1]}"
             raise DataError(f"{makers}: their ids mean different text; use one tokenizer")
     merged = {key: value for key, value in first.items() if all(info.get(key) == value for _, info in infos)}
     for key in SUMS:
