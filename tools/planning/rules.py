@@ -27,7 +27,7 @@ import torch
 
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Shares, element_bytes
-from megalite.plan.zero_stages import SHARED_OUT
+from megalite.plan.zero_stages import SHARED_PARTS
 
 TOKENS_PER_PARAMETER = 20
 MOST_EPOCHS = 4  # up to which repeated tokens are worth about as much as new ones (arXiv:2305.16264, sec. 6)
@@ -100,7 +100,7 @@ def per_device(parameters: int, dp: int, stage: int, dtype: torch.dtype) -> floa
 def zero_rows(parameters: int, dp: int) -> list[tuple[str, ...]]:
     """A table of GB per device, its head first."""
     rows: list[tuple[str, ...]] = [("ZeRO stage", "divided over dp", "fp32", "bf16")]
-    for stage, divided in enumerate(SHARED_OUT):
+    for stage, divided in enumerate(SHARED_PARTS):
         sizes = (per_device(parameters, dp, stage, dtype) / 1e9 for dtype in (torch.float32, torch.bfloat16))
         rows.append((str(stage), divided, *(f"{size:,.1f}" for size in sizes)))
     return rows

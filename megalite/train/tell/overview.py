@@ -12,7 +12,7 @@ from megalite.kernels.dispatch import describe_kernels
 from megalite.models.compiled import describe_compile
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.peak_rates import Peak
-from megalite.plan.zero_stages import SHARED_OUT, by_stage
+from megalite.plan.zero_stages import SHARED_PARTS, by_stage
 from megalite.train.sources import Sources
 from megalite.train.tell import figures as lines
 from megalite.train.watch.fingerprint import facts_of_machine
@@ -37,7 +37,7 @@ def describe(
         "schedule": f"{config.parallel.pipeline_schedule}{', split backward' * (plan.split is not None)}, "
         f"{chunks} chunk{'s' * (chunks > 1)} per rank, "
         f"{plan.microbatches:,} micro-batch{'es' * (plan.microbatches > 1)}; bubble {plan.bubble:.1%}",
-        "ZeRO": f"stage {config.parallel.shared_out}: dp shares out {SHARED_OUT[config.parallel.shared_out]}",
+        "ZeRO": f"stage {config.parallel.shared_out}: dp shares out {SHARED_PARTS[config.parallel.shared_out]}",
         "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
         "steps": f"{plan.steps:,} of {batch} x {m.seq_length} tokens: {plan.samples * m.seq_length:,} tokens",
         "data": sources.train.describe(plan.samples),
