@@ -30,7 +30,7 @@ LARGEST_TILE = 32768  # columns of a row that one program can hold in registers
 PLANNED_PROCESSORS = 132  # multiprocessors of the card that the meta device stands for: an H100's
 
 # The modules that have Triton kernels, and those that have only their torch form; the plan at start prints both.
-IN_TRITON = ("rms_norm", "layer_norm", "rope", "swiglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
+IN_TRITON = ("norms", "rope", "swiglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
 IN_TRITON += ("flash_attention",)
 IN_TORCH: tuple[str, ...] = ()
 

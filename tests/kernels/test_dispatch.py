@@ -84,7 +84,7 @@ RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 
 @pytest.mark.parametrize(
     "variables,code,says",
     [
-        ({"MEGALITE_KERNELS": "triton", "TRITON_INTERPRET": "1"}, 0, "triton's interpreter: rms_norm"),
+        ({"MEGALITE_KERNELS": "triton", "TRITON_INTERPRET": "1"}, 0, "triton's interpreter: norms"),
         ({}, 0, "torch (kernels=auto) attention blocked, for dropout"),
         ({"MEGALITE_KERNELS": "triton"}, 2, "pretrain_gpt.py: MEGALITE_KERNELS=triton on CPU needs TRITON_INTERPRET=1"),
         ({"MEGALITE_SHARED_MEMORY": "no"}, 2, "pretrain_gpt.py: MEGALITE_SHARED_MEMORY=no is unknown; use on or off"),
