@@ -140,9 +140,8 @@ class _Step:
 
     def delay(self, source: int, target: int) -> float:
         """Seconds of a message between two pipeline ranks: this tp rank's part of the hidden states."""
-        made, ranks = self.made, self.mesh.pp.ranks
-        n = made.tokens * made.config.model.hidden_size * made.dtype.itemsize / made.tp
-        return self.messages.message(n, ranks[source], ranks[target])
+        ranks = self.mesh.pp.ranks
+        return self.messages.message(self.made.edge, ranks[source], ranks[target])
 
     def _chunk_bytes(self, rank: int, size: int, ends: bool = True) -> list[float]:
         """Bytes of the weights or gradients, of `size` bytes each, of each chunk of a pipeline rank, in order. Those of
