@@ -12,12 +12,14 @@ stored. Arithmetic in fp32 (fp64 for fp64). Bytes for N x F elements of e bytes:
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.kernels.activation import Activation
 from megalite.kernels.columns import sum_rows
 from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, fit, kernel, processors, stat_dtype, use_triton
 
@@ -141,3 +143,8 @@ def bias_gelu_backward(u: Tensor, da: Tensor, bias: Tensor | None = None, *, tan
     if use_triton(u):
         return backward(u, da, bias, tanh, BACKWARD)
     return bias_gelu_backward_reference(u, da, bias, tanh=tanh)
+
+
+def gelu(*, tanh: bool) -> Activation:
+    forward, backward = (functools.partial(fn, tanh=tanh) for fn in (bias_gelu_forward, bias_gelu_backward))
+    return Activation(forward, backward, takes_bias=True)
