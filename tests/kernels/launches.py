@@ -59,14 +59,14 @@ def norms(width: int, dtype: torch.dtype) -> Iterator[Work]:
 def activations(width: int, dtype: torch.dtype) -> Iterator[Work]:
     def gated() -> None:
         u, da = of(dtype, (ROWS, 2 * width), (ROWS, width))
-        swiglu.swiglu_forward(u)
-        swiglu.swiglu_backward(u, da)
+        swiglu.forward(u)
+        swiglu.backward(u, da)
 
     def gelu() -> None:
         u, da, b = of(dtype, (ROWS, width), (ROWS, width), (width,))
         for tanh, bias in itertools.product((True, False), ((), (b,))):
-            bias_gelu.bias_gelu_forward(u, *bias, tanh=tanh)
-            bias_gelu.bias_gelu_backward(u, da, *bias, tanh=tanh)
+            bias_gelu.forward(u, *bias, tanh=tanh)
+            bias_gelu.backward(u, da, *bias, tanh=tanh)
 
     def drops() -> None:
         x, a = of(dtype, (ROWS, 2, width), (ROWS, 2, width))
