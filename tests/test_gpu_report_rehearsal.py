@@ -23,8 +23,8 @@ def raise_error(error):
     return call
 if "pretrain_gpt.py" in words and "--bf16" in words and "dropout 0 " in words:
     import megalite.nn.norm  # a kernel that scales wrong
-    real = megalite.nn.norm.rms_norm
-    megalite.nn.norm.rms_norm = lambda *a, **k: real(*a, **k) * 1.2
+    real = megalite.nn.norm.norm
+    megalite.nn.norm.norm = lambda *a, **k: real(*a, **k) * 1.2
 if "forkserver" in words:
     import megalite.parallel.comm, megalite.train.setup, os
     real_build = megalite.train.setup.build_run

@@ -59,28 +59,33 @@ def adamw_reference_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    lr: float,
     betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    **rates: float,
 ) -> None:
-    """The definition, in plain operations."""
-    b1, b2 = betas
-    first, second = exp_avg.to(param.dtype), exp_avg_sq.to(param.dtype)
-    bits = None
-    if torch.bfloat16 in (exp_avg.dtype, exp_avg_sq.dtype):
-        bits = random_bits(rounding_key(step), param.float(), grad.float(), first.float(), second.float())
-    g = grad * grad_scale
-    first, second = first.lerp(g, 1 - b1), (second * b2).addcmul_(g, g, value=1 - b2)
-    param.mul_(1 - lr * weight_decay)
-    denominator = second.sqrt().div_(math.sqrt(1 - b2**step)).add_(eps)
-    param.addcdiv_(first, denominator, value=-lr / (1 - b1**step))
-    for kept, new, shift in ((exp_avg, first, 0), (exp_avg_sq, second, 16)):
-        if bits is not None and kept.dtype == torch.bfloat16:
-            new = round_at_random(new.float(), (bits >> shift) & 0xFFFF)
-        kept.copy_(new)
+    """What torch.optim.AdamW(fused=True) calls, in blocks where a moment is in bf16, and the CPU path. Arguments as of
+    `adamw_`; `rates`: lr, eps, weight_decay."""
+    args = {"beta1": betas[0], "beta2": betas[1], **rates}
+    if exp_avg.dtype == exp_avg_sq.dtype == param.dtype:
+        _fused_(param, grad, exp_avg, exp_avg_sq, step, grad_scale, **args)
+        return
+    block = BLOCK.get(param.device.type, BLOCK["cuda"])
+    for w, g, m, v in zip(*(x.split(block) for x in (param, grad, exp_avg, exp_avg_sq)), strict=True):
+        first, second = (x.to(w.dtype) for x in (m, v))  # a moment that is not in bf16 is itself
+        bits = random_bits(rounding_key(step), *(x.float() for x in (w, g, first, second)))
+        _fused_(w, g, first, second, step, grad_scale, **args)
+        if m.dtype == torch.bfloat16:
+            m.copy_(round_at_random(first.float(), bits & 0xFFFF))
+        if v.dtype == torch.bfloat16:
+            v.copy_(round_at_random(second.float(), (bits >> 16).bitwise_and_(0xFFFF)))
+
+
+def _fused_(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, scale: float, **args: float) -> None:
+    if scale != 1.0:
+        grad.mul_(scale)  # torch's own scale is a divisor in fp32, also for fp64
+    steps = torch.full((), float(step), device=w.device)
+    torch.ops.aten._fused_adamw_([w], [grad], [m], [v], [], [steps], amsgrad=False, maximize=False, **args)
 
 
 @kernel
@@ -142,8 +147,8 @@ def adamw_(
 
     `copy`: gets the new weights in its own dtype. `step` counts from 1.
     """
-    b1, b2 = betas
     if param.dtype == torch.float32 and use_triton(param):
+        b1, b2 = betas
         _adamw[(ceil_div(param.numel(), ELEMENTS),)](
             *(param, grad, exp_avg, exp_avg_sq, param if copy is None else copy, param.numel(), rounding_key(step)),
             *(grad_scale, 1 - lr * weight_decay, b1, b2, lr / (1 - b1**step), 1 / math.sqrt(1 - b2**step), eps),
@@ -153,31 +158,7 @@ def adamw_(
             num_warps=WARPS,
         )
         return
-    args = {"lr": lr, "beta1": b1, "beta2": b2, "eps": eps, "weight_decay": weight_decay}
-    if exp_avg.dtype == exp_avg_sq.dtype == param.dtype:
-        _fused_(param, grad, exp_avg, exp_avg_sq, step, grad_scale, **args)
-    else:
-        block = BLOCK.get(param.device.type, BLOCK["cuda"])
-        for w, g, m, v in zip(*(x.split(block) for x in (param, grad, exp_avg, exp_avg_sq)), strict=True):
-            _rounded_(w, g, m, v, step, grad_scale, **args)
+    rates = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    adamw_reference_(param, grad, exp_avg, exp_avg_sq, betas=betas, step=step, grad_scale=grad_scale, **rates)
     if copy is not None:
         copy.copy_(param)
-
-
-def _fused_(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, scale: float, **args: float) -> None:
-    """All of one dtype: what torch.optim.AdamW(fused=True) calls."""
-    if scale != 1.0:
-        grad.mul_(scale)  # torch's own scale is a divisor in fp32, also for fp64
-    steps = torch.full((), float(step), device=w.device)
-    torch.ops.aten._fused_adamw_([w], [grad], [m], [v], [], [steps], amsgrad=False, maximize=False, **args)
-
-
-def _rounded_(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, scale: float, **args: float) -> None:
-    """Update a block with a moment in bf16."""
-    first, second = (x.to(w.dtype) for x in (m, v))  # a moment that is not is itself
-    bits = random_bits(rounding_key(step), *(x.float() for x in (w, grad, first, second)))
-    _fused_(w, grad, first, second, step, scale, **args)
-    if m.dtype == torch.bfloat16:
-        m.copy_(round_at_random(first.float(), bits & 0xFFFF))
-    if v.dtype == torch.bfloat16:
-        v.copy_(round_at_random(second.float(), (bits >> 16).bitwise_and_(0xFFFF)))

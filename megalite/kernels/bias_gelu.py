@@ -12,12 +12,14 @@ stored. Arithmetic in fp32 (fp64 for fp64). Bytes for N x F elements of e bytes:
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.kernels.activation import Activation
 from megalite.kernels.columns import sum_rows
 from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, fit, kernel, processors, stat_dtype, use_triton
 
@@ -98,7 +100,10 @@ def _backward(
         tl.store(own, tl.sum(db, 0, keep_dims=True), mask=at < columns)
 
 
-def forward(u: Tensor, bias: Tensor | None, tanh: bool, block: TileSizes) -> Tensor:
+def forward(u: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileSizes = FORWARD) -> Tensor:
+    """gelu(u + bias), u [..., F], bias [F]."""
+    if not use_triton(u):
+        return bias_gelu_forward_reference(u, bias, tanh=tanh)
     u_NF = as_rows(u)
     rows, columns = u_NF.shape
     block = fit(block, columns)
@@ -111,7 +116,12 @@ def forward(u: Tensor, bias: Tensor | None, tanh: bool, block: TileSizes) -> Ten
     return a
 
 
-def backward(u: Tensor, da: Tensor, bias: Tensor | None, tanh: bool, block: TileSizes) -> tuple[Tensor, ...]:
+def backward(
+    u: Tensor, da: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileSizes = BACKWARD
+) -> tuple[Tensor, ...]:
+    """a again and du, both of u's shape, and with a bias db [F]."""
+    if not use_triton(u):
+        return bias_gelu_backward_reference(u, da, bias, tanh=tanh)
     u_NF, da_NF = as_rows(u), as_rows(da)
     rows, columns = u_NF.shape
     block = fit(block, columns)
@@ -129,15 +139,5 @@ def backward(u: Tensor, da: Tensor, bias: Tensor | None, tanh: bool, block: Tile
     return (a, du) if bias is None else (a, du, sum_rows(partial, bias.dtype))
 
 
-def bias_gelu_forward(u: Tensor, bias: Tensor | None = None, *, tanh: bool) -> Tensor:
-    """gelu(u + bias), u [..., F], bias [F]."""
-    if use_triton(u):
-        return forward(u, bias, tanh, FORWARD)
-    return bias_gelu_forward_reference(u, bias, tanh=tanh)
-
-
-def bias_gelu_backward(u: Tensor, da: Tensor, bias: Tensor | None = None, *, tanh: bool) -> tuple[Tensor, ...]:
-    """a again and du, both of u's shape, and with a bias db [F]."""
-    if use_triton(u):
-        return backward(u, da, bias, tanh, BACKWARD)
-    return bias_gelu_backward_reference(u, da, bias, tanh=tanh)
+def gelu(*, tanh: bool) -> Activation:
+    return Activation(functools.partial(forward, tanh=tanh), functools.partial(backward, tanh=tanh), takes_bias=True)

@@ -1,6 +1,6 @@
 """The second stage of a weight gradient: dw_D = sum over p of partial_PD, one order of addition whatever the timing.
 
-The first stage (in rms_norm, layer_norm, bias_gelu) leaves one row of sums per program. Atomic additions into one row
+The first stage (in norms, bias_gelu) leaves one row of sums per program. Atomic additions into one row
 would save 8 P D bytes and give another rounding in every run.
 """
 

@@ -29,10 +29,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LARGEST_TILE = 32768  # columns of a row that one program can hold in registers
 PLANNED_PROCESSORS = 132  # multiprocessors of the card that the meta device stands for: an H100's
 
-# The modules that have Triton kernels, and those that have only their torch form; the plan at start prints both.
-IN_TRITON = ("rms_norm", "layer_norm", "rope", "swiglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
+# The modules that have Triton kernels; the plan at start prints them.
+IN_TRITON = ("norms", "rope", "swiglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
 IN_TRITON += ("flash_attention",)
-IN_TORCH: tuple[str, ...] = ()
 
 
 class KernelError(Exception):
@@ -144,7 +143,7 @@ def describe_kernels(device_type: str) -> str:
         missing = chosen("kernels") == "auto" and device_type == "cuda" and not installed()
         return f"torch ({'triton is not installed' if missing else asked_for()})"
     how = "triton's interpreter" if interpreted() else "triton"
-    return f"{how}: {', '.join(IN_TRITON)}" + (f"; torch: {', '.join(IN_TORCH)}" if IN_TORCH else "")
+    return f"{how}: {', '.join(IN_TRITON)}"
 
 
 class Kernel:

@@ -14,7 +14,6 @@ nn/loss.py has the loop, because the vocabulary may be split over ranks.
 """
 
 import torch
-from torch import Tensor
 
 from megalite.kernels.dispatch import by_device
 
@@ -29,15 +28,3 @@ def chunk_tokens(tokens: int, columns: int, dtype: torch.dtype, device: torch.de
     most = by_device(CHUNK_BYTES, device) // max(1, columns * dtype.itemsize)
     chunks = -(-tokens // max(MIN_TOKENS, most))
     return -(-tokens // max(1, chunks))
-
-
-def linear_cross_entropy_reference(
-    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, count_N: Tensor, vocab_size: int, z_loss: float = 0.0
-) -> Tensor:
-    """The definition: the sum of count * loss over the tokens, from logits in memory; with `z_loss`, [2]: that, and the
-    sum of count * z_loss * lse^2."""
-    logits_NV = (x_ND @ weight_VD.T)[:, :vocab_size].to(torch.promote_types(x_ND.dtype, torch.float32))
-    loss = (torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none") * count_N).sum()
-    if not z_loss:
-        return loss
-    return torch.stack([loss, z_loss * (logits_NV.logsumexp(1).square() * count_N).sum()])

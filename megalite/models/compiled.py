@@ -77,7 +77,8 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
     drop = compiled(drop_reference)
 
     def add(x: Tensor, residual: Tensor, p: float, key: int, *where: Any) -> Tensor:
-        return dropout_add_by(drop, x, residual, p, _key_tensor(key, x.device), *where)
+        given = torch.full((), key, dtype=torch.int64, device=x.device)  # a number would become a constant of the graph
+        return dropout_add_by(drop, x, residual, p, given, *where)
 
     blocks = [block for stage in stages for block in stage.blocks if isinstance(block, Block)]
     if not blocks:
@@ -90,8 +91,3 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
         for module in block.modules():
             if isinstance(module, Norm):
                 module.normalise, module.add_and_normalise = norms
-
-
-def _key_tensor(key: int, device: torch.device) -> Tensor:
-    """The key of a mask as an input of the graph; a number would become a constant of it."""
-    return torch.full((), key, dtype=torch.int64, device=device)

@@ -6,26 +6,21 @@ gradient: they are `partial`, and the optimizer's buffer sums them over tp once 
 
 from torch import Tensor, nn
 
-from megalite.kernels.layer_norm import add_layer_norm, layer_norm
-from megalite.kernels.rms_norm import add_rms_norm, rms_norm
+from megalite.kernels.norms import add_norm, norm
 from megalite.nn.parameter import Maker
 from megalite.parallel.spec import Constant, ParamSpec
 
 
 def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool) -> Tensor:
     """RMSNorm if there is no bias, otherwise LayerNorm."""
-    weight = weight + 1 if one_plus else weight
-    return rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
+    return norm(x, weight + 1 if one_plus else weight, bias, eps)
 
 
 def add_and_normalise(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool
 ) -> tuple[Tensor, Tensor]:
-    """h = x + residual and the norm of h; the Triton kernel computes both in one pass."""
-    weight = weight + 1 if one_plus else weight
-    if bias is None:
-        return add_rms_norm(x, residual, weight, eps)
-    return add_layer_norm(x, residual, weight, bias, eps)
+    """h = x + residual and the norm of h."""
+    return add_norm(x, residual, weight + 1 if one_plus else weight, bias, eps)
 
 
 class Norm(nn.Module):

@@ -98,6 +98,7 @@ class CudaGraph:
         self.replay = self._graph.replay
 
     def record(self, work: Callable[[], None]) -> None:
+        """Note what `work` would do, without doing it; `replay` does it, on what the same tensors hold now."""
         stream = torch.cuda.current_stream()
         # thread_local: the loader's thread may pin memory at the same time
         with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode="thread_local"):

@@ -16,38 +16,26 @@ with dp > 1 the eager ones take as much again.
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.parallel.streams import Stream, on_stream
+from megalite.parallel.streams import CudaGraph, Stream, on_stream
 from megalite.pipeline.runtime import Flight, Pipeline
-
-
-class Graph(Protocol):
-    """Work of a device that can be repeated."""
-
-    def record(self, work: Callable[[], None]) -> None:
-        """Note what `work` would do there, without doing it."""
-        ...
-
-    def replay(self) -> None:
-        """Do it, on what the same tensors hold now."""
-        ...
 
 
 @dataclass(frozen=True)
 class _Recorded:
     batch: Any
     losses: Tensor
-    graph: Graph
+    graph: CudaGraph
 
 
 class GraphedPipeline(Pipeline):
     """A pipeline of one stage on one rank (pp 1) whose micro-batches are replayed; evaluation is eager.
 
-    graphs       makes an empty Graph
+    graphs       makes an empty graph
     begin_all()  zeroes every gradient that has no sum yet in this step; from then on all are added to
     apart        the first and the last micro-batch of a step are eager (above)
     stream       where steps run; None: where they are called
@@ -56,7 +44,7 @@ class GraphedPipeline(Pipeline):
     def __init__(
         self,
         *args: Any,
-        graphs: Callable[[], Graph],
+        graphs: Callable[[], CudaGraph],
         begin_all: Callable[[], None],
         apart: bool,
         stream: Stream | None = None,

@@ -13,7 +13,6 @@ pipeline ranks and several chunks, activations of both directions share theirs).
 arms the gradient buckets of its chunk, so that each is reduced as soon as it is full.
 """
 
-import functools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,11 +83,6 @@ class Flight:
     sent: list[Pending] = field(default_factory=list)
 
 
-@functools.lru_cache(maxsize=16)
-def _shared(row: tuple[Action, ...], sharing: Sharing) -> tuple[Action, ...]:
-    return tuple(with_sharing(row, sharing))
-
-
 def _backward_from(edge: GradientEdge, received: list[Tensor]) -> None:
     """Backward from `edge` with the one gradient in `received`, which is taken out as its first node begins. Who calls
     backward with a gradient holds it until the end of backward, so it begins with one that takes no memory."""
@@ -155,11 +149,11 @@ class Pipeline:
                 stage.train()
 
     def _run(
-        self, rows: Sequence[Sequence[Action]], batches: Sequence[Any], weight: float | None, more: bool = False
+        self, rows: tuple[tuple[Action, ...], ...], batches: Sequence[Any], weight: float | None, more: bool = False
     ) -> Tensor:
         mesh, flight = self.mesh, Flight()
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-        row = _shared(rows[mesh.pp.rank], self.sharing)
+        row = with_sharing(rows[mesh.pp.rank], self.sharing)
         reduces = {(a.stage, a.microbatch) for a in row if a.op is Op.REDUCE}
         last = {a.stage: a.microbatch for a in row if a.op is Op.REDUCE and not more}  # of the step
         begin = time.perf_counter()

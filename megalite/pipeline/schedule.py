@@ -189,7 +189,8 @@ class Sharing:
     by_chunk: bool = False
 
 
-def with_sharing(row: Sequence[Action], sharing: Sharing) -> list[Action]:
+@functools.lru_cache(maxsize=16)  # each step asks for the same
+def with_sharing(row: tuple[Action, ...], sharing: Sharing) -> tuple[Action, ...]:
     """Insert GATHER, FREE and REDUCE into a rank's row. All ranks of dp have the same row, so they begin the same
     collectives in the same order; the row's order stays what it was, so it waits for nothing new.
 
@@ -217,7 +218,7 @@ def with_sharing(row: Sequence[Action], sharing: Sharing) -> list[Action]:
             insert(run.stop, Op.FREE, row[run.stop - 1], last=False)
             before = [i for i in computes if i < run.start]
             insert(before[-1] if before else 0, Op.GATHER, row[run.start])
-    return [a for i in range(len(row) + 1) for a in (*inserted.get(i, ()), *row[i : i + 1])]
+    return tuple(a for i in range(len(row) + 1) for a in (*inserted.get(i, ()), *row[i : i + 1]))
 
 
 def _runs(row: Sequence[Action], op: Op) -> list[range]:

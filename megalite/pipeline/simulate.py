@@ -13,7 +13,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypedDict, Unpack
+from types import MappingProxyType
+from typing import NamedTuple
 
 from megalite.pipeline.schedule import EQUAL, Action, Cost, Op, Placement
 
@@ -52,24 +53,23 @@ class Simulation:
         return 1.0 - busy / (self.place.pp * self.end)
 
 
-class Simulated(TypedDict, total=False):
-    """delay  of a message from one rank to another, by default none; a rank's messages in one direction go one after
-           another, behind its work
-    begin  stage -> when its first forward may start at the earliest
-    """
-
-    delay: Callable[[int, int], float]
-    begin: Mapping[int, float]
-
-
 def simulate(
-    rows: Sequence[Sequence[Action]], costs: Sequence[Cost] | None = None, **more: Unpack[Simulated]
+    rows: Sequence[Sequence[Action]],
+    costs: Sequence[Cost] | None = None,
+    *,
+    delay: Callable[[int, int], float] = lambda source, target: 0.0,
+    begin: Mapping[int, float] = MappingProxyType({}),
 ) -> Simulation:
-    """Each action as soon as its rank is free and its input has arrived. `costs` of every stage, as in schedule.Split.
+    """Each action as soon as its rank is free and its input has arrived.
+
+    costs  of every stage, as in schedule.Split
+    delay  of a message from one rank to another; a rank's messages in one direction go one after another, behind its
+           work
+    begin  stage -> when its first forward may start at the earliest
 
     Raises ValueError when a message or an input never comes.
     """
-    delay, begin = functools.cache(more.get("delay", lambda source, target: 0.0)), more.get("begin", {})
+    delay = functools.cache(delay)
     clock, position = [0.0] * len(rows), [0] * len(rows)
     free = {op: [0.0] * len(rows) for op in SENDS}  # when the last message of a rank's in one direction is through
     ops, stages, microbatches = (set(field) for field in zip(*itertools.chain.from_iterable(rows), strict=True))

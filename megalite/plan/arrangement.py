@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import lay_out_chunks
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, Split, group_sizes, in_flight, plan
-from megalite.pipeline.simulate import Simulated, Simulation, simulate
+from megalite.pipeline.simulate import Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, kept_of, sharing
 from megalite.plan.kinds import Setting
@@ -252,17 +252,14 @@ class Arrangement:
     def bubble(self) -> float:
         """The share of the time for which ranks are idle, by FLOPs."""
         times = sum(map(sum, self.costs))
-        idle = 1.0 - self.microbatches * times / (self.pp * self._time(self.costs, self.split, self.told))
+        idle = 1.0 - self.microbatches * times / (self.pp * self.run(self.costs, self.split, self.told)[0])
         return max(0.0, idle)  # rounding: not -0.0%
 
-    def _time(self, costs: Sequence[Cost], split: Split | None, groups: int = LONG) -> float:
-        """The simulated time of a step, in units of the costs."""
-        return self.run(costs, split, groups)[0]
-
     def run(
-        self, costs: Sequence[Cost], split: Split | None, groups: int = LONG, **more: Unpack[Simulated]
+        self, costs: Sequence[Cost], split: Split | None, groups: int = LONG, **more: Any
     ) -> tuple[float, Simulation]:
-        """(time of a step, simulation of it or of its first groups of micro-batches). `more`: see simulate()."""
+        """(time of a step in units of the costs, simulation of it or of its first groups of micro-batches). `more`: of
+        simulate()."""
         run, rows = self._rows(split, groups)
         simulation = simulate(rows, costs, **more)
         if run == self.microbatches:
@@ -285,7 +282,7 @@ class Arrangement:
         backward = self._split_of(split)
         alive = self._most_alive(self.layers.held_of(split), backward)
         held = [self.module_bytes.of(np.array(split), rank, self.placement) + alive[rank] for rank in range(self.pp)]
-        return self._time(self.layers.costs_of(split), backward), max(held)
+        return self.run(self.layers.costs_of(split), backward)[0], max(held)
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -344,11 +341,11 @@ class Arrangement:
         return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self.group_size))
 
     @property
-    def told_rows(self) -> Sequence[Sequence[Action]]:
+    def told_rows(self) -> tuple[tuple[Action, ...], ...]:
         """The actions of each pipeline rank for the micro-batches that the figures describe: all of a short step."""
         return self._rows(self.split, self.told)[1]
 
-    def _rows(self, split: Split | None, groups: int) -> tuple[int, Sequence[Sequence[Action]]]:
+    def _rows(self, split: Split | None, groups: int) -> tuple[int, tuple[tuple[Action, ...], ...]]:
         """(micro-batches, the actions of each pipeline rank for them) of a step, or of its first `groups` groups."""
         p, m, group = self.config.parallel, self.microbatches, self.group_size
         size = p.microbatch_group_size_per_virtual_pipeline_stage

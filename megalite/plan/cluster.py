@@ -46,8 +46,8 @@ class Link:
     bytes_per_s: float
     label: float = 0.0
 
-    def seconds(self, n: float, messages: int = 1) -> float:
-        return messages * self.latency_s + n / self.bytes_per_s
+    def seconds(self, n: float) -> float:
+        return self.latency_s + n / self.bytes_per_s
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from functools import cached_property
 
 import torch
 
-from megalite.parallel.mesh import Mesh, plan_mesh
+from megalite.parallel.mesh import Mesh
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Bill, Event
 from megalite.plan.cluster import Cluster
@@ -78,11 +78,14 @@ class Costs:
     @cached_property
     def mesh(self) -> Mesh:
         """The mesh of rank 0."""
-        return plan_mesh(self.made.world, 0, **self.made.sizes)
+        return self.made.mesh_of(0)
 
     @cached_property
     def tp_group(self) -> Group:
-        return Group.of(range(self.made.tp), self.cluster.per_node)  # tp is innermost
+        return self.group(range(self.made.tp))  # tp is innermost
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        return Group.of(ranks, self.cluster.per_node)
 
     def memory_s(self, num_bytes: float) -> float:
         return num_bytes / (self.cluster.device.memory_bytes_per_s * self.profile.memory)
@@ -203,7 +206,7 @@ class Costs:
         found = [held.matrices for held in self.made.holdings if held.matrices is not None]
         if not found:
             return 0.0
-        most, stage = max(found, key=lambda one: one.flops), Group.of(self.mesh.stage.ranks, self.cluster.per_node)
+        most, stage = max(found, key=lambda one: one.flops), self.group(self.mesh.stage.ranks)
         medium = self.made.config.optim.muon_fp32_matmul_prec == "medium"
         peak = self.cluster.device.peak_tflops(torch.bfloat16 if medium else torch.float32) * 1e12
         return most.flops / (peak * self.profile.matmul) + self.links.all_to_all(most.moved, stage)

@@ -11,18 +11,13 @@ card), and memory that the allocator cannot reuse. In the 24 layouts of tests/pl
 with buffers are within ACTIVATIONS_ERROR of the allocated bytes.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from megalite.pipeline.runtime import SENT
+from megalite.pipeline.schedule import Action, Op, with_sharing
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.bill import Bill
 from megalite.plan.whole import WholeUnits
-
-if TYPE_CHECKING:
-    from megalite.pipeline.schedule import Action
-    from megalite.plan.arrangement import Arrangement
-    from megalite.plan.bill import Bill
 
 ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes, in the tested layouts
 LARGEST_ERROR = 0.02  # in any layout that was ever counted
@@ -45,23 +40,15 @@ class RankMemory:
 
 def memory(made: Arrangement) -> list[RankMemory]:
     """The memory of every pipeline rank."""
-    return [
-        RankMemory(held.weights, held.gradients, held.optimizer, *more)
-        for held, more in zip(made.holdings, activations_and_buffers(made), strict=True)
-    ]
+    found = []
+    for rank, (held, kept, row) in enumerate(zip(made.holdings, made.activations, made.told_rows, strict=True)):
+        buffers = max(0, round(peak_of(row, made, rank)) - kept)
+        found.append(RankMemory(held.weights, held.gradients, held.optimizer, kept, buffers))
+    return found
 
 
-def activations_and_buffers(made: Arrangement) -> list[tuple[int, int]]:
-    return [
-        (activations, max(0, round(peak_of(row, made, rank)) - activations))
-        for rank, (activations, row) in enumerate(zip(made.activations, made.told_rows, strict=True))
-    ]
-
-
-def peak_of(row: Sequence[Action], made: Arrangement, rank: int) -> int:
+def peak_of(row: tuple[Action, ...], made: Arrangement, rank: int) -> int:
     """The most bytes of activations, messages, moments and whole units that a rank has at once, through its actions."""
-    from megalite.pipeline.schedule import Op, with_sharing
-
     row = with_sharing(row, made.sharing)
     reduces = {(a.stage, a.microbatch) for a in row if a.op is Op.REDUCE and made.sharing.every_run}
     walk = _Walk(made, rank)
@@ -75,10 +62,6 @@ class _Walk:
     which `sent` are on their way; each of `edge` bytes, as x_sBD. most: bytes at once so far."""
 
     def __init__(self, made: Arrangement, rank: int):
-        from megalite.pipeline.runtime import SENT
-        from megalite.pipeline.schedule import Op
-
-        self.ops, self.most_sent = Op, SENT
         self.made, self.last, self.whole = made, len(made.stages) - 1, WholeUnits(made, rank)
         self.edge = made.edge
         self.bills: dict[int, list[tuple[Bill, list[str]]]] = {}  # of each stage, with the units that each is of
@@ -86,12 +69,10 @@ class _Walk:
         self.messages = self.sent = 0
 
     def take(self, action: Action, last_of_run: bool) -> None:
-        Op, stage = self.ops, action.stage
+        stage = action.stage
         if stage not in self.bills:
             layers = self.made.stages[stage]
-            self.bills[stage] = [
-                (bill, [f"layers.{n}" for n in some]) for bill, some in self.made.layers.bills_and_layers(layers)
-            ]
+            self.bills[stage] = [(bill, [f"layers.{n}" for n in some]) for bill, some in self.made.layers.bills(layers)]
         if action.op is Op.F:
             self._forward(stage)
         elif action.op is Op.B:
@@ -105,7 +86,7 @@ class _Walk:
         elif action.op in (Op.RECV_F, Op.RECV_B):
             self.messages += 1
         elif action.op in (Op.SEND_F, Op.SEND_B):
-            self.messages, self.sent = self.messages - (self.sent == self.most_sent), min(self.most_sent, self.sent + 1)
+            self.messages, self.sent = self.messages - (self.sent == SENT), min(SENT, self.sent + 1)
         self._reach(0)
 
     def _blocks(self, stage: int) -> list[str]:

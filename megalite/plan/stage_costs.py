@@ -38,12 +38,9 @@ class StageCosts:
         """FLOPs of each layer, forward and backward together."""
         return tuple(self._layers.each[:, :3].sum(1).tolist())
 
-    def bills(self, layers: range) -> list[Bill]:
-        """The bills of a stage with these layers, in order; layers that are recomputed together have one bill."""
-        return [bill for bill, _ in self.bills_and_layers(layers)]
-
-    def bills_and_layers(self, layers: range) -> list[tuple[Bill, range]]:
-        """The same, each with its layers."""
+    def bills(self, layers: range) -> list[tuple[Bill, range]]:
+        """The bills of a stage with these layers, in order, each with its own; layers that are recomputed together have
+        one bill."""
         bills = []
         for group, again in self.recompute.groups(len(layers)):
             some = layers[group]
@@ -120,9 +117,4 @@ class StageCosts:
         return min(layers_bill((kind,), self.setting, whole).moment["B"] for kind in kinds for whole in {False, full})
 
 
-@functools.lru_cache(maxsize=4096)
-def stage_costs(
-    model: ModelConfig, recompute: Recompute, setting: Setting, vocab_size: int, padded_vocab: int, z_loss: float
-) -> StageCosts:
-    """StageCosts, shared by all arrangements with the same arguments: a search has thousands."""
-    return StageCosts(model, recompute, setting, vocab_size, padded_vocab, z_loss)
+stage_costs = functools.lru_cache(maxsize=4096)(StageCosts)  # shared by all arrangements alike: a search has thousands

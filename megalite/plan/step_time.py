@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
-from megalite.parallel.mesh import Mesh
 from megalite.pipeline.schedule import Cost, Op
 from megalite.pipeline.simulate import Simulation
 from megalite.plan.arrangement import LONG, Arrangement
@@ -98,16 +97,14 @@ class _Step:
         slowed = [self._slowed(number, cost) for number, cost in enumerate(costs)]
         groups = LONG if made.split is None else made.told  # what waits of a split backward may take long to settle
         alone, simulation = made.run(costs, made.split, groups)
-        sent = with_gathers = alone
+        sent, more = alone, {}
         if made.pp > 1:
-            sent, simulation = made.run(costs, made.split, groups, delay=self.delay)
-        begin = self.gathers()
+            more = {"delay": self.delay}
+            sent, simulation = made.run(costs, made.split, groups, **more)
+        with_gathers, begin = sent, self.gathers()
         if begin or slowed != costs:
-            more = {"delay": self.delay} if made.pp > 1 else {}
-            with_gathers, simulation = made.run(slowed, made.split, groups, begin=begin, **more)
-            with_gathers = max(sent, with_gathers)
-        else:
-            with_gathers = sent
+            slow, simulation = made.run(slowed, made.split, groups, begin=begin, **more)
+            with_gathers = max(sent, slow)
         norm, update = self.costs.update_s()
         shown = with_gathers - sent + self.reduces(simulation) + self.late_gathers_s
         hidden = max(0.0, self.exchanged_s - shown)
@@ -129,10 +126,6 @@ class _Step:
     def stages(self) -> list[Seconds]:
         return self.costs.stages()
 
-    @property
-    def mesh(self) -> Mesh:
-        return self.costs.mesh
-
     @cached_property
     def messages(self) -> Links:
         measured = self.profile.message
@@ -140,9 +133,8 @@ class _Step:
 
     def delay(self, source: int, target: int) -> float:
         """Seconds of a message between two pipeline ranks: this tp rank's part of the hidden states."""
-        made, ranks = self.made, self.mesh.pp.ranks
-        n = made.tokens * made.config.model.hidden_size * made.dtype.itemsize / made.tp
-        return self.messages.message(n, ranks[source], ranks[target])
+        ranks = self.costs.mesh.pp.ranks
+        return self.messages.message(self.made.edge, ranks[source], ranks[target])
 
     def _chunk_bytes(self, rank: int, size: int, ends: bool = True) -> list[float]:
         """Bytes of the weights or gradients, of `size` bytes each, of each chunk of a pipeline rank, in order. Those of
@@ -189,7 +181,8 @@ class _Step:
     @cached_property
     def _groups(self) -> tuple[Group, Group]:
         """The ranks that shard the optimizer's state, and the ranks that have copies of a shard."""
-        return tuple(Group.of(axis.ranks, self.cluster.per_node) for axis in (self.mesh.shard, self.mesh.replica))  # type: ignore[return-value]
+        mesh = self.costs.mesh
+        return self.costs.group(mesh.shard.ranks), self.costs.group(mesh.replica.ranks)
 
     def gathers(self) -> Mapping[int, float]:
         """Stage -> time at which its first forward may start, so that none of its layers waits for its bucket. Empty if
@@ -305,12 +298,9 @@ class _Step:
         if made.pp == 1 or m.untie_embeddings_and_output_weights:
             return 0.0
         n = made.padded_vocab * m.hidden_size / made.tp * self._gradient[0] / self._groups[0].size
-        return self.costs.links.all_reduce(
-            n, Group.of([self.mesh.pp.ranks[0], self.mesh.pp.ranks[-1]], self.cluster.per_node)
-        )
+        return self.costs.links.all_reduce(n, self.costs.group(self.costs.mesh.ends.ranks))
 
     @property
     def agreement_s(self) -> float:
         """Seconds of the one all-reduce of a few numbers over all ranks."""
-        world = Group.of(range(self.made.world), self.cluster.per_node)
-        return self.costs.links.all_reduce(64, world)
+        return self.costs.links.all_reduce(64, self.costs.group(range(self.made.world)))

@@ -6,16 +6,14 @@ of its reduction, for which the next unit's waits.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megalite.plan.arrangement import Arrangement
+from megalite.plan.arrangement import Arrangement
 
 
 class WholeUnits:
     """On one pipeline rank. A unit is known by its name: "embedding", "layers.17", "head"."""
 
-    def __init__(self, made: "Arrangement", rank: int):
+    def __init__(self, made: Arrangement, rank: int):
         p = made.config.parallel
         self.units, self.weight, self.gradient = made.holdings[rank].units, *made.bytes_of_element()[:2]
         self.comes = p.shared_out > 2 and bool(self.units)

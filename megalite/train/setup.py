@@ -27,8 +27,8 @@ from megalite.optim.sgd import SGD
 from megalite.optim.zero1 import Zero1
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
-from megalite.parallel.streams import cuda_graphs, new_stream, on_stream
-from megalite.pipeline.graphed import Graph, GraphedPipeline
+from megalite.parallel.streams import CudaGraph, cuda_graphs, new_stream, on_stream
+from megalite.pipeline.graphed import GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.plan.arrangement import Arrangement, arrange, build_stages
 from megalite.train.batch import host_batch
@@ -120,7 +120,7 @@ def build_run(
     sources: Sources | None = None,
     arrangement: Arrangement | None = None,
     compile_backend: Backend = "inductor",
-    graphs: Callable[[], Graph] | None = None,
+    graphs: Callable[[], CudaGraph] | None = None,
 ) -> Run:
     """All parts of a run on this rank; collective. Raises SetupError before any memory is taken.
 
@@ -172,7 +172,7 @@ def build_run(
 
 
 def _build_pipeline(
-    made: Arrangement, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, graphs: Callable[[], Graph] | None
+    made: Arrangement, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, graphs: Callable[[], CudaGraph] | None
 ) -> tuple[ParamBuffer, Pipeline]:
     config, p, stream = made.config, made.config.parallel, None
     if config.train.cuda_graph_impl != "none" and graphs is None:

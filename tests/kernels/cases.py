@@ -24,8 +24,7 @@ from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_f
 from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.cross_entropy import shard_grad_, shard_grad_reference_, shard_stats, shard_stats_reference
 from megalite.kernels.dropout import dropout, dropout_add, dropout_add_reference
-from megalite.kernels.layer_norm import add_layer_norm, add_layer_norm_reference, layer_norm, layer_norm_reference
-from megalite.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from megalite.kernels.norms import add_norm, norm, norm_reference
 from megalite.kernels.rope import RopeScaling, apply_rope, apply_rope_reference, rope_tables
 
 Make = Callable[[], list[Tensor]]
@@ -188,9 +187,18 @@ FEEDS = ((1, 1), (4, 3, 7), (7, 2, 100), (3, 2, 2050))  # the last one more than
 STREAMS = ((1, 1, 1), (3, 2, 7), (2, 3, 1100))  # [s, B, D]
 
 
-def norm(fn: Callable[..., Any], twin: Callable[..., Any], streams: int, vectors: int, **more: Any) -> Op:
-    cases = tuple(normals(*[s] * streams, *[s[-1:]] * vectors) for s in WIDTHS)
-    return Op(lambda *given: fn(*given, 1e-5), lambda *given: twin(*given, 1e-5), cases, **more)
+def normalising(added: bool, bias: bool, **more: Any) -> Op:
+    """`added`: after a residual add."""
+
+    def twin(*given: Any) -> Any:
+        if not added:
+            return norm_reference(*given)
+        h = given[0] + given[1]
+        return h, norm_reference(h, *given[2:])
+
+    no_bias, fn = [] if bias else [None], add_norm if added else norm
+    cases = tuple(normals(*[s] * (1 + added), *[s[-1:]] * (1 + bias)) for s in WIDTHS)
+    return Op(lambda *given: fn(*given, *no_bias, 1e-5), lambda *given: twin(*given, *no_bias, 1e-5), cases, **more)
 
 
 def attending(*cases: Make, half_units: int = 1, card_units: int = 4, **how: Any) -> Op:
@@ -206,11 +214,11 @@ def entropy(*cases: Make, **how: Any) -> Op:
 
 
 OPS: dict[str, Op] = {
-    "rms_norm": norm(rms_norm, rms_norm_reference, 1, 1),
-    "add_rms_norm": norm(add_rms_norm, add_rms_norm_reference, 2, 1),
+    "rms_norm": normalising(added=False, bias=False),
+    "add_rms_norm": normalising(added=True, bias=False),
     # of one column: dy w - dy w, one of them fused into a sum, times 1 / sqrt(eps) = 316
-    "layer_norm": norm(layer_norm, layer_norm_reference, 1, 2, card_floor=4e-5),
-    "add_layer_norm": norm(add_layer_norm, add_layer_norm_reference, 2, 2),
+    "layer_norm": normalising(added=False, bias=True, card_floor=4e-5),
+    "add_layer_norm": normalising(added=True, bias=True),
     "rope": Op(roped(apply_rope), roped(apply_rope_reference), tuple(normals(s) for s in HEADS)),
     "rope partial, Llama-3": Op(
         roped(apply_rope, RopeScaling(), 0.25),

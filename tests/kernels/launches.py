@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels import bias_gelu, layer_norm, rms_norm
+from megalite.kernels import bias_gelu
 from megalite.kernels.activations import swiglu
 from megalite.kernels.adamw import adamw_
 from megalite.kernels.blocked_attention import Drop
@@ -16,10 +16,11 @@ from megalite.kernels.cross_entropy import stats_and_grad_
 from megalite.kernels.dropout import dropout, dropout_add
 from megalite.kernels.flash_attention import flash_attention_part
 from megalite.kernels.grad_norm import sum_of_squares
+from megalite.kernels.norms import FORWARD, add_norm, norm
 from megalite.kernels.rope import apply_rope, rope_tables
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WIDTHS = tuple(width for width, *_ in rms_norm.FORWARD)
+WIDTHS = tuple(width for width, *_ in FORWARD)
 ROWS = 64
 
 
@@ -46,31 +47,26 @@ def backward(*made: Tensor) -> None:
 
 
 def norms(width: int, dtype: torch.dtype) -> Iterator[Work]:
-    def rms() -> None:
-        x, a, w = of(dtype, (ROWS, width), (ROWS, width), (width,))
-        backward(rms_norm.rms_norm(x, w, 1e-5))
-        backward(*rms_norm.add_rms_norm(x, a, w, 1e-5))
-
-    def layer() -> None:
+    def run(bias: bool) -> None:
         x, a, w, b = of(dtype, (ROWS, width), (ROWS, width), (width,), (width,))
-        backward(layer_norm.layer_norm(x, w, b, 1e-5))
-        backward(*layer_norm.add_layer_norm(x, a, w, b, 1e-5))
+        backward(norm(x, w, b if bias else None, 1e-5))
+        backward(*add_norm(x, a, w, b if bias else None, 1e-5))
 
-    yield Work("rms_norm", dtype, width, rms)
-    yield Work("layer_norm", dtype, width, layer)
+    yield Work("rms_norm", dtype, width, lambda: run(False))
+    yield Work("layer_norm", dtype, width, lambda: run(True))
 
 
 def activations(width: int, dtype: torch.dtype) -> Iterator[Work]:
     def gated() -> None:
         u, da = of(dtype, (ROWS, 2 * width), (ROWS, width))
-        swiglu.swiglu_forward(u)
-        swiglu.swiglu_backward(u, da)
+        swiglu.forward(u)
+        swiglu.backward(u, da)
 
     def gelu() -> None:
         u, da, b = of(dtype, (ROWS, width), (ROWS, width), (width,))
         for tanh, bias in itertools.product((True, False), ((), (b,))):
-            bias_gelu.bias_gelu_forward(u, *bias, tanh=tanh)
-            bias_gelu.bias_gelu_backward(u, da, *bias, tanh=tanh)
+            bias_gelu.forward(u, *bias, tanh=tanh)
+            bias_gelu.backward(u, da, *bias, tanh=tanh)
 
     def drops() -> None:
         x, a = of(dtype, (ROWS, 2, width), (ROWS, 2, width))

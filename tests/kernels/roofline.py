@@ -42,7 +42,7 @@ def turns(launch: Launch) -> Sequence[float]:
     constants, name = launch.constants, launch.name
     if name == "columns.sum":
         return (-(-argument(launch, "rows") // constants["ROWS"]),)
-    if name.endswith("norm.backward") or name == "bias_gelu.backward":
+    if name in ("norms.backward", "bias_gelu.backward"):
         return (argument(launch, "rows") / (launch.grid[0] * constants["ROWS"]),)
     if name.startswith("cross_entropy"):
         return (-(-argument(launch, "valid") // constants["COLUMNS"]),)

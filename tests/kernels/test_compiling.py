@@ -43,8 +43,7 @@ def known_spill(launch: Launch) -> bool:
         tile = (launch.constants["ROWS"], launch.columns)
         dropout = launch.constants["THRESHOLD"] > 0 and launch.name.endswith("forward")
         return tile == table["wgmma"][:2] or (dropout and tile == table["mma"][:2])
-    norm = launch.name in ("rms_norm.backward", "layer_norm.backward", "rms_norm.forward", "layer_norm.forward")
-    return norm and launch.columns > WIDEST_IN_REGISTERS
+    return launch.name.startswith("norms.") and launch.columns > WIDEST_IN_REGISTERS
 
 
 def problems(work: Work, capability: int) -> list[str]:
@@ -74,7 +73,7 @@ def test_norms_and_activations_access_memory_in_16_bytes() -> None:
         for launch in recorded(work.run):
             widths = narrow(build(launch, 90))
             # one number per row is what a norm keeps, a dropped row's sample its number, and a column of a gradient
-            few = {"rms_norm": 1, "layer_norm": 2, "columns": 1, "dropout": 2}.get(launch.name.split(".")[0], 0)
+            few = {"norms": 2, "columns": 1, "dropout": 2}.get(launch.name.split(".")[0], 0)
             assert sum(widths.values()) <= few, f"{launch.name}: {dict(widths)}"
 
 
@@ -94,7 +93,8 @@ def on_cards() -> list[Any]:
     folder = "megalite/kernels"
 
     def of(row: tuple[Work, int]) -> Any:
-        file = {"attention": "flash_attention", "swiglu": "activations/swiglu"}.get(row[0].op, row[0].op)
+        file = "norms" if row[0].op.endswith("norm") else row[0].op
+        file = {"attention": "flash_attention", "swiglu": "activations/swiglu"}.get(file, file)
         mark = pytest.mark.everything(guards=(f"{folder}/{file}.py",))
         return pytest.param(*row, id=f"{row[0].name}-{row[1]}", marks=() if row in often else mark)
 
@@ -121,7 +121,7 @@ def planted(launch: Launch, **changed: int) -> Launch:
 def test_a_tile_that_spills_is_found() -> None:
     """The row in a quarter of the warps."""
     (work, _) = norms(8192, torch.bfloat16)
-    launch = next(one for one in recorded(work.run) if one.name == "rms_norm.backward")
+    launch = next(one for one in recorded(work.run) if one.name == "norms.backward")
     made = build(planted(launch, num_warps=2), 90)
     assert any("spilled" in text for text in made.problems())
 

@@ -14,8 +14,7 @@ from megalite.config.activations import ACTIVATIONS
 from megalite.kernels.activation import activation_named
 from megalite.kernels.attention import attention, in_sixteens, readable
 from megalite.kernels.dropout import dropout, dropout_add, fold, keep_mask
-from megalite.kernels.layer_norm import layer_norm
-from megalite.kernels.rms_norm import rms_norm
+from megalite.kernels.norms import norm
 from megalite.kernels.rope import apply_rope, rope_tables
 from megalite.nn.linear import gather_linear, linear_scatter
 from megalite.parallel.mesh import Mesh
@@ -60,12 +59,12 @@ def act_linear(name: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[tuple[int, ...]]]]] = {
     "rms_norm": (
-        lambda x, w: rms_norm(x, w, 1e-5),
+        lambda x, w: norm(x, w, None, 1e-5),
         lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w,
         [[s, s[-1:]] for s in SIZES],
     ),
     "layer_norm": (
-        lambda x, w, b: layer_norm(x, w, b, 1e-5),
+        lambda x, w, b: norm(x, w, b, 1e-5),
         lambda x, w, b: (
             (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, correction=0) + 1e-5) * w + b
         ),

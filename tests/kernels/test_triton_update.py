@@ -1,4 +1,4 @@
-"""The update of the weights and the gradient norm: torch's own AdamW, the plain definition and Triton's interpreter."""
+"""The update of the weights and the gradient norm: torch's own AdamW, the form for a CPU and Triton's interpreter."""
 
 import math
 from typing import Any
@@ -29,20 +29,18 @@ def between_nans(given: list[Tensor], device: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_equals_torch_and_the_definition(dtype: torch.dtype, decay: float) -> None:
+def test_equals_torch(dtype: torch.dtype, decay: float) -> None:
     args = ARGS | {"weight_decay": decay}
-    ours, plain, theirs = (tensors(999, (dtype, dtype), dtype) for _ in range(3))
+    ours, theirs = (tensors(999, (dtype, dtype), dtype) for _ in range(2))
     copy = torch.empty(999, dtype=torch.bfloat16)
     adamw_(*ours, **args, copy=copy)
-    adamw_reference_(*plain, **args)
     p = torch.nn.Parameter(theirs[0])
     p.grad = theirs[1] * args["grad_scale"]
     optimizer = torch.optim.AdamW([p], args["lr"], args["betas"], args["eps"], decay)
     optimizer.state[p] = {"step": torch.tensor(2.0), "exp_avg": theirs[2], "exp_avg_sq": theirs[3]}
     optimizer.step()
     bound = 1e-13 if dtype == torch.float64 else 1e-6
-    for mine in (ours, plain):
-        torch.testing.assert_close([mine[0], mine[2], mine[3]], [p.data, theirs[2], theirs[3]], rtol=bound, atol=bound)
+    torch.testing.assert_close([ours[0], *ours[2:]], [p.data, *theirs[2:]], rtol=bound, atol=bound)
     assert torch.equal(copy, ours[0].bfloat16())
 
 
@@ -55,12 +53,12 @@ def test_rounding_at_random_is_right_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize("moments", MOMENTS[1:])
-def test_blocks_of_torch_are_the_definition(moments: tuple[torch.dtype, torch.dtype], monkeypatch: Any) -> None:
+def test_blocks_do_not_matter(moments: tuple[torch.dtype, torch.dtype], monkeypatch: Any) -> None:
     """Also where a block ends: every element has its own random bits, wherever it lies."""
-    monkeypatch.setitem(BLOCK, "cpu", 100)
     blocks, plain = (tensors(999, moments) for _ in range(2))
+    adamw_(*plain, **ARGS)
+    monkeypatch.setitem(BLOCK, "cpu", 100)
     adamw_(*blocks, **ARGS)
-    adamw_reference_(*plain, **ARGS)
     torch.testing.assert_close(blocks[0], plain[0], rtol=1e-6, atol=1e-6)
     for ours, theirs in zip(blocks[2:], plain[2:], strict=True):
         assert ours.dtype == theirs.dtype
@@ -84,7 +82,7 @@ def test_random_bits_are_even_and_independent() -> None:
 
 
 def update_errors(n: int, which: int, device: str) -> dict[str, tuple[float, float]]:
-    """Of weights and moments: how far Triton is from fp64, and how far the definition in fp32 is."""
+    """Of weights and moments: how far Triton is from fp64, and how far torch's form in fp32 is."""
     assert runs_triton(device)
     moments = MOMENTS[which]
     got, plain = (between_nans(tensors(n, moments), device) for _ in range(2))

@@ -10,7 +10,7 @@ SHARED = (Op.GATHER, Op.FREE, Op.REDUCE)
 NAMES = st.sampled_from(["1f1b", "gpipe", "breadth-first"])
 
 
-def rows_of(name: str, pp: int, m: int, vpp: int, split: bool, sharing: Sharing) -> list[list[Action]]:
+def rows_of(name: str, pp: int, m: int, vpp: int, split: bool, sharing: Sharing) -> list[tuple[Action, ...]]:
     rows = plan(name, pp, m, vpp if pp > 1 else 1, None, Split() if split and pp > 1 else None)
     return [with_sharing(row, sharing) for row in rows]
 

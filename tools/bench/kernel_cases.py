@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels import bias_gelu, dropout, layer_norm, rms_norm, rope
+from megalite.kernels import bias_gelu, dropout, norms, rope
 from megalite.kernels.activations import swiglu
 from megalite.kernels.dispatch import tile_for
 from tools.bench.kernel_attention_case import attention_cases
@@ -70,30 +70,31 @@ def apex_norm(x: Tensor, w: Tensor, *b: Tensor) -> Tensor:
 # --- the rows of the table
 
 
-def norm_cases(module: Any, op: str, weights: int, peers: Mapping[str, Fn], fused: Mapping[str, Fn]) -> list[Case]:
-    plain = PLAIN[op]
+def norm_cases(op: str, bias: bool, peers: Mapping[str, Fn], fused: Mapping[str, Fn]) -> list[Case]:
+    plain, no_bias = PLAIN[op], [] if bias else [None]
 
     def inputs(added: bool) -> Make:
-        return lambda s: [s.rows() for _ in range(1 + added)] + [s.normal(s.hidden_size) for _ in range(weights)]
+        return lambda s: [s.rows() for _ in range(1 + added)] + [s.normal(s.hidden_size) for _ in range(1 + bias)]
 
     def tiles(added: bool, backward: bool) -> Tiles:
         def make(s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-            x, *w = inputs(False)(s)
-            a, table = s.rows() if added else None, tile_for(module.FORWARD, s.hidden_size)
+            x, *given = inputs(False)(s)
+            w, b = given if bias else (*given, None)
+            a, table = s.rows() if added else None, tile_for(norms.FORWARD, s.hidden_size)
             if not backward:
-                return blocks(table, s.hidden_size, False, lambda b: module.forward(x, a, *w, EPS, b))
-            _, h, *stats = module.forward(x, None, *w, EPS, table)
+                return blocks(table, s.hidden_size, False, lambda tile: norms.forward(x, a, w, b, EPS, tile))
+            _, h, mean, r = norms.forward(x, None, w, b, EPS, table)
             dy = s.rows()
-            table = tile_for(module.BACKWARD, s.hidden_size)
-            return blocks(table, s.hidden_size, True, lambda b: module.backward(dy, a, h, w[0], *stats, b))
+            table = tile_for(norms.BACKWARD_CENTRED if bias else norms.BACKWARD, s.hidden_size)
+            return blocks(table, s.hidden_size, True, lambda tile: norms.backward(dy, a, h, w, mean, r, tile))
 
         return make
 
     def case(name: str, added: bool, backward: bool, factor: int, plain: Fn, others: Mapping[str, Fn]) -> Case:
-        public = getattr(module, name)
+        public: Fn = norms.add_norm if added else norms.norm
         return Case(
             *(name, "backward" if backward else "forward", streams(factor), inputs(added)),
-            *(lambda *x: public(*x, EPS), plain, tiles(added, backward)),
+            *(lambda *x: public(*x, *no_bias, EPS), plain, tiles(added, backward)),
             peers=others,
         )
 
@@ -193,8 +194,8 @@ ADD_RMS = {"liger": liger("LigerFusedAddRMSNormFunction", EPS, 0.0, "llama", Fal
 LAYER = {"liger": liger("LigerLayerNormFunction", EPS), "apex": apex_norm}
 SILU_MUL = {"liger": liger("LigerSiLUMulFunction")}
 CASES: list[Case] = [
-    *norm_cases(rms_norm, "rms_norm", 1, RMS, ADD_RMS),
-    *norm_cases(layer_norm, "layer_norm", 2, LAYER, {}),
+    *norm_cases("rms_norm", False, RMS, ADD_RMS),
+    *norm_cases("layer_norm", True, LAYER, {}),
     *rope_cases(),
     *activation_cases("swiglu", 2, swiglu, [], SILU_MUL, {"liger": lambda s: [s.rows(), s.rows()]}),
     *activation_cases("bias_gelu", 1, bias_gelu, [True], {}, {}),

@@ -74,7 +74,10 @@ def _backward(U, DA, A, DU, rows, columns, stride_u, stride_da, ROWS: tl.constex
     tl.store(du + columns, (da * silu).to(DU.dtype.element_ty), mask=inside)
 
 
-def forward(u: Tensor, block: TileSizes) -> Tensor:
+def forward(u: Tensor, block: TileSizes = FORWARD) -> Tensor:
+    """[..., 2F] = [gate | up] -> [..., F]."""
+    if not use_triton(u):
+        return swiglu_forward_reference(u)
     u_N2F = as_rows(u)
     rows, columns = u_N2F.shape[0], u.shape[-1] // 2
     block = fit(block, columns)
@@ -84,7 +87,10 @@ def forward(u: Tensor, block: TileSizes) -> Tensor:
     return a
 
 
-def backward(u: Tensor, da: Tensor, block: TileSizes) -> tuple[Tensor, Tensor]:
+def backward(u: Tensor, da: Tensor, block: TileSizes = BACKWARD) -> tuple[Tensor, Tensor]:
+    """a [..., F] again, and the gradient du [..., 2F]."""
+    if not use_triton(u):
+        return swiglu_backward_reference(u, da)
     u_N2F, da_NF = as_rows(u), as_rows(da)
     rows, columns = da_NF.shape
     block = fit(block, columns)
@@ -96,14 +102,4 @@ def backward(u: Tensor, da: Tensor, block: TileSizes) -> tuple[Tensor, Tensor]:
     return a, du
 
 
-def swiglu_forward(u: Tensor) -> Tensor:
-    """[..., 2F] = [gate | up] -> [..., F]."""
-    return forward(u, FORWARD) if use_triton(u) else swiglu_forward_reference(u)
-
-
-def swiglu_backward(u: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
-    """a [..., F] again, and the gradient du [..., 2F]."""
-    return backward(u, da, BACKWARD) if use_triton(u) else swiglu_backward_reference(u, da)
-
-
-ACTIVATION = Activation(swiglu_forward, swiglu_backward, width=2)
+ACTIVATION = Activation(forward, backward, width=2)
