@@ -23,7 +23,6 @@ from megalite.config.console import complain
 from megalite.config.options import Config, ConfigError
 from megalite.data.errors import DataError
 from megalite.data.samples.blend import Blend
-from megalite.data.samples.ledger import Ledger
 from megalite.data.samples.source import Dataset, Source
 from megalite.models.families import PRESETS
 from megalite.train.sources import open_sources
@@ -32,9 +31,8 @@ from tools.program import run_program
 
 def files_of(dataset: Dataset, samples: int) -> list[tuple[Source, int]]:
     """The files behind a dataset, and how many of its first `samples` samples each gives."""
-    blend = dataset.blend if isinstance(dataset, Ledger) else dataset
-    assert isinstance(blend, Blend)
-    return list(zip(blend.datasets, blend.order.counts(samples), strict=True))
+    assert isinstance(dataset, Blend)
+    return list(zip(dataset.datasets, dataset.order.counts(samples), strict=True))
 
 
 def prepare(config: Config) -> tuple[int, int]:
@@ -56,7 +54,7 @@ def prepare(config: Config) -> tuple[int, int]:
     plan = Arrangement(config, 1, sources.vocab_size)  # no number of ranks changes what is read
     eval_samples = t.eval_iters * plan.eval_batch_size
     assert sources.ledger is not None
-    sets: list[tuple[str, Dataset, int]] = [("train", sources.ledger, plan.samples)]
+    sets: list[tuple[str, Dataset, int]] = [("train", sources.ledger.blend, plan.samples)]
     sets += [(f"valid {one.name}".strip(), one.data, eval_samples) for one in sources.valid]
     sets += [(f"test {one.name}".strip(), one.data, eval_samples) for one in sources.test]
     folder = Path(d.data_cache_path)

@@ -75,11 +75,11 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
         raise DataError(f"split={data.split!r} leaves nothing to train on; give the first part a weight")
     train: Dataset
     ledger = Ledger(blend(lists["train"], "train", parts["train"]), seed)
-    train, ignored = ledger, None
+    train, ignored = ledger.blend, None
     notes: list[str] = []
     if data.fim_data and tokenizer is not None:
         fim = _fim(data, tokenizer, notes)
-        train, ignored = FimDataset(ledger, fim, seed, tokenizer), None if fim.pad == tokenizer.eod else fim.pad
+        train, ignored = FimDataset(train, fim, seed, tokenizer), None if fim.pad == tokenizer.eod else fim.pad
     sets: dict[str, list[NamedSet[Dataset]]] = {"valid": [], "test": []}
     for split, named in sets.items():
         paths, part = lists[split], parts[split]

@@ -45,22 +45,22 @@ def test_resuming_with_the_same_blend_is_the_same_run(files: tuple[str, str, str
     again, notes = reopened(straight.to_json(57), paths, 8)
     assert notes == []
     index = np.arange(57, 300)
-    assert np.array_equal(straight.samples(index), again.samples(index))
+    assert np.array_equal(straight.blend.samples(index), again.blend.samples(index))
     assert again.totals(200) == straight.totals(200)
     twice, _ = reopened(again.to_json(130), paths, 8)
-    assert np.array_equal(straight.samples(np.arange(130, 300)), twice.samples(np.arange(130, 300)))
+    assert np.array_equal(straight.blend.samples(np.arange(130, 300)), twice.blend.samples(np.arange(130, 300)))
     assert twice.totals(200) == straight.totals(200) and len(twice.eras) == 1
     for suffix in (".bin", ".idx"):  # a moved file is the same source
         (tmp_path / f"moved{suffix}").write_bytes(Path(a + suffix).read_bytes())
     moved, notes = reopened(straight.to_json(57), ["0.3", str(tmp_path / "moved"), "0.7", b], 8)
-    assert notes == [] and np.array_equal(moved.samples(index), straight.samples(index))
+    assert notes == [] and np.array_equal(moved.blend.samples(index), straight.blend.samples(index))
 
 
 def test_totals_are_what_was_read(files: tuple[str, str, str]) -> None:
     a, b, _ = files
     made = ledger(["1", a, "3", b], 8)
     for consumed in (0, 1, 40, 200, 90):  # also back again
-        rows = made.samples(np.arange(consumed))[:, :-1].reshape(-1)
+        rows = made.blend.samples(np.arange(consumed))[:, :-1].reshape(-1)
         totals = {total.name: total for total in made.totals(consumed).values()}
         for prefix, first, tokens in ((a, 0, 600), (b, 1000, 960)):
             own = rows[(rows >= first) & (rows < first + tokens)]
@@ -85,12 +85,12 @@ def test_every_token_once_per_epoch_whatever_the_blend_becomes(
     for samples, seq_length, left, right in eras:
         paths = [str(left), a, str(right), b]
         made = ledger(paths, seq_length) if saved is None else reopened(saved, paths, seq_length)[0]
-        rows = made.samples(np.arange(consumed, consumed + samples))[:, :-1]
+        rows = made.blend.samples(np.arange(consumed, consumed + samples))[:, :-1]
         seen.update(rows.reshape(-1).tolist())
         consumed += samples
         saved = made.to_json(consumed)
     taken = made.eras[-1].taken(consumed - made.eras[-1].begin)
-    ends = [source._line.after(source._taken + n, seq_length) for source, n in zip(made.datasets, taken, strict=True)]
+    ends = [source._line.after(source._taken + n, seq_length) for source, n in zip(made.blend.datasets, taken, strict=True)]
     for total, first, tokens, line in zip(saved["sources"], (0, 1000), (600, 960), ends, strict=True):
         counts = [seen[first + i] for i in range(tokens)]
         assert sum(counts) == total["tokens"] and total["epochs"] == total["tokens"] / tokens
@@ -105,13 +105,13 @@ def test_a_source_comes_another_goes(files: tuple[str, str, str]) -> None:
     first = ledger(["1", a, "1", b], 8)
     second, notes = reopened(first.to_json(60), ["1", b, "1", c], 8)
     assert [note.partition(",")[0] for note in notes[1:]] == [f"{c} is new", f"{a} is no longer used"]
-    rows = second.samples(np.arange(60, 140))
-    b_before = {int(t) for t in first.samples(np.arange(60))[:, :-1].reshape(-1) if 1000 <= t < 2000}
+    rows = second.blend.samples(np.arange(60, 140))
+    b_before = {int(t) for t in first.blend.samples(np.arange(60))[:, :-1].reshape(-1) if 1000 <= t < 2000}
     b_after = {int(t) for t in rows[:, :-1].reshape(-1) if 1000 <= t < 2000}
     assert len(b_before) == 240 and len(b_after) == 320 and not b_before & b_after
     third, _ = reopened(second.to_json(140), ["1", a, "1", b], 8)  # and comes back where it was
-    a_before = {int(t) for t in first.samples(np.arange(60))[:, :-1].reshape(-1) if t < 1000}
-    a_after = {int(t) for t in third.samples(np.arange(140, 200))[:, :-1].reshape(-1) if t < 1000}
+    a_before = {int(t) for t in first.blend.samples(np.arange(60))[:, :-1].reshape(-1) if t < 1000}
+    a_after = {int(t) for t in third.blend.samples(np.arange(140, 200))[:, :-1].reshape(-1) if t < 1000}
     assert len(a_before) == len(a_after) == 240 and not a_before & a_after
     assert {t.name: t.tokens for t in third.totals(200).values()} == {a: 480, b: 800, c: 320}
 

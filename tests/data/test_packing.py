@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from token_files import numbered
 
 from megalite.data.errors import DataError
-from megalite.data.samples.batches import Batches
+from megalite.data.samples.batches import Batches, Borders
 from megalite.data.samples.blend import Blend
 from megalite.data.samples.epochs import build_epoch
-from megalite.data.samples.packed_dataset import PackedDataset, cut_end_to_end, label_mask
+from megalite.data.samples.packed_dataset import PackedDataset, cut_end_to_end
 from megalite.data.samples.packing import Packing, pack
 
 PAD = 10**6
@@ -98,8 +98,8 @@ def test_every_label_counts_once_per_epoch(
         samples, layout = dataset.samples(index), dataset.layout(index)
         assert samples.shape == (bins, seq_length + 1) and len(layout) == bins
         assert set(samples.reshape(-1).tolist()) - {PAD} == own
-        mask = label_mask(layout, seq_length)
-        assert mask.shape == (bins, seq_length) and mask.dtype == np.float32
+        mask = Borders().find(samples, layout)[0]
+        assert mask is not None and mask.shape == (bins, seq_length) and mask.dtype == np.float32
         labels = Counter(samples[:, 1:][mask == 1].tolist())
         assert set(labels) == own - heads and set(labels.values()) <= {1}
         assert (samples[:, 1:][mask == 1] == samples[:, :-1][mask == 1] + 1).all()  # both of one document

@@ -125,9 +125,9 @@ def test_billions_of_samples_need_no_table() -> None:
     starts = line.place(index, seq_length)
     assert (starts // tokens).tolist() == [i * seq_length // tokens for i in index.tolist()]
     assert (starts % seq_length == 0).all()
-    for start in starts.tolist():
-        [span] = line.spans(start, 5)
-        assert span == (start // tokens, start % tokens, 5)
+    epochs, offsets, counts, _ = line.cover(starts, 5)
+    assert np.array_equal(epochs, starts // tokens) and np.array_equal(offsets, starts % tokens)
+    assert counts.tolist() == [5] * len(index)
 
 
 @pytest.mark.parametrize(

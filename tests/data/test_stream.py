@@ -1,5 +1,7 @@
 """Every token once per epoch, whatever the sequence length becomes on the way."""
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +14,9 @@ from megalite.data.samples.token_line import Line
 def inputs(line: Line, index: NDArray[np.int64], seq_length: int) -> list[tuple[int, int]]:
     """(epoch, token) of every input of the samples."""
     found = []
-    for start in line.place(index, seq_length).tolist():
-        for epoch, offset, length in line.spans(start, seq_length):
-            found += [(epoch, offset + i) for i in range(length)]
+    epochs, offsets, counts, places = line.cover(line.place(index, seq_length), seq_length)
+    for k in np.argsort(places).tolist():
+        found += [(int(epochs[k]), int(offsets[k]) + i) for i in range(int(counts[k]))]
     return found
 
 
@@ -31,11 +33,13 @@ def test_every_token_once_per_epoch(tokens: int, eras: list[tuple[int, int]], la
         line = line.after(samples, seq_length)
     index = np.arange(3 * tokens // last + 3)
     seen += inputs(line, index, last)
-    one_by_one = [span for start in line.place(index, last).tolist() for span in line.spans(start, last + 1)]
-    epochs, offsets, counts, places = line.cover(line.place(index, last), last + 1)
-    order = np.argsort(places)
-    assert [*zip(*(a[order].tolist() for a in (epochs, offsets, counts)), strict=True)] == one_by_one
-    assert np.array_equal(np.cumsum(counts[order])[:-1], places[order][1:])
+    starts = line.place(index, last)
+    columns = line.cover(starts, last + 1)
+    epochs, offsets, counts, places = (column[np.argsort(columns[3])] for column in columns)
+    assert np.array_equal(np.cumsum(counts)[:-1], places[1:]) and counts.sum() == len(starts) * (last + 1)
+    pieces = [zip([e] * n, range(at, at + n), strict=True) for e, at, n in zip(epochs, offsets, counts, strict=True)]
+    each = (starts[:, None] + np.arange(last + 1)).reshape(-1)  # token by token
+    assert [*itertools.chain(*pieces)] == [*zip(*(a.tolist() for a in line.cover(each, 1)[:2]), strict=True)]
     assert len(set(seen)) == len(seen)
     # whatever segment a sample of the last era begins in, all segments before it are used up
     done = {token for token in seen if token[0] < max(seen)[0] - 1}

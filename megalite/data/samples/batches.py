@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
-from megalite.data.samples.packed_dataset import label_mask
 from megalite.data.samples.source import Dataset
 
 T = TypeVar("T")
@@ -86,10 +85,12 @@ class Borders:
             begins[:, 1:] = inputs == self.eod
             counts = ~begins[:, 1:] if self.mask_loss else None
         else:
+            counts = np.ones(inputs.shape, bool)
             for row, pieces in enumerate(layout):
                 ends = np.cumsum(pieces)
-                begins[row, ends[ends < tokens.shape[1]]] = True
-            counts = label_mask(layout, inputs.shape[1])
+                begins[row, ends[ends <= inputs.shape[1]]] = True
+                counts[row, int(pieces.sum()) :] = False  # padding
+            counts &= ~begins[:, 1:]
         begins[:, 0] = True
         first = None
         if self.documents:

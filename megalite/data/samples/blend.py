@@ -20,17 +20,18 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 
 
 class Blend:
-    """Samples of several datasets, interleaved so that every prefix has the weights (blend_order.py)."""
+    """Samples of several datasets, interleaved so that every prefix has the weights (blend_order.py). `begin`: the
+    number of its first sample, where a run has read others before."""
 
     def __init__(self, datasets: Sequence[Source], weights: Sequence[float | int]):
         if len(datasets) != len(weights):
             raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
         self.datasets, self.weights, self.order = list(datasets), list(weights), BlendOrder(weights)
-        self.seq_length = datasets[0].seq_length
+        self.seq_length, self.begin = datasets[0].seq_length, 0
 
     def _by_source(self, index: NDArray[np.int64]) -> Iterator[tuple[Source, NDArray[np.int64], NDArray[np.int64]]]:
         """(source, its rows among `index`, its own sample numbers)."""
-        sources, numbers = self.order.at(index)
+        sources, numbers = self.order.at(index - self.begin)
         for k in np.unique(sources).tolist():
             rows = np.flatnonzero(sources == k)
             yield self.datasets[k], rows, numbers[rows]
@@ -51,7 +52,7 @@ class Blend:
         return [layouts[row] for row in range(len(layouts))]
 
     def where(self, i: int, position: int) -> str:
-        source, number = (int(a[0]) for a in self.order.at(np.array([i])))
+        source, number = (int(a[0]) for a in self.order.at(np.array([i - self.begin])))
         return self.datasets[source].where(number, position)
 
     def describe(self, samples: int) -> str:

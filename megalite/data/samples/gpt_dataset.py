@@ -79,8 +79,8 @@ class GptDataset(Source):
         for a in range(0, samples, CHUNK):
             index = np.arange(a, min(a + CHUNK, samples)) + self._taken
             starts = self._line.place(index, self.seq_length)
-            ends = (int(starts.min()), int(starts.max()) + self.seq_length)  # the last label may lie in the next epoch
-            first, last = (next(self._line.spans(at, 1))[0] for at in ends)
+            ends = np.array([starts.min(), starts.max() + self.seq_length])  # the last label may lie in the next epoch
+            first, last = self._line.cover(ends, 1)[0].tolist()
             for number in range(first, last + 1):
                 self._epoch(number)
 
@@ -126,8 +126,8 @@ class GptDataset(Source):
         return DataError(f"{self._data.prefix}: {damaged}; remove its files from data_cache_path={self._cache_path}")
 
     def where(self, i: int, position: int) -> str:
-        start = int(self._line.place(np.array([i + self._taken]), self.seq_length)[0]) + position
-        number, offset, _ = next(self._line.spans(start, 1))
+        start = self._line.place(np.array([i + self._taken]), self.seq_length) + position
+        number, offset = (int(a[0]) for a in self._line.cover(start, 1)[:2])
         epoch = self._epoch(number)
         at = int(np.searchsorted(epoch.starts, offset, side="right")) - 1
         document = int(epoch.order[at]) + self._documents.start

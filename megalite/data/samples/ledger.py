@@ -12,13 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megalite.data.errors import DataError
 from megalite.data.samples.blend import Blend
 from megalite.data.samples.blend_order import BlendOrder
-from megalite.data.samples.source import Source
 
 VERSION = 1
 
@@ -57,35 +53,15 @@ class Total:
 
 
 class Ledger:
-    """The training data of a run: a Dataset that counts how much of each source was read."""
+    """Counts how much of each source of a run's training data `blend` was read."""
 
     def __init__(self, blend: Blend, seed: int):
-        self.blend, self.seq_length, self.seed = blend, blend.seq_length, seed
+        self.blend, self.seed = blend, seed
         weighed = zip(blend.datasets, blend.weights, strict=True)
         shares = tuple(Share(source.name, source.digest, float(weight)) for source, weight in weighed)
         self.eras = [Era(0, blend.seq_length, blend.datasets[0].packed, shares)]
         self._past: dict[str, Total] = {}  # totals before `_counted`
         self._counted: dict[str, tuple[int, int, int]] = {}  # digest -> samples of this era; tokens, documents in them
-
-    @property
-    def datasets(self) -> list[Source]:
-        return self.blend.datasets
-
-    # ---- as a dataset
-
-    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self.blend.samples(np.asarray(index) - self.eras[-1].begin)
-
-    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]] | None:
-        return self.blend.layout(np.asarray(index) - self.eras[-1].begin)
-
-    def where(self, i: int, position: int) -> str:
-        return self.blend.where(i - self.eras[-1].begin, position)
-
-    def describe(self, samples: int) -> str:
-        return self.blend.describe(samples)
-
-    # ---- as a ledger
 
     def totals(self, consumed: int) -> dict[str, Total]:
         """Digest of each source -> its total after `consumed` samples of the run."""
@@ -142,6 +118,7 @@ class Ledger:
             notes += [f"{name} is new, or its documents changed: it starts at its beginning" for name in new]
             unused = [total for digest, total in totals.items() if digest not in digests]
             notes += [f"{total.name} is no longer used, after {total.epochs:.2f} epochs" for total in unused]
+        self.blend.begin = self.eras[-1].begin
         ends = [era.begin for era in self.eras[1:]]
         before: dict[str, list[tuple[int, int]]] = {digest: [] for digest in digests}
         for era, end in zip(past, ends, strict=False):

@@ -1,4 +1,4 @@
-"""Samples that follow a packing (packing.py), and the labels in them that count.
+"""Samples that follow a packing (packing.py).
 
 epoch e    all bins, in the order of a shuffle of (seed, e); the pieces of a bin are shuffled too, since best fit
            puts the longest first, so that a position would tell a document's length
@@ -116,16 +116,6 @@ class PackedDataset(Source):
             f"{samples / plan.num_bins:.2f} epochs; packed into {plan.num_bins} samples, {100 * plan.padding:.2f} % "
             f"padding, {plan.pieces.num_cut} documents cut (end to end: about {cut:.0f})"
         )
-
-
-def label_mask(layout: Sequence[NDArray[np.int32]], seq_length: int) -> NDArray[np.float32]:
-    """[n, seq_length]: 1 where a token and its label, the next token, belong to the same piece."""
-    mask = np.zeros((len(layout), seq_length), np.float32)
-    for row, lengths in enumerate(layout):
-        ends = np.cumsum(lengths)
-        mask[row, : ends[-1] if len(ends) else 0] = 1
-        mask[row, (ends - 1)[ends <= seq_length]] = 0
-    return mask
 
 
 def cut_end_to_end(lengths: NDArray[np.int32], seq_length: int) -> float:

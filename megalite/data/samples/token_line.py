@@ -10,7 +10,7 @@ whatever changes during the run, and the line is computed from the numbers of sa
 unrelated pieces of text follow each other, as at a document's border.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,11 +46,10 @@ class Line:
         lengths = self._ranges[:, 1] - self._ranges[:, 0]
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
-    def _begin(self, segment: int) -> int:
-        """First token of a segment in the line."""
-        if segment == 0:
-            return 0
-        return int(self._cumulative[-1]) + (segment - 1) * self.tokens - (self.skip if segment > 1 else 0)
+    def _begin(self, segment: Any) -> Any:
+        """First token of a segment in the line, or of each of an array of them."""
+        later = int(self._cumulative[-1]) + (segment - 1) * self.tokens
+        return (segment > 0) * later - (segment > 1) * self.skip
 
     def _segment(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
         """The segments with the tokens `at` of the line."""
@@ -78,93 +77,48 @@ class Line:
             starts[rows] = (first + self._shuffle(segment, index[rows] - first, count)) * seq_length
         return starts
 
-    def spans(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """(epoch, first token in it, tokens) of `length` tokens of the line from `start` on."""
-        while length > 0:
-            segment = int(self._segment(np.array(start)))
-            if segment == 0 and self.left is not None:
-                at = int(np.searchsorted(self._cumulative, start, side="right")) - 1
-                offset = int(self._ranges[at, 0]) + start - int(self._cumulative[at])
-                room = int(self._ranges[at, 1]) - offset
-            else:
-                offset = start - self._begin(segment) + (self.skip if segment == 1 else 0)
-                room = self.tokens - offset
-            take = min(length, room)
-            yield self.epoch + segment, offset, take
-            start, length = start + take, length - take
-
-    def cover(self, starts: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
-        """`spans` of `length` tokens from each of `starts` on: (epoch, first token in it, tokens, place among all
-        len(starts) * length), each [n], not sorted."""
-        segments = self._segment(starts)
-        begins = np.where(segments == 0, 0, self._begin(1) + (segments - 1) * self.tokens)
-        begins -= np.where(segments > 1, self.skip, 0)
-        ends = np.where(segments == 0, self._begin(1), begins + self.tokens - np.where(segments == 1, self.skip, 0))
-        inside = (starts + length <= ends) & ((segments > 0) | (self.left is None))
-        rows = np.flatnonzero(inside)
-        offsets = (starts - begins + np.where(segments == 1, self.skip, 0))[rows]
-        parts = [(self.epoch + segments[rows], offsets, np.full(len(rows), length), rows * length)]
-        for row in np.flatnonzero(~inside).tolist():
-            place = row * length
-            for epoch, offset, count in self.spans(int(starts[row]), length):
-                parts.append(tuple(np.array([x]) for x in (epoch, offset, count, place)))  # type: ignore[arg-type]
-                place += count
+    def cover(self, starts: NDArray[np.int64], lengths: NDArray[np.int64] | int) -> tuple[NDArray[np.int64], ...]:
+        """The tokens starts[k] .. starts[k] + lengths[k] of the line, cut where an epoch or a range of it ends: (epoch,
+        first token in it, tokens, place among all of them end to end), each [n], not sorted."""
+        at, left = starts, np.broadcast_to(lengths, starts.shape)
+        places = np.cumsum(left) - left
+        parts: list[tuple[NDArray[np.int64], ...]] = []
+        while at.size or not parts:
+            segments = self._segment(at)
+            held = np.searchsorted(self._cumulative[:-1], at, side="right") - 1  # range, where it is the first segment
+            later = at - self._begin(segments) + (segments == 1) * self.skip
+            offsets = np.where(segments == 0, at - self._cumulative[held] + self._ranges[held, 0], later)
+            counts = np.minimum(left, np.where(segments == 0, self._ranges[held, 1], self.tokens) - offsets)
+            parts.append((self.epoch + segments, offsets, counts, places))
+            more = counts < left
+            at, left, places = (at + counts)[more], (left - counts)[more], (places + counts)[more]
         return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
     def after(self, samples: int, seq_length: int) -> "Line":
         """The line that remains after the first `samples` samples."""
         segment = int(self._segment(np.array([samples * seq_length]))[0])
         first, count = self._samples_of(segment, seq_length)
-        begin, end = self._begin(segment), self._begin(segment + 1)
+        end = self._begin(segment + 1)
         waiting = np.sort(self._shuffle(segment, np.arange(samples - first, count), count))
         last_waits = bool(waiting.size) and int(waiting[-1]) == count - 1
-        skip = 0 if last_waits else (first + count) * seq_length - end
-        cuts = np.flatnonzero(np.diff(waiting) > 1)  # runs of neighbours become one range
-        lows = waiting[np.concatenate([np.zeros(min(1, waiting.size), np.int64), cuts + 1])]
-        highs = waiting[np.concatenate([cuts, np.full(min(1, waiting.size), waiting.size - 1)]).astype(np.int64)] + 1
-        ranges = np.stack([(first + lows) * seq_length, np.minimum((first + highs) * seq_length, end)], 1)
-        if segment == 0 and self.left is not None:
-            left = self._through_ranges(ranges)
-        else:
-            left = ranges - begin + (self.skip if segment == 1 else 0)
-        skip += self.skip if segment == 0 else 0
-        if not len(left):
+        skip = (0 if last_waits else (first + count) * seq_length - end) + (self.skip if segment == 0 else 0)
+        lows = (first + waiting[np.diff(waiting, prepend=-2) > 1]) * seq_length  # runs of neighbours become one range
+        highs = np.minimum((first + waiting[np.diff(waiting, append=count + 1) > 1] + 1) * seq_length, end)
+        _, offsets, counts, _ = self.cover(lows, highs - lows)
+        if not len(offsets):
             return Line(self.tokens, self.key, self.epoch + segment + 1, np.array([[skip, self.tokens]]))
+        order = np.argsort(offsets)
+        left = np.stack([offsets, offsets + counts], 1)[order]
         return Line(self.tokens, self.key, self.epoch + segment, left, skip)
-
-    def _through_ranges(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Ranges of the first segment of the line -> ranges of its epoch."""
-        cuts = np.unique(np.concatenate([wanted.reshape(-1), self._cumulative]))
-        lows, highs = cuts[:-1], cuts[1:]
-        holder = np.searchsorted(wanted[:, 0], lows, side="right") - 1
-        keep = (holder >= 0) & (lows < wanted[np.maximum(holder, 0), 1])
-        lows, highs = lows[keep], highs[keep]
-        at = np.searchsorted(self._cumulative, lows, side="right") - 1
-        shift = self._ranges[at, 0] - self._cumulative[at]
-        return np.stack([lows + shift, highs + shift], 1)
 
     def documents_begun(self, samples: range, seq_length: int, starts_of: Callable[[int], NDArray[np.int64]]) -> int:
         """Documents that begin in the inputs of the samples. `starts_of(epoch)`: their starts, and the end."""
         total = 0
         for a in range(samples.start, samples.stop, 1 << 20):
-            low = self.place(np.arange(a, min(a + (1 << 20), samples.stop)), seq_length)
-            high = low + seq_length
-            last = int(self._segment(high - 1).max(initial=-1))
-            for segment in range(int(self._segment(low).min(initial=0)), last + 1):
-                begin, end = self._begin(segment), self._begin(segment + 1)
-                within = (low < end) & (high > begin)
-                starts = starts_of(self.epoch + segment)[:-1]
-                for bound, sign in ((high, 1), (low, -1)):
-                    total += sign * int(self._begun_before(segment, np.clip(bound[within], begin, end), starts).sum())
+            inputs = self.place(np.arange(a, min(a + (1 << 20), samples.stop)), seq_length)
+            epochs, begins, counts, _ = self.cover(inputs, seq_length)
+            for epoch in np.unique(epochs).tolist():
+                starts, rows = starts_of(epoch)[:-1], epochs == epoch
+                begun = np.searchsorted(starts, (begins + counts)[rows]) - np.searchsorted(starts, begins[rows])
+                total += int(begun.sum())
         return total
-
-    def _begun_before(self, segment: int, at: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Documents of a segment that begin before the tokens `at` of the line."""
-        if segment > 0 or self.left is None:
-            skip = self.skip if segment == 1 else 0
-            return np.searchsorted(starts, at - self._begin(segment) + skip) - np.searchsorted(starts, skip)
-        low, high = np.searchsorted(starts, self._ranges[:, 0]), np.searchsorted(starts, self._ranges[:, 1])
-        whole = np.concatenate([np.zeros(1, np.int64), np.cumsum(high - low)])
-        range_ = np.minimum(np.searchsorted(self._cumulative, at, side="right") - 1, len(self._ranges) - 1)
-        offset = self._ranges[range_, 0] + at - self._cumulative[range_]
-        return whole[range_] + np.searchsorted(starts, offset) - low[range_]

@@ -1,7 +1,14 @@
 """config.json of Hugging Face <-> options of the model. Values that cannot be expressed exactly are refused by name.
 
 models/families.py has the meaning of each family's keys. This module names no family, and has what tables cannot say:
-groups and rotary positions; windows are in windows.py.
+groups, rotary positions and sliding windows. A family has one of two kinds of windows, or none:
+
+    key j is seen by query i   where i - sliding_window < j <= i, itself included: window_size = sliding_window - 1, 0
+    "all" (Mistral)            sliding_window, in all layers; null: in none
+    "by layer" (Qwen)          sliding_window where use_sliding_window: in the layers from max_window_layers on, or in
+                               those that layer_types names sliding_attention
+
+Defaults are those of the families' classes in transformers 5.
 """
 
 from collections.abc import Mapping
@@ -9,13 +16,15 @@ from typing import Any
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config.options import ModelConfig
+from megalite.config.pattern import LONGEST, write_pattern
 from megalite.interop.convert import refuse
-from megalite.interop.hugging_face.windows import Json, read_window, window_misfits, write_window
 from megalite.kernels.rope import RopeScaling, Yarn
 from megalite.models.families import FAMILIES
 from megalite.models.family import Family
 from megalite.models.gpt import rope_scaling
 
+Json = dict[str, Any]
+FULL, SLIDING = "full_attention", "sliding_attention"
 TRAINING = ("hidden_dropout",)  # not a part of the model's function
 # key of rope_scaling -> field of RopeScaling
 _LLAMA3: Mapping[str, str] = {
@@ -86,7 +95,7 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     options["seq_length"] = seq_length or positions
     if isinstance(positions, int) and seq_length is not None and seq_length > positions:
         problems.append(f"seq_length={seq_length} is above the model's {positions} positions")
-    window, wrong = read_window(config, family, options["num_layers"])
+    window, wrong = _read_window(config, family, options["num_layers"])
     options |= window
     problems += wrong
     refuse(problems, f"{where} describes a model that megalite cannot express")
@@ -158,7 +167,7 @@ def misfits(model: ModelConfig, family: Family) -> list[str]:
         lines.append(f"kv_channels={model.kv_channels} is not hidden_size / num_attention_heads")
     if family.even_heads and model.hidden_size % model.num_attention_heads:
         lines.append(f"hidden_size={model.hidden_size} is not a multiple of {model.num_attention_heads} heads")
-    return lines + window_misfits(model, family)
+    return lines + _window_misfits(model, family)
 
 
 def _rotary_misfits(model: ModelConfig, family: Family) -> list[str]:
@@ -201,7 +210,7 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     if family.scalings:
         config["rope_scaling"] = _write_scaling(model)
-    config |= write_window(model, family)
+    config |= _write_window(model, family)
     return config | {"bos_token_id": None, "eos_token_id": None} | dict(tokens) | {"torch_dtype": dtype}
 
 
@@ -218,3 +227,62 @@ def _write_scaling(model: ModelConfig) -> Json | None:
     known = RopeScaling()
     constants = {key: getattr(known, name) for key, name in _LLAMA3.items()}
     return {"rope_type": "llama3", "factor": model.rope_scaling_factor, **constants}
+
+
+def _read_window(config: Json, family: Family, layers: Any) -> tuple[Json, list[str]]:
+    """(options, problems). `layers`: num_hidden_layers, as it is in the file."""
+    if type(layers) is not int or not 0 < layers <= LONGEST:
+        return {}, []  # `model_of` refuses it
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        return {}, [f"layer_types is not a list of {layers} kinds, one for each layer"]
+    if odd := {str(kind) for kind in kinds or ()} - ({FULL, SLIDING} if family.windows else {FULL}):
+        return {}, [f"layer_types has {', '.join(map(repr, sorted(odd)))}, which {family.name} does not have"]
+    by_layer = family.windows == "by layer"
+    used = family.windows == "all" or (by_layer and config.get("use_sliding_window", False))
+    window = config.get("sliding_window", 4096) if used else None
+    if window is not None and (type(window) is not int or window < 2):
+        return {}, [f"sliding_window={window!r} is not a number of 2 or more keys"]
+    if kinds is not None:
+        bits = [kind == SLIDING for kind in kinds]
+    else:
+        first = config.get("max_window_layers", 28) if by_layer else 0
+        if type(first) is not int:
+            return {}, [f"max_window_layers={first!r} is not a number of layers"]
+        bits = [window is not None and layer >= first for layer in range(layers)]
+    if window is None and any(bits):
+        return {}, [f"layer_types has {SLIDING!r}, but there is no sliding_window in use"]
+    if window is not None and not by_layer and not all(bits):
+        kept = f"{family.name} has it in all layers or none"
+        return {}, [f"layer_types has {FULL!r} beside sliding_window={window}, but {kept}"]
+    if window is None or not any(bits):
+        return {}, []
+    pattern = {} if all(bits) else {"window_attn_skip_freq": write_pattern(bits)}
+    return {"window_size": (window - 1, 0), **pattern}, []
+
+
+def _window_misfits(model: ModelConfig, family: Family) -> list[str]:
+    """The reasons why `family` cannot express the windows of `model`."""
+    if model.window_size is None:
+        return []
+    if not family.windows:
+        return [f"window_size={model.window_size[0]},0: it has no window"]
+    if family.windows == "all" and None in model.windows:
+        return [f"window_attn_skip_freq={model.window_attn_skip_freq}: it has a window in all layers or in none"]
+    return []
+
+
+def _write_window(model: ModelConfig, family: Family) -> Json:
+    """The keys for a `family` that can express the model."""
+    if not family.windows:
+        return {}
+    windows = model.windows
+    window = max((window for window in windows if window is not None), default=None)
+    if family.windows == "all":
+        return {"sliding_window": window}
+    keys: Json = {"use_sliding_window": window is not None, "sliding_window": window}
+    if window is not None:
+        full = windows.index(window)  # layers before the first with a window
+        keys["max_window_layers"] = full if None not in windows[full:] else model.num_layers  # the older key
+        keys["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+    return keys

@@ -188,7 +188,7 @@ def documents_of(run: Run, sample: int) -> list[str]:
         return []
 
     def name(position: int) -> str:
-        return ledger.where(sample, position).partition(", token ")[0]
+        return ledger.blend.where(sample, position).partition(", token ")[0]
 
     def after(a: int, first: str, b: int, last: str) -> list[str]:
         """Those that begin in (a, b]."""
