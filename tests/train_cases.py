@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -58,7 +59,7 @@ def train(run: Run, config: Config, folder: Path, saver: Saver | None = None) ->
     watch = Watch(config, run, folder, Phases(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
     try:
         training = Training(run, config, folder, Silent(), StopSignal(), saver, None, watch)
-        with training.watched():
+        with watch.collector.running(), contextlib.closing(watch.profiler):
             for asks in training.steps():
                 training.after(train_step(run, **asks))
         return training.finish()

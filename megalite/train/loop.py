@@ -1,6 +1,5 @@
 """The training loop around the steps: what comes before and after each, until the last one or a reason to stop."""
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,18 +40,11 @@ STOP_FILE = "stop"  # in the run directory: making it stops the run as a signal 
 
 
 class Watch:
-    """Observers of a run. `hosts`: of all ranks. `dog`: runs since the start. `resumes`: of `Ranks`."""
+    """Observers of a run. `hosts`: of all ranks. `dog`: runs since the start."""
 
     def __init__(
-        self,
-        config: Config,
-        run: Run,
-        folder: Path,
-        phases: Phases,
-        hosts: Sequence[str],
-        dog: Watchdog,
-        resumes: bool = False,
-    ):
+        self, config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str], dog: Watchdog
+    ) -> None:
         p, log, o = config.parallel, config.log, config.operations
         timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
         limit_s = p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes
@@ -63,7 +55,7 @@ class Watch:
         dog.join(run.mesh, limit_s)
         self.dog, dog.timers = dog, self.timers
         self.pulse = Pulse(run.mesh, phases, hosts, self.events, o)
-        self.begin, self.resumes = time.monotonic(), resumes
+        self.begin = time.monotonic()
 
 
 def _due(every: int | None, step: int) -> bool:
@@ -140,15 +132,6 @@ class Training:
                 run.pass_over()
             else:
                 yield self._before()
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Around all steps."""
-        with self.watch.collector.running():
-            try:
-                yield
-            finally:
-                self.watch.profiler.stop()
 
     def finish(self) -> tuple[Exit, str]:
         """Save and evaluate for the last time. Returns the outcome, the same on all ranks, and this rank's reason."""

@@ -157,7 +157,7 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
     from megalite.train.life import run as module
 
     shapes: list[tuple[int, ...]] = []
-    real, watched = dist.all_reduce, module.Training.watched
+    real, steps = dist.all_reduce, module.Training.steps
 
     def all_reduce(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.numel() < 40:
@@ -166,9 +166,9 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
 
     def spied(*args: Any, **kwargs: Any) -> Any:
         dist.all_reduce = all_reduce
-        return watched(*args, **kwargs)
+        return steps(*args, **kwargs)
 
-    module.Training.watched = spied  # type: ignore[method-assign]
+    module.Training.steps = spied  # type: ignore[method-assign]
     words = [*SMALL, "--train-iters", "4", "--eval-iters", "0", "--log-interval", "2", "--log-style", "megalite"]
     config = cli.read([*words, *flags.split()], PRESETS)[0]
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
