@@ -51,8 +51,7 @@ def train(run: Run, config: Config, folder: Path, saver: Saver | None = None) ->
     from megalite.train.loop import Training, Watch  # torch: others want the command lines alone
     from megalite.train.step import train_step
     from megalite.train.tell.metrics import Silent
-    from megalite.train.tell.phases import Phases
-    from megalite.train.tell.timers import Timers
+    from megalite.train.tell.timers import Phases, Timers
     from megalite.train.watch.hang import Watchdog
 
     dog = Watchdog(run.mesh, folder, Timers(), 600.0)

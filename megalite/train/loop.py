@@ -21,19 +21,18 @@ from megalite.train.batch import on_device
 from megalite.train.life.stop import StopSignal
 from megalite.train.replicas import check_replicas
 from megalite.train.sources import NamedSet
-from megalite.train.start.resume import go_back, save
+from megalite.train.start.resume import Start, resume, save
 from megalite.train.state import Loader, Run, StepResult
 from megalite.train.step import parameter_norm
 from megalite.train.tell.device_memory import memory_line, memory_of, memory_tags, memory_there
 from megalite.train.tell.figures import Interval
 from megalite.train.tell.metrics import Reporter
-from megalite.train.tell.phases import Phases
 from megalite.train.tell.profiling import Collector, Profiler, write_timeline
 from megalite.train.tell.run_dir import Events, Exit
-from megalite.train.tell.timers import Timers
-from megalite.train.watch.doubts import Doubts
+from megalite.train.tell.timers import Phases, Timers
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.pulse import Pulse
+from megalite.train.watch.suspect import Doubts
 
 LOOK_S = 2.0  # between two agreements of the ranks, during an evaluation, on whether to stop
 STOP_FILE = "stop"  # in the run directory: making it stops the run as a signal does
@@ -248,7 +247,9 @@ class Training:
     def _roll_back(self) -> None:
         if self.saver is not None:
             self.saver.wait()  # for the checkpoint to return to
-        if self._doubts.roll_back(self.saved, lambda step: go_back(self.run, self.config, step)):
+        c = self.config.checkpoint
+        load = lambda step: resume(self.run, c.save or "", self.config, Start(step), c.save_local)  # noqa: E731
+        if self._doubts.roll_back(self.saved, load):
             self._save()  # else a restart would train on the samples that were passed over
 
     def _log(self, result: StepResult, due: bool) -> None:
@@ -301,8 +302,7 @@ class Training:
                         why = self._asks or "asked by another rank"
                         report.say(f"stopping ({why}): the evaluation of step {state.step} ends {end}, without a loss")
                         return True
-            now = state.step, state.consumed_samples, state.consumed_tokens
-            report.validation(*now, loss, what, name=named.name, bytes_per_token=named.bytes_per_token)
+            report.validation(state, loss, named, what)
             self._tell_timers(("evaluate",))
         return False
 

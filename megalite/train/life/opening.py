@@ -45,7 +45,7 @@ def open_reporter(
     if log.log_progress and save is not None:
         where = folder if is_url(save) else Path(save)
         progress = ProgressLog(where, ranks.world, speed.flops_per_token, run.state.consumed_tokens)
-    report = Reporter(folder, speed, log, world=ranks.world, wandb_config=differences(config), progress=progress)
+    report = Reporter(folder, speed, log, wandb_config=differences(config), progress=progress)
     report.attempt(str(folder), lambda: folder.mkdir(parents=True, exist_ok=True))
     rows, validated = folder / "metrics.jsonl", run.state.step < run.last_step
     report.attempt(str(rows), keep_rows_until, rows, run.state.step, validated)

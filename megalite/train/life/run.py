@@ -35,11 +35,10 @@ from megalite.train.tell import figures as lines
 from megalite.train.tell.device_memory import keep_freed_memory
 from megalite.train.tell.metrics import Reporter, Silent
 from megalite.train.tell.overview import describe, facts
-from megalite.train.tell.phases import Phases
 from megalite.train.tell.rank_log import rank_log
 from megalite.train.tell.report import Account
 from megalite.train.tell.run_dir import Exit, leave_status, newest_saved, run_folder, save_roots
-from megalite.train.tell.timers import Timers
+from megalite.train.tell.timers import Phases, Timers
 from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.heartbeat import Heartbeat
