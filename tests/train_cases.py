@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -50,15 +51,14 @@ def train(run: Run, config: Config, folder: Path, saver: Saver | None = None) ->
     from megalite.train.loop import Training, Watch  # torch: others want the command lines alone
     from megalite.train.step import train_step
     from megalite.train.tell.metrics import Silent
-    from megalite.train.tell.phases import Phases
-    from megalite.train.tell.timers import Timers
+    from megalite.train.tell.timers import Phases, Timers
     from megalite.train.watch.hang import Watchdog
 
     dog = Watchdog(run.mesh, folder, Timers(), 600.0)
     watch = Watch(config, run, folder, Phases(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
     try:
         training = Training(run, config, folder, Silent(), StopSignal(), saver, None, watch)
-        with training.watched():
+        with watch.collector.running(), contextlib.closing(watch.profiler):
             for asks in training.steps():
                 training.after(train_step(run, **asks))
         return training.finish()

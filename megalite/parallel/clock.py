@@ -6,11 +6,12 @@
 
 Each moment belongs to the innermost span. On a card a mark is an event on the current stream, so a phase is the time
 that the card spent in it, waits included, and the host never waits for the measurement. A span costs two flag checks
-unless the step is timed (train/tell/phases.py decides) or traced (train/tell/profiling.py). A clock measures one step
+unless the step is timed (train/tell/timers.py decides) or traced (train/tell/profiling.py). A clock measures one step
 at a time, in one thread at a time.
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,7 +31,18 @@ class Clock:
 
     def span(self, phase: str, *name: object) -> contextlib.AbstractContextManager[Any]:
         """A context that counts as `phase`; a profile shows it as `name`."""
-        return _Span(self, phase, name) if self.timed or self.traced else NOTHING
+        return self._span(phase, name) if self.timed or self.traced else NOTHING
+
+    @contextlib.contextmanager
+    def _span(self, phase: str, name: tuple[object, ...]) -> Iterator[None]:
+        traced = self.traced and name
+        with torch.profiler.record_function(" ".join(map(str, name))) if traced else NOTHING:
+            interrupted = self.enter(phase) if self.timed else REST
+            try:
+                yield
+            finally:
+                if self.timed:
+                    self.enter(interrupted)
 
     def begin(self, device: torch.device) -> None:
         """Begin to time a step."""
@@ -58,20 +70,3 @@ class Clock:
                 return {}
             spent[phase] = spent.get(phase, 0.0) + seconds
         return spent
-
-
-class _Span:
-    def __init__(self, clock: Clock, phase: str, name: tuple[object, ...]):
-        self._clock, self._phase = clock, phase
-        traced = clock.traced and name
-        self._record = torch.profiler.record_function(" ".join(map(str, name))) if traced else NOTHING
-
-    def __enter__(self) -> None:
-        self._record.__enter__()
-        if self._clock.timed:
-            self._interrupted = self._clock.enter(self._phase)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._clock.timed:
-            self._clock.enter(self._interrupted)
-        self._record.__exit__(*error)

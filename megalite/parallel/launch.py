@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.config.console import complain, let_go_of_console
-from megalite.parallel.meeting import MeetingError, meet, torchrun_lacks
+from megalite.parallel.meeting import AGENT_STORE, MeetingError, meet
 
 STARTERS = "torchrun, srun, mpirun or --nproc"
 # files in `Ranks.shared`
@@ -154,17 +154,12 @@ def first_host(nodelist: str) -> str:
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-CUDA_VARIABLES: tuple[str, ...] = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT",
-    "TORCH_FR_DUMP_TEMP_FILE",
-)
-# the other names that a user may set; torch gives priority to ours
-OTHER_NAMES = {
+# the variables that we set, and the other name by which a user may set each; torch gives priority to ours
+CUDA_VARIABLES: dict[str, str] = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "",
     "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
 }
 
@@ -197,7 +192,7 @@ def prepare_cuda(tp: int, folder: Path, deterministic: bool = False) -> None:
         answer = ""
     capabilities = [int(line.partition(".")[0]) for line in answer.split() if re.match(r"[0-9]+\.", line)]
     for name, value in cuda_environment(tp, folder, min(capabilities, default=None)).items():
-        if OTHER_NAMES.get(name, name) not in os.environ:
+        if CUDA_VARIABLES[name] not in os.environ:
             os.environ.setdefault(name, value)
 
 
@@ -280,19 +275,31 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(1, number)
 
 
-def follow_torchrun(env: Mapping[str, str] = os.environ) -> list[str]:
+def follow_torchrun() -> list[str]:
     """Let this rank end with its torchrun, which cannot end its ranks if it is killed. Returns the options that
-    torchrun lacks."""
+    torchrun lacks, one line each with the consequence."""
+    lines, env = list[str](), os.environ
     if "TORCHELASTIC_RUN_ID" not in env:
-        return []
+        return lines
     die_with_parent()
-    return torchrun_lacks(env)
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{os.getppid()}/status").read_text("ascii", "replace")
+        caught = re.search(r"SigCgt:\s*([0-9a-f]+)", state)
+        if "SLURM_JOB_ID" in env and caught and not int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1:
+            lines.append(
+                "torchrun dies of SIGUSR1, which SLURM may send before a time limit: start it with "
+                "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+            )
+    several_nodes = env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE")
+    if torchrun_restarts() and several_nodes and env.get(AGENT_STORE) == "True":
+        lines.append("a node that is lost cannot come back: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    return lines
 
 
-def save_after_torchrun(most_s: float, env: Mapping[str, str] = os.environ) -> None:
+def save_after_torchrun(most_s: float) -> None:
     """Send this rank SIGTERM when its torchrun ends (torchrun dies of a SIGUSR1 that it does not pass on), and kill it
     after `most_s`. For a rank that can save and no longer blocks signals."""
-    if "TORCHELASTIC_RUN_ID" not in env or sys.platform != "linux":
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
     parent = os.getppid()
     die_with_parent(signal.SIGTERM)
@@ -300,7 +307,7 @@ def save_after_torchrun(most_s: float, env: Mapping[str, str] = os.environ) -> N
     def end() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        if env.get("LOCAL_RANK") == "0":
+        if os.environ.get("LOCAL_RANK") == "0":
             complain("torchrun has ended without its ranks: they save and stop")
         time.sleep(most_s)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -308,6 +315,6 @@ def save_after_torchrun(most_s: float, env: Mapping[str, str] = os.environ) -> N
     threading.Thread(target=end, name="megalite-torchrun", daemon=True).start()
 
 
-def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:
+def torchrun_restarts() -> bool:
     """Whether torchrun restarts a run that ends with any code but 0, even one that stopped on purpose (75)."""
-    return env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

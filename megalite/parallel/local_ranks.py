@@ -110,8 +110,9 @@ def start_local(
         resumes: bool | None = False
         while resumes is not None:
             processes.clear()
-            with _held():  # the fork server and the ranks that it forks inherit the mask
-                forkserver.ensure_running()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+            forkserver.ensure_running()  # it and the ranks that it forks inherit the mask
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             folder = tempfile.mkdtemp(dir=scratch)  # each start needs a rendezvous file of its own
             for rank in range(nproc):
                 ranks = Ranks(rank, nproc, rank, nproc, f"file://{folder}/rendezvous", resumes, folder)
@@ -235,16 +236,6 @@ def _sweep(folder: Path) -> None:
         folder.rmdir()
     finally:
         os.close(number)
-
-
-@contextlib.contextmanager
-def _held() -> Iterator[None]:
-    """Block the signals HELD in this thread."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _signal(process: Any, number: int) -> None:

@@ -13,16 +13,14 @@ import contextlib
 import fcntl
 import ipaddress
 import os
-import queue
-import re
-import signal
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -77,22 +75,18 @@ def meet(
 def within(seconds: float, do: Callable[[], T]) -> T:
     """Return or raise what `do` does; raise TimeoutError after `seconds` and leave it behind in its thread. torch's own
     time-out does not end a wait for a listener that accepts a connection and then says nothing."""
-    outcome = queue.SimpleQueue[tuple[bool, Any]]()
+    outcome = Future[T]()
 
     def run() -> None:
         try:
-            outcome.put((True, do()))
+            outcome.set_result(do())
         except BaseException as error:
-            outcome.put((False, error))
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name="megalite-meeting", daemon=True).start()
-    try:
-        succeeded, result = outcome.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"silent for {seconds:.0f} s") from None
-    if not succeeded:
-        raise result
-    return result
+    if not futures.wait([outcome], seconds).done:
+        raise TimeoutError(f"silent for {seconds:.0f} s")
+    return outcome.result()
 
 
 def name_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> str:
@@ -188,20 +182,3 @@ def _interfaces() -> dict[str, str]:
                 if not address.is_loopback:
                     addresses[name] = str(address)
     return addresses
-
-
-def torchrun_lacks(env: Mapping[str, str]) -> list[str]:
-    """The options that the torchrun that started this rank lacks, one line each with the consequence."""
-    lines = []
-    with contextlib.suppress(OSError):
-        state = Path(f"/proc/{os.getppid()}/status").read_text("ascii", "replace")
-        caught = re.search(r"SigCgt:\s*([0-9a-f]+)", state)
-        if "SLURM_JOB_ID" in env and caught and not int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1:
-            lines.append(
-                "torchrun dies of SIGUSR1, which SLURM may send before a time limit: start it with "
-                "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-            )
-    elastic = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE")
-    if elastic and env.get(AGENT_STORE) == "True":
-        lines.append("a node that is lost cannot come back: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-    return lines

@@ -22,12 +22,6 @@ from megalite.parallel.spec import Constant, ParamSpec
 WORTH_THREADS = 1 << 20  # elements
 
 
-def seed_of(*coordinates: int | str) -> int:
-    """A 63-bit seed from a tuple of coordinates; the same on every machine."""
-    digest = hashlib.sha256("/".join(str(c) for c in coordinates).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
 def _meets(span: range, shape: tuple[int, ...], dim: int) -> tuple[int, int]:
     """The indices along `dim` that elements `span` of the flattened `shape` have: first, and one beyond the last; all
     of them where the span runs through several rows of an earlier dim."""
@@ -59,7 +53,8 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, span: ra
     @torch.no_grad()  # grad mode belongs to a thread
     def fill(block: int) -> None:
         first, last = block * size, min((block + 1) * size, spec.shape[dim])
-        generator = torch.Generator().manual_seed(seed_of(seed, spec.name, block))
+        digest = hashlib.sha256(f"{seed}/{spec.name}/{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits
         # the whole block, also at the end: the last values of a draw depend on whether its size is a multiple of 16
         values = torch.randn(size, *row, generator=generator) * std
         a, b = max(first, start), min(last, stop)

@@ -1,6 +1,5 @@
 """The training loop around the steps: what comes before and after each, until the last one or a reason to stop."""
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,37 +21,29 @@ from megalite.train.batch import on_device
 from megalite.train.life.stop import StopSignal
 from megalite.train.replicas import check_replicas
 from megalite.train.sources import NamedSet
-from megalite.train.start.resume import go_back, save
+from megalite.train.start.resume import Start, resume, save
 from megalite.train.state import Loader, Run, StepResult
 from megalite.train.step import parameter_norm
 from megalite.train.tell.device_memory import memory_line, memory_of, memory_tags, memory_there
 from megalite.train.tell.figures import Interval
 from megalite.train.tell.metrics import Reporter
-from megalite.train.tell.phases import Phases
 from megalite.train.tell.profiling import Collector, Profiler, write_timeline
 from megalite.train.tell.run_dir import Events, Exit
-from megalite.train.tell.timers import Timers
-from megalite.train.watch.doubts import Doubts
+from megalite.train.tell.timers import Phases, Timers
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.pulse import Pulse
+from megalite.train.watch.suspect import Doubts
 
 LOOK_S = 2.0  # between two agreements of the ranks, during an evaluation, on whether to stop
 STOP_FILE = "stop"  # in the run directory: making it stops the run as a signal does
 
 
 class Watch:
-    """Observers of a run. `hosts`: of all ranks. `dog`: runs since the start. `resumes`: of `Ranks`."""
+    """Observers of a run. `hosts`: of all ranks. `dog`: runs since the start."""
 
     def __init__(
-        self,
-        config: Config,
-        run: Run,
-        folder: Path,
-        phases: Phases,
-        hosts: Sequence[str],
-        dog: Watchdog,
-        resumes: bool = False,
-    ):
+        self, config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str], dog: Watchdog
+    ) -> None:
         p, log, o = config.parallel, config.log, config.operations
         timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
         limit_s = p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes
@@ -63,7 +54,7 @@ class Watch:
         dog.join(run.mesh, limit_s)
         self.dog, dog.timers = dog, self.timers
         self.pulse = Pulse(run.mesh, phases, hosts, self.events, o)
-        self.begin, self.resumes = time.monotonic(), resumes
+        self.begin = time.monotonic()
 
 
 def _due(every: int | None, step: int) -> bool:
@@ -140,15 +131,6 @@ class Training:
                 run.pass_over()
             else:
                 yield self._before()
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Around all steps."""
-        with self.watch.collector.running():
-            try:
-                yield
-            finally:
-                self.watch.profiler.stop()
 
     def finish(self) -> tuple[Exit, str]:
         """Save and evaluate for the last time. Returns the outcome, the same on all ranks, and this rank's reason."""
@@ -265,7 +247,9 @@ class Training:
     def _roll_back(self) -> None:
         if self.saver is not None:
             self.saver.wait()  # for the checkpoint to return to
-        if self._doubts.roll_back(self.saved, lambda step: go_back(self.run, self.config, step)):
+        c = self.config.checkpoint
+        load = lambda step: resume(self.run, c.save or "", self.config, Start(step), c.save_local)  # noqa: E731
+        if self._doubts.roll_back(self.saved, load):
             self._save()  # else a restart would train on the samples that were passed over
 
     def _log(self, result: StepResult, due: bool) -> None:
@@ -318,8 +302,7 @@ class Training:
                         why = self._asks or "asked by another rank"
                         report.say(f"stopping ({why}): the evaluation of step {state.step} ends {end}, without a loss")
                         return True
-            now = state.step, state.consumed_samples, state.consumed_tokens
-            report.validation(*now, loss, what, name=named.name, bytes_per_token=named.bytes_per_token)
+            report.validation(state, loss, named, what)
             self._tell_timers(("evaluate",))
         return False
 

@@ -69,26 +69,17 @@ def issued(mesh: Mesh) -> Iterator[Counter[Issued]]:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One rank's memory and calls. Exact bytes: of flat weights and gradients, of the optimizer's own tensors, of
-    rotary tables; `in_flight`: the most that micro-batches keep after a forward; `peak`: the most at any time.
-    `parameters`: elements that this rank holds."""
+    """One rank's memory and calls. Exact bytes: `parts` are held all the time, by name, flat weights and gradients, the
+    optimizer's own tensors and rotary tables; `in_flight`: the most that micro-batches keep after a forward; `peak`:
+    the most at any time. `parameters`: elements that this rank holds."""
 
     mesh: Mesh
     layers: dict[int, range]  # of each stage of this rank
     parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-    tables: int
+    parts: dict[str, int]
     in_flight: int
     peak: int
     issued: Counter[Issued]
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes that are held all the time, by name."""
-        parts = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
-        return parts | ({"rotary tables": self.tables} if self.tables else {})
 
     @property
     def state(self) -> int:
@@ -147,14 +138,18 @@ def _stepped(run: Run, plan: Arrangement, shapes: Meta) -> Rehearsal:
         run.buffer.wait_gather()  # as the next step would
     run.close()
     held = [x for flats in main.state for x in flats.values()] + ([] if main.same else main.main)
+    parts = {
+        "weights": run.buffer.weights.nbytes,
+        "gradients": run.buffer.grads.nbytes,
+        "optimizer": sum(x.nbytes for x in held),
+    }
+    if tables := sum(x.nbytes for stage in stages for x in stage.rope or ()):
+        parts["rotary tables"] = tables
     return Rehearsal(
         mesh=run.mesh,
         layers={number: plan.stages[number] for number in plan.placement.stages(run.mesh.pp.rank)},
         parameters=sum(entry.numel for entry in run.buffer.layout.entries),
-        weights=run.buffer.weights.nbytes,
-        gradients=run.buffer.grads.nbytes,
-        optimizer=sum(x.nbytes for x in held),
-        tables=sum(x.nbytes for stage in stages for x in stage.rope or ()),
+        parts=parts,
         in_flight=max(kept) - state,
         peak=shapes.peak,
         issued=calls,

@@ -102,7 +102,7 @@ NO_RACE = {
     "train/loop.py Training.finish: self.run.buffer.wait_gather()": "as above",
     "train/replicas.py disagreement: buffer.wait_gather()": "the step's forward has waited for every weight",
     "pipeline/runtime.py Pipeline._now: synchronize(self.mesh.device)": "for the time alone",
-    "train/tell/phases.py Phases.over_ranks: synchronize(self._mesh.device)": "for the time alone",
+    "train/tell/timers.py Phases.over_ranks: synchronize(self._mesh.device)": "for the time alone",
     "parallel/self_test.py _outcomes: start_all_gather(sent[:part], axis).wait()": "the reduce-scatter after it waits",
     "train/tell/timers.py Timers._now: synchronize(self.mesh.device)": "for the time alone",
     "parallel/streams.py synchronize: torch.cuda.synchronize(device)": "for the time alone",
@@ -113,7 +113,7 @@ UNSEEN = {
     "optim/muon.py _WholeMatrices._spread: results.wait()": "as above",
     "train/rehearsal.py _stepped.at_once: pending.wait()": "a rehearsal moves nothing",
     "train/rehearsal.py _stepped: run.buffer.wait_gather()": "as above",
-    "train/watch/doubts.py Doubts.roll_back: run.buffer.wait_gather()": "a checkpoint overwrites them; no run here has one",
+    "train/watch/suspect.py Doubts.roll_back: run.buffer.wait_gather()": "a checkpoint overwrites them; no run here has one",
 }
 OF_THE_HOST = {
     "checkpoint/run/background_save.py wait_for_lists: give_up.wait(storage.look_every_s)",

@@ -15,7 +15,7 @@ from card.simulator.device import simulated
 from megalite.config import cli
 from megalite.config.options import Config
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, prepare_cuda, process_group
+from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, prepare_cuda, process_group
 from megalite.plan.arrangement import arrange
 from megalite.plan.peak_rates import find_peak
 from megalite.train.life.preflight import check_machine
@@ -33,7 +33,7 @@ def config_of(flags: str = "") -> Config:
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where an nvidia-smi can be put; the variables are as they were afterwards."""
-    for name in (*CUDA_VARIABLES, *OTHER_NAMES.values(), "CUBLAS_WORKSPACE_CONFIG"):
+    for name in (*CUDA_VARIABLES, *filter(None, CUDA_VARIABLES.values()), "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -92,7 +92,7 @@ def test_a_tool_that_hangs_is_left(tool: Path, tmp_path: Path, monkeypatch: pyte
     assert os.environ[ONE_QUEUE] == "1"
 
 
-@pytest.mark.parametrize("name", [*CUDA_VARIABLES, *(other for other in OTHER_NAMES.values())])
+@pytest.mark.parametrize("name", [*CUDA_VARIABLES, *filter(None, CUDA_VARIABLES.values())])
 def test_what_the_user_has_set_stays_under_either_name(
     tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -100,7 +100,7 @@ def test_what_the_user_has_set_stays_under_either_name(
     monkeypatch.setenv(name, "theirs")
     prepare_cuda(2, tmp_path)
     assert os.environ[name] == "theirs"
-    ours = next((ours for ours, theirs in OTHER_NAMES.items() if theirs == name), None)
+    ours = next((ours for ours, theirs in CUDA_VARIABLES.items() if theirs == name), None)
     assert ours is None or ours not in os.environ
 
 

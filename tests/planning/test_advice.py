@@ -1,7 +1,7 @@
 """megalite/plan/advice.py: every share that some program has is one that the adviser knows."""
 
 from megalite.plan.advice import CAUSES, COMPUTING, limit_of
-from megalite.train.tell.phases import COMPUTE, PHASES
+from megalite.train.tell.timers import COMPUTE, PHASES
 from tools.bench.breakdown import LOST
 
 

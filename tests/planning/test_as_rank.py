@@ -116,8 +116,8 @@ def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: st
         assert said.parts == held, f"rank {rank}"
         assert said.in_flight > 0 and said.peak > said.state + said.in_flight
         holding = plan.holdings[said.mesh.pp.rank]
-        assert (said.weights, said.gradients) == (holding.weights, holding.gradients)
-        assert said.optimizer == holding.optimizer and said.parameters == holding.local
+        assert (held["weights"], held["gradients"]) == (holding.weights, holding.gradients)
+        assert held["optimizer"] == holding.optimizer and said.parameters == holding.local
 
 
 def totals(calls: Counter[Issued], axis: str, op: str) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from whole_runs import pretrain, status_of
 
 from megalite.config.options import Config, LogConfig, options
 from megalite.config.packages import missing_packages
+from megalite.train.sources import NamedSet
 from megalite.train.state import State, StepResult
 from megalite.train.tell import figures
 from megalite.train.tell.figures import Interval, Speed, columns, duration, table
@@ -29,6 +30,7 @@ SEEN = Interval(
     **dict(loss=7.654321, lr=1.5e-4, grad_norm=1.2351, loss_scale=1.0, skipped=0, step_s=5.1324, data_s=0.0154),
     **dict(tokens_per_step=256 * 2048, memory_gib=31.42, memory_limit_gib=79.6),
 )
+SET = NamedSet("", None)
 STEP = StepResult(loss=6.5, grad_norm=1.25, lr=1.5e-4, batch_size=256, skipped=False, stop=False, data_s=0, step_s=5)
 # 412.7 TFLOP/s per device in the interval above
 SPEED = Speed(flops_per_token=412.7e12 * 8 * 5.1324 / (256 * 2048), devices=8, peak_tflops=989.4)
@@ -145,8 +147,8 @@ def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for step in (100, 200):  # the second is a resumed run: it continues in the same files
         report = Reporter(tmp_path / "run", SPEED, LogConfig(log_style=style))
         report.train(replace(SEEN, step=step))
-        report.validation(step, 25_600, 52_428_800, 7.5)
-        report.validation(step, 25_600, 52_428_800, 8.5, " on test set")
+        report.validation(State(step, 25_600, 52_428_800), 7.5, SET)
+        report.validation(State(step, 25_600, 52_428_800), 8.5, SET, " on test set")
         report.close()
     shown = capsys.readouterr().out
     assert shown == (tmp_path / "run/log.txt").read_text(encoding="utf-8")
@@ -192,18 +194,18 @@ def board(folder: Path, **options: Any) -> LogConfig:
 
 
 def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
-    report = Reporter(tmp_path, SPEED, board(tmp_path / "tb"), world=8)
+    report = Reporter(tmp_path, SPEED, board(tmp_path / "tb"))
     report.train(SEEN)
     report.step(State(100, 25_600), STEP, 2.0, None, {})
-    report.validation(100, 25_600, 52_428_800, 7.5)
-    report.validation(100, 25_600, 52_428_800, 8.5, " on test set")
+    report.validation(State(100, 25_600, 52_428_800), 7.5, SET)
+    report.validation(State(100, 25_600, 52_428_800), 8.5, SET, " on test set")
     report.close()
     more: dict[str, Any] = {f"log_{n}_to_tensorboard": True for n in ("timers", "validation_ppl", "world_size")}
     log = board(tmp_path / "all", **more, log_loss_scale_to_tensorboard=False)
-    report = Reporter(tmp_path, SPEED, replace(log, log_style="megatron"), world=8)
+    report = Reporter(tmp_path, SPEED, replace(log, log_style="megatron"))
     report.step(State(100, 25_600), replace(STEP, zeros=97, z_loss=0.1), 2.0, 356.7, {"mem-allocated-bytes": 5.0})
     report.timers(100, {"forward-backward": [0.25, 0.5]})
-    report.validation(100, 25_600, 52_428_800, 7.5, name="wiki", bytes_per_token=4.0)
+    report.validation(State(100, 25_600, 52_428_800), 7.5, NamedSet("wiki", None, 4.0))
     report.close()
     assert " validation-wiki loss at iteration 100 | lm loss value: 7.5" in (tmp_path / "log.txt").read_text()
     assert rows(tmp_path)[-1]["val/wiki/bpb"] == pytest.approx(7.5 / math.log(2) / 4)
@@ -239,7 +241,7 @@ def tell_all(report: Reporter) -> None:
         report.train(replace(SEEN, step=step))
         report.step(State(step, step), STEP, 1.0, None, {})
     report.warn("this is missing")
-    report.validation(3, 3, 3, 7.5)
+    report.validation(State(3, 3, 3), 7.5, SET)
     report.summary({"steps": "3"})
     report.close()
 
@@ -343,7 +345,7 @@ def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest
     log = LogConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="team", wandb_save_dir="there")
     report = Reporter(tmp_path, SPEED, log, wandb_config={"train": {"seed": 1}})
     report.train(replace(SEEN, loss=None))
-    report.validation(100, 25_600, 52_428_800, 7.5)
+    report.validation(State(100, 25_600, 52_428_800), 7.5, SET)
     report.close()
     where = {"entity": "team", "dir": "there"}
     assert calls[0] == {"project": "p", "name": "n", "config": {"train": {"seed": 1}}, **where}

@@ -17,8 +17,8 @@ from whole_runs import pretrain, rows, status_of
 
 from megalite.config.options import OperationsConfig
 from megalite.parallel.mesh import Mesh
-from megalite.train.tell.phases import Phases
 from megalite.train.tell.run_dir import Events, Exit
+from megalite.train.tell.timers import Phases
 from megalite.train.watch.cards import Card, read
 from megalite.train.watch.pulse import HEALTH, LINES, OWN, Pulse, slow_ranks, straggler_line
 

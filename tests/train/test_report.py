@@ -21,8 +21,8 @@ from whole_runs import pretrain
 from megalite.parallel.clock import NOTHING, Clock
 from megalite.plan.advice import too_few_cores
 from megalite.train.step import train_step
-from megalite.train.tell.phases import Phases
 from megalite.train.tell.report import Work, advise, make, read_past, summary, useful_seconds
+from megalite.train.tell.timers import Phases
 
 PLANNED = "20.0% as planned with 4 micro-batches over 2 stages"
 SIZES = dict(devices=4, pp=2, chunks=1, microbatches=4, steps=9, tokens=800, all_tokens=1000)

@@ -28,11 +28,10 @@ from megalite.train.replicas import ReplicaError, check_replicas, disagreement
 from megalite.train.setup import build_run
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.tell.device_memory import memory_line
-from megalite.train.tell.phases import PHASES
 from megalite.train.tell.profiling import Profiler
 from megalite.train.tell.progress_file import ProgressLog
 from megalite.train.tell.run_dir import Exit
-from megalite.train.tell.timers import OF_STEP, Timers
+from megalite.train.tell.timers import OF_STEP, PHASES, Timers
 
 
 def read(*flags: str) -> Config:
@@ -157,7 +156,7 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
     from megalite.train.life import run as module
 
     shapes: list[tuple[int, ...]] = []
-    real, watched = dist.all_reduce, module.Training.watched
+    real, steps = dist.all_reduce, module.Training.steps
 
     def all_reduce(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.numel() < 40:
@@ -166,9 +165,9 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
 
     def spied(*args: Any, **kwargs: Any) -> Any:
         dist.all_reduce = all_reduce
-        return watched(*args, **kwargs)
+        return steps(*args, **kwargs)
 
-    module.Training.watched = spied  # type: ignore[method-assign]
+    module.Training.steps = spied  # type: ignore[method-assign]
     words = [*SMALL, "--train-iters", "4", "--eval-iters", "0", "--log-interval", "2", "--log-style", "megalite"]
     config = cli.read([*words, *flags.split()], PRESETS)[0]
     ranks = Ranks(dist.get_rank(), dist.get_world_size())

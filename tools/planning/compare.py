@@ -26,7 +26,7 @@ from megalite.plan.profile import Profile, read_profile
 from megalite.plan.step_time import step_time
 from megalite.train.sources import open_tokenizer, true_vocab_size
 from megalite.train.tell.figures import columns
-from megalite.train.tell.phases import COMPUTE
+from megalite.train.tell.timers import COMPUTE
 from tools.pictures.page import DAMAGE
 from tools.pictures.pipeline import read_timeline
 from tools.pictures.run import Run, RunError, listed, number, read_run, table

@@ -27,7 +27,7 @@ from megalite.parallel.launch import (
 )
 from megalite.parallel.local_ranks import INTERRUPTED, ORDERLY_S, cores, start_local, tell_stopping
 from megalite.train.life.restarts import Restarts, locked_run
-from megalite.train.life.stop import Stopped, StopSignal, hold, stop_signal
+from megalite.train.life.stop import Stopped, StopSignal, hold
 from megalite.train.tell.run_dir import Exit, leave_status, run_folder, taken
 
 MOST_RANKS_PER_CORE = 8
@@ -63,9 +63,11 @@ class Command:
         if self.stop is not None:
             return self.stop
         no_launcher = ranks.rank == 0 and not (ranks.init_method or "").startswith("file:")
-        stop = stop_signal(self.config, tells=no_launcher)
+        t, saves = self.config.train, self.config.checkpoint.save is not None
+        asks_first = saves or t.exit_signal_handler or t.exit_signal is not None
+        stop = StopSignal(asks_first, [t.exit_signal] if t.exit_signal else [], tells=no_launcher)
         stop.install()
-        if self.config.checkpoint.save is not None:
+        if saves:
             save_after_torchrun(ORDERLY_S)
         return stop
 

@@ -19,7 +19,7 @@ from megalite.config.toml import differences, to_toml
 from megalite.data.samples.batches import MicroBatch
 from megalite.models.gpt import Block, Stage
 from megalite.parallel.comm import all_reduce_
-from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, Ranks
+from megalite.parallel.launch import CUDA_VARIABLES, Ranks
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.kinds import model_flops
 from megalite.plan.peak_rates import find_peak
@@ -45,7 +45,7 @@ def open_reporter(
     if log.log_progress and save is not None:
         where = folder if is_url(save) else Path(save)
         progress = ProgressLog(where, ranks.world, speed.flops_per_token, run.state.consumed_tokens)
-    report = Reporter(folder, speed, log, world=ranks.world, wandb_config=differences(config), progress=progress)
+    report = Reporter(folder, speed, log, wandb_config=differences(config), progress=progress)
     report.attempt(str(folder), lambda: folder.mkdir(parents=True, exist_ok=True))
     rows, validated = folder / "metrics.jsonl", run.state.step < run.last_step
     report.attempt(str(rows), keep_rows_until, rows, run.state.step, validated)
@@ -61,9 +61,8 @@ def open_reporter(
     for note in sources.notes:
         report.say(f"note: {note}")
     cuda = run.mesh.device.type == "cuda"
-    set_ = environment.values_of(
-        [*((*CUDA_VARIABLES, *OTHER_NAMES.values()) if cuda else ()), *environment.OVERRIDES.values(), VARIABLE]
-    )
+    names = (*CUDA_VARIABLES, *filter(None, CUDA_VARIABLES.values()))
+    set_ = environment.values_of([*(names if cuda else ()), *environment.OVERRIDES.values(), VARIABLE])
     if set_ or cuda:
         report.say(f"environment: {set_}")
     return report

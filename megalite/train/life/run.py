@@ -9,13 +9,15 @@ from types import TracebackType
 
 import torch
 
+from megalite.checkpoint.run.saver import Saver
+from megalite.checkpoint.storage.location import folder_of, is_url
 from megalite.config.console import complain
 from megalite.config.faults import fault
+from megalite.config.options import Config
 from megalite.parallel.launch import Ranks, process_group, torchrun_restarts
 from megalite.parallel.mesh import PLANNED, Axis, Mesh, world_axis
 from megalite.parallel.self_test import check_collectives
 from megalite.plan.arrangement import Arrangement
-from megalite.train.life.closing import conclude
 from megalite.train.life.command import Command
 from megalite.train.life.exit import Moment, failure, leave_at_once
 from megalite.train.life.export_hf import export
@@ -33,11 +35,10 @@ from megalite.train.tell import figures as lines
 from megalite.train.tell.device_memory import keep_freed_memory
 from megalite.train.tell.metrics import Reporter, Silent
 from megalite.train.tell.overview import describe, facts
-from megalite.train.tell.phases import Phases
 from megalite.train.tell.rank_log import rank_log
 from megalite.train.tell.report import Account
-from megalite.train.tell.run_dir import Exit, leave_status, run_folder
-from megalite.train.tell.timers import Timers
+from megalite.train.tell.run_dir import Exit, leave_status, newest_saved, run_folder, save_roots
+from megalite.train.tell.timers import Phases, Timers
 from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.heartbeat import Heartbeat
@@ -125,7 +126,7 @@ class Life:
     def training(self, run: Run, plan: Arrangement, sources: Sources) -> Iterator[Training]:
         """Load before the steps, export after; in any case report the end, and leave it in the run directory."""
         config, t, ranks, begun = plan.config, plan.config.train, self.ranks, False
-        watch = Watch(config, run, self.folder, Phases(run.mesh, self.dog.started), self.hosts, self.dog, ranks.resumes)
+        watch = Watch(config, run, self.folder, Phases(run.mesh, self.dog.started), self.hosts, self.dog)
         check_collectives(run.mesh)
         if t.skip_train:
             config = replace(config, checkpoint=replace(config.checkpoint, save=None))
@@ -154,7 +155,7 @@ class Life:
             watch.begin, begun, self.stop.begun = time.monotonic(), True, True
             watch.phases.ready()
             training = Training(run, config, self.folder, report, self.stop, saver, saved, watch)
-            with training.watched():
+            with watch.collector.running(), contextlib.closing(watch.profiler):
                 yield training
             self.ended = training.finish()
             watch.phases.over_ranks()
@@ -171,5 +172,61 @@ class Life:
                 self.ended = failure(asked, now, self.dog)
         finally:
             heart.close()
-            conclude(run, config, saver, report, account, self.folder, self.ended, watch)
+            self._conclude(run, config, saver, report, account, watch)
         leave_at_once(self.ended[0], in_group=True)
+
+    def _conclude(
+        self, run: Run, config: Config, saver: Saver | None, report: Reporter, account: Account | None, watch: Watch
+    ) -> None:
+        """Close what is open, and report how the run ended."""
+        outcome, reason = self.ended
+        self.dog.close()
+        run.close()
+        if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG))):
+            reason += f"; {lost}"
+        if account is not None:
+            for line in saver.news() if saver is not None else []:
+                report.say(line)
+            costs = report.attempt("report.json", account.close, outcome, saver)
+            report.summary(
+                {
+                    "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
+                    "steps": f"{run.state.step:,} of {run.last_step:,}",
+                    "tokens": f"{run.state.consumed_tokens:,}",
+                    "time": lines.duration(time.monotonic() - watch.begin),
+                    "checkpoint": newest_checkpoint(config),
+                    **({"to continue": to_continue(config)} if outcome in (Exit.REQUEUE, Exit.INTERRUPTED) else {}),
+                    **(costs or {}),
+                }
+            )
+            report.close()
+        if not run.mesh.world.is_first and outcome is not Exit.HANG:  # in a hang rank 0 may not get here
+            return
+        if outcome is Exit.INTERRUPTED:
+            where = f"interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)}"
+            complain(f"pretrain_gpt.py: {where}; to continue: {to_continue(config)}")
+        if self.folder.is_dir():
+            steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
+            leave_status(self.folder, outcome.outcome, config, reason, resumes=self.ranks.resumes, **steps)
+
+
+def newest_checkpoint(config: Config) -> str:
+    """Where to continue from, in words; never raises."""
+    c = config.checkpoint
+    if c.save is None:
+        return "none, there is no --save"
+    if all(is_url(root) for root in save_roots(config)):
+        return f"see {c.save}"  # not asked: the run may have ended because it does not answer
+    try:
+        saved = newest_saved(config)
+    except OSError as error:
+        return f"{c.save} cannot be read: {error.strerror}"
+    return f"none in {c.save} yet" if saved is None else str(folder_of(saved[1], saved[0]))
+
+
+def to_continue(config: Config) -> str:
+    """The command for the remaining steps, in words."""
+    c = config.checkpoint
+    if c.save is None:
+        return "from step 1 by the same command; --save DIR keeps what a run has done"
+    return "the same command" + ("" if c.load == c.save else f" with --load {c.save}")

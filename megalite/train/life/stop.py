@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Sequence
 
-from megalite.config.options import Config
 from megalite.parallel.local_ranks import AT_ONCE, FORWARDED, HELD, tell_stopping
 
 # from schedulers and systemd, Ctrl-C, SLURM before its time limit, a closed terminal, a limit of processor time
@@ -61,9 +60,3 @@ class StopSignal:
             tell_stopping(number)
         if not self.saves or number in AT_ONCE or (number == signal.SIGINT and (again or not self.begun)):
             raise Stopped(name)
-
-
-def stop_signal(config: Config, tells: bool = False) -> StopSignal:
-    t = config.train
-    saves = config.checkpoint.save is not None or t.exit_signal_handler or t.exit_signal is not None
-    return StopSignal(saves, [t.exit_signal] if t.exit_signal else [], tells)

@@ -136,11 +136,6 @@ def resume(
     return folder, notes
 
 
-def go_back(run: Run, config: Config, step: int) -> None:
-    """Load the run's own checkpoint of `step`; collective, as `resume`."""
-    resume(run, config.checkpoint.save or "", config, Start(step), config.checkpoint.save_local)
-
-
 def _wanted(
     run: Run, config: Config, start: Start, folder: Location, manifest: Manifest, theirs: Rates
 ) -> tuple[loader.Wanted, list[str]]:

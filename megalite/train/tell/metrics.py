@@ -20,6 +20,7 @@ from megalite.config.console import Bar, complain, show
 from megalite.config.options import LogConfig
 from megalite.config.packages import missing_packages
 from megalite.data.samples.validation_sets import bits_per_byte
+from megalite.train.sources import NamedSet
 from megalite.train.state import State, StepResult
 from megalite.train.tell import figures as lines
 from megalite.train.tell.figures import Interval, Speed, perplexity
@@ -32,7 +33,7 @@ FIRST_PROGRESS_S = 2.0
 
 class Reporter:
     """Writes to the console, `folder`/log.txt and metrics.jsonl, and where asked to TensorBoard, W&B and `progress`.
-    `log`: its `log_style` is not auto. `world`: ranks. Raises RuntimeError where a package is missing."""
+    `log`: its `log_style` is not auto. Raises RuntimeError where a package is missing."""
 
     def __init__(
         self,
@@ -40,11 +41,10 @@ class Reporter:
         speed: Speed,
         log: LogConfig = LogConfig(),  # noqa: B008 (frozen)
         *,
-        world: int = 1,
         wandb_config: dict[str, Any] | None = None,
         progress: ProgressLog | None = None,
     ):
-        self.speed, self.log, self.world, self.megatron = speed, log, world, log.log_style == "megatron"
+        self.speed, self.log, self.megatron = speed, log, log.log_style == "megatron"
         self._progress = progress
         self._lost: Counter[str] = Counter()
         self._warnings: list[str] = []
@@ -153,7 +153,7 @@ class Reporter:
             "lm loss": None if r.skipped else r.loss,
             "z_loss": r.z_loss or None,  # 0 only where it is off
             "loss-scale": loss_scale if self.log.log_loss_scale_to_tensorboard else None,
-            "world-size": self.world if self.log.log_world_size_to_tensorboard else None,
+            "world-size": self.speed.devices if self.log.log_world_size_to_tensorboard else None,
             "grad-norm": r.grad_norm,
             "num-zeros": r.zeros,
             "params-norm": params_norm,
@@ -184,21 +184,10 @@ class Reporter:
 
         return Bar(what, iters, "batches", every_s=PROGRESS_S, first_s=FIRST_PROGRESS_S, plain=plain)
 
-    def validation(
-        self,
-        step: int,
-        samples: int,
-        tokens: int,
-        loss: float,
-        what: str = "",
-        *,
-        name: str = "",
-        bytes_per_token: float | None = None,
-    ) -> None:
-        """`what`: "" during training, " on validation set" or " on test set" at the end. `name`: of one of several
-        sets. `bytes_per_token`: of the set's text, where it is known."""
-        test = "test" in what
-        bpb = None if bytes_per_token is None else bits_per_byte(loss, bytes_per_token)
+    def validation(self, state: State, loss: float, named: NamedSet[Any], what: str = "") -> None:
+        """The loss on a set. `what`: "" during training, " on validation set" or " on test set" at the end."""
+        step, name, test = state.step, named.name, "test" in what
+        bpb = None if named.bytes_per_token is None else bits_per_byte(loss, named.bytes_per_token)
         which = ("test" if test else "validation") + (f" {name}" if name else "")
         if self.megatron:
             self.say(lines.megatron_validation_lines(f"iteration {step}{what}", loss, name))
@@ -207,12 +196,12 @@ class Reporter:
         self._results[f"{which} loss"] = f"{loss:.4f} at step {step:,}, perplexity {perplexity(loss):.5g}"
         key = f"val/{name or ('test' if test else 'valid')}"
         row = {f"{key}/loss": loss, f"{key}/ppl": perplexity(loss)}
-        self._row(step, tokens, row if bpb is None else {**row, f"{key}/bpb": bpb})
+        self._row(step, state.consumed_tokens, row if bpb is None else {**row, f"{key}/bpb": bpb})
         if not test:
             tag = f"lm loss validation{'-' + name if name else ''}"
-            self._scalars({tag: loss}, step, samples)
+            self._scalars({tag: loss}, step, state.consumed_samples)
             if self.log.log_validation_ppl_to_tensorboard:
-                self._scalars({f"{tag} ppl": perplexity(loss)}, step, samples)
+                self._scalars({f"{tag} ppl": perplexity(loss)}, step, state.consumed_samples)
 
     def saving(self, state: State, background: bool) -> None:
         """A save was begun, so those before are complete; if it is not in the background, it is complete too."""

@@ -67,9 +67,9 @@ class Profiler:
                 complain(f"WARNING: {self.history}: {error.strerror}; the memory history is no longer recorded")
                 self.history = None
         if step == self.last:
-            self.stop()
+            self.close()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Also of a run that ends before the last step to profile."""
         if not self._running:
             return

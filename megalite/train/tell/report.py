@@ -25,8 +25,8 @@ from megalite.plan.advice import CAUSES, about_the_bubble, limit_of, sentence, t
 from megalite.plan.arrangement import Arrangement
 from megalite.train.state import Run
 from megalite.train.tell.figures import duration
-from megalite.train.tell.phases import COMPUTE, FIRST, Phases
 from megalite.train.tell.run_dir import Events, Exit, json_rows, now, write_atomically
+from megalite.train.tell.timers import COMPUTE, FIRST, Phases
 
 STARTED, ENDED, HUNG = "started", "ended", "hang"  # of a process, in events.jsonl
 HEALTHY = (Exit.DONE, Exit.REQUEUE)  # ended between two steps, with nothing found wrong

@@ -25,8 +25,8 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.train.state import StepResult
 from megalite.train.tell.metrics import Reporter
-from megalite.train.tell.phases import EVERY, Phases
 from megalite.train.tell.run_dir import Events
+from megalite.train.tell.timers import EVERY, Phases
 from megalite.train.watch.cards import THROTTLED, Card, read
 
 OWN = ("data", "forward", "backward", "graph", "optimizer", "other")  # phases of the clock without the waits
