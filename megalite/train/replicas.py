@@ -140,7 +140,7 @@ def _casts(run: Run) -> list[str]:
     """Parameters whose part that this rank owns is not its rounded main weight."""
     buffer, optimizer, found = run.buffer, run.optimizer, []
     for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
-        wrong = buffer.weights.owned(bucket) != main.to(buffer.weights.dtype)
+        wrong = (owned := buffer.weights.owned(bucket)) != main.to(owned)
         if optimizer.same or not bool(wrong.any()):
             continue
         at = buffer.rules[bucket.kind].owned(bucket).start + int(wrong.nonzero()[0])
@@ -152,9 +152,7 @@ def _casts(run: Run) -> list[str]:
 
 def _heal(run: Run, majority: Majority) -> str:
     run.before_update()
-    if not run.optimizer.same:
-        run.optimizer.after_load()
-        return "the main weights"
-    for slot, axis, source in majority:
+    for slot, axis, source in majority if run.optimizer.same else ():
         broadcast_(run.buffer.weights.kept(slot), axis, source)
-    return "what most replicas have"
+    run.optimizer.after_load()
+    return "what most replicas have" if run.optimizer.same else "the main weights"
