@@ -89,6 +89,8 @@ def test_one_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["memory", *words]) == 0
     text = capsys.readouterr().out
     assert text.startswith("tp 2 pp 2 mb 2, dp 4, 4 micro-batches") and "pipeline rank 1" in text
+    assert plan.main([*words, "--optimizer-cpu-offload"]) == 0
+    assert "its copies and updates are not in the time" in capsys.readouterr().out
     assert plan.main(["--preset", "llama3-70b", "--tp", "2", "--num-gpus", "8"]) == 1
     text = capsys.readouterr().out
     assert "does not fit into 71.7 GiB" in text and "layouts:" not in text
