@@ -129,9 +129,10 @@ class Zero1:
             kinds |= {f"optimizer.{name}": dtype or main for name, dtype in rule.states.items()}
         return {kind: str(dtype)[6:] for kind, dtype in kinds.items()}
 
-    def after_load(self, main_loaded: bool = True) -> None:
+    def after_load(self, main_loaded: bool = True, gathers: bool = True) -> None:
         """Make the copies agree after `pieces()` were written: weights from main weights, or the other way round."""
         for bucket, main in zip(self.buffer.layout.buckets, self.main, strict=True):
             weight = self.buffer.weights.owned(bucket)  # a copy of what are the weights is one onto itself
             weight.copy_(main) if main_loaded and not self.same else main.copy_(weight)
-        self.buffer.gather()
+        if gathers:
+            self.buffer.gather()

@@ -154,5 +154,5 @@ def _heal(run: Run, majority: Majority) -> str:
     run.before_update()
     for slot, axis, source in majority if run.optimizer.same else ():
         broadcast_(run.buffer.weights.kept(slot), axis, source)
-    run.optimizer.after_load()
+    run.optimizer.after_load(gathers=not run.optimizer.same)  # of two that differ none is chosen
     return "what most replicas have" if run.optimizer.same else "the main weights"
