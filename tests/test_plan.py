@@ -96,6 +96,17 @@ def test_one_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit into 71.7 GiB" in text and "layouts:" not in text
 
 
+def test_offload_is_proposed_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--preset", "llama3-70b", "--num-gpus", "8", "--global-batch-size", "8", "--micro-batch-size", "1"]
+    assert plan.main([*words, "--top", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Nothing fits without --optimizer-cpu-offload") and "of host memory per rank" in text
+    assert "--optimizer-cpu-offload" in text[text.rindex("sbatch") :]
+    for more in (["--no-optimizer-cpu-offload"], ["--optimizer", "muon"], ["--device", "v100"]):
+        assert plan.main([*words, *more]) == 2
+        assert "Nothing fits without" not in capsys.readouterr().out
+
+
 def test_a_model_of_hugging_face_and_a_clusters_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 704}
     config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048}

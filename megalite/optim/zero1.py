@@ -18,6 +18,7 @@ from torch import Tensor
 from megalite.kernels.grad_norm import sum_of_squares
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.host_store import HostStore
+from megalite.optim.layout import Bucket
 from megalite.optim.rule import Finish, Rule, Update, WholeRule
 from megalite.parallel.spec import Piece
 
@@ -54,6 +55,10 @@ class Zero1:
             mine = [b for b, of in enumerate(self.rules) if of is rule]
             self.second_halves.append((mine, rule.second_half(buffer, [buffer.layout.buckets[b] for b in mine])))
 
+    def has_copy(self, bucket: Bucket) -> bool:
+        """Whether the weights are a copy of the main weights."""
+        return not self.same or bucket.number in self.host.kept
+
     def local_norm_sq(self) -> Tensor:
         """This rank's share of the squared gradient norm, fp64 scalar; unscaled sums of gradients. NaN and inf stay."""
         grads = (sum_of_squares(self.buffer.grads.owned(b)) for b in self.buffer.layout.buckets)
@@ -86,7 +91,7 @@ class Zero1:
         for bucket, main, state in zip(self.buffer.layout.buckets, self.main, self.state, strict=True):
             decay = weight_decay if bucket.kind.decay else 0.0
             grad = self.buffer.grads.owned(bucket)
-            copy = None if self.same and bucket.number not in self.host.kept else self.buffer.weights.owned(bucket)
+            copy = self.buffer.weights.owned(bucket) if self.has_copy(bucket) else None
             rate = decoupled_lr if bucket.kind.decoupled else lr
             updates.append(Update(main, grad, state, rate, decay, self.updates, scale, copy))
         for b, (rule, update) in enumerate(zip(self.rules, updates, strict=True)):
@@ -129,10 +134,9 @@ class Zero1:
             kinds |= {f"optimizer.{name}": dtype or main for name, dtype in rule.states.items()}
         return {kind: str(dtype)[6:] for kind, dtype in kinds.items()}
 
-    def after_load(self, main_loaded: bool = True, gathers: bool = True) -> None:
+    def after_load(self, main_loaded: bool = True) -> None:
         """Make the copies agree after `pieces()` were written: weights from main weights, or the other way round."""
         for bucket, main in zip(self.buffer.layout.buckets, self.main, strict=True):
             weight = self.buffer.weights.owned(bucket)  # a copy of what are the weights is one onto itself
             weight.copy_(main) if main_loaded and not self.same else main.copy_(weight)
-        if gathers:
-            self.buffer.gather()
+        self.buffer.gather()

@@ -97,8 +97,15 @@ EXPECTED: dict[str, tuple[str, dict[str, dict[str, int]]]] = {
         {"step": {SYNCHRONIZED: 2 * 2 * MICROBATCHES}},
     ),
     "an offloaded optimizer": (
-        "--optimizer-cpu-offload",
-        {"step": {"synchronize megalite/optim/host_store.py": 2 * BUCKETS}},
+        "--optimizer-cpu-offload --check-weight-hash-across-dp-replicas-interval 2",
+        {
+            "step": {"synchronize megalite/optim/host_store.py": 2 * BUCKETS},
+            "replica check": {
+                f"copy to the card {REPLICAS}": 1 + BUCKETS,
+                f"item {REPLICAS}": BUCKETS,
+                f"tolist {REPLICAS}": 1,
+            },
+        },
     ),
     "replica checks": (  # of one rank: no weight has a copy
         "--check-weight-hash-across-dp-replicas-interval 2",
