@@ -22,8 +22,6 @@ from megalite.optim.layout import Bucket, Layout
 from megalite.optim.rule import Rule, Update
 from megalite.parallel.streams import Event, beside, new_stream, reached, wait_for
 
-BLOCK = 1 << 30  # bytes that are pinned at once; a larger part has a block of its own
-
 
 def moved(layout: Layout, fraction: float) -> tuple[Bucket, ...]:
     """The buckets whose state the host has: the first, as few as have `fraction` of all elements."""
@@ -37,12 +35,15 @@ def host_parts(owned: Sequence[int], state: int, gradient: int) -> list[int]:
 
 
 def _blocks(parts: Sequence[int]) -> list[list[int]]:
-    """Parts, in order, that share a block, because torch rounds what it pins up to a power of two."""
-    found: list[list[int]] = []
+    """Parts, in order, that share a block. torch rounds what it pins up to a power of two: each block is the largest
+    that what is left fills."""
+    found, left, size = list[list[int]](), sum(parts), 0
     for part in parts:
-        if not found or sum(found[-1]) + part > BLOCK:
+        if not found or sum(found[-1]) + part > size:
             found.append([])
+            size = power_of_two(left + 1) // 2
         found[-1].append(part)
+        left -= part
     return found
 
 

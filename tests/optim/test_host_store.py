@@ -27,7 +27,7 @@ from test_layouts import COMMON, GPT, HALF, LLAMA, OFFLOAD, ZERO2, ZERO3
 
 from megalite.config import cli
 from megalite.models.families import PRESETS
-from megalite.optim.host_store import BLOCK, host_parts, moved, pinned_bytes
+from megalite.optim.host_store import host_parts, moved, pinned_bytes
 from megalite.optim.layout import Entry, lay_out
 from megalite.parallel.launch import LaunchError, Ranks
 from megalite.parallel.spec import ParamSpec
@@ -54,14 +54,16 @@ def test_as_few_buckets_move_as_have_the_fraction(rows: list[tuple[int, int]], s
     assert moved(layout, 1.0) == layout.buckets and moved(layout, 0.0) == ()
 
 
-@given(st.lists(st.integers(1, 3 * BLOCK), max_size=20))
-def test_what_is_pinned_is_not_twice_what_is_needed(parts: list[int]) -> None:
-    assert sum(parts) <= pinned_bytes(parts) <= 2 * sum(parts)
+@given(st.lists(st.integers(1, 3 << 30), max_size=99))
+def test_little_more_is_pinned_than_is_needed(parts: list[int]) -> None:
+    """Of each block at most a part is not filled, and the last are rounded up."""
+    more, large = pinned_bytes(parts) - sum(parts), max(parts, default=0)
+    assert 0 <= more <= min(sum(parts), large * (2 + sum(parts).bit_length() - large.bit_length()))
 
 
-def test_parts_share_blocks_until_one_is_full() -> None:
-    mib = 1 << 20
-    assert pinned_bytes([600 * mib, 300 * mib, 200 * mib, 3 << 30]) == BLOCK + 256 * mib + (4 << 30)
+def test_parts_share_blocks() -> None:
+    gib = 1 << 30
+    assert pinned_bytes([gib] * 11) == 11 * gib and pinned_bytes([3 * gib // 4] * 5) == 5 * gib
     assert host_parts([10, 30], 12, 4) == [120, 360, 120, 120] and host_parts([], 12, 4) == []
 
 
@@ -77,7 +79,7 @@ def test_more_than_the_hosts_memory_is_refused() -> None:
         with pytest.raises(LaunchError, match=told):
             preflight.check_machine(plan, "cuda", Ranks(0, 8, 0, 8))
         preflight.check_machine(plan, "cuda", Ranks(0, 8, 0, 2))
-        with pytest.raises(LaunchError, match=r"^weights and optimizer alone take 2\d\d\.\d GiB"):
+        with pytest.raises(LaunchError, match=r"^weights and optimizer alone take 1\d\d\.\d GiB"):
             preflight.check_machine(plan, "cpu", Ranks(0, 8, 0, 8))
 
 
