@@ -95,6 +95,8 @@ PARTS = "--recompute-granularity selective --recompute-modules "
 CORE = PARTS + "core_attn"
 OUTER = "--outer-dp-sharding-strategy optim"
 ZERO2, ZERO3 = "--zero-stage 2", "--zero-stage 3"
+OFFLOAD = "--optimizer-cpu-offload"
+HALF = f"{OFFLOAD} --optimizer-offload-fraction 0.5 --ddp-bucket-size 500"
 ROWS = [
     row("gpt tp2", 2, GPT, tp=2),
     row("gpt pp2 tied", 2, GPT, pp=2),
@@ -211,6 +213,18 @@ ROWS = [
     ),
     row("gpt ZeRO-1 hybrid 2x2 once more tp2", 8, GPT, tp=2, extra=f"--num-distributed-optimizer-instances 2 {OUTER}"),
     row("gpt ZeRO-1 hybrid 2x2 pp2 tied", 8, GPT, pp=2, extra="--num-distributed-optimizer-instances 2"),
+    row("gpt tp2 dp2, offloaded", 4, DROP, tp=2, extra=OFFLOAD),
+    row("gpt split pp2 dp2 tied, half offloaded", 4, GPT, pp=2, extra=f"{SPLIT} {HALF}"),
+    row("llama tp2 pp2 vpp2, half offloaded, core recompute", 4, LLAMA, tp=2, pp=2, vpp=2, extra=f"{HALF} {CORE}"),
+    row("llama sgd dp2 ddp, offloaded", 2, LLAMA, extra=f"{OFFLOAD} {NOZERO} --optimizer sgd"),
+    row("gpt ZeRO-2 dp2, offloaded", 2, GPT, extra=f"{ZERO2} {OFFLOAD}"),
+    row("llama ZeRO-3 pp2 dp2, offloaded", 4, LLAMA, pp=2, extra=f"{ZERO3} {OFFLOAD}"),
+    row(
+        "gpt ZeRO-3 hybrid 2x2 once more, half offloaded",
+        4,
+        GPT,
+        extra=f"{ZERO3} --num-distributed-optimizer-instances 2 {OUTER} {HALF}",
+    ),
 ]
 
 
@@ -229,6 +243,7 @@ def features(item: Row) -> dict[str, Hashable]:
         "documents": "--reset-attention-mask" in words,
         "recompute": value("--recompute-granularity", "none"),
         "zero": value("--zero-stage", "1"),
+        "offload": OFFLOAD in words,
     }
 
 
@@ -349,6 +364,26 @@ def test_moments_in_bf16_are_rounded_alike_under_every_layout() -> None:
     model = LLAMA + " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     _compare(row("llama bf16 moments", 8, model, tp=2, pp=2), "float64", FP64, 1e-9)
     assert alone(model + " ", "float64").losses[-1] != alone(LLAMA + " ", "float64").losses[-1]
+
+
+OFFLOADED = [
+    row("gpt tp2 dp2", 4, f"{GPT} --bf16", tp=2),
+    row("llama pp2 dp2 ZeRO-3", 4, f"{LLAMA} {ZERO3}", pp=2),
+    row("gpt dp2, some steps skipped", 2, f"{GPT} --fp16 --initial-loss-scale 1e30 --hysteresis 1"),
+    row("gpt dp2 ZeRO-2, gradients and moments in bf16", 2, f"{GPT} {ZERO2} --bf16 --exp-avg-dtype bf16"),
+]
+
+
+@pytest.mark.parametrize("item", OFFLOADED, ids=NAME)
+def test_what_is_offloaded_changes_no_bit(item: Row) -> None:
+    flags = f"{item.model} {item.layout} --ddp-bucket-size 500"
+    kept, *others = (_bits(run_ranks(item.world, _parts, f"{flags} {more}", None)) for more in ("", OFFLOAD, HALF))
+    assert others == [kept] * 2
+
+
+def _bits(ranks: list[tuple]) -> list[tuple[str, list[bytes]]]:
+    """NaN is equal to itself."""
+    return [(f"{losses} {norms}", [data.numpy().tobytes() for *_, data in pieces]) for losses, norms, pieces in ranks]
 
 
 def test_a_scaled_loss_has_its_backward_split() -> None:

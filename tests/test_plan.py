@@ -89,9 +89,22 @@ def test_one_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["memory", *words]) == 0
     text = capsys.readouterr().out
     assert text.startswith("tp 2 pp 2 mb 2, dp 4, 4 micro-batches") and "pipeline rank 1" in text
+    assert plan.main([*words, "--optimizer-cpu-offload"]) == 0
+    assert "its copies and updates are not in the time" in capsys.readouterr().out
     assert plan.main(["--preset", "llama3-70b", "--tp", "2", "--num-gpus", "8"]) == 1
     text = capsys.readouterr().out
     assert "does not fit into 71.7 GiB" in text and "layouts:" not in text
+
+
+def test_offload_is_proposed_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--preset", "llama3-70b", "--num-gpus", "8", "--global-batch-size", "8", "--micro-batch-size", "1"]
+    assert plan.main([*words, "--top", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Nothing fits without --optimizer-cpu-offload") and "of host memory per rank" in text
+    assert "--optimizer-cpu-offload" in text[text.rindex("sbatch") :]
+    for more in (["--no-optimizer-cpu-offload"], ["--optimizer", "muon"], ["--device", "v100"]):
+        assert plan.main([*words, *more]) == 2
+        assert "Nothing fits without" not in capsys.readouterr().out
 
 
 def test_a_model_of_hugging_face_and_a_clusters_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,10 @@ def training_effects(config: Config, say: Say) -> Iterator[Problem]:
     for field in fields(o):
         if field.name.startswith("muon_") and getattr(o, field.name) != field.default and not o.is_muon:
             yield say("{=option} has no effect without {--optimizer} muon", option=field.name)
+    if o.optimizer_cpu_offload and p.device == "cpu":
+        yield say("{optimizer_cpu_offload} saves nothing with {=device}, where all memory is the host's")
+    if o.optimizer_offload_fraction != 1 and not o.optimizer_cpu_offload:
+        yield say("{=optimizer_offload_fraction} has no effect without {--optimizer-cpu-offload}")
     if o.lars_trust_coefficient != 0.001 and o.optimizer != "lars":
         yield say("{=lars_trust_coefficient} has no effect without {--optimizer} lars")
     if t.step_batch_size_schedule is not None and t.train_iters is not None:
@@ -106,6 +110,10 @@ def _optimizer(o: OptimConfig, say: Say) -> Iterator[Problem]:
             yield say(text, option=name)
     if o.optimizer_impl == "apex" and o.sees_whole_tensors:
         yield say("{=optimizer_impl} is an AdamW, and {=optimizer} is not; use auto")
+    if o.optimizer_cpu_offload and o.sees_whole_tensors:
+        yield say("{optimizer_cpu_offload} with {=optimizer}: whole tensors are not updated there; use adam or sgd")
+    if o.optimizer_cpu_offload and o.optimizer_impl == "apex":
+        yield say("{=optimizer_impl} updates on a card, and {optimizer_cpu_offload} on the host; use auto")
     if o.is_muon and o.muon_coefficient_type == "quintic" and o.muon_num_ns_steps % QUINTIC:
         text = "{=muon_num_ns_steps} is no multiple of quintic's {n}; use {n}, or {--muon-coefficient-type} simple"
         yield say(text, n=QUINTIC)

@@ -137,6 +137,12 @@ class OptimConfig:
         "medium", "of Newton-Schulz and what travels for it; medium: bf16, high: fp32", choices=("medium", "high")
     )
     lars_trust_coefficient: float = training(0.001, "of lars, eta: update per weight at a rate of 1", above=0)
+    optimizer_cpu_offload: bool = how(False, "keep main weights and states in host memory, and update them there")
+    optimizer_offload_fraction: float = how(1.0, "share of the weights whose states are offloaded", most=NO_SHARE)
+
+    @property
+    def offloaded(self) -> float:
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
     @property
     def is_muon(self) -> bool:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from megalite.kernels.grad_norm import sum_of_squares
 from megalite.optim.buffer import ParamBuffer
+from megalite.optim.host_store import HostStore
+from megalite.optim.layout import Bucket
 from megalite.optim.rule import Finish, Rule, Update, WholeRule
 from megalite.parallel.spec import Piece
 
@@ -31,24 +33,31 @@ class Owned:
 
 class Zero1:
     """`rule` applied to what `buffer` says this rank owns. `updates` counts the steps taken, skipped ones excluded.
-    `matrix_rule`: of the buckets that are laid out as matrices."""
+    `matrix_rule`: of the buckets that are laid out as matrices. `offloaded`: the share of elements of which the host
+    has main weights and states; only with one rule, which is no WholeRule."""
 
-    def __init__(self, buffer: ParamBuffer, rule: Rule, matrix_rule: Rule | None = None):
+    def __init__(self, buffer: ParamBuffer, rule: Rule, matrix_rule: Rule | None = None, offloaded: float = 0.0):
         self.buffer, self.updates = buffer, 0
         self.kept_by = rule, matrix_rule or rule
         self.rules = [self.kept_by[bucket.kind.matrix] for bucket in buffer.layout.buckets]
-        self.same = buffer.weights.dtype == buffer.grads.dtype  # then main weights are the weights
+        self.same = buffer.weights.dtype == buffer.grads.dtype  # then main weights are the weights, or on the host
+        self.host = HostStore(buffer, rule.states, offloaded)
         self.main: list[Tensor] = []
         self.state: list[dict[str, Tensor]] = []
         for bucket, of in zip(buffer.layout.buckets, self.rules, strict=True):
-            weight = buffer.weights.owned(bucket)
-            main = weight if self.same else weight.to(buffer.grads.dtype)
-            self.main.append(main)
-            self.state.append({name: torch.zeros_like(main, dtype=dtype) for name, dtype in of.states.items()})
+            if (kept := self.host.kept.get(bucket.number)) is None:
+                main = buffer.weights.owned(bucket).to(buffer.grads.dtype)  # the weights, if they have it
+                kept = main, {name: torch.zeros_like(main, dtype=dtype) for name, dtype in of.states.items()}
+            self.main.append(kept[0])
+            self.state.append(kept[1])
         self.second_halves: list[tuple[list[int], Finish]] = []  # of a rule: the buckets that have it
         for rule in (rule for rule in dict.fromkeys(self.kept_by) if isinstance(rule, WholeRule)):
             mine = [b for b, of in enumerate(self.rules) if of is rule]
             self.second_halves.append((mine, rule.second_half(buffer, [buffer.layout.buckets[b] for b in mine])))
+
+    def has_copy(self, bucket: Bucket) -> bool:
+        """Whether the weights are a copy of the main weights."""
+        return not self.same or bucket.number in self.host.kept
 
     def local_norm_sq(self) -> Tensor:
         """This rank's share of the squared gradient norm, fp64 scalar; unscaled sums of gradients. NaN and inf stay."""
@@ -82,11 +91,13 @@ class Zero1:
         for bucket, main, state in zip(self.buffer.layout.buckets, self.main, self.state, strict=True):
             decay = weight_decay if bucket.kind.decay else 0.0
             grad = self.buffer.grads.owned(bucket)
-            copy = None if self.same else self.buffer.weights.owned(bucket)
+            copy = self.buffer.weights.owned(bucket) if self.has_copy(bucket) else None
             rate = decoupled_lr if bucket.kind.decoupled else lr
             updates.append(Update(main, grad, state, rate, decay, self.updates, scale, copy))
-        for rule, update in zip(self.rules, updates, strict=True):
-            rule.update_(update)
+        for b, (rule, update) in enumerate(zip(self.rules, updates, strict=True)):
+            if b not in self.host.kept:
+                rule.update_(update)
+        self.host.update_(self.kept_by[0], [updates[b] for b in self.host.kept])
         for mine, finish in self.second_halves:
             finish([updates[b] for b in mine])
 
@@ -126,7 +137,6 @@ class Zero1:
     def after_load(self, main_loaded: bool = True) -> None:
         """Make the copies agree after `pieces()` were written: weights from main weights, or the other way round."""
         for bucket, main in zip(self.buffer.layout.buckets, self.main, strict=True):
-            if not self.same:
-                weight = self.buffer.weights.owned(bucket)
-                weight.copy_(main) if main_loaded else main.copy_(weight)
+            weight = self.buffer.weights.owned(bucket)  # a copy of what are the weights is one onto itself
+            weight.copy_(main) if main_loaded and not self.same else main.copy_(weight)
         self.buffer.gather()

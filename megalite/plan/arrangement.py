@@ -321,7 +321,7 @@ class Arrangement:
 
         def each(matrix: bool) -> float:
             weight, gradient, state = self.bytes_of_element(matrix)
-            return shares.bytes_of(weight, gradient, state)
+            return shares.bytes_of(weight, gradient, state * (1 - self.config.optim.offloaded))
 
         def of(module: nn.Module | None) -> float:
             return sum(each(spec.is_matrix) * p.numel() for spec, p in named_specs(module)) if module else 0.0

@@ -12,6 +12,7 @@ from megalite.config.parallel_options import ParallelConfig
 from megalite.kernels.newton_schulz import newton_schulz_flops
 from megalite.optim.exchange import homes_of, matrices_of
 from megalite.optim.flat_storage import main_dtype
+from megalite.optim.host_store import host_parts, moved, pinned_bytes
 from megalite.optim.layout import Layout
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.schedule import Placement, Sharing
@@ -54,31 +55,29 @@ class Holding:
     optimizer: int
     units: Mapping[str, int]  # elements of what comes and goes, by unit of the model
     matrices: "WholeMatrices | None" = None
+    host: int = 0  # beside the device's
 
     @classmethod
     def of(
-        cls,
-        layout: Layout,
-        mesh: Mesh,
-        shares: Shares,
-        bytes_of_element: Callable[[bool], tuple[int, int, int]],
-        o: OptimConfig,
+        cls, layout: Layout, mesh: Mesh, shares: Shares, element: Callable[[bool], tuple[int, int, int]], o: OptimConfig
     ) -> "Holding":
-        """What stays of weights and gradients is whole."""
+        """What stays of weights and gradients is whole. `element`: its bytes, of a matrix or not."""
         units: dict[str, int] = {}
         for bucket in layout.buckets:
             if bucket.kind.unit and shares.gradients > 1:
                 units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.size
         comes = sum(units.values())
-        weight, gradient, _ = bytes_of_element(False)
+        (weight, gradient, state), away = element(False), moved(layout, o.offloaded)
+        state += gradient * (weight == gradient)  # of the host, which always has main weights of its own
         return cls(
             local=sum(e.numel for e in layout.entries),
             elements=layout.size,
             weights=(layout.size - comes + comes // shares.weights) * weight,
             gradients=(layout.size - comes + comes // shares.gradients) * gradient,
-            optimizer=sum(b.size * bytes_of_element(b.kind.matrix)[2] for b in layout.buckets) // shares.optimizer,
+            optimizer=sum(b.size * element(b.kind.matrix)[2] for b in layout.buckets[len(away) :]) // shares.optimizer,
             units=units,
             matrices=whole_matrices(layout, mesh, o),
+            host=pinned_bytes(host_parts([b.size // shares.optimizer for b in away], state, gradient)),
         )
 
     @property

@@ -77,6 +77,7 @@ class Rehearsal:
     layers: dict[int, range]  # of each stage of this rank
     parameters: int
     parts: dict[str, int]
+    host: int  # of this, nothing is in `peak`
     in_flight: int
     peak: int
     issued: Counter[Issued]
@@ -120,7 +121,7 @@ def _stepped(run: Run, plan: Arrangement, shapes: Meta) -> Rehearsal:
     run.rerun = "disabled"  # a second computation would not give equal numbers
     run.state.consumed_samples = run.batch_sizes.steps[-1][0]
     stages = [stage for stage in run.pipeline.stages if isinstance(stage, Stage)]
-    post, kept = run.pipeline._post, [0]
+    post, alive = run.pipeline._post, [0]
 
     def at_once(op: str, action: Action, tensor: Tensor) -> Pending:
         pending = post(op, action, tensor)
@@ -130,14 +131,15 @@ def _stepped(run: Run, plan: Arrangement, shapes: Meta) -> Rehearsal:
 
     run.pipeline._post = at_once
     for stage in stages:
-        stage.register_forward_hook(lambda *_: kept.append(shapes.live))
+        stage.register_forward_hook(lambda *_: alive.append(shapes.live))
     state, main = shapes.live, run.optimizer
     shapes.peak = state
     with issued(run.mesh) as calls:
         train_step(run)
         run.buffer.wait_gather()  # as the next step would
     run.close()
-    held = [x for flats in main.state for x in flats.values()] + ([] if main.same else main.main)
+    kept = [n for n in range(len(main.main)) if n not in main.host.kept]
+    held = [x for n in kept for x in main.state[n].values()] + ([] if main.same else [main.main[n] for n in kept])
     parts = {
         "weights": run.buffer.weights.nbytes,
         "gradients": run.buffer.grads.nbytes,
@@ -150,8 +152,9 @@ def _stepped(run: Run, plan: Arrangement, shapes: Meta) -> Rehearsal:
         layers={number: plan.stages[number] for number in plan.placement.stages(run.mesh.pp.rank)},
         parameters=sum(entry.numel for entry in run.buffer.layout.entries),
         parts=parts,
-        in_flight=max(kept) - state,
-        peak=shapes.peak,
+        host=main.host.bytes,
+        in_flight=max(alive) - state,
+        peak=shapes.peak - main.host.bytes,
         issued=calls,
     )
 
@@ -179,6 +182,7 @@ def tell(plan: Arrangement, sources: Sources, local_world: int) -> str:
         "stages": ", ".join(f"{n} (layers {r.start} to {r.stop - 1})" if r else f"{n}" for n, r in done.layers.items()),
         "parameters": f"{done.parameters:,}",
         **{name: f"{size:,} bytes, {_size(size)}" for name, size in done.parts.items()},
+        **({"on the host": f"{done.host:,} bytes, {_size(done.host)}"} if done.host else {}),
         "peak": f"{_size(done.peak)}: {_size(done.state)} of these, {_size(done.in_flight)} that micro-batches keep, "
         f"and {_size(done.peak - done.state - done.in_flight)} for a moment",
         "assumed": f"on {device} with fused attention; loss and gradient are finite"

@@ -4,7 +4,7 @@ and every step makes it worse.
     weights       all over data, those that are not split over tp, tied ones over the pipeline's ends (Megatron-LM
                   compares the first), those of experts over their own axes. Weights that ZeRO-3 shares out have copies
                   on replicas alone; what is gathered of them for a moment is not compared
-    main weights  against their copies in half precision, on the rank that owns them
+    main weights  against their copies in half precision, or on the device, on the rank that owns them
     progress      step, samples, updates, loss scale: the coordinates of all randomness and of the data
 
 An update overwrites replicas: it casts main weights and gathers. So the effect of a flipped bit would remain in the
@@ -72,7 +72,7 @@ def disagreement(run: Run) -> Tensor:
         over = _copied_over(bucket.kind.home, stays)
         copies = buffer.weights.whole(bucket) if stays else buffer.weights.held(bucket)
         sums[over] = _sum_of_bits(copies) + sums.get(over, 0)
-        if not optimizer.same:
+        if optimizer.has_copy(bucket):
             casts = (_sum_of_bits(block.to(copy.dtype)) for block in main.split(BLOCK))
             total[1] += sum(casts, -_sum_of_bits(copy)).remainder(PRIME)
     for over, bits in sums.items():
@@ -140,8 +140,8 @@ def _casts(run: Run) -> list[str]:
     """Parameters whose part that this rank owns is not its rounded main weight."""
     buffer, optimizer, found = run.buffer, run.optimizer, []
     for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
-        wrong = buffer.weights.owned(bucket) != main.to(buffer.weights.dtype)
-        if optimizer.same or not bool(wrong.any()):
+        wrong = (owned := buffer.weights.owned(bucket)) != main.to(owned)
+        if not optimizer.has_copy(bucket) or not bool(wrong.any()):
             continue
         at = buffer.rules[bucket.kind].owned(bucket).start + int(wrong.nonzero()[0])
         slot = next(slot for slot in bucket.slots if at < slot.stop)

@@ -150,7 +150,7 @@ def build_run(
         mesh=mesh,
         pipeline=pipeline,
         buffer=buffer,
-        optimizer=Zero1(buffer, *update_rules(config)),
+        optimizer=Zero1(buffer, *update_rules(config), config.optim.offloaded),
         rates=rates(made),
         loss_scaler=loss_scaler(config),
         batch_sizes=made.batch_sizes,

@@ -49,6 +49,8 @@ GRAPHS = "--cuda-graph-impl local"
 ZERO = "--zero-stage 3"
 HYBRID = f"{ZERO} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 
+OFFLOAD = "--optimizer-cpu-offload --ddp-bucket-size 3000"
+
 # where a wait stands -> the flags of two ranks, or four, that race without it
 BETWEEN_RANKS = {
     "optim/param_gather.py ParamGather._finish: pending.wait()": "",
@@ -92,6 +94,8 @@ BETWEEN_STREAMS = {
     "checkpoint/run/background_save.py HostCopy.wait_before_change: wait_for(self._done)": "save",
     "checkpoint/run/background_save.py HostCopy.wait_before_change: self._staged.wait()": "late copy",
     "checkpoint/run/background_save.py HostCopy.fill: self._done.synchronize()": "save",
+    "optim/host_store.py HostStore.update_: there.synchronize()": "offload",
+    "optim/host_store.py HostStore.update_: wait_for(sent)": "offload",
 }
 NO_RACE = {
     "checkpoint/run/background_save.py HostCopy.fill: wait_for(self._ready)": "the stream of training is the current one",
@@ -208,6 +212,8 @@ def _of(race: Race, left: Left) -> bool:
 LAYOUTS = {
     "dp2": ("", ""),
     "dp2 graphs": ("", f"{GRAPHS} --global-batch-size 16"),
+    "dp2 offloaded": ("", OFFLOAD),
+    "dp2 ZeRO-3, half offloaded, fp32": ("", f"{ZERO} {OFFLOAD} --optimizer-offload-fraction 0.5 --no-bf16"),
     "tp2": (TP, "--num-layers 1 --global-batch-size 4"),
     "pp2": (PP, ""),
     "tp2 pp2 split": (SPLIT, ""),
@@ -250,7 +256,10 @@ def one_rank(flags: str) -> Iterator[tuple[Card, Run]]:
             run.close()
 
 
-@pytest.mark.parametrize("flags", ["", LLAMA, GRAPHS, f"{GRAPHS} --fp16 --no-bf16 --loss-scale 128"])
+ALONE = [LLAMA, GRAPHS, f"{GRAPHS} --fp16 --no-bf16 --loss-scale 128", OFFLOAD, f"{GRAPHS} {OFFLOAD}"]
+
+
+@pytest.mark.parametrize("flags", ["", *ALONE, f"{OFFLOAD} --no-bf16"])
 def test_a_rank_alone_does_not_race(flags: str, tmp_path: Path) -> None:
     with one_rank(flags) as (card, run):
         train_step(run)
@@ -296,6 +305,27 @@ def _what(fact: Fact) -> str:
     if not isinstance(fact, Launch):
         return ""
     return fact.name if fact.name == COPY else "update" if "adamw" in fact.where else ""
+
+
+STORE = "optim/host_store.py HostStore.update_: "
+# what is left out, flags -> what comes too late, and where what comes too early stands
+UNMOVED = [
+    (f"{STORE}there.synchronize()", "", COPY, "megalite/kernels/adamw.py"),
+    (f"{STORE}wait_for(sent)", "", "copy to the card", "megalite/nn/"),
+    (f"{STORE}wait_for(sent)", "--no-bf16", "copy to the card", "megalite/nn/"),
+]
+
+
+@pytest.mark.parametrize("key,flags,early,late", UNMOVED)
+def test_what_is_offloaded_and_does_not_wait_for_its_copies_races(key: str, flags: str, early: str, late: str) -> None:
+    with one_rank(f"{OFFLOAD} {flags}") as (card, run):
+        with without(sites()[key]) as left:
+            for _ in range(2):
+                train_step(run)
+        found = races(card.trace)
+    pairs = {(getattr(race.early, "name", ""), getattr(race.late, "where", "")) for race in found}
+    assert left.times and {key for key, *_ in UNMOVED} == {k for k, s in BETWEEN_STREAMS.items() if s == "offload"}
+    assert any(first == early and where.startswith(late) for first, where in pairs), [str(race) for race in found]
 
 
 @pytest.mark.parametrize("key", ["", *(key for key, scenario in BETWEEN_STREAMS.items() if scenario == "copy")])

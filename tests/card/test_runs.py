@@ -25,6 +25,7 @@ from megalite.parallel.mesh import Mesh
 
 START = {"build", ""}  # and what comes around steps: it happens once
 MICROBATCHES = 2
+BUCKETS = 2  # with and without decay
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +95,17 @@ EXPECTED: dict[str, tuple[str, dict[str, dict[str, int]]]] = {
     "a timeline": (
         "--profile-pipeline 2 --profile --profile-step-start 1 --profile-step-end 2",
         {"step": {SYNCHRONIZED: 2 * 2 * MICROBATCHES}},
+    ),
+    "an offloaded optimizer": (
+        "--optimizer-cpu-offload --check-weight-hash-across-dp-replicas-interval 2",
+        {
+            "step": {"synchronize megalite/optim/host_store.py": 2 * BUCKETS},
+            "replica check": {
+                f"copy to the card {REPLICAS}": 1 + BUCKETS,
+                f"item {REPLICAS}": BUCKETS,
+                f"tolist {REPLICAS}": 1,
+            },
+        },
     ),
     "replica checks": (  # of one rank: no weight has a copy
         "--check-weight-hash-across-dp-replicas-interval 2",

@@ -77,6 +77,15 @@ BAD: list[tuple[str, str]] = [
     ("--swiglu --hidden-size 16", "give --ffn-hidden-size"),
     ("--exp-avg-dtype bf16 --optimizer sgd", "exp_avg_dtype=bf16 is for the AdamW that is built in"),
     ("--optimizer muon --muon-num-ns-steps 4", "muon_num_ns_steps=4 is no multiple of quintic's 5"),
+    *(
+        (
+            f"--optimizer-cpu-offload --optimizer {rule}",
+            f"optimizer_cpu_offload with optimizer={rule}: whole tensors are",
+        )
+        for rule in ("muon", "lamb", "lars")
+    ),
+    ("--optimizer-cpu-offload --optimizer-impl apex", "optimizer_impl=apex updates on a card, and optimizer_cpu_off"),
+    ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5", "optimizer_offload_fraction=1.5 is not a share; use"),
     ("--optimizer lars --optimizer-impl apex", "optimizer_impl=apex is an AdamW, and optimizer=lars is not; use auto"),
     ("--optimizer muon --muon-coefficient-type aol", "muon_coefficient_type='aol' is not one of simple, quintic"),
     ("--optimizer muon --muon-no-split-qkv", "--muon-no-split-qkv: queries, keys and values are matrices of their"),
@@ -179,6 +188,10 @@ def test_a_save_without_an_interval_is_told_to_be_only_at_the_end() -> None:
 
 NONE, PENDING = "has no effect", "zero_bubble_max_pending_backward=3"
 NO_EFFECT = {
+    "--optimizer-offload-fraction 0.5": [f"optimizer_offload_fraction=0.5 {NONE} without --optimizer-cpu-offload"],
+    "--optimizer-cpu-offload --device cpu": [
+        "optimizer_cpu_offload saves nothing with device=cpu, where all memory is the host's"
+    ],
     "--num-query-groups 2": ["num_query_groups=2 has no effect without --group-query-attention"],
     "--no-rope-freq 2": ["no_rope_freq=2 has no effect without --position-embedding-type rope"],
     "--position-embedding-type rope --mscale 0.7 --yarn-beta-fast 8": [

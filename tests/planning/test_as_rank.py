@@ -63,18 +63,22 @@ def _real(flags: str) -> Real:
         [*storage.flats, *map(storage.held, storage.layout.buckets)]
         for storage in (run.buffer.weights, run.buffer.grads)
     )
-    shared = {flat.untyped_storage().data_ptr() for flat in weights}
+    on_host = [x for main, state in run.optimizer.host.kept.values() for x in (main, *state.values())]
+    on_host += run.optimizer.host._grads
+    shared = {flat.untyped_storage().data_ptr() for flat in (*weights, *on_host)}
     stages = [stage for stage in run.pipeline.stages if isinstance(stage, Stage)]
     held = {
         "weights": bytes_of(*weights),
         "gradients": bytes_of(*gradients),
         "optimizer": bytes_of(*(x for x in flats if x.untyped_storage().data_ptr() not in shared)),
+        "host": bytes_of(*on_host),
         "rotary tables": sum(bytes_of(*(stage.rope or ())) for stage in stages),
     }
     return calls, {name: size for name, size in held.items() if size}
 
 
 VPP, ZERO = "--num-virtual-stages-per-pipeline-rank 2", "--zero-stage"
+HALF = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
 IN_BF16 = "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 
@@ -101,6 +105,9 @@ def rarely(*rows: tuple[int, str]) -> list[Any]:
         (4, f"{PP} {VPP} {ZERO} 3 --zero-hold chunk --bf16 {LLAMA}"),
         (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2"),
         (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --bf16"),
+        (2, "--optimizer-cpu-offload"),
+        (4, f"{PP} {HALF} --bf16 --exp-avg-dtype bf16"),
+        (4, f"{HALF} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
         *rarely((8, f"{TP} {PP} {VPP} --bf16 {LLAMA}")),
         *rarely((4, f"{PP} {ZERO} 3"), (8, f"{TP} {PP} {ZERO} 3 --split-backward {LLAMA}")),
     ],
@@ -113,11 +120,12 @@ def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: st
     for rank, (calls, held) in enumerate(real):
         said = rehearse(plan, sources, rank)
         assert said.issued == calls, f"rank {rank}: {said.issued - calls} and {calls - said.issued}"
-        assert said.parts == held, f"rank {rank}"
+        assert {n: s for n, s in (said.parts | {"host": said.host}).items() if s} == held, f"rank {rank}"
         assert said.in_flight > 0 and said.peak > said.state + said.in_flight
         holding = plan.holdings[said.mesh.pp.rank]
-        assert (held["weights"], held["gradients"]) == (holding.weights, holding.gradients)
-        assert held["optimizer"] == holding.optimizer and said.parameters == holding.local
+        assert [said.parts[name] for name in ("weights", "gradients")] == [holding.weights, holding.gradients]
+        assert said.parts["optimizer"] == holding.optimizer
+        assert (said.host, said.parameters) == (holding.host, holding.local)
 
 
 def totals(calls: Counter[Issued], axis: str, op: str) -> tuple[int, int]:

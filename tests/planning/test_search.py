@@ -215,7 +215,8 @@ def test_flags_of_options_are_read_as_these_options() -> None:
         names = {name for section in ("model", "data") for name in getattr(config, section).__dataclass_fields__}
         again, _ = cli.read([*as_flags(config, names - {"mock_data"}), *usual], PRESETS)
         assert again.model == config.model and again.data == config.data
-    assert {*LAYOUT, *HOW} <= {name for part in (config.parallel, config.train) for name in part.__dataclass_fields__}
+    parts = config.parallel, config.train, config.optim
+    assert {*LAYOUT, *HOW} <= {name for part in parts for name in part.__dataclass_fields__}
 
 
 def test_what_cannot_be_built_is_counted_with_the_runs_reason() -> None:

@@ -238,6 +238,7 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
 
 BF16 = "--bf16 --tensor-model-parallel-size 2"
 THREE = "--global-batch-size 6"
+OFFLOAD = "--optimizer-cpu-offload"
 UP, TP2 = "layers.1.mlp.up", "--tensor-model-parallel-size 2"
 SETS = "--zero-stage 3 --num-distributed-optimizer-instances 2 --global-batch-size 8"
 FLIPS = {
@@ -304,6 +305,16 @@ BETWEEN = {
     "heal, bf16, one rank": (1, "--bf16", "heal", 0, "copy", "is not its main weight on rank 0; healed from the main"),
     "heal, by the majority": (3, THREE, "heal", 1, "copy", " on rank [1]; healed from what most replicas have"),
     "main weights": (2, "--bf16", "stop", 1, "main", "is not its main weight on rank 1"),
+    "main weights of the host": (2, OFFLOAD, "stop", 1, "main", "is not its main weight on rank 1"),
+    "heal, offloaded": (
+        3,
+        f"{THREE} {OFFLOAD}",
+        "heal",
+        1,
+        "copy",
+        " on rank [1]; healed from what most replicas have",
+    ),
+    "heal, bf16, offloaded": (2, f"--bf16 {OFFLOAD}", "heal", 1, "copy", "; healed from the main weights"),
     "ranks that no gather joins": (4, BF16, "heal", 3, "copy", "; healed from the main"),
     "what a set of ZeRO-3 holds": (4, f"--bf16 {SETS}", "heal", 1, "copy", "; healed from the main"),
 }

@@ -95,6 +95,9 @@ def warnings(request: Request, best: Planned, limit: float, budget: Budget, data
     if best.layout.tp > c.per_node or c.per_node % best.layout.tp:
         crosses = f"tp {best.layout.tp} crosses nodes of {c.per_node}"
         lines.append(f"{crosses}: each layer waits for the network four times; use a divisor")
+    if host := max(held.host for held in made.holdings):
+        takes = f"offload takes {host / GIB:.1f} GiB of host memory per rank"
+        lines.append(f"{takes}; its copies and updates are not in the time")
     share = best.time.parts["bubble"] / best.time.seconds
     if share > MUCH_BUBBLE:
         few = f"{made.microbatches} micro-batches are few for {made.pp} stages: {share:.0%} of the time idles"

@@ -7,6 +7,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tools.pictures.plan import picture
 from tools.planning import advice, published, rules, show
 from tools.planning.calibrate import CalibrationError
 from tools.planning.calibrate import calibrate as measure
-from tools.planning.request import Request, problems_of, read
+from tools.planning.request import Request, problems_of, read, with_options
 from tools.planning.rules import Budget, chinchilla, quantity
 from tools.planning.search import MOST, Found, Layout, applied, arranged, layout_of, search
 from tools.program import unwritable
@@ -103,6 +104,12 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
     with _uncollected(), Bar("layouts", MOST, "simulated") as bar:
         tell = lambda done, best: bar.at(done, f"best {best:.3f} s")  # noqa: E731
         found = search(request, profile, wanted=top, usable=share, tell=tell)
+        stays = request.is_layout or "optimizer_cpu_offload" in request.fixed or request.cluster.device.name == "cpu"
+        if not (found.plans or stays):
+            leaner = replace(request, config=with_options(request.config, optimizer_cpu_offload=True))
+            if (fits := search(leaner, profile, wanted=top, usable=share, tell=tell)).plans:
+                request, found = leaner, fits
+                print("Nothing fits without --optimizer-cpu-offload; with it:\n")
     if not found.plans:
         reasons = "\n".join([*show.refusals(found), *advice.needs(request, found)])
         print(f"plan.py: none of {found.candidates:,} layouts can be built and fits; refused:", file=sys.stderr)

@@ -61,16 +61,21 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
         raise SetupError("distributed_backend=nccl needs CUDA devices and there is none; use gloo")
     try:
         choose(config.parallel.kernels, config.parallel.attention_kernel)
-        runs_triton(device)
+        runs_triton("cpu" if config.optim.offloaded else device)
         if config.train.compile:
             check_compile(device)
         if config.train.cuda_graph_impl != "none" and device != "cuda":
             raise SetupError("cuda_graph_impl=local needs a CUDA device and there is none; drop it")
     except (KernelError, CompileError) as error:
         raise (LaunchError if isinstance(error, MissingPackage) else SetupError)(str(error)) from None
-    needs = plan.holdings[plan.worst].state
+    needs, host = plan.holdings[plan.worst].state, max(held.host for held in plan.holdings)
+    on_host = memory_there(torch.device("cpu")) / ranks.local_world
     if device == "cpu":
-        has, what = memory_there(torch.device("cpu")) / ranks.local_world, "the memory"
+        needs, has, what = needs + plan.holdings[plan.worst].host, on_host, "the memory"
+    elif host > on_host:
+        has = f"{host / 2**30:.1f} GiB of host memory per rank, and there are {on_host / 2**30:.1f} GiB"
+        text = f"optimizer_offload_fraction={config.optim.offloaded:g} takes {has}: offload less, or use more machines"
+        raise LaunchError(text)
     else:
         has, what = memory_there(card_of(ranks)), "the card's memory"
     if needs > has:

@@ -132,6 +132,9 @@ def memory_rows(plan: Arrangement) -> list[tuple[str, ...]]:
     states = [[getattr(held, kind) for held in holdings] for kind in ("weights", "gradients", "optimizer")]
     columns = [[f"{n / 2**30:.2f}" for n in column] for column in (*states, activations, totals)]
     columns.insert(-1, list(map(str, plan.in_flight)))
+    if any(held.host for held in holdings):
+        head = (*head, "host")
+        columns.append([f"{held.host / 2**30:.2f}" for held in holdings])
 
     def of_rank(i: int) -> tuple[str, ...]:
         name = f"pipeline rank {i}" if plan.pp > 1 else ""

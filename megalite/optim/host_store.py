@@ -1,0 +1,98 @@
+"""Main weights and states in host memory, where the host updates them (ZeRO-Offload, arXiv:2101.06840).
+
+    gradients | 0 down | 1 down |         | 2 down |              two are on the host at most
+    host               | 0 updated        | 1 updated        | 2 updated |
+    weights                               | 0 up   |         | 1 up  |   | 2 up |
+    card      | updates of what has stayed |
+
+All comes after the step's one agreement: nothing is speculative or stale, and buckets may come and go. What goes up in
+another dtype lies where its gradient came. Rejected: to fetch during backward, which hides the first way down, too, but
+keeps every gradient on the host. A CPU does the same, and saves nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.dispatch import power_of_two
+from megalite.optim.buffer import ParamBuffer
+from megalite.optim.layout import Bucket, Layout
+from megalite.optim.rule import Rule, Update
+from megalite.parallel.streams import Event, beside, new_stream, reached, wait_for
+
+
+def moved(layout: Layout, fraction: float) -> tuple[Bucket, ...]:
+    """The buckets whose state the host has: the first, as few as have `fraction` of all elements."""
+    sizes = [bucket.size for bucket in layout.buckets]
+    return tuple(b for b in layout.buckets if sum(sizes[: b.number]) < fraction * layout.size)
+
+
+def host_parts(owned: Sequence[int], state: int, gradient: int) -> list[int]:
+    """Bytes: of each bucket `state` for every element that this rank owns, then of two gradients."""
+    return [*(n * state for n in owned), *[max(owned) * gradient] * 2] if owned else []
+
+
+def _blocks(parts: Sequence[int]) -> list[list[int]]:
+    """Parts, in order, that share a block. torch rounds what it pins up to a power of two: each block is the largest
+    that what is left fills."""
+    found, left, size = list[list[int]](), sum(parts), 0
+    for part in parts:
+        if not found or sum(found[-1]) + part > size:
+            found.append([])
+            size = power_of_two(left + 1) // 2
+        found[-1].append(part)
+        left -= part
+    return found
+
+
+def pinned_bytes(parts: Sequence[int]) -> int:
+    return sum(power_of_two(sum(block)) for block in _blocks(parts))
+
+
+def _memory(parts: Sequence[int], device: torch.device) -> Iterator[Tensor]:
+    pinned = device.type == "cuda"
+    options = dict(dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
+    for block in _blocks(parts):
+        yield from torch.zeros(power_of_two(sum(block)), **options)[: sum(block)].split(block)  # type: ignore[call-overload]
+
+
+class HostStore:
+    """Of `fraction` of the elements of `buffer`. `kept`: bucket -> main weights and `states` of what this rank owns."""
+
+    def __init__(self, buffer: ParamBuffer, states: Mapping[str, torch.dtype | None], fraction: float):
+        self._device, main = buffer.mesh.device, buffer.grads.dtype
+        dtypes, buckets = [main, *(dtype or main for dtype in states.values())], moved(buffer.layout, fraction)
+        owned = [len(buffer.rules[bucket.kind].owned(bucket)) for bucket in buckets]
+        parts = host_parts(owned, sum(dtype.itemsize for dtype in dtypes), main.itemsize)
+        self.bytes, memory = pinned_bytes(parts), _memory(parts, self._device)
+        self.kept: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+        for bucket, n in zip(buckets, owned, strict=True):
+            flats = next(memory).split([n * dtype.itemsize for dtype in dtypes])
+            weight, *rest = (flat.view(dtype) for flat, dtype in zip(flats, dtypes, strict=True))
+            self.kept[bucket.number] = weight.copy_(buffer.weights.owned(bucket)), dict(zip(states, rest, strict=True))
+        self._grads = [flat.view(main) for flat in memory]
+        self._stream = new_stream(self._device) if buckets else None
+
+    def update_(self, rule: Rule, updates: Sequence[Update]) -> None:
+        """Those of `kept`, in order; their `grad` and `copy` are on the device. After this the current stream has the
+        new weights, and may write the gradients again."""
+        begin, sent, coming = reached(self._device), None, []  # from `begin` on nobody reads the old weights
+        for i, update in enumerate(updates):
+            coming += [self._fetch(n, updates[n], begin) for n in range(len(coming), min(i + 2, len(updates)))]
+            (grad, there), param, copy = coming[i], update.param, update.copy
+            assert copy is not None
+            if there is not None:
+                there.synchronize()
+            rule.update_(replace(update, grad=grad, copy=None))
+            source = param if copy.dtype == grad.dtype else grad.view(copy.dtype)[: len(copy)].copy_(param)
+            with beside(self._stream, after=begin):
+                copy.copy_(source, non_blocking=True)
+                sent = reached(self._device)
+        wait_for(sent)
+
+    def _fetch(self, i: int, update: Update, begin: Event | None) -> tuple[Tensor, Event | None]:
+        with beside(self._stream, after=begin):
+            grad = self._grads[i % 2][: len(update.grad)].copy_(update.grad, non_blocking=True)
+            return grad, reached(self._device)
