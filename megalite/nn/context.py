@@ -110,7 +110,7 @@ class Route:
         others = kv.new_zeros(shape, dtype=dtype)
         sums = self._views(own, others)
         for seen, *dkv in grads:
-            for block in range(seen.start // size, -(-seen.stop // size)):
+            for block in self.places.blocks_of(seen):
                 here = range(max(seen.start, block * size), min(seen.stop, (block + 1) * size))
                 to, of = (slice(here.start - at, here.stop - at) for at in (block * size, seen.start))
                 for n, x in enumerate(dkv):

@@ -12,7 +12,6 @@ out by that count. Where documents leave the ranks unequal, the blocks are halve
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,14 +58,16 @@ class Places:
     def needed(self, rank: int, window: int) -> tuple[int, ...]:
         """The blocks whose keys a rank's queries see in a window, its own among them, in order."""
         seen = (self.seen(run, window) for run in self.runs(rank))
-        return tuple(sorted({block for some in seen for block in range(some.start // self.size, -(-some.stop // self.size))}))
+        return tuple(sorted({block for some in seen for block in self.blocks_of(some)}))
 
-    @cached_property
-    def count(self) -> int:
-        return len(self.first)
+    def blocks_of(self, positions: range) -> range:
+        """The blocks that have some of these."""
+        return range(positions.start // self.size, -(-positions.stop // self.size))
 
 
-def work_of(length: int, blocks: int, windows: Sequence[int | None], first: NDArray[np.integer] | None = None) -> list[int]:
+def work_of(
+    length: int, blocks: int, windows: Sequence[int | None], first: NDArray[np.integer] | None = None
+) -> list[int]:
     """The keys that the queries of each block see, summed over samples and over layers with these windows. first [B, T]:
     of every token, the first position of its document."""
     seen = np.arange(1, length + 1)[None] - (0 if first is None else first)
@@ -75,16 +76,20 @@ def work_of(length: int, blocks: int, windows: Sequence[int | None], first: NDAr
 
 
 def balance(work: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Share out blocks, as many to each rank: the one with most work goes to the rank that has least so far.
+    """Share out blocks, as many to each rank: the one with most work goes to the rank that has least so far. Or, where
+    that is more equal, by turns: cp blocks, those with most work, in the order of the ranks, the next cp in the other.
 
     >>> balance([1, 3, 5, 7, 9, 11, 13, 15], 4), balance([1, 3, 1, 3], 2), balance([1, 1, 9, 1], 2)
     (((0, 7), (1, 6), (2, 5), (3, 4)), ((2, 3), (0, 1)), ((0, 2), (1, 3)))
     """
     held: list[list[int]] = [[] for _ in range(ranks)]
-    for block in sorted(range(len(work)), key=lambda b: (work[b], b), reverse=True):
+    order = sorted(range(len(work)), key=lambda b: (work[b], b), reverse=True)
+    for block in order:
         able = (mine for mine in held if len(mine) < len(work) // ranks)
         min(able, key=lambda mine: sum(work[b] for b in mine)).append(block)
-    return tuple(tuple(sorted(mine)) for mine in held)
+    rounds = [order[i : i + ranks][:: -1 if i // ranks % 2 else 1] for i in range(0, len(work), ranks)]
+    ways = (tuple(tuple(sorted(mine)) for mine in way) for way in (held, zip(*rounds, strict=True)))
+    return min(ways, key=lambda way: unequal(work, way))
 
 
 def unequal(work: Sequence[int], blocks: Sequence[Sequence[int]]) -> float:
