@@ -75,7 +75,7 @@ def activations(width: int, dtype: torch.dtype) -> Iterator[Work]:
     def drops() -> None:
         x, a = of(dtype, (ROWS, 2, width), (ROWS, 2, width))
         ids = torch.arange(2)
-        backward(dropout(x, 0.1, 7, ids))
+        backward(dropout(x, 0.1, 7, ids, torch.arange(ROWS)))
         backward(dropout_add(x, a, 0.1, 7, ids))
 
     yield Work("swiglu", dtype, width, gated)
