@@ -1,4 +1,4 @@
-"""What contradicts itself, or has no effect, in what data-parallel ranks share out (ZeRO), and context-parallel ones."""
+"""What contradicts itself, or has no effect, in what data-parallel ranks share out (ZeRO) and context-parallel ones."""
 
 from collections.abc import Iterator
 

@@ -91,7 +91,8 @@ class Attention(nn.Module):
     def __init__(self, make: Maker, name: str, shape: AttentionShape, layer: int, again: bool):
         super().__init__()
         tp = make.mesh.tp
-        self.cp, self.tp, self.shape, self.layer, self.seed, self.again = make.mesh.cp, tp, shape, layer, make.seed, again
+        self.cp, self.tp, self.shape, self.layer = make.mesh.cp, tp, shape, layer
+        self.seed, self.again = make.seed, again
         self.rotate = rotate  # or compiled (models/compiled.py)
         self.attend: Callable[..., Tensor] = attention  # or one with a cache of keys and values (generate/cache.py)
         D, H, G, K, std = shape.hidden_size, shape.heads, shape.groups, shape.head_size, shape.std

@@ -68,11 +68,13 @@ class Places:
 def work_of(
     length: int, blocks: int, windows: Sequence[int | None], first: NDArray[np.integer] | None = None
 ) -> list[int]:
-    """The keys that the queries of each block see, summed over samples and over layers with these windows. first [B, T]:
-    of every token, the first position of its document."""
-    seen = np.arange(1, length + 1)[None] - (0 if first is None else first)
-    layers = [(windows.count(window), seen if window is None else np.minimum(seen, window)) for window in set(windows)]
-    return sum(n * some.reshape(-1, blocks, length // blocks).sum((0, 2), dtype=np.int64) for n, some in layers).tolist()
+    """The keys that the queries of each block see, summed over samples and over layers with these windows. first
+    [B, T]: of every token, the first position of its document."""
+    seen, work = np.arange(1, length + 1)[None] - (0 if first is None else first), np.zeros(blocks, np.int64)
+    for window in set(windows):
+        some = seen if window is None else np.minimum(seen, window)
+        work += windows.count(window) * some.reshape(-1, blocks, length // blocks).sum((0, 2), dtype=np.int64)
+    return work.tolist()
 
 
 def balance(work: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -58,8 +58,8 @@ def describe(
         rows["whole matrices"] = f"{matrices}, per step"
     if plan.cp > 1:
         by_heads = m.exchanges.count("a2a")
-        rows["context"] = f"{m.seq_length // plan.cp:,} tokens of each sample on a rank of cp; attention gathers keys in "
-        rows["context"] += f"{m.num_layers - by_heads} layers and exchanges heads in {by_heads}"
+        rows["context"] = f"{m.seq_length // plan.cp:,} tokens of each sample on a rank of cp; "
+        rows["context"] += f"attention gathers keys in {m.num_layers - by_heads} layers, exchanges heads in {by_heads}"
     if windows:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
     if config.train.compile:
