@@ -123,12 +123,17 @@ class Route:
         return own.to(kv.dtype)
 
 
+def _same_storage(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
 class _Shelf:
-    """The keys and values that a rank has gathered, of which backward's are gathered again: saved tensors that are
-    parts of them keep their place alone."""
+    """What attention saves for backward: of gathered keys and values, which backward gathers again, their place alone,
+    and of the results of runs, which are joined, parts of the whole."""
 
     def __init__(self, route: Route, kv: Tensor):
         self.route, self.kv, self.gathered = route, kv, None
+        self.saved: list[list[Tensor]] = []
 
     def take(self) -> Tensor:
         if self.gathered is None:
@@ -136,12 +141,24 @@ class _Shelf:
         return self.gathered
 
     def keep(self, x: Tensor) -> Any:
-        whole = self.take()
-        same = x.untyped_storage()._cdata == whole.untyped_storage()._cdata
-        return (x.shape, x.stride(), x.storage_offset()) if same else x
+        if _same_storage(x, self.take()):
+            return x.shape, x.stride(), x.storage_offset()
+        self.saved.append([x])
+        return self.saved[-1]
 
     def restore(self, kept: Any) -> Tensor:
-        return kept if isinstance(kept, Tensor) else self.take().as_strided(*kept)
+        return kept[0] if isinstance(kept, list) else self.take().as_strided(*kept)
+
+    def join(self, outputs: list[Tensor]) -> Tensor:
+        """The results of all runs in one tensor."""
+        self.gathered = None
+        whole = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        for one, part in zip(outputs, whole.detach().split([len(one) for one in outputs]), strict=True):
+            for kept in self.saved:
+                if _same_storage(kept[0], one) and kept[0].shape == part.shape:
+                    kept[0] = part
+        self.saved = []
+        return whole
 
 
 class _Gather(Function):
@@ -192,8 +209,7 @@ class Gathered:
                 mine = documents and replace(documents, first_BS=documents.first_BS[:, run.start : run.stop])
                 at = dict(q_first=run.start, k_first=keys.start)
                 outputs.append(self.attend(q, k, v, window=window, documents=mine, **at, **how))
-        shelf.gathered = None
-        return torch.cat(outputs)
+        return shelf.join(outputs)
 
 
 class _Swap(Function):
