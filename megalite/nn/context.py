@@ -1,14 +1,14 @@
 """Attention of a sample whose tokens several context-parallel ranks hold (places.py); [S, ...] are the rank's own rows.
 
-    allgather   k, v --gather--> [T_seen, B, G, K] in the sample's order; each run of the rank's queries attends to the
+    allgather   k, v --gather--> [T, B, G, K] in the sample's order; each run of the rank's queries attends to the
                 keys from the first that one of them sees up to its own end. Backward gathers them again and sums their
                 gradients over the ranks that used them, in fp32
-    a2a         q, k, v --all-to-all--> [T, B, h / cp, K]: all tokens of some of the heads (arXiv:2309.14509); o back
+    a2a         q, k, v --all-to-all--> all T tokens of H / cp heads (arXiv:2309.14509); o back
 
-Bytes that a rank receives per layer and micro-batch, e per element, f = (cp - 1) / cp; in backward as many in brackets:
+Bytes that a rank receives per layer and micro-batch in forward, e per element, f = (cp - 1) / cp:
 
-    allgather   f 2 T B G K e                [f 2 T B G K e + f 2 T B G K 4]
-    a2a         f S B K e (2 H + 2 max(G, cp))              [the same]
+    allgather   f 2 T B G K e                      in backward these and f 2 T B G K 4
+    a2a         f S B K e (2 H + 2 max(G, cp))     in backward the same
 
 In a window the gather is an all-to-all of the blocks that a query of the receiver sees. With fewer groups than ranks a
 rank gets the group that its heads use; one that is no multiple of the other repeats keys, so only cp must divide H.
@@ -68,8 +68,8 @@ class Route:
         return [self._between(giver, self.cp.rank) for giver in range(self.cp.size)]
 
     def _views(self, own: Tensor, others: Tensor) -> dict[int, Tensor]:
-        """The part [2, size, B, G, K] of each block. others: [cp, 2, S, B, G, K], or in a window what came from other
-        ranks, [blocks, 2, size, B, G, K]."""
+        """The part [2, size, B, G, K] of each block. others: kv of every rank, or in a window the parts that came
+        from other ranks."""
         if self.window is not None:
             return self._cut(own, self.cp.rank) | dict(zip(sum(self.got, []), others, strict=True))
         return {b: part for rank, kv in enumerate(others) for b, part in self._cut(kv, rank).items()}
@@ -213,8 +213,8 @@ class Gathered:
 
 
 class _Swap(Function):
-    """[S, B, cp * n, K] -> [T, B, n, K], all tokens of this rank's part of dim 2; or, `back`, the inverse, which is
-    also the gradient."""
+    """The rank's tokens of all heads -> all tokens, in order, of its share of the heads (dim 2); or, `back`, the
+    inverse, which is also the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: Axis, places: Places, back: bool) -> Tensor:

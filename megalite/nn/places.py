@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNEQUAL = 1.05  # most work of a rank / mean, above which blocks are halved
+NEIGHBOURS = 1.1  # up to which a rank holds neighbouring blocks: one launch, and fewer borders for windows to cross
 MOST_BLOCKS = 8  # of a rank: each of them is a launch of attention for itself
 
 
@@ -109,7 +110,7 @@ def place(length: int, ranks: int, windows: Sequence[int | None], first: NDArray
             break
         work = work_of(length, each * ranks, windows, first)
         neighbours = tuple((2 * rank, 2 * rank + 1) for rank in range(ranks)) if each == 2 else ()
-        if neighbours and unequal(work, neighbours) <= UNEQUAL:  # fewer borders for windows and documents to cross
+        if neighbours and unequal(work, neighbours) <= NEIGHBOURS:
             tried = [(1.0, neighbours)]
         else:
             tried.append((unequal(work, blocks := balance(work, ranks)), blocks))
