@@ -429,6 +429,55 @@ def test_optimizers_of_whole_tensors_see_them_whole_under_every_layout(item: Row
     _same(item, ranks, "float64", FP64, 1e-9)
 
 
+CP2, CP4, A2A = "--context-parallel-size 2", "--context-parallel-size 4", " --cp-comm-type a2a"
+LONG = " --window-size 11,0"  # longer than a rank's part of 16 tokens over 2
+ALONE = " --num-attention-heads 6 --kv-channels 8 --group-query-attention --num-query-groups 3"
+EXCHANGED = [
+    *(
+        row(f"{name}, {way}", world, model, extra=f"{cp}{flag}", **sizes)
+        for way, flag in (("allgather", ""), ("a2a", A2A))
+        for name, world, model, cp, sizes in (
+            ("gpt cp2 tied", 2, GPT, CP2, {}),
+            ("qwen cp4 one group", 4, QWEN, CP4, {}),
+            ("llama tp2 cp2, documents", 4, LLAMA + BORDERS, CP2, dict(tp=2)),
+            ("gpt pp2 cp2 vpp2 tied, documents, dropout", 4, DOCS, CP2, dict(pp=2, vpp=2)),
+            ("llama cp2, window within a part, documents", 2, LLAMA + BORDERS + WINDOW, CP2, {}),
+            ("llama cp4, window beyond a part", 4, LLAMA + BORDERS + LONG, CP4, {}),
+            ("gpt tp2 cp2, dropout", 4, DROP, CP2, dict(tp=2)),
+            ("llama pp2 cp2 split, documents", 4, LLAMA + BORDERS + ZLOSS, f"{CP2} {SPLIT}", dict(pp=2)),
+            (
+                "llama cp2 recompute full, documents",
+                2,
+                LLAMA + DOCS,
+                f"{CP2} {FULL} uniform --recompute-num-layers 2",
+                {},
+            ),
+            ("gpt cp2 core and norms recompute", 2, DROP, f"{CP2} {PARTS}core_attn layernorm mlp", {}),
+            ("gpt cp2 norms recompute, window", 2, GPT + LONG, f"{CP2} {PARTS}layernorm", {}),
+            ("pairs cp2, positions within documents", 2, PAIRS, CP2, {}),
+        )
+    ),
+    row("gpt cp2 dp2 ddp", 4, GPT, extra=f"{CP2} {NOZERO}"),
+    row("llama cp2 dp2 ZeRO-2, documents", 4, LLAMA + BORDERS, extra=f"{CP2} {ZERO2}"),
+    row("gpt cp2 dp2 ZeRO-3, dropout", 4, DROP, extra=f"{CP2} {ZERO3}"),
+    row("llama cp4 ZeRO-3 hybrid 2x2", 4, LLAMA, extra=f"{CP4} {ZERO3} --num-distributed-optimizer-instances 2"),
+    row("yarn cp2 dp2", 4, YARN, extra=CP2),
+    row("llama cp2 dp2, dp outermost, tp2", 8, LLAMA, tp=2, extra=f"{CP2} --use-tp-pp-dp-mapping"),
+    row("gpt cp2, a way for each layer", 2, DROP, extra=f"{CP2} --cp-comm-type a2a p2p allgather a2a"),
+    row("three groups cp2, each rank's heads use two, a2a", 2, GPT + ALONE, extra=CP2 + A2A),
+    row("qwen tp2 cp2 one group, a2a", 4, QWEN, tp=2, extra=CP2 + A2A),
+]
+OFTEN = [
+    r for r in EXCHANGED if r.name.startswith(("gpt pp2", "llama cp4, w", "three", "gpt cp2 dp2 Z", "llama cp2 rec"))
+]
+
+
+@pytest.mark.parametrize("item", rarely(EXCHANGED, OFTEN, NAME, guards=("megalite/nn", "megalite/kernels")))
+def test_a_context_that_ranks_share_trains_as_one_process_does(item: Row) -> None:
+    ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
+    _same(item, ranks, "float64", FP64, 1e-9)
+
+
 FEW = " --num-layers 2 --micro-batch-size 1 --global-batch-size 2 --seq-length 6"  # a program is a Python call there
 
 

@@ -104,7 +104,7 @@ def test_what_starts_is_what_is_claimed() -> None:
     gpt = [line for line in LINES if line["family"] == "gpt"]
     missing = {feature for line in LINES for feature in line["refused"]}
     assert len(gpt) == 79 and sum(not line["refused"] for line in gpt) >= 0.7 * len(gpt)
-    known = "context_parallel_size|experts|FP8 and FP4|multi-latent attention|multi-token prediction|FSDP|hybrid models"
+    known = "experts|FP8 and FP4|multi-latent attention|multi-token prediction|FSDP|hybrid models"
     known += "|experimental attention|distillation|elastic models|architecture|offloading|layer specs"
     # Transformer Engine's; of experts and multi-latent attention; with a place for multi-token prediction
     known += "|cuda_graph_impl|recompute_modules|pipeline_model_parallel_layout"

@@ -50,8 +50,6 @@ def verdict(name: str, flag: Flag) -> str:
         facts = TAKES.get(name)
         if facts is None:
             return "does"
-        if facts.most is not None and facts.above is not None and facts.most[0] == facts.above + 1:
-            return f"takes {facts.most[0]:g} only: a larger value {facts.most[1].partition(';')[0]}"
         refused = ", ".join(f"`{value}`" for value in facts.refused)
         return f"does, but for {refused}: refused" if refused else "does"
     if flag.verdict == DEPENDENT:

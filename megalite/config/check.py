@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.config.check_files import checkpoint_problems, data_problems, files_effects
 from megalite.config.check_model import layout_problems, model_effects, model_problems
-from megalite.config.check_sharing import instances_problem, sharing_effects, sharing_problems
+from megalite.config.check_sharing import context_problems, instances_problem, sharing_effects, sharing_problems
 from megalite.config.check_training import training_effects, training_problems
 from megalite.config.field import facts_of, flag_of
 from megalite.config.options import Config, ModelConfig, options
@@ -19,6 +19,7 @@ MOST_MICROBATCHES = 100_000  # of one rank and step
 MOST_NEAR = 4096  # how far off another number of ranks is looked for
 NEEDS = {  # option -> the one without which it has no effect
     "num_query_groups": "group_query_attention",
+    "cp_comm_type": "context_parallel_size",
     "zero_bubble_max_pending_backward": "split_backward",
     "decoupled_min_lr": "decoupled_lr",
     "grad_reduce_in_bf16": "bf16",
@@ -48,6 +49,7 @@ def check(
         *layout_problems(config, say),
         *training_problems(config, say),
         *sharing_problems(config, say),
+        *context_problems(config, say),
         *checkpoint_problems(c, say),
         *_machine(config, say),
         *data_problems(config.data, tp, complete or (c.load is None and c.pretrained_checkpoint is None), say),
@@ -120,16 +122,19 @@ def _machine(config: Config, say: Say) -> Iterator[Problem]:
 
 def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
     p = config.parallel
-    tp, pp, unit = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.model_parallel_size
+    unit, cp = p.model_parallel_size, p.context_parallel_size
     dp, sizes = max(1, world_size // unit), ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    shape = f"tp {p.tensor_model_parallel_size} x pp {p.pipeline_model_parallel_size}"
+    if cp > 1:
+        shape, sizes = f"{shape} x cp {cp}", (*sizes, "context_parallel_size")
     if p.data_parallel_size is not None:
         dp = p.data_parallel_size
         if (ranks := dp * unit) != world_size:
-            text = "{=data_parallel_size} x tp {tp} x pp {pp} is not the world size {world}; start {ranks} ranks, or "
-            yield say(text + "leave it out", *sizes, tp=tp, pp=pp, world=world_size, ranks=ranks)
+            text = "{=data_parallel_size} x {shape} is not the world size {world}; start {ranks} ranks, or "
+            yield say(text + "leave it out", *sizes, shape=shape, world=world_size, ranks=ranks)
     elif world_size % unit:
-        text = "world size {world} is not a multiple of tp {tp} x pp {pp} = {unit}; start a multiple of it, as with "
-        yield say(text + "{--nproc} {unit}", *sizes, world=world_size, tp=tp, pp=pp, unit=unit)
+        text = "world size {world} is not a multiple of {shape} = {unit}; start a multiple of it, as with "
+        yield say(text + "{--nproc} {unit}", *sizes, world=world_size, shape=shape, unit=unit)
         dp = 1  # what does not divide by the micro-batch is wrong with any
     if config.operations.max_restarts and config.checkpoint.save is None:
         yield say("{=max_restarts} has no effect; add {--save}", max_restarts=config.operations.max_restarts)

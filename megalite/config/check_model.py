@@ -17,7 +17,7 @@ def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
     if m.kv_channels is None and m.hidden_size % heads:
         unit = heads * (2 if m.position_embedding_type in ("rope", "yarn") else 1)  # channels turn in pairs
         text = "{=hidden_size} is not a multiple of {=num_attention_heads}: use {fit}, or set {--kv-channels}"
-        yield say(text, fit=_multiples(m.hidden_size, unit))
+        yield say(text, fit=multiples(m.hidden_size, unit))
     elif m.position_embedding_type in ("rope", "yarn") and int(m.head_size * m.rotary_percent) % 2:
         yield say("{=rotary_percent} rotates an odd number of {size} channels; make it even", size=m.head_size)
     tp_breaks = "{=tensor_model_parallel_size} does not divide "
@@ -33,10 +33,10 @@ def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
         yield say("{=hidden_size} is too small for the default width of swiglu; give {--ffn-hidden-size}")
     if m.ffn_size % tp:
         text = tp_breaks + "{=ffn_hidden_size}: use {fit} for it, or another tp"
-        yield say(text, ffn_hidden_size=m.ffn_size, fit=_multiples(m.ffn_size, tp))
+        yield say(text, ffn_hidden_size=m.ffn_size, fit=multiples(m.ffn_size, tp))
     if m.seq_length % tp:
         text = tp_breaks + "{=seq_length}: use {fit} for it, or another tp"
-        yield say(text, fit=_multiples(m.seq_length, tp))
+        yield say(text, fit=multiples(m.seq_length, tp))
     if m.positions < m.seq_length:
         yield say("{=max_position_embeddings} is below {=seq_length}; make it at least that")
     yield from _window(m, say)
@@ -120,7 +120,7 @@ def layout_problems(config: Config, say: Say) -> Iterator[Problem]:
         yield say(text, "pipeline_model_parallel_size", pp=pp)
 
 
-def _multiples(n: int, of: int) -> str:
+def multiples(n: int, of: int) -> str:
     """The nearest multiples of `of`, in words: 96 or 108 for n=100 and of=12."""
     low = n // of * of
     return f"{low} or {low + of}" if low else str(of)

@@ -160,6 +160,7 @@ def _graph(config: Config, say: Say) -> Iterator[Problem]:
         "needs a CUDA {device}": p.device == "cpu",
         "needs {tensor_model_parallel_size} 1": p.tensor_model_parallel_size > 1,
         "needs {pipeline_model_parallel_size} 1": p.pipeline_model_parallel_size > 1,
+        "needs {context_parallel_size} 1": p.context_parallel_size > 1,
         "would repeat one dropout mask; give {--hidden-dropout} 0 {--attention-dropout} 0": bool(
             m.hidden_dropout or m.attention_dropout
         ),

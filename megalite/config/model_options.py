@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.activations import ACTIVATIONS
-from megalite.config.field import model, training
+from megalite.config.field import how, model, training
 from megalite.config.pattern import read_pattern
 
 ALL_DROPPED = (1, "drops everything; use less than 1")
@@ -89,6 +89,9 @@ class ModelConfig:
     window_attn_skip_freq: str | None = model(
         None, "N: every N-th layer has no window; or a list, 1: with, 0: without, as [1,1,0]*8", same_as="windows"
     )
+    cp_comm_type: tuple[str, ...] = how(
+        ("allgather",), "cp: what attention exchanges: allgather keys and values, a2a heads; one, or one for each layer"
+    )
 
     @property
     def head_size(self) -> int:
@@ -131,3 +134,9 @@ class ModelConfig:
         window, pattern = self.window_size[0] + 1, self.window_attn_skip_freq
         bits = (True,) * self.num_layers if pattern is None else read_pattern(pattern, self.num_layers)
         return tuple(window if bit else None for bit in bits)
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """How the attention of each layer exchanges over cp: allgather (p2p is taken as it) or a2a."""
+        given = tuple("allgather" if one == "p2p" else one for one in self.cp_comm_type)
+        return given * self.num_layers if len(given) == 1 else given

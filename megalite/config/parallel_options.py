@@ -9,7 +9,6 @@ from megalite.config.field import how
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
 SCHEDULES = ("1f1b", "gpipe", "breadth-first")
-ONLY_ONE = (1, "is not supported yet; use 1")
 LONGEST_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
 SHARED_OUT = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # of ZeRO 0, 1, 2, 3
 TO_THREE = (3, "is above 3; use 0, 1, 2 or 3")
@@ -29,9 +28,7 @@ class ParallelConfig:
     )
     tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", flags=("--tp",), above=0)
     pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", flags=("--pp",), above=0)
-    context_parallel_size: int = how(
-        1, "cp: ranks that share a sequence; must be 1", flags=("--cp",), above=0, most=ONLY_ONE
-    )
+    context_parallel_size: int = how(1, "cp: ranks that share the tokens of each sequence", flags=("--cp",), above=0)
     data_parallel_size: int | None = how(None, "dp: ranks that share the batch; default: all left", flags=("--dp",))
     num_layers_per_virtual_pipeline_stage: int | None = how(None, "layers per chunk of the interleaved schedule")
     num_virtual_stages_per_pipeline_rank: int | None = how(None, "chunks per pipeline rank of the interleaved schedule")

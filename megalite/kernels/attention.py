@@ -1,6 +1,8 @@
 """Causal attention with grouped key/value heads: softmax(scale * q k^T + causal) v.
 
-Layout in and out is sequence first: q_SBHK, k_SBGK, v_SBGK -> o_SBHK, H a multiple of G. A fused kernel runs
+Layout in and out is sequence first: q_SBHK, k_TBGK, v_TBGK -> o_SBHK, H a multiple of G. Queries are at the positions
+from `q_first`, keys at those from `k_first`, and both may be parts of the sequence; o of a query that sees no key is 0.
+Parts of the queries, each with all keys that these see, are the whole, bit for bit the same mask. A fused kernel runs
 (`backend` says which): saved are q, k, v, and for some o and one log-sum-exp per row, never the S x S scores. The mask
 of dropout depends on coordinates (sample, head, query, key) and not on a generator's state, so torch's kernels cannot
 draw it and our own do.
@@ -13,6 +15,7 @@ is no such mask either. A window as long as the sequence (or a document) has no 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +33,9 @@ from megalite.kernels.flash_attention import flash_attention, supports
 class Documents:
     """The documents in the samples of a micro-batch.
 
-    spans     (sample, first position, end), by sample and position; they tile every sample
-    first_BS  for every position the first one of its document
+    spans     (sample, first position, end), by sample and position; they tile every sample, of which queries and keys
+              may be parts
+    first_BS  for every query the first position of its document
     """
 
     spans: tuple[tuple[int, int, int], ...]
@@ -40,34 +44,36 @@ class Documents:
 
 def attention_reference(
     q_SBHK: Tensor,
-    k_SBGK: Tensor,
-    v_SBGK: Tensor,
+    k_TBGK: Tensor,
+    v_TBGK: Tensor,
     *,
     scale: float,
     drop: Drop | None = None,
     documents: Documents | None = None,
     window: int | None = None,
+    q_first: int = 0,
+    k_first: int = 0,
 ) -> Tensor:
     """The definition, with the scores in memory; arguments as of `attention`."""
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_SBGK, v_SBGK))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_TBGK, v_TBGK))
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    length = torch.arange(q.shape[2], device=q.device)
+    rows = torch.arange(q_first, q_first + q.shape[2], device=q.device).view(-1, 1)
+    columns = torch.arange(k_first, k_first + k.shape[2], device=q.device)
     q, k = in_range(q, k)
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    hidden = length[None, :] > length[:, None]
+    hidden = columns > rows
     if window is not None:
-        hidden = hidden | (length[None, :] <= length[:, None] - window)
+        hidden = hidden | (columns <= rows - window)
     if documents is not None:
-        hidden = hidden | (length < documents.first_BS.unsqueeze(-1)).unsqueeze(1)
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if drop is None:
-        return (scores.softmax(-1).to(v.dtype) @ v).permute(2, 0, 1, 3)
-    heads = torch.arange(drop.head_offset, drop.head_offset + q.shape[1], device=q.device)
-    samples = drop.sample_ids_B.view(-1, 1, 1, 1)
-    keep = keep_mask(drop.key, drop.p, samples, heads.view(-1, 1, 1), length.view(-1, 1), length)
-    weights = (scores.softmax(-1) * keep / (1 - drop.p)).to(v.dtype)
-    return (weights @ v).permute(2, 0, 1, 3)
+        hidden = hidden | (columns < documents.first_BS.unsqueeze(-1)).unsqueeze(1)
+    blind = hidden.all(-1, keepdim=True)  # softmax of these rows is of anything finite
+    weights = scores.masked_fill(hidden & ~blind, float("-inf")).softmax(-1)
+    if drop is not None:
+        heads = torch.arange(drop.head_offset, drop.head_offset + q.shape[1], device=q.device).view(-1, 1, 1)
+        keep = keep_mask(drop.key, drop.p, drop.sample_ids_B.view(-1, 1, 1, 1), heads, rows, columns)
+        weights = weights * keep / (1 - drop.p)
+    return (weights.to(v.dtype) @ v).masked_fill(blind, 0.0).permute(2, 0, 1, 3)
 
 
 def forced() -> str:
@@ -78,11 +84,12 @@ def forced() -> str:
 def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool = False) -> str:
     """The implementation for this shape: "triton" (kernels/flash_attention.py), "blocked" (blocked_attention.py),
     or torch's SDPA with "cudnn", "flash" or what it picks itself ("torch"). `masked`: there are documents; `window`:
-    there is one, shorter than the sequence, which SDPA would need as a mask of S x S, so SDPA is never used. With
-    `dropout`, whose mask SDPA cannot draw, "triton" or "blocked"; "explicit" (attention_reference) if it is forced.
+    there is one, shorter than the sequence, or a part of the sequence, which SDPA would need as a mask of S x S, so
+    SDPA is never used. With `dropout`, whose mask SDPA cannot draw, "triton" or "blocked"; "explicit"
+    (attention_reference) if it is forced.
 
-        a card, documents or a window         triton where it can: one launch, work only where the mask is not
-        a window elsewhere                    blocked
+        a card, documents, a window, a part   triton where it can: one launch, work only where the mask is not
+        a window or a part elsewhere          blocked
         half precision, compute capability 9  cudnn: 1.4 times the speed of triton's forward at S 4096, 1.2 at 32k
         half precision on an older card       flash
         half precision on a CPU               blocked: faster than torch's (docs/performance.md)
@@ -163,30 +170,35 @@ def _sdpa(name: str) -> Iterator[None]:
 
 def attention(
     q_SBHK: Tensor,
-    k_SBGK: Tensor,
-    v_SBGK: Tensor,
+    k_TBGK: Tensor,
+    v_TBGK: Tensor,
     *,
     scale: float,
     drop: Drop | None = None,
     documents: Documents | None = None,
     window: int | None = None,
+    q_first: int = 0,
+    k_first: int = 0,
 ) -> Tensor:
-    """`drop`: of attention weights; None: no dropout. `documents` None: one per sample. `window`: how many keys a query
-    sees, itself included; None: all before it."""
-    if window is not None and window >= q_SBHK.shape[0]:
+    """o_SBHK of queries at the positions from `q_first` and keys at those from `k_first`, one or more of each. `drop`:
+    of attention weights; None: no dropout. `documents` None: one per sample. `window`: how many keys a query sees,
+    itself included; None: all before it."""
+    if window is not None and window >= q_first + q_SBHK.shape[0] - k_first:
         window = None
-    name = backend(q_SBHK, masked=documents is not None, window=window is not None, dropout=drop is not None)
+    part = q_first != k_first or q_SBHK.shape[0] != k_TBGK.shape[0]
+    narrow = part or window is not None
+    name = backend(q_SBHK, masked=documents is not None, window=narrow, dropout=drop is not None)
+    qkv = (q_SBHK, k_TBGK, v_TBGK)
+    how: dict[str, Any] = dict(scale=scale, drop=drop, window=window, q_first=q_first, k_first=k_first)
     if name == "explicit":
-        return attention_reference(q_SBHK, k_SBGK, v_SBGK, scale=scale, drop=drop, documents=documents, window=window)
+        return attention_reference(*qkv, documents=documents, **how)
     if name == "triton":
-        first_BS = None if documents is None else documents.first_BS
-        return flash_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, first_BS=first_BS, drop=drop)
+        return flash_attention(*qkv, first_BS=None if documents is None else documents.first_BS, **how)
     if documents is not None:
-        return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale, window, drop)
+        return _by_document(*qkv, documents, **how)
     if name == "blocked":
-        return blocked_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, drop=drop)
-    given = (readable(x) if x.is_cuda else x for x in (q_SBHK, k_SBGK, v_SBGK))
-    q, k, v = (x.permute(1, 2, 0, 3) for x in given)
+        return blocked_attention(*qkv, **how)
+    q, k, v = ((readable(x) if x.is_cuda else x).permute(1, 2, 0, 3) for x in qkv)
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel there takes groups in fp32
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -202,19 +214,24 @@ def attention(
 
 def _by_document(
     q_SBHK: Tensor,
-    k_SBGK: Tensor,
-    v_SBGK: Tensor,
+    k_TBGK: Tensor,
+    v_TBGK: Tensor,
     documents: Documents,
-    scale: float,
-    window: int | None,
+    *,
+    q_first: int,
+    k_first: int,
     drop: Drop | None,
+    **how: Any,
 ) -> Tensor:
+    """Each document's queries with its keys, where the parts have such."""
     rows: list[list[Tensor]] = [[] for _ in range(q_SBHK.shape[1])]
     for row, start, end in documents.spans:
-        part = (x[start:end, row : row + 1] for x in (q_SBHK, k_SBGK, v_SBGK))
-        if drop is None:
-            rows[row].append(attention(*part, scale=scale, window=window))
-        else:
-            here = replace(drop, sample_ids_B=drop.sample_ids_B[row : row + 1])
-            rows[row].append(blocked_attention(*part, scale=scale, window=window, drop=here, first=start))
+        first, last = max(start, q_first), min(end, q_first + q_SBHK.shape[0])
+        if first >= last:
+            continue
+        q = q_SBHK[first - q_first : last - q_first, row : row + 1]
+        low = max(start, k_first)
+        k, v = (x[low - k_first : max(low, last) - k_first, row : row + 1] for x in (k_TBGK, v_TBGK))  # or none
+        here = None if drop is None else replace(drop, sample_ids_B=drop.sample_ids_B[row : row + 1])
+        rows[row].append(attention(q, k, v, drop=here, q_first=first, k_first=low, **how))
     return torch.cat([torch.cat(row) for row in rows], dim=1)

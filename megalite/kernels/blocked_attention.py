@@ -15,8 +15,8 @@ any size for 1.4 times the time; --attention-kernel torch is more exact and take
 The work per query block grows with its end, so half of the scores' square is never computed but for the blocks on the
 diagonal. With a window a block's keys begin where its first query's do: S (W + rows) scores, where torch's fused
 attention would take a mask of S x S and compute them all. The mask of dropout is drawn for a block, and in backward
-again: p D in place of p for o and dv, dp D in place of dp, D = keep / (1 - p). Positions are absolute, and parts of the
-keys make the whole, as in kernels/flash_attention.py.
+again: p D in place of p for o and dv, dp D in place of dp, D = keep / (1 - p). Positions are absolute: q and k may be
+parts of the sequence, as in kernels/flash_attention.py.
 """
 
 from collections.abc import Iterator
@@ -87,7 +87,7 @@ class _Blocks:
         scale: float,
         window: int | None,
         drop: Drop | None,
-        places: tuple[int, int] = (0, 0),
+        places: tuple[int, int],
     ):
         self.q, self.k, self.scale, self.drop, self.places = q_MQSK, k_MTK, scale, drop, places
         self.shift = places[0] - places[1]  # of queries against keys
@@ -101,7 +101,7 @@ class _Blocks:
         self.window = min(window or whole, whole)
         fewest, most = IN_WINDOW if self.window < whole else (QUERIES, QUERIES)
         self.rows = min(self.length, most, max(fewest, self.window))
-        columns = min(self.keys, self.rows + self.window)
+        columns = max(1, min(self.keys, self.rows + self.window))
         self.groups = min(n, max(1, BLOCK_BYTES // (per_group * self.rows * columns * q_MQSK.element_size())))
         hidden = q_MQSK.new_full((self.rows, self.rows), float("-inf"))
         self.later, self.earlier = hidden.triu(1), hidden.tril(-1)
@@ -169,40 +169,31 @@ class _BlockedAttention(Function):
         window: int | None,
         drop: Drop | None,
         places: tuple[int, int],
-        part: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         ctx.save_for_backward(q_SBHK, k_TBGK, v_TBGK)
-        ctx.set_materialize_grads(False)
         ctx.given = (q_SBHK.shape[1], scale, window, drop, places)
         groups, dtype = k_TBGK.shape[2], q_SBHK.dtype
         q_SBHK, k_TBGK, v_TBGK = in_range(q_SBHK, k_TBGK, v_TBGK)
         q_MQSK = _by_group(q_SBHK, groups)
         k_MTK, v_MTK = (_by_group(x, groups)[:, 0] for x in (k_TBGK, v_TBGK))
         o_MQSK = torch.empty_like(q_MQSK)
-        lse_MQS = q_MQSK.new_empty(q_MQSK.shape[:-1], dtype=stat_dtype(q_MQSK)) if part else None
         blocks = _Blocks(q_MQSK, k_MTK, *ctx.given)
         for some, here, keys in blocks:
-            scores = blocks.scores(blocks.queries(q_MQSK, some, here), some, here, keys)
-            if lse_MQS is not None:
-                target = lse_MQS[some, :, here]
-                target.copy_(scores.to(lse_MQS.dtype).logsumexp(-1).view(target.shape))
-            p = blocks.probabilities(scores, here)
+            p = blocks.probabilities(blocks.scores(blocks.queries(q_MQSK, some, here), some, here, keys), here)
             blocks.dropped_(some, here, keys, p)
             target, v = o_MQSK[some, :, here], v_MTK[some, keys]
             o = p @ v if drop is None else blocks.scaled(p, v, 1 / blocks.kept)
             target.copy_(o.view(target.shape))
-        o_SBHK = _by_position(o_MQSK, q_SBHK.shape[1]).to(dtype)
-        return o_SBHK, None if lse_MQS is None else lse_MQS.view(q_SBHK.shape[1], -1, q_SBHK.shape[0])
+        return _by_position(o_MQSK, q_SBHK.shape[1]).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, do_SBHK: Tensor | None, dlse_BHS: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, do_SBHK: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_SBHK, k_TBGK, v_TBGK = ctx.saved_tensors
-        do_SBHK, dtype = torch.zeros_like(q_SBHK) if do_SBHK is None else do_SBHK, q_SBHK.dtype
+        dtype = q_SBHK.dtype
         q_SBHK, k_TBGK, v_TBGK, do_SBHK = in_range(q_SBHK, k_TBGK, v_TBGK, do_SBHK)
         groups, batch = k_TBGK.shape[2], q_SBHK.shape[1]
         q_MQSK, do_MQSK = _by_group(q_SBHK, groups), _by_group(do_SBHK, groups)
         k_MTK, v_MTK = (_by_group(x, groups)[:, 0] for x in (k_TBGK, v_TBGK))
-        dlse_MQSK = None if dlse_BHS is None else dlse_BHS.reshape(*q_MQSK.shape[:-1], 1)
         dq_MQSK = torch.empty_like(q_MQSK)
         dk_MTK, dv_MTK = (torch.zeros_like(x, dtype=stat_dtype(x)) for x in (k_MTK, v_MTK))
         blocks = _Blocks(q_MQSK, k_MTK, *ctx.given)
@@ -216,18 +207,16 @@ class _BlockedAttention(Function):
                 blocks.dropped_(some, here, keys, kept, dp)
             dv_MTK[some, keys].add_(kept.mT @ do)
             ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
-            if dlse_MQSK is not None:  # that of a log-sum-exp is p
-                ds = ds.addcmul(p, blocks.queries(dlse_MQSK, some, here).to(p.dtype), value=blocks.kept)
             target = dq_MQSK[some, :, here]
             target.copy_(blocks.scaled(ds, k_MTK[some, keys], scale).view(target.shape))
             dk_MTK[some, keys].add_(blocks.scaled(ds.mT, q, scale))
         if blocks.drop is not None:
             dv_MTK.div_(blocks.kept)
         grads = (dq_MQSK, dk_MTK.unsqueeze(1), dv_MTK.unsqueeze(1))
-        return *(_by_position(x.to(dtype), batch) for x in grads), *(None,) * 5
+        return *(_by_position(x.to(dtype), batch) for x in grads), *(None,) * 4
 
 
-def blocked_attention_part(
+def blocked_attention(
     q_SBHK: Tensor,
     k_TBGK: Tensor,
     v_TBGK: Tensor,
@@ -237,24 +226,9 @@ def blocked_attention_part(
     drop: Drop | None = None,
     q_first: int = 0,
     k_first: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """(o_SBHK, log-sum-exp of the scores in at least fp32, [B, H, S]), both differentiable, of queries at the positions
-    from `q_first` and keys at those from `k_first`; options as of `blocked_attention`."""
-    given = (scale, window, drop, (q_first, k_first), True)
-    return _BlockedAttention.apply(q_SBHK, k_TBGK, v_TBGK, *given)  # type: ignore[return-value]
-
-
-def blocked_attention(
-    q_SBHK: Tensor,
-    k_SBGK: Tensor,
-    v_SBGK: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    drop: Drop | None = None,
-    first: int = 0,
 ) -> Tensor:
-    """softmax(scale * q k^T + causal) v: o_SBHK; H a multiple of G. `window`: how many keys a query sees, itself
-    included. `first`: the position of row 0. In any floating dtype and on any device, whatever `supports` advises."""
-    given = (scale, window, drop, (first, first), False)
-    return _BlockedAttention.apply(q_SBHK, k_SBGK, v_SBGK, *given)[0]  # type: ignore[index]
+    """softmax(scale * q k^T + causal) v: o_SBHK; H a multiple of G; queries at the positions from `q_first`, keys at
+    those from `k_first`. `window`: how many keys a query sees, itself included. In any floating dtype and on any
+    device, whatever `supports` advises."""
+    places = (q_first, k_first)
+    return _BlockedAttention.apply(q_SBHK, k_TBGK, v_TBGK, scale, window, drop, places)  # type: ignore[return-value]

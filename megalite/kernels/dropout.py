@@ -2,7 +2,8 @@
 
     y = x * keep / (1 - p),   keep[s, b, d] = hash(key, sample id of b, position s, channel d) >= p * 2^32
 
-The key folds (seed, step, layer, site) on the host. The hash is the 32-bit finaliser of MurmurHash3 (A. Appleby,
+Rows are at the positions from `first_position`, or at those of an int64 tensor [s] in its place. The key folds (seed,
+step, layer, site) on the host. The hash is the 32-bit finaliser of MurmurHash3 (A. Appleby,
 public domain), chained over the coordinates, in int32 arithmetic that wraps: the same bits on every device.
 Backward draws the mask again: 0 bytes saved. Bytes for N elements of e bytes: forward with the residual 3 N e, backward
 2 N e.
@@ -75,15 +76,22 @@ def keep_mask(key: int | Tensor, p: float, *axes: Tensor) -> Tensor:
     return (hash_coordinates(key, *axes) ^ as_int32(2**31)) >= int(p * 2**32) - 2**31  # compared as unsigned
 
 
-def _mask_sBD(x: Tensor, key: int | Tensor, p: float, sample_ids_B: Tensor, first_position: int) -> Tensor:
+def _mask_sBD(x: Tensor, key: int | Tensor, p: float, sample_ids_B: Tensor, first_position: int | Tensor) -> Tensor:
     s, _, d = x.shape
-    positions = torch.arange(first_position, first_position + s, device=x.device).view(-1, 1, 1)
+    positions = first_position
+    if not isinstance(positions, Tensor):
+        positions = torch.arange(positions, positions + s, device=x.device)
     channels = torch.arange(d, device=x.device)
-    return keep_mask(key, p, sample_ids_B.view(1, -1, 1), positions, channels)
+    return keep_mask(key, p, sample_ids_B.view(1, -1, 1), positions.view(-1, 1, 1), channels)
 
 
 def drop_reference(
-    x_sBD: Tensor, residual: Tensor | None, p: float, key: int | Tensor, sample_ids_B: Tensor, first_position: int
+    x_sBD: Tensor,
+    residual: Tensor | None,
+    p: float,
+    key: int | Tensor,
+    sample_ids_B: Tensor,
+    first_position: int | Tensor,
 ) -> Tensor:
     y = x_sBD * _mask_sBD(x_sBD, key, p, sample_ids_B, first_position) / (1 - p)
     return y if residual is None else y + residual
@@ -106,14 +114,18 @@ def chain(h, axis):
 @kernel(do_not_specialize=["key"])
 def _drop(
     X, A, IDS, Y, key, first_position, batch, rows, columns, stride_x, stride_a,
-    P: tl.constexpr, THRESHOLD: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PLACED: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     wide = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (at < columns)
     h = chain(key.to(tl.uint32), tl.load(IDS + row % batch))
-    h = chain(h, row // batch + first_position)
+    if PLACED:
+        h = chain(h, tl.load(first_position + row // batch, mask=row < rows, other=0))
+    else:
+        h = chain(h, row // batch + first_position)
     keep = chain(h, at) >= THRESHOLD
     x = tl.load(X + row * stride_x + at, mask=inside, other=0.0).to(wide)
     y = tl.where(keep, x * (1.0 / (1.0 - P)), 0.0)
@@ -128,7 +140,7 @@ def drop(
     p: float,
     key: int,
     sample_ids_B: Tensor,
-    first_position: int,
+    first_position: int | Tensor,
     block: TileSizes = BLOCK,
 ) -> Tensor:
     x_ND = as_rows(x_sBD)
@@ -137,9 +149,11 @@ def drop(
     block = fit(block, columns)
     y = torch.empty(x_sBD.shape, dtype=x_sBD.dtype, device=x_sBD.device)
     signed = as_int32(key)  # always 32 bits, or Triton would compile for each width
+    if placed := isinstance(first_position, Tensor):
+        first_position = first_position.contiguous()
     _drop[(ceil_div(rows, block.rows), ceil_div(columns, block.columns))](
         *(x_ND, a_ND, sample_ids_B.contiguous(), y, signed, first_position, x_sBD.shape[1], rows, columns),
-        *(x_ND.stride(0), a_ND.stride(0), p, int(p * 2**32), residual is not None, block.rows, block.columns),
+        *(x_ND.stride(0), a_ND.stride(0), placed, p, int(p * 2**32), residual is not None, block.rows, block.columns),
         num_warps=block.warps,
     )
     return y
@@ -157,14 +171,14 @@ class _DropoutAdd(Function):
         return dx, dy if ctx.needs_input_grad[1] else None, None, *(None for _ in ctx.args)
 
 
-def dropout(x_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int = 0) -> Tensor:
-    """Drop elements of x_sBD, whose row 0 is sequence position `first_position`."""
+def dropout(x_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int | Tensor = 0) -> Tensor:
+    """Drop elements of x_sBD."""
     fn = drop if use_triton(x_sBD) else drop_reference
     return _DropoutAdd.apply(x_sBD, None, fn, p, key, sample_ids_B, first_position)  # type: ignore[return-value]
 
 
 def dropout_add(
-    x_sBD: Tensor, residual_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int = 0
+    x_sBD: Tensor, residual_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int | Tensor = 0
 ) -> Tensor:
     """residual + dropout(x)."""
     fn = drop if use_triton(x_sBD) else drop_reference
@@ -179,7 +193,7 @@ def dropout_add_by(
 
 
 def dropout_add_reference(
-    x_sBD: Tensor, residual_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int = 0
+    x_sBD: Tensor, residual_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int | Tensor = 0
 ) -> Tensor:
     """The definition in torch, and the CPU path."""
     args = (p, key, sample_ids_B, first_position)

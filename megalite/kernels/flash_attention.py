@@ -6,9 +6,8 @@
 Positions are absolute: row 0 of q is at `q_first`, row 0 of k at `k_first`, and either may be a part of the sequence.
 low(i) is the first position of i's document, and not before the sliding window. It never decreases, so a program visits
 one range of blocks, and only scores that the mask leaves are computed. Inside the kernels positions count from
-`k_first`. A query that sees no key has o = 0 and lse = -inf. Parts of the keys make the whole: o = sum of exp(lse_n -
-lse) o_n, lse that of all lse_n, whose gradients are in delta = sum(do o) - dlse. q_SBHK, k_SBGK, v_SBGK may be strided
-(unit stride along K); o and gradients are contiguous. Sums in fp32, products of p and ds in the dtype of the inputs.
+`k_first`. A query that sees no key has o = 0 and lse = -inf. q_SBHK, k_TBGK, v_TBGK may be strided (unit stride along
+K); o and gradients are contiguous. Sums in fp32, products of p and ds in the dtype of the inputs.
 
 Dropout, D = keep / (1 - p), whose mask is drawn where it is needed and never stored: o = (p D) v, dv = (p D)^T do,
 dp = D (do v^T); all else stays.
@@ -56,11 +55,12 @@ def supports(q_SBHK: Tensor) -> bool:
 
 def flops(*args: Any) -> float:
     """FLOPs of a launch, from its arguments: two matmuls over the pairs of query and key that the mask leaves, S^2 / 2
-    of S positions, or S W - W^2 / 2 in a window of W; borders of documents are not counted. Backward has as many in
-    each of its two kernels, without the scores, which are computed again there."""
+    of S positions, or S W - W^2 / 2 in a window of W, less those of the queries before the first; borders of documents
+    are not counted. Backward has as many in each of its two kernels, without the scores, which are computed again."""
     (S, B, H, K), given = args[0].shape, [x for x in args if not isinstance(x, Tensor)]
-    window = min(S, given[8])  # `seen`
-    return 4.0 * B * H * K * (S * window - window**2 / 2)
+    shift, seen = given[2], given[8]
+    ends = (min(n, seen) * (n - min(n, seen) / 2) for n in (max(0, S + shift), max(0, shift)))
+    return 4.0 * B * H * K * (next(ends) - next(ends))
 
 
 def unit(x: Tensor) -> str:
@@ -162,12 +162,12 @@ def _backward_q_block(
 
 @kernel(flops=flops, do_not_specialize=["key", "head_offset", "shift", "k_first"])
 def _backward_q(
-    Q, K, V, OUT, DO, LSE, DLSE, DELTA, DQ, FIRST, IDS,
+    Q, K, V, OUT, DO, LSE, DELTA, DQ, FIRST, IDS,
     length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
     qs, qb, qh, ks, kb, kh, vs, vb, vh,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
     THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
-    PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -180,8 +180,6 @@ def _backward_q(
     o = tile(OUT + own, rows, channels, batch * heads * HEAD, length, HEAD, WIDTH, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     line = tl.program_id(1).to(tl.int64) * length + rows
-    if PART:
-        delta -= tl.load(DLSE + line, mask=rows < length, other=0.0)
     tl.store(DELTA + line, delta, mask=rows < length)  # for the other kernel
     lse = tl.load(LSE + line, mask=rows < length, other=float("inf"))
     low = first_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
@@ -305,7 +303,7 @@ class _Attention(Function):
         first_BS: Tensor | None,
         drop: Drop | None,
         places: tuple[int, int],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         q, k, v = _unit(q), _unit(k), _unit(v)
         (S, B, H, K), (T, _, G, _), (q_first, k_first) = q.shape, k.shape, places
         o, lse = _new(q), torch.empty(B, H, S, dtype=torch.float32, device=q.device)
@@ -326,19 +324,17 @@ class _Attention(Function):
             *(q, k, v, o, lse, first, ids, *ctx.given, *ctx.kind, rows, columns), num_warps=warps, num_stages=stages
         )
         ctx.save_for_backward(q, k, v, o, lse, first, ids)
-        ctx.set_materialize_grads(False)
-        return o, lse
+        return o
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, o, lse, first, ids = ctx.saved_tensors
         S, T, _, k_first, B, H = ctx.given[:6]
-        do = torch.zeros_like(o) if do is None else do.contiguous()
-        part, dlse, delta = dlse is not None, lse if dlse is None else (dlse * LOG2_E).contiguous(), _new(lse)
+        do, delta = do.contiguous(), _new(lse)
         dq, dk, dv = _new(q), _new(k), _new(v)
         rows, columns, warps, stages = BACKWARD_Q[unit(q)]
         _backward_q[(ceil_div(S, rows), B * H)](
-            *(q, k, v, o, do, lse, dlse, delta, dq, first, ids, *ctx.given, *ctx.kind, part, rows, columns),
+            *(q, k, v, o, do, lse, delta, dq, first, ids, *ctx.given, *ctx.kind, rows, columns),
             num_warps=warps,
             num_stages=stages,
         )
@@ -355,7 +351,7 @@ class _Attention(Function):
         return dq, dk, dv, *(None,) * 5
 
 
-def flash_attention_part(
+def flash_attention(
     q_SBHK: Tensor,
     k_TBGK: Tensor,
     v_TBGK: Tensor,
@@ -366,24 +362,9 @@ def flash_attention_part(
     drop: Drop | None = None,
     q_first: int = 0,
     k_first: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """(o_SBHK, log-sum-exp of the scores in fp32, [B, H, S]), both differentiable, of queries at the positions from
-    `q_first` and keys at those from `k_first`, as many as there are of each; options as of `flash_attention`."""
-    given = (scale, window, first_BS, drop, (q_first, k_first))
-    o_SBHK, lse_BHS = _Attention.apply(q_SBHK, k_TBGK, v_TBGK, *given)  # type: ignore[misc]
-    return o_SBHK, lse_BHS / LOG2_E
-
-
-def flash_attention(
-    q_SBHK: Tensor,
-    k_SBGK: Tensor,
-    v_SBGK: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    first_BS: Tensor | None = None,
-    drop: Drop | None = None,
 ) -> Tensor:
-    """o_SBHK. `window`: how many keys a query sees, itself included. first_BS: int64, of each query the first position
-    of its document. Head size up to 128, bf16, fp16 or fp32."""
-    return _Attention.apply(q_SBHK, k_SBGK, v_SBGK, scale, window, first_BS, drop, (0, 0))[0]  # type: ignore[index]
+    """o_SBHK of queries at the positions from `q_first` and keys at those from `k_first`. `window`: how many keys a
+    query sees, itself included. first_BS: int64, of each query the first position of its document. Head size up to
+    128, bf16, fp16 or fp32."""
+    given = (scale, window, first_BS, drop, (q_first, k_first))
+    return _Attention.apply(q_SBHK, k_TBGK, v_TBGK, *given)  # type: ignore[return-value]

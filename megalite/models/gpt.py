@@ -11,7 +11,7 @@ A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last sta
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,14 @@ from megalite.kernels.attention import Documents
 from megalite.kernels.dropout import dropout_add, fold
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
 from megalite.nn.attention import Attention, AttentionShape, Coordinates
-from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, vocabulary_spec
+from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, first_position, vocabulary_spec
 from megalite.nn.later import Later
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker, Use, run_unit
+from megalite.nn.places import Places
 from megalite.nn.recompute import recompute, without_keeping
 from megalite.parallel.spec import ParamSpec
 
@@ -39,7 +40,8 @@ class Batch:
     sample_ids_B and step are the coordinates of dropout: global sample numbers and the training step.
     positions_SB: position of each token; None: 0 .. S - 1. documents: kernels/attention.py.
     loss_weight: the gradient that the loss will get in backward, if it is known (nn/loss.py).
-    later: where weight gradients wait (nn/later.py).
+    later: where weight gradients wait (nn/later.py). places, places_S: of Coordinates (nn/attention.py). documents are
+    those of whole samples; the other tensors hold this rank's S tokens of each.
     """
 
     tokens_SB: Tensor
@@ -51,6 +53,8 @@ class Batch:
     documents: Documents | None = None
     loss_weight: float | Tensor | None = None
     later: Later | None = None
+    places: Places | None = None
+    places_S: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class Block(nn.Module):
             rotary=model.rotary[layer],
             interleaved=model.rotary_interleaved,
             dropout_p=model.attention_dropout,
+            exchange=model.exchanges[layer],
         )
         self.attention = Attention(make, f"layers.{layer}.attention", shape, layer, "core_attn" in again)
         self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
@@ -172,7 +177,7 @@ class Block(nn.Module):
         if not self._drops():
             return x_sBD + y_sBD
         key = fold(self.seed, where.step, self.layer, site)
-        first = self.tp.start_of(x_sBD.shape[0])
+        first = first_position(self.tp.share_of(x_sBD.shape[0]), where.places_S)
         return self.dropout_add(y_sBD, x_sBD, self.dropout_p, key, where.sample_ids_B, first)
 
 
@@ -268,27 +273,36 @@ class Stage(nn.Module):
     def hidden(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
         """x_sBD after the stage's layers, before the head."""
         if self.embedding is not None:
-            x_sBD = self.use(self.embedding, batch.tokens_SB, batch.sample_ids_B, batch.step, batch.positions_SB)
+            given = batch.tokens_SB, batch.sample_ids_B, batch.step, batch.positions_SB, batch.places_S
+            x_sBD = self.use(self.embedding, *given)
         else:
             assert received_sBD is not None, "only the first stage starts from tokens"
             x_sBD = received_sBD
         where, blocks = self.coordinates(batch), list(self.blocks)
         for group, again in self.recompute.groups(len(blocks)):
-            runs = itertools.count()
+            runs, again = itertools.count(), again and self.training
+            here = replace(where, again=again)
 
-            def run(x_sBD: Tensor, blocks: list[nn.Module] = blocks[group], runs: Iterator[int] = runs) -> Tensor:
+            def run(
+                x_sBD: Tensor,
+                blocks: list[nn.Module] = blocks[group],
+                where: Coordinates = here,
+                runs: Iterator[int] = runs,
+            ) -> Tensor:
                 second = next(runs) > 0  # in backward
                 for block in blocks:
                     x_sBD = self.use(block, x_sBD, where, again=second)
                 return x_sBD
 
-            x_sBD = recompute(run, x_sBD) if again and self.training else run(x_sBD)
+            x_sBD = recompute(run, x_sBD) if again else run(x_sBD)
         return x_sBD
 
     def coordinates(self, batch: Batch) -> Coordinates:
         """The facts of a micro-batch that the blocks need."""
         rope = None
         if self.rope is not None:
-            chosen = slice(batch.tokens_SB.shape[0]) if batch.positions_SB is None else batch.positions_SB
+            own = slice(batch.tokens_SB.shape[0]) if batch.places_S is None else batch.places_S
+            chosen = own if batch.positions_SB is None else batch.positions_SB
             rope = (self.rope[0][chosen], self.rope[1][chosen])
-        return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.later)
+        places = batch.places, batch.places_S
+        return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.later, *places)

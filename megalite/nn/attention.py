@@ -18,11 +18,13 @@ from megalite.kernels.attention import Documents, attention
 from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.dropout import fold
 from megalite.kernels.rope import apply_rope, pairs_to_halves
+from megalite.nn.context import ByHeads, Gathered
 from megalite.nn.embedding import SITE_ATTENTION
 from megalite.nn.later import Later
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker
+from megalite.nn.places import Places
 from megalite.nn.recompute import recompute
 from megalite.parallel.spec import Constant, Normal, ParamSpec
 
@@ -35,6 +37,9 @@ class Coordinates:
     sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
     documents     the documents that attention is limited to (kernels/attention.py); None: each sample is one
     later         where weight gradients wait (nn/later.py)
+    places        how the samples are cut over cp; None: they are whole
+    places_S      the position in its sample of each of the rank's S tokens; None: 0 .. S - 1
+    again         the layers are computed again in backward, as a whole
     """
 
     rope: tuple[Tensor, Tensor] | None
@@ -42,6 +47,9 @@ class Coordinates:
     step: int
     documents: Documents | None = None
     later: Later | None = None
+    places: Places | None = None
+    places_S: Tensor | None = None
+    again: bool = False
 
 
 def rotate(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,6 +66,7 @@ class AttentionShape:
     qk_norm        kind, eps, one_plus and decay (nn/norm.py) of a norm on each head of q and k; None: no norm
     window         how many keys a query sees, its own included; None: all keys up to its own
     rotary         whether q and k are rotated by position; `interleaved`: neighbouring channels are a pair
+    exchange       over cp: allgather or a2a (nn/context.py)
     """
 
     hidden_size: int
@@ -73,6 +82,7 @@ class AttentionShape:
     rotary: bool
     interleaved: bool
     dropout_p: float
+    exchange: str = "allgather"
 
 
 class Attention(nn.Module):
@@ -81,7 +91,8 @@ class Attention(nn.Module):
     def __init__(self, make: Maker, name: str, shape: AttentionShape, layer: int, again: bool):
         super().__init__()
         tp = make.mesh.tp
-        self.tp, self.shape, self.layer, self.seed, self.again = tp, shape, layer, make.seed, again
+        self.cp, self.tp, self.shape, self.layer = make.mesh.cp, tp, shape, layer
+        self.seed, self.again = make.seed, again
         self.rotate = rotate  # or compiled (models/compiled.py)
         self.attend: Callable[..., Tensor] = attention  # or one with a cache of keys and values (generate/cache.py)
         D, H, G, K, std = shape.hidden_size, shape.heads, shape.groups, shape.head_size, shape.std
@@ -126,8 +137,16 @@ class Attention(nn.Module):
             key = fold(self.seed, where.step, self.layer, SITE_ATTENTION)
             drop = Drop(self.shape.dropout_p, key, where.sample_ids_B, self.tp.start_of(q_SBhK.shape[2]))
         scale, window = 1.0 / math.sqrt(K), self.shape.window
-        core = partial(self.attend, scale=scale, drop=drop, documents=where.documents, window=window)
+        core = partial(self._attend_across(where), scale=scale, drop=drop, documents=where.documents, window=window)
         qkv = (q_SBhK, k_SBgK, v_SBgK)
         o_SBhK = recompute(core, *qkv) if self.again and self.training else core(*qkv)
         y_sBD = linear_scatter(o_SBhK.flatten(-2), self.out, self.tp, later=where.later)
         return add_bias(y_sBD, self.out_bias)
+
+    def _attend_across(self, where: Coordinates) -> Callable[..., Tensor]:
+        """`attend` of the whole samples, of which a rank of cp has a part."""
+        if where.places is None:
+            return self.attend
+        if self.shape.exchange == "a2a":
+            return ByHeads(self.attend, self.cp, where.places)
+        return Gathered(self.attend, self.cp, where.places, where.again or (self.again and self.training))

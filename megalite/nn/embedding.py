@@ -50,6 +50,11 @@ def look_up(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
     return F.embedding(index_SB, weight_vD) if sink is None else _Lookup.apply(index_SB, weight_vD, sink)  # type: ignore[return-value]
 
 
+def first_position(share: slice, places_S: Tensor | None) -> int | Tensor:
+    """Where the tokens of a tp rank are: the first position, or each. places_S: as of Coordinates (nn/attention.py)."""
+    return share.start if places_S is None else places_S[share]
+
+
 class Embedding(nn.Module):
     def __init__(self, make: Maker, spec: ParamSpec, *, positions: int | None, dropout_p: float):
         super().__init__()
@@ -65,8 +70,16 @@ class Embedding(nn.Module):
                 ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
             )
 
-    def forward(self, tokens_SB: Tensor, sample_ids_B: Tensor, step: int, positions_SB: Tensor | None = None) -> Tensor:
-        """`positions_SB`: the learned positions of the tokens; None: 0 .. S - 1."""
+    def forward(
+        self,
+        tokens_SB: Tensor,
+        sample_ids_B: Tensor,
+        step: int,
+        positions_SB: Tensor | None = None,
+        places_S: Tensor | None = None,
+    ) -> Tensor:
+        """`places_S`: where the tokens are in their samples; None: 0 .. S - 1. `positions_SB`: their learned positions;
+        None: the same."""
         tp = self.mesh.tp
         rows = self.word.shape[0]
         if tp.size == 1:
@@ -76,14 +89,15 @@ class Embedding(nn.Module):
             elsewhere_SB = (local_SB < 0) | (local_SB >= rows)
             x_SBD = look_up(local_SB.masked_fill(elsewhere_SB, 0), self.word)
             x_sBD = scatter_seq(x_SBD.masked_fill(elsewhere_SB.unsqueeze(-1), 0), tp)
-        first = tp.start_of(x_sBD.shape[0])
+        share = tp.share_of(x_sBD.shape[0])
         if self.position is not None:
-            share = slice(first, first + x_sBD.shape[0])
+            if positions_SB is None and places_S is not None:
+                positions_SB = places_S.unsqueeze(1)
             if positions_SB is None:
                 x_sBD = x_sBD + self.position[share].unsqueeze(1)
             else:
                 x_sBD = x_sBD + look_up(positions_SB[share], self.position)
         if self.dropout_p and self.training:
             key = fold(self.seed, step, -1, SITE_EMBEDDING)
-            x_sBD = dropout(x_sBD, self.dropout_p, key, sample_ids_B, first)
+            x_sBD = dropout(x_sBD, self.dropout_p, key, sample_ids_B, first_position(share, places_S))
         return x_sBD

@@ -123,7 +123,10 @@ def start_all_to_all(x: Tensor, given: Sequence[int], got: Sequence[int], axis: 
         return Pending(x)
     out = x.new_empty(sum(got))
     with axis.begin("all-to-all", x) as call:
-        work = dist.all_to_all_single(out, x, list(got), list(given), group=axis.group, async_op=True)
+        if axis.direct is not None:
+            work = axis.direct.start_all_to_all(out, x, list(got), list(given))
+        else:
+            work = dist.all_to_all_single(out, x, list(got), list(given), group=axis.group, async_op=True)
     return Pending(out, work, x, call)
 
 

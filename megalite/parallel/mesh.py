@@ -85,6 +85,10 @@ class Axis:
         """The index at which this rank's part begins in a dim of which every rank has `part` elements."""
         return self.rank * part
 
+    def share_of(self, part: int) -> slice:
+        """This rank's part of that dim."""
+        return slice(self.rank * part, (self.rank + 1) * part)
+
     @property
     def is_first(self) -> bool:
         return self.rank == 0

@@ -45,6 +45,10 @@ class Transport(ABC):
 
     group: Any
 
+    def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> Any:
+        """Through the group: given[r] elements of x go to rank r, got[r] come from it."""
+        return dist.all_to_all_single(out, x, got, given, group=self.group, async_op=True)
+
     @abstractmethod
     def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
         """x [n], out [size * n]: the x of all ranks, in order."""

@@ -177,7 +177,7 @@ class Arrangement:
     @cached_property
     def layers(self) -> StageCosts:
         micro, parts = self.config.train.micro_batch_size, self.recompute.parts
-        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts)
+        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts, self.cp)
         vocabulary = self.vocab_size, self.padded_vocab
         return stage_costs(self.config.model, self.recompute, setting, *vocabulary, self.config.train.z_loss_coeff)
 
@@ -188,8 +188,8 @@ class Arrangement:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.config.model.seq_length * self.config.train.micro_batch_size
+        """Tokens of a micro-batch on a rank of cp."""
+        return self.config.model.seq_length // self.cp * self.config.train.micro_batch_size
 
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
@@ -288,7 +288,7 @@ class Arrangement:
     def groups(self) -> dict[str, tuple[int, ...]]:
         """The groups of rank 0, by axis."""
         mesh = self.mesh_of(0)
-        return {name: mesh.axis(name).ranks for name in ("tp", "dp", "pp")}
+        return {name: mesh.axis(name).ranks for name in ("tp", "cp", "dp", "pp")}
 
     def mesh_of(self, rank: int) -> Mesh:
         """The mesh of the first rank of a pipeline position, without groups."""

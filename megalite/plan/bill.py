@@ -2,7 +2,7 @@
 
     matmul    rows, columns, depth of a product       scores   FLOPs that an attention kernel states (Kernel.flops)
     stream    bytes of an operation or a launch: each of its tensors is read or written once
-    begin     a collective over tp and its bytes      wait     a wait for the collective with this number
+    begin     a collective over tp or cp, its bytes   wait     a wait for the collective with this number
 
 These events are in the order of the rank's work, in three phases: F, the forward; B, the backward to the input with all
 that is computed again; W, the weights' gradients, unless backward computes them at once, in B. Bytes are `saved` from F
@@ -83,14 +83,14 @@ class _Begun:
 
 
 class _Counted(Transport):
-    """Moves nothing and records each collective."""
+    """Moves nothing and records each collective. `axis`: "" or the axis and a space, before its name."""
 
-    def __init__(self, recorder: "Recorder"):
-        self.recorder, self.group = recorder, self
+    def __init__(self, recorder: "Recorder", axis: str = ""):
+        self.recorder, self.group, self.axis = recorder, self, axis
 
     def _begin(self, name: str, x: Tensor) -> _Begun:
         number = len(self.recorder.trace)
-        self.recorder.add("begin", name, x.nbytes, number)
+        self.recorder.add("begin", self.axis + name, x.nbytes, number)
         return _Begun(self.recorder, number)
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> _Begun:
@@ -98,6 +98,9 @@ class _Counted(Transport):
 
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> _Begun:
         return self._begin("reduce-scatter", x)
+
+    def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> _Begun:
+        return self._begin("all-to-all", x)
 
 
 class _Sink:
@@ -121,10 +124,13 @@ class Recorder(Meta):
         self.moment: dict[str, int] = {}
         self._names: dict[int, tuple[str, bool]] = {}  # storage -> parameter's name, whether it is the gradients' sum
 
-    def mesh(self, tp: int) -> Mesh:
-        """The mesh of the first rank of `tp`, whose collectives are recorded."""
-        axis = Axis("tp", tp, 0, _Counted(self), tuple(range(tp))) if tp > 1 else Axis("tp")
-        return Mesh(tp=axis, device=META)
+    def mesh(self, tp: int, cp: int = 1) -> Mesh:
+        """The mesh of the first rank of `tp` and `cp`, whose collectives are recorded."""
+
+        def axis(name: str, size: int, before: str) -> Axis:
+            return Axis(name, size, 0, _Counted(self, before), tuple(range(size))) if size > 1 else Axis(name)
+
+        return Mesh(tp=axis("tp", tp, ""), cp=axis("cp", cp, "cp "), device=META)
 
     def own(self, module: M) -> M:
         """Leave out the bytes of the parameters and of the sums of their gradients."""

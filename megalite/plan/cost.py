@@ -1,4 +1,4 @@
-"""Seconds of forward, backward and weight gradients of every stage on one rank, and how much of them it waits for tp.
+"""Seconds of forward, backward and weight gradients of every stage on one rank, and how much it waits for tp and cp.
 
 The bill of each kind of layer (plan/bill.py) goes through two queues, of computation and of communication:
 
@@ -7,7 +7,7 @@ The bill of each kind of layer (plan/bill.py) goes through two queues, of comput
     attention    stated FLOPs / (peak x share S / (S + half)); 1.25 times as many in backward, which computes the scores
                  again
     streams      bytes / memory: all that any other kernel or operation reads and writes, once each
-    tp           a collective begins when the bill says so and the one before has ended; the time that the rank waits
+    tp, cp       a collective begins when the bill says so and the one before has ended; the time that the rank waits
                  for it shows, and while it runs behind computation it slows that down a little
 
 A layer never takes less than the host needs to launch it, unless a CUDA graph does. A calibrated profile has the
@@ -37,7 +37,7 @@ SCORE_BYTES = (13, 21)  # moved in forward and backward per 16-bit score that is
 
 @dataclass(frozen=True)
 class Seconds:
-    """`all`: the time of F, B and W on one rank; `tp`: the part of it that is waiting for tp."""
+    """`all`: the time of F, B and W on one rank; `tp`: the part of it that is waiting for tp, or for cp."""
 
     all: tuple[float, float, float] = (0.0, 0.0, 0.0)
     tp: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -52,7 +52,7 @@ def shape_of(made: Arrangement) -> str:
     """All that a layer's time depends on: arrangements of the same shape share calibrated times."""
     m = made.config.model
     widths = (m.hidden_size, m.ffn_size, m.num_attention_heads, m.groups, m.head_size, made.padded_vocab)
-    batch = (m.seq_length, made.config.train.micro_batch_size, made.tp)
+    batch = (m.seq_length, made.config.train.micro_batch_size, made.tp, *[made.cp] * (made.cp > 1))
     recompute, windows = dataclasses.astuple(made.recompute), set(m.windows)
     window = m.windows[0] if len(windows) == 1 else m.windows
     return f"{widths} {m.activation} {m.normalization} {batch} {made.dtype} {recompute} {window}"
@@ -129,7 +129,7 @@ class Costs:
             elif what == "stream" and name not in scored and not (head and name.startswith("cross_entropy")):
                 now += self.memory_s(figures[0]) + self.profile.kernel_s
             elif what == "begin":
-                takes = self.links.all_gather(figures[0], self.tp_group)
+                takes = self._collective_s(name, figures[0])
                 free = max(now, free) + takes
                 begun[figures[1]] = free, takes, now
             elif what == "wait":
@@ -137,6 +137,12 @@ class Costs:
                 shown = max(0.0, end - now) + self.profile.contention * min(takes, now - since)
                 now, waited = now + shown, waited + shown
         return now, waited
+
+    def _collective_s(self, name: str, num_bytes: float) -> float:
+        """Over tp, or over cp where the name says so."""
+        group = Group.of(self.mesh.cp.ranks, self.cluster.per_node) if name.startswith("cp ") else self.tp_group
+        of = self.links.all_to_all if name.endswith("all-to-all") else self.links.all_gather
+        return of(num_bytes, group)
 
     def _product_s(self, figures: Sequence[float], head: bool) -> float:
         rows, columns, depth, sinks = figures

@@ -12,6 +12,7 @@ from megalite.nn.attention import Coordinates
 from megalite.nn.embedding import Embedding, vocabulary_spec
 from megalite.nn.later import Later
 from megalite.nn.parameter import Maker
+from megalite.nn.places import place
 from megalite.nn.recompute import recompute
 from megalite.plan.bill import Bill, Recorder
 from megalite.plan.meta import META
@@ -24,7 +25,7 @@ def kinds_of(model: ModelConfig) -> tuple[Kind, ...]:
     """The kind of every layer; layers of one kind share one object."""
 
     @functools.cache
-    def kind(window: int | None, rotary: bool) -> Kind:
+    def kind(window: int | None, rotary: bool, exchange: str) -> Kind:
         return replace(
             model,
             num_layers=1,
@@ -32,33 +33,35 @@ def kinds_of(model: ModelConfig) -> tuple[Kind, ...]:
             window_attn_skip_freq=None,
             position_embedding_type=model.position_embedding_type if rotary else "none",
             no_rope_freq=None,
+            cp_comm_type=(exchange,),
         )
 
-    return tuple(map(kind, model.windows, model.rotary))
+    return tuple(map(kind, model.windows, model.rotary, model.exchanges))
 
 
 @dataclass(frozen=True)
 class Setting:
     """The facts of a rank that a bill depends on. `again`: the parts of a block that are computed again in backward;
-    `split`: weight gradients wait."""
+    `split`: weight gradients wait. `cp`: the ranks that share the tokens."""
 
     tp: int
     micro_batch: int
     dtype: torch.dtype
     split: bool = False
     again: tuple[str, ...] = ()
+    cp: int = 1
 
     def maker(self, recorder: Recorder) -> Maker:
-        return Maker(recorder.mesh(self.tp), self.dtype, 0, meta=True)
+        return Maker(recorder.mesh(self.tp, self.cp), self.dtype, 0, meta=True)
 
     def hidden(self, model: ModelConfig) -> Tensor:
         """x_sBD."""
-        shape = model.seq_length // self.tp, self.micro_batch, model.hidden_size
+        shape = model.seq_length // self.cp // self.tp, self.micro_batch, model.hidden_size
         return torch.empty(shape, dtype=self.dtype, device=META)
 
     def tokens(self, model: ModelConfig) -> Tensor:
         """tokens_SB."""
-        return torch.empty(model.seq_length, self.micro_batch, dtype=torch.int64, device=META)
+        return torch.empty(model.seq_length // self.cp, self.micro_batch, dtype=torch.int64, device=META)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,7 +73,10 @@ def layers_bill(kinds: tuple[Kind, ...], setting: Setting, whole: bool = False) 
     blocks = [recorder.own(Block(make, kind, 0, setting.again)) for kind in kinds]
     later = Later() if setting.split else None
     sample_ids_B = torch.empty(setting.micro_batch, dtype=torch.int64, device=META)
-    where = Coordinates(_rope(first), sample_ids_B, 0, None, later)
+    tokens_SB, places = setting.tokens(first), None
+    if setting.cp > 1:
+        places = place(first.seq_length, setting.cp, first.windows), tokens_SB[:, 0]
+    where = Coordinates(_rope(first, len(tokens_SB)), sample_ids_B, 0, None, later, *(places or ()), again=whole)
 
     def run(x: Tensor) -> Tensor:
         for block in blocks:
@@ -82,11 +88,11 @@ def layers_bill(kinds: tuple[Kind, ...], setting: Setting, whole: bool = False) 
         return recorder.read(forward, [setting.hidden(first)], torch.empty_like, later)
 
 
-def _rope(model: ModelConfig) -> tuple[Tensor, Tensor] | None:
+def _rope(model: ModelConfig, rows: int) -> tuple[Tensor, Tensor] | None:
     if not any(model.rotary):
         return None
     size = int(model.head_size * model.rotary_percent) // 2
-    cos, sin = (torch.empty(model.seq_length, size, device=META) for _ in range(2))
+    cos, sin = (torch.empty(rows, size, device=META) for _ in range(2))
     return cos, sin
 
 

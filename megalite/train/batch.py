@@ -12,6 +12,7 @@ from torch import Tensor
 from megalite.data.samples.batches import MicroBatch
 from megalite.kernels.attention import Documents
 from megalite.models.gpt import Batch
+from megalite.nn.places import place
 
 
 @dataclass(frozen=True)
@@ -22,28 +23,52 @@ class HostBatch:
     counted_tokens: int
 
 
-def host_batch(micro: MicroBatch, *, pin: bool, positions: bool = False, documents: bool = False) -> HostBatch:
-    """tokens [B, S + 1] -> inputs and labels [S, B]. `positions`: count them within each document; `documents`: let
-    tokens attend to their own document only. Both need micro.first."""
+@dataclass(frozen=True)
+class Context:
+    """A rank of cp and what its places depend on. windows: of every layer, as of ModelConfig."""
 
-    def tensor(rows_BS: NDArray[np.generic]) -> Tensor:
-        columns_SB = torch.from_numpy(np.ascontiguousarray(rows_BS.T))
-        return columns_SB.pin_memory() if pin else columns_SB
+    rank: int
+    ranks: int
+    windows: tuple[int | None, ...]
+
+
+def host_batch(
+    micro: MicroBatch, *, pin: bool, positions: bool = False, documents: bool = False, context: Context | None = None
+) -> HostBatch:
+    """tokens [B, T + 1] -> inputs and labels [S, B], those that a rank of cp has, all without `context`. `positions`:
+    count them within each document; `documents`: let tokens attend to their own document only. Both need
+    micro.first."""
+    places = own = None
+    if context is not None:
+        first = micro.first if documents else None
+        places = place(micro.tokens.shape[1] - 1, context.ranks, context.windows, first)
+        own = places.rows(context.rank)
+
+    def ready(array: NDArray[np.generic]) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory() if pin else tensor
+
+    def tensor(rows_BT: NDArray[np.generic]) -> Tensor:
+        return ready((rows_BT if own is None else rows_BT[:, own]).T)
 
     positions_SB = None
     if positions:
         assert micro.first is not None
         positions_SB = tensor(np.arange(micro.first.shape[1], dtype=np.int64) - micro.first)
+    mask_SB = None if micro.loss_mask is None else tensor(micro.loss_mask)
     batch = Batch(
         tokens_SB=tensor(micro.tokens[:, :-1]),
         labels_SB=tensor(micro.tokens[:, 1:]),
-        mask_SB=None if micro.loss_mask is None else tensor(micro.loss_mask),
-        sample_ids_B=tensor(micro.sample_ids),
+        mask_SB=mask_SB,
+        sample_ids_B=ready(micro.sample_ids),
         step=0,
         positions_SB=positions_SB,
-        documents=_documents(micro, tensor(micro.first.T)) if documents and micro.first is not None else None,
+        documents=_documents(micro, ready(micro.first)) if documents and micro.first is not None else None,
+        places=places,
+        places_S=None if own is None else ready(own),
     )
-    return HostBatch(batch, micro.counted_tokens)
+    counted = batch.tokens_SB.numel() if mask_SB is None else int(mask_SB.sum(dtype=torch.float64))
+    return HostBatch(batch, counted)
 
 
 def _documents(micro: MicroBatch, first_BS: Tensor) -> Documents:

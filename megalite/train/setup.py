@@ -31,7 +31,7 @@ from megalite.parallel.streams import CudaGraph, cuda_graphs, new_stream, on_str
 from megalite.pipeline.graphed import GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.plan.arrangement import Arrangement, arrange, build_stages
-from megalite.train.batch import host_batch
+from megalite.train.batch import Context, host_batch
 from megalite.train.sources import NamedSet, Sources, open_sources
 from megalite.train.state import Loader, Run
 from megalite.train.watch.spikes import Spikes
@@ -203,6 +203,13 @@ def _build_pipeline(
     return buffer, GraphedPipeline(stages, mesh, **graphed, **options)
 
 
+def batch_marks(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """What `host_batch` is told of a run."""
+    d, cp = config.data, mesh.cp
+    context = Context(cp.rank, cp.size, config.model.windows) if cp.size > 1 else None
+    return dict(positions=d.reset_position_ids, documents=d.reset_attention_mask, context=context)
+
+
 def _open_loaders(
     made: Arrangement, sources: Sources, mesh: Mesh
 ) -> tuple[Loader, list[NamedSet[Loader]], list[NamedSet[Loader]]]:
@@ -211,8 +218,7 @@ def _open_loaders(
     d, t, seq_length = made.config.data, made.config.train, made.config.model.seq_length
     documents = d.reset_position_ids or d.reset_attention_mask
     reads = mesh.pp.is_first or mesh.pp.is_last or documents
-    marks = dict(positions=d.reset_position_ids, documents=d.reset_attention_mask)
-    prepare = functools.partial(host_batch, pin=mesh.device.type == "cuda", **marks)
+    prepare = functools.partial(host_batch, pin=mesh.device.type == "cuda", **batch_marks(made.config, mesh))
 
     def loader(
         dataset: Dataset, micro_batch_size: int, size_at: Callable[[int], int], ignored_label: int | None = None

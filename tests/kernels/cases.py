@@ -109,6 +109,12 @@ def numbered(*shapes: tuple[int, ...]) -> Make:
     return lambda: [*normals(*shapes)(), torch.arange(shapes[0][1]) * 2**31 + 5]
 
 
+def two_ranges(x_sBD: Tensor) -> Tensor:
+    """Positions as a rank of context parallelism has them."""
+    s = x_sBD.shape[0]
+    return torch.arange(s, device=x_sBD.device) + torch.where(torch.arange(s, device=x_sBD.device) < s // 2, 3, 2**33)
+
+
 class _Sliced(torch.autograd.Function):
     """Cross entropy of logits_NV in two slices, as two tp ranks have them, with a z-loss; `halves`: stats, gradient."""
 
@@ -255,8 +261,8 @@ OPS: dict[str, Op] = {
         *(labelled(4, 8, 2), labelled(5, 100, 94), labelled(2, 9001, 8995)), padding=6, z_loss=0.05
     ),
     "dropout": Op(
-        lambda x, ids: dropout(x, 0.25, KEY, ids, 3),
-        lambda x, ids: dropout_add_reference(x, torch.zeros_like(x), 0.25, KEY, ids, 3),
+        lambda x, ids: dropout(x, 0.25, KEY, ids, two_ranges(x)),
+        lambda x, ids: dropout_add_reference(x, torch.zeros_like(x), 0.25, KEY, ids, two_ranges(x)),
         tuple(numbered(s) for s in STREAMS),
     ),
     "dropout_add": Op(

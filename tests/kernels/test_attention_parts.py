@@ -1,7 +1,10 @@
-"""Attention of some queries to some keys, each at its own positions: query i sees keys low(i) <= j <= i, and parts of the
-keys, put together by their log-sum-exp, are the whole; forward and backward."""
+"""Attention of some queries to some keys, each at its own positions: query i sees keys low(i) <= j <= i, and parts of a
+sequence, each with the keys that it sees, are the whole; forward and backward."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,22 +15,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.kernels import blocked_attention as module
-from megalite.kernels.blocked_attention import Drop, blocked_attention_part
+from megalite.kernels import dispatch
+from megalite.kernels.attention import Documents, attention
+from megalite.kernels.blocked_attention import Drop, blocked_attention
 from megalite.kernels.dropout import keep_mask
-from megalite.kernels.flash_attention import flash_attention_part
+from megalite.kernels.flash_attention import flash_attention
 
 B, G, PER_GROUP, K = 2, 2, 2, 8
 SCALE = K**-0.5
 Call = Callable[..., Any]
-Part = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _tensors(queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v, and the gradients of o and of the log-sum-exp."""
+    """q, k, v, and the gradient of o."""
     generator = torch.Generator().manual_seed(queries * 101 + keys)
     shapes = ((queries, B, G * PER_GROUP, K), (keys, B, G, K), (keys, B, G, K), (queries, B, G * PER_GROUP, K))
     made = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    return [x.to(dtype) for x in (*made, torch.randn(B, G * PER_GROUP, queries, generator=generator).double())]
+    return [x.to(dtype) for x in made]
 
 
 def _drop(p: float) -> Drop | None:
@@ -45,7 +49,7 @@ def _definition(
     drop: Drop | None = None,
     q_first: int = 0,
     k_first: int = 0,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Scores in memory, row by row of what is seen: nothing here is shared with what is tested but the dropout mask."""
     i = torch.arange(q_first, q_first + q.shape[0]).view(1, 1, -1, 1)
     j = torch.arange(k_first, k_first + k.shape[0]).view(1, 1, 1, -1)
@@ -63,21 +67,18 @@ def _definition(
     if drop is not None:
         heads = torch.arange(q.shape[2]).view(-1, 1, 1) + drop.head_offset
         p = p * keep_mask(drop.key, drop.p, drop.sample_ids_B.view(-1, 1, 1, 1), heads, i, j) / (1 - drop.p)
-    lse = torch.where(some, largest + total.log(), float("-inf")).squeeze(-1)
-    return (p @ every[2]).permute(2, 0, 1, 3), lse
+    return (p @ every[2]).permute(2, 0, 1, 3)
 
 
-def _results(part: Part, tensors: Sequence[Tensor], **options: Any) -> list[Tensor]:
-    """o, lse, dq, dk, dv; queries that see nothing send no gradient into their log-sum-exp, which is -inf."""
-    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    o, lse = part(q, k, v, scale=SCALE, **options)
-    dlse = torch.where(lse.isinf(), 0.0, tensors[4].to(lse.dtype))
-    torch.autograd.backward([o, lse], [tensors[3], dlse])
-    return [o.detach(), lse.detach(), *(x.grad for x in (q, k, v))]  # type: ignore[list-item]
+def _results(run: Call, tensors: Sequence[Tensor], **options: Any) -> list[Tensor]:
+    """o, dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    o = run(*leaves, scale=SCALE, **options)
+    return [o.detach(), *torch.autograd.grad(o, leaves, tensors[3])]
 
 
 def _close(got: Sequence[Tensor], want: Sequence[Tensor], bound: float) -> None:
-    for name, a, b in zip(("o", "lse", "dq", "dk", "dv"), got, want, strict=True):
+    for name, a, b in zip(("o", "dq", "dk", "dv"), got, want, strict=True):
         torch.testing.assert_close(
             a.double(), b.double(), rtol=bound, atol=bound, msg=lambda text, n=name: f"{n}: {text}"
         )
@@ -97,7 +98,7 @@ def test_blocks_of_queries_at_any_positions(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "QUERIES", rows)
         patch.setattr(module, "IN_WINDOW", (min(rows, 7), rows))
-        got = _results(blocked_attention_part, tensors, **options)
+        got = _results(blocked_attention, tensors, **options)
     _close(got, _results(_definition, tensors, **options), 1e-12)
 
 
@@ -128,7 +129,7 @@ def _options(case: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def in_triton(case: tuple[Any, ...]) -> list[Tensor]:
-    return _results(flash_attention_part, _tensors(*case[:2], dtype=torch.float32), **_options(case))
+    return _results(flash_attention, _tensors(*case[:2], dtype=torch.float32), **_options(case))
 
 
 @pytest.mark.parametrize("case", rarely(TRITON, TRITON[1:], str, guards=("megalite/kernels",)))
@@ -136,28 +137,100 @@ def test_kernels_at_any_positions(interpreter: Call, case: tuple[Any, ...]) -> N
     _close(interpreter(in_triton, case), _results(_definition, _tensors(*case[:2]), **_options(case)), 2e-5)
 
 
-def _merged(part: Part, cuts: Sequence[int], **options: Any) -> Part:
-    """Attention to the keys between `cuts`, put together."""
-
-    def whole(q: Tensor, k: Tensor, v: Tensor, *, scale: float, q_first: int = 0) -> tuple[Tensor, Tensor]:
-        parts = [
-            part(q, k[a:b], v[a:b], scale=scale, q_first=q_first, k_first=a, **options)
-            for a, b in zip(cuts, cuts[1:], strict=False)
-        ]
-        every = torch.stack([lse for _, lse in parts])
-        lse = every.logsumexp(0)
-        shares = (every - lse).exp().permute(0, 3, 1, 2).unsqueeze(-1)
-        return sum(w * o for w, (o, _) in zip(shares, parts, strict=True)), lse  # type: ignore[return-value]
-
-    return whole
+FORCED = ("auto", "torch", "blocked")  # with dropout, torch is the explicit scores
 
 
-@pytest.mark.parametrize("window", [None, 13])
-@pytest.mark.parametrize("q_first,queries", [(0, 48), (30, 18)])
-def test_parts_of_the_keys_make_the_whole(window: int | None, q_first: int, queries: int) -> None:
-    tensors, options = _tensors(queries, 48), dict(window=window, drop=_drop(0.3))
-    got = _results(_merged(blocked_attention_part, (0, 5, 16, 31, 48), **options), tensors, q_first=q_first)
-    _close(got, _results(_definition, tensors, q_first=q_first, **options), 1e-12)
+def _documents(length: int, lengths: Sequence[int]) -> Documents:
+    """Of these lengths again and again, in the second sample backwards."""
+    spans: list[tuple[int, int, int]] = []
+    for row, some in enumerate((lengths, lengths[::-1])):
+        start, sizes = 0, itertools.cycle(some)
+        while start < length:
+            spans.append((row, start, min(length, start + next(sizes))))
+            start = spans[-1][2]
+    first = [[start for b, start, end in spans if b == row for _ in range(start, end)] for row in range(B)]
+    return Documents(tuple(spans), torch.tensor(first))
+
+
+def _part_of(documents: Documents | None, start: int, end: int) -> Documents | None:
+    return None if documents is None else replace(documents, first_BS=documents.first_BS[:, start:end])
+
+
+@contextlib.contextmanager
+def _forced(name: str) -> Iterator[None]:
+    dispatch.choose("auto", name)
+    try:
+        yield
+    finally:
+        dispatch.choose("auto", "auto")
+
+
+lengths = st.none() | st.lists(st.sampled_from([1, 2, 7, 11, 23]), min_size=1, max_size=5)
+windows, probability = st.none() | st.integers(1, 70), st.sampled_from([0.0, 0.3])
+
+
+@settings(max_examples=150)
+@given(places, windows, probability, lengths, st.sampled_from(FORCED))
+def test_the_door_takes_queries_and_keys_at_any_positions(
+    where: tuple[int, int, int, int], window: int | None, p: float, some: list[int] | None, forced: str
+) -> None:
+    queries, keys, q_first, k_first = where
+    documents = some and _part_of(_documents(max(q_first + queries, k_first + keys), some), q_first, q_first + queries)
+    tensors, options = _tensors(queries, keys), dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first)
+    with _forced(forced):
+        got = _results(attention, tensors, documents=documents or None, **options)
+    first_BS = documents.first_BS if documents else None
+    _close(got, _results(_definition, tensors, first_BS=first_BS, **options), 1e-12)
+
+
+@settings(max_examples=100)
+@given(st.sets(st.integers(1, 47)), windows, probability, lengths, st.sampled_from(FORCED), st.sampled_from([1, 4]))
+def test_parts_of_a_sequence_make_the_whole(
+    cuts: set[int], window: int | None, p: float, some: list[int] | None, forced: str, groups: int
+) -> None:
+    """Each with the keys that it sees; the gradients of keys are sums over the parts."""
+    q, k, v, do = _tensors(48, 48)
+    documents, tensors = (
+        some and _documents(48, some),
+        (q, k[:, :, :1], v[:, :, :1], do) if groups == 1 else (q, q.flip(0), do.flip(0), do),
+    )
+
+    def parts(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        made = []
+        for a, b in itertools.pairwise([0, *sorted(cuts), 48]):
+            here = _part_of(documents or None, a, b)
+            low = max(0 if window is None else a - window + 1, 0 if here is None else int(here.first_BS.min()))
+            made.append(attention(q[a:b], k[low:b], v[low:b], documents=here, q_first=a, k_first=low, **how))
+        return torch.cat(made)
+
+    options = dict(window=window, drop=_drop(p))
+    with _forced(forced):
+        got = _results(parts, tensors, **options)
+        whole = _results(attention, tensors, documents=documents or None, **options)
+    want = _results(_definition, tensors, first_BS=documents.first_BS if documents else None, **options)
+    _close(got, want, 1e-10)
+    _close(whole, want, 1e-10)
+
+
+@pytest.mark.parametrize("window", [None, 5, 200])
+def test_flops_of_parts_are_those_of_the_whole(window: int | None) -> None:
+    """Of the launches that a plan sees."""
+
+    class Summed:
+        device_type, flops = "cuda", 0.0
+
+        def launched(self, kernel: dispatch.Kernel, args: tuple[Any, ...]) -> None:
+            assert kernel.flops is not None
+            self.flops += kernel.flops(*args)
+
+    def of(*cuts: int) -> float:
+        q = torch.empty(cuts[-1], 2, 4, 64, device="meta", dtype=torch.bfloat16)
+        with dispatch.planning(told := Summed()):
+            for a, b in itertools.pairwise(cuts):
+                attention(q[a:b], q[:b], q[:b], scale=1.0, window=window, q_first=a)
+        return told.flops
+
+    assert of(0, 7, 8, 100) == of(0, 100) > 0
 
 
 def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> None:
@@ -165,7 +238,7 @@ def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> Non
 
     def scores(length: int, window: int | None) -> int:
         q, k = torch.empty(1, 1, length, 4), torch.empty(1, length, 4)
-        blocks = module._Blocks(q, k, 1, 1.0, window, None)
+        blocks = module._Blocks(q, k, 1, 1.0, window, None, (0, 0))
         return sum((here.stop - here.start) * (keys.stop - keys.start) for _, here, keys in blocks)
 
     assert scores(8192, 512) < 8192 * (512 + 128) and scores(8192, 16) < 8192 * (16 + 64)
@@ -176,5 +249,5 @@ def test_saves_its_inputs_and_nothing_else() -> None:
     q, k, v = (x.requires_grad_() for x in _tensors(300, 300, torch.bfloat16)[:3])
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        module.blocked_attention(q, k, v, scale=0.25)
+        blocked_attention(q, k, v, scale=0.25)
     assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in (q, k, v)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.config.activations import ACTIVATIONS
 from megalite.kernels.activation import activation_named
 from megalite.kernels.attention import attention, in_sixteens, readable
-from megalite.kernels.dropout import dropout, dropout_add, fold, keep_mask
+from megalite.kernels.dropout import drop_reference, dropout, dropout_add, fold, keep_mask
 from megalite.kernels.norms import norm
 from megalite.kernels.rope import apply_rope, rope_tables
 from megalite.nn.linear import gather_linear, linear_scatter
@@ -124,6 +124,10 @@ def test_dropout_depends_on_coordinates_alone() -> None:
     x, ids = torch.ones(8, 3, 16, dtype=torch.float64), torch.tensor([5, 70, 2**33])
     whole = dropout(x, p, key, ids)
     assert torch.equal(dropout(x[4:], p, key, ids, 4), whole[4:])  # another tp rank's positions
+    two = torch.tensor([0, 1, 6, 7])  # those of a rank of context parallelism
+    assert torch.equal(dropout(x[two], p, key, ids, two), whole[two])
+    compiled = torch.compile(drop_reference, backend="aot_eager", fullgraph=True, dynamic=False)
+    assert torch.equal(compiled(x[two], None, p, torch.tensor(key), ids, two), whole[two])
     assert torch.equal(dropout(x[:, 1:2], p, key, ids[1:2]), whole[:, 1:2])  # another micro-batch
     assert not torch.equal(dropout(x, p, fold(1, 2, 3, 5), ids), whole)
     assert set(whole.unique().tolist()) == {0.0, 1 / 0.75}

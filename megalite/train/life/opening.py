@@ -24,6 +24,7 @@ from megalite.plan.arrangement import Arrangement
 from megalite.plan.kinds import model_flops
 from megalite.plan.peak_rates import find_peak
 from megalite.train.batch import host_batch, on_device
+from megalite.train.setup import batch_marks
 from megalite.train.sources import Sources
 from megalite.train.state import Run
 from megalite.train.tell import figures as lines
@@ -113,11 +114,11 @@ def warm_up(run: Run, config: Config) -> float:
     zeros = np.zeros((B, S + 1), dtype=np.int64)
     first = np.zeros((B, S), np.int32) if d.reset_position_ids or d.reset_attention_mask else None
     micro = MicroBatch(zeros, np.arange(B, dtype=np.int64), None, first)
-    host = host_batch(micro, pin=False, positions=d.reset_position_ids, documents=d.reset_attention_mask)
+    host = host_batch(micro, pin=False, **batch_marks(config, run.mesh))
     where = stage.coordinates(on_device(host, run.mesh.device, step=1))
     block = stage.blocks[0]
     assert isinstance(block, Block)
-    shape, kind = (S // run.mesh.tp.size, B, run.pipeline.width), run.pipeline.dtype
+    shape, kind = (len(host.batch.tokens_SB) // run.mesh.tp.size, B, run.pipeline.width), run.pipeline.dtype
     x_sBD = torch.zeros(shape, dtype=kind, device=run.mesh.device, requires_grad=True)
     y_sBD = stage.use(block, x_sBD, where)
     torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))

@@ -37,7 +37,8 @@ def describe(
         "schedule": f"{config.parallel.pipeline_schedule}{', split backward' * (plan.split is not None)}, "
         f"{chunks} chunk{'s' * (chunks > 1)} per rank, "
         f"{plan.microbatches:,} micro-batch{'es' * (plan.microbatches > 1)}; bubble {plan.bubble:.1%}",
-        "ZeRO": f"stage {config.parallel.shared_out}: dp shares out {SHARED_PARTS[config.parallel.shared_out]}",
+        "ZeRO": f"stage {config.parallel.shared_out}: dp{' x cp' * (plan.cp > 1)} shares out "
+        f"{SHARED_PARTS[config.parallel.shared_out]}",
         "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
         "steps": f"{plan.steps:,} of {batch} x {m.seq_length} tokens: {plan.samples * m.seq_length:,} tokens",
         "data": sources.train.describe(plan.samples),
@@ -55,6 +56,10 @@ def describe(
         )
     if (matrices := plan.holdings[plan.worst].matrices) is not None:
         rows["whole matrices"] = f"{matrices}, per step"
+    if plan.cp > 1:
+        by_heads = m.exchanges.count("a2a")
+        rows["context"] = f"{m.seq_length // plan.cp:,} tokens of each sample on a rank of cp; "
+        rows["context"] += f"attention gathers keys in {m.num_layers - by_heads} layers, exchanges heads in {by_heads}"
     if windows:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
     if config.train.compile:
@@ -63,7 +68,7 @@ def describe(
         rows["CUDA graph"] = "one micro-batch, recorded at its second and then replayed"
     if peak is not None:
         rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
-    by_stages = [lines.columns(stage_rows(plan))] if device_type is None and plan.dp > 1 else []
+    by_stages = [lines.columns(stage_rows(plan))] if device_type is None and plan.dp * plan.cp > 1 else []
     return "\n".join([lines.table(rows), lines.columns(memory_rows(plan)), *by_stages])
 
 

@@ -1,0 +1,181 @@
+"""A context that ranks share: labels and documents anywhere, what is moved and what is kept, and the lines for wrong
+options."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_layouts import BORDERS, COMMON, GPT
+from whole import whole_of
+
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.data.samples.batches import MicroBatch
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.plan.kinds import Setting, kinds_of, layers_bill
+from megalite.train.batch import host_batch
+from megalite.train.setup import batch_marks, build_run
+from megalite.train.step import train_step
+
+T, B = 16, 2
+SGD = " --optimizer sgd --sgd-momentum 0 --lr 1 --clip-grad 0 --weight-decay 0 --global-batch-size 4 --train-iters 1"
+RANK_0 = np.r_[0:4, 12:16]  # its positions in zigzag over 2
+
+
+def _only(*positions: Any) -> np.ndarray:
+    mask = np.zeros((B, T), np.float32)
+    mask[:, np.r_[positions]] = 1
+    return mask
+
+
+MASKS = {
+    "all": np.ones((B, T), np.float32),
+    "none": _only(slice(0, 0)),
+    "rank 0 alone": _only(RANK_0),
+    "rank 1 alone": 1 - _only(RANK_0),
+    "one label, rank 0": _only(15),
+    "one label, rank 1": _only(4),
+    "every other": _only(slice(0, T, 2)),
+}
+DOCUMENTS = [[16], [8, 8], [4, 4, 4, 4], [11, 5], [1, 2, 7, 6], [5, 3, 7, 1], [1] * 16, [2, 13, 1]]
+Samples = list[
+    tuple[np.ndarray, list[list[int]]]
+]  # of each micro-batch the mask, and lengths of each sample's documents
+
+
+def _first(lengths: list[list[int]]) -> np.ndarray:
+    return np.stack([np.repeat(np.cumsum([0, *row[:-1]]), row) for row in lengths]).astype(np.int32)
+
+
+def _updated(flags: str, cases: list[Samples]) -> list[tuple[float, list[tuple]]]:
+    """On a rank: of each case the loss, and the pieces of the weights after one step, which moves them by the gradient."""
+    config = cli.parse(f"{COMMON} {SGD} {flags}".split(), PRESETS)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+    done = []
+    for number, case in enumerate(cases):
+        run = build_run(config, ranks, torch.device("cpu"), dtype=torch.float64)
+        tokens = np.random.default_rng(number).integers(0, 94, (len(case), B, T + 1))
+        hosts = [
+            host_batch(
+                MicroBatch(ids, np.arange(B) + B * m, mask, _first(lengths)), pin=False, **batch_marks(config, run.mesh)
+            )
+            for m, (ids, (mask, lengths)) in enumerate(zip(tokens, case, strict=True))
+        ]
+        run.data.get = lambda consumed, size, hosts=hosts: (hosts, 0.0)  # type: ignore[method-assign]
+        loss = train_step(run).loss
+        run.buffer.wait_gather()
+        pieces = [
+            entry.piece for entry in run.optimizer.pieces() if entry.owned and entry.piece.name.startswith("model/")
+        ]
+        done.append((loss, [(p.name, p.shape, p.box, p.span, p.data.clone()) for p in pieces]))
+        run.close()
+    return done
+
+
+@pytest.mark.parametrize("flags", [GPT + BORDERS, GPT + BORDERS + " --cp-comm-type a2a"], ids=["allgather", "a2a"])
+def test_labels_and_documents_are_anywhere(flags: str) -> None:
+    """Megatron-LM#7498: the gradient of a rank without a label was lost. Every gradient is that of one process."""
+    whole, masks = [[T]] * B, list(MASKS.values())
+    cases: list[Samples] = [[(mask, whole), (masks[n - 3], whole)] for n, mask in enumerate(masks)]
+    cases += [
+        [(MASKS["all"], [one, other]), (MASKS["every other"], [other, one])]
+        for one, other in zip(DOCUMENTS, DOCUMENTS[3:] + DOCUMENTS[:3], strict=True)
+    ]
+    want = _updated(flags, cases)
+    got = run_ranks(2, _updated, f"{flags} --cp 2", cases, timeout=200)
+    for case, (loss, pieces) in enumerate(want):
+        alone, shared = whole_of(pieces), whole_of(piece for rank in got for piece in rank[case][1])
+        assert all(rank[case][0] == pytest.approx(loss, rel=1e-10) for rank in got)
+        for name, weight in alone.items():
+            torch.testing.assert_close(shared[name], weight, rtol=1e-10, atol=1e-12, msg=f"case {case}: {name}")
+
+
+S8 = """--num-layers 1 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 --bf16
+ --micro-batch-size 2 --lr 1 --train-iters 1 --mock-data --vocab-size 1000 --attention-dropout 0 --hidden-dropout 0
+ --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention"""
+
+
+def _moved(flags: str, cp: int, tp: int = 1, again: tuple[str, ...] = (), whole: bool = False) -> tuple[Counter, Any]:
+    """Collectives over cp of a layer, by phase, name and bytes given; its bill."""
+    (kind,) = kinds_of(cli.parse(f"{S8} {flags}".split(), PRESETS).model)
+    bill = layers_bill((kind,), Setting(tp, B, torch.bfloat16, again=again, cp=cp), whole)
+    events = [e for e in bill.trace if e.what == "begin" and e.name.startswith("cp ")]
+    return Counter((e.phase, e.name[3:], e.figures[0]) for e in events), bill
+
+
+@pytest.mark.parametrize("cp,tp,groups", [(2, 1, 4), (4, 1, 4), (4, 2, 2), (4, 1, 1), (8, 1, 8)])
+def test_a_layer_moves_and_keeps_what_the_formulas_say(cp: int, tp: int, groups: int) -> None:
+    """nn/context.py. The bill's bytes are those of the whole tensor, of which f = (cp - 1) / cp crosses."""
+    length, K, g, h = 256, 64, max(1, groups // tp), 8 // tp
+    flags = f"--num-query-groups {groups}"
+    kv = 2 * length * B * g * K
+    gathered, bill = _moved(flags, cp, tp)
+    assert gathered == {
+        ("F", "all-gather", 2 * kv): 1,
+        ("B", "all-gather", 2 * kv): 1,
+        ("B", "reduce-scatter", 4 * kv): 1,
+    }
+    swapped, swap = _moved(f"{flags} --cp-comm-type a2a", cp, tp) if h % cp == 0 else (None, None)
+    if swapped is not None:
+        q, keys = (2 * length // cp * B * K * n for n in (h, 2 * max(g, cp)))
+        assert swapped == {(phase, "all-to-all", n): 1 for phase in "FB" for n in (q + keys, q)}
+    one, alone = _moved(flags, 1, tp)
+    assert not one
+    assert alone.flops[0] == pytest.approx(cp * bill.flops[0]) and alone.flops[1] == pytest.approx(cp * bill.flops[1])
+    head = 2 * length // cp * B * K
+    part = alone.saved / cp - g * head  # without what is beside v in one tensor, the keys before their rotation
+    assert bill.saved == pytest.approx(part, rel=0.01)
+    if swap is not None:  # o in both layouts, and keys of each rank's heads
+        assert swap.saved == pytest.approx(part + head * (h + 2 * max(g, cp) - 2 * g), rel=0.01)
+
+
+def test_a_window_moves_the_blocks_that_it_sees_alone() -> None:
+    """Work is equal in a window, so a rank holds neighbouring blocks; of 16 blocks of 16 tokens it gives its last one,
+    where a gather would move 14, and the first rank gets none, whose gradients it would give back."""
+    moved, _ = _moved("--num-query-groups 4 --window-size 16,0", 8)
+    block = 2 * 2 * 16 * B * 4 * 64
+    assert moved == {("F", "all-to-all", block): 1, ("B", "all-to-all", block): 1, ("B", "all-to-all", 0): 1}
+
+
+def test_what_is_recomputed_is_gathered_once_more_and_not_twice() -> None:
+    for options in (dict(again=("core_attn",)), dict(whole=True)):
+        moved, _ = _moved("--num-query-groups 4", 4, **options)  # type: ignore[arg-type]
+        assert sum(n for (phase, name, _), n in moved.items() if name == "all-gather") == 2, options
+
+
+@pytest.mark.parametrize(
+    "flags,line",
+    [
+        ("--cp 4 --seq-length 4100", "context_parallel_size=4 x 2 does not divide seq_length=4100: use 4096 or 4104"),
+        (
+            "--cp 2 --tp 4 --seq-length 24",
+            "context_parallel_size=2 x 2 x tp 4 does not divide seq_length=24: use 16 or 32",
+        ),
+        (
+            "--cp 4 --tp 2 --num-attention-heads 12 --hidden-size 48 --cp-comm-type a2a",
+            "cp_comm_type=a2a: num_attention_heads=12 / tp 2 is not a multiple of cp 4; use allgather",
+        ),
+        ("--cp 2 --cp-comm-type a2a+p2p", "cp_comm_type=a2a+p2p is not available; use allgather or a2a"),
+        (
+            "--cp 2 --cp-comm-type a2a p2p",
+            "cp_comm_type=a2a,p2p has 2 values for num_layers=4; give one, or one for each layer",
+        ),
+    ],
+)
+def test_wrong_options_are_one_line_each(flags: str, line: str) -> None:
+    from megalite.config.options import ConfigError
+
+    with pytest.raises(ConfigError) as error:
+        cli.read([*COMMON.split(), *flags.split(), "--max-position-embeddings", "5000"], PRESETS)
+    assert error.value.problems == [line]
+
+
+def test_p2p_is_taken_as_allgather_with_a_note() -> None:
+    config, notes = cli.read([*COMMON.split(), *"--cp 2 --cp-comm-type p2p".split()], PRESETS)
+    assert config.model.exchanges == ("allgather",) * 4 and not check(config, 4)
+    assert any(note.startswith("cp_comm_type=p2p is taken as allgather") for note in notes)
