@@ -144,8 +144,9 @@ def test_a_window_moves_the_blocks_that_it_sees_alone() -> None:
 
 def test_what_is_recomputed_is_gathered_once_more_and_not_twice() -> None:
     for options in (dict(again=("core_attn",)), dict(whole=True)):
-        moved, _ = _moved("--num-query-groups 4", 4, **options)  # type: ignore[arg-type]
+        moved, bill = _moved("--num-query-groups 4", 4, **options)  # type: ignore[arg-type]
         assert sum(n for (phase, name, _), n in moved.items() if name == "all-gather") == 2, options
+        assert bill.saved == _moved("--num-query-groups 4", 1, **options)[1].saved / 4 + 2, options  # its dtype
 
 
 @pytest.mark.parametrize(
