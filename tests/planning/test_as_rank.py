@@ -101,6 +101,8 @@ def rarely(*rows: tuple[int, str]) -> list[Any]:
         (4, f"{PP} {VPP} {ZERO} 3 --zero-hold chunk --bf16 {LLAMA}"),
         (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2"),
         (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --bf16"),
+        (2, f"--cp 2 {LLAMA}"),
+        (4, f"--cp 2 {TP} --cp-comm-type a2a allgather a2a allgather --window-size 3,0 --bf16"),
         *rarely((8, f"{TP} {PP} {VPP} --bf16 {LLAMA}")),
         *rarely((4, f"{PP} {ZERO} 3"), (8, f"{TP} {PP} {ZERO} 3 --split-backward {LLAMA}")),
     ],
