@@ -413,7 +413,7 @@ EXCHANGED = [
             (
                 "llama cp2 recompute full, documents",
                 2,
-                LLAMA + DOCS,
+                f"{LLAMA} {DOCS}",
                 f"{CP2} {FULL} uniform --recompute-num-layers 2",
                 {},
             ),
