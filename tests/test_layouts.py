@@ -447,7 +447,7 @@ EXCHANGED = [
             (
                 "llama cp2 recompute full, documents",
                 2,
-                LLAMA + DOCS,
+                f"{LLAMA} {DOCS}",
                 f"{CP2} {FULL} uniform --recompute-num-layers 2",
                 {},
             ),
@@ -484,6 +484,7 @@ INTERPRETED = [
     row("gpt dropout", 1, DROP + FEW),
     row("neox window", 1, NEOX + " --window-size 2,0" + FEW),
     row("qwen z-loss tp2", 2, QWEN + ZLOSS + FEW, tp=2),
+    row("gpt documents dropout cp2", 2, DOCS + FEW + " --seq-length 8", extra=CP2),
 ]
 
 

@@ -41,7 +41,7 @@ def context_problems(config: Config, say: Say) -> Iterator[Problem]:
     if len(m.cp_comm_type) not in (1, m.num_layers):
         text = "{=cp_comm_type} has {n} values for {=num_layers}; give one, or one for each layer"
         yield say(text, n=len(m.cp_comm_type))
-    if cp == 1 or m.seq_length % tp:
+    if cp == 1:
         return
     if m.seq_length % (2 * cp * tp):
         text = "{=context_parallel_size} x 2{tp} does not divide {=seq_length}: use {fit}"

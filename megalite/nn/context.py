@@ -80,9 +80,9 @@ class Route:
 
     def _exchange(self, parts: Tensor, given: list[list[int]], got: list[list[int]]) -> Tensor:
         """[blocks, ...], those of `given` in order, to those of `got`."""
-        each = parts.shape[1:].numel()
-        sizes = ([len(some) * each for some in side] for side in (given, got))
-        return start_all_to_all(parts.reshape(-1), *sizes, self.cp).wait().view(-1, *parts.shape[1:])
+        given_sizes, got_sizes = ([len(some) * parts.shape[1:].numel() for some in side] for side in (given, got))
+        flat = start_all_to_all(parts.reshape(-1), given_sizes, got_sizes, self.cp).wait()
+        return flat.view(-1, *parts.shape[1:])
 
     def gather(self, kv: Tensor) -> Tensor:
         """[2, T', B, G, K]: the needed blocks in order."""
@@ -102,8 +102,8 @@ class Route:
         return slice(begin, begin + len(seen))
 
     def scatter(self, kv: Tensor, grads: Sequence[tuple[range, Tensor, Tensor]]) -> Tensor:
-        """The gradient of kv. grads: positions, and the gradients of their keys and of their values; they are summed,
-        here and over the ranks, in at least fp32."""
+        """The gradient of kv, of which only the shape is read. grads: positions, and the gradients of their keys and of
+        their values; they are summed, here and over the ranks, in at least fp32."""
         dtype, size = stat_dtype(kv), self.places.size
         own = kv.new_zeros(kv.shape, dtype=dtype)
         shape = (self.cp.size, *kv.shape) if self.window is None else (sum(map(len, self.got)), 2, size, *kv.shape[2:])
@@ -132,11 +132,14 @@ class _Shelf:
     and of the results of runs, which are joined, parts of the whole."""
 
     def __init__(self, route: Route, kv: Tensor):
-        self.route, self.kv, self.gathered = route, kv, None
+        self.kv: Tensor | None
+        self.gathered: Tensor | None
+        self.route, self.kv, self.gathered = route, kv, route.gather(kv)
         self.saved: list[list[Tensor]] = []
 
     def take(self) -> Tensor:
         if self.gathered is None:
+            assert self.kv is not None
             self.gathered = self.route.gather(self.kv)
         return self.gathered
 
@@ -166,7 +169,7 @@ class _Gather(Function):
 
     @staticmethod
     def forward(ctx: Any, kv: Tensor, shelf: _Shelf, seen: list[range]) -> tuple[Tensor, ...]:
-        ctx.shelf, ctx.seen, ctx.like = shelf, seen, (kv.shape, kv.dtype)
+        ctx.shelf, ctx.seen, ctx.like = shelf, seen, kv.new_empty(()).expand(kv.shape)
         whole = shelf.take()
         return tuple(x[shelf.route.slice_of(some)] for some in seen for x in whole)
 
@@ -174,7 +177,7 @@ class _Gather(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         ctx.shelf.gathered = None
         parts = zip(ctx.seen, grads[::2], grads[1::2], strict=True)
-        return ctx.shelf.route.scatter(ctx.shelf.kv, list(parts)), None, None
+        return ctx.shelf.route.scatter(ctx.like, list(parts)), None, None
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,8 @@ class Gathered:
         seen = [self.places.seen(run, window) for run in runs]
         shelf = _Shelf(Route(self.cp, self.places, window), kv.detach())
         parts: Any = _Gather.apply(kv, shelf, seen)
+        if self.again:
+            shelf.kv = None  # nothing is kept for backward
         outputs: list[Tensor] = []
         with nullcontext() if self.again else saved_tensors_hooks(shelf.keep, shelf.restore):
             queries = q_SBHK.split([len(run) for run in runs])

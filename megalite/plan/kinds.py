@@ -73,10 +73,10 @@ def layers_bill(kinds: tuple[Kind, ...], setting: Setting, whole: bool = False) 
     blocks = [recorder.own(Block(make, kind, 0, setting.again)) for kind in kinds]
     later = Later() if setting.split else None
     sample_ids_B = torch.empty(setting.micro_batch, dtype=torch.int64, device=META)
-    tokens_SB, places = setting.tokens(first), None
+    rows_S = setting.tokens(first)[:, 0]
+    where = Coordinates(_rope(first, len(rows_S)), sample_ids_B, 0, None, later, again=whole)
     if setting.cp > 1:
-        places = place(first.seq_length, setting.cp, first.windows), tokens_SB[:, 0]
-    where = Coordinates(_rope(first, len(tokens_SB)), sample_ids_B, 0, None, later, *(places or ()), again=whole)
+        where = replace(where, places=place(first.seq_length, setting.cp, first.windows), places_S=rows_S)
 
     def run(x: Tensor) -> Tensor:
         for block in blocks:

@@ -47,6 +47,7 @@ FP32 = [
     Layout("tp2 dp2", 4, f"{TP} 2"),
     Layout("pp2 dp2, dp outermost", 4, f"{PP} 2 --use-tp-pp-dp-mapping"),
     Layout("pp2 dp2 ddp", 4, f"{PP} 2 {NOZERO}"),
+    Layout("cp2", 2, "--context-parallel-size 2"),
 ]
 ZERO3 = "--zero-stage 3"
 TWO = "--num-distributed-optimizer-instances 2 --micro-batch-size 1"
@@ -58,6 +59,7 @@ ZERO = [
     Layout("ZeRO-3 tp2 dp2", 4, f"{ZERO3} {TP} 2"),
     Layout("ZeRO-3 pp2 dp2 vpp2", 4, f"{ZERO3} --zero-hold chunk {PP} 2 {VPP} 2"),
     Layout("ZeRO-2 pp2 dp2", 4, f"--zero-stage 2 {PP} 2"),
+    Layout("ZeRO-3 cp2 dp2, a2a", 4, f"{ZERO3} --context-parallel-size 2 --cp-comm-type a2a"),
     Layout("ZeRO-3, two sets", 4, f"{ZERO3} {TWO}"),
     Layout("ZeRO-3, two sets, once more", 4, f"{ZERO3} {TWO} --outer-dp-sharding-strategy optim"),
 ]

@@ -124,7 +124,7 @@ FAULTS = [
     ("--max-position-embeddings 3", "max_position_embeddings=3 is below"),
     ("--recompute-method block", "recompute_method=block has no effect"),
     ("--keep-last 3", "keep_last=3 has no effect; add --save"),
-    ("--context-parallel-size 2", "context_parallel_size=2"),
+    ("--context-parallel-size 3", "context_parallel_size=3 x 2"),
     ("--num-query-groups 3 --group-query-attention", "num_query_groups=3 does not divide"),
     ("--eod-mask-loss", "eod_mask_loss needs a tokenizer"),
     ("--preset gpt9", "preset='gpt9' is unknown"),
@@ -144,7 +144,12 @@ def test_whatever_is_wrong_is_said_at_once(faults: list[tuple[str, str]], order:
     order.shuffle(parts)
     problems = problems_of([*GOOD, *(word for part in parts for word in part)])
     told = {words: [p for p in problems if message in p] for words, message in faults}
-    clashes = {"--tp 3", "--dp 5", "--global-batch-size 7"}  # of these a world of one rank says more than one thing
+    clashes = {
+        "--tp 3",
+        "--dp 5",
+        "--context-parallel-size 3",
+        "--global-batch-size 7",
+    }  # of these a world of one rank says more than one thing
     assert all(told.values()), (told, problems)
     if not clashes & told.keys():
         assert len(problems) == len(faults), problems

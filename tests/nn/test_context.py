@@ -19,6 +19,7 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.plan.kinds import Setting, kinds_of, layers_bill
 from megalite.train.batch import host_batch
+from megalite.train.loop import evaluate
 from megalite.train.setup import batch_marks, build_run
 from megalite.train.step import train_step
 
@@ -52,8 +53,9 @@ def _first(lengths: list[list[int]]) -> np.ndarray:
     return np.stack([np.repeat(np.cumsum([0, *row[:-1]]), row) for row in lengths]).astype(np.int32)
 
 
-def _updated(flags: str, cases: list[Samples]) -> list[tuple[float, list[tuple]]]:
-    """On a rank: of each case the loss, and the pieces of the weights after one step, which moves them by the gradient."""
+def _updated(flags: str, cases: list[Samples]) -> list[tuple[tuple[float, float], list[tuple]]]:
+    """On a rank: of each case the loss, that of an evaluation after one step, and the pieces of the weights, which this
+    step has moved by the gradient."""
     config = cli.parse(f"{COMMON} {SGD} {flags}".split(), PRESETS)
     ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
     done = []
@@ -67,12 +69,12 @@ def _updated(flags: str, cases: list[Samples]) -> list[tuple[float, list[tuple]]
             for m, (ids, (mask, lengths)) in enumerate(zip(tokens, case, strict=True))
         ]
         run.data.get = lambda consumed, size, hosts=hosts: (hosts, 0.0)  # type: ignore[method-assign]
-        loss = train_step(run).loss
+        losses = train_step(run).loss, evaluate(run, run.data, 1)
         run.buffer.wait_gather()
         pieces = [
             entry.piece for entry in run.optimizer.pieces() if entry.owned and entry.piece.name.startswith("model/")
         ]
-        done.append((loss, [(p.name, p.shape, p.box, p.span, p.data.clone()) for p in pieces]))
+        done.append((losses, [(p.name, p.shape, p.box, p.span, p.data.clone()) for p in pieces]))
         run.close()
     return done
 
@@ -88,9 +90,9 @@ def test_labels_and_documents_are_anywhere(flags: str) -> None:
     ]
     want = _updated(flags, cases)
     got = run_ranks(2, _updated, f"{flags} --cp 2", cases, timeout=200)
-    for case, (loss, pieces) in enumerate(want):
+    for case, (losses, pieces) in enumerate(want):
         alone, shared = whole_of(pieces), whole_of(piece for rank in got for piece in rank[case][1])
-        assert all(rank[case][0] == pytest.approx(loss, rel=1e-10) for rank in got)
+        assert all(rank[case][0] == pytest.approx(losses, rel=1e-10) for rank in got)
         for name, weight in alone.items():
             torch.testing.assert_close(shared[name], weight, rtol=1e-10, atol=1e-12, msg=f"case {case}: {name}")
 
@@ -144,8 +146,9 @@ def test_a_window_moves_the_blocks_that_it_sees_alone() -> None:
 
 def test_what_is_recomputed_is_gathered_once_more_and_not_twice() -> None:
     for options in (dict(again=("core_attn",)), dict(whole=True)):
-        moved, _ = _moved("--num-query-groups 4", 4, **options)  # type: ignore[arg-type]
+        moved, bill = _moved("--num-query-groups 4", 4, **options)  # type: ignore[arg-type]
         assert sum(n for (phase, name, _), n in moved.items() if name == "all-gather") == 2, options
+        assert bill.saved == _moved("--num-query-groups 4", 1, **options)[1].saved / 4 + 2, options  # its dtype
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ def rarely(*rows: tuple[int, str]) -> list[Any]:
         (2, "--optimizer-cpu-offload"),
         (4, f"{PP} {HALF} --bf16 --exp-avg-dtype bf16"),
         (4, f"{HALF} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
+        (2, f"--cp 2 {LLAMA}"),
+        (4, f"--cp 2 {TP} --cp-comm-type a2a allgather a2a allgather --window-size 3,0 --bf16"),
         *rarely((8, f"{TP} {PP} {VPP} --bf16 {LLAMA}")),
         *rarely((4, f"{PP} {ZERO} 3"), (8, f"{TP} {PP} {ZERO} 3 --split-backward {LLAMA}")),
     ],

@@ -35,10 +35,6 @@ class MicroBatch:
     loss_mask: NDArray[np.float32] | None
     first: NDArray[np.int32] | None = None
 
-    @property
-    def counted_tokens(self) -> int:
-        return self.tokens[:, 1:].size if self.loss_mask is None else int(self.loss_mask.sum(dtype=np.float64))
-
 
 class Unread(Dataset):
     """Zeros of the right shape, for a rank in the middle of the pipeline, which needs no tokens."""

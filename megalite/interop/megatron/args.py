@@ -51,7 +51,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
     "mtp_num_layers": (None, 0),
-    "context_parallel_size": (None, 1),
     "apply_residual_connection_post_layernorm": (None, False),
     "quick_geglu": (None, False),
     "glu_linear_offset": (None, 0.0),
