@@ -55,7 +55,6 @@ class Popen(subprocess.Popen[Any]):
         return self.pid, status
 
     def _told(self) -> int:
-        assert self._line is not None
         number = self._line.recv(WORD, socket.MSG_WAITALL)
         assert len(number) == WORD, "the process that programs are forked from has ended"
         return int.from_bytes(number, sys.byteorder)
@@ -71,10 +70,10 @@ class Popen(subprocess.Popen[Any]):
 
 
 def run(
-    words: Sequence[str], *, capture_output: bool = False, check: bool = False, timeout: float | None = None,
+    words: Sequence[str], *, capture_output: bool = False, ok: bool = False, timeout: float | None = None,
     input: str | bytes | None = None, **options: Any,
 ) -> subprocess.CompletedProcess[Any]:  # fmt: skip
-    """As subprocess.run."""
+    """As subprocess.run; `ok`: it has to end with 0."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if input is not None:
@@ -85,10 +84,8 @@ def run(
         except BaseException:  # too long among others
             process.kill()
             raise
-    done = subprocess.CompletedProcess(words, process.returncode, out, err)
-    if check:
-        done.check_returncode()
-    return done
+    assert process.returncode == 0 or not ok, f"{process.returncode}\n{out}{err}"
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 def python(*words: str, **options: Any) -> subprocess.CompletedProcess[Any]:

@@ -107,7 +107,6 @@ class Attempt:
         self._thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self._log.write(line)
             if found := STEP.match(line):
@@ -162,7 +161,6 @@ def newest(folder: Path) -> Path | None:
 def turn_a_bit(folder: Path, rng: random.Random) -> None:
     """Of the newest checkpoint, in one of its files with tensors."""
     found = newest(folder)
-    assert found is not None
     file = rng.choice(sorted(found.glob("*.safetensors")))
     raw = bytearray(file.read_bytes())
     raw[rng.randrange(len(raw) // 2, len(raw))] ^= 1 << rng.randrange(8)

@@ -84,10 +84,11 @@ def _dies(ranks: Ranks, folder: str, how: str) -> None:
         signal.pause()
 
 
-def test_a_rank_that_c_code_ends_has_left_where_it_was(tmp_path: Path) -> None:
+def test_a_rank_that_c_code_ends_has_left_where_it_was(tmp_path: Path, capsys) -> None:
     ends: list[End] = []
     assert start_local(2, _dies, (str(tmp_path), "segv"), timeout_s=60, grace_s=0.1, ended=ends.append) == 139
     assert ends[0].cause == "rank 1 ended by signal SIGSEGV"
+    assert f"{ends[0].cause}; ending the others" in capsys.readouterr().err
     said = (tmp_path / "ranks/rank-00001.log").read_text().splitlines()
     assert [line.partition(" ")[2] for line in said[1:4]] == ["first", "second", "not for the console"]
     assert f"rank 1 of 2 on {os.uname().nodename}, process " in said[0] and said[0].startswith("20")

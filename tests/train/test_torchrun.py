@@ -1,7 +1,5 @@
 """torchrun, as its users start it: restarts after a rank was killed, and a torchrun that is killed itself."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
