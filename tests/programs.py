@@ -8,10 +8,11 @@ import functools
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,19 @@ def run(
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
+@contextlib.contextmanager
+def group(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A program and all that it starts, with one pipe for what they say; what is left of them ends with the block."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    process = subprocess.Popen(words, start_new_session=True, **pipes | options)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def python(*words: str, **options: Any) -> subprocess.CompletedProcess[Any]:
     """What `python tools/x.py WORDS`, `-m` or `-c` say, typed in the repository unless `cwd` is another folder."""
     script = words[0] if words[0].startswith("-") else str(ROOT / words[0])
@@ -137,8 +151,6 @@ def _server() -> socket.socket:
 
 def _serve(line: socket.socket) -> dict[str, Any] | None:
     """Returns in a program: what it is told. None when nobody asks any more."""
-    import signal
-
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those in between
     while True:
         head, fds, _, _ = socket.recv_fds(line, WORD, 4)
@@ -177,7 +189,6 @@ def _fork(fds: list[int], session: bool) -> bool:
 
 def _forked_server(spawn: Any) -> Any:
     """In place of util.spawnv_passfds: the fork server of ranks is a fork, too."""
-    import signal
 
     def start(path: Any, words: list[Any], passed: Sequence[int]) -> int:
         if "multiprocessing.forkserver" not in str(words[-1]):

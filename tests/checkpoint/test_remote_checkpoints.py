@@ -32,7 +32,6 @@ from megalite.parallel.spec import Box, Piece
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["memory", "s3"]
-WHEN = ["at once", "in the background"].__getitem__
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """The program as a user starts it: stop and resume, other layouts, bad input, dead ranks."""
 
 import json
+import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from whole_runs import ROOT, alive, children, losses, pretrain, running, status_
 
 from megalite.checkpoint.storage.file_system import Lock
 from megalite.checkpoint.storage.location import CheckpointError
+from megalite.parallel.local_ranks import _sweep
 
 LAYOUTS = {"one process": [], "tp2 pp2": TP2_PP2, "tp2 pp2 split": [*TP2_PP2, "--split-backward"]}
 
@@ -103,8 +106,10 @@ def test_ids_beyond_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
 
 
 def test_a_killed_launcher_takes_its_ranks_along_and_the_directory_is_free(tmp_path: Path) -> None:
+    """What it leaves where temporary files are, the next one removes."""
     flags = [*SMALL, "--nproc", "2", "--train-iters", "100000", "--save", tmp_path, "--save-interval", "50000"]
-    with running(*flags) as process:
+    short = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # as a socket's path has to be
+    with running(*flags, env={**os.environ, "TMPDIR": str(short)}) as process:
         below = children(process.pid)
         ranks = [*below, *(rank for server in below for rank in children(server))]
         with pytest.raises(CheckpointError, match="is in use by process"):
@@ -116,3 +121,10 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_directory_is_free(tmp_p
             assert time.monotonic() - begin < 60
             time.sleep(0.02)
         Lock(tmp_path).close()
+    left = [*short.iterdir()]
+    assert len(left) == 2 and all(path.name.startswith("megalite-ranks-") for path in left)
+    assert len([*short.glob("*/pymp-*/listener-*")]) == 1
+    for path in left:
+        os.utime(path, (0, 0))
+        _sweep(path)
+    short.rmdir()
