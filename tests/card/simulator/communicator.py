@@ -1,13 +1,13 @@
 """One communicator of the simulated NCCL: a thread that takes its operations one at a time, in the order of issue.
-Where ranks do different things gloo fails, or its time-out ends them; what they did, queues.py tells. The result is
-written into the caller's tensor when the host waits: the latest that a card could do it."""
+Before one moves anything all its ranks tell each other what they are about to do, and where they differ `Disorder` is
+raised. The result is written into the caller's tensor when the host waits: the latest that a card could do it."""
 
 import contextlib
 import ctypes
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,12 @@ from torch import Tensor
 
 from card.simulator.trace import Comm
 
+SAID = 160  # bytes in which a rank says what it is about to do
 _STEP_S = 0.05
+
+
+class Disorder(RuntimeError):
+    """Ranks of one communicator do different things at the same place of its order."""
 
 
 def describe(fact: Comm) -> str:
@@ -74,7 +79,7 @@ class Communicator:
             operation = self._unwritten[0]
             while not operation.done.wait(_STEP_S):
                 if not self._thread.is_alive() and not operation.done.is_set():
-                    raise RuntimeError(f"{self.name} broke before {describe(operation.fact)}")
+                    raise Disorder(f"{self.name} broke before {describe(operation.fact)}")
             if operation.error is not None:
                 raise operation.error
             operation.write()
@@ -124,6 +129,26 @@ class Carrier:
         self.rank, self.size = rank, size
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
+    def agree(self, fact: Comm) -> None:
+        """All ranks do the same now, or Disorder."""
+        said = [torch.empty(SAID, dtype=torch.uint8) for _ in range(self.size)]
+        self.gloo.allgather([said], [_said(describe(fact), fact.where)]).wait()
+        texts = [_heard(x) for x in said]
+        if len({what for what, _ in texts}) > 1:
+            told = "; ".join(f"rank {r}: {what} ({at})" for r, (what, at) in zip(fact.ranks, texts, strict=True))
+            raise Disorder(f"{fact.comm}: ranks do different things: {told}")
+
+    def meet(self, fact: Comm, peer: int, tag: int) -> None:
+        """The rank `peer` (of the group) does the other end of it now, or Disorder."""
+        theirs = torch.empty(SAID, dtype=torch.uint8)
+        works = [self.gloo.send([_said(describe(fact), fact.where)], peer, tag), self.gloo.recv([theirs], peer, tag)]
+        for work in works:
+            work.wait()
+        what, at = _heard(theirs)
+        other = {"send": "recv", "recv": "send"}[fact.kind]
+        if what.rpartition(" of ")[2].split()[:2] != [str(fact.count), fact.dtype] or not what.startswith(other):
+            raise Disorder(f"{fact.comm}: {describe(fact)} ({fact.where}) meets {what} ({at})")
+
     def all_reduce(self, x: Tensor, op: str) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, "SUM" if op == "AVG" else op)
@@ -145,3 +170,13 @@ class Carrier:
 
     def receive(self, x: Tensor, peer: int, tag: int) -> None:
         self.gloo.recv([bytes_of(x)], peer, tag).wait()
+
+
+def _said(what: str, where: str) -> Tensor:
+    text = f"{what}\n{where}".encode()[:SAID].ljust(SAID, b"\0")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _heard(said: Tensor) -> Sequence[str]:
+    what, _, where = said.numpy().tobytes().rstrip(b"\0").decode(errors="replace").partition("\n")
+    return what, where

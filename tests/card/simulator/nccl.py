@@ -243,7 +243,8 @@ class SimulatedNccl(dist.ProcessGroup):
         channel = low * self.size() + high
 
         def travel() -> None:
-            (self._carrier.receive if receives else self._carrier.send)(moved, peer, channel)
+            self._carrier.meet(operation.fact, peer, 2 * channel)
+            (self._carrier.receive if receives else self._carrier.send)(moved, peer, 2 * channel + 1)
 
         pair = (low, high)
         fact = self._fact(kind, x, None if receives else x, x if receives else None, peer=self._ranks[peer], pair=pair)
@@ -255,9 +256,13 @@ class SimulatedNccl(dist.ProcessGroup):
         self, kind: str, counted: Tensor, reads: Tensor | None, writes: Tensor | None,
         travel: Callable[[], None], result: Tensor, op: str = "", peer: int | None = None,
     ) -> SimulatedWork:  # fmt: skip
+        def agree_and_travel() -> None:
+            self._carrier.agree(operation.fact)
+            travel()
+
         fact = self._fact(kind, counted, reads, writes, op=op, peer=peer)
         place = None if writes is None else Place(writes)
-        operation = Operation(fact, travel, lambda: None if place is None else place.write(result))
+        operation = Operation(fact, agree_and_travel, lambda: None if place is None else place.write(result))
         return self._issue((), operation)
 
     def _fact(
