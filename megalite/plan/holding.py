@@ -38,7 +38,7 @@ class Shares(NamedTuple):
         """Of n ranks, at a ZeRO stage."""
         return cls(n if stage > 2 else 1, n if stage > 1 else 1, n if stage else 1)
 
-    def bytes_of(self, weight: int, gradient: int, optimizer: int) -> float:
+    def bytes_of(self, weight: int, gradient: int, optimizer: float) -> float:
         """Bytes on a rank of an element that is shared out, of which all ranks together have these."""
         return weight / self.weights + gradient / self.gradients + optimizer / self.optimizer
 
