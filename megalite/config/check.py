@@ -3,12 +3,10 @@
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import Field, fields, replace
-from typing import Any
+from dataclasses import fields, replace
 
+from megalite.config import check_model
 from megalite.config.check_files import checkpoint_problems, data_problems, files_effects
-from megalite.config.check_model import layout_problems, model_effects, model_problems
-from megalite.config.check_sharing import instances_problem, sharing_effects, sharing_problems
 from megalite.config.check_training import training_effects, training_problems
 from megalite.config.field import facts_of, flag_of
 from megalite.config.options import Config, ModelConfig, options
@@ -44,10 +42,10 @@ def check(
     config = _made_plausible(config, unclear)
     say, tp = Say(config), config.parallel.tensor_model_parallel_size
     problems = [
-        *model_problems(config.model, tp, say),
-        *layout_problems(config, say),
+        *check_model.model_problems(config.model, tp, say),
+        *check_model.layout_problems(config, say),
         *training_problems(config, say),
-        *sharing_problems(config, say),
+        *check_model.sharing_problems(config, say),
         *checkpoint_problems(c, say),
         *_machine(config, say),
         *data_problems(config.data, tp, complete or (c.load is None and c.pretrained_checkpoint is None), say),
@@ -58,18 +56,15 @@ def check(
 
 def without_effect(config: Config) -> list[Problem]:
     """Options that do nothing, or less than expected, beside others; no errors, as Megatron-LM accepts them."""
-    say, given = Say(config), {f.name for section, f in options() if _value(config, section, f) != f.default}
-    effects = [*model_effects(config.model, say), *training_effects(config, say), *files_effects(config, say)]
-    effects += sharing_effects(config, say)
+    say = Say(config)
+    given = {f.name for _, f in options() if say.values[f.name] != f.default}
+    effects = [*check_model.model_effects(config.model, say), *training_effects(config, say)]
+    effects += [*files_effects(config, say), *check_model.sharing_effects(config, say)]
     for name, needed in NEEDS.items():
         if name in given and needed not in given:
             shown = "{option}" if say.values[name] is True else "{=option}"
             effects.append(say(f"{shown} has no effect without {{--{needed}}}", option=name))
     return effects
-
-
-def _value(config: Config, section: str, f: Field[Any]) -> Any:
-    return getattr(getattr(config, section), f.name)
 
 
 def _made_plausible(config: Config, unclear: Collection[str]) -> Config:
@@ -84,8 +79,9 @@ def _made_plausible(config: Config, unclear: Collection[str]) -> Config:
 
 def _ranges(config: Config) -> Iterator[tuple[str, Problem]]:
     """(option, the problem that its own facts have with its value)"""
+    values = Say(config).values
     for section, f in options():
-        value, facts = _value(config, section, f), facts_of(f)
+        value, facts = values[f.name], facts_of(f)
         if value == 0 and facts.required:
             if section != "model" or not config.checkpoint.use_checkpoint_args:
                 preset = " or a --preset" * (section == "model")
@@ -138,7 +134,9 @@ def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
         yield say(text, profile_ranks=beyond, world=world_size, last=world_size - 1)
     if config.train.as_rank is not None and config.train.as_rank >= world_size:
         yield say("{=as_rank} is not among {world} ranks; give 0 to {last}", world=world_size, last=world_size - 1)
-    yield from instances_problem(config, dp, say)
+    if p.shared_out and dp % p.num_distributed_optimizer_instances:
+        text = "{=num_distributed_optimizer_instances} does not divide data parallel {dp}: use {fit}"
+        yield say(text, dp=dp, fit=check_model.divisors(dp))
     yield from _batch_sizes(config, dp, say)
 
 

@@ -1,9 +1,11 @@
-"""Contradictions in the model's options and in the layout of its layers, and options of these without effect."""
+"""Contradictions in the model's options, in the layout of its layers and in what data-parallel ranks share out (ZeRO),
+and options of these without effect."""
 
 from collections.abc import Iterator
 from dataclasses import fields
 
 from megalite.config.options import Config, ModelConfig
+from megalite.config.parallel_options import SHARED_OUT
 from megalite.config.pattern import read_pattern
 from megalite.config.problem import Problem, Say
 from megalite.config.stage_layers import GIVEN, given_stages
@@ -118,6 +120,33 @@ def layout_problems(config: Config, say: Say) -> Iterator[Problem]:
     if size is not None and size < pp:
         text = "{=microbatch_group_size_per_virtual_pipeline_stage} is below pipeline parallel {pp}; raise it"
         yield say(text, "pipeline_model_parallel_size", pp=pp)
+
+
+def sharing_problems(config: Config, say: Say) -> Iterator[Problem]:
+    p, stage = config.parallel, config.parallel.shared_out
+    strategy = p.data_parallel_sharding_strategy
+    if p.zero_stage is not None and p.use_megatron_fsdp:
+        other = "use_megatron_fsdp" if strategy is None else "data_parallel_sharding_strategy"
+        named = 3 if strategy is None else SHARED_OUT.index(strategy)
+        if named != p.zero_stage:
+            text = "{=zero_stage} and {=option}, which is stage {named}; give one"
+            yield say(text, "use_megatron_fsdp", option=other, named=named)
+    if stage and not p.use_distributed_optimizer:
+        text = "{=use_distributed_optimizer} and ZeRO stage {stage}, which shares out the optimizer; give one"
+        yield say(text, "zero_stage", "use_megatron_fsdp", stage=stage)
+    if stage > 1 and config.train.cuda_graph_impl != "none":
+        text = "{=cuda_graph_impl} replays memory that stays, and at ZeRO stage {stage} it comes and goes; use "
+        yield say(text + "{--zero-stage} 1, or drop it", "use_megatron_fsdp", stage=stage)
+    if p.outer_dp_sharding_strategy == "optim" and p.num_distributed_optimizer_instances == 1:
+        yield say("{=outer_dp_sharding_strategy} needs {--num-distributed-optimizer-instances} above 1")
+
+
+def sharing_effects(config: Config, say: Say) -> Iterator[Problem]:
+    p = config.parallel
+    if p.zero_hold != "auto" and p.shared_out < 3:
+        yield say("{=zero_hold} has no effect below ZeRO stage 3")
+    if p.num_distributed_optimizer_instances > 1 and not p.shared_out:
+        yield say("{=num_distributed_optimizer_instances} has no effect at ZeRO stage 0")
 
 
 def _multiples(n: int, of: int) -> str:
