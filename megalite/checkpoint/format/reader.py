@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megalite.checkpoint.format.blocks import Want, read_blocks
 from megalite.checkpoint.format.manifest import Manifest, check_sizes
-from megalite.checkpoint.format.pieces import views
-from megalite.checkpoint.format.tensor_file import Place, places
+from megalite.checkpoint.format.tensor_file import Place, places, views
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.parallel.rectangles import intersect, offset_in
