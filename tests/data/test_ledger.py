@@ -90,7 +90,9 @@ def test_every_token_once_per_epoch_whatever_the_blend_becomes(
         consumed += samples
         saved = made.to_json(consumed)
     taken = made.eras[-1].taken(consumed - made.eras[-1].begin)
-    ends = [source._line.after(source._taken + n, seq_length) for source, n in zip(made.blend.datasets, taken, strict=True)]
+    ends = [
+        source._line.after(source._taken + n, seq_length) for source, n in zip(made.blend.datasets, taken, strict=True)
+    ]
     for total, first, tokens, line in zip(saved["sources"], (0, 1000), (600, 960), ends, strict=True):
         counts = [seen[first + i] for i in range(tokens)]
         assert sum(counts) == total["tokens"] and total["epochs"] == total["tokens"] / tokens
