@@ -62,7 +62,6 @@ def fill_pieces(
     `scratch`: shared with other calls for this checkpoint.
     """
     scratch = Scratch() if scratch is None else scratch
-    headers = dict(scratch.headers)
     wanted: dict[str, dict[str, tuple[Box, list[tuple[Tensor, Box]]]]] = {}  # file -> key -> box, its targets
     for piece in pieces:
         for box, target in views(piece):
@@ -72,10 +71,10 @@ def fill_pieces(
                     targets.append((target, box))
     storage = storage_of(folder)
     with storage.reading(folder):
-        new = [name for name in wanted if name not in headers]
+        new = [name for name in wanted if name not in scratch.headers]
         with ThreadPoolExecutor(storage.readers, thread_name_prefix="megalite-load") as pool:
             read = dict(zip(new, pool.map(lambda name: _header(folder / name), new), strict=True))
-        headers |= read
+        headers = scratch.headers | read
         wants: dict[tuple[str, int], list[Want]] = {}
         for name in sorted(wanted):
             block, header, last = manifest.files[name].block, headers[name], 0

@@ -150,23 +150,22 @@ class RemotePair:
     def fetch_index(self, use: Callable[[int, int], None]) -> str:
         """Path of the local copy of the .idx; `use(file, size of the .bin)` reads it and refuses damage (DataError)."""
         path = self._directory / INDEX
+
+        def read() -> None:
+            with open(path, "rb") as file:
+                use(file.fileno(), self.size)
+            os.utime(path)
+
         try:
             with locked(self._directory / "index.lock", f"{self._index.url} -> {path}"):
-                for fresh in (False, True):
-                    if fresh or not path.exists():
-                        self._download(path)
-                        fresh = True
-                    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                if path.exists():
                     try:
-                        use(file, self.size)
-                        os.utime(path)
-                        break
+                        read()
+                        return str(path)
                     except DataError:
-                        if fresh:
-                            raise
                         log.warning("%s: damaged copy; fetching it again", path)
-                    finally:
-                        os.close(file)
+                self._download(path)
+                read()
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; give another directory for copies") from error
         return str(path)
