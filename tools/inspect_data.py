@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.console import Bar, complain
+from megalite.config.run_options import TOKENIZERS
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.sidecar import check_tokenizer, read_info
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.merge_datasets import document_blocks
 from tools.pictures.canvas import Picture, figure, ink, save
 from tools.program import parser_of, run_program
@@ -169,7 +170,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--png", metavar="FILE", help="draw the lengths of the documents")
     parser.add_argument("--document", type=int, metavar="N", help="show document N, from 0; as text with a tokenizer")
     parser.add_argument("--verify", action="store_true", help="check both files completely")
-    parser.add_argument("--tokenizer-type", choices=TYPES)
+    parser.add_argument("--tokenizer-type", choices=TOKENIZERS)
     parser.add_argument("--tokenizer-model", help="the tokenizer's file")
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
     parser.add_argument("--merge-file", help="GPT-2 merges.txt")

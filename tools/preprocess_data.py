@@ -20,9 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain
+from megalite.config.run_options import TOKENIZERS
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.tokenizers.tokenizer_types import TYPES
 from tools.preprocess.rejects import take_bad_fraction
 from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=formats)
     parser.add_argument("--output-prefix", type=local, required=True, help="files are named PREFIX_KEY_document")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="one pair of files for each")
-    parser.add_argument("--tokenizer-type", required=True, choices=TYPES)
+    parser.add_argument("--tokenizer-type", required=True, choices=TOKENIZERS)
     parser.add_argument("--tokenizer-model", help="SentencePiece .model; tokenizer.json or its directory")
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
     parser.add_argument("--merge-file", help="GPT-2 merges.txt")

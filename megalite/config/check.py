@@ -3,8 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import Field, fields, replace
-from typing import Any
+from dataclasses import fields, replace
 
 from megalite.config.check_files import checkpoint_problems, data_problems, files_effects
 from megalite.config.check_model import layout_problems, model_effects, model_problems
@@ -60,18 +59,15 @@ def check(
 
 def without_effect(config: Config) -> list[Problem]:
     """Options that do nothing, or less than expected, beside others; no errors, as Megatron-LM accepts them."""
-    say, given = Say(config), {f.name for section, f in options() if _value(config, section, f) != f.default}
-    effects = [*model_effects(config.model, say), *training_effects(config, say), *files_effects(config, say)]
-    effects += sharing_effects(config, say)
+    say = Say(config)
+    given = {f.name for _, f in options() if say.values[f.name] != f.default}
+    effects = [*model_effects(config.model, say), *training_effects(config, say)]
+    effects += [*files_effects(config, say), *sharing_effects(config, say)]
     for name, needed in NEEDS.items():
         if name in given and needed not in given:
             shown = "{option}" if say.values[name] is True else "{=option}"
             effects.append(say(f"{shown} has no effect without {{--{needed}}}", option=name))
     return effects
-
-
-def _value(config: Config, section: str, f: Field[Any]) -> Any:
-    return getattr(getattr(config, section), f.name)
 
 
 def _made_plausible(config: Config, unclear: Collection[str]) -> Config:
@@ -86,8 +82,9 @@ def _made_plausible(config: Config, unclear: Collection[str]) -> Config:
 
 def _ranges(config: Config) -> Iterator[tuple[str, Problem]]:
     """(option, the problem that its own facts have with its value)"""
+    values = Say(config).values
     for section, f in options():
-        value, facts = _value(config, section, f), facts_of(f)
+        value, facts = values[f.name], facts_of(f)
         if value == 0 and facts.required:
             if section != "model" or not config.checkpoint.use_checkpoint_args:
                 preset = " or a --preset" * (section == "model")

@@ -14,11 +14,8 @@ def sharing_problems(config: Config, say: Say) -> Iterator[Problem]:
     p, stage = config.parallel, config.parallel.shared_out
     strategy = p.data_parallel_sharding_strategy
     if p.zero_stage is not None and p.use_megatron_fsdp:
-        named, other = (
-            (3, "use_megatron_fsdp")
-            if strategy is None
-            else (SHARED_OUT.index(strategy), "data_parallel_sharding_strategy")
-        )
+        other = "use_megatron_fsdp" if strategy is None else "data_parallel_sharding_strategy"
+        named = 3 if strategy is None else SHARED_OUT.index(strategy)
         if named != p.zero_stage:
             text = "{=zero_stage} and {=option}, which is stage {named}; give one"
             yield say(text, "use_megatron_fsdp", option=other, named=named)

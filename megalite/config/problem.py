@@ -1,12 +1,11 @@
 """A problem of a configuration: a line, `name=value breaks rule; remedy`, and the options that it is about."""
 
 from collections.abc import Collection
-from dataclasses import fields
 from string import Formatter
 from typing import Any
 
 from megalite.config.field import flag_of
-from megalite.config.options import Config
+from megalite.config.options import Config, options
 
 
 class Problem(str):
@@ -33,8 +32,7 @@ class Say:
     """
 
     def __init__(self, config: Config):
-        parts = [getattr(config, f.name) for f in fields(config)]
-        self.values = {f.name: getattr(part, f.name) for part in parts for f in fields(part)}
+        self.values = {f.name: getattr(getattr(config, section), f.name) for section, f in options()}
 
     def __call__(self, template: str, *also: str, option: str = "", **more: Any) -> Problem:
         """`also`: options that it is about but does not name; `option`: the one that {option} stands for; `more` may

@@ -8,6 +8,11 @@ from megalite.config.field import free, how, training
 
 # the launcher passes these on to its ranks
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
+SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+TOKENIZERS = (
+    *SENTENCEPIECE,
+    *("HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
+)
 NO_SHARE, TO_TWO = (1, "is not a share; use at most 1"), (2, "is above 2; use 0, 1 or 2")
 
 
@@ -211,16 +216,7 @@ class DataConfig:
     tokenizer_type: str | None = training(
         None,
         "kind of tokenizer; with --vocab-file and --merge-file GPT2BPETokenizer",
-        choices=(
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "HuggingFaceTokenizer",
-            "GPT2BPETokenizer",
-            "TikTokenizer",
-            "ByteTokenizer",
-            "NullTokenizer",
-        ),
+        choices=TOKENIZERS,
         refused={
             **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), "BERT's; use HuggingFaceTokenizer"),
             "MultimodalTokenizer": "images are not supported; use the tokenizer of its text",

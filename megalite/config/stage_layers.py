@@ -38,14 +38,28 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
         both = f"num_layers_per_virtual_pipeline_stage={chunk} and num_virtual_stages_per_pipeline_rank={chunks}"
         raise ValueError(f"{both}: give one")
     embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
-    uneven = p.decoder_first_pipeline_num_layers is not None or p.decoder_last_pipeline_num_layers is not None
+    even = embedding or loss or chunk is not None
+    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    uneven = first is not None or last is not None
     if p.pipeline_model_parallel_layout is not None:
-        if uneven or embedding or loss or chunk is not None or chunks is not None:
+        if uneven or even or chunks is not None:
             raise ValueError("pipeline_model_parallel_layout already sets all stages' layers; drop the other flags")
         return parse_layout(p.pipeline_model_parallel_layout, num_layers, pp)
-    per_rank = _ranks(num_layers, p)
-    if per_rank is None:
+    if uneven and even:
+        raise ValueError(
+            "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers exclude "
+            "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split and "
+            "num_layers_per_virtual_pipeline_stage; use --pipeline-model-parallel-layout"
+        )
+    places = num_layers + embedding + loss  # for layers, on all pipeline ranks
+    if places % pp and even:
+        raise ValueError(
+            f"num_layers={num_layers}{' + embedding' * embedding}{' + loss' * loss} is not a multiple of "
+            f"pipeline_model_parallel_size={pp}; change one"
+        )
+    if places % pp and not uneven:
         return None
+    per_rank = _uneven(num_layers, pp, first, last) if uneven else [places // pp] * pp
     if chunk is not None and per_rank[0] % chunk:
         raise ValueError(
             f"num_layers_per_virtual_pipeline_stage={chunk} does not divide the {per_rank[0]} layers of a pipeline rank"
@@ -54,7 +68,7 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
     vpp = per_rank[0] // chunk if chunk is not None else chunks or 1
     if pp == 1 and vpp > 1:
         raise ValueError(f"{vpp} virtual pipeline stages need pipeline_model_parallel_size above 1; drop or raise it")
-    if not (uneven or embedding or loss or chunk is not None):
+    if not (uneven or even):
         return None
     if wrong := [n for n in per_rank if n % vpp]:
         name = f"num_virtual_stages_per_pipeline_rank={vpp}"
@@ -63,30 +77,6 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
     stages[0] -= embedding
     stages[-1] -= loss
     return stages
-
-
-def _ranks(num_layers: int, p: ParallelConfig) -> list[int] | None:
-    """Layers of every pipeline rank, embedding and loss counted as layers; None: not given."""
-    pp, chunk = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
-    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
-    embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
-    if first is not None or last is not None:
-        if embedding or loss or chunk is not None:
-            raise ValueError(
-                "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers exclude "
-                "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split and "
-                "num_layers_per_virtual_pipeline_stage; use --pipeline-model-parallel-layout"
-            )
-        return _uneven(num_layers, pp, first, last)
-    places = num_layers + embedding + loss
-    if places % pp == 0:
-        return [places // pp] * pp
-    if not embedding and not loss and chunk is None:
-        return None
-    raise ValueError(
-        f"num_layers={num_layers}{' + embedding' * embedding}{' + loss' * loss} is not a multiple of "
-        f"pipeline_model_parallel_size={pp}; change one"
-    )
 
 
 def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> list[int]:

@@ -1,5 +1,6 @@
 """A configuration as TOML text: the file of --config, and the copy that a run and its checkpoints keep."""
 
+import json
 import re
 import tomllib
 from typing import Any
@@ -31,9 +32,9 @@ _MOST_NAMED = 6
 
 def _other_format(text: str) -> str | None:
     """The format of a file that is JSON or YAML, and the flags for its keys; None for another file."""
-    json = text.lstrip()[:1] == "{"
-    keys = set(re.findall(r'"(\w+)"\s*:' if json else r"^\s*([A-Za-z_]\w*):(?:\s|$)", text, re.M))
-    if not json and not keys:
+    is_json = text.lstrip()[:1] == "{"
+    keys = set(re.findall(r'"(\w+)"\s*:' if is_json else r"^\s*([A-Za-z_]\w*):(?:\s|$)", text, re.M))
+    if not is_json and not keys:
         return None
     owner = next((f" ({name})" for name, own in _OWNERS.items() if keys & {*own.split()}), "")
     ours, theirs = {f.name for _, f in options()}, known_flags()
@@ -44,7 +45,7 @@ def _other_format(text: str) -> str | None:
             said[key] = re.split("[;(]", known.reason)[0].strip()
     named = "".join(f"; {key} is {flag}" for key, flag in [*said.items()][:_MOST_NAMED])
     remedy = f"write it as TOML, a line name = value for each option: docs/flags.md has all options{named}"
-    return f"is {'JSON' if json else 'YAML'}{owner}; {remedy}"
+    return f"is {'JSON' if is_json else 'YAML'}{owner}; {remedy}"
 
 
 def parse_toml(text: str, path: str) -> dict[str, Any]:
@@ -97,19 +98,12 @@ def differences(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """A TOML text that starts the same run again, with --config."""
-
-    def literal(value: Any) -> str:
-        if isinstance(value, bool):
-            return "true" if value else "false"
-        if isinstance(value, tuple):
-            return "[" + ", ".join(literal(v) for v in value) + "]"
-        if isinstance(value, str):
-            escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or c in '"\\' or ord(c) == 127 else c for c in value)
-            return f'"{escaped}"'
-        return repr(value)
-
+    """A TOML text that starts the same run again, with --config. TOML has JSON's literals, but takes no bare DEL."""
     lines = []
     for section, values in differences(config).items():
-        lines += [f"[{section}]", *(f"{name} = {literal(value)}" for name, value in values.items()), ""]
+        lines.append(f"[{section}]")
+        for name, value in values.items():
+            literal = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{name} = {literal}")
+        lines.append("")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.pieces import views
+from megalite.checkpoint.format.tensor_file import views
 from megalite.checkpoint.offline import Checkpoint
 from megalite.config.check import check
 from megalite.config.console import told
@@ -77,26 +77,21 @@ def model_of(options: dict[str, Any], where: str) -> ModelConfig:
     return model
 
 
-def misshapen(pieces: Sequence[Piece], specs: Specs) -> list[str]:
-    """The reasons why `pieces`, named KIND/NAME, cannot be filled with tensors of `specs`, one line each."""
-    lines = []
-    for name, piece in {_bare(piece): piece for piece in pieces}.items():
-        theirs = specs[name].shape if name in specs else None
-        if piece.shape != theirs:
-            lines.append(f"{name}: shape {piece.shape} here, {'nothing' if theirs is None else theirs} there")
-    return lines
-
-
 def fill_from(
     foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs, where: str, tell: bool = False
 ) -> None:
-    """Write the values of `foreign`, a model of `specs`, into the pieces' data, in the pieces' dtype, under any layout.
+    """Write the values of `foreign`, a model of `specs`, into the data of pieces, named KIND/NAME, under any layout.
     Every rank reads the tensors that it holds a part of. `tell`: show the progress. Raises CheckpointError, before
     anything changes where shapes differ, later where a file cannot be read."""
-    refuse(misshapen(pieces, specs), f"{where} does not fit this model")
+    problems: list[str] = []
     wanted: dict[str, list[tuple[Box, Tensor]]] = {}
     for piece in pieces:
-        wanted.setdefault(_bare(piece), []).extend(views(piece))
+        name = piece.name.partition("/")[2]
+        wanted.setdefault(name, []).extend(views(piece))
+        theirs = specs[name].shape if name in specs else "nothing"
+        if piece.shape != theirs:
+            problems.append(f"{name}: shape {piece.shape} here, {theirs} there")
+    refuse(list(dict.fromkeys(problems)), f"{where} does not fit this model")
     with told(f"loading {where}", len(foreign), "tensors", not tell) as bar:
         for one in bar.each(foreign):
             _fill(one, wanted)
@@ -109,10 +104,6 @@ def _fill(one: Foreign, wanted: Mapping[str, Sequence[tuple[Box, Tensor]]]) -> N
         for held, target in wanted.get(spec.name, ()):
             if (both := intersect(held, box)) is not None:
                 target[inside(both, held)] = values[inside(both, box)].to(target)
-
-
-def _bare(piece: Piece) -> str:
-    return piece.name.partition("/")[2]
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from loads import whole_piece as whole
 
 from megalite.checkpoint.format import blocks, reader, tensor_file, writer
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.pieces import cover
+from megalite.checkpoint.format.manifest import CheckpointError, cover
 from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.rectangles import inside, rectangles

@@ -76,8 +76,6 @@ def test_bytes_per_token_of_a_blend(tmp_path: Path) -> None:
     assert bytes_per_token([a, b], [3.0, 1.0]) == (3 * 4 + 2) / 4
     assert bytes_per_token([a, str(tmp_path / "none")]) is None
     assert bytes_per_token([a, info(tmp_path / "old", tokens=5)]) is None
-    with pytest.raises(DataError, match="1 weights for 2 prefixes"):
-        bytes_per_token([a, b], [1.0])
     for bad in ({"bytes": 0, "tokens": 5}, {"bytes": 5, "tokens": True}, {"bytes": 5.0, "tokens": 1}, {"bytes": 5}):
         with pytest.raises(DataError, match="must both be integers > 0"):
             bytes_per_token([info(tmp_path / "bad", **bad)])
@@ -86,8 +84,6 @@ def test_bytes_per_token_of_a_blend(tmp_path: Path) -> None:
 def test_a_uniform_model_over_bytes_needs_eight_bits_for_each() -> None:
     assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8)
     assert bits_per_byte(math.log(65536), 2.0) == pytest.approx(8)  # two bytes to a token, the same model
-    with pytest.raises(DataError, match="bytes_per_token=0"):
-        bits_per_byte(1.0, 0)
 
 
 def test_examples_of_the_documentation() -> None:

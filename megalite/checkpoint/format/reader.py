@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megalite.checkpoint.format.blocks import Want, read_blocks
 from megalite.checkpoint.format.manifest import Manifest, check_sizes
-from megalite.checkpoint.format.pieces import views
-from megalite.checkpoint.format.tensor_file import Place, places
+from megalite.checkpoint.format.tensor_file import Place, places, views
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.parallel.rectangles import intersect, offset_in
@@ -63,7 +62,6 @@ def fill_pieces(
     `scratch`: shared with other calls for this checkpoint.
     """
     scratch = Scratch() if scratch is None else scratch
-    headers = dict(scratch.headers)
     wanted: dict[str, dict[str, tuple[Box, list[tuple[Tensor, Box]]]]] = {}  # file -> key -> box, its targets
     for piece in pieces:
         for box, target in views(piece):
@@ -73,10 +71,10 @@ def fill_pieces(
                     targets.append((target, box))
     storage = storage_of(folder)
     with storage.reading(folder):
-        new = [name for name in wanted if name not in headers]
+        new = [name for name in wanted if name not in scratch.headers]
         with ThreadPoolExecutor(storage.readers, thread_name_prefix="megalite-load") as pool:
             read = dict(zip(new, pool.map(lambda name: _header(folder / name), new), strict=True))
-        headers |= read
+        headers = scratch.headers | read
         wants: dict[tuple[str, int], list[Want]] = {}
         for name in sorted(wanted):
             block, header, last = manifest.files[name].block, headers[name], 0

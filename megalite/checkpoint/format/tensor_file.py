@@ -91,6 +91,12 @@ def plan(pieces: Sequence[Piece]) -> tuple[list[Row], list[Piece]]:
     return rows_of(parts), ordered
 
 
+def views(piece: Piece) -> list[tuple[Box, Tensor]]:
+    """The rectangles of a piece, each with a view of its values."""
+    data = piece.data.detach()
+    return [(box, data[span.start : span.stop].view(box.shape)) for box, span in rectangles(piece.box, piece.span)]
+
+
 def cut(sizes: Sequence[int], limit: int) -> list[range]:
     """Consecutive items in as few files of at most `limit` bytes as their order allows; a larger item gets its own.
 

@@ -64,7 +64,10 @@ def load(
             manifest, reason = _try(mesh, folder, False, partial(load_whole, folder))
             if manifest is not None:
                 want = wanted(folder, manifest)
-                _refuse_differences(folder, manifest, want, mesh)
+                lines = [*want.problems, *differences(manifest, want.pieces, want.exact)]
+                if reduce_number(len(lines), mesh):
+                    kind, lines = (CheckpointError, lines) if lines else (ElsewhereError, ["see another rank"])
+                    raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines))
                 begun = want.pieces
                 fill = partial(fill_pieces, folder, manifest, want.pieces, want.tell)
                 _, reason = _try(mesh, folder, True, fill)
@@ -108,10 +111,3 @@ def _candidates(roots: Sequence[Location], mesh: Mesh, step: int | None, later: 
 
     every = together(mesh, look, f"looking for checkpoints in {' and '.join(map(str, roots))}")
     return [(n, number) for n, number in every if step is None or n == step or (later and n > step)]
-
-
-def _refuse_differences(folder: Location, manifest: Manifest, want: Wanted, mesh: Mesh) -> None:
-    lines = [*want.problems, *differences(manifest, want.pieces, want.exact)]
-    if reduce_number(len(lines), mesh):
-        kind = CheckpointError if lines else ElsewhereError
-        raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines or ["see another rank"]))

@@ -6,6 +6,7 @@ checkpoint that would not be kept is not sent. A failed copy is tried again afte
 the disk: one node, or a fast shared file system.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -117,15 +118,11 @@ class Uploader:
 
     def _send_file(self, source: Location, target: Location, stamp: Stamp) -> None:
         hashed, buffer = BlockHash(stamp.name, stamp.block), memoryview(bytearray(BLOCK))
-        file = self._here.open(source)
-        try:
-            with self._there.create(target) as append:
-                for begin in range(0, stamp.size, BLOCK):
-                    chunk = buffer[: min(BLOCK, stamp.size - begin)]
-                    file.pread(chunk, begin)
-                    hashed.update(chunk)
-                    append(chunk)
-                if hashed.stamp() != stamp:
-                    raise CheckpointError(f"{source}: its content changed after it was written")
-        finally:
-            file.close()
+        with contextlib.closing(self._here.open(source)) as file, self._there.create(target) as append:
+            for begin in range(0, stamp.size, BLOCK):
+                chunk = buffer[: min(BLOCK, stamp.size - begin)]
+                file.pread(chunk, begin)
+                hashed.update(chunk)
+                append(chunk)
+            if hashed.stamp() != stamp:
+                raise CheckpointError(f"{source}: its content changed after it was written")

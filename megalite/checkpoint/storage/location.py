@@ -1,5 +1,6 @@
 """Places of checkpoints, paths or URLs that fsspec knows; the names in a --save directory; the errors."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,9 +99,8 @@ def folder_of(directory: str | Path | Url, step: int) -> Location:
 
 def step_of(name: str) -> int | None:
     """The step of a checkpoint's folder with this name; None for any other name."""
-    number = name.removeprefix("iter_")
-    usual = name.startswith("iter_") and number.isascii() and number.isdecimal()
-    return int(number) if usual and name == f"iter_{int(number):07d}" else None
+    match = re.fullmatch(r"iter_([0-9]{7}|[1-9][0-9]{7,})", name)
+    return int(match[1]) if match else None
 
 
 def is_megatron(folder: Path) -> bool:

@@ -42,12 +42,6 @@ PERMANENT += (NotImplementedError, ImportError)
 T = TypeVar("T")
 
 
-def cache_root(cache_path: str | Path | None) -> Path:
-    """cache_path, else $MEGALITE_CACHE, else the user's cache directory."""
-    own = cache_path or variable("MEGALITE_CACHE")
-    return Path(own or Path(variable("XDG_CACHE_HOME") or "~/.cache") / "megalite").expanduser() / "remote"
-
-
 def cache_limit(root: Path) -> int:
     """Half of the space that the disk could give to the cache, in bytes."""
     return (shutil.disk_usage(root).free + sum(size for _, size, _ in contents(root))) // 2
@@ -130,14 +124,16 @@ def read_whole(url: str, limit: int) -> bytes:
 
 
 class RemotePair:
-    """The index and the tokens of the pair at `prefix`, cached under `cache_path`."""
+    """The index and the tokens of the pair at `prefix`, cached under `cache_path`, else $MEGALITE_CACHE, else the
+    user's cache directory."""
 
     def __init__(self, prefix: str, cache_path: str | Path | None):
         self._index, self._bin = UrlFile(prefix + ".idx"), UrlFile(prefix + ".bin")
         self.size = self._bin.size
         parts = [part for source in (self._index, self._bin) for part in (source.url, str(source.size), source.version)]
         digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
-        root = cache_root(cache_path)
+        own = cache_path or variable("MEGALITE_CACHE")
+        root = Path(own or Path(variable("XDG_CACHE_HOME") or "~/.cache") / "megalite").expanduser() / "remote"
         self._directory = root / f"{prefix.rsplit('/', 1)[-1][:80]}-{digest}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -154,23 +150,22 @@ class RemotePair:
     def fetch_index(self, use: Callable[[int, int], None]) -> str:
         """Path of the local copy of the .idx; `use(file, size of the .bin)` reads it and refuses damage (DataError)."""
         path = self._directory / INDEX
+
+        def read() -> None:
+            with open(path, "rb") as file:
+                use(file.fileno(), self.size)
+            os.utime(path)
+
         try:
             with locked(self._directory / "index.lock", f"{self._index.url} -> {path}"):
-                for fresh in (False, True):
-                    if fresh or not path.exists():
-                        self._download(path)
-                        fresh = True
-                    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                if path.exists():
                     try:
-                        use(file, self.size)
-                        os.utime(path)
-                        break
+                        read()
+                        return str(path)
                     except DataError:
-                        if fresh:
-                            raise
                         log.warning("%s: damaged copy; fetching it again", path)
-                    finally:
-                        os.close(file)
+                self._download(path)
+                read()
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; give another directory for copies") from error
         return str(path)

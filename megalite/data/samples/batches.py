@@ -134,14 +134,12 @@ class Batches:
         mask, first = self._borders.find(tokens, self.dataset.layout(ids))
         if self._ignored is not None and (filler := tokens[:, 1:] == self._ignored).any():
             mask = np.where(filler, np.float32(0), np.float32(1) if mask is None else mask)
-
-        def cut(rows: NDArray[np.generic] | None, m: int) -> NDArray[np.generic] | None:
-            return None if rows is None else rows[m * self._micro : (m + 1) * self._micro]
-
-        return [
-            MicroBatch(cut(tokens, m), ids_B, cut(mask, m), cut(first, m))  # type: ignore[arg-type]
-            for m, ids_B in enumerate(ids_MB)
-        ]
+        micros = []
+        for m, ids_B in enumerate(ids_MB):
+            rows = slice(m * self._micro, (m + 1) * self._micro)
+            counted = None if mask is None else mask[rows]
+            micros.append(MicroBatch(tokens[rows], ids_B, counted, None if first is None else first[rows]))
+        return micros
 
     def _check(self, ids: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:

@@ -24,8 +24,6 @@ class Blend:
     number of its first sample, where a run has read others before."""
 
     def __init__(self, datasets: Sequence[Source], weights: Sequence[float | int]):
-        if len(datasets) != len(weights):
-            raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
         self.datasets, self.weights, self.order = list(datasets), list(weights), BlendOrder(weights)
         self.seq_length, self.begin = datasets[0].seq_length, 0
 

@@ -81,27 +81,24 @@ def load_or_build(directory: str | Path, name: str, lengths: NDArray[Any], build
 
 def _load(path: Path, lengths: NDArray[Any], warn: bool = True) -> Epoch | None:
     """The stored epoch, checked at both ends and a thousand places between; None when missing or damaged."""
-    reason = "it does not fit the data"
     try:
         order = np.load(path.with_name(f"{path.name}.order.npy"), mmap_mode="r", allow_pickle=False)
         starts = np.load(path.with_name(f"{path.name}.starts.npy"), mmap_mode="r", allow_pickle=False)
-        if (epoch := _checked(order, starts, lengths)) is not None:
-            return epoch
+        return _checked(np.asarray(order), np.asarray(starts), lengths)  # plain views: np.memmap slices slowly
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, EOFError) as error:
-        reason = str(error)
-    if warn:
-        log.warning("%s: damaged index cache (%s); building it again", path, reason)
-    return None
+        if warn:
+            log.warning("%s: damaged index cache (%s); building it again", path, error)
+        return None
 
 
-def _checked(order: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any]) -> Epoch | None:
-    order, starts = np.asarray(order), np.asarray(starts)  # plain views of the maps: np.memmap slices slowly
-    n = len(lengths)
+def _checked(order: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any]) -> Epoch:
+    """Raises ValueError."""
+    n, misfit = len(lengths), ValueError("it does not fit the data")
     wanted = (np.dtype(np.int32 if n < 1 << 31 else np.int64), (n,), np.dtype(np.int64), (n + 1,))
     if (order.dtype, order.shape, starts.dtype, starts.shape) != wanted:
-        return None
+        raise misfit
     places = np.unique(np.linspace(0, n - 1, min(n, 1024)).astype(np.int64))
     documents = order[places]
     sound = (
@@ -111,7 +108,9 @@ def _checked(order: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any]) -
         and starts[-1] == int(np.sum(lengths, dtype=np.int64))
         and (starts[places + 1] - starts[places] == lengths[documents]).all()
     )
-    return Epoch(order, starts) if sound else None
+    if not sound:
+        raise misfit
+    return Epoch(order, starts)
 
 
 def _sweep(path: Path, alone: bool) -> None:

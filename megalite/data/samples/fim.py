@@ -16,7 +16,7 @@ needs no tokenizer. A text that does not decode and encode to itself (half a cha
 always cut between tokens: no text is lost or invented.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ from megalite.data.samples.source import Dataset
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
 WRITTEN = -1  # in a source: a token that the sample did not hold
-Part = tuple[NDArray[np.int64], NDArray[np.int64]]  # tokens, and the positions in the sample that they come from
+Part = NDArray[np.int64]  # positions in the sample of the tokens that it held, and ~id of those that it did not
 DOCUMENT, FRAGMENT, ORDER, CUT = 0, 1, 2, 3  # purpose of a draw; a cut takes two
 
 
@@ -58,10 +58,6 @@ class Fim:
     unknown: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rate", "spm_rate", "fragment_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise DataError(f"fim_{name}={value} is not a probability; use a number from 0 to 1")
         if (self.split is None) != (self.fragment_rate is None):
             raise DataError("fim_split_sample and fim_fragment_rate go together; give both or neither")
         if self.no_prefix == "":
@@ -71,35 +67,33 @@ class Fim:
             marks["split_sample"] = self.split
         seen: dict[int, str] = {}
         for name, token in marks.items():
-            if token < 0:
-                raise DataError(f"fim_{name}_token: id {token} is not a token; use a tokenizer that has one")
             if token in seen and token != self.unknown:
                 raise DataError(f"fim_{name}_token and fim_{seen[token]}_token are both id {token}; they must differ")
             seen[token] = name
 
 
-def transform(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Tokenizer | None = None) -> Part:
+def transform(
+    tokens: NDArray[np.int64], key: int, fim: Fim, codec: Tokenizer | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """One sample [n] -> (tokens [n], source [n]): rearranged, and cut or filled to the same length.
 
     source: the position in the sample that each token comes from, WRITTEN for tokens that were encoded again.
     """
     out, source = rearrange(tokens, key, fim, codec)
-    fill = _written([fim.pad] * (len(tokens) - len(out)))
-    return np.concatenate([out, fill[0]])[: len(tokens)], np.concatenate([source, fill[1]])[: len(tokens)]
+    fill = max(0, len(tokens) - len(out))
+    out, source = np.append(out, np.full(fill, fim.pad)), np.append(source, np.full(fill, WRITTEN))
+    return out[: len(tokens)], source[: len(tokens)]
 
 
-def rearrange(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Tokenizer | None = None) -> Part:
+def rearrange(
+    tokens: NDArray[np.int64], key: int, fim: Fim, codec: Tokenizer | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """As `transform`, before the sample is cut or filled."""
-    _check_codec(fim, codec)
     tokens = np.asarray(tokens, np.int64)
     sample = _Sample(tokens, key, fim, codec)
-    parts = sample.texts(fim.eod, 0, len(tokens), DOCUMENT, fim.rate, sample.document)
-    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
-
-
-def _check_codec(fim: Fim, codec: Tokenizer | None) -> None:
-    if codec is None and (fim.characters or fim.no_prefix is not None):
-        raise DataError("fim between characters, or with fim_no_prefix, needs the tokenizer that made the data")
+    part = np.concatenate(sample.texts(fim.eod, 0, len(tokens), DOCUMENT, fim.rate, sample.document))
+    source = np.maximum(part, WRITTEN)
+    return np.where(part < 0, ~part, tokens[source]), source
 
 
 @dataclass(frozen=True)
@@ -116,8 +110,8 @@ class _Sample:
         parts: list[Part] = []
         for stop in [*(np.flatnonzero(self.tokens[begin:end] == mark) + begin).tolist(), end]:
             chosen = int(self._draws(begin)[purpose]) < rate * 2**32
-            parts += change(begin, stop) if chosen else [self._copy(begin, stop)]
-            parts.append(self._copy(stop, min(stop + 1, end)))
+            parts += change(begin, stop) if chosen else [np.arange(begin, stop)]
+            parts.append(np.arange(stop, min(stop + 1, end)))
             begin = stop + 1
         return parts
 
@@ -134,26 +128,19 @@ class _Sample:
         fim, codec, draws = self.fim, self.codec, self._draws(begin)
         text = codec.decode(self.tokens[begin:end].tolist()) if codec and (fim.characters or fim.no_prefix) else ""
         if fim.no_prefix and text.startswith(fim.no_prefix):
-            return [self._copy(begin, end)]
+            return [np.arange(begin, end)]
         cut = _cut_characters(text, draws[CUT:], fim, codec) if codec and fim.characters else None
         if cut is None:
             a, b = sorted((below(draws[CUT:], end - begin + 1).astype(np.int64) + begin).tolist())
-            cut = [self._copy(begin, a), self._copy(a, b), self._copy(b, end)]
+            cut = [np.arange(begin, a), np.arange(a, b), np.arange(b, end)]
         prefix, middle, suffix = cut
-        pre, mid, suf = (_written([mark]) for mark in (fim.prefix, fim.middle, fim.suffix))
+        pre, mid, suf = (~np.array([mark]) for mark in (fim.prefix, fim.middle, fim.suffix))
         spm = int(draws[ORDER]) < fim.spm_rate * 2**32
         return [pre, suf, suffix, mid, prefix, middle] if spm else [pre, prefix, suf, suffix, mid, middle]
 
     def _draws(self, position: int) -> NDArray[np.uint32]:
         """Five uniform 32-bit integers for the text that begins at `position` of the sample."""
         return mix32(np.arange(8 * position, 8 * position + 5, dtype=np.uint32), self.key)
-
-    def _copy(self, begin: int, end: int) -> Part:
-        return self.tokens[begin:end], np.arange(begin, end)
-
-
-def _written(ids: Sequence[int]) -> Part:
-    return np.array(ids, np.int64), np.full(len(ids), WRITTEN, np.int64)
 
 
 def _cut_characters(text: str, draws: NDArray[np.uint32], fim: Fim, codec: Tokenizer) -> list[Part] | None:
@@ -168,7 +155,7 @@ def _cut_characters(text: str, draws: NDArray[np.uint32], fim: Fim, codec: Token
             ids.append(encode(part) if any(ids) else codec.encode(part))
         joined = ids[0] + ids[1] + ids[2]
         if codec.decode(joined) == text and not marks.intersection(joined):
-            return [_written(part) for part in ids]
+            return [~np.array(part, np.int64) for part in ids]
     return None
 
 
@@ -188,12 +175,13 @@ class FimDataset(Dataset):
     def __init__(self, dataset: Dataset, fim: Fim, seed: int, codec: Tokenizer | None = None):
         if _is_packed(dataset):  # three tokens more per document would cut the documents that packing kept whole
             raise DataError("fill-in-the-middle and best-fit packing do not go together; leave one of them out")
-        _check_codec(fim, codec)
+        if codec is None and (fim.characters or fim.no_prefix is not None):
+            raise DataError("fim between characters, or with fim_no_prefix, needs the tokenizer that made the data")
         self.dataset, self.fim, self.codec = dataset, fim, codec
         self.seq_length = dataset.seq_length
         self._key = fold(seed, "train")
 
-    def _transform(self, tokens: NDArray[np.int64], i: int) -> Part:
+    def _transform(self, tokens: NDArray[np.int64], i: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return transform(tokens, fold(self._key, "fim", i), self.fim, self.codec)
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 `epochs.py` shuffles the documents, `token_line.py` says where in them a sample lies.
 """
 
+import functools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ class GptDataset(Source):
             )
         self._line, self._taken = Line(self.num_tokens, self._key), 0  # the next sample is number `taken` of the line
         self._split, self._cache_path = split, cache_path
-        self._epochs: dict[int, Epoch] = {}  # the last two used
+        self._last_two = functools.lru_cache(2)(self._make_epoch)
         self._lock = threading.Lock()  # the prefetch thread and the main one may meet here
 
     def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
@@ -61,11 +62,7 @@ class GptDataset(Source):
 
     def _epoch(self, number: int) -> Epoch:
         with self._lock:
-            epoch = self._epochs.pop(number, None) or self._make_epoch(number)
-            self._epochs[number] = epoch
-            while len(self._epochs) > 2:
-                del self._epochs[next(iter(self._epochs))]
-            return epoch
+            return self._last_two(number)
 
     def _make_epoch(self, number: int) -> Epoch:
         key = fold(self._key, "documents", number)

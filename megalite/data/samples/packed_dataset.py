@@ -84,19 +84,17 @@ class PackedDataset(Source):
     def _rows(self, index: NDArray[np.int64]) -> _Rows:
         epochs, numbers = np.divmod(np.asarray(index, np.int64) + self._first, self.plan.num_bins)
         bins = np.empty_like(numbers)
-        keys = np.empty(len(numbers), np.uint64)
         for e in np.unique(epochs).tolist():
             in_epoch = epochs == e
             bins[in_epoch] = permute(numbers[in_epoch], self.plan.num_bins, fold(self._key, "bins", e))
-            keys[in_epoch] = fold(self._key, "pieces", e)
         starts, counts = self.plan.starts[bins], self.plan.starts[bins + 1] - self.plan.starts[bins]
         ends = np.concatenate([[0], np.cumsum(counts)])
         row = np.repeat(np.arange(len(bins)), counts)
         piece = self.plan.order[starts[row] + np.arange(len(row)) - ends[row]].astype(np.int64)
         turn = np.empty(len(row), np.uint32)
-        for key in np.unique(keys).tolist():
-            with_key = keys[row] == key
-            turn[with_key] = mix32(piece[with_key].astype(np.uint32), key)
+        for e in np.unique(epochs).tolist():
+            in_epoch = epochs[row] == e
+            turn[in_epoch] = mix32(piece[in_epoch].astype(np.uint32), fold(self._key, "pieces", e))
         piece = piece[np.lexsort((piece, turn, row))]
         return _Rows(ends, *self.plan.pieces.find(piece))
 

@@ -91,8 +91,6 @@ def bytes_per_token(prefixes: Sequence[str], weights: Sequence[float] | None = N
             raise DataError(f"{prefix}.json: bytes={counts[0]!r} and tokens={counts[1]!r} must both be integers > 0")
         sizes.append(counts)
     shares = weights if weights is not None else [tokens for _, tokens in sizes]
-    if len(shares) != len(sizes):
-        raise DataError(f"{len(shares)} weights for {len(sizes)} prefixes")
     total = sum(share * size / tokens for share, (size, tokens) in zip(shares, sizes, strict=True))
     return total / sum(shares)
 
@@ -103,6 +101,4 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     >>> round(bits_per_byte(2.772588722239781, 4.0), 6)  # 4 bits for 4 bytes
     1.0
     """
-    if not bytes_per_token > 0:
-        raise DataError(f"bytes_per_token={bytes_per_token} is not a number > 0")
     return loss / (bytes_per_token * math.log(2))

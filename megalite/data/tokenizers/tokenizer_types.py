@@ -11,13 +11,11 @@ NullTokenizer          --vocab-size ids, the last one eod; its text is ids with 
 from pathlib import Path
 from typing import Any
 
+from megalite.config.run_options import TOKENIZERS
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.hugging_face_files import open_gpt2, open_tokenizer_json
 from megalite.data.tokenizers.tiktoken_files import open_tiktoken
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
-
-SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-TYPES = (*SENTENCEPIECE, "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer")
 
 
 def build_tokenizer(
@@ -43,8 +41,8 @@ def build_tokenizer(
         return ByteTokenizer()
     if tokenizer_type == "GPT2BPETokenizer":
         return open_gpt2(Path(need("vocab_file", vocab_file)), Path(need("merge_file", merge_file)))
-    if tokenizer_type not in TYPES:
-        raise DataError(f"tokenizer_type={tokenizer_type} is not supported; use one of {', '.join(TYPES)}")
+    if tokenizer_type not in TOKENIZERS:
+        raise DataError(f"tokenizer_type={tokenizer_type} is not supported; use one of {', '.join(TOKENIZERS)}")
     model = Path(need("tokenizer_model", tokenizer_model))
     if tokenizer_type == "TikTokenizer":
         return open_tiktoken(model, tiktoken_pattern, vocab_size)

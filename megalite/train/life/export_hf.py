@@ -15,9 +15,9 @@ from megalite.checkpoint.offline import Checkpoint
 from megalite.checkpoint.run import foreground
 from megalite.checkpoint.storage import protocol as storage
 from megalite.config.options import Config, DataConfig
+from megalite.config.run_options import SENTENCEPIECE
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json
-from megalite.data.tokenizers.tokenizer_types import SENTENCEPIECE
 from megalite.interop.convert import Ours
 from megalite.interop.hugging_face import model_files as hugging_face
 from megalite.interop.hugging_face.config_json import choose_family

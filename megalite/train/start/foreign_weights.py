@@ -19,9 +19,10 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import is_megatron, is_url
 from megalite.config.console import show
 from megalite.config.options import Config, DataConfig, ModelConfig
+from megalite.config.run_options import TOKENIZERS
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
-from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.interop.convert import Foreign, fill_from
 from megalite.interop.hugging_face.model_files import open_model
 from megalite.interop.megatron import rank_files as megatron
@@ -152,7 +153,7 @@ def _tokenizer(data: DataConfig, theirs: Weights) -> tuple[dict[str, Any], list[
 
 def tokenizer_named_in(args: Namespace) -> dict[str, Any]:
     """The data options of the tokenizer that Megatron-LM's args name; {} for a type that megalite does not have."""
-    if getattr(args, "tokenizer_type", None) not in TYPES:
+    if getattr(args, "tokenizer_type", None) not in TOKENIZERS:
         return {}
     return {name: value for name in TOKENIZER if (value := getattr(args, name, None)) is not None}
 
