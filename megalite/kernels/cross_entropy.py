@@ -71,13 +71,7 @@ def _dlse(lse_N: Tensor, dloss_N: Tensor, z_loss: float) -> Tensor:
 
 
 def shard_grad_reference_(
-    logits_Nv: Tensor,
-    lse_N: Tensor,
-    labels_N: Tensor,
-    first: int,
-    dloss_N: Tensor,
-    valid: int,
-    z_loss: float = 0.0,
+    logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int, z_loss: float = 0.0
 ) -> Tensor:
     logits_Nv[:, valid:] = 0
     if valid == 0:
@@ -143,13 +137,7 @@ def shard_stats(logits_Nv: Tensor, labels_N: Tensor, first: int, valid: int) -> 
 
 
 def shard_grad_(
-    logits_Nv: Tensor,
-    lse_N: Tensor,
-    labels_N: Tensor,
-    first: int,
-    dloss_N: Tensor,
-    valid: int,
-    z_loss: float = 0.0,
+    logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int, z_loss: float = 0.0
 ) -> Tensor:
     """Overwrite the logits by their gradient and return them. lse_N: over the whole vocabulary."""
     if not use_triton(logits_Nv):

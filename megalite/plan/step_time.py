@@ -204,10 +204,9 @@ class _Step:
     @property
     def late_gathers_s(self) -> float:
         """Seconds of gathers that nothing hides."""
-        (shard, _), made = self._groups, self.made
-        if made.config.parallel.overlap_param_gather or shard.size == 1 or made.config.parallel.shared_out > 2:
+        made, size = self.made, self.made.dtype.itemsize
+        if made.config.parallel.overlap_param_gather or made.config.parallel.shared_out > 2:
             return 0.0
-        size = made.dtype.itemsize
         return max(
             sum(self._collective(n, size, gather=True) for n in self._chunk_bytes(rank, size))
             for rank in range(made.pp)
@@ -266,8 +265,6 @@ class _Step:
     @property
     def exchanged_s(self) -> float:
         """Seconds of all that the busiest rank exchanges over dp in a step, hidden or not."""
-        if max(group.size for group in self._groups) == 1:
-            return 0.0
         made, (size, share) = self.made, self._gradient
         often, weight, m = exchanges(made), made.dtype.itemsize, made.microbatches
         runs = m * often.reduced if made.sharing.every_run else 1
