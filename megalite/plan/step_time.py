@@ -78,8 +78,7 @@ def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = Non
     seconds = sum(parts.values())
     tokens = made.batch_sizes.final * made.config.model.seq_length
     flops = model_flops(made.config.model, made.padded_vocab) * tokens
-    peak = cluster.device.peak_tflops(made.dtype) * 1e12
-    mfu, own = flops / (seconds * made.world * peak), (step.profile.step_s, step.costs.whole_matrices_s)
+    mfu, own = flops / (seconds * made.world * step.costs.peak), (step.profile.step_s, step.costs.whole_matrices_s)
     return StepTime(seconds, parts, mfu, tokens / seconds, *own)
 
 
