@@ -8,6 +8,14 @@ are padding: no probability, no gradient. The gradient is written over the logit
 torch's form takes a few rows at a time, so that all but the logits stays in cache.
 
 Bytes per row of v logits of e bytes, in Triton: v e for the first half, 2 v e for the second.
+
+The head's matmul and the loss go through chunks of tokens (nn/loss.py): the logits of one chunk exist, those of a
+micro-batch never. With dl = dlogit of a chunk, dx = dl W and dW = dl^T x, summed over chunks in fp32, are computed in
+forward, while the logits are there: 6 N D v FLOPs, as with stored logits. Kept until backward: dx, which takes the
+place of x. Where forward knows the gradient of the loss, dl is multiplied by it before it is rounded and dW is added to
+the gradient buffer at once; else dW [v, D] is kept too, in fp32, and backward multiplies both. Rejected: keep x and the
+lse and compute the logits again in backward, 8 N D v, which bounds the head at 3/4 of the matmul rate. Each chunk reads
+and writes dW once (8 D v bytes against 6 D v c FLOPs), so a chunk is as large as its bytes allow.
 """
 
 from __future__ import annotations
@@ -28,7 +36,18 @@ COLUMNS, WARPS = 4096, 8
 
 # bytes of fp32 working space: about a CPU's second-level cache; on a GPU enough to fill it
 BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
+# bytes of one chunk's logits. CPU: measured, docs/performance.md; CUDA: 2048 tokens of 128k bf16 logits, at which
+# dW's traffic is a tenth of the matmuls' time (8 D v bytes at 4 TB/s, 6 D v c FLOPs at 700 TFLOP/s)
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
+MIN_TOKENS = 128  # of a chunk; below, matmuls are slow
 SMALLEST = 1e-30  # a label's probability from which its logarithm is taken: far from where fp32 loses digits
+
+
+def chunk_tokens(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Tokens per chunk: chunks of nearly one size whose logits [chunk, columns] take about CHUNK_BYTES at most."""
+    most = by_device(CHUNK_BYTES, device) // max(1, columns * dtype.itemsize)
+    chunks = -(-tokens // max(MIN_TOKENS, most))
+    return -(-tokens // max(1, chunks))
 
 
 def _blocks(logits_Nv: Tensor, valid: int, work: bool) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -71,13 +90,7 @@ def _dlse(lse_N: Tensor, dloss_N: Tensor, z_loss: float) -> Tensor:
 
 
 def shard_grad_reference_(
-    logits_Nv: Tensor,
-    lse_N: Tensor,
-    labels_N: Tensor,
-    first: int,
-    dloss_N: Tensor,
-    valid: int,
-    z_loss: float = 0.0,
+    logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int, z_loss: float = 0.0
 ) -> Tensor:
     logits_Nv[:, valid:] = 0
     if valid == 0:
@@ -143,13 +156,7 @@ def shard_stats(logits_Nv: Tensor, labels_N: Tensor, first: int, valid: int) -> 
 
 
 def shard_grad_(
-    logits_Nv: Tensor,
-    lse_N: Tensor,
-    labels_N: Tensor,
-    first: int,
-    dloss_N: Tensor,
-    valid: int,
-    z_loss: float = 0.0,
+    logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int, z_loss: float = 0.0
 ) -> Tensor:
     """Overwrite the logits by their gradient and return them. lse_N: over the whole vocabulary."""
     if not use_triton(logits_Nv):

@@ -38,10 +38,6 @@ class KernelError(Exception):
     """The kernels asked for cannot run here; the text says what to set or install."""
 
 
-class NoTriton(KernelError, MissingPackage):
-    """Triton is asked for and not installed."""
-
-
 class Listener(Protocol):
     """Observer of a planned run: the meta device stands for one of `device_type`, and no kernel is launched."""
 
@@ -115,14 +111,14 @@ def interpreted() -> bool:
 
 @functools.cache
 def runs_triton(device_type: str) -> bool:
-    """Whether Triton kernels run on such a device. Raises KernelError where they are wanted and cannot."""
+    """Whether Triton kernels run on such a device. Where they are wanted and cannot, KernelError or MissingPackage."""
     wanted = chosen("kernels")
     if wanted == "torch" or device_type not in ("cpu", "cuda"):
         return False
     if wanted == "auto":
         return device_type == "cuda" and installed() and not interpreted()
     if not installed():
-        raise NoTriton(needs(asked_for(), "triton") + ", or use torch")
+        raise MissingPackage(needs(asked_for(), "triton") + ", or use torch")
     if device_type == "cpu" and not interpreted():
         raise KernelError(f"{asked_for()} on CPU needs TRITON_INTERPRET=1 (slow, for tests); or use torch")
     return True
@@ -138,7 +134,7 @@ def use_triton(x: Tensor, columns: int = 1) -> bool:
 
 
 def describe_kernels(device_type: str) -> str:
-    """One line for the plan. Raises KernelError as `runs_triton` does."""
+    """One line for the plan. Raises as `runs_triton` does."""
     if not runs_triton(device_type):
         missing = chosen("kernels") == "auto" and device_type == "cuda" and not installed()
         return f"torch ({'triton is not installed' if missing else asked_for()})"

@@ -40,16 +40,13 @@ class CompileError(Exception):
     """torch.compile was asked for and cannot run here; the text says what to set or install."""
 
 
-class NoTritonToCompile(CompileError, MissingPackage):
-    """Triton is not installed."""
-
-
 def check_compile(device_type: str) -> None:
-    """Check that inductor can run: it makes C++ for a CPU and Triton kernels for a card. Raises CompileError."""
+    """Check that inductor can run: it makes C++ for a CPU and Triton kernels for a card. Raises CompileError and
+    MissingPackage."""
     if chosen("kernels") == "triton":
         raise CompileError(f"compile=True compiles the torch kernels, but {asked_for()}; use auto or torch")
     if device_type == "cuda" and not installed():
-        raise NoTritonToCompile(needs("compile=True on cuda", "triton"))
+        raise MissingPackage(needs("compile=True on cuda", "triton"))
     name = variable("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the only one that inductor calls
     remedy = "install one or set CXX to the name of one, without options"
     if shutil.which(name) is None:

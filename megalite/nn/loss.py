@@ -4,10 +4,10 @@ the tokens that count (kernels/cross_entropy.py).
     x_sBD --gather--> x_ND | per chunk of tokens: logits_nv -> stats --gather--> dlogits_nv -> dx_nD, dW_vD += |
                            | dx_SBD --reduce-scatter--> dx_sBD
 
-Each tp rank has the logits of its part of the vocabulary, one chunk at a time (kernels/linear_cross_entropy.py). One
-small collective per chunk exchanges (log-sum-exp of the part, the label's logit), from which each rank computes the
-whole log-sum-exp; arXiv:1909.08053, sec. 3, needs a maximum and then sums. Columns beyond the true vocabulary are
-padding without probability. Gradients are computed in forward, so x is gathered only once.
+Each tp rank has the logits of its part of the vocabulary, one chunk at a time. One small collective per chunk exchanges
+(log-sum-exp of the part, the label's logit), from which each rank computes the whole log-sum-exp; arXiv:1909.08053,
+sec. 3, needs a maximum and then sums. Columns beyond the true vocabulary are padding without probability. Gradients are
+computed in forward, so x is gathered only once.
 """
 
 from typing import Any
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.cross_entropy import shard_grad_, shard_stats, stats_and_grad_
+from megalite.kernels.cross_entropy import chunk_tokens, shard_grad_, shard_stats, stats_and_grad_
 from megalite.kernels.dispatch import stat_dtype
-from megalite.kernels.linear_cross_entropy import chunk_tokens
 from megalite.kernels.weight_grad import accumulate_outer_
 from megalite.nn.parameter import sink_of
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter

@@ -59,24 +59,21 @@ class GraphedPipeline(Pipeline):
         self._recorded: dict[tuple[Any, ...], _Recorded] = {}
 
     def step(self, batches: Sequence[Any], loss_weight: float, more: bool = False) -> Tensor:
-        with on_stream(self.stream):
-            return self._step(batches, loss_weight, more)
-
-    def _step(self, batches: Sequence[Any], loss_weight: float, more: bool) -> Tensor:
         inner = batches[1:-1] if self.apart else batches
-        if not inner or not self.replays or self.timeline is not None:
-            return super().step(batches, loss_weight, more)
-        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        if self.apart:
-            total += super().step(batches[:1], loss_weight, more=True)
-        self.begin_all()
-        self._weight.fill_(loss_weight)
-        for batch in inner:
-            losses = self._replay(batch, loss_weight)
-            total[: len(losses)] += losses
-        if self.apart:
-            total += super().step(batches[-1:], loss_weight, more)
-        return total
+        with on_stream(self.stream):
+            if not inner or not self.replays or self.timeline is not None:
+                return super().step(batches, loss_weight, more)
+            total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+            if self.apart:
+                total += super().step(batches[:1], loss_weight, more=True)
+            self.begin_all()
+            self._weight.fill_(loss_weight)
+            for batch in inner:
+                losses = self._replay(batch, loss_weight)
+                total[: len(losses)] += losses
+            if self.apart:
+                total += super().step(batches[-1:], loss_weight, more)
+            return total
 
     def _replay(self, batch: Any, loss_weight: float) -> Tensor:
         shape = tuple(_shape(name, value) for name, value in _values(batch).items())

@@ -224,15 +224,9 @@ def with_sharing(row: tuple[Action, ...], sharing: Sharing) -> tuple[Action, ...
 def _runs(row: Sequence[Action], op: Op) -> list[range]:
     """Of actions `op` of one stage, with whatever is between them but one of another stage; from the first to behind
     the last."""
-    runs: list[range] = []
-    for i, action in enumerate(row):
-        if action.op is not op:
-            continue
-        if runs and row[runs[-1].stop - 1].stage == action.stage:
-            runs[-1] = range(runs[-1].start, i + 1)
-        else:
-            runs.append(range(i, i + 1))
-    return runs
+    own = [i for i, action in enumerate(row) if action.op is op]
+    runs = (list(run) for _, run in itertools.groupby(own, lambda i: row[i].stage))
+    return [range(run[0], run[-1] + 1) for run in runs]
 
 
 def _touching(row: Sequence[Action], runs: list[range]) -> list[range]:
@@ -341,12 +335,7 @@ def with_messages(
 
 @functools.lru_cache(maxsize=16)  # a second at pp 16, 256 micro-batches, 6 chunks: not to be spent on every step
 def plan(
-    name: str,
-    pp: int,
-    num_microbatches: int,
-    vpp: int = 1,
-    group_size: int | None = None,
-    split: Split | None = None,
+    name: str, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None, split: Split | None = None
 ) -> tuple[tuple[Action, ...], ...]:
     """The rows of all ranks, messages included, of the schedule called `name` (a key of SCHEDULES)."""
     if num_microbatches < 1:

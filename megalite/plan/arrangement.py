@@ -309,7 +309,6 @@ class Arrangement:
     def elements(self) -> tuple[int, ...]:
         """The number of elements of each layer's parameters on a rank."""
         make = Maker(self.mesh_of(0), self.dtype, 0, meta=True)
-
         return tuple(self.layers.each(lambda kind: sum(p.numel() for p in Block(make, kind, 0).parameters())))
 
     @cached_property

@@ -11,13 +11,13 @@ card), and memory that the allocator cannot reuse. In the 24 layouts of tests/pl
 with buffers are within ACTIVATIONS_ERROR of the allocated bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.pipeline.runtime import SENT
 from megalite.pipeline.schedule import Action, Op, with_sharing
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Bill
-from megalite.plan.whole import WholeUnits
 
 ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes, in the tested layouts
 LARGEST_ERROR = 0.02  # in any layout that was ever counted
@@ -55,6 +55,58 @@ def peak_of(row: tuple[Action, ...], made: Arrangement, rank: int) -> int:
     for action in row:
         walk.take(action, (action.stage, action.microbatch) in reduces)
     return walk.most
+
+
+class WholeUnits:
+    """Bytes of weights and gradients that are whole for a moment on a pipeline rank, where they come and go (ZeRO-2 and
+    3), in the order of events that optim/param_gather.py and optim/grad_reduce.py have. A unit's weights are whole
+    while it is used, and those of the next are on their way; its gradient from the first one that lands to the end of
+    its reduction, for which the next unit's waits. A unit is known by its name: "embedding", "layers.17", "head"."""
+
+    def __init__(self, made: Arrangement, rank: int):
+        p = made.config.parallel
+        self.units, self.weight, self.gradient = made.holdings[rank].units, *made.bytes_of_element()[:2]
+        self.comes = p.shared_out > 2 and bool(self.units)
+        self.by_chunk = made.sharing.by_chunk
+        self.ahead = p.overlap_param_gather and not self.by_chunk
+        self.rounded = 2 if p.grad_reduce_in_bf16 and made.config.precision.bf16 else 0
+        self.overlap = p.overlap_grad_reduce
+        self.weights: set[str] = set()
+        self.gradients: set[str] = set()
+        self.reducing: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        weights, gradients = (sum(self.units.get(unit, 0) for unit in some) for some in (self.weights, self.gradients))
+        copies = self.units.get(self.reducing or "", 0) * self.rounded
+        return weights * self.weight + gradients * self.gradient + copies
+
+    def use(self, units: Sequence[str], ahead: str | None = None) -> None:
+        if self.comes:
+            self.weights.update(units, (ahead,) if ahead and self.ahead else ())
+
+    def leave(self, units: Sequence[str]) -> None:
+        """Used; in a run of the whole chunk they stay."""
+        if not self.by_chunk:
+            self.weights.difference_update(units)
+
+    def land(self, unit: str) -> None:
+        """The first gradient of a run."""
+        if unit == self.reducing:
+            self._settle()
+        self.gradients.add(unit)
+
+    def reduce(self, unit: str) -> None:
+        self._settle()
+        self.gradients.add(unit)
+        self.reducing = unit
+        if not self.overlap:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.reducing is not None:
+            self.gradients.discard(self.reducing)
+            self.reducing = None
 
 
 class _Walk:

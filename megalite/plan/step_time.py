@@ -78,8 +78,7 @@ def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = Non
     seconds = sum(parts.values())
     tokens = made.batch_sizes.final * made.config.model.seq_length
     flops = model_flops(made.config.model, made.padded_vocab) * tokens
-    peak = cluster.device.peak_tflops(made.dtype) * 1e12
-    mfu, own = flops / (seconds * made.world * peak), (step.profile.step_s, step.costs.whole_matrices_s)
+    mfu, own = flops / (seconds * made.world * step.costs.peak), (step.profile.step_s, step.costs.whole_matrices_s)
     return StepTime(seconds, parts, mfu, tokens / seconds, *own)
 
 
@@ -204,10 +203,9 @@ class _Step:
     @property
     def late_gathers_s(self) -> float:
         """Seconds of gathers that nothing hides."""
-        (shard, _), made = self._groups, self.made
-        if made.config.parallel.overlap_param_gather or shard.size == 1 or made.config.parallel.shared_out > 2:
+        made, size = self.made, self.made.dtype.itemsize
+        if made.config.parallel.overlap_param_gather or made.config.parallel.shared_out > 2:
             return 0.0
-        size = made.dtype.itemsize
         return max(
             sum(self._collective(n, size, gather=True) for n in self._chunk_bytes(rank, size))
             for rank in range(made.pp)
@@ -266,8 +264,6 @@ class _Step:
     @property
     def exchanged_s(self) -> float:
         """Seconds of all that the busiest rank exchanges over dp in a step, hidden or not."""
-        if max(group.size for group in self._groups) == 1:
-            return 0.0
         made, (size, share) = self.made, self._gradient
         often, weight, m = exchanges(made), made.dtype.itemsize, made.microbatches
         runs = m * often.reduced if made.sharing.every_run else 1

@@ -125,7 +125,7 @@ def who_computes(card: Card, folder: Path) -> Found:
         found["without triton"] = dispatch.describe_kernels("cuda")
         try:
             compiled.check_compile("cuda")
-        except compiled.CompileError as error:
+        except compiled.MissingPackage as error:
             found["compile"] = str(error)
         found["attention without triton"] = [_chosen(capability, x) for capability in CAPABILITIES]
     dispatch.runs_triton.cache_clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.config.packages import MissingPackage
 from megalite.kernels import dispatch
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton, tile_for, use_triton
 
@@ -45,7 +46,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_triton.cache_clear()
     dispatch.chosen.cache_clear()
     monkeypatch.setenv("MEGALITE_KERNELS", "triton")
-    with pytest.raises(KernelError, match="pip install triton"):
+    with pytest.raises(MissingPackage, match="pip install triton"):
         runs_triton("cuda")
 
 

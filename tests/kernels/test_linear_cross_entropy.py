@@ -8,8 +8,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from megalite.kernels import cross_entropy as halves
-from megalite.kernels import linear_cross_entropy as chunks
-from megalite.kernels.linear_cross_entropy import chunk_tokens
+from megalite.kernels.cross_entropy import chunk_tokens
 from megalite.nn.loss import linear_cross_entropy
 from megalite.parallel.mesh import Mesh, build_mesh
 
@@ -59,8 +58,8 @@ def in_chunks(
 
 def small(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, columns: int) -> None:
     """Chunks of about `tokens`, and blocks of `rows` inside them."""
-    monkeypatch.setattr(chunks, "MIN_TOKENS", tokens)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr(halves, "MIN_TOKENS", tokens)
+    monkeypatch.setattr(halves, "CHUNK_BYTES", {"cpu": 1})
     monkeypatch.setattr(halves, "BLOCK_BYTES", {"cpu": 4 * rows * columns})
 
 
@@ -140,7 +139,7 @@ def test_a_second_backward_is_refused() -> None:
 @given(st.integers(1, 10**5), st.integers(1, 2 * 10**5), st.sampled_from([torch.bfloat16, torch.float32]))
 def test_chunks_are_even_and_bounded(tokens: int, columns: int, dtype: torch.dtype) -> None:
     size = chunk_tokens(tokens, columns, dtype, torch.device("cpu"))
-    bound = max(chunks.MIN_TOKENS, chunks.CHUNK_BYTES["cpu"] // (columns * dtype.itemsize))
+    bound = max(halves.MIN_TOKENS, halves.CHUNK_BYTES["cpu"] // (columns * dtype.itemsize))
     assert 1 <= size <= min(tokens, bound)
     count = -(-tokens // size)
     assert count == -(-tokens // bound) and tokens > (count - 1) * size
@@ -177,7 +176,7 @@ def test_a_loss_and_its_z_loss_have_one_gradient() -> None:
 def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float) -> tuple[list[float], list[float], list[float]]:
     s, b, d, padded, vocab = sizes
     mesh = build_mesh(tp=tp, pp=1, device=torch.device("cpu"))
-    chunks.MIN_TOKENS, chunks.CHUNK_BYTES = 5, {"cpu": 1}
+    halves.MIN_TOKENS, halves.CHUNK_BYTES = 5, {"cpu": 1}
     x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
     x, w = (t.chunk(tp)[mesh.tp.rank].clone().requires_grad_() for t in (x, w))
     loss, dx, dw = grads_of(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss), x, w)

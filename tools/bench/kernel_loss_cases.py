@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels import adamw, cross_entropy, grad_norm, linear_cross_entropy
+from megalite.kernels import adamw, cross_entropy, grad_norm
 from megalite.nn import loss
 from megalite.parallel.mesh import Mesh
 from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, Tiles, Work, constants, replaced
@@ -110,7 +110,7 @@ def chunks(s: Sizes) -> Iterator[tuple[Tile, Any]]:
     w.requires_grad_()
     kind, sizes = s.device.type, (n << 20 for n in (128, 256, 512, 1024, 2048))
     launch = lambda: torch.autograd.grad(ours_with_head(x, w, labels), x)  # noqa: E731
-    for tile, run in replaced(linear_cross_entropy.CHUNK_BYTES, ({kind: size} for size in sizes), launch):
+    for tile, run in replaced(cross_entropy.CHUNK_BYTES, ({kind: size} for size in sizes), launch):
         yield {"chunk_mib": tile[kind] >> 20}, run
 
 

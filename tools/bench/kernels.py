@@ -28,6 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from megalite.config.packages import MissingPackage
 from megalite.kernels.dispatch import KernelError, installed, runs_triton
 from tools.bench.kernel_bench import Bench, Row, best_of, build
 from tools.bench.kernel_case import Case, Sizes, absent
@@ -156,7 +157,7 @@ def missing(device: str) -> list[str]:
         if runs_triton(device) or device == "cpu":
             return []
         return ["the dispatcher takes torch; install triton, unset MEGALITE_KERNELS"]
-    except KernelError as error:
+    except (KernelError, MissingPackage) as error:
         return [str(error)]
 
 

@@ -66,8 +66,10 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
             check_compile(device)
         if config.train.cuda_graph_impl != "none" and device != "cuda":
             raise SetupError("cuda_graph_impl=local needs a CUDA device and there is none; drop it")
+    except MissingPackage as error:
+        raise LaunchError(str(error)) from None
     except (KernelError, CompileError) as error:
-        raise (LaunchError if isinstance(error, MissingPackage) else SetupError)(str(error)) from None
+        raise SetupError(str(error)) from None
     needs, host = plan.holdings[plan.worst].state, max(held.host for held in plan.holdings)
     on_host = memory_there(torch.device("cpu")) / ranks.local_world
     if device == "cpu":
