@@ -130,9 +130,8 @@ def bytes_at_once(
     homes, groups, most = homes_of(matrices, ranks), in_groups(matrices, ranks), 0.0
     owned = [sum(matrices[n].numel for n in group) / ranks * (ranks > 1) for group in groups]  # alone nothing travels
     at_home: list[list[list[int]]] = [[[] for _ in groups] for _ in range(ranks)]
-    for g, group in enumerate(groups):
-        for number in group:
-            at_home[homes[number]][g].append(number)
+    for g, number in ((g, number) for g, group in enumerate(groups) for number in group):
+        at_home[homes[number]][g].append(number)
     for here in filter(any, at_home):
         found = [(0.0, 0.0, 0.0, 0)]
         for numbers, each in zip(here, owned, strict=True):

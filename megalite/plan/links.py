@@ -68,16 +68,11 @@ class Links:
         return (group.size - group.nodes) * a + (group.nodes - 1) * b
 
     def all_gather(self, n: float, group: Group) -> float:
-        if group.size == 1:
-            return 0.0
         return self.hops(group) + (group.size - 1) / group.size * n / self.rate(group)
 
-    def reduce_scatter(self, n: float, group: Group) -> float:
-        return self.all_gather(n, group)
+    reduce_scatter = all_gather
 
     def all_reduce(self, n: float, group: Group) -> float:
-        if group.size == 1:
-            return 0.0
         a, b = self.cluster.inside.latency_s, self.cluster.between.latency_s
         tree = 2 * ((math.ceil(group.size / group.nodes) - 1) * a + math.ceil(math.log2(group.nodes)) * b)
         latency = min(2 * self.hops(group), tree) if group.nodes > 1 else 2 * self.hops(group)
@@ -85,8 +80,6 @@ class Links:
 
     def all_to_all(self, n: float, group: Group) -> float:
         """`n` bytes of each rank: what goes to other nodes passes the rank's own card, at the same time as the rest."""
-        if group.size == 1:
-            return 0.0
         near, part = math.ceil(group.size / group.nodes), n / group.size
         inside = (near - 1) * part / self.cluster.inside.bytes_per_s
         across = (group.size - group.fewest) * part / self.cluster.between.bytes_per_s if group.nodes > 1 else 0.0

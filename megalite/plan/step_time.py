@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
-from megalite.parallel.mesh import Mesh
 from megalite.pipeline.schedule import Cost, Op
 from megalite.pipeline.simulate import Simulation
 from megalite.plan.arrangement import LONG, Arrangement
@@ -71,9 +70,7 @@ def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = Non
     """Predict a step. Raises ValueError if the cluster and the arrangement have different numbers of devices, or the
     cluster has no peak for the dtype."""
     if cluster.world != made.world:
-        raise ValueError(
-            f"the cluster has {cluster.world} devices, the arrangement {made.world} ranks; give equal numbers"
-        )
+        raise ValueError(f"the cluster has {cluster.world} devices, the arrangement {made.world} ranks; give as many")
     step = _Step(made, cluster, profile or default_profile(cluster.device.name))
     parts = step.parts()
     seconds = sum(parts.values())
@@ -98,20 +95,18 @@ class _Step:
         slowed = [self._slowed(number, cost) for number, cost in enumerate(costs)]
         groups = LONG if made.split is None else made.told  # what waits of a split backward may take long to settle
         alone, simulation = made.run(costs, made.split, groups)
-        sent = with_gathers = alone
-        if made.pp > 1:
-            sent, simulation = made.run(costs, made.split, groups, delay=self.delay)
-        begin = self.gathers()
+        sent, more = alone, {"delay": self.delay} if made.pp > 1 else {}
+        if more:
+            sent, simulation = made.run(costs, made.split, groups, **more)
+        with_gathers, begin = sent, self.gathers()
         if begin or slowed != costs:
-            more = {"delay": self.delay} if made.pp > 1 else {}
-            with_gathers, simulation = made.run(slowed, made.split, groups, begin=begin, **more)
-            with_gathers = max(sent, with_gathers)
-        else:
-            with_gathers = sent
+            behind, simulation = made.run(slowed, made.split, groups, begin=begin, **more)
+            with_gathers = max(sent, behind)
         norm, update = self.costs.update_s()
         shown = with_gathers - sent + self.reduces(simulation) + self.late_gathers_s
         hidden = max(0.0, self.exchanged_s - shown)
-        dp = shown + self.profile.contention * hidden + self.agreement_s + self.tied_s
+        agreement = self.costs.links.all_reduce(64, Group.of(range(made.world), self.cluster.per_node))  # a few numbers
+        dp = shown + self.profile.contention * hidden + agreement + self.tied_s
         return {
             "compute": busy - tp,
             "bubble": alone - busy,
@@ -129,10 +124,6 @@ class _Step:
     def stages(self) -> list[Seconds]:
         return self.costs.stages()
 
-    @property
-    def mesh(self) -> Mesh:
-        return self.costs.mesh
-
     @cached_property
     def messages(self) -> Links:
         measured = self.profile.message
@@ -140,9 +131,8 @@ class _Step:
 
     def delay(self, source: int, target: int) -> float:
         """Seconds of a message between two pipeline ranks: this tp rank's part of the hidden states."""
-        made, ranks = self.made, self.mesh.pp.ranks
-        n = made.tokens * made.config.model.hidden_size * made.dtype.itemsize / made.tp
-        return self.messages.message(n, ranks[source], ranks[target])
+        ranks = self.costs.mesh.pp.ranks
+        return self.messages.message(self.made.edge, ranks[source], ranks[target])
 
     def _chunk_bytes(self, rank: int, size: int, ends: bool = True) -> list[float]:
         """Bytes of the weights or gradients, of `size` bytes each, of each chunk of a pipeline rank, in order. Those of
@@ -189,7 +179,8 @@ class _Step:
     @cached_property
     def _groups(self) -> tuple[Group, Group]:
         """The ranks that shard the optimizer's state, and the ranks that have copies of a shard."""
-        return tuple(Group.of(axis.ranks, self.cluster.per_node) for axis in (self.mesh.shard, self.mesh.replica))  # type: ignore[return-value]
+        mesh, per_node = self.costs.mesh, self.cluster.per_node
+        return Group.of(mesh.shard.ranks, per_node), Group.of(mesh.replica.ranks, per_node)
 
     def gathers(self) -> Mapping[int, float]:
         """Stage -> time at which its first forward may start, so that none of its layers waits for its bucket. Empty if
@@ -235,10 +226,7 @@ class _Step:
     def reduces(self, simulation: Simulation) -> float:
         """Seconds by which the reduction of gradients ends after the pipeline, if a chunk's buckets fill evenly during
         its last backward."""
-        made, groups = self.made, self._groups
-        if max(group.size for group in groups) == 1:
-            return 0.0
-        size, share = self._gradient
+        made, (size, share) = self.made, self._gradient
         last: dict[int, tuple[float, float]] = {}  # stage -> begin and end of the computation of its last gradients
         ops = (Op.W,) if made.split else (Op.B,)
         for span in simulation.spans:
@@ -273,8 +261,6 @@ class _Step:
     @property
     def exchanged_s(self) -> float:
         """Seconds of all that the busiest rank exchanges over dp in a step, hidden or not."""
-        if max(group.size for group in self._groups) == 1:
-            return 0.0
         made, (size, share) = self.made, self._gradient
         often, weight, m = exchanges(made), made.dtype.itemsize, made.microbatches
         runs = m * often.reduced if made.sharing.every_run else 1
@@ -305,12 +291,5 @@ class _Step:
         if made.pp == 1 or m.untie_embeddings_and_output_weights:
             return 0.0
         n = made.padded_vocab * m.hidden_size / made.tp * self._gradient[0] / self._groups[0].size
-        return self.costs.links.all_reduce(
-            n, Group.of([self.mesh.pp.ranks[0], self.mesh.pp.ranks[-1]], self.cluster.per_node)
-        )
-
-    @property
-    def agreement_s(self) -> float:
-        """Seconds of the one all-reduce of a few numbers over all ranks."""
-        world = Group.of(range(self.made.world), self.cluster.per_node)
-        return self.costs.links.all_reduce(64, world)
+        ends = Group.of(self.costs.mesh.pp.ranks[:: made.pp - 1], self.cluster.per_node)
+        return self.costs.links.all_reduce(n, ends)
