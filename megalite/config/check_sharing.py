@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.check_model import divisors
+from megalite.config.check_model import any_divisor
 from megalite.config.options import Config
 from megalite.config.parallel_options import SHARED_OUT
 from megalite.config.problem import Problem, Say
@@ -35,7 +35,7 @@ def instances_problem(config: Config, dp: int, say: Say) -> Iterator[Problem]:
     n = config.parallel.num_distributed_optimizer_instances
     if config.parallel.shared_out and dp % n:
         text = "{=num_distributed_optimizer_instances} does not divide data parallel {dp}: use {fit}"
-        yield say(text, dp=dp, fit=divisors(dp))
+        yield say(text, dp=dp, fit=any_divisor(dp))
 
 
 def sharing_effects(config: Config, say: Say) -> Iterator[Problem]:

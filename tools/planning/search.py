@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megalite.config.check_model import divisors
 from megalite.config.options import Config
 from megalite.config.stage_layers import given_stages
 from megalite.plan.arrangement import Arrangement
@@ -184,10 +185,6 @@ class Found:
         self.large.append(layout)
         if self.least is None or size < self.least[0]:
             self.least = (size, layout)
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def grid(request: Request) -> Iterator[Layout]:
