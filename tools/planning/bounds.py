@@ -5,8 +5,7 @@ least counts. They are bounds, not estimates: no padding, no messages, no collec
 
     time    a rank idles until the first forward has come down to it, then works through all micro-batches, and its last
             backward has yet to go up; and every micro-batch goes through all stages
-    memory  weights, gradients and optimizer of its layers, what its schedule has in flight when that is most, and one
-            unit that is whole then, where units come and go
+    memory  weights, gradients and optimizer of its layers, what its schedule has in flight at most, and a whole unit
 """
 
 import functools
@@ -74,15 +73,14 @@ def least_memory(made: Arrangement, modules: ModuleBytes) -> float:
     m, last, edge = made.config.model, made.placement.num_stages - 1, made.edge
     if pp == 1 and not m.untie_embeddings_and_output_weights:
         modules = modules._replace(head=0.0)  # its weights are the embedding's
-    held, (unit, head_unit) = made.layers.saved_of(counts), _whole(made)
-    moment = made.layers.least_moment + unit
+    held, (unit, head_unit), moment = made.layers.saved_of(counts), _whole(made), made.layers.least_moment
     most = np.zeros(len(counts))
     for rank in {0, min(1, pp - 1), pp - 1}:
         stages = list(place.stages(rank))
         whole = modules.of(counts, rank, place)
         alive = held[:, stages] @ _in_flight(made, rank, None)
         head = made.layers.head.saved * (rank == pp - 1)
-        most = np.maximum(most, whole + alive + np.where(counts[:, stages].any(1), moment - head, 0.0))
+        most = np.maximum(most, whole + alive + np.where(counts[:, stages].any(1), moment + unit - head, 0.0))
         if rank == pp - 1:
             alive = held[:, stages] @ _in_flight(made, rank, last)
             more = edge + head_unit + made.layers.head.moment["F"] - made.layers.head.saved
@@ -119,8 +117,7 @@ def _most_alive(
 ) -> np.ndarray:
     """Forwards of each chunk that wait for their backward when most of them do; just after a forward of `stage`, if
     one is given."""
-    place = Placement(pp, chunks)
-    row = SCHEDULES[schedule](rank, place, groups)
+    row = SCHEDULES[schedule](rank, place := Placement(pp, chunks), groups)
     more = np.zeros((len(row), chunks))
     for i, action in enumerate(row):
         more[i, place.chunk(action.stage)] = held_more(action.op, ONE, split=False)

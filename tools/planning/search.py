@@ -284,13 +284,11 @@ def search(
 def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, Layout]]:
     """Seconds and layout of what can be built and may fit, the lowest first."""
     used = profile or default_profile(request.cluster.device.name)
-    bounds: list[tuple[float, Layout]] = []
-    states: States = {}
+    bounds, states = list[tuple[float, Layout]](), States()
     for layout in [layout_of(request.config)] if request.is_layout else grid(request):
         alike = [layout] if request.is_layout else [*variants(layout, request)]
         found.candidates += len(alike)
-        problems = problems_of(applied(layout, request.config), request.cluster.world)
-        if problems:
+        if problems := problems_of(applied(layout, request.config), request.cluster.world):
             found.refuse(problems, len(alike))
             continue
         for one in alike:
