@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
 from megalite.pipeline.schedule import Cost, Op
@@ -95,9 +95,8 @@ class _Step:
         slowed = [self._slowed(number, cost) for number, cost in enumerate(costs)]
         groups = LONG if made.split is None else made.told  # what waits of a split backward may take long to settle
         alone, simulation = made.run(costs, made.split, groups)
-        sent, more = alone, {"delay": self.delay} if made.pp > 1 else {}
-        if more:
-            sent, simulation = made.run(costs, made.split, groups, **more)
+        more: dict[str, Any] = {"delay": self.delay} if made.pp > 1 else {}
+        sent, simulation = made.run(costs, made.split, groups, **more) if more else (alone, simulation)
         with_gathers, begin = sent, self.gathers()
         if begin or slowed != costs:
             behind, simulation = made.run(slowed, made.split, groups, begin=begin, **more)
