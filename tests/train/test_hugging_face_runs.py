@@ -378,13 +378,12 @@ def _saved_at(stages: list[int], folder: str, target: str) -> None:
 def test_a_checkpoint_of_weights_that_are_shared_out_converts_to_the_same_bits(models, tmp_path: Path) -> None:
     _, folder = models("qwen3")
     run_ranks(4, _saved_at, [1, 3], str(folder), str(tmp_path))
-    found = []
+    found = [load_file(folder / "model.safetensors")]
     for stage in (1, 3):
-        target = tmp_path / f"hf{stage}"
-        words = ["--load", str(tmp_path / str(stage)), "--to-hf", str(target), "--check-bits"]
-        assert convert_checkpoint.main(words) == 0
-        found.append(load_file(target / "model.safetensors"))
-    began, one, three = load_file(folder / "model.safetensors"), *found
+        target = str(tmp_path / f"hf{stage}")
+        assert convert_checkpoint.main(["--load", f"{tmp_path}/{stage}", "--to-hf", target, "--check-bits"]) == 0
+        found.append(load_file(f"{target}/model.safetensors"))
+    began, one, three = found
     assert one.keys() == three.keys() and all(torch.equal(one[name], three[name]) for name in one)
     assert not any(
         torch.equal(one[name].float(), began[name].float()) for name in began if name.endswith("proj.weight")
