@@ -22,10 +22,10 @@ def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
         yield say("{=rotary_percent} rotates an odd number of {size} channels; make it even", size=m.head_size)
     tp_breaks = "{=tensor_model_parallel_size} does not divide "
     if heads % tp:
-        yield say(tp_breaks + "{=num_attention_heads}: use {fit}", fit=divisors(heads))
+        yield say(tp_breaks + "{=num_attention_heads}: use {fit}", fit=any_divisor(heads))
     if heads % m.groups:
         text = "{=num_query_groups} does not divide {=num_attention_heads}: use {fit}"
-        yield say(text, fit=divisors(heads), num_query_groups=m.groups)
+        yield say(text, fit=any_divisor(heads), num_query_groups=m.groups)
     elif m.groups % tp and tp % m.groups:
         text = "{=tensor_model_parallel_size} and {=num_query_groups}: neither divides the other; change one"
         yield say(text, num_query_groups=m.groups)
@@ -126,7 +126,11 @@ def multiples(n: int, of: int) -> str:
     return f"{low} or {low + of}" if low else str(of)
 
 
-def divisors(n: int) -> str:
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def any_divisor(n: int) -> str:
     """In words."""
-    divisors = [str(i) for i in range(1, n + 1) if n % i == 0]
-    return ", ".join(divisors[:-1]) + " or " + divisors[-1] if len(divisors) > 1 else divisors[0]
+    *some, last = map(str, divisors(n))
+    return f"{', '.join(some)} or {last}" if some else last

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.check_model import divisors, multiples
+from megalite.config.check_model import any_divisor, multiples
 from megalite.config.options import Config
 from megalite.config.parallel_options import SHARED_OUT
 from megalite.config.problem import Problem, Say
@@ -53,7 +53,7 @@ def instances_problem(config: Config, dp: int, say: Say) -> Iterator[Problem]:
     n, cp = config.parallel.num_distributed_optimizer_instances, config.parallel.context_parallel_size
     if config.parallel.shared_out and dp * cp % n:
         text = "{=num_distributed_optimizer_instances} does not divide data parallel {dp}{cp}: use {fit}"
-        yield say(text, dp=dp, cp=f" x cp {cp}" if cp > 1 else "", fit=divisors(dp * cp))
+        yield say(text, dp=dp, cp=f" x cp {cp}" if cp > 1 else "", fit=any_divisor(dp * cp))
 
 
 def sharing_effects(config: Config, say: Say) -> Iterator[Problem]:

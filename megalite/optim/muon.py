@@ -13,7 +13,7 @@ Scales of an [m, n] matrix: spectral sqrt(max(m, n)), shape_scaling sqrt(max(1, 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalite.kernels.newton_schulz import CoefficientType, coefficients, newton_schulz
 from megalite.optim.buffer import ParamBuffer
-from megalite.optim.exchange import Exchange, Matrix, Range, exchanges
+from megalite.optim.exchange import Exchange, Matrix, Range, exchanges, homes_of, in_groups
 from megalite.optim.layout import Bucket
 from megalite.optim.rule import Finish, Update
 from megalite.parallel.comm import Pending, start_all_to_all
@@ -101,7 +101,7 @@ class _WholeMatrices:
         """Of the ranges in `group.taken`, one after the other, those in `group.returned`."""
         taken, returned = _by_matrix(group.taken), _by_matrix(group.returned)
         results = arrived.new_empty(sum(_counts(group.returned)))
-        for numbers in self._batches(sorted(taken)):
+        for numbers in _batches(self.matrices, taken):
             whole = arrived.new_empty(len(numbers), *self.matrices[numbers[0]])
             for one, number in zip(whole, numbers, strict=True):
                 for here, at in taken[number]:
@@ -111,15 +111,6 @@ class _WholeMatrices:
                     results[at].view_as(one[here]).copy_(one[here])
         return results
 
-    def _batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Of one shape each, of BATCH elements at most."""
-        shapes: dict[Matrix, list[int]] = {}
-        for number in numbers:
-            shapes.setdefault(self.matrices[number], []).append(number)
-        for one, alike in shapes.items():
-            most = max(1, BATCH // one.numel)
-            yield from (alike[i : i + most] for i in range(0, len(alike), most))
-
     def _spread(self, group: Exchange, results: Pending, updates: Sequence[Update]) -> None:
         """Put what came back in the place of the gradients."""
         at, flat, rule = 0, results.wait(), self.rule
@@ -128,6 +119,38 @@ class _WholeMatrices:
             scale = rule.extra_scale * SCALES[rule.scale_mode](*self.matrices[part.matrix])
             grad.copy_(flat[at : at + part.box.numel]).mul_(scale)
             at += part.box.numel
+
+
+def bytes_at_once(
+    matrices: Sequence[Matrix], ranks: int, copies: float, size: int, work: Callable[[int, Matrix, int], int]
+) -> int:
+    """The most that `finish` takes, on the rank where that is most: what comes of a group and goes back of it, of the
+    next what is on its way there, and of the one before on its way back. What ranks own of a group is taken as even.
+    copies: ranks that own an element; size: bytes of one on its way; work(k, matrix, size): of k that are worked on."""
+    homes, groups, most = homes_of(matrices, ranks), in_groups(matrices, ranks), 0.0
+    owned = [sum(matrices[n].numel for n in group) / ranks * (ranks > 1) for group in groups]  # alone nothing travels
+    at_home: list[list[list[int]]] = [[[] for _ in groups] for _ in range(ranks)]
+    for g, number in ((g, number) for g, group in enumerate(groups) for number in group):
+        at_home[homes[number]][g].append(number)
+    for here in filter(any, at_home):
+        found = [(0.0, 0.0, 0.0, 0)]
+        for numbers, each in zip(here, owned, strict=True):
+            busy = max((work(len(some), matrices[some[0]], size) for some in _batches(matrices, numbers)), default=0)
+            numel = sum(matrices[n].numel for n in numbers)
+            found.append((numel * (1 + copies), numel + each, (numel + each) * copies, busy))
+        around = zip(found, found[1:], [*found[2:], found[0]], strict=False)
+        most = max(most, *(size * (x[0] + after[1] + before[2]) + x[3] for before, x, after in around))
+    return round(most)
+
+
+def _batches(matrices: Sequence[Matrix], numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Of one shape each, of BATCH elements at most."""
+    shapes: dict[Matrix, list[int]] = {}
+    for number in sorted(numbers):
+        shapes.setdefault(matrices[number], []).append(number)
+    for one, alike in shapes.items():
+        most = max(1, BATCH // one.numel)
+        yield from (alike[i : i + most] for i in range(0, len(alike), most))
 
 
 def _counts(ranks: Sequence[Sequence[Range]]) -> list[int]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config.faults import fault
-from megalite.parallel.comm import all_reduce_, broadcast_, gather_texts, start_all_gather, start_reduce_scatter
+from megalite.parallel import comm
 from megalite.parallel.launch import LaunchError
 from megalite.parallel.mesh import Axis, Mesh
 
@@ -36,34 +36,37 @@ def check_collectives(mesh: Mesh) -> None:
     outcomes: list[tuple[Axis, str, Tensor, Tensor]] = []
     for n in (SMALL, LARGE) if mesh.device.type != "cpu" else (SMALL,):
         for axis in sorted(mesh.axes, key=lambda axis: axis is not mesh.world):
-            outcomes += [(axis, *outcome) for outcome in _outcomes(axis, mesh.world.rank, n, mesh.device)]
+            outcomes += [(axis, *outcome) for outcome in _outcomes(axis, n, mesh)]
     wrong = torch.stack([(got != want).sum() for _, _, got, want in outcomes]).tolist()
     faults = [_describe(*outcome, mesh.world.rank) for outcome, count in zip(outcomes, wrong, strict=True) if count]
     number = torch.tensor(len(faults), dtype=torch.int64, device=mesh.device)
-    if int(all_reduce_(number, mesh.world)) or faults:  # the sum itself may be wrong
-        reports = list(filter(None, gather_texts("; ".join(faults), mesh.world, mesh.device)))[:SHOWN]
+    if int(comm.all_reduce_(number, mesh.world)) or faults:  # the sum itself may be wrong
+        reports = list(filter(None, comm.gather_texts("; ".join(faults), mesh.world, mesh.device)))[:SHOWN]
         advice = "leave out the node, card or link that these have in common, and try tools/check_cluster.py on it"
         raise LaunchError("\n".join(["collectives give wrong values:", *reports, advice]))
 
 
-def _outcomes(axis: Axis, rank: int, n: int, device: torch.device) -> Iterator[Outcome]:
-    part = max(1, n // axis.size)
+def _outcomes(axis: Axis, n: int, mesh: Mesh) -> Iterator[Outcome]:
+    part, rank, device = max(1, n // axis.size), mesh.world.rank, mesh.device
     n = part * axis.size
     sent, sent_by = numbers(rank, n, device), lambda place: numbers(axis.ranks[place], n, device)
     total = numbers(sum(axis.ranks), n, device, axis.size)
     fault("init.collectives", rank, 0, sent)
-    yield "all_reduce", all_reduce_(sent.clone(), axis), total
+    yield "all_reduce", comm.all_reduce_(sent.clone(), axis), total
     for place in (0, axis.size - 1):
-        yield f"broadcast of rank {axis.ranks[place]}", broadcast_(sent.clone(), axis, place), sent_by(place)
+        yield f"broadcast of rank {axis.ranks[place]}", comm.broadcast_(sent.clone(), axis, place), sent_by(place)
+    mine, each = slice(axis.rank * part, (axis.rank + 1) * part), [part] * axis.size
+    if axis is mesh.stage:  # where a run has it, whole matrices travel on it
+        parts = [sent_by(place)[mine] for place in range(axis.size)]
+        yield "all_to_all", comm.start_all_to_all(sent, each, each, axis).wait(), torch.cat(parts)
     if axis.name in ("pp", "pp_back"):
         step = 1 if axis.name == "pp" else -1
         source = (axis.rank - step) % axis.size
         yield f"message from rank {axis.ranks[source]}", pass_on(axis, sent, step), sent_by(source)
     elif axis.name != "world":  # a step uses no other collective on it
         parts = [sent_by(place)[:part] for place in range(axis.size)]
-        yield "all_gather", start_all_gather(sent[:part], axis).wait(), torch.cat(parts)
-        block = total[axis.rank * part : (axis.rank + 1) * part]
-        yield "reduce_scatter", start_reduce_scatter(sent.clone(), axis).wait(), block
+        yield "all_gather", comm.start_all_gather(sent[:part], axis).wait(), torch.cat(parts)
+        yield "reduce_scatter", comm.start_reduce_scatter(sent.clone(), axis).wait(), total[mine]
 
 
 def pass_on(axis: Axis, x: Tensor, step: int) -> Tensor:
@@ -79,10 +82,10 @@ def pass_on(axis: Axis, x: Tensor, step: int) -> Tensor:
 
 
 def _describe(axis: Axis, what: str, got: Tensor, want: Tensor, rank: int) -> str:
-    """Name the first wrong value; in an all-gather also the rank that its part came from."""
+    """Name the first wrong value; where each rank gives a part also the rank that it came from."""
     wrong = (got != want).nonzero().flatten().tolist()
     i = wrong[0]
-    part = f", in rank {axis.ranks[i * axis.size // len(got)]}'s part" if what == "all_gather" else ""
+    part = f", in rank {axis.ranks[i * axis.size // len(got)]}'s part" if what in ("all_gather", "all_to_all") else ""
     return (
         f"{what} over {axis.name} (ranks {list(axis.ranks)}): on rank {rank} {len(wrong)} of {len(got)} values are "
         f"wrong{part}, the first is {int(got[i])}, not {int(want[i])}"

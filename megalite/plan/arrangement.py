@@ -139,7 +139,8 @@ class Arrangement:
             return ranges(self.given_or_even)
         layers, stages = self.config.model.num_layers, self.placement.num_stages
         actions = sum(map(len, self._rows(self._split_of(evenly(layers, stages)), LONG)[1]))
-        return ranges(fastest(self.choices, self._least_time, self._rate, max(1, TRIED_ACTIONS // actions)))
+        least_time = lambda split: self.microbatches * self._slowest(self.layers.costs_of(split))  # noqa: E731
+        return ranges(fastest(self.choices, least_time, self._rate, max(1, TRIED_ACTIONS // actions)))
 
     @property
     def choices(self) -> Sequence[tuple[int, ...]]:
@@ -273,9 +274,6 @@ class Arrangement:
     def _slowest(self, costs: Sequence[Cost]) -> float:
         """The time of the busiest rank for one micro-batch."""
         return max(sum(sum(costs[s]) for s in self.placement.stages(rank)) for rank in range(self.pp))
-
-    def _least_time(self, split: Sequence[int]) -> float:
-        return self.microbatches * self._slowest(self.layers.costs_of(split))
 
     def _rate(self, split: Sequence[int]) -> tuple[float, float]:
         """(time of a step, bytes of the fullest rank: layers, embedding, head and activations in flight)."""

@@ -48,14 +48,10 @@ class Seconds:
         return Seconds((f + f_2, b + b_2, w + w_2), (f_tp + f_tp_2, b_tp + b_tp_2, w_tp + w_tp_2))
 
 
-def shape_of(made: Arrangement) -> str:
-    """All that a layer's time depends on: arrangements of the same shape share calibrated times."""
-    m = made.config.model
-    widths = (m.hidden_size, m.ffn_size, m.num_attention_heads, m.groups, m.head_size, made.padded_vocab)
-    batch = (m.seq_length, made.config.train.micro_batch_size, made.tp, *[made.cp] * (made.cp > 1))
-    recompute, windows = dataclasses.astuple(made.recompute), set(m.windows)
-    window = m.windows[0] if len(windows) == 1 else m.windows
-    return f"{widths} {m.activation} {m.normalization} {batch} {made.dtype} {recompute} {window}"
+def shape_of(made: Arrangement, kind: Kind | None = None) -> str:
+    """What calibrated times are of: a kind of layer, the first one's unless another is given, and its surroundings."""
+    batch, recompute = (made.config.train.micro_batch_size, made.tp, made.cp), dataclasses.astuple(made.recompute)
+    return f"{kind or made.layers.kinds[0]} {made.padded_vocab} {batch} {made.dtype} {recompute}"
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,7 @@ class Costs:
 
     def layer(self, kind: Kind, whole: bool = False) -> Seconds:
         """The time of a layer; `whole`: all of it is recomputed."""
-        if (measured := self._calibrated("layer, split" if self.made.splits_backward else "layer")) is not None:
+        if (measured := self._calibrated("layer, split" if self.made.splits_backward else "layer", kind)) is not None:
             return measured  # recomputation is part of it
         bill = layers_bill((kind,), self.made.layers.setting, whole)
         time = self._priced(bill)
@@ -166,12 +162,7 @@ class Costs:
     @cached_property
     def layers(self) -> Sums:
         """Seconds of F, B and W of layers, and the parts of these that wait for tp."""
-
-        def of(kind: Kind, whole: bool) -> tuple[float, ...]:
-            time = self.layer(kind, whole)
-            return *time.all, *time.tp
-
-        return self.made.layers.sums(of)
+        return self.made.layers.sums(lambda kind, whole: (*(time := self.layer(kind, whole)).all, *time.tp))
 
     def stages(self) -> list[Seconds]:
         """The time of each stage for one micro-batch."""
@@ -181,10 +172,10 @@ class Costs:
         times[-1] += self.head
         return times
 
-    def _calibrated(self, name: str) -> Seconds | None:
-        if self.profile.shape != shape_of(self.made) or name not in self.profile.blocks:
-            return None
-        return Seconds(self.profile.blocks[name])
+    def _calibrated(self, name: str, *kinds: Kind) -> Seconds | None:
+        """The ends of a model are those of all its kinds."""
+        known = any(self.profile.shape == shape_of(self.made, kind) for kind in kinds or set(self.made.layers.kinds))
+        return Seconds(self.profile.blocks[name]) if known and name in self.profile.blocks else None
 
     @cached_property
     def embedding(self) -> Seconds:

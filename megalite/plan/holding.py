@@ -1,5 +1,6 @@
 """Bytes of weights, gradients and optimizer, per element and per rank, and what an update of whole matrices takes."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,13 +10,15 @@ import torch
 
 from megalite.config.options import OptimConfig
 from megalite.config.parallel_options import ParallelConfig
-from megalite.kernels.newton_schulz import newton_schulz_flops
-from megalite.optim.exchange import homes_of, matrices_of
+from megalite.kernels.newton_schulz import coefficients, newton_schulz, newton_schulz_flops
+from megalite.optim.exchange import Matrix, homes_of, matrices_of
 from megalite.optim.flat_storage import main_dtype
 from megalite.optim.host_store import host_parts, moved, pinned_bytes
 from megalite.optim.layout import Layout
+from megalite.optim.muon import bytes_at_once
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.schedule import Placement, Sharing
+from megalite.plan.meta import META, Meta
 from megalite.plan.sums import Sums
 
 
@@ -76,7 +79,7 @@ class Holding:
             gradients=(layout.size - comes + comes // shares.gradients) * gradient,
             optimizer=sum(b.size * element(b.kind.matrix)[2] for b in layout.buckets[len(away) :]) // shares.optimizer,
             units=units,
-            matrices=whole_matrices(layout, mesh, o),
+            matrices=whole_matrices(layout, mesh, o, shares),
             host=pinned_bytes(host_parts([b.size // shares.optimizer for b in away], state, gradient)),
         )
 
@@ -87,27 +90,39 @@ class Holding:
 
 @dataclass(frozen=True)
 class WholeMatrices:
-    """Of a step of Muon: `flops` of Newton-Schulz on the rank of a stage that has most, bytes `moved` by each."""
+    """Of a step of Muon: `flops` of Newton-Schulz on the rank of a stage that has most, bytes `moved` by each, bytes
+    `at_once` where these are most."""
 
     flops: int
     moved: float
+    at_once: int
 
     def __str__(self) -> str:
         flops = f"{self.flops / 1e12:.3g} TFLOP of Newton-Schulz on the rank with most"
         return flops + f", {self.moved / 2**30:.3g} GiB to their homes and back" * (self.moved > 0)
 
 
-def whole_matrices(layout: Layout, mesh: Mesh, o: OptimConfig) -> WholeMatrices | None:
+def whole_matrices(layout: Layout, mesh: Mesh, o: OptimConfig, shares: Shares) -> WholeMatrices | None:
     """As optim/exchange.py has it."""
-    if not o.is_muon:
+    matrices, ranks = matrices_of(layout) if o.is_muon else [], mesh.stage.size
+    if not matrices:
         return None
-    matrices, ranks = matrices_of(layout), mesh.stage.size
     loads, size = [0] * ranks, 2 if o.muon_fp32_matmul_prec == "medium" else 4
     for one, home in zip(matrices, homes_of(matrices, ranks), strict=True):
         loads[home] += newton_schulz_flops(one.rows, one.columns, o.muon_num_ns_steps)
-    owned = sum(e.numel for e in layout.entries if e.spec.is_matrix) / mesh.shard.size
-    moved = sum(one.numel for one in matrices) / ranks + owned  # of copies one is sent, and all come back
-    return WholeMatrices(max(loads), size * moved * (ranks > 1))
+    owned = sum(e.numel for e in layout.entries if e.spec.is_matrix) / shares.optimizer
+    once = sum(one.numel for one in matrices) / ranks
+    moved = size * (once + owned) * (ranks > 1)  # of copies one is sent, and all come back
+    return WholeMatrices(max(loads), moved, bytes_at_once(matrices, ranks, owned / once, size, _orthogonalised))
+
+
+@functools.lru_cache(maxsize=4096)
+def _orthogonalised(count: int, one: Matrix, size: int) -> int:
+    """Bytes that so many matrices take while they are."""
+    with Meta() as seen:
+        whole = torch.empty(count, *one, dtype=torch.bfloat16 if size == 2 else torch.float32, device=META)
+        newton_schulz(whole, coefficients("simple", 2))
+    return seen.peak
 
 
 class ModuleBytes(NamedTuple):

@@ -70,8 +70,7 @@ class Links:
     def all_gather(self, n: float, group: Group) -> float:
         return self.hops(group) + (group.size - 1) / group.size * n / self.rate(group)
 
-    def reduce_scatter(self, n: float, group: Group) -> float:
-        return self.all_gather(n, group)
+    reduce_scatter = all_gather
 
     def all_reduce(self, n: float, group: Group) -> float:
         a, b = self.cluster.inside.latency_s, self.cluster.between.latency_s

@@ -7,7 +7,7 @@
 
 The peak is found by walking through a rank's actions, and in each through the bills of the stage's layers
 (plan/bill.py), as the Triton kernels allocate. Not counted: tokens, memory of CUDA, NCCL and cuBLAS (gigabytes on a
-card), and memory that the allocator cannot reuse. In the 24 layouts of tests/planning/test_rank_memory.py activations
+card), and memory that the allocator cannot reuse. In the 26 layouts of tests/planning/test_rank_memory.py activations
 with buffers are within ACTIVATIONS_ERROR of the allocated bytes.
 """
 
@@ -19,8 +19,8 @@ from megalite.pipeline.schedule import Action, Op, with_sharing
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Bill
 
-ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes, in the tested layouts
-LARGEST_ERROR = 0.02  # in any layout that was ever counted
+ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes, where no units come and go
+LARGEST_ERROR = 0.03  # in any layout that was ever counted
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def peak_of(row: tuple[Action, ...], made: Arrangement, rank: int) -> int:
     walk = _Walk(made, rank)
     for action in row:
         walk.take(action, (action.stage, action.microbatch) in reduces)
-    return walk.most
+    matrices = made.holdings[rank].matrices
+    return max(walk.most, matrices.at_once if matrices else 0)
 
 
 class WholeUnits:

@@ -24,8 +24,9 @@ from megalite.parallel.elastic import listening
 META = torch.device("meta")
 aten: Any = torch.ops.aten
 MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1}  # place of the left operand
+OVER_DIMS = {aten.all.default: 1, aten.logsumexp.default: 1, aten.linalg_vector_norm.default: 2}  # where these stand
 SAME = (aten.add, aten.mul, aten.sub, aten.div, aten.pow, aten.relu, aten.neg, aten.empty_like, aten.ones_like)
-SAME += (aten.zeros_like, aten.clone)
+SAME += (aten.zeros_like, aten.clone, aten.clamp_min)
 BOOLS = (aten.bitwise_or, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
 DTYPES = dict.fromkeys(SAME) | dict.fromkeys(BOOLS, torch.bool)  # elementwise operation -> its result's; None: promoted
 DENSE = {"memory_format": (None, torch.contiguous_format, torch.preserve_format), "pin_memory": (None, False)}
@@ -102,10 +103,12 @@ class Meta(TorchDispatchMode):
             shape = list(parts[0].shape)
             shape.insert((args[1] if len(args) > 1 else 0) % (len(shape) + 1), len(parts))
             return torch.empty(shape, dtype=parts[0].dtype, device=META)
-        if op in (aten.all.default, aten.logsumexp.default):
-            dims = {dim % args[0].dim() for dim in args[1]} if len(args) > 1 else range(args[0].dim())
-            shape = [n for dim, n in enumerate(args[0].shape) if dim not in dims]
-            return torch.empty(shape, dtype=torch.bool if op is aten.all.default else args[0].dtype, device=META)
+        if (at := OVER_DIMS.get(op)) is not None:
+            dims = {dim % args[0].dim() for dim in args[at]} if len(args) > at else range(args[0].dim())
+            ones = [n if dim not in dims else 1 for dim, n in enumerate(args[0].shape)]
+            shape = ones if args[at + 1 :] == (True,) else [n for dim, n in enumerate(ones) if dim not in dims]
+            dtype = torch.bool if op is aten.all.default else kwargs.get("dtype") or args[0].dtype
+            return torch.empty(shape, dtype=dtype, device=META)
         try:
             key = op, _known(args), _known(tuple(kwargs.items()))
             seen = self._seen.get(key)

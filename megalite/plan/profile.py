@@ -41,7 +41,7 @@ class Profile:
     contention     share of a collective's time by which it slows down a matmul that it hides behind
     step_s         seconds of any step beyond all that is counted
     device         the device of the table where it was measured; "": a default
-    blocks         calibrated seconds of F, B and W of the parts of a stage, for arrangements of this `shape`
+    blocks         calibrated seconds of F, B and W of the parts of a stage, for layers of this `shape` and their ends
     message, collective    calibrated links; None: the cluster's
     """
 

@@ -112,9 +112,8 @@ class StageCosts:
     @cached_property
     def least_moment(self) -> int:
         """The fewest bytes that a layer's backward takes in addition to what forwards have kept."""
-        full = self.recompute.granularity == "full"
-        kinds = set(self.kinds)
-        return min(layers_bill((kind,), self.setting, whole).moment["B"] for kind in kinds for whole in {False, full})
+        ways = {False, self.recompute.granularity == "full"}
+        return min(layers_bill((kind,), self.setting, again).moment["B"] for kind in set(self.kinds) for again in ways)
 
 
 stage_costs = functools.lru_cache(maxsize=4096)(StageCosts)  # shared by all arrangements alike: a search has thousands

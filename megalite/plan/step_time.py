@@ -70,9 +70,7 @@ def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = Non
     """Predict a step. Raises ValueError if the cluster and the arrangement have different numbers of devices, or the
     cluster has no peak for the dtype."""
     if cluster.world != made.world:
-        raise ValueError(
-            f"the cluster has {cluster.world} devices, the arrangement {made.world} ranks; give equal numbers"
-        )
+        raise ValueError(f"the cluster has {cluster.world} devices, the arrangement {made.world} ranks; give as many")
     step = _Step(made, cluster, profile or default_profile(cluster.device.name))
     parts = step.parts()
     seconds = sum(parts.values())
@@ -107,7 +105,8 @@ class _Step:
         norm, update = self.costs.update_s()
         shown = with_gathers - sent + self.reduces(simulation) + self.late_gathers_s
         hidden = max(0.0, self.exchanged_s - shown)
-        dp = shown + self.profile.contention * hidden + self.agreement_s + self.tied_s
+        agreement = self.costs.links.all_reduce(64, self.costs.group(range(made.world)))  # a few numbers
+        dp = shown + self.profile.contention * hidden + agreement + self.tied_s
         return {
             "compute": busy - tp,
             "bubble": alone - busy,
@@ -226,10 +225,7 @@ class _Step:
     def reduces(self, simulation: Simulation) -> float:
         """Seconds by which the reduction of gradients ends after the pipeline, if a chunk's buckets fill evenly during
         its last backward."""
-        made, groups = self.made, self._groups
-        if max(group.size for group in groups) == 1:
-            return 0.0
-        size, share = self._gradient
+        made, (size, share) = self.made, self._gradient
         last: dict[int, tuple[float, float]] = {}  # stage -> begin and end of the computation of its last gradients
         ops = (Op.W,) if made.split else (Op.B,)
         for span in simulation.spans:
@@ -295,8 +291,3 @@ class _Step:
             return 0.0
         n = made.padded_vocab * m.hidden_size / made.tp * self._gradient[0] / self._groups[0].size
         return self.costs.links.all_reduce(n, self.costs.group(self.costs.mesh.ends.ranks))
-
-    @property
-    def agreement_s(self) -> float:
-        """Seconds of the one all-reduce of a few numbers over all ranks."""
-        return self.costs.links.all_reduce(64, self.costs.group(range(self.made.world)))

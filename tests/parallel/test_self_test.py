@@ -93,6 +93,27 @@ def test_a_wrong_value_is_found_and_named_on_every_axis() -> None:
     assert left_out in told[0]["left out"] and "reduce_scatter over tp" in told[0]["left out"]
 
 
+def _exchanged() -> list[str]:
+    told = []
+    for sizes in (dict(tp=2, pp=2), dict(tp=2, pp=1), dict(tp=1, pp=1)):  # the ranks of tp, all, all of dp
+        mesh = build_mesh(**sizes, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), stage=True)
+        honest = dist.all_to_all_single
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            told.append(_complaint(mesh))
+            if dist.get_rank() == 1:
+                wrong = lambda out, x, *args, honest=honest, **how: honest(out, x.flip(0), *args, **how)  # noqa: E731
+                monkeypatch.setattr(dist, "all_to_all_single", wrong)
+            told.append(_complaint(mesh))
+    return told
+
+
+def test_an_exchange_that_goes_wrong_is_found_where_a_run_will_exchange() -> None:
+    for told in run_ranks(4, _exchanged):
+        assert told[::2] == [""] * 3
+        assert "all_to_all over tp (ranks [0, 1]): on rank 0 512 of 1024 values are wrong, in rank 1's part" in told[1]
+        assert all("all_to_all over" in one and "(ranks [0, 1, 2, 3]): on rank 0" in one for one in told[3::2])
+
+
 def test_a_rank_alone_has_nothing_to_check() -> None:
     self_test.check_collectives(Mesh.alone())
 

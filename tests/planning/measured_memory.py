@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from megalite.config import cli  # noqa: E402
 from megalite.kernels import dispatch, weight_grad  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
+from megalite.parallel.elastic import listening  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
 from megalite.train.step import train_step  # noqa: E402
@@ -38,7 +39,7 @@ def storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 class Live(TorchDispatchMode):
-    """`peak`: bytes of storages made under this mode that were alive at once."""
+    """`peak`: bytes of storages made under this mode that were alive at once, and of memory that came and went."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +48,13 @@ class Live(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.live -= self.sizes.pop(key)
+
+    def came(self, flat: torch.Tensor) -> None:
+        self.live += flat.nbytes
+        self.peak = max(self.peak, self.live)
+
+    def goes(self, flat: torch.Tensor) -> None:
+        self.live -= flat.nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -61,15 +69,11 @@ class Live(TorchDispatchMode):
 
 
 class Done(Exception):
-    """Forward and backward are over; the update takes nothing more."""
+    """The update is over: what comes after it takes nothing more."""
 
 
 def launches_nothing(kernel: Any, grid: Any) -> Any:
     return lambda *args, **options: None
-
-
-def done(*args: Any) -> Any:
-    raise Done
 
 
 def measure(flags: str) -> tuple[int, int, int]:
@@ -78,11 +82,18 @@ def measure(flags: str) -> tuple[int, int, int]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
     run = build_run(cli.read(flags.split(), PRESETS)[0], ranks, torch.device("cpu"))
     held = [t for state in run.optimizer.state for t in state.values()]
-    held += [*run.buffer.weights.flats, *run.buffer.grads.flats, *([] if run.optimizer.same else run.optimizer.main)]
+    for storage in (run.buffer.weights, run.buffer.grads):  # what comes and goes is away now
+        held += [*storage.flats, *(storage.held(b) for b in run.buffer.layout.buckets if not storage.stays(b))]
+    held += [] if run.optimizer.same else run.optimizer.main
+
+    def update(*_: Any) -> Any:  # whatever the numbers are
+        run.optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)
+        raise Done
+
     gc.collect()
     gc.freeze()  # what is there by now need not be looked at again
-    with Live() as live, patch.object(dispatch.Kernel, "__getitem__", launches_nothing):
-        with patch("megalite.train.step._agree", done), suppress(Done):
+    with Live() as live, listening(live), patch.object(dispatch.Kernel, "__getitem__", launches_nothing):
+        with patch("megalite.train.step._agree", update), suppress(Done):
             train_step(run)
     run.close()
     return run.mesh.pp.rank, sum(t.untyped_storage().nbytes() for t in held), live.peak

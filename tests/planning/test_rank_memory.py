@@ -27,6 +27,7 @@ LLAMA = GPT + (
 DEEP, FULL, CHUNKS = "--num-layers", "--recompute-granularity full", "--num-virtual-stages-per-pipeline-rank"
 AGAIN = "--recompute-granularity selective --recompute-modules mlp layernorm"
 ONE_GROUP = " --num-query-groups 1"
+WIDE = LLAMA + "--hidden-size 256 --ffn-hidden-size 512 --num-query-groups 4 --micro-batch-size 1"  # the update is most
 LAYOUTS = [
     (1, GPT + "--global-batch-size 4"),
     (1, LLAMA + "--global-batch-size 4"),
@@ -52,6 +53,12 @@ LAYOUTS = [
     (4, LLAMA + f"{DEEP} 12 --global-batch-size 16 --tp 2 --pp 2 {CHUNKS} 3 {AGAIN}"),
     (2, LLAMA + f"{DEEP} 8 --global-batch-size 16 --pp 2"),
     (2, LLAMA + f"{DEEP} 5 --global-batch-size 16 --pp 2 --window-size 4,0 --window-attn-skip-freq [0,0,1,1,1]"),
+    (2, f"{LLAMA} --global-batch-size 8 --zero-stage 2"),
+    (2, f"{LLAMA} --global-batch-size 8 --zero-stage 3"),
+    (2, f"{LLAMA} --global-batch-size 8 --zero-stage 3 --recompute-granularity full --recompute-method uniform"),
+    (4, f"{LLAMA} {DEEP} 8 --global-batch-size 16 --pp 2 {CHUNKS} 2 --zero-stage 3 --zero-hold chunk"),
+    (1, f"{WIDE} --global-batch-size 2 --optimizer muon"),
+    (4, f"{WIDE} --global-batch-size 4 --tp 2 --optimizer muon"),
 ]
 
 
@@ -61,7 +68,7 @@ def made(flags: Iterable[str], world: int, vocab_size: int | None = None) -> Arr
 
 
 def test_the_memory_of_a_rank_is_what_it_allocates() -> None:
-    """State to the byte; all else within 2 %: 24 layouts, every rank."""
+    """State to the byte; all else within 2 %, where units come and go 4 %: 30 layouts, every rank."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "MEGALITE_KERNELS": "triton"}
     command = [sys.executable, str(Path(__file__).with_name("measured_memory.py")), json.dumps(LAYOUTS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=270, env=environment, cwd=ROOT)
@@ -74,7 +81,8 @@ def test_the_memory_of_a_rank_is_what_it_allocates() -> None:
         for position, state, most in ranks:
             found = planned[position]
             assert state == found.weights + found.gradients + found.optimizer, flags
-            assert found.activations + found.buffers == pytest.approx(most, rel=ACTIVATIONS_ERROR), (flags, position)
+            error = 0.04 if "--zero-stage" in flags else ACTIVATIONS_ERROR
+            assert found.activations + found.buffers == pytest.approx(most, rel=error), (flags, position)
 
 
 def test_more_ranks_hold_less() -> None:

@@ -180,7 +180,7 @@ def test_the_bounds_of_what_is_shared_out_are_below_its_plan(flags: str) -> None
         assert max(least_time(made, costs), least_exchange(made, costs, made.parameters)) <= plan.time.seconds
         waits = step_time(made, slow.cluster).seconds
         assert 0.4 * waits < least_exchange(made, slow, made.parameters) < waits, layout
-        assert 0.5 * plan.peak < least_memory(made, made.module_bytes) <= plan.peak, layout
+        assert 0.7 * plan.peak < least_memory(made, made.module_bytes) <= plan.peak, layout
 
 
 @pytest.mark.parametrize("flags,devices", [(SMALL, 8), ("--preset llama3-8b --global-batch-size 64", 16)])
@@ -238,7 +238,7 @@ def test_advice_goes_by_figures() -> None:
     across = replace(plan, layout=replace(plan.layout, tp=16))
     budget = Budget(70 * 10**9, 5 * 10**12, 4e11)
     told = "\n".join(advice.warnings(asked, across, across.peak + 1, budget, 10**12))
-    assert "it fits by 0.00 GiB, and activations of some layouts were 2% off" in told
+    assert "it fits by 0.00 GiB, and activations of some layouts were 3% off" in told
     assert "it fits by" not in "\n".join(advice.warnings(asked, across, 2 * across.peak, budget, 10**12))
     assert "tp 16 crosses nodes of 8" in told and "1 micro-batches are few for 8 stages" in told
     assert "a micro-batch of 512 tokens" in told and "5.0 epochs" in told and "critical" not in told

@@ -225,3 +225,29 @@ def test_launching_bounds_a_small_model_unless_a_graph_does_it() -> None:
     eager, graph = made("--global-batch-size 8", 1), made("--global-batch-size 8 --cuda-graph-impl local", 1)
     where = cluster("h100", 1)
     assert step_time(graph, where).seconds < 0.5 * step_time(eager, where).seconds
+
+
+ROPE = "--position-embedding-type rope"
+
+
+@pytest.mark.parametrize(
+    "more", ["--qk-layernorm", "--disable-bias-linear", "--parallel-residual", "--window-size 63,0", "--no-rope-freq 4"]
+)
+def test_a_layer_of_another_kind_is_priced_and_not_what_was_calibrated(more: str) -> None:
+    one, other = (made(f"{ROPE} {also} --global-batch-size 8", 1) for also in ("", more))
+    of_same, of_other = (Costs(of, fast(1), known(one)).layers.each[:, 0] for of in (one, other))
+    alike = [n % 4 != 3 for n in range(8)] if "freq" in more else [False] * 8  # every fourth layer has no positions
+    assert (of_same == 1.0).all() and [s == 1.0 for s in of_other] == alike and of_other[3] < 0.1
+
+
+def test_a_step_of_mixed_kinds_is_the_sum_of_its_parts() -> None:
+    """Of matmuls and attention alone, at half of the peak: a window in two layers of three, and narrow feed-forward."""
+    flags = f"{ROPE} --num-layers 6 --ffn-hidden-size 1536 --window-size 63,0 --window-attn-skip-freq 3"
+    of, S, D, F = made(f"{flags} --global-batch-size 8", 1), 512, 1024, 1536
+    free = dict(head=1e30, memory=1e30, sums=0.0, kernel_s=0.0, dispatch_s=0.0, contention=0.0, step_s=0.0, tiles=0)
+    half = dict(matmul=0.5, attention=(0.5, 0.5), attention_half=(0.0, 0.0))
+    found = step_time(of, fast(1), dataclasses.replace(default_profile("h100"), **free, **half))
+    scores = [4 * D * (window * S - window**2 / 2) for window in (64, 64, S)]
+    layers = sum(3 * 2 * S * (4 * D * D + 2 * D * F) + (1 + 2 * 1.25) * one for one in scores)
+    assert found.parts["compute"] == pytest.approx(8 * 2 * layers / (0.5 * 989.4e12), rel=1e-6)
+    check_sum(found)

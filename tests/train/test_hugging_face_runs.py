@@ -19,6 +19,7 @@ from train_cases import config_from, run_from
 
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
 from megalite.config.options import Config
+from megalite.config.toml import to_toml
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.generate import generation as generate
 from megalite.interop.hugging_face import model_files as hf_files
@@ -27,7 +28,7 @@ from megalite.parallel.mesh import build_mesh
 from megalite.train.batch import on_device
 from megalite.train.life.export_hf import export
 from megalite.train.life.preflight import preflight
-from megalite.train.setup import SetupError
+from megalite.train.setup import SetupError, build_run
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.resume import open_saver, save
 from megalite.train.step import train_step
@@ -335,6 +336,38 @@ def test_trained_weights_are_exported_without_saving(models, layout: str, tmp_pa
     with torch.no_grad():
         got = float(model(ids, labels=ids).loss) * ids[:, 1:].numel()
     assert got == pytest.approx(want, rel=1e-5)
+
+
+def _saved_at(stages: list[int], folder: str, target: str) -> None:
+    """A step from a directory, and a checkpoint of it, at each ZeRO stage, with tp 2 and dp 2."""
+    import torch.distributed as dist
+
+    for stage in stages:
+        flags = f"{LAYOUTS['tp2 dp2']} --zero-stage {stage} --save {target}/{stage} --save-interval 1"
+        config = taken(Path(folder), *flags.split())
+        run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
+        foreign.start(run, config)
+        train_step(run)
+        saver = open_saver(run, config)
+        assert saver is not None
+        save(run, saver, to_toml(config))
+        saver.close()
+        run.close()
+
+
+def test_a_checkpoint_of_weights_that_are_shared_out_converts_to_the_same_bits(models, tmp_path: Path) -> None:
+    _, folder = models("qwen3")
+    run_ranks(4, _saved_at, [1, 3], str(folder), str(tmp_path))
+    found = [load_file(folder / "model.safetensors")]
+    for stage in (1, 3):
+        target = str(tmp_path / f"hf{stage}")
+        assert convert_checkpoint.main(["--load", f"{tmp_path}/{stage}", "--to-hf", target, "--check-bits"]) == 0
+        found.append(load_file(f"{target}/model.safetensors"))
+    began, one, three = found
+    assert one.keys() == three.keys() and all(torch.equal(one[name], three[name]) for name in one)
+    assert not any(
+        torch.equal(one[name].float(), began[name].float()) for name in began if name.endswith("proj.weight")
+    )
 
 
 def test_what_cannot_be_exported_is_refused_before_training(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from megalite.config.check_model import divisors
 from megalite.config.field import HOW, facts_of
 from megalite.config.options import (
     SECTIONS,
@@ -81,7 +82,7 @@ def fewer_ranks(wanted: Layout, most: int) -> Layout:
         return wanted
     tried = [
         Layout(tp, pp, dp, wanted.dp_outermost)
-        for tp in _divisors(wanted.tp)
+        for tp in divisors(wanted.tp)
         for pp in range(1, min(wanted.pp, most) + 1)
         for dp in range(1, min(wanted.dp, most) + 1)
         if tp * pp * dp <= most
@@ -92,10 +93,6 @@ def fewer_ranks(wanted: Layout, most: int) -> Layout:
         return kept, one.pp > 2, one.world, one.tp, one.dp
 
     return max(tried, key=worth)
-
-
-def _divisors(n: int) -> list[int]:
-    return [i for i in range(1, n + 1) if n % i == 0]
 
 
 def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Smaller:
@@ -131,7 +128,7 @@ def of_groups(config: Config, first: Smaller, most: int) -> Smaller | None:
     wanted, full = first.wanted, Shared.of(config, first.wanted.tp)
     if full is None or full.groups == 1 or not full.hidden_in(Shared.of(first.config, first.layout.tp)):
         return None
-    fitting = (tp for tp in _divisors(wanted.tp) if not full.hidden_in(full.on(tp)))
+    fitting = (tp for tp in divisors(wanted.tp) if not full.hidden_in(full.on(tp)))
     tp = next(fitting, wanted.tp)
     if tp > most:
         first.notes.append(
@@ -174,7 +171,7 @@ class Shared:
         """On so many ranks, small: what hides least, then with as many ranks per group, then of other sizes each."""
         if tp < 4 or self.groups == 1:
             return Shared(tp, 1, min(self.heads, 2))
-        groups = [self.groups] if tp == self.tp else [n for n in _divisors(tp) if 2 <= n < tp] or [1]
+        groups = [self.groups] if tp == self.tp else [n for n in divisors(tp) if 2 <= n < tp] or [1]
         tried = [Shared(tp, some, heads) for some in groups for heads in ([1] if self.heads == 1 else [2, 3, 4])]
 
         def cost(one: Shared) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ def picture(data: Mapping[str, Any]) -> Picture:
         above.axvline(limit, color=ink("ink"), linewidth=1.2)
         above.axvline(usable, color=ink("ink"), linewidth=1.2, linestyle=(0, (4, 3)))
         above.set_xlim(0, 1.03 * max(limit, *map(sum, held)))
-        lines = "; dashed: usable" if narrow else f"; lines: usable (dashed) and whole memory of a {device}"
+        lines = "; dashed: usable" if narrow else f"; lines: usable (dashed) and whole memory of one {device}"
         above.set_xlabel(f"GiB per rank{lines}")
         _bars(below, times, TIME, TIME_COLOURS, [name.replace(" mb", "\nmb") if narrow else name for name in names])
         ends = [sum(parts) for parts in times]
@@ -47,7 +47,7 @@ def picture(data: Mapping[str, Any]) -> Picture:
         below.errorbar(ends, range(len(ends)), xerr=list(zip(*abouts, strict=True)), **how)
         below.set_xlabel("seconds of a step" + "; whiskers: most published ones were so near" * (not narrow))
         best_of = "memory of the best" + f", {names[0]}" * (not narrow)
-        for axis, what in ((above, best_of), (below, "time by layout, the best first")):
+        for axis, what in ((above, best_of), (below, "time by layout, the plainest of the fastest first")):
             name = what if narrow else f"{title}: {what}"
             axis.set_title(name, loc="left", color=ink("ink"), pad=52 if narrow else 24)
         return fig

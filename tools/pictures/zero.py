@@ -30,10 +30,8 @@ def picture() -> Picture:
                 names.append(f"stage {stage}, rank {rank}" if rank == 0 else f"rank {rank}")
                 for (name, colour), size, n in zip(PARTS, sizes, shares, strict=True):
                     axis.barh(row, size, left=first, height=0.8, color=ink("line"))
-                    label = name if stage == rank == 0 else None
-                    axis.barh(
-                        row, size / n, left=first + size * (rank % n) / n, height=0.8, color=ink(colour), label=label
-                    )
+                    left, label = first + size * (rank % n) / n, name if stage == rank == 0 else None
+                    axis.barh(row, size / n, left=left, height=0.8, color=ink(colour), label=label)
                     first += size
                 text = f"{shares.bytes_of(*sizes):g}"
                 axis.text(first + 0.2, row, text, va="center", color=ink("ink"), fontsize=8)

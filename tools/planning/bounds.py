@@ -5,18 +5,22 @@ least counts. They are bounds, not estimates: no padding, no messages, no collec
 
     time    a rank idles until the first forward has come down to it, then works through all micro-batches, and its last
             backward has yet to go up; and every micro-batch goes through all stages
-    memory  weights, gradients and optimizer of its layers, and what its schedule has in flight when that is most
+    memory  weights, gradients and optimizer of its layers, what its schedule has in flight at most, and a whole unit
 """
 
 import functools
 
 import numpy as np
 
+from megalite.models.gpt import Block
+from megalite.nn.parameter import named_specs
 from megalite.pipeline.schedule import ONE, SCHEDULES, Op, Placement, group_sizes, held_more
 from megalite.plan.arrangement import Arrangement
+from megalite.plan.bill import Recorder
 from megalite.plan.cost import Costs
 from megalite.plan.holding import ModuleBytes
 from megalite.plan.links import Group
+from megalite.plan.stage_costs import StageCosts
 from megalite.plan.step_time import exchanges
 
 GROUPS = 3  # of micro-batches; with 1F1B what is held does not grow after them
@@ -69,18 +73,36 @@ def least_memory(made: Arrangement, modules: ModuleBytes) -> float:
     m, last, edge = made.config.model, made.placement.num_stages - 1, made.edge
     if pp == 1 and not m.untie_embeddings_and_output_weights:
         modules = modules._replace(head=0.0)  # its weights are the embedding's
-    held, moment = made.layers.saved_of(counts), made.layers.least_moment
+    held, (unit, head_unit), moment = made.layers.saved_of(counts), _whole(made), made.layers.least_moment
     most = np.zeros(len(counts))
     for rank in {0, min(1, pp - 1), pp - 1}:
         stages = list(place.stages(rank))
         whole = modules.of(counts, rank, place)
         alive = held[:, stages] @ _in_flight(made, rank, None)
         head = made.layers.head.saved * (rank == pp - 1)
-        most = np.maximum(most, whole + alive + np.where(counts[:, stages].any(1), moment - head, 0.0))
+        most = np.maximum(most, whole + alive + np.where(counts[:, stages].any(1), moment + unit - head, 0.0))
         if rank == pp - 1:
             alive = held[:, stages] @ _in_flight(made, rank, last)
-            most = np.maximum(most, whole + alive + edge + made.layers.head.moment["F"] - made.layers.head.saved)
+            more = edge + head_unit + made.layers.head.moment["F"] - made.layers.head.saved
+            most = np.maximum(most, whole + alive + more)
     return float(most.min())
+
+
+def _whole(made: Arrangement) -> tuple[float, float]:
+    """Bytes of a unit that are whole in its backward, of the smallest block, and in that of the head, where weights or
+    gradients come and go. A split backward has the gradients later."""
+    comes, (weight, gradient, _) = made.sharing.every_run and made.mesh_of(0).shard.size > 1, made.bytes_of_element()
+    weight *= made.config.parallel.shared_out > 2
+    own = made.config.model.untie_embeddings_and_output_weights or made.pp > 1
+    head = made.padded_vocab // made.tp * made.config.model.hidden_size * (weight + gradient) * own
+    return comes * _least_matrices(made.layers) * (weight + gradient * (not made.splits_backward)), comes * head
+
+
+@functools.lru_cache(maxsize=256)
+def _least_matrices(layers: StageCosts) -> int:
+    """Elements of the matrices of the smallest block on a rank."""
+    make = layers.setting.maker(Recorder())
+    return min(layers.each(lambda k: sum(p.numel() for spec, p in named_specs(Block(make, k, 0)) if spec.is_2d)))
 
 
 def _in_flight(made: Arrangement, rank: int, stage: int | None) -> np.ndarray:
@@ -95,8 +117,7 @@ def _most_alive(
 ) -> np.ndarray:
     """Forwards of each chunk that wait for their backward when most of them do; just after a forward of `stage`, if
     one is given."""
-    place = Placement(pp, chunks)
-    row = SCHEDULES[schedule](rank, place, groups)
+    row = SCHEDULES[schedule](rank, place := Placement(pp, chunks), groups)
     more = np.zeros((len(row), chunks))
     for i, action in enumerate(row):
         more[i, place.chunk(action.stage)] = held_more(action.op, ONE, split=False)

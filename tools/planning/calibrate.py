@@ -2,9 +2,9 @@
 
 As many local ranks as will share the machine measure at once, so that memory and caches are shared as in a run:
 
-    layer, embedding, head    forward, backward and weight gradients of stages of the model (megalite/models/gpt.py),
-                              at its shapes and micro-batch, with gradients added to the flat buffer as in a run; the
-                              first also with a split backward
+    layer, embedding, head    forward, backward and weight gradients of stages (megalite/models/gpt.py): layers of the
+                              first one's kind, and the model's ends, at its shapes and micro-batch, with gradients
+                              added to the flat buffer as in a run; layers also with a split backward
     update, norm              the optimizer's, per byte
     messages, all-gather      a micro-batch's hidden states from rank to rank, and what is shared out over all ranks
     shares of the peaks       a matmul and attention at the model's shapes, and a copy: for other models, and for tp
@@ -153,10 +153,11 @@ class _Bench:
         choose(config.parallel.kernels, config.parallel.attention_kernel)
         make = Maker(self.mesh, self.made.dtype, config.train.seed)
         layers = [range(0), range(self.layers), range(self.layers, self.layers)]
-        # tied weights need two ends of a pipeline: here each stage has its own
-        apart = dataclasses.replace(config.model, untie_embeddings_and_output_weights=True)
-        made = dataclasses.replace(self.made, config=dataclasses.replace(config, model=apart))
-        stages = [build_stage(made, make, layers, number) for number in range(3)]
+        one_kind, stages = dataclasses.replace(kinds_of(config.model)[0], num_layers=self.layers), []
+        for number, model in enumerate((config.model, one_kind, config.model)):
+            apart = dataclasses.replace(model, untie_embeddings_and_output_weights=True)  # tied weights need two ends
+            made = dataclasses.replace(self.made, config=dataclasses.replace(config, model=apart))
+            stages.append(build_stage(made, make, layers, number))
         buffer = ParamBuffer(stages, self.mesh)
         return stages, buffer, Zero1(buffer, *update_rules(config))
 

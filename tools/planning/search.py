@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megalite.config.check_model import divisors
 from megalite.config.options import Config
 from megalite.config.stage_layers import given_stages
 from megalite.plan.arrangement import Arrangement
@@ -186,10 +187,6 @@ class Found:
             self.least = (size, layout)
 
 
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
 def grid(request: Request) -> Iterator[Layout]:
     """Every (tp, pp, chunks, micro-batch), the wrong ones included: check() says why."""
     c, m = request.cluster, request.config.model
@@ -287,13 +284,11 @@ def search(
 def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, Layout]]:
     """Seconds and layout of what can be built and may fit, the lowest first."""
     used = profile or default_profile(request.cluster.device.name)
-    bounds: list[tuple[float, Layout]] = []
-    states: States = {}
+    bounds, states = list[tuple[float, Layout]](), States()
     for layout in [layout_of(request.config)] if request.is_layout else grid(request):
         alike = [layout] if request.is_layout else [*variants(layout, request)]
         found.candidates += len(alike)
-        problems = problems_of(applied(layout, request.config), request.cluster.world)
-        if problems:
+        if problems := problems_of(applied(layout, request.config), request.cluster.world):
             found.refuse(problems, len(alike))
             continue
         for one in alike:

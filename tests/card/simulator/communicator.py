@@ -160,6 +160,15 @@ class Carrier:
         """Flat: x [n], out [size * n]."""
         self.gloo.allgather([list(bytes_of(out).view(self.size, -1).unbind())], [bytes_of(x)]).wait()
 
+    def all_to_all(self, out: Tensor, x: Tensor, got: Sequence[int], given: Sequence[int]) -> None:
+        """Flat: given[r] elements of x to rank r, got[r] of out from it."""
+        counts = torch.empty(self.size, self.size, dtype=torch.int64)
+        self.all_gather(counts, torch.tensor(given))
+        if counts[:, self.rank].tolist() != list(got):
+            raise Disorder(f"rank {self.rank} expects {list(got)} and is given {counts[:, self.rank].tolist()}")
+        bytes_given, bytes_got = ([n * x.itemsize for n in some] for some in (given, got))
+        self.gloo.alltoall_base(bytes_of(out), bytes_of(x), bytes_got, bytes_given, dist.AllToAllOptions()).wait()
+
     def broadcast(self, x: Tensor, root: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = root

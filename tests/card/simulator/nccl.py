@@ -209,7 +209,21 @@ class SimulatedNccl(dist.ProcessGroup):
         travel = lambda: self._carrier.all_reduce(moved, op)  # noqa: E731
         return self._collective("reduce_scatter", output, input, output, travel, mine, op=op)
 
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, got: list[int], given: list[int], opts: Any  # noqa: A002 -- torch's
+    ) -> SimulatedWork:  # fmt: skip
+        """Flat. NCCL compares nothing: ranks whose counts do not meet hang there, and are told here."""
+        for x, counts in ((input, given), (output, got)):
+            refuse(x)
+            if sum(counts or [x.numel()]) != x.numel() or not counts and x.numel() % self.size():
+                raise ValueError("Split sizes doesn't match total dim 0 size")
+        even = [output.numel() // self.size()] * self.size()
+        moved, result = self._copy(input), self._copy(output)
+        travel = lambda: self._carrier.all_to_all(result, moved, got or even, given or even)  # noqa: E731
+        return self._collective("all_to_all", input[:0], input, output, travel, result)
+
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # before torch 2.13
+    alltoall_base = all_to_all_single
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         [x] = tensors

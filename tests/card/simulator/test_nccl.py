@@ -44,6 +44,7 @@ def _refused() -> list[str]:
         lambda: dist.irecv(out),
         lambda: dist.gather(out, [out, out] if dist.get_rank() == 0 else None),
         lambda: dist.all_to_all_single(out, out),
+        lambda: dist.all_to_all_single(out, out, [2, 2], [1, 2]),
     ]
     said = []
     for ask in asked:
@@ -57,6 +58,21 @@ def _refused() -> list[str]:
 def test_what_nccl_has_not_is_refused() -> None:
     said, _ = run_ranks(2, _refused, backend=nccl.join)
     words = ["UInt16|uint16", "int16", "Float8", "BAND", "BOR", "BXOR", "AVG", "contiguous", "world_size", "same type"]
-    words += ["world size", "tag=3", "recvAnysource", *["No backend type"] * 2]  # what megalite does not use
+    words += ["world size", "tag=3", "recvAnysource", "No backend type", "Split sizes", "Split sizes"]
     for text, word in zip(said, words, strict=True):
         assert re.search(word, text), (text, word)
+
+
+def _exchanged(strays: bool) -> list[float]:
+    """Rank r gives r + 1 elements to the first rank and one to the other."""
+    rank, out = dist.get_rank(), torch.zeros(3 if dist.get_rank() == 0 else 2 + strays)
+    x, got = torch.arange(rank + 2.0) + 10 * rank, [1, 2] if rank == 0 else [1, 1 + strays]
+    dist.all_to_all_single(out, x, got, [rank + 1, 1])
+    return out.tolist()
+
+
+def test_an_all_to_all_of_uneven_parts_is_gloos_and_counts_that_do_not_meet_are_told() -> None:
+    found = run_ranks(2, _exchanged, False, backend=nccl.join)
+    assert found == run_ranks(2, _exchanged, False) == [[0.0, 10.0, 11.0], [1.0, 12.0]]
+    with pytest.raises(Exception, match=r"rank 1 expects \[1, 2\] and is given \[1, 1\]"):
+        run_ranks(2, _exchanged, True, backend=nccl.join)
