@@ -333,6 +333,7 @@ def verify(flags: str, *more: str) -> subprocess.CompletedProcess[str]:
         ("--steps 0", "verify.py: steps=0 is below 1; give 1 or more\n"),
         ("--tp 2 --timeout -1 --out no/such --json .", "timeout=-1 is not a time|no is not a folder"),
         ("--tp 2 --pp 2 --dp 1 --most-ranks 1", "most_ranks=1 leaves nothing of tp 2, pp 2, dp 1; give 4 or more"),
+        ("--cp 2 --nproc 2", "context_parallel_size=2 is not verified yet; leave it out here"),
         ("--tp 2 --nproc 7", "nproc=7 is not a multiple of tp 2 x pp 1; give a multiple of 2"),
     ],
 )
