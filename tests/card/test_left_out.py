@@ -126,6 +126,7 @@ OF_THE_HOST = {
     "checkpoint/run/saver.py Saver.save: self.wait()",
     "checkpoint/run/upload.py Uploader._run: self._wake.wait()",
     "checkpoint/storage/object_store.py RemoteStorage.reading.renew: over.wait(RENEW_S)",
+    "parallel/meeting.py within: futures.wait([outcome], seconds)",
     "parallel/local_ranks.py _watch: connection.wait([p.sentinel for p in alive], wait)",
     "train/loop.py Training._roll_back: self.saver.wait()",
     "train/watch/heartbeat.py Heartbeat._beat: self._closing.wait(BEAT_S)",
