@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import seconds
+import train_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)  # users have none: what is told lies in a buffer first
@@ -77,3 +78,9 @@ def signals_as_they_were() -> Iterator[None]:
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@pytest.fixture(autouse=True)
+def runs_are_closed() -> Iterator[None]:
+    yield
+    train_cases.close_runs()

@@ -68,6 +68,13 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
+def copied(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (target / name).write_bytes((folder / name).read_bytes())
+    return target
+
+
 def with_tokenizer(folder: Path, words: int) -> None:
     """A word-level tokenizer of `words` tokens beside the model, with what else is usually there."""
     from tokenizers import Tokenizer, models, pre_tokenizers

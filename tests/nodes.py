@@ -52,13 +52,11 @@ class Machine:
             self._outer = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True)
         except FileNotFoundError as error:
             raise Unpermitted(str(error)) from None
-        assert self._outer.stdout is not None and self._outer.stderr is not None
         if self._outer.stdout.readline() != "on\n":
             raise Unpermitted(self._outer.stderr.read().strip())
 
     def pid(self) -> str:
         """Of its first process, as it is called outside: the last in a line of only children."""
-        assert self._outer is not None
         pid = str(self._outer.pid)
         while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             pid = children[0]
@@ -126,7 +124,6 @@ class Started:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             self.lines.append(line)
 

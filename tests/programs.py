@@ -8,10 +8,11 @@ import functools
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,6 @@ class Popen(subprocess.Popen[Any]):
         return self.pid, status
 
     def _told(self) -> int:
-        assert self._line is not None
         number = self._line.recv(WORD, socket.MSG_WAITALL)
         assert len(number) == WORD, "the process that programs are forked from has ended"
         return int.from_bytes(number, sys.byteorder)
@@ -71,10 +71,10 @@ class Popen(subprocess.Popen[Any]):
 
 
 def run(
-    words: Sequence[str], *, capture_output: bool = False, check: bool = False, timeout: float | None = None,
+    words: Sequence[str], *, capture_output: bool = False, ok: bool = False, timeout: float | None = None,
     input: str | bytes | None = None, **options: Any,
 ) -> subprocess.CompletedProcess[Any]:  # fmt: skip
-    """As subprocess.run."""
+    """As subprocess.run; `ok`: it has to end with 0."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if input is not None:
@@ -85,10 +85,21 @@ def run(
         except BaseException:  # too long among others
             process.kill()
             raise
-    done = subprocess.CompletedProcess(words, process.returncode, out, err)
-    if check:
-        done.check_returncode()
-    return done
+    assert process.returncode == 0 or not ok, f"{process.returncode}\n{out}{err}"
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+@contextlib.contextmanager
+def group(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A program and all that it starts, with one pipe for what they say; what is left of them ends with the block."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    process = subprocess.Popen(words, start_new_session=True, **pipes | options)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def python(*words: str, **options: Any) -> subprocess.CompletedProcess[Any]:
@@ -140,8 +151,6 @@ def _server() -> socket.socket:
 
 def _serve(line: socket.socket) -> dict[str, Any] | None:
     """Returns in a program: what it is told. None when nobody asks any more."""
-    import signal
-
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those in between
     while True:
         head, fds, _, _ = socket.recv_fds(line, WORD, 4)
@@ -180,7 +189,6 @@ def _fork(fds: list[int], session: bool) -> bool:
 
 def _forked_server(spawn: Any) -> Any:
     """In place of util.spawnv_passfds: the fork server of ranks is a fork, too."""
-    import signal
 
     def start(path: Any, words: list[Any], passed: Sequence[int]) -> int:
         if "multiprocessing.forkserver" not in str(words[-1]):

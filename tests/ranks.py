@@ -14,6 +14,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import train_cases
+
 from megalite.parallel import local_ranks
 from megalite.parallel.launch import Ranks, process_group
 from megalite.parallel.local_ranks import start_local
@@ -36,6 +38,7 @@ def _run(
             if backend is not None:
                 _all_are_here(ranks)
             result = fn(*args)
+            train_cases.close_runs()
         senders[ranks.rank].send_bytes(pickle.dumps((True, result)))
     except BaseException:
         senders[ranks.rank].send_bytes(pickle.dumps((False, traceback.format_exc())))

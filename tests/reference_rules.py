@@ -1,7 +1,5 @@
 """Muon, LAMB and LARS on whole tensors in one process, as their papers have them; Newton-Schulz by singular values."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

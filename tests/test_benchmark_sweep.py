@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from formulas import head_flops, layer_flops
+from train_cases import config_from
 
-from megalite.config import cli
 from megalite.config.options import ConfigError
-from megalite.models.families import PRESETS
 from megalite.plan.arrangement import Arrangement, arrange
 from tools import benchmark, plot
 from tools.bench import contender, tables
@@ -26,7 +25,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def plan(world: int, *words: str) -> Arrangement:
-    return arrange(cli.read([*FLAGS, *words], PRESETS)[0], world, 60)
+    return arrange(config_from([*FLAGS, *words]), world, 60)
 
 
 def run(parts: dict[str, float], axes: dict[str, float] | None = None, ranks: int = 1, **more: Any) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None
 
     def batches(how: str) -> list[int | None]:
         options, rest = benchmark.parse(["--nproc", "1,2,4", "--scaling", how, *FLAGS])
-        return [cli.read(row.flags, PRESETS)[0].train.global_batch_size for row in rows_of(options, rest)]
+        return [config_from(row.flags).train.global_batch_size for row in rows_of(options, rest)]
 
     assert batches("weak") == [8, 16, 32] and batches("strong") == [8, 8, 8]
 

@@ -161,7 +161,6 @@ def test_words_are_completed(tmp_path: Path) -> None:
     (tmp_path / "megalite").write_text(f'#!/bin/sh\nexec {sys.executable} -m megalite "$@"\n')
     (tmp_path / "megalite").chmod(0o755)
     bash = shutil.which("bash")
-    assert bash is not None
     done = programs.run([bash, "-eu", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{tries}"], cwd=ROOT, **PIPES)
     assert done.returncode == 0 and done.stderr == ""
     for (line, (there, absent)), said in zip(COMPLETED.items(), done.stdout.splitlines(), strict=True):
@@ -174,6 +173,5 @@ def test_who_reads_what_a_command_prints_may_stop_early(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "megalite", "runs", str(tmp_path), "--json"]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as much as does not fit into a buffer
     process = programs.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
     process.stdout.close()  # as head does, here before the first line
     assert process.stderr.read() == "" and process.wait() == 141

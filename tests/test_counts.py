@@ -1,7 +1,5 @@
 """Memory as counts: activations saved per layer. Collectives and their bytes: planning/test_as_rank.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,10 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from train_cases import config_from
 
-from megalite.config import cli
 from megalite.kernels.dispatch import chosen
-from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch
 from megalite.nn import recompute
 from megalite.parallel.mesh import Mesh
@@ -34,7 +31,7 @@ def _saved_per_layer(flags: str, s: int, b: int) -> float:
     """Bytes that one layer keeps for its backward."""
 
     def saved(layers: int) -> int:
-        config, _ = cli.read([*MODEL.split(), *flags.split(), "--num-layers", str(layers)], PRESETS)
+        config = config_from([*MODEL.split(), *flags.split(), "--num-layers", str(layers)])
         (stage,) = build_stages(arrange(config, 1, 64), Mesh.alone(), torch.bfloat16)
         known = {p.untyped_storage().data_ptr() for p in stage.parameters()}
         known |= {t.untyped_storage().data_ptr() for t in stage.rope or ()}
@@ -73,7 +70,7 @@ def test_saved_activations_per_layer(style: str, recompute: str) -> None:
         flags += f" --recompute-granularity {recompute}"
     if recompute == "full":
         flags += " --recompute-method uniform"
-    per_layer, config = _saved_per_layer(flags, s, b), cli.read([*MODEL.split(), *flags.split()], PRESETS)[0]
+    per_layer, config = _saved_per_layer(flags, s, b), config_from(f"{MODEL} {flags}")
     config = replace(config, train=replace(config.train, micro_batch_size=b))
     kind, setting = kinds_of(config.model)[0], arrange(config, 1, 64).layers.setting
     assert layers_bill((kind,), setting, recompute == "full").saved == pytest.approx(per_layer, rel=0.01)

@@ -12,15 +12,13 @@ import torch_range
 import yaml
 from documents import ROOT, Command, commands, parsed_by, start
 from token_files import byte_level_bpe
-from train_cases import pretrain
+from train_cases import config_from, pretrain
 
 from megalite import __main__ as COMMAND
-from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.field import spellings
 from megalite.config.megatron_flags import known_flags
 from megalite.config.options import local_processes, options
-from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 
 COMMANDS = commands()
@@ -86,7 +84,7 @@ def test_every_command_is_read_by_its_program(command: Command, tmp_path: Path, 
     tomls = [text for language, text in documents.fences(page) if language == "toml"] if page.is_file() else []
     run_toml.write_text(tomls[0] if tomls else "bf16 = true\n")
     words = [str(run_toml) if word == "run.toml" else word for word in words]
-    config, _ = cli.read([str(ROOT / w) if w.startswith("examples/") else w for w in words], PRESETS)
+    config = config_from([str(ROOT / w) if w.startswith("examples/") else w for w in words])
     if config.checkpoint.use_checkpoint_args:  # the rest is in a checkpoint
         return
     ranks = max(world, local_processes(config.parallel))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_published_lines import byte_level_vocabulary, preprocessed
-from train_cases import pretrain
+from train_cases import config_from, pretrain
 
 from megalite.config import cli
 from megalite.config.megatron_flags import known_flags
@@ -88,7 +88,7 @@ def test_what_starts_is_planned_with_the_tokenizers_vocabulary(line: dict, place
     if {"--vocab-file", "--tokenizer-model"} & {*words} and "--vocab-size" not in words:
         assert plan.main([*nowhere, *cluster]) == 2
         assert "/no/such/file" in (said := capsys.readouterr().err) and "give --vocab-size" in said
-        data = cli.read(words, PRESETS)[0].data
+        data = config_from(words).data
         nowhere += ["--vocab-size", str(true_vocab_size(data, open_tokenizer(data)))]
     assert plan.main([*nowhere, *cluster]) in (0, 1)
     assert capsys.readouterr().out.partition("sbatch ")[0] == planned.partition("sbatch ")[0]

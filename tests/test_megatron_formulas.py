@@ -10,12 +10,11 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from train_cases import config_from
 
-from megalite.config import cli
 from megalite.config.check import check, without_effect
 from megalite.config.options import Config, ConfigError
 from megalite.config.pattern import read_batch_schedule
-from megalite.models.families import PRESETS
 from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
 from megalite.plan.arrangement import arrange
 from megalite.plan.batch_size import BatchSizes
@@ -26,12 +25,12 @@ MODEL = """--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 1
 
 
 def parse(flags: str) -> Config:
-    return cli.read(f"{MODEL} {flags}".split(), PRESETS)[0]
+    return config_from(f"{MODEL} {flags}")
 
 
 def parse_schedule(text: str, flags: str) -> Config:
     words = f"{MODEL} --lr 1e-3 {flags}".split()
-    return cli.read([*words, "--step-batch-size-schedule", text], PRESETS)[0]
+    return config_from([*words, "--step-batch-size-schedule", text])
 
 
 def rates_of(config: Config, dp: int = 1) -> Rates:
@@ -169,7 +168,6 @@ def test_figures_of_weight_decay() -> None:
 def test_figures_of_a_rate_of_embedding_and_head() -> None:
     apart = rates_of(parse(f"{RUN} --lr-decay-style cosine {WARM} --decoupled-lr 5e-4")).decoupled
     want = (0.0, 0.000125, 0.0005, 0.00046039535889109815, 0.00021915377432620988, 6.960464110890184e-05, 3e-05, 3e-05)
-    assert apart is not None
     assert [apart.at(8 * step) for step in AT] == pytest.approx(want, rel=1e-12)
     own = rates_of(parse(f"{RUN} --decoupled-lr 5e-4 --decoupled-min-lr 1e-4")).decoupled
     assert own is not None and own.at(160) == own.at(161) == 1e-4

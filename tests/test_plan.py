@@ -10,10 +10,9 @@ from pathlib import Path
 import programs
 import pytest
 from test_runs import typed
+from train_cases import config_from
 
-from megalite.config import cli
 from megalite.config.check import check
-from megalite.models.families import PRESETS
 from megalite.plan.profile import default_profile
 from tools import plan, plot
 
@@ -34,7 +33,7 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
     command = text.partition("slurm.sh RUN_DIR")[2].partition("\n(")[0].replace("\\\n", " ").split()
     found = json.loads(file.read_text())
     for flags in (found["command"], command):
-        config, _ = cli.read(flags, PRESETS)
+        config = config_from(flags)
         assert not check(config, 16)
     assert len(found["plans"]) == 3 and found["plans"][0]["world"] == 16
     assert len({(one["layout"]["tp"], one["layout"]["pp"], one["layout"]["zero"]) for one in found["plans"]}) == 3
@@ -104,7 +103,7 @@ def test_a_model_of_hugging_face_and_a_clusters_file(tmp_path: Path, capsys: pyt
     text = capsys.readouterr().out
     assert "8 x a100 (2 nodes of 4)" in text and "--num-query-groups 4" in text and "--rotary-base 500000.0" in text
     command = text.partition("slurm.sh RUN_DIR")[2].partition("\n(")[0].replace("\\\n", " ").split()
-    found, _ = cli.read(command, PRESETS)
+    found = config_from(command)
     m = found.model
     assert (m.num_layers, m.groups, m.ffn_size, m.positions, m.activation) == (4, 4, 704, 2048, "swiglu")
     assert not check(found, 8)
@@ -170,7 +169,7 @@ def test_what_a_file_or_the_line_says_is_kept(tmp_path: Path, capsys: pytest.Cap
         assert plan.main([*SHAPE, "--config", str(file), "--num-gpus", "8", *words, "--json", str(out)]) == 0
         assert "of 32,768 tokens" in capsys.readouterr().out
         command = json.loads(out.read_text())["command"]
-        config, _ = cli.read(command, PRESETS)
+        config = config_from(command)
         assert (config.optim.lr, config.train.micro_batch_size, config.train.train_iters) == (3e-4, 4, 5000)
     words = [*SHAPE, *BATCH, "--top", "1", "--train-iters=700", "--json", str(out)]
     assert plan.main(words) == 0

@@ -15,16 +15,12 @@ import reference_model as reference
 import torch
 from reference_model import Documents, Model, Rotary, Trained, Training, Weights, Yarn, is_matrix
 from torch import Tensor
-from train_cases import BORDERS
+from train_cases import BORDERS, run_from
 
-from megalite.config import cli
 from megalite.kernels.dropout import fold, keep_mask
 from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
-from megalite.models.families import PRESETS
 from megalite.nn.parameter import named_specs
-from megalite.parallel.launch import Ranks
 from megalite.train.loop import evaluate
-from megalite.train.setup import build_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
 
@@ -198,8 +194,7 @@ class Outcome:
 
 def build(flags: str) -> Run:
     length = "" if "--train-samples" in flags else f"--train-iters {STEPS}"
-    config = cli.parse(f"{COMMON} {length} {flags}".split(), PRESETS)
-    return build_run(config, Ranks(0, 1), torch.device("cpu"), dtype=torch.float64)
+    return run_from(f"{COMMON} {length} {flags}", dtype=torch.float64)
 
 
 def weights_of(run: Run) -> Weights:
@@ -223,7 +218,6 @@ def ran(flags: str) -> Outcome:
     dataset = run.data.batches.dataset
     batches = [torch.from_numpy(dataset.samples(np.arange(s * BATCH, (s + 1) * BATCH))) for s in range(STEPS)]
     results = [train_step(run) for _ in range(STEPS)]
-    run.close()
     trained = Trained([r.loss for r in results], [r.grad_norm for r in results], weights_of(run))
     return Outcome(initial, batches, trained, [r.lr for r in results])
 
@@ -349,7 +343,6 @@ def test_evaluation_is_the_loss_without_dropout(name: str) -> None:
     run = build(f"{row.flags} --hidden-dropout 0.3 --attention-dropout 0.3")
     loss = evaluate(run, run.data, 1)
     tokens = torch.from_numpy(run.data.batches.dataset.samples(np.arange(BATCH)))
-    run.close()
     want = reference.loss_of(weights_of(run), tokens, row.model, row.documents)
     assert loss == pytest.approx(want.item(), rel=1e-10)
 
@@ -363,7 +356,6 @@ WIDE = f"""--num-layers 3 --hidden-size 128 --num-attention-heads 4 --vocab-size
 def test_initial_weights(style: str) -> None:
     """N(0, std^2); what ends a residual branch: std / sqrt(2 layers) (GPT-2); norms 1 and biases 0."""
     run = build(f"{WIDE} {style}")
-    run.close()
     rows = []
     for name, weight in weights_of(run).items():
         if not is_matrix(name):

@@ -28,7 +28,6 @@ FILES = ("metrics.jsonl", "events.jsonl", "status.json", "report.json", "timelin
 
 def shown(picture: Picture | None, width: float = WIDE) -> list[str]:
     """The texts of a picture."""
-    assert picture is not None
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg(picture, width, picture.name))
 
 

@@ -1,7 +1,5 @@
 """The tests of each class are done in the time that it has, by what they took when they were recorded."""
 
-from __future__ import annotations
-
 import pytest
 import seconds
 from seconds import COMMIT

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import programs
 import torch
 import torch.distributed as dist
 from train_cases import SMALL, TP2_PP2
@@ -99,9 +100,9 @@ def test_what_is_missing_is_found() -> None:
     assert sorted(set(lost(text))) == found
 
 
-def python(*words: str) -> subprocess.CompletedProcess[str]:
+def python(*words: str, **options: bool) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONWARNINGS": "always", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=110, cwd=ROOT, env=env)
+    return programs.python(*words, timeout=110, env=env, **options)
 
 
 def test_everything_is_imported_without_a_warning_of_what_goes_away() -> None:
@@ -119,8 +120,7 @@ def test_a_warning_of_what_goes_away_is_found() -> None:
 
 def test_a_run_uses_nothing_that_goes_away(tmp_path: Path) -> None:
     flags = [*SMALL, *TP2_PP2, "--train-iters", "2", "--run-dir", f"{tmp_path}/run", "--save", f"{tmp_path}/save"]
-    done = python("pretrain_gpt.py", *flags)
-    assert done.returncode == 0, done.stderr
+    done = python("pretrain_gpt.py", *flags, ok=True)
     assert not [line for line in done.stderr.splitlines() if GOES_AWAY.search(line)]
 
 

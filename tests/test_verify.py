@@ -15,9 +15,8 @@ import numpy as np
 import programs
 import pytest
 from cover import rarely
-from train_cases import BORDERS
+from train_cases import BORDERS, config_from
 
-from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.options import Config
 from megalite.config.stage_layers import given_stages
@@ -36,7 +35,7 @@ GPT = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 
 
 
 def made(flags: str, most: int = 8, whole: bool = False) -> tuple[Config, Smaller]:
-    config, _ = cli.read(f"{RUN} {flags}".split(), PRESETS)
+    config = config_from(f"{RUN} {flags}")
     return config, smaller(config, most, 3, whole)
 
 

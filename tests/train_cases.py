@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import programs
 
@@ -30,6 +30,43 @@ SMALL = (
 ).split()
 BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # of documents
 TP2_PP2 = "--nproc 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+
+
+def config_from(words: str | Sequence[str]) -> Config:
+    """What a command line asks for. Raises ConfigError."""
+    from megalite.config import cli
+    from megalite.models.families import PRESETS
+
+    return cli.read(words.split() if isinstance(words, str) else words, PRESETS)[0]
+
+
+def this_rank() -> Ranks:
+    """Of those that tests/ranks.py has started; else the only one."""
+    import torch.distributed as dist
+
+    from megalite.parallel.launch import Ranks
+
+    return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+
+
+OPEN: list[Run] = []  # until the test is over, or what tests/ranks.py calls
+
+
+def run_from(given: Config | str | Sequence[str], **how: Any) -> Run:
+    """On this rank and the CPU, unless `how`, of build_run, says otherwise. It is closed by itself."""
+    import torch
+
+    from megalite.config.options import Config
+    from megalite.train.setup import build_run
+
+    config = given if isinstance(given, Config) else config_from(given)
+    OPEN.append(build_run(config, how.pop("ranks", this_rank()), how.pop("device", torch.device("cpu")), **how))
+    return OPEN[-1]
+
+
+def close_runs() -> None:
+    while OPEN:
+        OPEN.pop().close()
 
 
 def pretrain(
@@ -84,7 +121,6 @@ def signalled(
     process = start(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True)
     shown = []
     try:
-        assert process.stdout is not None
         for line in process.stdout if after else []:
             shown.append(line)
             if after in line:

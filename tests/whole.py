@@ -1,7 +1,5 @@
 """Whole tensors out of the pieces that ranks say they own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

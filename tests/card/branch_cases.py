@@ -13,14 +13,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from train_cases import SMALL
+from train_cases import SMALL, config_from, run_from
 
 from card.mentions import Mention, Watch, mentions
 from card.simulator import cuda
 from card.simulator.device import Card, simulated
 from card.simulator.graphs import CUDAGraph
-from megalite.config import cli
-from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
@@ -36,7 +34,7 @@ def run(flags: str, folder: Path) -> tuple[int, str]:
     """A run as its rank does it: the exit code, and what it printed."""
     from train_cases import pretrain
 
-    config = cli.parse([*SMALL, *f"{ON_CARD} {flags} --run-dir {folder}".split()], PRESETS)
+    config = config_from([*SMALL, *f"{ON_CARD} {flags} --run-dir {folder}".split()])
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = pretrain(config, Ranks(RANK, 1, INDEX, INDEX + 1))
@@ -96,11 +94,9 @@ def no_memory_for_a_copy(card: Card, folder: Path) -> Found:
 
 def two_ranks(card: Card, folder: Path) -> Found:
     """Weights gathered, gradients reduced."""
-    from megalite.train.setup import build_run
     from megalite.train.step import train_step
 
-    config = cli.parse([*SMALL, *f"{ON_CARD} --train-iters 2 --ddp-bucket-size 2000".split()], PRESETS)
-    run = build_run(config, Ranks(dist.get_rank(), 2), card.device)
+    run = run_from([*SMALL, *f"{ON_CARD} --train-iters 2 --ddp-bucket-size 2000".split()], device=card.device)
     losses = [train_step(run).loss for _ in range(2)]
     run.close()
     return {"losses": losses}
@@ -292,10 +288,8 @@ def planned(card: Card, folder: Path) -> Found:
     from tools.planning.compare import cluster_of
 
     flags = [*SMALL, *f"{ON_CARD} --train-iters 9 {LLAMA}".split()]
-    config, about = (
-        cli.parse(flags, PRESETS),
-        {"device": "cuda", "machine": {"card": torch.cuda.get_device_name(INDEX)}},
-    )
+    config = config_from(flags)
+    about = {"device": "cuda", "machine": {"card": torch.cuda.get_device_name(INDEX)}}
     with mock.patch("megalite.parallel.launch.process_group", lambda *a, **k: contextlib.nullcontext(card.device)):
         measure(Ranks(), {"config": config, "vocab_size": 93, "seconds": 0.1, "folder": str(folder)})
     run = Run(folder, "run", events=[{"event": "started", "about": about}])

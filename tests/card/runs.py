@@ -15,19 +15,16 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from test_layouts import COMMON
-from train_cases import pretrain
+from train_cases import config_from, pretrain, run_from
 
 from card.simulator import nccl
 from card.simulator.trace import Fact
 from card.simulator.world import on_card
-from megalite.config import cli
 from megalite.generate.generation import continue_texts, load_model
 from megalite.generate.sampling import Sampling
-from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import build_mesh
 from megalite.train.life import run as train_run
-from megalite.train.setup import build_run
 from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
 
@@ -69,8 +66,7 @@ def _broken(run: Run, args: tuple[Any, ...]) -> tuple[list[Fact], str]:
 
 def steps(here: torch.device, flags: str, count: int = 2) -> None:
     """Training steps alone."""
-    config = cli.parse(f"{COMMON} {flags} {TORCH}".split(), PRESETS)
-    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), here)
+    run = run_from(f"{COMMON} {flags} {TORCH}", device=here)
     for _ in range(count):
         train_step(run)
     run.buffer.wait_gather()
@@ -83,7 +79,7 @@ def everything(here: torch.device, flags: str, folder: str) -> None:
     for last, ends in (("--exit-interval 1", Exit.REQUEUE), (f"--load {folder}", Exit.DONE)):
         with mock.patch.object(train_run, "process_group", lambda *_, **__: contextlib.nullcontext(here)):
             ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
-            config = cli.parse([*words, "--train-iters", "2", *last.split()], PRESETS)
+            config = config_from([*words, "--train-iters", "2", *last.split()])
             assert pretrain(config, ranks) == ends
     text(here, folder, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size)
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from train_cases import config_from
 
 from card.branch_cases import CASES, tried, watched
 from card.mentions import mentions
 from card.simulator import cuda
 from examples import quickstart
-from megalite.config import cli
 from megalite.config.check import check
-from megalite.models.families import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 # the parts of the report on a card: processes of their own, which its rehearsal starts (test_gpu_report_rehearsal.py)
@@ -122,7 +121,7 @@ def test_the_quickstart_has_a_layout_for_every_number_of_cards(cards: int) -> No
     with cuda.installed([], cards=cards):
         file, flags, _ = quickstart.layout()
     world = int(flags[1]) if flags else 1
-    config, _ = cli.read(["--config", str(ROOT / file), *flags], PRESETS)
+    config = config_from(["--config", str(ROOT / file), *flags])
     assert world == {1: 1, 2: 2, 3: 2}.get(cards, 4) <= cards and not check(config, world)
 
 

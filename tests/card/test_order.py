@@ -1,7 +1,5 @@
 """The real trainer, rank by rank, is in order: over the table of layouts, and with a defect planted it is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

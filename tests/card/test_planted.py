@@ -7,28 +7,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from train_cases import run_from
 
 from card.simulator.device import Card, simulated
 from card.simulator.waits import waits_of
 from card.test_trainer import COMMON, LLAMA, ONCE
-from megalite.config import cli
 from megalite.models import gpt
-from megalite.models.families import PRESETS
 from megalite.nn import embedding, later
 from megalite.nn.mlp import MLP
 from megalite.optim.grad_reduce import GradReduce
-from megalite.parallel.launch import Ranks
 from megalite.pipeline.runtime import Pipeline
 from megalite.train import setup, step
-from megalite.train.setup import build_run
 
 Patch = Callable[[Any, str, Any], None]
 
 
 def a_step(flags: str = "") -> Card:
     with simulated() as card:
-        config = cli.parse(f"{COMMON} {LLAMA} --eod-mask-loss {flags}".split(), PRESETS)
-        run = build_run(config, Ranks(0, 1), card.device)
+        run = run_from(f"{COMMON} {LLAMA} --eod-mask-loss {flags}", device=card.device)
         step.train_step(run)
         run.close()
     return card

@@ -22,36 +22,25 @@ PP2 = f"{GPT} --pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 
 
-@contextlib.contextmanager
-def _gathers_swapped() -> Iterator[None]:
+Planted = contextlib.AbstractContextManager[None]
+
+
+def _gathers(started: int, change: Callable[[list[Any]], object]) -> Planted:
+    """Rank 1 changes what it has left to gather, once it has started so many."""
+
     def start_next(original: Callable[..., None], self: ParamGather) -> None:
-        if len(self._to_gather) == len(self.weights.layout.buckets):
-            self._to_gather[:2] = self._to_gather[1::-1]
+        if len(self._to_gather) == len(self.weights.layout.buckets) - started:
+            change(self._to_gather)
         original(self)
 
-    with runs.on_rank(1, ParamGather, "_start_next", start_next):
-        yield
+    return runs.on_rank(1, ParamGather, "_start_next", start_next)
 
 
-@contextlib.contextmanager
-def _gather_skipped() -> Iterator[None]:
-    def start_next(original: Callable[..., None], self: ParamGather) -> None:
-        if len(self._to_gather) == len(self.weights.layout.buckets) - 1:
-            self._to_gather.pop(0)
-        original(self)
-
-    with runs.on_rank(1, ParamGather, "_start_next", start_next):
-        yield
+def _agreement_in(dtype: torch.dtype) -> Planted:
+    return runs.on_rank(1, step, "all_reduce_", lambda original, x, axis: original(x.to(dtype), axis))
 
 
-@contextlib.contextmanager
-def _agreement_in(dtype: torch.dtype) -> Iterator[None]:
-    with runs.on_rank(1, step, "all_reduce_", lambda original, x, axis: original(x.to(dtype), axis)):
-        yield
-
-
-@contextlib.contextmanager
-def _messages_swapped() -> Iterator[None]:
+def _messages_swapped() -> Planted:
     """On rank 1 the first send and the receive beside it change places."""
 
     def plan(original: Callable[..., Any], *args: Any) -> list[list[Action]]:
@@ -61,8 +50,7 @@ def _messages_swapped() -> Iterator[None]:
         row[at : at + 2] = row[at + 1], row[at]
         return [tuple(row) for row in rows]
 
-    with runs.on_rank(1, runtime, "plan", plan):
-        yield
+    return runs.on_rank(1, runtime, "plan", plan)
 
 
 @contextlib.contextmanager
@@ -83,9 +71,9 @@ def _crosswise() -> Iterator[None]:
         yield
 
 
-PLANTED: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]], list[str]]] = {
-    "two gathers swapped": (DP2, _gathers_swapped, ["rank 0 does all_gather of", "rank 1 does all_gather of", "param_gather.py"]),
-    "a gather left out": (DP2, _gather_skipped, ["rank 0 does all_gather of", "rank 1 does all_gather of"]),
+PLANTED: dict[str, tuple[str, Callable[[], Planted], list[str]]] = {
+    "two gathers swapped": (DP2, lambda: _gathers(0, lambda left: left.insert(0, left.pop(1))), ["rank 0 does all_gather of", "rank 1 does all_gather of", "param_gather.py"]),
+    "a gather left out": (DP2, lambda: _gathers(1, lambda left: left.pop(0)), ["rank 0 does all_gather of", "rank 1 does all_gather of"]),
     "another dtype": (DP2, lambda: _agreement_in(torch.float32), ["of 5 float64 (train/step.py:", "of 5 float32"]),
     "messages swapped": (VPP2, _messages_swapped, ["message", "rank 0 does", "rank 1 does", "pipeline/runtime.py"]),
     "no dtype of NCCL": (DP2, lambda: _agreement_in(torch.uint16), ["rank 1 ends after", "then rank 0 does all_reduce"]),

@@ -10,16 +10,14 @@ from typing import NoReturn
 
 import pytest
 from cover import rarely
-from train_cases import pretrain
+from train_cases import config_from, pretrain
 
 from card.simulator.device import Card, simulated
 from card.simulator.trace import Launch
 from card.simulator.waits import WaitAt, times, waits_of
 from card.test_trainer import COMMON, LLAMA
-from megalite.config import cli
 from megalite.generate.generation import continue_texts, load_model
 from megalite.generate.sampling import Sampling
-from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 
@@ -38,7 +36,7 @@ def _no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(folder: Path, flags: str, device: str = "cuda") -> Card:
     """A run of two steps, and of as many more as `flags` say."""
     words = f"{COMMON} --run-dir {folder / 'run'} --train-iters 2 --log-interval 1 --device {device} {flags}".split()
-    config = cli.parse(words, PRESETS)
+    config = config_from(words)
     if device == "cpu":
         assert pretrain(config, Ranks(0, 1)) == 0
         return Card([])

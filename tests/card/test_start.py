@@ -8,16 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_cases import SMALL, pretrain
+from train_cases import SMALL, config_from, pretrain
 
 from card.simulator import cuda
 from card.simulator.device import simulated
-from megalite.config import cli
 from megalite.config.options import Config
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, prepare_cuda, process_group
+from megalite.parallel.launch import (
+    CUDA_VARIABLES,
+    OTHER_NAMES,
+    LaunchError,
+    Ranks,
+    cuda_environment,
+    prepare_cuda,
+    process_group,
+)
 from megalite.plan.arrangement import arrange
-from megalite.plan.peak_rates import find_peak
 from megalite.train.life.preflight import check_machine
 from megalite.train.tell.run_dir import Exit
 from tools import generate
@@ -27,7 +32,7 @@ SOON = datetime.timedelta(seconds=2)
 
 
 def config_of(flags: str = "") -> Config:
-    return cli.parse([*SMALL, "--train-iters", "1", "--device", "cuda", "--kernels", "torch", *flags.split()], PRESETS)
+    return config_from([*SMALL, "--train-iters", "1", "--device", "cuda", "--kernels", "torch", *flags.split()])
 
 
 @pytest.fixture
@@ -73,7 +78,7 @@ def test_without_a_tool_only_what_a_deterministic_run_needs_is_set(
     """A container may have cards and no nvidia-smi: without the variable torch would refuse the first matmul there."""
     monkeypatch.setenv("PATH", str(tmp_path))
     prepare_cuda(2, tmp_path)
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ and ONE_QUEUE not in cuda_environment(1, tmp_path, 9)
     prepare_cuda(2, tmp_path, deterministic=True)
     assert not any(name in os.environ for name in CUDA_VARIABLES)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -154,18 +159,3 @@ def test_what_does_not_fit_the_ranks_own_card_is_refused() -> None:
     with cuda.installed([], cards=2, memory=1 << 18):
         with pytest.raises(LaunchError, match=r"take 0\.0 GiB per rank, the card's memory is 0\.0 GiB: use more ranks"):
             check_machine(plan, "cuda", Ranks(1, 2, 1, 2))
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
-        ("NVIDIA H200", torch.float16, 989.4),
-        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
-        ("NVIDIA Riva", torch.bfloat16, None),
-    ],
-)
-def test_the_peak_is_the_cards_own(name: str, dtype: torch.dtype, tflops: float | None) -> None:
-    with cuda.installed([], cards=2, name=name):
-        peak = find_peak(torch.device("cuda", 1), dtype)
-    assert peak.tflops == tflops and name in peak.source

@@ -7,17 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from train_cases import run_from
 
 from card.simulator import nccl
 from card.simulator.device import simulated
 from card.simulator.trace import Launch
 from card.simulator.waits import waits_of
-from megalite.config import cli
 from megalite.kernels.adamw import adamw_
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
 from megalite.train import loop, step
-from megalite.train.setup import build_run
 from megalite.train.state import Run
 from megalite.train.step import parameter_norm
 
@@ -32,8 +29,7 @@ ONCE = ["tolist megalite/train/step.py"]  # the agreement
 
 
 def build(flags: str, device: torch.device) -> Run:
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
-    return build_run(cli.parse(f"{COMMON} {flags}".split(), PRESETS), ranks, device)
+    return run_from(f"{COMMON} {flags}", device=device)
 
 
 def steps_of(run: Run) -> list[tuple[float, ...]]:

@@ -190,7 +190,6 @@ def verdict(breakage: Breakage) -> str:
         process.start()
         process.join(LIMIT_S)
         hangs = process.is_alive()
-        assert process.pid is not None
         with suppress(ProcessLookupError):  # and whom it started: nobody is to outlive this
             os.killpg(process.pid, signal.SIGKILL)
         process.join()

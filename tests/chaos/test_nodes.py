@@ -55,8 +55,7 @@ def check_losses(folder: Path, steps: int) -> None:
     """Against an undisturbed run of one rank: every step once, of the same samples."""
     alone = folder.with_name("alone")
     words = [*FLAGS, "--run-dir", str(alone), "--exit-interval", str(steps)]
-    done = programs.python("pretrain_gpt.py", *words, timeout=200)
-    assert done.returncode == 0, done.stderr
+    programs.python("pretrain_gpt.py", *words, timeout=200, ok=True)
     (one, same), (two, disturbed) = (losses(alone), losses(folder))
     assert one == two == list(range(1, steps + 1))
     assert disturbed == pytest.approx(same, rel=1e-3)  # rounding, of as many steps as fit in; other samples: 1e-2

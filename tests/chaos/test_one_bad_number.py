@@ -31,7 +31,6 @@ def _each_rank_in_turn(flags: str) -> list[Told]:
         result = train_step(run)
         run.buffer.wait_gather()
         told.append((result.skipped, same(kept(run), before), result.lr, run.state.consumed_samples))
-    run.close()
     return told
 
 
@@ -58,7 +57,6 @@ def _stopped(flags: str) -> tuple[str, bool]:
     before = kept(run)
     with pytest.raises(NonFiniteError) as error:
         train_step(run)
-    run.close()
     return str(error.value), same(kept(run), before)
 
 

@@ -10,18 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
-from train_cases import SMALL
+from train_cases import SMALL, config_from, run_from
 from whole import Owned, whole_of
 
 from megalite.checkpoint.offline import open_checkpoint
-from megalite.config import cli
 from megalite.config.options import Config
 from megalite.config.toml import to_toml
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
-from megalite.train.setup import build_run
 from megalite.train.start.resume import Start, open_saver, pieces_to_save, resume, save
 from megalite.train.step import train_step
 
@@ -71,11 +66,7 @@ MORE = "--global-batch-size 4 --train-iters 4 --lr-decay-style constant --seed 7
 
 
 def config_of(layout: Layout, *flags: str) -> Config:
-    return cli.parse([*SMALL, *MORE, *layout.flags.split(), *flags], PRESETS)
-
-
-def here() -> Ranks:
-    return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+    return config_from([*SMALL, *MORE, *layout.flags.split(), *flags])
 
 
 def _train_and_save(base: str, layouts: list[Layout]) -> list[list[float]]:
@@ -83,16 +74,14 @@ def _train_and_save(base: str, layouts: list[Layout]) -> list[list[float]]:
     losses = []
     for layout in layouts:
         config = config_of(layout, "--save", f"{base}/{layout.name}", "--save-interval", "2", "--async-save")
-        run = build_run(config, here(), torch.device("cpu"))
+        run = run_from(config)
         saver = open_saver(run, config)
-        assert saver is not None
         for _ in range(2):
             train_step(run)
         save(run, saver, to_toml(config))
         losses.append([train_step(run).loss for _ in range(2)])  # while it is written
         saver.wait()
         saver.close()
-        run.close()
     return losses
 
 
@@ -103,7 +92,7 @@ def _load_and_go_on(
     result = []
     for layout in layouts:
         config = config_of(layout)
-        run = build_run(config, here(), torch.device("cpu"))
+        run = run_from(config)
         rows = []
         for source in sources:
             found = resume(run, f"{base}/{source.name}", config, Start())
@@ -111,7 +100,6 @@ def _load_and_go_on(
             owned = [(p.name, p.shape, p.box, p.span, p.data.clone()) for p in pieces_to_save(run)]
             rows.append(([train_step(run).loss for _ in range(2 if source == layout else 1)], owned))
         result.append(rows)
-        run.close()
     return result
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from chaos.drill import drill
 from loads import ALONE, BACKGROUND, row
 from token_files import full
-from train_cases import pretrain
+from train_cases import config_from, pretrain, run_from
 
 from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.run.saver import Saver
@@ -21,15 +20,10 @@ from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.config import cli
-from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
-from megalite.train.setup import build_run
 from megalite.train.start.origin import start_run
-
-CPU = torch.device("cpu")
 
 
 def pieces(value: float, mesh: Mesh = ALONE) -> list[Piece]:
@@ -43,8 +37,7 @@ def saved(directory: str | Path, *steps: int, value: float | None = None) -> Non
 
 def value_of(directory: str | Path, step: int | None = None) -> float:
     target = pieces(0.0)
-    found = loader.load(directory, ALONE, lambda *_: loader.Wanted(target), step)
-    assert found is not None
+    assert loader.load(directory, ALONE, lambda *_: loader.Wanted(target), step)
     return float(target[0].data[0])
 
 
@@ -240,7 +233,6 @@ def test_saved_locally_first_both_places_are_left_together(tmp_path: Path, monke
             patch.setattr(left_branch, "settle", dead)
             with pytest.raises(KeyboardInterrupt):
                 one.save(2, pieces(20.0), {})
-        assert one._lock is not None and one._uploader is not None
         one._lock.close()
         one._uploader._lock.close()
         one = Saver(fast, ALONE, 0, keep_last=2, upload_to=kept)
@@ -327,7 +319,7 @@ def flags_of(folder: Path, words: str) -> list[str]:
 def alone(folder: Path, words: str) -> tuple[int, str]:
     """(exit code, log) of one process: this one."""
     (folder / "log.txt").unlink(missing_ok=True)
-    code = pretrain(cli.parse(flags_of(folder, words), PRESETS), Ranks())
+    code = pretrain(config_from(flags_of(folder, words)), Ranks())
     return int(code), (folder / "log.txt").read_text()
 
 
@@ -414,11 +406,10 @@ def test_a_finetune_whose_fast_disk_is_lost_does_not_start_from_scratch(run: Pat
     monkeypatch.setattr(Uploader, "_round", lambda self: None)
     assert alone(run, tune)[0] == 75 and not storage.steps_in(run)
     shutil.rmtree(run.with_name("fast"))
-    config = cli.parse(flags_of(run, tune), PRESETS)
-    one = build_run(config, Ranks(), CPU)
+    config = config_from(flags_of(run, tune))
+    one = run_from(config)
     with pytest.raises(CheckpointError, match=r"holds only checkpoints .*abandoned-iter_0000007.*: rename the one"):
         start_run(one, config)
     (run / "abandoned-iter_0000007-left-at-0000000").rename(run / "iter_0000007")
     loaded, _ = start_run(one, config)
-    one.close()
     assert loaded == run / "iter_0000007"

@@ -1,7 +1,5 @@
 """Pieces as pure geometry; saving under one split and loading under another; refusal of anything damaged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """One rank of a run dies, or its disk is full, while a checkpoint is saved: nothing is committed, the others end with
 an error within seconds, and the run that is started again is, bit for bit, the one that was never stopped."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -13,15 +13,13 @@ import pytest
 import torch
 from loads import reseal
 from make_fixtures import CASES, FOLDER, write_tokens
+from train_cases import config_from, run_from
 
 import megalite
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.config import cli
 from megalite.config.options import Config
 from megalite.data.errors import DataError
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
-from megalite.train.setup import SetupError, build_run
+from megalite.train.setup import SetupError
 from megalite.train.start.resume import Start, resume
 from megalite.train.state import Run
 
@@ -54,9 +52,9 @@ def opened(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
     monkeypatch.chdir(folder)
     write_tokens(folder)
     shutil.copytree(FOLDER / megalite.__version__ / case / "iter_0000002", folder / "run" / "iter_0000002")
-    config = cli.parse([*CASES[case]["flags"].split(), "--load", str(folder / "run")], PRESETS)
+    config = config_from([*CASES[case]["flags"].split(), "--load", str(folder / "run")])
     dtype = getattr(torch, CASES[case]["dtype"])
-    return build_run(config, Ranks(), torch.device("cpu"), dtype=dtype), folder / "run" / "iter_0000002", config
+    return run_from(config, dtype=dtype), folder / "run" / "iter_0000002", config
 
 
 def facts(run: Run) -> tuple[Any, ...]:
@@ -93,7 +91,6 @@ def test_wrong_kinds_in_what_a_run_goes_on_from(tmp_path: Path, monkeypatch: pyt
     no_effect = ("warm_up_init", "wsd", "start", "samples")  # of rates that are those of the options
     numbers += [(name, n) for name in no_effect for n in (2**63, 2**200, 1e308, 0.5)]
     assert sorted(map(str, accepted)) == sorted(map(str, numbers)) and tried > 150
-    run.close()
 
 
 def test_wrong_kinds_in_the_ledger_and_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +108,6 @@ def test_wrong_kinds_in_the_ledger_and_the_tokenizer(tmp_path: Path, monkeypatch
                 refused += 1
             assert facts(run) == there
     assert refused > 20
-    run.close()
 
 
 def test_wrong_kinds_of_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,4 +122,3 @@ def test_wrong_kinds_of_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 resume(run, str(folder.parent), config, Start())
             assert facts(run) == begin
     resume(run, str(folder.parent), config, Start(afresh=True))
-    run.close()

@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from make_fixtures import CASES, FOLDER, hashes, write_tokens
+from train_cases import config_from, run_from
 
 import megalite
 from megalite.checkpoint import offline
-from megalite.config import cli
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
-from megalite.train.setup import build_run
 from megalite.train.start.resume import Start, resume
 from megalite.train.step import train_step
 
@@ -37,12 +34,11 @@ def test_a_stored_checkpoint_loads_and_goes_on(folder: Path, tmp_path: Path, mon
     state = offline.open_checkpoint(folder).manifest.state
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path)
-    config = cli.parse(expected["flags"].split(), PRESETS)
-    run = build_run(config, Ranks(), torch.device("cpu"), dtype=getattr(torch, expected["dtype"]))
+    config = config_from(expected["flags"])
+    run = run_from(config, dtype=getattr(torch, expected["dtype"]))
     found = resume(run, str(folder), config, Start())
     assert found is not None and found[1] == []  # nothing to tell: data and options are those of then
     assert run.state.to_json() == state["progress"] and run.loss_scaler.to_json() == state["loss_scaler"]
     assert run.optimizer.updates == state["updates"] == 2
     losses = [train_step(run).loss for _ in expected["losses"]]
-    run.close()
     assert losses == pytest.approx(expected["losses"], rel=1e-11 if expected["dtype"] == "float64" else 2e-3)

@@ -31,9 +31,7 @@ from megalite.checkpoint.storage.location import CheckpointError, Url, parse
 from megalite.parallel.spec import Box, Piece
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
 KINDS = ["memory", "s3"]
-WHEN = ["at once", "in the background"].__getitem__
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +73,18 @@ pieces = functools.partial(filled, columns=1 << 12, count=2)
 def files(url: str) -> dict[str, int]:
     """Every object below, by its name there."""
     place = parse(url)
-    assert isinstance(place, Url)
     found = place.files.find(place.path, detail=True)
     return {name[len(place.path) + 1 :]: entry["size"] for name, entry in found.items()}
 
 
 def change(url: str, content: bytes | None) -> None:
     place = parse(url)
-    assert isinstance(place, Url)
     place.files.rm_file(place.path) if content is None else place.files.pipe_file(place.path, content)
 
 
 def loaded(url: str) -> float:
     """The value of the newest checkpoint, verified, and filled under other boxes than it was saved in."""
     found = loads.newest(url, ALONE)
-    assert found is not None
     targets = []
     for n in range(2):
         box = Box((1, 3), (3, 1 << 12))
@@ -386,8 +381,7 @@ def test_the_program_saves_to_a_store_and_goes_on_from_it(on_s3: str, tmp_path: 
     words = [*SMALL, "--save", on_s3, "--load", on_s3, "--save-interval", "2", "--keep-last", "1", "--nproc", "2"]
     for last in ("3", "5"):
         more = ["--lr-decay-style", "constant", "--train-iters", last]
-        done = programs.python("pretrain_gpt.py", *words, *more, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        done = programs.python("pretrain_gpt.py", *words, *more, cwd=tmp_path, ok=True)
     assert f"resumed from {on_s3}/iter_0000003 at step 3" in done.stdout
     assert storage.steps_in(on_s3) == [5]
     (folder,) = (tmp_path / "runs").iterdir()  # logs are appended to, so they stay here

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,20 @@ import programs
 import pytest
 import torch
 from token_files import byte_level_bpe
-from train_cases import SMALL, pretrain, train
+from train_cases import SMALL, config_from, pretrain, run_from, train
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config import cli
-from megalite.config.options import Config, ConfigError
+from megalite.config.options import Config
 from megalite.config.toml import to_toml
 from megalite.generate.generation import load_model
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train import step as step_module
-from megalite.train.setup import SetupError, build_run
+from megalite.train.setup import SetupError
 from megalite.train.start.origin import start_run
 from megalite.train.start.resume import open_saver, options_that_differ, save, with_checkpoint_args
 from megalite.train.state import Run
@@ -35,33 +34,20 @@ from megalite.train.tell.run_dir import Exit
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = Mesh.alone()
-CPU = torch.device("cpu")
 
 
 def parse(*flags: str, base: list[str] | None = None) -> Config:
-    return cli.parse([*(base or SMALL), "--train-iters", "6", *flags], PRESETS)
-
-
-OPEN: list[Run] = []  # by the test
+    return config_from([*(base or SMALL), "--train-iters", "6", *flags])
 
 
 def built(*flags: str) -> tuple[Run, Config]:
     config = parse(*flags)
-    OPEN.append(build_run(config, Ranks(), CPU))
-    return OPEN[-1], config
-
-
-@pytest.fixture(autouse=True)
-def runs_are_closed() -> Iterator[None]:
-    yield
-    while OPEN:
-        OPEN.pop().close()
+    return run_from(config), config
 
 
 def save_step(run: Run, config: Config, **how: bool) -> None:
     """A step, and its checkpoint."""
     saver = open_saver(run, config)
-    assert saver is not None
     train_step(run)
     save(run, saver, to_toml(config), **how)
     saver.close()
@@ -192,7 +178,7 @@ def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], w
 
 
 ROPE = "--position-embedding-type rope"
-YARN = "--position-embedding-type yarn"
+YARN, WINDOW = "--position-embedding-type yarn", "--window-size 4,0"
 
 
 @pytest.mark.parametrize(
@@ -213,6 +199,10 @@ YARN = "--position-embedding-type yarn"
         (YARN, f"{YARN} --mscale 0.5", "mscale: 1.0 here, 0.5 in"),
         (YARN, f"{YARN} --mscale-all-dim 1", "mscale_all_dim: 0.0 here, 1.0 in"),
         (ROPE, f"{ROPE} --no-position-embedding", None),
+        ("", WINDOW, "window_size: None here, (4, 0) in"),
+        ("", f"{WINDOW} --window-attn-skip-freq 2", "window_attn_skip_freq: None here, '2' in"),
+        ("--window-size 5,0", WINDOW, "window_size: (5, 0) here, (4, 0) in"),
+        (f"{WINDOW} --window-attn-skip-freq [1,0]*2", f"{WINDOW} --window-attn-skip-freq 2", None),
         ("", "--openai-gelu --no-bias-gelu-fusion", None),
         ("", "--embedding-init-method-std 2", None),
     ],
@@ -270,8 +260,7 @@ def test_use_checkpoint_args(saved: tuple[Path, dict], tmp_path: Path) -> None:
     config = parse("--load", str(folder), base=WITHOUT_MODEL)
     whole = with_checkpoint_args(config)
     assert whole.model == parse().model
-    run = build_run(whole, Ranks(), CPU)
-    OPEN.append(run)
+    run = run_from(whole)
     start_run(run, whole)
     assert same(weights(run), then[3])
     changed = with_checkpoint_args(parse("--load", str(folder), "--hidden-dropout", "0.3", base=WITHOUT_MODEL))
@@ -296,22 +285,6 @@ def test_use_checkpoint_args_tells_what_it_passes_over(saved: tuple[Path, dict],
         (folder / "manifest.json").write_text("{")
     with pytest.raises(SetupError, match="none in it can be read: .*manifest.json"):
         with_checkpoint_args(config)
-
-
-@pytest.mark.parametrize(
-    "flags,text",
-    [
-        ("--ckpt-step 3", "ckpt_step=3 has no effect; add --load"),
-        ("--finetune", "finetune=True has no effect; add --load"),
-        ("--keep-last 2", "keep_last=2 has no effect; add --save"),
-        ("--load x --finetune --no-load-optim", "no_load_optim has no effect with --finetune"),
-        ("--use-checkpoint-args", "use_checkpoint_args needs --load"),
-        ("--save x --save-interval 1 --save-retain-interval 0", "save_retain_interval=0 is too small"),
-    ],
-)
-def test_flags_without_effect_are_refused(flags: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        cli.read([*SMALL, "--train-iters", "6", *flags.split()], PRESETS)
 
 
 def test_flags_that_need_nothing_are_noted() -> None:

@@ -23,7 +23,6 @@ pieces = functools.partial(filled, rows=1, columns=1 << 12, count=1)
 
 def loaded(url: str, **kwargs: Any) -> tuple[str, float]:
     found = loads.newest(url, ALONE, **kwargs)
-    assert found is not None
     targets = pieces(0.0)
     loads.fill(*found, targets, ALONE, exact=True)
     assert len(set(targets[0].data.tolist())) == 1
@@ -147,8 +146,7 @@ def test_where_they_go_is_tried_at_the_start(tmp_path: Path) -> None:
 
 def run(folder: Path, last: int, *more: str) -> str:
     words = ["--save", str(folder), "--load", str(folder), "--save-interval", "2", "--train-iters", str(last), *more]
-    done = programs.python("pretrain_gpt.py", *SMALL, *words, "--lr-decay-style", "constant")
-    assert done.returncode == 0, done.stderr
+    done = programs.python("pretrain_gpt.py", *SMALL, *words, "--lr-decay-style", "constant", ok=True)
     return done.stdout
 
 

@@ -118,6 +118,30 @@ BAD: list[tuple[str, str]] = [
     ("--window-size 7,0 --window-attn-skip-freq [1,0]", "has 2 numbers for 4 layers; give one for each"),
     ("--window-size 7,0 --window-attn-skip-freq [2]*4", "is neither a number nor a list of 0 and 1"),
     ("--window-size 7,0 --window-attn-skip-freq exit()", "window_attn_skip_freq=exit() is neither"),
+    ("--timing-log-level 3", "timing_log_level=3 is above 2; use 0, 1 or 2"),
+    ("--empty-unused-memory-level 3", "empty_unused_memory_level=3 is above 2"),
+    ("--profile --profile-step-end 10", "profile_step_end=10 is not above profile_step_start=10; raise it"),
+    ("--exit-signal SIGKILL", "exit_signal='SIGKILL' is not one of SIGTERM, SIGINT, SIGUSR1, SIGUSR2, SIGHUP"),
+    ("--tensorboard-log-interval 0", "tensorboard_log_interval=0 is too small"),
+    ("--ckpt-step 3", "ckpt_step=3 has no effect; add --load"),
+    ("--finetune", "finetune=True has no effect; add --load"),
+    ("--keep-last 2", "keep_last=2 has no effect; add --save"),
+    ("--load x --finetune --no-load-optim", "no_load_optim has no effect with --finetune"),
+    ("--use-checkpoint-args", "use_checkpoint_args needs --load"),
+    ("--save x --save-interval 1 --save-retain-interval 0", "save_retain_interval=0 is too small"),
+    ("--spike-action rollback", "spike_action=rollback needs checkpoints of all of the run; add --save"),
+    ("--start-weight-decay 0.1", "has no effect on a constant one; add --weight-decay-incr-style linear"),
+    ("--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay"),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
+        "0.2; weight decay only grows",
+    ),
+    ("--decoupled-lr 1e-4 --min-lr 5e-4", "min_lr=0.0005 is above decoupled_lr=0.0001"),
+    ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", "decoupled_min_lr=0.001 is above decoupled_lr=0.0001"),
+    ("--lr-decay-iters 0", "lr_decay_iters=0 is too small"),
+    ("--iterations-to-skip 0 3", "iterations_to_skip=0,3: steps count from 1"),
+    ("--eval-iters -2", "eval_iters=-2 is negative"),
+    ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --load x", "exclude each other"),
     ("--batch-size 3", "use --micro-batch-size"),
     ("--preset llama3-8", "preset='llama3-8' is unknown; did you mean llama3-8b?"),
 ]
@@ -188,6 +212,10 @@ NO_EFFECT = {
     "--pp 2 --zero-bubble-max-pending-backward 3": [f"{PENDING} {NONE} without --split-backward"],
     "--pp 2 --enable-zero-bubble --zero-bubble-max-pending-backward 3": [],
     "--pp 2 --enable-zbh1-pipeline": [],
+    "--use-pytorch-profiler": [f"use_pytorch_profiler {NONE} without --profile"],
+    "--manual-gc-interval 5": [f"manual_gc_interval=5 {NONE} without --manual-gc"],
+    "--log-progress": [f"log_progress {NONE} without --save"],
+    "--log-memory-to-tensorboard": [f"log_memory_to_tensorboard {NONE} without --tensorboard-dir"],
     "--recompute-modules mlp": ["recompute_modules=mlp has no effect without --recompute-granularity selective"],
     "--recompute-activations --recompute-modules moe shared_experts mlp": [],  # of experts that a dense model has not
     # values that mean nothing out of the ordinary
@@ -271,11 +299,19 @@ def test_a_window_is_spelt_as_megatrons_or_as_two_words(spelt: str) -> None:
     assert notes == ["window_size=31,0 has no effect on sequences of 32 tokens"]
 
 
-@pytest.mark.parametrize("world,message", [(3, "world size 3"), (16, "use 16 or 32")])
-def test_what_depends_on_the_world_size(world: int, message: str) -> None:
-    config, _ = cli.read([*GOOD.split(), "--tensor-model-parallel-size", "2", "--global-batch-size", "20"], PRESETS)
+TP2 = "--tensor-model-parallel-size 2 --global-batch-size 20"
+OF_WORLD = [(TP2, 3, 4, "world size 3"), (TP2, 16, 4, "use 16 or 32")]
+OF_WORLD += [("--profile-ranks 0 5", 4, 8, "profile_ranks=5 is not among 4 ranks; give 0 to 3")]
+OF_WORLD += [
+    ("--eval-micro-batch-size 4 --eval-global-batch-size 8", 4, 2, "=8 is not a multiple of eval_micro_batch_size 4")
+]
+
+
+@pytest.mark.parametrize("flags,world,good,message", OF_WORLD)
+def test_what_depends_on_the_world_size(flags: str, world: int, good: int, message: str) -> None:
+    config, _ = cli.read([*GOOD.split(), *flags.split()], PRESETS)
     assert any(message in problem for problem in check(config, world))
-    assert check(config, 4) == []
+    assert check(config, good) == []
 
 
 def test_layers_of_precedence(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train_cases import config_from
 
-from megalite.config import cli, field
+from megalite.config import field
 from megalite.config.field import FREE, HOW, MODEL, TRAINING, base_type, facts_of
 from megalite.config.options import SECTIONS, Config, ConfigError, build, options, training_of
 from megalite.config.problem import Problem, Say
 from megalite.config.toml import parse_toml, to_toml
-from megalite.models.families import PRESETS
 from megalite.train.start import origin
 
 CONFIG = Path(field.__file__).parent
@@ -49,7 +49,7 @@ def test_a_restarted_command_is_the_same_training_unless_an_option_of_the_traini
     """Two starts of one --ckpt-step command: the first one's configuration has been through its checkpoint."""
     resume = facts_of(f).resume
     assert resume in (FREE, HOW, TRAINING, MODEL)
-    config, _ = cli.read(GOOD, PRESETS)
+    config = config_from(GOOD)
     for section in SECTIONS:
         more = {k: v for k, v in BESIDE.get(f.name, {}).items() if hasattr(getattr(config, section), k)}
         config = replace(config, **{section: replace(getattr(config, section), **more)})
@@ -62,17 +62,17 @@ def test_a_restarted_command_is_the_same_training_unless_an_option_of_the_traini
 
 
 def test_another_spelling_of_the_same_model_is_the_same_training() -> None:
-    short, _ = cli.read(GOOD, PRESETS)
+    short = config_from(GOOD)
     spelt = "--ffn-hidden-size 256 --kv-channels 16 --group-query-attention --num-query-groups 4"
-    long, _ = cli.read([*GOOD, *spelt.split()], PRESETS)
+    long = config_from([*GOOD, *spelt.split()])
     assert training_of(short) == training_of(long)
-    other, _ = cli.read([*GOOD, "--group-query-attention", "--num-query-groups", "2"], PRESETS)
+    other = config_from([*GOOD, "--group-query-attention", "--num-query-groups", "2"])
     assert training_of(short) != training_of(other)
 
 
 def test_micro_batches_are_how_where_the_batch_is_given() -> None:
-    one, _ = cli.read(GOOD, PRESETS)
-    two, _ = cli.read([*GOOD, "--micro-batch-size", "4"], PRESETS)
+    one = config_from(GOOD)
+    two = config_from([*GOOD, "--micro-batch-size", "4"])
     assert training_of(one) == training_of(two)
 
 
@@ -127,5 +127,5 @@ def test_a_problem_knows_its_options_and_survives_a_process() -> None:
 def test_a_list_per_layer_is_not_blamed_where_the_number_of_layers_is_unclear() -> None:
     flags = "--position-embedding-type rope --no-rope-freq [1,0]*2 --window-size 7,0 --window-attn-skip-freq [1,0]*2"
     with pytest.raises(ConfigError) as error:
-        cli.read([*GOOD, "--num-layers", "x", *flags.split()], PRESETS)
+        config_from([*GOOD, "--num-layers", "x", *flags.split()])
     assert error.value.problems == ["num_layers='x' is not an int; write it as one"]

@@ -81,7 +81,6 @@ class Packed(MockDataset):
 
 def test_pieces_of_a_packed_sample_are_documents_and_padding_does_not_count() -> None:
     micro = Batches(Packed(V, S, 1), 2, 0, 1, V, Borders(eod=0, documents=True)).at(0, 2)[0]
-    assert micro.loss_mask is not None and micro.first is not None
     assert micro.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [1] * S]  # labels: one ahead
     assert micro.first.tolist() == [[0, 0, 0, 3, 3, 5], [0] * S]
     assert micro.counted_tokens == 3 + S

@@ -88,7 +88,6 @@ def test_processes_that_start_at_once_build_once_and_the_others_say_for_whom_the
 
 def test_killed_builder_leaves_its_turn_and_its_file_is_swept(tmp_path: Path) -> None:
     killed = start(tmp_path, "hang")
-    assert killed.stdout is not None
     assert [killed.stdout.readline() for _ in range(2)] == ["building\n", "hangs\n"]
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=30)

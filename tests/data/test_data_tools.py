@@ -175,8 +175,7 @@ def test_merge_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 # ---- inspect_data.py
 def test_summary_counts_lengths_and_draws(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [[1] * n for n in (0, 1, 2, 3, 3, 7, 8, 100)], NULL)
-    got = run_tool("inspect_data.py", prefix, "--png", tmp_path / "a.png")
-    assert got.returncode == 0, got.stderr
+    got = run_tool("inspect_data.py", prefix, "--png", tmp_path / "a.png", ok=True)
     lines = got.stdout.splitlines()
     assert lines[0] == f"{prefix}: 8 documents, 124 tokens (uint16)"
     assert lines[1].startswith("made by NullTokenizer(501), vocabulary 501, end of document 500, fingerprint ")
@@ -297,8 +296,7 @@ def flags(tmp_path: Path, *more: str) -> list[str]:
 def test_prepare_cache_builds_all_that_the_run_reads_and_only_once(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     words = flags(tmp_path, "--data-cache-path", str(cache))
-    got = run_tool("prepare_cache.py", *words)
-    assert got.returncode == 0, got.stderr
+    got = run_tool("prepare_cache.py", *words, ok=True)
     built = {path.name: path.read_bytes() for path in cache.glob("*.npy")}
     assert f"{cache}: {len(built)} files built" in got.stdout and len(built) > 8
     assert got.stdout.count(".order.npy") == got.stdout.count(".starts.npy") == len(built) / 2
@@ -346,8 +344,7 @@ def test_prepared_epochs_are_those_that_are_read(
 
 def test_prepare_cache_counts_the_samples_that_an_evaluation_reads(tmp_path: Path) -> None:
     words = flags(tmp_path, "--data-cache-path", str(tmp_path / "cache"), "--eval-global-batch-size", "64")
-    got = run_tool("prepare_cache.py", *words)
-    assert got.returncode == 0, got.stderr
+    got = run_tool("prepare_cache.py", *words, ok=True)
     line = next(line for line in got.stdout.splitlines() if line.startswith("valid"))
     tokens = int(line.split(" documents, ")[1].split()[0])
     assert f", {64 // 2 * 16 / tokens:.2f} epochs," in line  # half of the samples, of 16 tokens
@@ -386,8 +383,7 @@ def test_trained_tokenizer_gives_back_every_text(tmp_path: Path, kind: str) -> N
     lines = (json.dumps({"text": f"word {i} and\nanother word, {i * i}\r\n"}) for i in range(400))
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     arguments = ["--input", tmp_path / "a.jsonl", "--vocab-size", 300, "--model-prefix", tmp_path / "new/m"]
-    got = run_tool("train_tokenizer.py", *arguments, "--tokenizer-type", kind, "--workers", 1)
-    assert got.returncode == 0, got.stderr
+    got = run_tool("train_tokenizer.py", *arguments, "--tokenizer-type", kind, "--workers", 1, ok=True)
     name = "m.model" if kind == "SentencePieceTokenizer" else "m/tokenizer.json"
     assert got.stdout == f"{tmp_path / 'new' / name}: 300 pieces\n"
     tokenizer = build_tokenizer(kind, str(tmp_path / "new" / ("m" if "json" in name else name)))

@@ -19,7 +19,6 @@ def write(prefix: Path, documents: int, first: int = 0) -> str:
 
 
 def tokens(dataset: Dataset | None, n: int = 200) -> set[int]:
-    assert dataset is not None
     return set(dataset.samples(np.arange(n)).reshape(-1).tolist())
 
 

@@ -35,7 +35,7 @@ def test_every_part_of_the_picture_is_there() -> None:
 def test_tool(tmp_path: Path) -> None:
     out = tmp_path / "a.png"
     command = [sys.executable, str(TOOL), "--lengths", "30", "4", "9", "12", "--split", "3,1,0", "--seq-length", "10"]
-    programs.run([*command, "--out", str(out)], check=True, timeout=60)
+    programs.run([*command, "--out", str(out)], ok=True, timeout=60)
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     got = programs.run([*command, "--split", "0,1"], capture_output=True, text=True, timeout=60)
     assert got.returncode == 2 and got.stderr.startswith("plot_samples.py: ") and "split" in got.stderr

@@ -1,7 +1,5 @@
 """A run that ends anywhere (kill -9, disk full, error) and is resumed makes the same bytes as one that was left alone."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

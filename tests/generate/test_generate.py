@@ -13,17 +13,16 @@ from hugging_face_cases import MODELS, S, V, collection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
+from train_cases import config_from
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.run import foreground
-from megalite.config import cli
 from megalite.generate.cache import KeyValueCache
 from megalite.generate.generation import chosen_logits, continue_texts, load_model
 from megalite.generate.sampling import Sampling, choose, distribution, uniform
 from megalite.interop.hugging_face.model_files import open_model, stop_ids
 from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention
-from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch, Stage
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.plan.arrangement import arrange, build_stages
@@ -159,7 +158,7 @@ def test_attention_to_a_cache_is_attention(sizes: tuple, repeat: int, window: in
 def stage_of_line(flags: str) -> Stage:
     line = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size 1 --lr 1
      --train-iters 1 --mock-data --vocab-size {V} --init-method-std 0.3"""
-    config, _ = cli.read([*line.split(), *flags.split()], PRESETS)
+    config = config_from(f"{line} {flags}")
     return build_stages(arrange(config, 1, V), Mesh.alone(), torch.float64)[0].eval()
 
 
@@ -186,7 +185,6 @@ def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> N
             new = tokens_SB[places, torch.arange(3)]
             with cache.used_by(stage):
                 x = stage.hidden(None, Batch(new, None, None, zero, 0, places))
-            assert stage.head is not None
             got.append(chosen_logits(stage.head, x, chosen))
         assert torch.equal(stage(None, Batch(tokens_SB, None, None, zero, 0)), want)  # nothing stays behind
     for i, logits_BV in enumerate(got):

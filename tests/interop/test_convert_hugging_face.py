@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_cases import GPT2, MODELS, SCALED, SHAPE, S, V, collection, make, with_tokenizer
+from hugging_face_cases import GPT2, MODELS, SCALED, SHAPE, S, V, collection, copied, make, with_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loads import whole_piece
@@ -232,13 +232,6 @@ def test_norms_stored_less_one_go_to_megatron_and_back(kind: str, one_plus: bool
     assert convert_checkpoint.saved_model(again).apply_layernorm_1p == one_plus
     for name in specs_of(model, 9):
         assert torch.equal(first.read(f"model/{name}"), again.read(f"model/{name}")), name
-
-
-def copied(folder: Path, target: Path) -> Path:
-    target.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (target / name).write_bytes((folder / name).read_bytes())
-    return target
 
 
 def test_the_tokenizer_goes_with_the_model_and_back(models, tmp_path: Path, capsys) -> None:

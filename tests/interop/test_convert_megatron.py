@@ -251,17 +251,10 @@ def test_enumerations_of_early_python_3_11_are_inert_and_getattr_reads_nothing(t
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V) == 0
     assert_holds(tmp_path / "ours", weights, V)
     (path,) = (tmp_path / "theirs").rglob("model_optim_rng.pt")
-    torch.save({"args": Reads()}, path)
+    torch.save({"args": Calls(getattr, argparse.Namespace(a=1), "a")}, path)  # of what the loader does allow
     capsys.readouterr()
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "others") == 3
     assert "names getattr, which is not on the list" in capsys.readouterr().err
-
-
-class Reads:
-    """An attribute of what the loader does allow."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (argparse.Namespace(a=1), "a")
 
 
 @pytest.mark.parametrize(
@@ -300,17 +293,18 @@ def test_what_is_written_is_what_megatron_writes(case: Case, tp: int, pp: int, i
         assert torch.equal(first.read(name), again.read(name)), name
 
 
-class Evil:
-    def __init__(self, canary: Path):
-        self.canary = canary
+class Calls:
+    """In a pickle: what whoever loads it would call."""
+
+    def __init__(self, *call: Any):
+        self.call = call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.canary}",)
+        return self.call[0], self.call[1:]
 
 
-class EvilState(dict):
-    def __reduce__(self) -> tuple[Any, ...]:
-        return eval, ("__import__('os').abort()",)
+def evil(canary: Path) -> Calls:
+    return Calls(os.system, f"touch {canary}")
 
 
 def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -326,10 +320,10 @@ def _file(folder: Path) -> Path:
 
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "command in args": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "x", Evil(c))), "names posix.system, which is not"),
-    "command in model": (lambda f, c: _edit(f, lambda d: d["model"].update({QKV: Evil(c)})), "names posix.system"),
-    "eval": (lambda f, c: _edit(f, lambda d: d.update(rng_state=EvilState())), r"names (\w+\.)?eval,"),
-    "plain pickle": (lambda f, c: _file(f).write_bytes(pickle.dumps(Evil(c))), "refused|cannot be read"),
+    "command in args": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "x", evil(c))), "names posix.system, which is not"),
+    "command in model": (lambda f, c: _edit(f, lambda d: d["model"].update({QKV: evil(c)})), "names posix.system"),
+    "eval": (lambda f, c: _edit(f, lambda d: d.update(rng_state=Calls(eval, "__import__('os').abort()"))), r"names (\w+\.)?eval,"),
+    "plain pickle": (lambda f, c: _file(f).write_bytes(pickle.dumps(evil(c))), "refused|cannot be read"),
     "truncated": (lambda f, c: os.truncate(_file(f), _file(f).stat().st_size // 2), "cannot be read"),
     "list": (lambda f, c: torch.save([1], _file(f)), "holds a list"),
     "no args": (lambda f, c: _edit(f, lambda d: d.pop("args")), "has no args"),

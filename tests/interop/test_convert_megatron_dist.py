@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.filesystem as dcp_files
 import torch.distributed.checkpoint.metadata as dcp_meta
-from test_convert_megatron import Case, Evil, L, V, assert_holds, old_member, refused, stage, tool, whole
+from test_convert_megatron import Calls, Case, L, V, assert_holds, evil, old_member, refused, stage, tool, whole
 from torch import Tensor
 
 GPT = Case()
@@ -93,14 +93,6 @@ def test_enumerations_of_early_python_3_11_are_read(tmp_path: Path, monkeypatch:
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V, "--check") == 0
 
 
-class Sneaky:
-    def __init__(self, canary: Path):
-        self.canary = canary
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.canary,)
-
-
 def _metadata(folder: Path, change: Callable[[Any], object]) -> None:
     data = pickle.loads((folder / ".metadata").read_bytes())
     change(data)
@@ -115,11 +107,11 @@ def _places(data: Any, **values: Any) -> None:
 
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "command": (lambda f, c: (f / ".metadata").write_bytes(pickle.dumps(Evil(c))), "names posix.system, which is not"),
-    "inside": (lambda f, c: _metadata(f, lambda d: setattr(d, "planner_data", Evil(c))), "names posix.system"),
-    "method": (lambda f, c: _metadata(f, lambda d: setattr(d, "planner_data", Sneaky(c))), r"names \w+.getattr|names pathlib"),
-    "in common": (lambda f, c: torch.save({"args": Evil(c)}, f / "common.pt"), "names posix.system"),
-    "in a chunk": (lambda f, c: (torch.save(Evil(c), f / "__0_0.distcp"),
+    "command": (lambda f, c: (f / ".metadata").write_bytes(pickle.dumps(evil(c))), "names posix.system, which is not"),
+    "inside": (lambda f, c: _metadata(f, lambda d: setattr(d, "planner_data", evil(c))), "names posix.system"),
+    "method": (lambda f, c: _metadata(f, lambda d: setattr(d, "planner_data", Calls(Path.touch, c))), r"names \w+.getattr|names pathlib"),
+    "in common": (lambda f, c: torch.save({"args": evil(c)}, f / "common.pt"), "names posix.system"),
+    "in a chunk": (lambda f, c: (torch.save(evil(c), f / "__0_0.distcp"),
                                  _metadata(f, lambda d: _places(d, offset=0, length=(f / "__0_0.distcp").stat().st_size))),
                    "cannot be read .UnpicklingError"),
     "truncated": (lambda f, c: os.truncate(f / ".metadata", 100), "refused: pickle data was truncated"),

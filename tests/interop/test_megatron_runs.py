@@ -6,28 +6,24 @@ from pathlib import Path
 import programs
 import pytest
 import test_convert_megatron_dist as dist_format
-import torch
 from cover import rarely
 from make_fixtures import FOLDER
 from ranks import run_ranks
 from test_convert_megatron import Case, V, tool, write
+from train_cases import config_from, run_from
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.offline import open_checkpoint
 from megalite.checkpoint.storage.location import is_megatron
 from megalite.checkpoint.storage.protocol import steps_in
-from megalite.config import cli
 from megalite.config.options import Config
 from megalite.interop.megatron.rank_files import find
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
-from megalite.train.setup import SetupError, build_run
+from megalite.train.setup import SetupError
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.origin import start_run
 from megalite.train.start.resume import saved_config
 from megalite.train.step import train_step
 
-CPU = torch.device("cpu")
 BASE = (
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --device cpu "
     "--hidden-dropout 0 --attention-dropout 0 --use-checkpoint-args --finetune"
@@ -39,18 +35,15 @@ GUARDS = ("megalite/interop",)
 
 
 def parse(folder: Path | str, *flags: str) -> Config:
-    return foreign.with_source(cli.parse([*BASE.split(), "--load", str(folder), *flags], PRESETS))
+    return foreign.with_source(config_from([*BASE.split(), "--load", str(folder), *flags]))
 
 
 def first_loss(folder: str, flags: str) -> tuple[float, list[str]]:
     """(loss of the first step of a run that begins with `folder`, the notes of its start) on this rank."""
-    import torch.distributed as dist
 
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
-    run = build_run(config := parse(folder, *flags.split()), ranks, CPU)
+    run = run_from(config := parse(folder, *flags.split()))
     _, notes = foreign.start(run, config) or start_run(run, config)
     loss = train_step(run).loss
-    run.close()
     return loss, notes
 
 
@@ -152,8 +145,7 @@ def test_the_vocabulary_survives_the_way_there_and_back(tokenizer: list[str], tm
     flags += f" --train-iters 1 --lr 1 --mock-data --eval-iters 0 --device cpu --log-interval 1 --save {tmp_path}/run"
     size = [] if "ByteTokenizer" in tokenizer else ["--vocab-size", "101"]
     true = {0: 101, 2: 101 if size else 257}[len(tokenizer)]
-    done = programs.python("pretrain_gpt.py", *flags.split(), *size, *tokenizer)
-    assert done.returncode == 0, done.stderr
+    programs.python("pretrain_gpt.py", *flags.split(), *size, *tokenizer, ok=True)
     tp = ["--target-tensor-parallel-size", "2"]
     assert tool("--load", tmp_path / "run", "--to-megatron", tmp_path / "there", *tp, "--check") == 0
     assert tool("--from-megatron", tmp_path / "there", "--save", tmp_path / "again", "--check") == 0
@@ -162,9 +154,8 @@ def test_the_vocabulary_survives_the_way_there_and_back(tokenizer: list[str], tm
     assert again.shape("model/embedding.word") == (true, 16)
     data = parse(tmp_path / "there", "--train-iters", "1").data
     assert data.tokenizer_type == (tokenizer[1] if tokenizer else None)
-    run = build_run(parse(tmp_path / "there"), Ranks(), CPU)
+    run = run_from(parse(tmp_path / "there"))
     assert run.vocab_size == true
-    run.close()
 
 
 def test_a_stray_file_of_theirs_does_not_hide_a_checkpoint_of_ours(tmp_path: Path) -> None:

@@ -16,18 +16,17 @@ import torch
 from hugging_face_cases import with_tokenizer
 from make_fixtures import CASES, FOLDER, write_tokens
 from safetensors import safe_open
+from test_convert_megatron import Calls
 from test_convert_mutations import hub
+from train_cases import config_from, run_from
 
 import megalite
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.config import cli
 from megalite.data.errors import DataError
 from megalite.generate import generation as generate
 from megalite.interop.hugging_face.model_files import INDEX
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
-from megalite.train.setup import SetupError, build_run
+from megalite.train.setup import SetupError
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.origin import start_run
 from tools import checkpoint
@@ -57,14 +56,6 @@ def ran() -> Iterator[list[str]]:
     watching = None
 
 
-class Evil:
-    def __init__(self, canary: Path):
-        self.canary = canary
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.canary),)
-
-
 def refused(do: Callable[[], Any]) -> str:
     """What a refusal says; empty where there is none."""
     try:
@@ -75,18 +66,18 @@ def refused(do: Callable[[], Any]) -> str:
 
 
 def test_the_hook_sees_a_pickle(ran: list[str], tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Evil(tmp_path / "canary")))
+    pickle.loads(pickle.dumps(Calls(os.mkdir, str(tmp_path / "canary"))))
     assert (tmp_path / "canary").is_dir() and "pickle.find_class" in ran[0]
 
 
 @pytest.mark.parametrize("protocol", [0, 4])
 def test_in_every_file_of_a_run(protocol: int, tmp_path: Path, ran: list[str], capsys, monkeypatch) -> None:
     case, canary, run_folder = CASES["fp64"], tmp_path / "canary", tmp_path / "run"
-    evil = pickle.dumps(Evil(canary), protocol)
+    evil = pickle.dumps(Calls(os.mkdir, str(canary)), protocol)
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path)
-    config = cli.parse([*case["flags"].split(), "--load", str(run_folder)], PRESETS)
-    run = build_run(config, Ranks(), torch.device("cpu"), dtype=torch.float64)
+    config = config_from([*case["flags"].split(), "--load", str(run_folder)])
+    run = run_from(config, dtype=torch.float64)
     names = sorted(path.name for path in STORED.iterdir())
     assert len(names) == 6
     for name in names:
@@ -101,7 +92,6 @@ def test_in_every_file_of_a_run(protocol: int, tmp_path: Path, ran: list[str], c
             assert convert.main(["--load", str(run_folder), target, str(tmp_path / "out")]) == 3
             assert shown in "".join(capsys.readouterr())
         shutil.rmtree(run_folder)
-    run.close()
     assert run.state.step == 0 and ran == [] and not canary.exists()
     left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
     assert left == ["tokens.bin", "tokens.idx"]  # nothing is written of what is refused
@@ -119,7 +109,7 @@ def test_in_what_lies_beside_the_checkpoints(tmp_path: Path) -> None:
         return done.returncode, done.stdout + done.stderr
 
     assert program(2)[0] == 0
-    evil = pickle.dumps(Evil(tmp_path / "canary"), 4)
+    evil = pickle.dumps(Calls(os.mkdir, str(tmp_path / "canary")), 4)
     beside = [path for path in folder.rglob("*") if path.is_file() and "iter_" not in str(path)]
     assert len(beside) >= 5
     for path in [*beside, *(folder / name for name in ("iter_0000002/evil.pt", "iter_0000002/KEEP", ".metadata"))]:
@@ -142,7 +132,7 @@ def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys
     with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
         index = {"weight_map": dict.fromkeys(file.keys(), "model.safetensors")}
     (tmp_path / "model" / INDEX).write_text(json.dumps(index))
-    evil = pickle.dumps(Evil(tmp_path / "canary"), 4)
+    evil = pickle.dumps(Calls(os.mkdir, str(tmp_path / "canary")), 4)
     flags = "--micro-batch-size 2 --global-batch-size 2 --train-iters 2 --lr 1 --mock-data".split()
     names = sorted(path.name for path in (tmp_path / "model").iterdir())
     assert len(names) == 7
@@ -152,7 +142,7 @@ def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys
         (folder / name).write_bytes(evil)
         weights = name in ("config.json", "model.safetensors", INDEX)
         words = [*flags, "--use-checkpoint-args", "--load", str(folder)]
-        begin = lambda: foreign.with_source(cli.parse(words, PRESETS))  # noqa: B023, E731
+        begin = lambda: foreign.with_source(config_from(words))  # noqa: B023, E731
         text = refused(lambda: generate.load_model(folder, Mesh.alone()))  # noqa: B023
         code = convert.main(["--from-hf", str(folder), "--save", str(tmp_path / "out")])
         said = "".join(capsys.readouterr())

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
@@ -146,16 +147,12 @@ def recorded(run: Callable[[], Any], capability: int = 90) -> list[Launch]:
 
         return launch
 
-    before, kind = dispatch.Kernel.__getitem__, dispatch.runs_triton
-    generation = flash_attention.generation
-    flash_attention.generation = lambda device: capability // 10
-    dispatch.Kernel.__getitem__ = lambda self, grid: note(self.compiled(), grid)  # type: ignore
-    dispatch.runs_triton = lambda device_type: True  # type: ignore[assignment]
-    try:
+    with (
+        mock.patch.object(flash_attention, "generation", lambda device: capability // 10),
+        mock.patch.object(dispatch.Kernel, "__getitem__", lambda self, grid: note(self.compiled(), grid)),
+        mock.patch.object(dispatch, "runs_triton", lambda device_type: True),
+    ):
         run()
-    finally:
-        dispatch.Kernel.__getitem__, dispatch.runs_triton = before, kind  # type: ignore[method-assign]
-        flash_attention.generation = generation
     return list(made.values())
 
 

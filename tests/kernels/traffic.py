@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -92,13 +93,9 @@ def watched(launches: list[_Launch]) -> Iterator[None]:
         launches[-1].stores.append(noted(pointers, mask))
         return store(self, pointers, value, mask, *more)
 
-    dispatch.Kernel.__getitem__ = launch  # type: ignore[method-assign]
-    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = loads, stores
-    try:
+    masked = {"create_masked_load": loads, "create_masked_store": stores}
+    with mock.patch.object(dispatch.Kernel, "__getitem__", launch), mock.patch.multiple(InterpreterBuilder, **masked):
         yield
-    finally:
-        dispatch.Kernel.__getitem__ = plain  # type: ignore[method-assign]
-        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
 
 
 def observe(run: Callable[[], Any]) -> list[list[Traffic]]:

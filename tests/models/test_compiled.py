@@ -12,22 +12,19 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
-from train_cases import BORDERS
+from train_cases import BORDERS, config_from, run_from
 
-from megalite.config import cli
 from megalite.config.options import Config
 from megalite.kernels import dispatch
 from megalite.models.compiled import CompileError, check_compile
-from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch
 from megalite.nn.later import Later
 from megalite.parallel.launch import Ranks
 from megalite.plan.arrangement import arrange
 from megalite.train.life.opening import warm_up
 from megalite.train.life.preflight import check_machine
-from megalite.train.setup import SetupError, build_run
+from megalite.train.setup import SetupError
 from megalite.train.state import Run
 from megalite.train.step import train_step
 
@@ -61,17 +58,15 @@ class Counting:
 
 
 def build(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager") -> tuple[Run, Config]:
-    config = cli.parse(f"{COMMON} {flags}".split(), PRESETS)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
+    config = config_from(f"{COMMON} {flags}")
     torch.compiler.reset()  # what another test compiled
-    return build_run(config, ranks, torch.device("cpu"), dtype=dtype, compile_backend=backend), config
+    return run_from(config, dtype=dtype, compile_backend=backend), config
 
 
 def trained(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager") -> list[float]:
     """Loss and gradient norm of each step."""
     run, _ = build(flags, dtype, backend)
     results = [train_step(run) for _ in range(STEPS)]
-    run.close()
     return [x for r in results for x in (r.loss, r.grad_norm)]
 
 
@@ -89,7 +84,6 @@ def test_compiled_functions_train_as_eager_ones_and_are_few(flags: str) -> None:
     graphs = count.graphs
     assert 3 <= graphs <= 7
     got = [x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)]
-    run.close()
     assert count.graphs == graphs
     without = Counting()
     assert got == pytest.approx(trained(flags, backend=without), rel=1e-12, abs=0) and without.graphs == 0
@@ -115,7 +109,6 @@ def _warmed(flags: str) -> list[float]:
         main.mul_(1.01)
     run.optimizer.after_load()
     results = [train_step(run) for _ in range(STEPS)]
-    run.close()
     return [x for r in results for x in (r.loss, r.grad_norm)]
 
 
@@ -142,7 +135,6 @@ def _waiting(flags: str) -> tuple[list[float], list[int], list[int]]:
     graphs = count.graphs
     with mock.patch.object(Later, "run", counted):
         results = [train_step(run) for _ in range(STEPS)]
-    run.close()
     return [x for r in results for x in (r.loss, r.grad_norm)], [graphs, count.graphs], waited
 
 
@@ -196,7 +188,6 @@ def _gathers_left() -> int:
     ids_SB = torch.zeros(16, 2, dtype=torch.int64)
     run.pipeline.stages[0](None, Batch(ids_SB, ids_SB, None, torch.arange(2), step=1))
     left = len(run.buffer.param_gather._gathering) + len(run.buffer.param_gather._to_gather)
-    run.close()
     return left
 
 
@@ -220,7 +211,6 @@ def saved_bytes(flags: str, dtype: torch.dtype) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         stage(None, batch)
-    run.close()
     return sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in weights)
 
 
@@ -247,7 +237,7 @@ def test_inductor_trains_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     check_compile("cpu")
-    config = cli.parse(f"{COMMON} {GPT} --compile".split(), PRESETS)
+    config = config_from(f"{COMMON} {GPT} --compile")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(SetupError, match=r"^compile=True needs a C\+\+ compiler and there is no g\+\+.*; install one"):
@@ -279,7 +269,7 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
         with pytest.raises(CompileError, match=text):
             check_compile("cpu")
     monkeypatch.delenv("CXX")
-    check_machine(arrange(cli.parse(f"{COMMON} {GPT}".split(), PRESETS), 1, 93), "cpu", Ranks(0, 1))  # not asked for
+    check_machine(arrange(config_from(f"{COMMON} {GPT}"), 1, 93), "cpu", Ranks(0, 1))  # not asked for
     dispatch.choose("triton", "auto")
     try:
         with pytest.raises(CompileError, match="^compile=True .*, but kernels=triton; use auto or torch$"):

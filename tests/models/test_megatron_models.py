@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 import pytest
+from train_cases import config_from
 
-from megalite.config import cli
 from megalite.config.options import padded_vocab_size
-from megalite.models.families import PRESETS
 from megalite.models.specs import specs_of
 
 D, H, L, S, V = 48, 6, 3, 20, 100
@@ -69,7 +68,7 @@ LINES: dict[str, There] = {
 
 @pytest.mark.parametrize("flags", LINES)
 def test_the_tensors_are_as_large_as_megatrons(flags: str) -> None:
-    config, _ = cli.read([*LINE.split(), *flags.split()], PRESETS)
+    config = config_from(f"{LINE} {flags}")
     model, want = config.model, LINES[flags].counts()
     rows = padded_vocab_size(V, model.make_vocab_size_divisible_by, 1)
     found = dict.fromkeys(want, 0)
@@ -85,7 +84,7 @@ def test_the_tensors_are_as_large_as_megatrons(flags: str) -> None:
 
 def test_embeddings_begin_with_a_deviation_of_their_own() -> None:
     def deviations(flags: str) -> dict[str, object]:
-        config, _ = cli.read([*LINE.split(), *flags.split()], PRESETS)
+        config = config_from(f"{LINE} {flags}")
         return {name: spec.init for name, spec in specs_of(config.model, 128).items()}
 
     plain = deviations("--untie-embeddings-and-output-weights --init-method-std 0.5")

@@ -27,23 +27,26 @@ def port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.fixture
+def store() -> HashStore:
+    made = HashStore()
+    made.set_timeout(LONG)
+    return made
+
+
 def together(world: int, store: Any) -> list[str]:
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(lambda rank: name_meeting(store, rank, world, LONG), range(world)))
 
 
-def test_meetings_in_one_store_have_different_names() -> None:
+def test_meetings_in_one_store_have_different_names(store: HashStore) -> None:
     """Whatever attempt of a torchrun each rank is in, and whatever died ranks have left there."""
-    store = HashStore()
-    store.set_timeout(LONG)
     store.set("hello 1", "somebody who died")
     names = [together(world, store) for world in (4, 2, 3)]
     assert [len(set(name)) for name in names] == [1, 1, 1] and len({name[0] for name in names}) == 3
 
 
-def test_a_rank_of_the_last_attempt_is_not_taken_for_one_of_this() -> None:
-    store = HashStore()
-    store.set_timeout(LONG)
+def test_a_rank_of_the_last_attempt_is_not_taken_for_one_of_this(store: HashStore) -> None:
     store.set("hello 1", "somebody who died")
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(name_meeting, store, 0, 2, LONG)
@@ -52,10 +55,8 @@ def test_a_rank_of_the_last_attempt_is_not_taken_for_one_of_this() -> None:
         assert name_meeting(store, 1, 2, LONG) == first.result(30)
 
 
-def test_a_rank_that_was_here_in_the_last_meeting_has_to_come_again() -> None:
+def test_a_rank_that_was_here_in_the_last_meeting_has_to_come_again(store: HashStore) -> None:
     """Rank 0 is started again before the others are: all that they said in the last meeting is still there."""
-    store = HashStore()
-    store.set_timeout(LONG)
     [last, _] = together(2, store)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(name_meeting, store, 0, 2, LONG)
@@ -64,9 +65,7 @@ def test_a_rank_that_was_here_in_the_last_meeting_has_to_come_again() -> None:
         assert name_meeting(store, 1, 2, LONG) == first.result(30) != last
 
 
-def test_who_is_missing_is_told() -> None:
-    store = HashStore()
-    store.set_timeout(LONG)
+def test_who_is_missing_is_told(store: HashStore) -> None:
     other = threading.Thread(target=name_meeting, args=(store, 2, 4, LONG))
     other.start()
     with pytest.raises(MeetingError) as error:
@@ -78,9 +77,8 @@ def test_who_is_missing_is_told() -> None:
 def why(rank: int, host: str, port: int, env: dict[str, str] | None = None, nodes: int = 1) -> str:
     with pytest.raises(MeetingError) as error:
         meet(rank, 2, f"tcp://{host}:{port}", env or {}, SHORT, nodes=nodes, gloo=False)
-    assert f"rank {rank} of 2 on {socket.gethostname()} could not meet the others at {host}:{port} within 1 s" in str(
-        error.value
-    )
+    said = f"rank {rank} of 2 on {socket.gethostname()} could not meet the others at {host}:{port} within 1 s"
+    assert said in str(error.value)
     return str(error.value)
 
 
@@ -108,10 +106,7 @@ def test_a_server_that_is_another_program_s_is_named(port: int) -> None:
 
 
 def test_an_address_that_means_this_machine_is_named(port: int) -> None:
-    assert (
-        "localhost is " in (said := why(1, "localhost", port, nodes=2))
-        and "on this machine, which means itself" in said
-    )
+    assert re.search("localhost is .*on this machine, which means itself", why(1, "localhost", port, nodes=2))
 
 
 @pytest.fixture

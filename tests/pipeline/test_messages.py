@@ -3,16 +3,11 @@
 import weakref
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
+from train_cases import run_from
 
-from megalite.config import cli
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
 from megalite.pipeline.schedule import Action, Op
-from megalite.train.setup import build_run
 from megalite.train.step import train_step
 
 LAYERS = 3  # of each stage
@@ -24,8 +19,7 @@ FLAGS = f"""--num-layers {2 * LAYERS} --hidden-size 16 --num-attention-heads 2 -
 def _held() -> list[tuple[int, bool]]:
     """Of each backward on the first stage: layers whose inputs have got their gradient, from the last, and whether the
     received gradient still takes memory of its own then."""
-    config = cli.parse(FLAGS.split(), PRESETS)
-    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), torch.device("cpu"))
+    run = run_from(FLAGS)
     wait, received, seen = run.pipeline._wait, [lambda: None], list[tuple[int, bool]]()
 
     def waits(message: Any, *name: Any) -> Tensor:
@@ -46,7 +40,6 @@ def _held() -> list[tuple[int, bool]]:
         for number, block in enumerate(run.pipeline.stages[0].blocks):  # type: ignore[arg-type]
             block.register_forward_pre_hook(lambda _, given, number=number: watched(number, given[0]))
     train_step(run)
-    run.close()
     return seen
 
 

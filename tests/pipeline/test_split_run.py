@@ -9,14 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from train_cases import run_from
 
-from megalite.config import cli
-from megalite.models.families import PRESETS
 from megalite.nn.later import Later
-from megalite.parallel.launch import Ranks
 from megalite.pipeline.runtime import MESSAGES, Pipeline
 from megalite.pipeline.schedule import Split, plan
-from megalite.train.setup import build_run
 from megalite.train.step import train_step
 
 PP, M, PART_S = 3, 6, 0.06
@@ -38,8 +35,7 @@ def _lasting(call: Callable[..., Any], parts: int) -> Callable[..., Any]:
 
 def _timed(flags: str) -> tuple[list[str], float, float]:
     """Of the best of two steps on this rank: its actions, seconds, and seconds of them that it waited for others."""
-    config = cli.parse(f"{FLAGS} {flags}".split(), PRESETS)
-    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), torch.device("cpu"))
+    run = run_from(f"{FLAGS} {flags}")
     parts = 1 if run.pipeline.split else 2
     run.pipeline.split = Split() if run.pipeline.split else None  # the parts that are to be filled take equally long
     steps = []
@@ -57,7 +53,6 @@ def _timed(flags: str) -> tuple[list[str], float, float]:
             waited = run.mesh.clock.read()[MESSAGES]
             timeline = run.pipeline.timeline
             steps.append((max(timed.end_s for timed in timeline), waited, [timed.action for timed in timeline]))
-    run.close()
     took, waited, actions = min(steps[1:])
     return actions, took, waited
 

@@ -10,18 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from train_cases import config_from, run_from
 
-from megalite.config import cli
-from megalite.models.families import PRESETS
 from megalite.models.gpt import Stage
 from megalite.nn import mlp
-from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Axis
 from megalite.pipeline import runtime
 from megalite.plan.arrangement import Arrangement, arrange
 from megalite.plan.memory import memory
 from megalite.train.rehearsal import Issued, issued, rehearse
-from megalite.train.setup import SetupError, build_run
+from megalite.train.setup import SetupError
 from megalite.train.sources import Sources, open_sources
 from megalite.train.step import train_step
 
@@ -36,7 +34,7 @@ Real = tuple[Counter[Issued], dict[str, int]]
 
 
 def arranged(flags: str, world: int) -> tuple[Arrangement, Sources]:
-    config, _ = cli.read(f"{MODEL} {flags}".split(), PRESETS)
+    config = config_from(f"{MODEL} {flags}")
     sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
     return arrange(config, world, sources.vocab_size), sources
 
@@ -49,15 +47,13 @@ def bytes_of(*tensors: torch.Tensor) -> int:
 def _real(flags: str) -> Real:
     """Of a second step, of the final batch size, with all that the first one left to be gathered."""
     plan, sources = arranged(flags, dist.get_world_size())
-    ranks = Ranks(dist.get_rank(), plan.world)
-    run = build_run(plan.config, ranks, torch.device("cpu"), sources=sources, arrangement=plan)
+    run = run_from(plan.config, sources=sources, arrangement=plan)
     run.state.consumed_samples = run.batch_sizes.steps[-1][0]
     train_step(run)
     run.buffer.wait_gather()
     with issued(run.mesh) as calls:
         train_step(run)
         run.buffer.wait_gather()
-    run.close()
     flats = [x for flats in run.optimizer.state for x in flats.values()] + run.optimizer.main
     weights, gradients = (
         [*storage.flats, *map(storage.held, storage.layout.buckets)]
@@ -171,7 +167,7 @@ def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
     """Of Llama 3 8B, first and last stage: buffers and messages included, within 0.2 % when this was written; where
     weights come and go within 0.7 %, and by the chunk 2.5 %."""
     flags = f"{LIKE_8B} {flags}" if ZERO not in flags else f"{LIKE_8B.replace('size 5', 'size 20')} {flags}"
-    config, _ = cli.read(flags.split(), PRESETS)
+    config = config_from(flags)
     sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
     plan = arrange(config, world, sources.vocab_size)
     for rank in {0, world - 1}:

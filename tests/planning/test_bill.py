@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from formulas import head_flops, layer_parts, layer_saved, layer_waiting
+from train_cases import config_from
 
-from megalite.config import cli
 from megalite.config.options import ModelConfig
-from megalite.models.families import PRESETS
 from megalite.plan.kinds import Setting, embedding_bill, head_bill, kinds_of, layers_bill
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +32,7 @@ BASE = """--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 
 
 
 def model_of(flags: str) -> ModelConfig:
-    return cli.parse(f"{BASE} {flags}".split(), PRESETS).model
+    return config_from(f"{BASE} {flags}").model
 
 
 def setting(tp: int, split: bool = False, again: tuple[str, ...] = ()) -> Setting:

@@ -23,8 +23,7 @@ FLAGS = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-len
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "mine"
-    done = programs.python("pretrain_gpt.py", *FLAGS.split(), "--run-dir", str(folder), timeout=120)
-    assert done.returncode == 0, done.stderr
+    programs.python("pretrain_gpt.py", *FLAGS.split(), "--run-dir", str(folder), timeout=120, ok=True)
     return folder
 
 

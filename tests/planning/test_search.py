@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from train_cases import config_from
 
-from megalite.config import cli
 from megalite.config.check import check
-from megalite.models.families import PRESETS
 from megalite.plan.cluster import Link
 from megalite.plan.cost import Costs
 from megalite.plan.profile import default_profile
@@ -163,7 +162,7 @@ def test_more_is_shared_out_where_it_is_faster_and_what_is_given_stands() -> Non
     assert faster.layout == Layout(zero=2) and {plan.layout.zero for plan in stage_1.plans} == {1}
     assert faster.time.seconds < stage_1.choices()[0].best.time.seconds
     words = show.command_words(asked, faster.layout, 5)
-    assert words[words.index("--zero-stage") + 1] == "2" and layout_of(cli.read(words, PRESETS)[0]) == faster.layout
+    assert words[words.index("--zero-stage") + 1] == "2" and layout_of(config_from(words)) == faster.layout
     fixed = request("--preset llama3-8b --global-batch-size 64 --use-megatron-fsdp", 8, device="a100")
     assert {plan.layout.zero for plan in search(fixed, wanted=2).plans} == {3}
 
@@ -191,7 +190,7 @@ def test_the_command_is_the_layout_that_was_planned(flags: str, devices: int) ->
     layouts = every(asked)
     for layout in layouts[:: max(1, len(layouts) // 25)]:
         words = show.command_words(asked, layout, 77)
-        config, _ = cli.read(words, PRESETS)
+        config = config_from(words)
         assert not check(config, devices)
         assert config.train.train_iters == 77 and layout_of(config) == layout
         assert replace(config, train=replace(config.train, train_iters=1000)) == applied(layout, asked.config)
@@ -205,15 +204,15 @@ def test_what_the_command_line_fixes_is_not_searched() -> None:
     given = request(f"{SMALL} --tp 2 --pp 2 --micro-batch-size 4", 8)
     assert given.is_layout and [plan.layout for plan in search(given).plans] == [Layout(2, 2, 1, 4)]
     words = show.command_words(given, layout_of(given.config), 5)
-    assert layout_of(cli.read(words, PRESETS)[0]) == Layout(2, 2, 1, 4)
+    assert layout_of(config_from(words)) == Layout(2, 2, 1, 4)
 
 
 def test_flags_of_options_are_read_as_these_options() -> None:
     usual = "--lr 1 --train-iters 1 --micro-batch-size 1 --mock-data".split()
     for preset in ("gpt2", "llama3-8b", "qwen3-8b"):
-        config, _ = cli.read(["--preset", preset, *usual], PRESETS)
+        config = config_from(["--preset", preset, *usual])
         names = {name for section in ("model", "data") for name in getattr(config, section).__dataclass_fields__}
-        again, _ = cli.read([*as_flags(config, names - {"mock_data"}), *usual], PRESETS)
+        again = config_from([*as_flags(config, names - {"mock_data"}), *usual])
         assert again.model == config.model and again.data == config.data
     assert {*LAYOUT, *HOW} <= {name for part in (config.parallel, config.train) for name in part.__dataclass_fields__}
 

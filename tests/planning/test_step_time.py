@@ -4,9 +4,8 @@ import dataclasses
 from typing import Any
 
 import pytest
+from train_cases import config_from
 
-from megalite.config import cli
-from megalite.models.families import PRESETS
 from megalite.pipeline.schedule import plan
 from megalite.pipeline.simulate import simulate
 from megalite.plan.arrangement import Arrangement, arrange
@@ -25,7 +24,7 @@ PP2, PP4 = ("--pp 2 --decoder-first-pipeline-num-layers 4", "--pp 4 --decoder-fi
 
 
 def made(flags: str, world: int) -> Arrangement:
-    return arrange(cli.parse(f"{SHAPE} {flags}".split(), PRESETS), world, 1024)
+    return arrange(config_from(f"{SHAPE} {flags}"), world, 1024)
 
 
 def fast(world: int, **links: Link) -> Cluster:

@@ -10,12 +10,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from train_cases import SMALL, pretrain
+from train_cases import SMALL, config_from, pretrain
 
 import pretrain_gpt
-from megalite.config import cli
 from megalite.config.check import check
-from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.pipeline.schedule import in_flight, plan
 from megalite.pipeline.simulate import simulate
@@ -55,7 +53,7 @@ def counted() -> Iterator[Counter[str]]:
 def test_a_start_checks_and_arranges_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
     monkeypatch.setattr("megalite.train.life.run.keep_freed_memory", lambda: None)  # for the whole process
     words = [*SMALL, "--train-iters", "2", "--eval-iters", "1", "--run-dir", str(tmp_path), *flags.split()]
-    config = cli.parse(words, PRESETS)
+    config = config_from(words)
     with counted() as calls:
         assert pretrain(config, Ranks()) == Exit.DONE
     assert calls == dict.fromkeys(ONCE.values(), 1)
@@ -68,7 +66,7 @@ def test_a_command_line_is_checked_at_the_door_and_once_more_with_what_its_files
 
 
 def test_what_nobody_asks_for_is_not_computed() -> None:
-    made = arrange(cli.parse([*SMALL, "--train-iters", "2"], PRESETS), 1, 93)
+    made = arrange(config_from([*SMALL, "--train-iters", "2"]), 1, 93)
     assert {"holdings", "bubble", "activations", "in_flight"}.isdisjoint(vars(made))
     assert made.bubble == 0.0 and "bubble" in vars(made) and "holdings" not in vars(made)
 
@@ -81,7 +79,7 @@ def test_stages_are_balanced_by_the_time_of_the_whole_step(pp: int, chunks: str,
 
     def made(layout: str) -> Arrangement:
         words = f"--preset llama3-8b --mock-data --train-iters 1 --lr 1 --bf16 --micro-batch-size 1 --pp {pp} {backward} {layout}"
-        return arrange(cli.parse([*words.split(), "--global-batch-size", str(4 * pp)], PRESETS), pp, 128256)
+        return arrange(config_from([*words.split(), "--global-batch-size", str(4 * pp)]), pp, 128256)
 
     def step_time(one: Arrangement) -> float:
         return 1 / (1 - one.bubble)
@@ -103,7 +101,7 @@ def test_chunks_of_an_interleaved_schedule_make_up_for_the_head() -> None:
     words = "--preset llama3-8b --mock-data --train-iters 1 --lr 1 --bf16 --micro-batch-size 1 --pp 8 --global-batch-size 32"
     even = "--num-layers-per-virtual-pipeline-stage 2"
     for flags, bubble in (("--num-virtual-stages-per-pipeline-rank 2", 0.2122), (even, 0.3470)):
-        made = arrange(cli.parse([*words.split(), *flags.split()], PRESETS), 8, 128256)
+        made = arrange(config_from(f"{words} {flags}"), 8, 128256)
         assert made.bubble == pytest.approx(bubble, abs=1e-4)
 
 
@@ -124,7 +122,7 @@ ENDS = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers
 def test_what_is_told_of_a_long_step_is_what_the_whole_of_it_takes(flags: str) -> None:
     """The whole of it is not simulated: what waits for its weight gradients grows until it may not, and in GPipe the
     slowest of the forwards and the slowest of the backwards count, on whatever rank."""
-    made = arrange(cli.parse([*SMALL, "--train-iters", "1", *flags.split()], PRESETS), int(flags.split()[6]), 5000)
+    made = arrange(config_from([*SMALL, "--train-iters", "1", *flags.split()]), int(flags.split()[6]), 5000)
     p = made.config.parallel
     rows = plan(p.pipeline_schedule, made.pp, made.microbatches, made.chunks, None, made.split)
     assert made._rows(made.split, made.told)[0] < made.microbatches
@@ -138,14 +136,14 @@ def test_a_layer_is_read_once_and_not_for_every_split(monkeypatch: pytest.Monkey
     whole = kinds.Recorder.read
     monkeypatch.setattr(kinds.Recorder, "read", lambda self, *given: [read.append(self), whole(self, *given)][1])
     words = f"--num-layers 100 {LONG_STEPS} 3 --train-iters 1 --ffn-hidden-size 72"
-    assert len(arrange(cli.parse([*SMALL, *words.split()], PRESETS), 3, 5000).stages) == 3
+    assert len(arrange(config_from([*SMALL, *words.split()]), 3, 5000).stages) == 3
     assert len(read) == 2  # and the head
 
 
 def test_layers_that_are_not_alike_are_balanced_by_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three layers of eight times the width in front of 57, on 16 stages: the first stages have one of these each."""
     words = "--num-layers 60 --pp 16 --micro-batch-size 1 --global-batch-size 64 --train-iters 1 --ffn-hidden-size 64"
-    config = cli.parse([*SMALL, *words.split()], PRESETS)
+    config = config_from([*SMALL, *words.split()])
     narrow = kinds_of(config.model)[0]
     some = (replace(narrow, ffn_hidden_size=8 * 64),) * 3 + (narrow,) * 57
     monkeypatch.setattr("megalite.plan.stage_costs.kinds_of", lambda model: some)
@@ -164,7 +162,7 @@ def test_a_window_in_front_is_balanced_and_priced() -> None:
     """The first half of the layers sees 64 of 4,096 keys, so it computes less and has more layers."""
     words = "--num-layers 32 --pp 4 --seq-length 4096 --max-position-embeddings 4096 --train-iters 1 --hidden-size 64"
     words += " --global-batch-size 64 --micro-batch-size 1 --window-size 63,0 --window-attn-skip-freq [1]*16+[0]*16"
-    made = arrange(cli.parse([*SMALL, *words.split()], PRESETS), 4, 64)
+    made = arrange(config_from([*SMALL, *words.split()]), 4, 64)
     first, last = kinds_of(made.config.model)[0], kinds_of(made.config.model)[-1]
     narrow, wide = (layers_bill((kind,), made.layers.setting).flops[0] for kind in (first, last))
     assert narrow < 0.5 * wide

@@ -5,20 +5,19 @@ On a CPU a tape (card/simulator/tape.py) stands for the card's graph and keeps i
 
 import pytest
 import torch
-import torch.distributed as dist
 from card.simulator.tape import Tape
 from ranks import run_ranks
 from torch import Tensor
+from train_cases import config_from, run_from
 
 from megalite.config import cli
 from megalite.config.check import check
-from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.pipeline.graphed import GraphedPipeline
 from megalite.plan.arrangement import arrange
 from megalite.train.life.preflight import check_machine
 from megalite.train.loop import evaluate
-from megalite.train.setup import SetupError, build_run
+from megalite.train.setup import SetupError
 from megalite.train.state import Run
 from megalite.train.step import train_step
 
@@ -35,16 +34,11 @@ GRAPHED = "--cuda-graph-impl local"
 
 
 def build(flags: str, dtype: torch.dtype, tapes: list[Tape]) -> Run:
-    config = cli.parse(f"{COMMON} {flags}".split(), PRESETS)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
-
     def tape() -> Tape:
         tapes.append(Tape())
         return tapes[-1]
 
-    graphs = tape if "--cuda-graph-impl" in flags else None
-    run = build_run(config, ranks, torch.device("cpu"), dtype=dtype, graphs=graphs)
-    return run
+    return run_from(f"{COMMON} {flags}", dtype=dtype, graphs=tape if "--cuda-graph-impl" in flags else None)
 
 
 def trained(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[float, ...]], Tensor, list[int]]:
@@ -54,7 +48,6 @@ def trained(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[
     results = [train_step(run) for _ in range(STEPS)]
     run.buffer.wait_gather()
     weights = torch.cat(run.buffer.weights.flats)
-    run.close()
     return [(r.loss, r.grad_norm, r.z_loss) for r in results], weights, [tape.replays for tape in tapes]
 
 
@@ -112,7 +105,6 @@ def test_evaluation_and_a_timeline_are_eager() -> None:
     for _ in range(2):
         assert evaluate(run, run.valid[0].data, 1) > 0
     assert [tape.replays for tape in tapes] == replays and torch.equal(torch.cat(run.buffer.grads.flats), grads)
-    run.close()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +123,7 @@ def test_evaluation_and_a_timeline_are_eager() -> None:
 def test_what_cannot_be_repeated_is_refused(flags: str, world: int, text: str) -> None:
     argv = f"{COMMON} {GRAPHED} {flags}".split()
     try:
-        config, _ = cli.read(argv, PRESETS)
+        config = config_from(argv)
         problems = check(config, world)
     except cli.ConfigError as error:
         problems = error.problems
@@ -140,7 +132,7 @@ def test_what_cannot_be_repeated_is_refused(flags: str, world: int, text: str) -
 
 
 def test_without_a_card_it_is_refused() -> None:
-    config = cli.parse(f"{COMMON} {GRAPHED}".split(), PRESETS)
+    config = config_from(f"{COMMON} {GRAPHED}")
     with pytest.raises(SetupError, match="cuda_graph_impl=local needs a CUDA device and there is none; drop it"):
         check_machine(arrange(config, 1, 93), "cpu", Ranks(0, 1))
 
@@ -151,10 +143,8 @@ def test_without_a_card_it_is_refused() -> None:
 def test_on_a_card_replays_train_as_eager_micro_batches(flags: str) -> None:
     device, made = torch.device("cuda"), []
     for more in ("", GRAPHED):
-        config = cli.parse(f"{COMMON} {flags} {more}".split(), PRESETS)
-        run = build_run(config, Ranks(0, 1), device)
+        run = run_from(f"{COMMON} {flags} {more}", device=device)
         made.append([x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)])
         if more:
             assert isinstance(run.pipeline, GraphedPipeline) and len(run.pipeline._recorded) == 1
-        run.close()
     assert made[1] == pytest.approx(made[0], rel=1e-2 if "--bf16" in flags else 1e-4)

@@ -1,7 +1,5 @@
 """What must be alike on all ranks is compared before the first step, and what differs is named with its nodes."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

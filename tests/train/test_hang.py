@@ -15,21 +15,16 @@ from typing import Any
 import programs
 import pytest
 import torch
-import torch.distributed as dist
 from cover import rarely
 from ranks import run_ranks
-from train_cases import SMALL, TP2_PP2
+from train_cases import SMALL, TP2_PP2, config_from, run_from
 from whole_runs import ROOT, rows, running, status_of
 
-from megalite.config import cli
-from megalite.models.families import PRESETS
 from megalite.parallel import comm
 from megalite.parallel.calls import RECEIVE, SEND
-from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import PLANNED, Mesh, build_mesh
 from megalite.parallel.shared_memory import OrderError
 from megalite.train.life.opening import many_evaluations
-from megalite.train.setup import build_run
 from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
 from megalite.train.tell.timers import Timers
@@ -124,8 +119,7 @@ def test_a_message_of_another_size_dtype_or_microbatch_is_not_taken(elements: in
 
 def _one_too_many(folder: str) -> tuple[bool, str]:
     """Rank 0 does one gather more than rank 1, of the size of the next one."""
-    config, _ = cli.read([*SMALL, "--train-iters", "3"], PRESETS)
-    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
+    run = run_from([*SMALL, "--train-iters", "3"])
     train_step(run)
     run.buffer.wait_gather()
     before, dp = torch.cat(run.buffer.weights.flats), run.mesh.dp
@@ -192,8 +186,8 @@ def test_a_store_is_not_asked_more_often_than_it_can_answer(tmp_path: Path, size
 def test_the_status_says_that_a_run_lives_until_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its main thread does."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
-    config, _ = cli.read([*SMALL, "--train-iters", "3", "--eval-iters", "9"], PRESETS)
-    run, file = build_run(config, Ranks(), CPU), tmp_path / "status.json"
+    config = config_from([*SMALL, "--train-iters", "3", "--eval-iters", "9"])
+    run, file = run_from(config), tmp_path / "status.json"
     run.last_step = 3
     assert many_evaluations(run, config.train)[0].startswith("eval_iters=9: 18 batches are evaluated for 3 steps")
     run.last_step = 6
@@ -213,7 +207,6 @@ def test_the_status_says_that_a_run_lives_until_it_hangs(tmp_path: Path, monkeyp
         time.sleep(0.01)
     heart.close()
     dog.close()
-    run.close()
     assert json.loads(file.read_text())["outcome"] == "running" and not heart._thread.is_alive()
 
 

@@ -1,7 +1,5 @@
 """Peaks by device name, and the measured one of this CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

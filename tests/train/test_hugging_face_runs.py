@@ -11,24 +11,23 @@ import programs
 import pytest
 import torch
 from cover import rarely
-from hugging_face_cases import S, V, collection, with_tokenizer
+from hugging_face_cases import S, V, collection, copied, with_tokenizer
 from ranks import run_ranks
 from safetensors.torch import load_file
 from token_files import byte_level_bpe
+from train_cases import config_from, run_from
 
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
-from megalite.config import cli
 from megalite.config.options import Config
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.generate import generation as generate
 from megalite.interop.hugging_face import model_files as hf_files
-from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import build_mesh
 from megalite.train.batch import on_device
 from megalite.train.life.export_hf import export
 from megalite.train.life.preflight import preflight
-from megalite.train.setup import SetupError, build_run
+from megalite.train.setup import SetupError
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.resume import open_saver, save
 from megalite.train.step import train_step
@@ -54,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[An
 
 
 def parse(folder: Path | str, *flags: str, base: str = BASE) -> Config:
-    return cli.parse([*base.split(), "--load", str(folder), *flags], PRESETS)
+    return config_from([*base.split(), "--load", str(folder), *flags])
 
 
 def taken(folder: Path, *flags: str, base: str = BASE) -> Config:
@@ -63,17 +62,14 @@ def taken(folder: Path, *flags: str, base: str = BASE) -> Config:
 
 def first_step(folder: str, flags: str) -> tuple[float, list[torch.Tensor]]:
     """(loss of the first step of a run that begins with `folder`, its tokens [B, S + 1]) on this rank."""
-    import torch.distributed as dist
 
     config = taken(Path(folder), *flags.split())
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
-    run = build_run(config, ranks, CPU)
+    run = run_from(config)
     assert foreign.start(run, config) is not None
     hosts, _ = run.data.get(0, 4)
     batches = [on_device(host, CPU, 1) for host in hosts]
     tokens = [torch.cat([b.tokens_SB, b.labels_SB[-1:]]).T for b in batches if b.labels_SB is not None]
     loss = train_step(run).loss
-    run.close()
     return loss, tokens
 
 
@@ -98,7 +94,7 @@ def test_the_first_loss_is_that_of_transformers_under_every_layout(models, name:
 def test_half_precision_keeps_the_exact_values_as_main_weights(models) -> None:
     theirs, folder = models("llama")
     config = taken(folder, "--bf16")
-    run = build_run(config, Ranks(), CPU)
+    run = run_from(config)
     found = foreign.start(run, config)
     assert found is not None and "llama in float32" in found[1][0]
     pieces = {e.piece.name: e.piece.data for e in run.optimizer.pieces()}
@@ -106,7 +102,6 @@ def test_half_precision_keeps_the_exact_values_as_main_weights(models) -> None:
     main = pieces["optimizer.main/embedding.word"].view(V, -1)
     assert torch.equal(main, word)
     assert torch.equal(pieces["model/embedding.word"].view(V, -1), word.bfloat16())
-    run.close()
 
 
 # ---- options
@@ -146,15 +141,8 @@ def test_learned_positions_must_be_as_many(models) -> None:
         foreign.with_source(parse(folder, *flags.split()))
 
 
-def copy_of(folder: Path, target: Path) -> Path:
-    target.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (target / name).write_bytes((folder / name).read_bytes())
-    return target
-
-
 def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -> None:
-    folder = copy_of(models("llama")[1], tmp_path / "model")
+    folder = copied(models("llama")[1], tmp_path / "model")
     assert (config := taken(folder)).data.tokenizer_type is None and config.data.vocab_size == V
     with_tokenizer(folder, V - 20)
     data = taken(folder, "--reset-position-ids").data  # needs the id that ends a document
@@ -164,7 +152,7 @@ def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -
     assert given.tokenizer_type == "NullTokenizer" and given.tokenizer_model is None
     with pytest.raises(SetupError, match="vocab_size: 94 here, 93 in"):
         taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V + 1))
-    other = copy_of(folder, tmp_path / "other")
+    other = copied(folder, tmp_path / "other")
     with_tokenizer(other, V + 7)
     assert taken(other).data.tokenizer_type is None  # more tokens than rows
     with pytest.raises(SetupError, match="vocab_size: 100 here, 93 in"):
@@ -182,18 +170,16 @@ def test_a_restart_goes_on_from_the_checkpoint_and_not_from_the_model(models, tm
     _, folder = models("qwen2")
     again = ("--pretrained-checkpoint", str(folder), "--save", str(tmp_path / "run"), "--save-interval", "1")
     config = taken(tmp_path / "run", *again)
-    run = build_run(config, Ranks(), CPU)
+    run = run_from(config)
     saver = open_saver(run, config)
     assert saver is not None and foreign.start(run, config) is not None
     train_step(run)
     save(run, saver, "num_layers = 4\n")
     saver.close()
-    run.close()
     assert foreign.source_of(config) is None and foreign.start(run, config) is None
     direct = parse(folder, "--use-checkpoint-args", "--save", str(tmp_path / "other"), "--save-interval", "1")
-    run = build_run(config := foreign.with_source(direct), Ranks(), CPU)
+    run = run_from(config := foreign.with_source(direct))
     found = foreign.start(run, config)
-    run.close()
     assert found is not None and "--pretrained-checkpoint" in found[1][1]
 
 
@@ -215,7 +201,7 @@ def _starts(base: str) -> list[Outcome]:
     rank = dist.get_rank()
     folder = Path(base) / f"rank{rank}"  # nodes may have copies of their own
     config = taken(folder, "--pipeline-model-parallel-size", "2")
-    run = build_run(config, Ranks(rank, 2), CPU)
+    run = run_from(config, ranks=Ranks(rank, 2))
     outcomes, real = [], hf_files._read
 
     def read(handle: Any, name: str, path: Path) -> torch.Tensor:
@@ -233,13 +219,12 @@ def _starts(base: str) -> list[Outcome]:
     outcomes.append(_fails(lambda: foreign.start(run, config)))
     other = config if rank == 0 else replace(config, checkpoint=replace(config.checkpoint, load=f"{base}/nothing"))
     outcomes.append(_fails(lambda: foreign.start(run, other)))
-    run.close()
     return outcomes
 
 
 def test_one_rank_that_cannot_read_ends_all(models, tmp_path: Path) -> None:
     for rank in (0, 1):
-        with_tokenizer(copy_of(models("llama")[1], tmp_path / f"rank{rank}"), V)
+        with_tokenizer(copied(models("llama")[1], tmp_path / f"rank{rank}"), V)
     first, second = run_ranks(2, _starts, str(tmp_path))
     wanted = [*[f"{BROKEN} cannot be read"] * 2, "not a complete safetensors file", "rank 0 sees it"]
     for there, here, text in zip(first, second, wanted, strict=True):
@@ -248,8 +233,8 @@ def test_one_rank_that_cannot_read_ends_all(models, tmp_path: Path) -> None:
 
 
 # ---- --export-hf
-def program(*flags: str) -> subprocess.CompletedProcess[str]:
-    return programs.python("pretrain_gpt.py", *BASE.split(), *flags)
+def program(*flags: str, **options: bool) -> subprocess.CompletedProcess[str]:
+    return programs.python("pretrain_gpt.py", *BASE.split(), *flags, **options)
 
 
 WAYS = ["one process", "tp2 pp2, saving"]
@@ -258,14 +243,13 @@ WAYS = ["one process", "tp2 pp2, saving"]
 @pytest.mark.parametrize("how", rarely(WAYS, WAYS[1:], str, guards=("megalite/interop",)))
 def test_a_run_from_a_directory_to_a_directory(models, how: str, tmp_path: Path) -> None:
     """With a learning rate of zero, what comes out is what went in, bit for bit."""
-    folder = copy_of(models("llama")[1], tmp_path / "model")
+    folder = copied(models("llama")[1], tmp_path / "model")
     with_tokenizer(folder, V - 20)
     flags = ["--load", str(folder), "--use-checkpoint-args", "--lr", "0", "--run-dir", str(tmp_path / "run")]
     flags += ["--export-hf", str(tmp_path / "out"), "--log-interval", "1"]
     if how != "one process":
         flags += [*LAYOUTS["tp2 pp2"].split(), "--nproc", "4", "--save", str(tmp_path / "run"), "--save-interval", "1"]
-    done = program(*flags)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = program(*flags, ok=True)
     assert f"begins with {folder} at step 0" in done.stdout and "weights of llama in float32" in done.stdout
     assert f"exported to {tmp_path / 'out'}: llama" in done.stdout
     a, b = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -304,8 +288,7 @@ def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path
         flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "mine.model")]
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --mock-data --max-position-embeddings 16".split()
     run = ["--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--save-interval", "2"]
-    done = program(*flags, *shape, *run, "--export-hf", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    program(*flags, *shape, *run, "--export-hf", str(tmp_path / "out"), ok=True)
     assert convert_checkpoint.main(["--load", str(tmp_path / "run"), "--to-hf", str(tmp_path / "tool")]) == 0
     text, own = "the river  rose", build_tokenizer(flags[1], flags[3])
     for folder in (tmp_path / "out", tmp_path / "tool"):
@@ -321,15 +304,13 @@ def test_the_plan_of_a_run_that_begins_with_a_directory(models) -> None:
 
 
 def _exported(folder: str, target: str, flags: str) -> str | None:
-    import torch.distributed as dist
 
     config = taken(Path(folder), "--export-hf", target, *flags.split())
-    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
+    run = run_from(config)
     foreign.start(run, config)
     train_step(run)
     run.buffer.wait_gather()
     line = export(run, config, 2)
-    run.close()
     return line
 
 
@@ -342,13 +323,12 @@ def test_trained_weights_are_exported_without_saving(models, layout: str, tmp_pa
     assert lines[0] is not None and lines[1:] == [None] * 3
     assert [p.name for p in tmp_path.iterdir()] == [layout]
     config = taken(folder)
-    run = build_run(config, Ranks(), CPU)
+    run = run_from(config)
     foreign.start(run, config)
     train_step(run)
     hosts, _ = run.data.get(4, 4)
     batches = [on_device(host, CPU, 2) for host in hosts]
     want = float(run.pipeline.evaluate(batches))
-    run.close()
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / layout).eval()
     assert model.config.eos_token_id == 2
     ids = torch.cat([torch.cat([b.tokens_SB, b.labels_SB[-1:]]).T for b in batches if b.labels_SB is not None])
@@ -359,12 +339,12 @@ def test_trained_weights_are_exported_without_saving(models, layout: str, tmp_pa
 
 def test_what_cannot_be_exported_is_refused_before_training(tmp_path: Path) -> None:
     small = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --vocab-size 93"
-    config = cli.parse([*BASE.split(), *small.split(), "--squared-relu", "--export-hf", str(tmp_path / "x")], PRESETS)
+    config = config_from([*BASE.split(), *small.split(), "--squared-relu", "--export-hf", str(tmp_path / "x")])
     said = "(?s)export_hf=.*no family of Hugging Face can express this model.*squared_relu"
     with pytest.raises(SetupError, match=said):
         preflight(config, Ranks())
     (tmp_path / "mine").write_text("x")
-    config = cli.parse([*BASE.split(), *small.split(), "--export-hf", str(tmp_path / "mine" / "x")], PRESETS)
+    config = config_from([*BASE.split(), *small.split(), "--export-hf", str(tmp_path / "mine" / "x")])
     with pytest.raises(SetupError, match="nothing can be written in .*mine; give another directory"):
         preflight(config, Ranks())
     done = program(*small.split(), "--export-hf", str(tmp_path), "--run-dir", str(tmp_path / "run"))

@@ -6,22 +6,17 @@ import subprocess
 import sys
 
 import pytest
-import torch
-import torch.distributed as dist
 from formulas import head_flops, layer_flops
 from ranks import run_ranks
-from train_cases import SMALL
+from train_cases import SMALL, config_from, run_from
 from work import calls
 
-from megalite.config import cli
 from megalite.config.options import Config
-from megalite.models.families import PRESETS
 from megalite.parallel.launch import LaunchError, Ranks
 from megalite.pipeline.schedule import in_flight, plan
 from megalite.pipeline.simulate import simulate
 from megalite.plan.arrangement import arrange
 from megalite.train.life.preflight import check_machine
-from megalite.train.setup import build_run
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 VPP = "--num-virtual-stages-per-pipeline-rank"
@@ -30,18 +25,16 @@ SPLIT = "--split-backward"
 
 
 def config_of(flags: str) -> Config:
-    return cli.parse([*SMALL, "--train-iters", "1", *flags.split()], PRESETS)
+    return config_from([*SMALL, "--train-iters", "1", *flags.split()])
 
 
 def _taken(flags: str) -> tuple[int, int, int, int]:
     """Of this rank: its pipeline rank; bytes of weights, gradients, optimizer."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
-    run = build_run(config_of(flags), ranks, torch.device("cpu"))
+    run = run_from(config_of(flags))
     held = [*(t for state in run.optimizer.state for t in state.values())]
     held += [] if run.optimizer.same else run.optimizer.main
     kinds = run.buffer.weights.flats, run.buffer.grads.flats, held
     sizes = [sum(t.untyped_storage().nbytes() for t in one) for one in kinds]
-    run.close()
     return run.mesh.pp.rank, *sizes
 
 
@@ -65,7 +58,7 @@ def test_the_plans_bytes_are_those_of_the_run(world: int, flags: str) -> None:
 
 def preset(flags: str) -> Config:
     words = f"--mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --preset {flags}"
-    return cli.parse(words.split(), PRESETS)
+    return config_from(words)
 
 
 def test_the_first_rank_holds_the_embedding_and_fewer_layers_for_it() -> None:

@@ -1,7 +1,5 @@
 """A rank that is slow, and a card that is ill, are named and acted on; a clean run is left alone."""
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

@@ -8,30 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from train_cases import SMALL, pretrain, train
+from test_start import built, save_step
+from train_cases import SMALL, config_from, pretrain, run_from, train
 from whole_runs import rows
 
 import pretrain_gpt
 from megalite.checkpoint.format import manifest as manifests
 from megalite.config import cli
-from megalite.config.options import Config, ConfigError
-from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train.loop import evaluate
-from megalite.train.setup import SetupError, build_run
+from megalite.train.setup import SetupError
 from megalite.train.start.origin import start_run
-from megalite.train.start.resume import open_saver, save
 from megalite.train.state import Run
 from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
-
-CPU = torch.device("cpu")
-
-
-def built(*flags: str) -> tuple[Run, Config]:
-    config = cli.read([*SMALL, "--train-iters", "6", *flags], PRESETS)[0]
-    return build_run(config, Ranks(), CPU), config
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -45,26 +36,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     run, config = built("--save", str(folder))
     run.state.advance(8, tokens=128, skipped=True)
-    saved_step(run, config)
+    save_step(run, config)
     return folder
-
-
-def saved_step(run: Run, config: Config) -> None:
-    """One more step, its checkpoint, and the end."""
-    saver = open_saver(run, config)
-    assert saver is not None
-    train_step(run)
-    save(run, saver, to_toml(config))
-    saver.close()
-    run.close()
 
 
 def started(folder: Path, *flags: str) -> tuple[Run, list[str]]:
     run, config = built("--load", str(folder), *flags)
-    try:
-        return run, start_run(run, config)[1]
-    finally:
-        run.close()
+    return run, start_run(run, config)[1]
 
 
 def resumed(folder: Path, *flags: str) -> Run:
@@ -136,13 +114,11 @@ def test_rates_of_the_flags_or_of_the_checkpoint(saved: Path) -> None:
     assert (here.state.consumed_samples, here.state.skipped_samples) == (16, 0)
     there = resumed(saved, *flags[:-2], "--use-checkpoint-opt-param-scheduler")
     assert there.rates == resumed(saved).rates and there.state.skipped_samples == 8
-    with pytest.raises(ConfigError, match="exclude each other"):
-        built("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler")
 
 
 def test_a_rate_of_embedding_and_head_in_the_checkpoint_is_not_dropped(tmp_path: Path) -> None:
     """Buckets are laid out before a checkpoint is read: without the flag none of them would follow that rate."""
-    saved_step(*built("--save", str(tmp_path), "--decoupled-lr", "0.03"))
+    save_step(*built("--save", str(tmp_path), "--decoupled-lr", "0.03"))
     said = r"decoupled_lr=0\.03 in the checkpoint, but none here; add --decoupled-lr 0\.03"
     with pytest.raises(SetupError, match=said):
         resumed(tmp_path, "--use-checkpoint-opt-param-scheduler")
@@ -171,7 +147,6 @@ def test_a_checkpoint_that_tells_no_rates_goes_on(saved: Path, monkeypatch: pyte
 
 def test_a_damaged_schedule_is_a_damaged_checkpoint() -> None:
     run, _ = built()
-    run.close()
     rates = run.rates.to_json()
     assert type(run.rates).from_json(json.loads(json.dumps(rates))) == run.rates
     style = rates | {"lr": rates["lr"] | {"style": "exponential"}}
@@ -185,20 +160,19 @@ def test_the_first_update_of_a_run_without_warm_up_is_at_the_peak() -> None:
     before = weights(run)
     assert train_step(run).lr == 0.0  # what the next update would have
     moved = max(float((after - before[name]).abs().max()) for name, after in weights(run).items())
-    run.close()
     assert moved == pytest.approx(1e-5, rel=1e-2)  # the first step of Adam is as long as the rate
 
 
 def test_skip_train_evaluates_what_it_loads(tmp_path: Path) -> None:
     """Without optimizer state, rates and a learning rate; nothing is saved."""
     save_to, flags = tmp_path / "saved", [*SMALL, "--train-iters", "3", "--eval-iters", "2"]
-    config = cli.read([*flags, "--save", str(save_to)], PRESETS)[0]
+    config = config_from([*flags, "--save", str(save_to)])
     assert pretrain(config, Ranks()) is Exit.DONE
     made = sorted(save_to.glob("iter_*"))
     trained = [row for row in rows(save_to / "metrics.jsonl") if any("valid" in name or "test" in name for name in row)]
     words = [word for i, word in enumerate(flags) if "--lr" not in flags[max(i - 1, 0) : i + 1]]
     words += ["--load", str(save_to), "--save", str(save_to), "--run-dir", str(tmp_path / "logs"), "--skip-train"]
-    assert pretrain(cli.read(words, PRESETS)[0], Ranks()) is Exit.DONE
+    assert pretrain(config_from(words), Ranks()) is Exit.DONE
     assert sorted(save_to.glob("iter_*")) == made
     told = rows(tmp_path / "logs/metrics.jsonl")
     assert told and told == trained
@@ -207,7 +181,6 @@ def test_skip_train_evaluates_what_it_loads(tmp_path: Path) -> None:
 def test_evaluations_have_a_batch_of_their_own(tmp_path: Path) -> None:
     run, _ = built("--eval-iters", "2")
     whole = evaluate(run, run.valid[0].data, 2)  # 2 x 8 samples
-    run.close()
     run, config = built("--eval-iters", "4", "--eval-global-batch-size", "4", "--eval-micro-batch-size", "1")
     shapes, real = [], run.pipeline.evaluate
     run.pipeline.evaluate = lambda batches: (shapes.extend(b.tokens_SB.shape for b in batches), real(batches))[1]  # type: ignore[method-assign]
@@ -215,23 +188,21 @@ def test_evaluations_have_a_batch_of_their_own(tmp_path: Path) -> None:
     assert shapes == [(16, 1)] * 16 and run.batch_sizes.final == 8
     run.last_step = 0
     train(run, config, tmp_path)
-    run.close()
     assert shapes == [(16, 1)] * 16 * 3  # at the end, on the validation and the test set
 
 
 def test_a_step_schedule_trains_and_resumes_with_its_sizes() -> None:
     at = SMALL.index("--global-batch-size")
     words = [*SMALL[:at], *SMALL[at + 2 :], "--train-samples", "20", "--step-batch-size-schedule", "0:4 128:8"]
-    run = build_run(cli.read(words, PRESETS)[0], Ranks(), CPU)
+    run = run_from(words)
     sizes = [train_step(run).batch_size for _ in range(run.last_step)]
-    run.close()
     assert sizes == [4, 4, 8, 8]  # 128 tokens are 8 samples; the last batch goes beyond the 20
     assert run.batch_sizes.at(8) == 8 and run.state.consumed_samples == 24
     assert run.rates.lr.decay == 20 and run.eval_batch_size == 2
 
 
 def test_both_spellings_of_weight_decay_on_norms_of_query_and_key() -> None:
-    new = cli.read([*SMALL, "--train-iters", "6", "--qk-layernorm", "--apply-wd-to-qk-layernorm"], PRESETS)[0]
+    new = config_from([*SMALL, "--train-iters", "6", "--qk-layernorm", "--apply-wd-to-qk-layernorm"])
     old = "--no-weight-decay-cond-type apply_wd_to_qk_layernorm".split()
     config, notes = cli.read([*SMALL, "--train-iters", "6", "--qk-layernorm", *old], PRESETS)
     assert (config.model, notes) == (new.model, [])
@@ -247,44 +218,14 @@ def test_what_has_no_effect_is_said() -> None:
 def test_no_evaluation() -> None:
     for count in ("0", "-1"):
         run, _ = built("--eval-iters", count)
-        run.close()
         assert not run.valid and not run.test
-    with pytest.raises(ConfigError, match="eval_iters=-2 is negative"):
-        built("--eval-iters", "-2")
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        ("--start-weight-decay 0.1", "has no effect on a constant one; add --weight-decay-incr-style linear"),
-        ("--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay"),
-        (
-            "--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
-            "end_weight_decay=0.1 is below start_weight_decay=0.2; weight decay only grows",
-        ),
-        ("--decoupled-lr 1e-4 --min-lr 1e-3", "min_lr=0.001 is above decoupled_lr=0.0001"),
-        ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", "decoupled_min_lr=0.001 is above decoupled_lr=0.0001"),
-        ("--lr-decay-iters 0", "lr_decay_iters=0 is too small"),
-        ("--iterations-to-skip 0 3", "iterations_to_skip=0,3: steps count from 1"),
-        (
-            "--eval-global-batch-size 6 --eval-micro-batch-size 4",
-            "eval_global_batch_size=6 is not a multiple of eval_micro_batch_size 4",
-        ),
-    ],
-)
-def test_rates_that_contradict_themselves(flags: str, problem: str) -> None:
-    with pytest.raises((ConfigError, SetupError), match=problem.replace("(", "\\(")):
-        built(*flags.split())
 
 
 def _bf16_ranks(extra: str) -> tuple[list[float], dict[str, bytes]]:
-    import torch.distributed as dist
 
-    config = cli.read([*SMALL, "--train-iters", "6", "--bf16", *extra.split()], PRESETS)[0]
-    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
+    run = run_from([*SMALL, "--train-iters", "6", "--bf16", *extra.split()])
     losses = [train_step(run).loss for _ in range(3)]
     run.buffer.wait_gather()
-    run.close()
     return losses, {"weights": torch.cat(run.buffer.weights.flats).view(torch.uint8).numpy().tobytes()}
 
 

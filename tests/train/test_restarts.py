@@ -10,11 +10,10 @@ from pathlib import Path
 
 import programs
 import pytest
-from train_cases import SMALL
+from train_cases import SMALL, config_from
 from whole_runs import losses, pretrain, rank_pids, rows, running, shown, status_of
 
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.config import cli
 from megalite.config.options import Config
 from megalite.parallel.launch import Ranks
 from megalite.parallel.local_ranks import End, start_local
@@ -80,7 +79,7 @@ def _rank(ranks: Ranks, config: Config) -> None:
 
 def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) -> None:
     words = f"--save {tmp_path} --load {tmp_path} --lr-decay-iters 2 --device cpu --max-restarts 3 --train-iters"
-    two, four = (cli.read([*SMALL, *words.split(), steps], {})[0] for steps in ("2", "4"))
+    two, four = (config_from([*SMALL, *words.split(), steps]) for steps in ("2", "4"))
     assert start_local(1, _rank, (two,), timeout_s=100) == Exit.DONE
     for file in (tmp_path / "iter_0000002").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-8] + b"\xff" * 8)
@@ -95,7 +94,7 @@ def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) ->
 
 def policy(folder: Path, most: int) -> Restarts:
     flags = f"--save {folder} --max-restarts {most} --nproc 2 --train-iters 10".split()
-    return Restarts(cli.read([*SMALL, *flags], {})[0])
+    return Restarts(config_from([*SMALL, *flags]))
 
 
 def checkpoint(folder: Path, step: int) -> None:
@@ -168,7 +167,7 @@ def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypa
 
 
 def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
-    config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")], {})[0]
+    config = config_from([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")])
     (tmp_path / "r").mkdir()
     (tmp_path / "r/.run.lock").write_text("process 1 on elsewhere since long ago\n")
     with locked_run(config) as held:
@@ -182,7 +181,7 @@ def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outcome,more", [("usage", "ranks"), ("crash", "ranks"), ("usage", "x")])
 def test_a_directory_that_was_made_for_a_refused_run_goes_with_it(tmp_path: Path, outcome: str, more: str) -> None:
-    config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")], {})[0]
+    config = config_from([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")])
     with locked_run(config):
         (tmp_path / "r" / more).mkdir()
         (tmp_path / "r/status.json").write_text(json.dumps({"outcome": outcome}))
@@ -191,7 +190,7 @@ def test_a_directory_that_was_made_for_a_refused_run_goes_with_it(tmp_path: Path
 
 def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "file/r")], {})[0]
+    config = config_from([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "file/r")])
     with locked_run(config) as held:
         assert not held
     assert "file/r: Not a directory; nothing keeps a second run from writing there" in capsys.readouterr().err
@@ -200,7 +199,7 @@ def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, caps
 def test_a_run_directory_that_became_a_file_is_no_failure_of_the_launcher(tmp_path: Path) -> None:
     words = [*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "run")]
     for becomes_a_file in (True, False):
-        with locked_run(cli.parse(words, {})):
+        with locked_run(config_from(words)):
             shutil.rmtree(tmp_path / "run")
             if becomes_a_file:
                 (tmp_path / "run").touch()

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from train_cases import SMALL
+from train_cases import SMALL, config_from
 
-from megalite.config import cli
 from megalite.config.options import Config
 from megalite.train.life.restarts import locked_run
 from megalite.train.tell.run_dir import (
@@ -33,7 +32,7 @@ def test_exit_codes_and_outcomes_are_the_documented_ones() -> None:
 
 
 def config_of(*flags: str | Path) -> Config:
-    return cli.read([*SMALL, "--train-iters", "9", *map(str, flags)], {})[0]
+    return config_from([*SMALL, "--train-iters", "9", *map(str, flags)])
 
 
 def saved(folder: Path, step: int) -> None:

@@ -1,7 +1,5 @@
 """Signals and full disks, to the program as a user starts it."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource
@@ -15,7 +13,7 @@ import programs
 import pytest
 from cover import rarely
 from train_cases import SMALL, TP2_PP2, signalled
-from whole_runs import ROOT, children, losses, pretrain, rank_pids, rows, running, status_of
+from whole_runs import ROOT, children, losses, pretrain, rows, running, status_of
 
 GUARDS = ("megalite/train/life/stop.py", "megalite/parallel/local_ranks.py", "pretrain_gpt.py")
 RARELY = pytest.mark.everything(guards=GUARDS)
@@ -63,7 +61,6 @@ def test_ctrl_c_while_torch_is_imported_ends_it_at_once(tmp_path: Path, layout: 
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *LONG, *layout, "--save", str(tmp_path / "run")]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:
-        assert process.stderr is not None
         assert any("without --save-interval" in line for line in process.stderr)  # the last word before
         while layout and len(children(process.pid)) < 2:
             assert process.poll() is None
@@ -164,14 +161,14 @@ def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
     [line] = [line for line in err.splitlines() if line.startswith("pretrain_gpt.py: interrupted")]
     assert f"at step {status['step']}; checkpoint: none, there is no --save; to continue: from step 1" in line
-    assert "Traceback" not in err and "outcome " in out
+    assert "Traceback" not in err and "outcome " in out and "--save DIR keeps what a run has done" in err
 
 
 @pytest.mark.parametrize("name", rarely(["SIGUSR1", "SIGUSR2"], ["SIGUSR2"], str, guards=GUARDS))
 def test_an_exit_signal_saves_and_stops(tmp_path: Path, name: str) -> None:
     flags = [*LONG, *TP2_PP2, "--save", str(tmp_path), "--save-interval", "50000", "--exit-signal", name]
-    code, _, err = signalled(*flags, number=getattr(signal, name), alone=True)
-    assert code == 75, err
+    code, out, err = signalled(*flags, number=getattr(signal, name), alone=True)
+    assert code == 75 and f"to continue the same command with --load {tmp_path}" in " ".join(out.split()), err
     status = status_of(tmp_path)
     assert status["outcome"] == "requeue" and name in status["reason"]
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
@@ -194,21 +191,11 @@ def test_ctrl_backslash_ends_a_run_at_once_and_says_so(tmp_path: Path) -> None:
     assert status["step"] >= rows(tmp_path / "metrics.jsonl")[-1]["step"] >= 4 and status["checkpoint"] is None
 
 
-def test_the_death_of_a_rank_is_told_once_with_its_cause(tmp_path: Path) -> None:
-    with running(*LONG, "--nproc", "2", "--run-dir", tmp_path) as process:
-        os.kill(rank_pids(tmp_path)[2], signal.SIGKILL)
-        _, err = process.communicate(timeout=60)  # their own limit is ten minutes
-    assert process.returncode == 128 + signal.SIGKILL
-    assert status_of(tmp_path)["reason"].startswith("rank 1 ended by signal SIGKILL")
-    assert "Traceback" not in err and "rank 1 ended by signal SIGKILL; ending the others" in err, err
-
-
 def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
     """No file may be longer than 500 bytes: log.txt, metrics.jsonl, TensorBoard, run_config.toml and status.json."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))  # noqa: E731
     words = ["--run-dir", tmp_path, "--tensorboard-dir", tmp_path / "tb", "--log-style", "megatron"]
-    done = pretrain(*SMALL, "--train-iters", "6", *words, preexec_fn=limit)
-    assert done.returncode == 0, done.stderr
+    done = pretrain(*SMALL, "--train-iters", "6", *words, preexec_fn=limit, ok=True)
     assert "iteration        6/       6" in done.stdout
     assert "Traceback" not in done.stderr  # nor one of TensorBoard's own thread
     for what in (tmp_path / "log.txt", tmp_path / "metrics.jsonl"):

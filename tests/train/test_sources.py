@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from token_files import byte_level_bpe
+from train_cases import config_from
 
-from megalite.config import cli
 from megalite.config.options import Config
 from megalite.data.errors import DataError
-from megalite.models.families import PRESETS
 from megalite.train.sources import Sources, open_sources
 from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
@@ -36,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(folder: Path, *flags: str) -> tuple[Config, Sources]:
     files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
     data = ["--data-path", str(folder / "mine_text_document")]
-    config, _ = cli.read([*GPT, *files, *data, *flags], PRESETS)
+    config = config_from([*GPT, *files, *data, *flags])
     return config, open_sources(config.data, 16, 1, 2)
 
 
@@ -103,7 +102,7 @@ def test_paths_in_a_file_are_held_to_what_those_of_flags_are(tmp_path: Path, pat
     plain.write_text(f"1 {path}")
     per_split.write_text(json.dumps({"train": ["0.5", path], "valid": None, "test": None}))
     for flag, file in (("--data-args-path", plain), ("--per-split-data-args-path", per_split)):
-        config = cli.parse([*GPT, flag, str(file), "--vocab-size", "300"], PRESETS)
+        config = config_from([*GPT, flag, str(file), "--vocab-size", "300"])
         with pytest.raises(DataError, match=rf"{file.name}: a path in it {says}") as error:
             open_sources(config.data, 16, 1, 1)
         assert "hunter2" not in str(error.value)

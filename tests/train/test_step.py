@@ -5,14 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
+from train_cases import run_from
 
-from megalite.config import cli
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
-from megalite.train.setup import build_run
 from megalite.train.state import Run, StepResult
 from megalite.train.step import train_step
 
@@ -23,9 +19,7 @@ SMALL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length
 
 
 def build(flags: str) -> Run:
-    config, _ = cli.read(f"{SMALL} {flags}".split(), PRESETS)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
-    return build_run(config, ranks, torch.device("cpu"))
+    return run_from(f"{SMALL} {flags}")
 
 
 def kept(run: Run) -> dict[str, Tensor]:
@@ -43,7 +37,6 @@ def updates_of(flags: str, steps: int) -> tuple[list[StepResult], Tensor]:
     run = build(flags)
     before = torch.cat(run.optimizer.main)  # a copy
     results = [train_step(run) for _ in range(steps)]
-    run.close()
     return results, torch.cat(run.optimizer.main) - before
 
 
@@ -70,7 +63,6 @@ def test_steps_that_overflow_leave_everything_until_the_scale_fits() -> None:
         assert run.loss_scaler.scale == 2.0 ** (26 - skipped)
         assert run.state.skipped_steps == skipped and run.state.consumed_samples == skipped * BATCH
         assert result.lr == 0.0  # that of the first update, which is still to come
-    run.close()
     assert 2 <= skipped <= 20
     assert result.lr == LR / WARM_UP and run.optimizer.updates == 1 and math.isfinite(result.grad_norm)
     assert run.state.skipped_samples == skipped * BATCH and run.state.consumed_samples == (skipped + 1) * BATCH
@@ -79,7 +71,6 @@ def test_steps_that_overflow_leave_everything_until_the_scale_fits() -> None:
     for _ in range(skipped):
         twin.state.advance(BATCH, tokens=0, skipped=True)
     assert train_step(twin).loss == result.loss
-    twin.close()
     assert same(kept(run), kept(twin))
 
 
@@ -98,8 +89,6 @@ def _overflows_on_the_way(layout: str) -> None:
         a, b = train_step(run), train_step(twin)
         assert (a.loss, a.grad_norm, a.lr) == (b.loss, b.grad_norm, b.lr)
     assert a.lr == LR * 4 / WARM_UP
-    run.close()
-    twin.close()
     assert same(kept(run), kept(twin))
 
 
@@ -115,7 +104,6 @@ def test_the_scale_doubles_after_clean_steps_and_no_result_shows_it() -> None:
     for _ in range(5):
         results.append(train_step(run))
         scales.append(run.loss_scaler.scale)
-    run.close()
     assert scales == [256, 512, 512, 1024, 1024]
     constant, _ = updates_of(f"{flags} --loss-scale 256", 5)
     for a, b in zip(results, constant, strict=True):
@@ -139,7 +127,6 @@ def _one_rank_overflows(flags: str) -> list[Any]:
         result = train_step(run, want_stop=step == 2 and run.mesh.world.is_last)
         run.buffer.wait_gather()
         told.append((result.loss, result.lr, result.skipped, result.stop, same(kept(run), before)))
-    run.close()
     return told
 
 

@@ -1,7 +1,5 @@
 """Whatever cannot be written of what a run tells, the run goes on: whole runs, everything broken at once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,9 +7,8 @@ from pathlib import Path
 
 import programs
 import pytest
-from train_cases import SMALL
+from train_cases import SMALL, config_from
 
-from megalite.config import cli
 from megalite.train.tell.run_dir import Events, settle_status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +63,7 @@ def test_events_and_the_launchers_word_never_wait_nor_raise(tmp_path: Path, caps
     events = Events(tmp_path)
     for _ in range(3):
         events.add("something")
-    settle_status(tmp_path, cli.read([*SMALL, "--train-iters", "1"], {})[0], (1, "rank 1 died"), 0.0)
+    settle_status(tmp_path, config_from([*SMALL, "--train-iters", "1"]), (1, "rank 1 died"), 0.0)
     assert capsys.readouterr().err.count(f"WARNING: {tmp_path / 'events.jsonl'}: ") == 1
     (tmp_path / "events.jsonl").unlink()
     (tmp_path / "events.jsonl").symlink_to("/dev/full")

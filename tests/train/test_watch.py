@@ -1,7 +1,5 @@
 """What is asked of a run besides training: norms, counts, timers, profiles, checks of copies; the same on any layout."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import nullcontext
@@ -14,18 +12,16 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_step import build
 from torch import Tensor
-from train_cases import SMALL, pretrain
+from train_cases import SMALL, config_from, pretrain, run_from
 
 from megalite.config import cli
-from megalite.config.check import check
-from megalite.config.options import Config, ConfigError, OperationsConfig, log_steps, resolved_style
+from megalite.config.options import Config, OperationsConfig, log_steps, resolved_style
 from megalite.models.families import PRESETS
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import PLANNED, Axis, Mesh
 from megalite.pipeline.runtime import Timed
 from megalite.train.replicas import ReplicaError, check_replicas, disagreement
-from megalite.train.setup import build_run
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.tell.device_memory import memory_line
 from megalite.train.tell.phases import PHASES
@@ -36,7 +32,7 @@ from megalite.train.tell.timers import OF_STEP, Timers
 
 
 def read(*flags: str) -> Config:
-    return cli.read([*SMALL, "--train-iters", "6", *flags], PRESETS)[0]
+    return config_from([*SMALL, "--train-iters", "6", *flags])
 
 
 # ---- the form of the log, and how often
@@ -52,39 +48,11 @@ def test_the_style_follows_the_command_line(flags: str) -> None:
 
 
 def test_the_log_interval_suits_the_length_of_the_run() -> None:
-    config = cli.read([*SMALL[:-2], "--train-iters", "9"], PRESETS)[0]
+    config = config_from([*SMALL[:-2], "--train-iters", "9"])
     assert config.log.log_interval is None
     assert [log_steps(config, n) for n in (1, 99, 100, 2500, 10**6)] == [1, 1, 2, 50, 100]
     assert log_steps(read(), 10**6) == 1  # which is given
     assert log_steps(Config(log=config.log.__class__(log_style="megatron")), 20) == 100
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--timing-log-level 3", "timing_log_level=3 is above 2; use 0, 1 or 2"),
-        ("--empty-unused-memory-level 3", "empty_unused_memory_level=3 is above 2"),
-        ("--profile --profile-step-end 10", "profile_step_end=10 is not above profile_step_start=10; raise it"),
-        ("--profile-ranks 0 5", "profile_ranks=5 is not among 4 ranks; give 0 to 3"),
-        ("--exit-signal SIGKILL", "exit_signal='SIGKILL' is not one of SIGTERM, SIGINT, SIGUSR1, SIGUSR2, SIGHUP"),
-        ("--tensorboard-log-interval 0", "tensorboard_log_interval=0 is too small"),
-    ],
-)
-def test_what_cannot_be_is_refused(flags: str, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        raise ConfigError(check(read(*flags.split()), 4))
-    assert words in str(error.value)
-
-
-def test_what_has_no_effect_is_a_note() -> None:
-    flags = "--use-pytorch-profiler --manual-gc-interval 5 --log-progress --log-memory-to-tensorboard"
-    _, notes = cli.read([*SMALL, "--train-iters", "6", *flags.split()], PRESETS)
-    assert notes == [
-        "use_pytorch_profiler has no effect without --profile",
-        "manual_gc_interval=5 has no effect without --manual-gc",
-        "log_progress has no effect without --save",
-        "log_memory_to_tensorboard has no effect without --tensorboard-dir",
-    ]
 
 
 # ---- protections that are asked for and not there
@@ -101,12 +69,10 @@ def test_every_protection_that_is_not_done_is_named() -> None:
 def told(flags: str) -> list[tuple[int | None, float]]:
     """Zeros and norm of three steps; without biases, as a key's has gradients that are 0 but for rounding."""
     config = read("--disable-bias-linear", "--hidden-dropout", "0", *flags.split())
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
-    run, seen = build_run(config, ranks, torch.device("cpu"), dtype=torch.float64), []
+    run, seen = run_from(config, dtype=torch.float64), []
     for _ in range(3):
         result = train_step(run, count_zeros=True)
         seen.append((result.zeros, parameter_norm(run)))
-    run.close()
     return seen
 
 
@@ -129,7 +95,6 @@ def test_norm_and_zeros_count_every_element_once(name: str) -> None:
         assert [norm for _, norm in seen] == pytest.approx([norm for _, norm in alone], rel=1e-10)
     padding = 3 * 32  # rows of the vocabulary, which is padded to 96
     for zeros, _ in alone:
-        assert zeros is not None
         assert zeros > 2 * padding and zeros % 32 == 0 if model == UNTIED else zeros == padding  # rows of unseen tokens
 
 
@@ -147,7 +112,6 @@ def test_norm_and_zeros_are_those_of_the_model() -> None:
     weights = [p.detach().double() for stage in run.pipeline.stages for p in stage.parameters()]
     assert parameter_norm(run) == pytest.approx(sum(float(w.square().sum()) for w in weights) ** 0.5, rel=1e-6)
     assert [result.zeros] == counts and train_step(run).zeros is None
-    run.close()
 
 
 def collectives(flags: str) -> list[tuple[int, ...]]:
@@ -170,7 +134,7 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
 
     module.Training.watched = spied  # type: ignore[method-assign]
     words = [*SMALL, "--train-iters", "4", "--eval-iters", "0", "--log-interval", "2", "--log-style", "megalite"]
-    config = cli.read([*words, *flags.split()], PRESETS)[0]
+    config = config_from([*words, *flags.split()])
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     module.process_group = lambda *_, **__: nullcontext(torch.device("cpu"))  # type: ignore[assignment]  # it is there
     assert pretrain(config, ranks) == Exit.DONE
@@ -233,8 +197,6 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
         return told
     except ReplicaError as error:
         return f"stopped: {error}"
-    finally:
-        run.close()
 
 
 BF16 = "--bf16 --tensor-model-parallel-size 2"
@@ -293,8 +255,6 @@ def flipped_between(flags: str, action: str, where: int | None, part: str = "cop
     except ReplicaError as error:
         assert torch.equal(torch.cat(run.optimizer.main), before)  # nothing was updated
         return f"stopped: {error}", before
-    finally:
-        run.close()
 
 
 BETWEEN = {
@@ -341,7 +301,6 @@ def unseen(flags: str) -> bool:
         flat[place // 8] ^= mine << (turn % 8)
         seen.append(bool(all_reduce_(disagreement(run), run.mesh.world).any()))
         flat[place // 8] ^= mine << (turn % 8)
-    run.close()
     return seen == [False] + [True] * 40
 
 
@@ -376,13 +335,12 @@ def test_memory_history_and_nsys_on_a_card(tmp_path: Path) -> None:
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_memory_is_given_back_to_a_card(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
     calls: list[int] = []
-    run = build_run(read(), Ranks(), torch.device("cuda"))
+    run = run_from(read(), device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
     train_step(run, empty_level=level)
     assert len(calls) == level
     line = memory_line(run.mesh, 1, True)
     assert " | max reserved: " in line and " | total device memory used: " in line
-    run.close()
 
 
 # ---- progress.txt and memory

@@ -1,22 +1,16 @@
 """A sliding window as an option of the model: what every path computes is the definition's, and checkpoints tell it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from train_cases import BORDERS
+from train_cases import BORDERS, run_from
 
-from megalite.config import cli
 from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.kernels.dispatch import chosen
-from megalite.models.families import PRESETS
 from megalite.nn.attention import Attention
-from megalite.parallel.launch import Ranks
-from megalite.train.setup import build_run
-from megalite.train.start.resume import options_that_differ
 from megalite.train.step import train_step
 
 S, STEPS = 16, 2
@@ -39,15 +33,13 @@ PATHS = {
 
 def trained(flags: str, dtype: torch.dtype | None = torch.float64, change: Callable[[Any], None] = id) -> list[float]:
     """Loss and gradient norm of each step. `change`: what is done to each attention before."""
-    config = cli.parse(f"{COMMON} {flags}".split(), PRESETS)
     torch.compiler.reset()
-    run = build_run(config, Ranks(0, 1), torch.device("cpu"), dtype=dtype, compile_backend="eager")
+    run = run_from(f"{COMMON} {flags}", dtype=dtype, compile_backend="eager")
     for stage in run.pipeline.stages:
         for module in stage.modules():
             if isinstance(module, Attention):
                 change(module)
     results = [train_step(run) for _ in range(STEPS)]
-    run.close()
     return [x for r in results for x in (r.loss, r.grad_norm)]
 
 
@@ -136,16 +128,3 @@ def test_no_path_without_dropout_makes_a_square_of_the_length() -> None:
                     attention(*leaves, scale=0.25, window=64).sum().backward()
                 assert mode.elements < length**2 / 8
         chosen.cache_clear()
-
-
-def test_a_checkpoint_with_a_window_is_not_loaded_without() -> None:
-    plain = cli.parse(COMMON.split(), PRESETS).model
-    model = cli.parse((COMMON + WINDOW).split(), PRESETS).model
-    assert options_that_differ(model, model, "the checkpoint") == []
-    assert options_that_differ(plain, model, "the checkpoint") == [
-        "window_size: None here, (4, 0) in the checkpoint",
-        "window_attn_skip_freq: None here, '2' in the checkpoint",
-    ]
-    other = replace(model, window_size=(5, 0))
-    assert options_that_differ(other, model, "x") == ["window_size: (5, 0) here, (4, 0) in x"]
-    assert options_that_differ(replace(model, window_attn_skip_freq="[1,0,1]"), model, "x") == []  # is every second

@@ -1,7 +1,5 @@
 """Whole runs of the program, typed as a user types them, and what they leave behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -25,7 +23,6 @@ def pretrain(*flags: object, fault: str = "", **options: Any) -> subprocess.Comp
 def shown(process: subprocess.Popen[str], what: str) -> list[str]:
     """The lines of its standard output until one has `what` in it."""
     lines = []
-    assert process.stdout is not None
     for line in process.stdout:
         lines.append(line)
         if what in line:

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -146,20 +146,8 @@ def memory_stats(device: Any = None) -> dict[str, Any]:
     return stats
 
 
-def memory_allocated(device: Any = None) -> int:
-    return _figures(device).allocated
-
-
-def max_memory_allocated(device: Any = None) -> int:
-    return _figures(device).max_allocated
-
-
-def memory_reserved(device: Any = None) -> int:
-    return _figures(device).reserved
-
-
-def max_memory_reserved(device: Any = None) -> int:
-    return _figures(device).max_reserved
+def _figure(name: str) -> Callable[..., int]:
+    return lambda device=None: getattr(_figures(device), name)
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
@@ -241,12 +229,13 @@ class Module(types.ModuleType):
 OF_MODULE = (is_available, device_count, is_initialized, init, current_device, set_device, device, stream)
 OF_MODULE += (_exchange_device, StreamContext, _is_in_bad_fork, manual_seed, manual_seed_all, cudart, empty_cache)
 OF_MODULE += (get_device_properties, get_device_name, get_device_capability, mem_get_info, memory_stats)
-OF_MODULE += (memory_allocated, max_memory_allocated, memory_reserved, max_memory_reserved, reset_peak_memory_stats)
+OF_MODULE += (reset_peak_memory_stats,)
 OF_MODULE += (streams.Stream, streams.Event, streams.current_stream, streams.default_stream, streams.set_stream)
 OF_MODULE += (streams.synchronize, graphs.CUDAGraph, graphs.graph, graphs.graph_pool_handle)
 OF_MODULE += (graphs.is_current_stream_capturing,)
 OF_MEMORY = (_record_memory_history, _dump_snapshot)
 LISTED: dict[str, Any] = {entry.__name__: entry for entry in OF_MODULE}
+LISTED |= {f"{most}memory_{of}": _figure(f"{most}{of}") for of in ("allocated", "reserved") for most in ("", "max_")}
 LISTED |= {"_maybe_exchange_device": _maybe_exchange_device, "OutOfMemoryError": REAL.OutOfMemoryError}
 LISTED_MEMORY: dict[str, Any] = {entry.__name__: entry for entry in OF_MEMORY}
 

@@ -21,10 +21,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from card.simulator import cuda, launches, marks, operations, tensors
 from card.simulator.memory import Memory, Side
+from card.simulator.tape import Dispatch
 from card.simulator.trace import Fact, HostAccess, HostRead, HostWait, Launch, Mark, Mixed, Span, Stream
 from megalite.parallel.elastic import listening
 
@@ -263,16 +264,12 @@ class Card:
             self.host_waits("copy to the card", "copy to the card", reads=self.memory.spans([source]))
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(Dispatch):
     """Of one thread."""
 
     def __init__(self, card: Card):
         super().__init__()
         self.card = card
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here; torch would import its compiler at the first operation: seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.card.running:  # a thread that outlived the simulation

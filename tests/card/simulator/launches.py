@@ -4,7 +4,7 @@ what has changed; all arguments may be read."""
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -12,11 +12,8 @@ from torch import Tensor
 
 from megalite.kernels.dispatch import Kernel
 
-if TYPE_CHECKING:
-    from card.simulator.device import Card
 
-
-def _launcher(card: "Card", original: Callable[..., Any]) -> Callable[..., Any]:
+def _launcher(card: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def at(kernel: Any, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -35,7 +32,7 @@ def _launcher(card: "Card", original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def noted(card: "Card") -> Iterator[None]:
+def noted(card: Any) -> Iterator[None]:
     """Triton is imported when megalite launches its first kernel, not sooner."""
     with contextlib.ExitStack() as stack:
         compiled, hooked = Kernel.compiled, False

@@ -3,16 +3,13 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from megalite.checkpoint.run.saver import Saver
 from megalite.pipeline.graphed import GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.train import loop, setup, step
-
-if TYPE_CHECKING:
-    from card.simulator.device import Card
 
 # where a function is looked up -> what its time is called
 NAMES = (
@@ -31,7 +28,7 @@ NAMES = (
 )
 
 
-def _marked(card: "Card", name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _marked(card: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def marked(*args: Any, **kwargs: Any) -> Any:
         with card.mark(name):
@@ -41,7 +38,7 @@ def _marked(card: "Card", name: str, original: Callable[..., Any]) -> Callable[.
 
 
 @contextlib.contextmanager
-def set_by(card: "Card") -> Iterator[None]:
+def set_by(card: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, attribute, name in NAMES:
             made = _marked(card, name, getattr(owner, attribute))

@@ -17,12 +17,12 @@ What is modelled is ProcessGroupNCCL as in torch 2.11 and 2.13, after their head
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,23 +41,9 @@ DTYPES = REDUCED | _FLOAT8
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
 
 
-class Recorder(Protocol):
-    """Where the facts go, and what only the simulated card knows."""
-
-    def write(self, fact: Fact) -> None: ...
-    def stream(self) -> Stream:
-        """The current one."""
-        ...
-
-    def span(self, x: Tensor) -> Span: ...
-    def on_card(self, x: Tensor) -> bool: ...
-    def aside(self) -> AbstractContextManager[object]:
-        """What is done within it is not on the card."""
-        ...
-
-
 class Plain:
-    """No card: tensors of the CPU stand for a card's, and there is one stream."""
+    """Where the facts go, and what only a simulated card knows (device.py). No card: tensors of the CPU stand for a
+    card's, and there is one stream; what is done `aside` is not on the card."""
 
     def __init__(self) -> None:
         self.facts: list[Fact] = []
@@ -79,7 +65,7 @@ class Plain:
         return contextlib.nullcontext()
 
 
-_recorder: Recorder = Plain()
+_recorder: Any = Plain()  # or a Card
 _number = 0
 
 
@@ -90,11 +76,10 @@ def join() -> str:
 
 def facts() -> list[Fact]:
     """Of this process so far; without a card."""
-    assert isinstance(_recorder, Plain)
     return _recorder.facts
 
 
-def use(recorder: Recorder) -> str:
+def use(recorder: Any) -> str:
     """The backend's name, registered. Groups of this process write to `recorder`."""
     global _recorder
     _recorder = recorder
@@ -317,22 +302,3 @@ class SimulatedNccl(dist.ProcessGroup):
 
 def _spans(x: Tensor | None) -> tuple[Span, ...]:
     return () if x is None else (_recorder.span(x),)
-
-
-def _absent(name: str) -> Callable[..., Any]:
-    def refuse_it(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"the simulated NCCL has no {name}: megalite does not use it")
-
-    return refuse_it
-
-
-def _refuse_the_rest(names: Iterable[str]) -> None:
-    for name in names:
-        setattr(SimulatedNccl, name, _absent(name))
-
-
-_refuse_the_rest(
-    "reduce allgather gather scatter reduce_scatter alltoall alltoall_base all_to_all_single allgather_coalesced"
-    " allreduce_coalesced all_gather_single_coalesced allgather_into_tensor_coalesced reduce_scatter_single_coalesced"
-    " reduce_scatter_tensor_coalesced monitored_barrier _start_coalescing _end_coalescing split_group".split()
-)

@@ -11,8 +11,6 @@ operation at a time, which is done when it has begun on all its ranks; a send an
 that run is a choice: what can begin once can begin ever after, so one simulation is a proof.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

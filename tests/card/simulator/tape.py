@@ -10,7 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 
-class Tape(TorchDispatchMode):
+class Dispatch(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here; torch would import its compiler at the first operation: seconds
+
+
+class Tape(Dispatch):
     """`after_each`: called when an operation has been recorded."""
 
     def __init__(self, after_each: Callable[[], None] = lambda: None):
@@ -19,10 +25,6 @@ class Tape(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self._made: dict[int, torch.UntypedStorage] = {}  # by identity; held, so that none is given out again
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here; torch would import its compiler at the first operation: seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

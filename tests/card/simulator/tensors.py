@@ -3,21 +3,16 @@
 C++ believes that all is on the CPU, so whatever asks for a device, or goes to one, is answered here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from card.simulator.memory import Side
-
-if TYPE_CHECKING:
-    from card.simulator.device import Card
 
 CPU = torch.device("cpu")
 FACTORIES = """zeros ones empty full arange rand randn randint randperm linspace logspace eye empty_strided scalar_tensor
@@ -33,7 +28,7 @@ def side_of(device: Any) -> Side | None:
     return {"cuda": "card", "cpu": "host"}.get(kind)  # type: ignore[return-value]
 
 
-def _factory(card: Card, original: Callable[..., Tensor], follows: bool) -> Callable[..., Tensor]:
+def _factory(card: Any, original: Callable[..., Tensor], follows: bool) -> Callable[..., Tensor]:
     """`follows`: without a device it is the first argument's."""
 
     @functools.wraps(original)
@@ -53,7 +48,7 @@ def _factory(card: Card, original: Callable[..., Tensor], follows: bool) -> Call
     return make
 
 
-def _tensor(card: Card, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _tensor(card: Any, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """torch.tensor and torch.as_tensor: made by the host, and copied, which the host waits for."""
 
     @functools.wraps(original)
@@ -72,7 +67,7 @@ def _tensor(card: Card, original: Callable[..., Tensor]) -> Callable[..., Tensor
     return make
 
 
-def _moved(card: Card, x: Tensor, device: Any, dtype: torch.dtype | None, **how: Any) -> Tensor:
+def _moved(card: Any, x: Tensor, device: Any, dtype: torch.dtype | None, **how: Any) -> Tensor:
     """`how`: non_blocking, copy, memory_format."""
     side = None if device is None else side_of(device)
     there = "card" if card.memory.on_card(x) else "host"
@@ -85,7 +80,7 @@ def _moved(card: Card, x: Tensor, device: Any, dtype: torch.dtype | None, **how:
         return BASE.to(x, CPU, dtype or x.dtype, **{**how, "copy": True})
 
 
-def _to(card: Card) -> Callable[..., Tensor]:
+def _to(card: Any) -> Callable[..., Tensor]:
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if card.native:
             return BASE.to(self, *args, **kwargs)
@@ -105,7 +100,7 @@ def _to(card: Card) -> Callable[..., Tensor]:
     return to
 
 
-def _methods(card: Card) -> dict[str, Any]:
+def _methods(card: Any) -> dict[str, Any]:
     memory = card.memory
 
     def device(self: Tensor) -> torch.device:
@@ -173,17 +168,6 @@ def _methods(card: Card) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set on a class that may only inherit it."""
-    own = owner.__dict__.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if own is None else setattr(owner, name, own)
-
-
 def _attention_backends(original: Any) -> Any:
     """torch.nn.attention.sdpa_kernel, where the CPU's own ways are always among those that may be taken."""
     from torch.nn.attention import SDPBackend
@@ -198,12 +182,12 @@ def _attention_backends(original: Any) -> Any:
 
 
 @contextlib.contextmanager
-def replaced(card: Card) -> Iterator[None]:
+def replaced(card: Any) -> Iterator[None]:
     import torch.nn.attention as attention
 
     with contextlib.ExitStack() as stack:
         for name, value in _methods(card).items():
-            stack.enter_context(_attribute(Tensor, name, value))
+            stack.enter_context(mock.patch.object(Tensor, name, value))
         for names, follows in ((FACTORIES, False), (LIKE, True)):
             for name in names:
                 made = _factory(card, getattr(torch, name), follows)

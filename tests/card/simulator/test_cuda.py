@@ -1,7 +1,5 @@
 """The stand-in for torch.cuda: nothing that torch would not take, nothing that is not listed, and CUDA's own rules."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 import time

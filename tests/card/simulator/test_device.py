@@ -1,7 +1,5 @@
 """The simulated card does what CUDA does: where results are, what the host waits for, what may not meet, in which order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -57,6 +57,6 @@ def _refused() -> list[str]:
 def test_what_nccl_has_not_is_refused() -> None:
     said, _ = run_ranks(2, _refused, backend=nccl.join)
     words = ["UInt16|uint16", "int16", "Float8", "BAND", "BOR", "BXOR", "AVG", "contiguous", "world_size", "same type"]
-    words += ["world size", "tag=3", "recvAnysource", "gather", "all_*to_*all"]
+    words += ["world size", "tag=3", "recvAnysource", *["No backend type"] * 2]  # what megalite does not use
     for text, word in zip(said, words, strict=True):
         assert re.search(word, text), (text, word)

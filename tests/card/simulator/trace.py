@@ -20,8 +20,12 @@ class Span:
         return self.memory == other.memory and self.start < other.stop and other.start < self.stop
 
 
+class Fact:
+    """Any of these."""
+
+
 @dataclass(frozen=True)
-class Alloc:
+class Alloc(Fact):
     """`side`: "host" is pageable. `stream`: on which the caching allocator may give a card's block out again."""
 
     memory: int
@@ -31,14 +35,14 @@ class Alloc:
 
 
 @dataclass(frozen=True)
-class Free:
+class Free(Fact):
     """The last reference is gone: the block may be handed out again at once."""
 
     memory: int
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Fact):
     """Work given to a stream; the host does not wait for it. A copy between host and card is one, too."""
 
     stream: Stream
@@ -49,7 +53,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Fact):
     """An event notes what `stream` has so far. An event that is recorded again means the newer point."""
 
     event: int
@@ -57,7 +61,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(Fact):
     """What `stream` gets from here on comes after `event` (as recorded last)."""
 
     stream: Stream
@@ -65,7 +69,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class HostWait:
+class HostWait(Fact):
     """The host waits for an event, or for a stream, or (both None) for the whole card."""
 
     event: int | None = None
@@ -74,7 +78,7 @@ class HostWait:
 
 
 @dataclass(frozen=True)
-class HostAccess:
+class HostAccess(Fact):
     """The host itself reads or writes memory of its own; what it reads of the card is a Launch, a HostWait, this."""
 
     name: str
@@ -84,7 +88,7 @@ class HostAccess:
 
 
 @dataclass(frozen=True)
-class HostRead:
+class HostRead(Fact):
     """A value came back from the card and the host waited for it: `.item()`, `.cpu()`, `bool()`, `nonzero`, ..."""
 
     kind: str
@@ -93,7 +97,7 @@ class HostRead:
 
 
 @dataclass(frozen=True)
-class RecordStream:
+class RecordStream(Fact):
     """Tensor.record_stream: the block is not handed out before what `stream` has when it is freed."""
 
     memory: int
@@ -101,7 +105,7 @@ class RecordStream:
 
 
 @dataclass(frozen=True)
-class Comm:
+class Comm(Fact):
     """One operation of a communicator, on its own stream: it begins after what `after` has so far.
 
     comm    its ranks' name for it, equal on all of them; point to point has one per pair of ranks
@@ -129,7 +133,7 @@ class Comm:
 
 
 @dataclass(frozen=True)
-class CommWait:
+class CommWait(Fact):
     """`Work.wait()`: what `stream` gets from here on comes after the operation; the host goes on."""
 
     number: int
@@ -137,14 +141,14 @@ class CommWait:
 
 
 @dataclass(frozen=True)
-class CommDone:
+class CommDone(Fact):
     """`Work.is_completed()` said yes: the host knows that the operation is over. No fact where it said no."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(Fact):
     """An operation on tensors of host and card together, or an unpinned copy called non_blocking."""
 
     what: str
@@ -152,25 +156,7 @@ class Mixed:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Mark(Fact):
     """Where the run is: "step 3", "forward", "backward", "evaluation", "save", ...; "" ends the last one."""
 
     name: str
-
-
-Fact = (
-    Alloc
-    | Free
-    | Launch
-    | Record
-    | Wait
-    | HostWait
-    | HostAccess
-    | HostRead
-    | RecordStream
-    | Comm
-    | CommWait
-    | CommDone
-    | Mixed
-    | Mark
-)
