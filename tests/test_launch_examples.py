@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import fsspec
+import programs
 import pytest
 import yaml
 from test_remote_checkpoints import s3_server  # noqa: F401 (a fixture)
@@ -45,17 +45,8 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, **job, "PATH": path, "NOTES": str(tmp_path / "notes"), "SLURM_NTASKS_PER_NODE": "1"}
 
 
-@contextmanager
-def script(name: str, *words: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    pipe, out = subprocess.PIPE, subprocess.STDOUT
-    command = ["bash", f"examples/launch/{name}", *words]
-    process = subprocess.Popen(command, stdout=pipe, stderr=out, text=True, cwd=ROOT, env=env, start_new_session=True)
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def script(name: str, *words: str, env: dict[str, str]) -> AbstractContextManager[subprocess.Popen[str]]:
+    return programs.group(["bash", f"examples/launch/{name}", *words], env=env)
 
 
 def notes(env: dict[str, str], command: str) -> list[str]:

@@ -34,9 +34,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import programs
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # as pytest has it
+
+import programs  # noqa: E402
+from loads import flip  # noqa: E402
+
+from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
+
 RANKS, INTERVAL, KEEP, FROZEN_S = 2, 5, 4, 8
 KINDS = ("kill", "term", "corrupt", "full", "freeze", "nan")
 BY_VARIABLE = {"full": "step.begin", "nan": "step.after_reduce"}  # the program does these to itself
@@ -107,7 +113,6 @@ class Attempt:
         self._thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self._log.write(line)
             if found := STEP.match(line):
@@ -155,18 +160,12 @@ def started(words: Sequence[str], env: dict[str, str], log: Path) -> Iterator[At
             os.killpg(attempt.process.pid, signal.SIGKILL)
 
 
-def newest(folder: Path) -> Path | None:
-    return max((p for p in folder.glob("iter_*") if (p / "COMPLETE").is_file()), default=None)
-
-
 def turn_a_bit(folder: Path, rng: random.Random) -> None:
     """Of the newest checkpoint, in one of its files with tensors."""
-    found = newest(folder)
-    assert found is not None
+    found = max(p for p in folder.glob("iter_*") if (p / "COMPLETE").is_file())
     file = rng.choice(sorted(found.glob("*.safetensors")))
-    raw = bytearray(file.read_bytes())
-    raw[rng.randrange(len(raw) // 2, len(raw))] ^= 1 << rng.randrange(8)
-    file.write_bytes(raw)
+    size = file.stat().st_size
+    flip(file, rng.randrange(4 * size, 8 * size))
 
 
 def strike(fault: Fault, attempt: Attempt, folder: Path, rng: random.Random) -> None:
@@ -241,9 +240,6 @@ def undisturbed(words: list[str], out: Path) -> int:
 
 def make_data(prefix: Path) -> None:
     """Documents that have something to learn."""
-    sys.path.insert(0, str(ROOT))
-    from tools.preprocess.indexed_writer import IndexedWriter
-
     rng, writer = np.random.default_rng(3), IndexedWriter(prefix, np.uint16)
     for _ in range(2000):
         first, stride, length = rng.integers(0, 93), rng.integers(1, 5), rng.integers(5, 60)

@@ -1,17 +1,14 @@
 """torchrun, as its users start it: restarts after a rank was killed, and a torchrun that is killed itself."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
+import programs
 import pytest
 from train_cases import SMALL
 from whole_runs import ROOT, alive, children, losses, shown, status_of
@@ -20,19 +17,11 @@ STEPS = 40
 RARELY = pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
 
 
-@contextmanager
-def torchrun(folder: Path, *words: str, steps: int = STEPS) -> Iterator[subprocess.Popen[str]]:
+def torchrun(folder: Path, *words: str, steps: int = STEPS) -> AbstractContextManager[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
     command += [str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", str(steps), "--device", "cpu"]
     command += ["--save", str(folder), "--load", str(folder), "--save-interval", "5", "--hidden-dropout", "0.1"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    return programs.group(command)
 
 
 @RARELY
