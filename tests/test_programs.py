@@ -48,7 +48,7 @@ def test_torch_is_there_already_unless_the_interpreter_is_asked_for_something() 
     code = "import sys; print('torch' in sys.modules, 'triton' in sys.modules)"
 
     def said(*flags: str, **variables: str) -> str:
-        env = {**os.environ, **variables}
+        env = {**programs._environment(), **variables}  # whatever other tests have set here
         return programs.run([sys.executable, *flags, "-c", code], env=env, **PIPES, ok=True, timeout=60).stdout
 
     assert said() == said(MEGALITE_A="1") == "True False\n"
