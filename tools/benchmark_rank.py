@@ -17,8 +17,6 @@ from tools.bench.contender import limit_memory, peak_memory, time_steps, write
 
 COPIED_BYTES = 1 << 27
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
-
-
 AXES = {"etp": "tp", "pp_back": "pp", "ends": "pp"} | dict.fromkeys(
     ("data", "shard", "replica", "edp", "expert_shard", "expert_replica"), "dp"
 )  # axis of the mesh -> the one of a layout that it belongs to
@@ -101,7 +99,8 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
         run = build_run(config, ranks, device)
 
         losses: list[float] = []
-        steps = time_steps(lambda: losses.append(train_step(run).loss), task, device)
+        step = lambda: losses.append(train_step(run).loss)  # noqa: E731
+        steps = time_steps(step, device, task["warmup"], task["steps"])
         memory = peak_memory(device)
         parts, axes = parts_of(timed_steps(run, max(2, task["steps"] // 2)))
         run.buffer.wait_gather()

@@ -35,14 +35,7 @@ class MeetingError(Exception):
 
 
 def meet(
-    rank: int,
-    world: int,
-    url: str,
-    env: MutableMapping[str, str],
-    timeout: timedelta,
-    *,
-    nodes: int,
-    gloo: bool,
+    rank: int, world: int, url: str, env: MutableMapping[str, str], timeout: timedelta, *, nodes: int, gloo: bool
 ) -> Any:
     """The store at `url` in which these ranks, and no others, exchange their addresses; collective. `nodes`: the number
     of machines. Sets in `env` the interface that `gloo` needs to reach other machines. Raises MeetingError."""

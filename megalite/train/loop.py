@@ -264,9 +264,8 @@ class Training:
             return
         report.train(summarise(run, self._since, norm))
         self._lines += 1
-        early = (
-            self._lines <= 2 and resolved_style(self.config) == "megatron"
-        )  # at the second the optimizer has its state
+        # at the second line the optimizer has its state
+        early = self._lines <= 2 and resolved_style(self.config) == "megatron"
         if (early or _due(log.log_memory_interval, step)) and run.mesh.dp.is_first:
             line = memory_line(run.mesh, step, log.log_device_memory_used)
             report.say(line) if run.mesh.world.is_first else show(line)

@@ -113,10 +113,7 @@ def _fim(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> Fim:
     return Fim(
         rate=data.fim_rate,
         spm_rate=data.fim_spm_rate,
-        prefix=id_of("fim_prefix_token"),
-        middle=id_of("fim_middle_token"),
-        suffix=id_of("fim_suffix_token"),
-        pad=id_of("fim_pad_token"),
+        **{name: id_of(f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad")},
         eod=tokenizer.eod if data.fim_eod_token is None else id_of("fim_eod_token"),
         unknown=tokenizer.unknown,
         split=None if data.fim_split_sample is None else id_of("fim_split_sample"),

@@ -129,7 +129,7 @@ OF_THE_HOST = {
     "parallel/meeting.py within: futures.wait([outcome], seconds)",
     "parallel/local_ranks.py _watch: connection.wait([p.sentinel for p in alive], wait)",
     "train/loop.py Training._roll_back: self.saver.wait()",
-    "train/watch/heartbeat.py Heartbeat._beat: self._closing.wait(BEAT_S)",
+    "train/watch/hang.py Heartbeat._beat: self._closing.wait(BEAT_S)",
     "train/loop.py Training.finish: self.saver.wait()",
     "train/watch/hang.py Watchdog._watch: self._closing.wait(self.pace * POLL_S)",
     "parallel/comm.py Pending.wait: self._work.wait(limit)",  # over gloo

@@ -28,10 +28,9 @@ from megalite.train.life.opening import many_evaluations
 from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
 from megalite.train.tell.timers import Timers
-from megalite.train.watch import hang, heartbeat
+from megalite.train.watch import hang
 from megalite.train.watch.diagnosis import View, diagnose
-from megalite.train.watch.hang import Watchdog
-from megalite.train.watch.heartbeat import Heartbeat
+from megalite.train.watch.hang import Heartbeat, Watchdog
 
 CPU = torch.device("cpu")
 
@@ -185,7 +184,7 @@ def test_a_store_is_not_asked_more_often_than_it_can_answer(tmp_path: Path, size
 
 def test_the_status_says_that_a_run_lives_until_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its main thread does."""
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    monkeypatch.setattr(hang, "BEAT_S", 0.02)
     config = config_from([*SMALL, "--train-iters", "3", "--eval-iters", "9"])
     run, file = run_from(config), tmp_path / "status.json"
     run.last_step = 3

@@ -24,8 +24,8 @@ from megalite.pipeline.runtime import Timed
 from megalite.train.replicas import ReplicaError, check_replicas, disagreement
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.tell.device_memory import memory_line
+from megalite.train.tell.metrics import ProgressLog
 from megalite.train.tell.profiling import Profiler
-from megalite.train.tell.progress_file import ProgressLog
 from megalite.train.tell.run_dir import Exit
 from megalite.train.tell.timers import OF_STEP, PHASES, Timers
 

@@ -11,7 +11,6 @@ the one before, one after the other as stages of a pipeline do: one direction ta
 
 import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, read_environment
 from megalite.parallel.local_ranks import start_local
+from tools.bench.contender import time_steps
 
 FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -87,17 +87,7 @@ def call_of(kind: str, axis: Any, size: int, device: Any) -> Callable[[], Any]:
 
 def timed(call: Callable[[], Any], device: Any, times: int) -> float:
     """Seconds of one call: the median of `times`, each with a wait for the device."""
-    from megalite.parallel.streams import synchronize
-
-    took = []
-    for n in range(WARM_UP + times):
-        synchronize(device)
-        begin = time.perf_counter()
-        call()
-        synchronize(device)
-        if n >= WARM_UP:
-            took.append(time.perf_counter() - begin)
-    return statistics.median(took)
+    return statistics.median(time_steps(call, device, WARM_UP, times))
 
 
 def everywhere(value: float, mesh: Any) -> list[float]:

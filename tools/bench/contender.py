@@ -106,15 +106,15 @@ def write(task: dict[str, Any], rank: int, **facts: Any) -> None:
     write_json(Path(task["folder"]) / f"rank{rank:05d}.json", facts)
 
 
-def time_steps(step: Callable[[], Any], task: dict[str, Any], device: Any) -> list[float]:
+def time_steps(step: Callable[[], Any], device: Any, warmup: int, steps: int) -> list[float]:
     """Seconds of each step after the warm-up, with a wait for the device."""
     from megalite.parallel.streams import synchronize
 
     times = []
-    for _ in range(task["warmup"] + task["steps"]):
+    for _ in range(warmup + steps):
         synchronize(device)
         begin = time.perf_counter()
         step()
         synchronize(device)
         times.append(time.perf_counter() - begin)
-    return times[task["warmup"] :]
+    return times[warmup:]

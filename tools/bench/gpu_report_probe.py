@@ -27,8 +27,6 @@ DATA = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style
 BF16_MOMENTS = ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
 USABLE = 0.93  # of the card's memory: the rest is the driver's, the libraries' and the allocator's gaps
 SMALLER = 0.85  # of an estimate that turned out to be too small
-
-
 QUERY = ("name", "driver_version", "compute_mode", "mig.mode.current", "ecc.errors.uncorrected.volatile.total",
          "utilization.gpu", "memory.used", "clocks_event_reasons.active", "temperature.gpu")  # fmt: skip
 

@@ -60,7 +60,7 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        steps = time_steps(step, task, device)
+        steps = time_steps(step, device, task["warmup"], task["steps"])
         write(task, ranks.rank, steps=steps, memory=peak_memory(device))
 
 

@@ -71,11 +71,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
 
-    out, alone = (
-        options.json,
-        argparse.Namespace(nproc=2, warmup=2, json=None, memory_gib=None),
-    )  # as measure() has them
-    vars(options).update(vars(alone))
+    out = options.json
+    vars(options).update(nproc=2, warmup=2, json=None, memory_gib=None)  # as measure() has them
     if options.asleep:
         profile = asleep_profile()
     elif options.profile is not None:

@@ -93,7 +93,6 @@ def breakdown_lines(breakdown: Mapping[str, Any]) -> list[str]:
     of = breakdown["efficiency"]
     cost = "n/a without --price-per-hour" if of["cost_per_sample"] is None else f"{of['cost_per_sample']:.3g}"
     share = {name: percent(of[name]) for name in of if name.endswith(("_time", "_utilization"))}
-    share = {name: percent(of[name]) for name in of if name.endswith(("_time", "_utilization"))}
     lines.append(
         f"efficiency: devices compute {share['gpu_utilization']} of the time, memory {share['memory_utilization']} "
         f"full, {of['samples_per_s']:,.4g} samples/s, cost per sample {cost}; data {share['data_time']}, forward "

@@ -18,8 +18,6 @@ from tools.checks.places import Layout
 from tools.checks.recording import ADDED, ATTENTION, MICROBATCH, SUMMED
 
 CLOSE = 1e-3  # relative: a pattern holds, or the tolerance of half precision, which has no better numbers
-
-
 NAMED = 6  # micro-batches that are listed
 
 

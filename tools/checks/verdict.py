@@ -149,7 +149,6 @@ def _chunks(made: Smaller) -> str:
 
 
 def _told(found: Finding) -> list[str]:
-
     ranks = "; ".join(f"{axis} {' '.join(map(str, some))}" for axis, some in found.ranks.items() if some)
     others = ", ".join(found.others[:NAMED]) + f" and {len(found.others) - NAMED} more" * (len(found.others) > NAMED)
     evaluated, name = found.step % 1 > 0, found.name

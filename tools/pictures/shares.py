@@ -1,10 +1,10 @@
 """Bars of one run: where its time went, what its ranks hold, and which rank has which layers."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalite.parallel.mesh import rank_grid
+from megalite.train.watch import diagnosis
 from tools.pictures.canvas import SERIES, WIDE, Picture, figure, ink, legend, short
 from tools.pictures.run import Run, listed, number, table
 
@@ -105,24 +105,12 @@ def positions(run: Run) -> list[list[int]]:
     return [sorted(rank for copies in of for parts in copies for rank in parts) for of in grid]
 
 
-def ranges_of(ranks: Iterable[int]) -> str:
-    """
-    >>> ranges_of([0, 1, 2, 3, 8, 9, 12])
-    '0-3, 8-9, 12'
-    """
-    ordered = list(ranks)
-    cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(ordered)) if b != a + 1), len(ordered)]
-    runs = [(ordered[a], ordered[b - 1]) for a, b in pairwise(cuts)]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
 def _position(run: Run, position: int) -> str:
-    ranks = positions(run)
-    if position >= len(ranks):
+    held = positions(run)
+    if position >= len(held):
         return f"stage {position}"
-    text = ranges_of(ranks[position])
-    text = text if len(text) <= 16 else f"{text[:10].rpartition(',')[0]}, …"
-    return f"rank{'s' * (len(ranks[position]) > 1)} {text}"
+    word, _, text = diagnosis.ranks(held[position]).partition(" ")
+    return f"{word} {text if len(text) <= 16 else text[:10].rpartition(',')[0] + ', …'}"
 
 
 def layers(run: Run) -> list[tuple[int, int]]:

@@ -237,7 +237,6 @@ class _Bench:
         world = self.ranks.world
         if world == 1:
             return None, None
-
         pp, data = build_mesh(device=self.device, pp=world).pp, build_mesh(device=self.device).data
         peer = self.ranks.rank ^ 1
         order = ((SEND, RECEIVE) if self.ranks.rank % 2 == 0 else (RECEIVE, SEND)) if peer < world else ()

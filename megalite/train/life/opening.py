@@ -29,9 +29,8 @@ from megalite.train.sources import Sources
 from megalite.train.state import Run
 from megalite.train.tell import figures as lines
 from megalite.train.tell.figures import Speed
-from megalite.train.tell.metrics import Reporter
+from megalite.train.tell.metrics import ProgressLog, Reporter
 from megalite.train.tell.overview import describe
-from megalite.train.tell.progress_file import ProgressLog
 from megalite.train.tell.run_dir import keep_rows_until, write_atomically
 
 

@@ -40,8 +40,7 @@ from megalite.train.tell.report import Account
 from megalite.train.tell.run_dir import Exit, leave_status, newest_saved, run_folder, save_roots
 from megalite.train.tell.timers import Phases, Timers
 from megalite.train.watch.fingerprint import compare_ranks
-from megalite.train.watch.hang import Watchdog
-from megalite.train.watch.heartbeat import Heartbeat
+from megalite.train.watch.hang import Heartbeat, Watchdog
 
 
 class Life:

@@ -1,4 +1,4 @@
-"""The logs of a run: console, log.txt, metrics.jsonl, TensorBoard with Megatron-LM's tags, W&B.
+"""The logs of a run: console, log.txt, metrics.jsonl, progress.txt, TensorBoard with Megatron-LM's tags, W&B.
 
 Rank 0 writes them; other ranks have a `Silent` reporter. A figure that does not exist is null in metrics.jsonl and
 absent from TensorBoard. A log that cannot be written, as on a full disk, ends no run: that is said once on stderr, and
@@ -17,23 +17,82 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.console import Bar, complain, show
+from megalite.config.environment import variable
 from megalite.config.options import LogConfig
-from megalite.config.packages import missing_packages
+from megalite.config.own_file import opener
 from megalite.data.samples.validation_sets import bits_per_byte
 from megalite.train.sources import NamedSet
 from megalite.train.state import State, StepResult
 from megalite.train.tell import figures as lines
 from megalite.train.tell.figures import Interval, Speed, perplexity
-from megalite.train.tell.progress_file import ProgressLog
 from megalite.train.tell.run_dir import AppendedFile
 
 PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
 FIRST_PROGRESS_S = 2.0
+TIME = "%Y-%m-%d %H:%M:%S"  # in progress.txt
+
+
+class ProgressLog:
+    """progress.txt in `folder`, as Megatron-LM's --log-progress writes it: a tab-separated line per start and save of
+    all jobs of a training. It is read for the throughput since the first job on the same number of devices, `world`.
+    `tokens`: trained before this job. Raises OSError."""
+
+    def __init__(self, folder: Path, world: int, flops_per_token: float, tokens: int):
+        self.path, self.world, self.flops, self._first_tokens = folder / "progress.txt", world, flops_per_token, tokens
+        self._file, self._begin, self._pending = AppendedFile(self.path), time.time(), -1
+
+    def starting(self) -> None:
+        self._append("Starting job")
+
+    def saving(self, step: int, tokens: int, background: bool) -> None:
+        """A save of `step` was begun, or, if not in the `background`, done; those before it are complete."""
+        self.saved_all()
+        per_device = 1e12 * self.world
+        job = (tokens - self._first_tokens) * self.flops / per_device / (time.time() - self._begin)
+        since, flops_then = self._first_job()
+        elapsed = max((datetime.datetime.now() - since).total_seconds(), 1.0)  # the file's times are whole seconds
+        cumulative = (tokens * self.flops - flops_then) / per_device / elapsed
+        self._append(
+            f"{'Saving async checkpoint' if background else 'Saved checkpoint'}\tIteration: {step}\t"
+            f"Job throughput: {job:.1f} TFLOP/s/GPU\tCumulative throughput: {cumulative:.1f} TFLOP/s/GPU\t"
+            f"Floating-point operations: {tokens * self.flops:.2e}\tTokens (in billions): {tokens / 1e9:.2f}"
+        )
+        self._pending = step if background else -1
+
+    def saved_all(self) -> None:
+        """All saves are complete."""
+        if self._pending >= 0:
+            self._append(f"Saved async checkpoint\tIteration: {self._pending}")
+            self._pending = -1
+
+    def _append(self, text: str) -> None:
+        head = f"{datetime.datetime.now():{TIME}}\tJob ID: {variable('SLURM_JOB_ID')}\t# GPUs: {self.world}"
+        self._file.write(f"{head}\t{text}")
+        self._file.close()
+
+    def _first_job(self) -> tuple[datetime.datetime, float]:
+        """(beginning of the first of the latest jobs that all had this number of devices, the training's FLOPs then)"""
+        begin: datetime.datetime | None = None
+        then = latest = 0.0
+        with open(self.path, encoding="utf-8", errors="replace", opener=opener) as lines:
+            for line in lines:
+                fields = line.rstrip("\n").split("\t")
+                try:
+                    world, what = int(fields[2].partition(": ")[2]), fields[3]
+                    if len(fields) > 7:
+                        latest = float(fields[7].partition(": ")[2])
+                    if world != self.world:
+                        begin = None
+                    elif what == "Starting job" and begin is None:
+                        begin, then = datetime.datetime.strptime(fields[0], TIME), latest
+                except (ValueError, IndexError):
+                    continue  # torn by a crash
+        return begin or datetime.datetime.fromtimestamp(self._begin), then
 
 
 class Reporter:
     """Writes to the console, `folder`/log.txt and metrics.jsonl, and where asked to TensorBoard, W&B and `progress`.
-    `log`: its `log_style` is not auto. Raises RuntimeError where a package is missing."""
+    `log`: its `log_style` is not auto, and its packages are there (train/life/command.py)."""
 
     def __init__(
         self,
@@ -52,8 +111,6 @@ class Reporter:
         self._too_fast = False
         self._bar: Bar | None = None
         self._rates = ""
-        if missing := missing_packages(log):
-            raise RuntimeError("\n".join(missing))
         self._log, self._rows = AppendedFile(folder / "log.txt"), AppendedFile(folder / "metrics.jsonl")
         self._board = None if log.tensorboard_dir is None else self.attempt("TensorBoard", self._open_board)
         self._wandb = None if log.wandb_project is None else self.attempt("W&B", self._open_wandb, wandb_config)

@@ -9,7 +9,7 @@ collective for ever. A round:
 
 A step is late compared with the usual length of steps, once a few are known. Before ranks have met, each is late by
 itself when the others are about to give up waiting for it. A report ends nothing: the group's time-out does, with the
-outcome `hang`.
+outcome `hang`. The heartbeat tells those who look at the run's directory.
 """
 
 import contextlib
@@ -34,17 +34,20 @@ from torch.distributed import distributed_c10d
 
 import megalite
 from megalite.config.console import complain
+from megalite.config.options import Config
 from megalite.config.own_file import inner_opener
 from megalite.parallel.launch import HANG, LaunchError, read_first_failure
 from megalite.parallel.mesh import PLANNED, Mesh
 from megalite.parallel.shared_memory import OrderError
-from megalite.train.tell.run_dir import Events, Exit, write_atomically
+from megalite.train.state import Run
+from megalite.train.tell.run_dir import Events, Exit, leave_status, stands, write_atomically
 from megalite.train.tell.timers import Timers
 from megalite.train.watch.diagnosis import View, diagnose, ranks
 
 FACTOR, LEAST_FACTOR = 10, 3  # times the usual length of a step: late, and never late before
 FLOOR_S, ENOUGH = 60.0, 3  # never late before; steps that make a usual length
 POLL_S, ANSWER_S, STORE_S = 0.5, 3.0, 5.0
+BEAT_S, CLOSE_S = 10.0, 5.0  # of the heartbeat; what a write that has begun may take at the end
 RANKS = 1024  # that one store can serve at this pace; more ranks ask, and wait, more slowly
 ROOT = str(Path(megalite.__file__).parent) + os.sep
 HANGS = re.compile(r"Timed out waiting \d+ ?ms|timeout caused pair closure|collective operation timeout")  # gloo, nccl
@@ -280,3 +283,40 @@ def _own_connection() -> Any:
     store = store.clone()
     store.set_timeout(timedelta(seconds=STORE_S))
     return store
+
+
+class Heartbeat:
+    """Renews status.json every BEAT_S while a run lives, so that an old one means it is gone or hangs. A thread of rank
+    0 writes it, as one batch or file may take longer than that, and a disk that hangs must not block the run. It pauses
+    while the watchdog sees a hang. `resumes`: of `Ranks`. Another run's status stays until this one begins, which may
+    be refused."""
+
+    def __init__(self, folder: Path, run: Run, config: Config, dog: Watchdog, resumes: bool):
+        self._folder, self._run, self._config, self._dog = folder, run, config, dog
+        self._closing, self._writing = threading.Event(), threading.Lock()  # writers share a temporary file
+        self._thread = threading.Thread(target=self._beat, name="megalite-heartbeat", daemon=True)
+        if not stands(folder, config, resumes):
+            self.begin()
+
+    def begin(self) -> None:
+        if self._run.mesh.world.is_first:
+            self._say()
+            if self._thread.ident is None:
+                self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; the run then writes the last status."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_S)
+
+    def _beat(self) -> None:
+        while not self._closing.wait(BEAT_S):
+            if not self._dog.hangs:
+                self._say()
+
+    def _say(self) -> None:
+        state = self._run.state
+        with self._writing:
+            if self._folder.is_dir():
+                leave_status(self._folder, "running", self._config, step=state.step, tokens=state.consumed_tokens)

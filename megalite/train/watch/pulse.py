@@ -27,7 +27,7 @@ from megalite.train.state import StepResult
 from megalite.train.tell.metrics import Reporter
 from megalite.train.tell.run_dir import Events
 from megalite.train.tell.timers import EVERY, Phases
-from megalite.train.watch.cards import THROTTLED, Card, read
+from megalite.train.watch.fingerprint import THROTTLED, Card, read
 
 OWN = ("data", "forward", "backward", "graph", "optimizer", "other")  # phases of the clock without the waits
 HEALTH = ("step_s", "queued_s", "memory_gib", "temperature_c", "power_w", "clock_mhz", "ecc_errors", "throttled")
