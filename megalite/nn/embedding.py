@@ -64,11 +64,9 @@ class Embedding(nn.Module):
         self.word = make(spec)
         self.position = None
         if positions is not None:
-            size = spec.shape[1]
-            shape = (positions, size)
-            self.position = make(
-                ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
-            )
+            shape = positions, spec.shape[1]
+            learned = ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
+            self.position = make(learned)
 
     def forward(
         self,

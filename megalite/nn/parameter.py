@@ -64,11 +64,6 @@ def spec_of(parameter: nn.Parameter) -> ParamSpec:
     return parameter.spec  # type: ignore[attr-defined]
 
 
-def unit_of(parameter: nn.Parameter) -> str:
-    """The unit of the `Maker`; "" if it had none, or the parameter was made in another way."""
-    return getattr(parameter, "unit", "")
-
-
 class GradientSink(Protocol):
     """Adds up a parameter's gradients outside of autograd (optim/grad_reduce.py)."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megalite.optim.layout import Bucket, Kind, Layout, Part, Slot
+from megalite.optim.layout import Bucket, Kind, Layout
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.spec import OWNERS
 
@@ -49,11 +49,6 @@ class BucketRule:
     def is_shared_out(self) -> bool:
         return self.shard.size > 1
 
-    @property
-    def is_summed(self) -> bool:
-        """Over data: other ranks have summands of the whole gradient."""
-        return self.shard.size > 1 or self.replica.size > 1
-
     def held(self, bucket: Bucket) -> range:
         """The elements of `bucket` that are this rank's part of those that share it out."""
         return bucket.shard(self.shard.size, self.shard.rank)
@@ -70,36 +65,23 @@ class BucketRule:
         outer = replace(self.outer, rank=replica) if self.outer.size > 1 else self.outer
         return replace(self, shard=replace(self.shard, rank=shard), outer=outer)
 
-    def owned_part(self, bucket: Bucket, slot: Slot) -> Part:
-        """Of the parameter in `slot` what this rank owns, maybe nothing."""
-        return _part(self.owned(bucket), slot)
-
-    def held_part(self, bucket: Bucket, slot: Slot) -> Part:
-        return _part(self.held(bucket), slot)
-
-
-def _part(mine: range, slot: Slot) -> Part:
-    first, last = max(slot.start, mine.start), min(slot.stop, mine.stop)
-    return Part(range(first - slot.start, max(first, last) - slot.start), first - mine.start)
-
 
 def rules_for(
     layout: Layout, mesh: Mesh, reduce_in_bf16: bool = False, once_more: bool = False
 ) -> Mapping[Kind, BucketRule]:
     """Of every kind that `layout` has. `once_more`: what is shared out is so over replicas, too."""
-    return {kind: _rule(kind, mesh, reduce_in_bf16, once_more) for kind in {bucket.kind for bucket in layout.buckets}}
-
-
-def _rule(kind: Kind, mesh: Mesh, reduce_in_bf16: bool, once_more: bool) -> "BucketRule":
-    shard, replica = mesh.owners(kind.home)
-    outer = replica if once_more and shard.size > 1 else Axis("replica")
-    return BucketRule(
-        shard,
-        replica,
-        outer,
-        sums=(*[replica] * (shard.size > 1 and outer.size == 1), *map(mesh.axis, kind.partial)),
-        ends=mesh.ends if kind.tied else None,
-        moved_as=torch.bfloat16 if reduce_in_bf16 else None,
-        copies=kind.replicas * replica.size // outer.size,
-        owners=OWNERS[kind.home],
-    )
+    rules = {}
+    for kind in {bucket.kind for bucket in layout.buckets}:
+        shard, replica = map(mesh.axis, OWNERS[kind.home])
+        outer = replica if once_more and shard.size > 1 else Axis("replica")
+        rules[kind] = BucketRule(
+            shard,
+            replica,
+            outer,
+            sums=(*[replica] * (shard.size > 1 and outer.size == 1), *map(mesh.axis, kind.partial)),
+            ends=mesh.ends if kind.tied else None,
+            moved_as=torch.bfloat16 if reduce_in_bf16 else None,
+            copies=kind.replicas * replica.size // outer.size,
+            owners=OWNERS[kind.home],
+        )
+    return rules

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megalite.nn.parameter import spec_of, unit_of
+from megalite.nn.parameter import spec_of
 from megalite.optim.bucket_rule import rules_for
 from megalite.optim.flat_storage import FlatStorage, main_dtype
 from megalite.optim.grad_reduce import GradReduce
@@ -37,7 +37,7 @@ def lay_out_chunks(
         for p in module.parameters():
             found.setdefault(id(p), (chunk, p))
     parameters = [p for _, p in found.values()]
-    entries = [Entry(spec_of(p), p.numel(), chunk, unit_of(p)) for chunk, p in found.values()]
+    entries = [Entry(spec_of(p), p.numel(), chunk, getattr(p, "unit", "")) for chunk, p in found.values()]
     size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
     return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, **apart)
 

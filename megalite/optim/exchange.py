@@ -12,6 +12,7 @@ Homes balance the cubic work, longest first (R. L. Graham, Bounds on multiproces
 go in groups: one travels while another is worked on, and little is in memory twice.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from megalite.optim.bucket_rule import BucketRule
 from megalite.optim.layout import Bucket, Kind, Layout, Slot
 from megalite.parallel.mesh import stage_positions
-from megalite.parallel.rectangles import rectangles
+from megalite.parallel.rectangles import offset_in, rectangles
 from megalite.parallel.spec import Box, ParamSpec
 
 GROUP = 1 << 26  # elements of a group per rank of the stage: 128 MiB of bf16 to send
@@ -71,13 +72,13 @@ class _Stack:
     def ranges(self, rule: BucketRule, sizes: Mapping[str, int], position: Mapping[str, int]) -> Iterator[Range]:
         """What the rank of the stage at `position` owns, in order."""
         spec, rule = self.spec, rule.seen_from(position)
-        box, part = spec.box(sizes, position), rule.owned_part(self.bucket, self.slot)
+        box, part = spec.box(sizes, position), self.slot.part_in(rule.owned(self.bucket))
         first = (rule.outer.size > 1 or not position[rule.owners[1]]) and spec.first_copy(position)
-        lead, one = box.shape[:-2], Box(box.start[-2:], box.stop[-2:])
-        for i in range(math.prod(lead)):
+        stacked, one = Box((0,) * len(spec.shape[:-2]), spec.shape[:-2]), Box(box.start[-2:], box.stop[-2:])
+        for i, index in enumerate(itertools.product(*map(range, box.start[:-2], box.stop[:-2]))):
             begin = i * one.numel
             start, stop = max(part.span.start, begin), min(part.span.stop, begin + one.numel)
-            number = self.first + _index(box.start[:-2], i, lead, spec.shape[:-2])
+            number = self.first + offset_in(stacked, index)
             at = part.start + start - part.span.start
             for rectangle, span in rectangles(one, range(start - begin, stop - begin)):
                 yield Range(number, rectangle, self.bucket.number, at + span.start, at + span.stop, first)
@@ -96,14 +97,6 @@ def _stacks(layout: Layout) -> list[_Stack]:
 def matrices_of(layout: Layout) -> list[Matrix]:
     """In the order of their numbers."""
     return [Matrix(*stack.spec.shape[-2:]) for stack in _stacks(layout) for _ in stack.numbers]
-
-
-def _index(corner: Sequence[int], i: int, local: Sequence[int], whole: Sequence[int]) -> int:
-    """Of the whole leading dims, flattened: where number `i` of the local ones is that begin at `corner`."""
-    index, stride = 0, 1
-    for start, here, there in zip(reversed(corner), reversed(local), reversed(whole), strict=True):
-        index, stride, i = index + stride * (start + i % here), stride * there, i // here
-    return index
 
 
 def in_groups(matrices: Sequence[Matrix], ranks: int) -> list[range]:
@@ -135,7 +128,6 @@ class Exchange:
     taken, returned  of what each rank owns: what comes to this home, and what goes back
     """
 
-    numbers: range
     given: list[list[Range]]
     got: list[list[Range]]
     taken: list[list[Range]]
@@ -148,8 +140,8 @@ def exchanges(
     """The matrices of a stage, and its groups on rank `rank` of it."""
     matrices, positions = matrices_of(layout), stage_positions(sizes)
     homes, groups = homes_of(matrices, len(positions)), in_groups(matrices, len(positions))
-    done = [Exchange(group, *([[] for _ in positions] for _ in range(4))) for group in groups]
-    of = {number: exchange for exchange in done for number in exchange.numbers}
+    done = [Exchange(*([[] for _ in positions] for _ in range(4))) for _ in groups]
+    of = {number: exchange for group, exchange in zip(groups, done, strict=True) for number in group}
     for stack in _stacks(layout):
         come_here = rank in (homes[number] for number in stack.numbers)
         for owner, position in enumerate(positions):

@@ -60,14 +60,14 @@ class FlatStorage:
                 ends = [0, *(slot.stop for slot in bucket.slots)]
                 gaps = zip(ends, [*(slot.start for slot in bucket.slots), bucket.size], strict=True)
                 self._gaps[bucket.number] = [flat[a:b].zero_() for a, b in gaps if a < b]
-            for p, slot in ((parameters[slot.entry], slot) for slot in bucket.slots if parameters):
+            for slot in bucket.slots if parameters else ():
+                p = parameters[slot.entry]
                 view = self.part(slot).view_as(p)
-                write_initial(p, view, rules[bucket.kind].held_part(bucket, slot).span if comes else None)
+                write_initial(p, view, slot.part_in(held).span if comes else None)
                 p.data = view
             if comes:
-                self._held[bucket.number] = (
-                    self.mine(bucket).clone() if parameters else torch.zeros_like(self.mine(bucket))
-                )
+                mine = self.mine(bucket)
+                self._held[bucket.number] = mine.clone() if parameters else torch.zeros_like(mine)
                 self.go(bucket)
 
     @property
@@ -117,17 +117,16 @@ class FlatStorage:
         """All elements of a parameter, flat."""
         return self._parts[slot]
 
-    def owned_part(self, bucket: Bucket, slot: Slot) -> Part:
+    def owned_part(self, slot: Slot) -> Part:
         """Of a parameter what this rank owns: which of its elements, and where in `owned`."""
-        return self.rules[bucket.kind].owned_part(bucket, slot)
-
-    def kept_span(self, slot: Slot) -> range:
-        """Of a parameter the elements that are always there: all, or those held where the bucket comes and goes."""
-        bucket, whole = self.layout.buckets[slot.bucket], range(slot.stop - slot.start)
-        return whole if self.stays(bucket) else self.rules[bucket.kind].held_part(bucket, slot).span
-
-    def kept(self, slot: Slot) -> Tensor:
-        """Their values."""
         bucket = self.layout.buckets[slot.bucket]
-        held_part = self.rules[bucket.kind].held_part
-        return self.part(slot) if self.stays(bucket) else held_part(bucket, slot).of(self.held(bucket))
+        return slot.part_in(self.rules[bucket.kind].owned(bucket))
+
+    def kept(self, slot: Slot) -> tuple[range, Tensor]:
+        """Of a parameter what is always there, all or, where the bucket comes and goes, what is held: which of its
+        elements, and their values."""
+        bucket = self.layout.buckets[slot.bucket]
+        if self.stays(bucket):
+            return range(slot.stop - slot.start), self.part(slot)
+        part = slot.part_in(self.rules[bucket.kind].held(bucket))
+        return part.span, part.of(self.held(bucket))

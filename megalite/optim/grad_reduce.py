@@ -19,9 +19,9 @@ first gradient of a run until its reduction is through, and is reduced once for 
 Rejected: hooks that count backward passes to find the last one; they break when a micro-batch skips a layer.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,37 +43,28 @@ class Sink:
         self._reducing, self._begun = reduce.reducing, reduce.begun[slot[0]]
 
     def open(self) -> tuple[Tensor, bool]:
-        bucket, entry = self.slot
-        if bucket in self._reducing and not self._begins_a_run():
+        (bucket, entry), reduce = self.slot, self._reduce()
+        # what is being reduced may be the sum of an earlier run: that is waited for
+        if bucket in self._reducing and not (reduce is not None and reduce.settle(bucket)):
             text = "a gradient came after its bucket was reduced; arm only the last backward"
             raise RuntimeError(f"{self._name}: {text}")
         begin = entry not in self._begun
-        if not self._begun and (reduce := self._reduce()) is not None:
+        if not self._begun and reduce is not None:
             reduce.grads.come(reduce.buckets[bucket])
         self._begun.add(entry)
         return self._grad, begin
-
-    def _begins_a_run(self) -> bool:
-        """What is being reduced is the sum of an earlier run: it is waited for."""
-        reduce = self._reduce()
-        return reduce is not None and reduce.settle(self.slot[0])
 
     def landed(self) -> None:
         if (reduce := self._reduce()) is not None:
             reduce.landed(*self.slot)
 
-
-def _lander(p: nn.Parameter, sink: Sink) -> Callable[..., None]:
-    """The hook on a parameter's node."""
-
-    def land(*_: Any) -> None:
+    def land(self, p: nn.Parameter, *_: Any) -> None:
+        """The hook on the parameter's node."""
         if p.grad is not None:
-            grad, begin = sink.open()
+            grad, begin = self.open()
             grad.copy_(p.grad) if begin else grad.add_(p.grad)
             p.grad = None
-        sink.landed()
-
-    return land
+        self.landed()
 
 
 class GradReduce:
@@ -92,7 +83,7 @@ class GradReduce:
         # of each bucket, entries whose gradient is of this run of backwards; all else is left from the last
         self.begun: list[set[int]] = [set() for _ in self.buckets]
         self._summed: set[int] = set()  # buckets that come and go of which what is held has a sum of this step
-        self._shown_to: Callable[[Bucket], None] | None = None
+        self.look: Callable[[Bucket], None] | None = None  # gets each bucket before it is reduced: this rank's own sum
         self.sinks: dict[str, Sink] = {}
         self._nodes: list[Any] = []  # the parameters' nodes of the graph: autograd itself does not keep them
         for b, bucket in enumerate(self.buckets):
@@ -101,17 +92,8 @@ class GradReduce:
                 grad = grads.part(slot).view_as(p)
                 p.sink = self.sinks[name] = sink = Sink(name, grad, (b, slot.entry), self)  # type: ignore[attr-defined]
                 node = get_gradient_edge(p).node
-                node.register_hook(_lander(p, sink))
+                node.register_hook(partial(sink.land, p))
                 self._nodes.append(node)
-
-    @contextlib.contextmanager
-    def shown_to(self, look: Callable[[Bucket], None]) -> Iterator[None]:
-        """Inside, `look` gets each bucket before it is reduced: this rank's own sum."""
-        self._shown_to = look
-        try:
-            yield
-        finally:
-            self._shown_to = None
 
     def begin_all(self) -> None:
         """Zero what got no gradient in this run so far: all that come are added."""
@@ -168,10 +150,10 @@ class GradReduce:
             for other in list(self.reducing):
                 self.settle(other)
         self._begin_rest(bucket)
-        if self._shown_to is not None:
-            self._shown_to(bucket)
+        if self.look is not None:
+            self.look(bucket)
         self.reducing[b] = None
-        if not rule.is_summed:
+        if rule.shard.size == rule.replica.size == 1:
             return
         whole, mine = self.grads.whole(bucket), self.grads.mine(bucket)
         if rule.moved_as is not None:

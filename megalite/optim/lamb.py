@@ -85,12 +85,12 @@ class _Norms:
         self.parts: list[list[tuple[int, slice, int]]] = []  # of each bucket: tensor, where it is owned, by how many
         sizes = {**buffer.mesh.sizes, "ends": 1}  # the other end is not in the stage
         for bucket in buckets:
-            owned, found = buffer.rules[bucket.kind], []
+            shared, found = buffer.rules[bucket.kind], []
             for slot in bucket.slots:
                 spec = buffer.layout.entries[slot.entry].spec
                 stored = spec.stored_box(buffer.mesh.sizes, buffer.mesh.position).numel  # padding has no part in norms
-                part = owned.owned_part(bucket, replace(slot, stop=slot.start + stored))
-                copies = owned.replica.size // owned.outer.size * spec.replicas(sizes)
+                part = replace(slot, stop=slot.start + stored).part_in(shared.owned(bucket))
+                copies = shared.replica.size // shared.outer.size * spec.replicas(sizes)
                 first, numel = part.start - part.span.start, stored // spec.tensors
                 for i in range(spec.tensors):
                     start, stop = max(part.span.start, i * numel), min(part.span.stop, (i + 1) * numel)

@@ -60,17 +60,22 @@ class Slot:
     start: int
     stop: int
 
+    def part_in(self, mine: range) -> "Part":
+        """What lies in elements `mine` of the bucket, maybe nothing."""
+        first, last = max(self.start, mine.start), min(self.stop, mine.stop)
+        return Part(range(first - self.start, max(first, last) - self.start), first - mine.start)
+
 
 @dataclass(frozen=True)
 class Part:
-    """Elements `span` of a parameter, which begin at element `start` of what a rank owns of the bucket."""
+    """Elements `span` of a parameter, which begin at element `start` of what a rank has of the bucket."""
 
     span: range
     start: int
 
-    def of(self, owned: "Tensor") -> "Tensor":
-        """Their values, where `owned` has those of all that the rank owns of the bucket."""
-        return owned[self.start : self.start + len(self.span)]
+    def of(self, mine: "Tensor") -> "Tensor":
+        """Their values, where `mine` has those of all that the rank has of the bucket."""
+        return mine[self.start : self.start + len(self.span)]
 
 
 @dataclass(frozen=True)
@@ -100,17 +105,6 @@ class Layout:
     def size(self) -> int:
         """Elements of all buckets."""
         return sum(bucket.size for bucket in self.buckets)
-
-    def __str__(self) -> str:
-        lines = []
-        for b in self.buckets:
-            kind = "partial" if b.kind.partial else "tied" if b.kind.tied else "whole"
-            units = [self.entries[s.entry].unit for s in b.slots]
-            lines.append(
-                f"bucket {b.number:3d} chunk {b.chunk} {kind:7s} {'decay' if b.kind.decay else 'plain'} "
-                f"{b.size:11,d} elements  {units[0]} .. {units[-1]}"
-            )
-        return "\n".join(lines)
 
 
 def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, int], **apart: bool) -> Layout:

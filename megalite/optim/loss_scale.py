@@ -43,12 +43,7 @@ class LossScaler:
 
     def to_json(self) -> dict[str, float | int | bool | None]:
         """The moving numbers; `dynamic` says whether they mean anything."""
-        return {
-            "dynamic": self.dynamic,
-            "scale": self.scale,
-            "clean_steps": self.clean_steps,
-            "patience": self.patience,
-        }
+        return {name: getattr(self, name) for name in ("dynamic", "scale", "clean_steps", "patience")}
 
     def from_json(self, state: Mapping[str, float | int | bool | None]) -> None:
         """Go on from a saved state. The settings stay those of this run; a run that was not dynamic says nothing."""

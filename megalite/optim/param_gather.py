@@ -21,7 +21,6 @@ from torch.autograd.graph import get_gradient_edge
 from megalite.nn.parameter import Sharded
 from megalite.optim.flat_storage import FlatStorage
 from megalite.parallel.comm import Pending, start_all_gather_into
-from megalite.parallel.mesh import Axis
 
 GATHERS_AHEAD = 2
 
@@ -39,14 +38,12 @@ class ParamGather:
         by_chunk: bool = False,
     ):
         self.weights, self.overlap, self.by_chunk = weights, overlap, by_chunk
-        self._shards: dict[int, Axis] = {}  # buckets of which there is something to gather, over which axis
         self._to_gather: list[int] = []  # in the order in which every rank starts them
         self._gathering: dict[int, Pending] = {}
         self._outer: dict[int, Pending] = {}  # what replicas get of each other of what they hold
         self._buckets = buckets = weights.layout.buckets
-        for b, bucket in enumerate(buckets):
-            if (rule := weights.rules[bucket.kind]).is_shared_out:
-                self._shards[b] = rule.shard
+        rules = [weights.rules[bucket.kind] for bucket in buckets]
+        self._shards = {b: rule.shard for b, rule in enumerate(rules) if rule.is_shared_out}  # all there is to gather
         parts = {id(parameters[slot.entry]): b for b in self._shards for slot in buckets[b].slots}
 
         def needs(module: nn.Module, stay: bool, recurse: bool = False) -> list[int]:

@@ -72,7 +72,7 @@ class Zero1:
         """This rank's share of the number of gradient elements that are 0, fp64 scalar."""
         grads, counts = self.buffer.grads, []
         for bucket in self.buffer.layout.buckets:
-            there = sum(len(grads.owned_part(bucket, slot).span) for slot in bucket.slots)
+            there = sum(len(grads.owned_part(slot).span) for slot in bucket.slots)
             counts.append(there - grads.owned(bucket).count_nonzero())  # the padding is 0 and no element
         return self._once(counts)
 
@@ -107,11 +107,14 @@ class Zero1:
         buffer, mesh = self.buffer, self.buffer.mesh
         sizes, position, result = mesh.sizes, mesh.position, []
         for b, bucket in enumerate(buffer.layout.buckets):
-            flats, rule = self._flats(b), buffer.rules[bucket.kind]
+            rule = buffer.rules[bucket.kind]
+            owned = rule.owned(bucket)
+            flats = {"model": buffer.weights.owned(bucket)} | ({} if self.same else {"optimizer.main": self.main[b]})
+            flats |= {f"optimizer.{name}": flat for name, flat in self.state[b].items()}
             for slot in bucket.slots:
                 spec = buffer.layout.entries[slot.entry].spec
                 box = spec.stored_box(sizes, position)
-                part = rule.owned_part(bucket, replace(slot, stop=slot.start + box.numel))  # the padding is not stored
+                part = replace(slot, stop=slot.start + box.numel).part_in(owned)  # the padding is not stored
                 if not part.span:
                     continue
                 mine = (rule.outer.size > 1 or rule.replica.is_first) and spec.first_copy(position)
@@ -119,12 +122,6 @@ class Zero1:
                     name, data = f"{prefix}/{spec.name}", part.of(flat)
                     result.append(Owned(Piece(name, spec.stored_shape, box, part.span, data), mine))
         return result
-
-    def _flats(self, b: int) -> dict[str, Tensor]:
-        flats = {"model": self.buffer.weights.owned(self.buffer.layout.buckets[b])}
-        if not self.same:
-            flats["optimizer.main"] = self.main[b]
-        return flats | {f"optimizer.{name}": flat for name, flat in self.state[b].items()}
 
     def kinds(self) -> dict[str, str]:
         """The first parts of the names of `pieces` -> dtype; the same on all ranks, whatever they own."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
-
 KEPT = 16  # calls
 SEND, RECEIVE = "send to", "receive from"
 
@@ -59,10 +57,3 @@ class Calls:
     waiting: tuple[Call, float] | None = None
     numbers: dict[tuple[str, int], int] = field(default_factory=dict)
     message_limit: timedelta | None = None
-
-    def begin(self, axis: Any, op: str, x: Tensor, peer: int) -> Call:
-        stream = (op if peer >= 0 else "", peer)
-        number = self.numbers[stream] = self.numbers.get(stream, 0) + 1
-        call = Call(axis, op, peer, number, x.nbytes, x.dtype)
-        self.last.append(call)
-        return call

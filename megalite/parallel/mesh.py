@@ -26,7 +26,6 @@ from megalite.config.environment import override
 from megalite.parallel.calls import Call, Calls
 from megalite.parallel.clock import Clock
 from megalite.parallel.shared_memory import SharedMemory, Transport
-from megalite.parallel.spec import OWNERS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,7 +78,11 @@ class Axis:
 
     def begin(self, op: str, x: torch.Tensor, peer: int = -1) -> Call:
         """Record a collective over the axis, or a message to or from the rank `peer`; a context for its issue."""
-        return self.calls.begin(self, op, x, peer)
+        numbers, stream = self.calls.numbers, (op if peer >= 0 else "", peer)
+        numbers[stream] = numbers.get(stream, 0) + 1
+        call = Call(self, op, peer, numbers[stream], x.nbytes, x.dtype)
+        self.calls.last.append(call)
+        return call
 
     def start_of(self, part: int) -> int:
         """The index at which this rank's part begins in a dim of which every rank has `part` elements."""
@@ -139,11 +142,6 @@ class Mesh:
         """The axis of that field; its own `name` may be that of an axis that runs through the same ranks."""
         return getattr(self, name)
 
-    def owners(self, home: str) -> tuple[Axis, Axis]:
-        """(shard, replica) for parameters of that home (parallel/spec.py: HOMES)."""
-        shard, replica = OWNERS[home]
-        return self.axis(shard), self.axis(replica)
-
     @property
     def sizes(self) -> Mapping[str, int]:
         return {name: self.axis(name).size for name in AXES}
@@ -188,18 +186,14 @@ def stage_positions(sizes: Mapping[str, int]) -> list[dict[str, int]]:
     return positions
 
 
-def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool = False) -> list[list[list[list[int]]]]:
-    """grid[pp][dp][cp][tp] = global rank. `world` must be divisible by tp * pp * cp.
+def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool = False) -> Tensor:
+    """grid[pp, dp, cp, tp] = global rank. `world` must be divisible by tp * pp * cp.
 
-    >>> rank_grid(8, tp=2, pp=2)
+    >>> rank_grid(8, tp=2, pp=2).tolist()
     [[[[0, 1]], [[2, 3]]], [[[4, 5]], [[6, 7]]]]
-    >>> rank_grid(8, tp=2, pp=2, dp_outermost=True)
+    >>> rank_grid(8, tp=2, pp=2, dp_outermost=True).tolist()
     [[[[0, 1]], [[4, 5]]], [[[2, 3]], [[6, 7]]]]
     """
-    return _grid(world, tp, pp, cp, dp_outermost).tolist()
-
-
-def _grid(world: int, tp: int, pp: int, cp: int, dp_outermost: bool) -> Tensor:
     ranks = torch.arange(world)
     return ranks.view(-1, pp, cp, tp).transpose(0, 1) if dp_outermost else ranks.view(pp, -1, cp, tp)
 
@@ -307,7 +301,7 @@ def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:
     world = groups.world.size
     if world % (tp * pp * cp):
         raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
-    grid = _grid(world, tp, pp, cp, sizes.get("dp_outermost", False))
+    grid = rank_grid(world, tp, pp, cp, dp_outermost=sizes.get("dp_outermost", False))
     stage = grid.flatten(1)
     if stage.shape[1] % (ep * etp):
         raise ValueError(f"ep {ep} x etp {etp} does not divide the {stage.shape[1]} ranks of a stage")

@@ -106,7 +106,7 @@ class ParamSpec:
     def is_matrix(self) -> bool:
         """Whether its last two dims are a matrix that something is multiplied by, and all before count such. Not the
         word embedding, the head and positions."""
-        return len(self.shape) - self.stacked > 1 and not (self.vocabulary or self.looked_up)
+        return self.is_2d and not (self.vocabulary or self.looked_up)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -136,11 +136,6 @@ class ParamSpec:
         if self.rows is None:
             return box
         return Box((min(box.start[0], self.rows), *box.start[1:]), (min(box.stop[0], self.rows), *box.stop[1:]))
-
-    @property
-    def data_axis(self) -> str:
-        """The axis over which its gradient is summed and its optimizer's state is sharded."""
-        return HOMES[self.home][0]
 
     @property
     def copied_over(self) -> tuple[str, ...]:

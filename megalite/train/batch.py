@@ -1,6 +1,7 @@
 """Converts numpy micro-batches to the model's batches: `host_batch` in the loader's thread, `on_device` in the step."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from megalite.data.samples.batches import MicroBatch
 from megalite.kernels.attention import Documents
 from megalite.models.gpt import Batch
 from megalite.nn.places import place
+from megalite.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -23,26 +25,22 @@ class HostBatch:
     counted_tokens: int
 
 
-@dataclass(frozen=True)
-class Context:
-    """A rank of cp and what its places depend on. windows: of every layer, as of ModelConfig."""
-
-    rank: int
-    ranks: int
-    windows: tuple[int | None, ...]
-
-
 def host_batch(
-    micro: MicroBatch, *, pin: bool, positions: bool = False, documents: bool = False, context: Context | None = None
+    micro: MicroBatch,
+    *,
+    pin: bool,
+    positions: bool = False,
+    documents: bool = False,
+    cp: Axis | None = None,
+    windows: Sequence[int | None] = (),
 ) -> HostBatch:
-    """tokens [B, T + 1] -> inputs and labels [S, B], those that a rank of cp has, all without `context`. `positions`:
-    count them within each document; `documents`: let tokens attend to their own document only. Both need
-    micro.first."""
+    """tokens [B, T + 1] -> inputs and labels [S, B], those that this rank of `cp` has. `positions`: count them within
+    each document; `documents`: let tokens attend to their own document only. Both need micro.first. `windows`: of every
+    layer, as of ModelConfig; the cut over cp depends on them."""
     places = own = None
-    if context is not None:
-        first = micro.first if documents else None
-        places = place(micro.tokens.shape[1] - 1, context.ranks, context.windows, first)
-        own = places.rows(context.rank)
+    if cp is not None and cp.size > 1:
+        places = place(micro.tokens.shape[1] - 1, cp.size, windows, micro.first if documents else None)
+        own = places.rows(cp.rank)
 
     def ready(array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -63,7 +61,7 @@ def host_batch(
         sample_ids_B=ready(micro.sample_ids),
         step=0,
         positions_SB=positions_SB,
-        documents=_documents(micro, ready(micro.first)) if documents and micro.first is not None else None,
+        documents=_documents(micro.first, ready(micro.first)) if documents and micro.first is not None else None,
         places=places,
         places_S=None if own is None else ready(own),
     )
@@ -71,10 +69,9 @@ def host_batch(
     return HostBatch(batch, counted)
 
 
-def _documents(micro: MicroBatch, first_BS: Tensor) -> Documents:
-    assert micro.first is not None
+def _documents(first_BT: NDArray[np.generic], first_BS: Tensor) -> Documents:
     spans = []
-    for row, first_S in enumerate(micro.first):
+    for row, first_S in enumerate(first_BT):
         begins = [*np.flatnonzero(first_S == np.arange(len(first_S))).tolist(), len(first_S)]
         spans += [(row, a, b) for a, b in zip(begins, begins[1:], strict=False)]
     return Documents(tuple(spans), first_BS)

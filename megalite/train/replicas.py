@@ -28,7 +28,7 @@ from megalite.checkpoint.format.hashing import fastest, maker
 from megalite.optim.layout import Slot
 from megalite.parallel.comm import all_reduce_, broadcast_, gather_texts
 from megalite.parallel.mesh import Axis
-from megalite.parallel.spec import HOMES
+from megalite.parallel.spec import HOMES, OWNERS
 from megalite.train.state import Run
 
 BLOCK = 1 << 22  # main weights that are cast at a time, to reuse memory
@@ -83,7 +83,7 @@ def disagreement(run: Run) -> Tensor:
 
 def _copied_over(home: str, stays: bool) -> str:
     """The axis of data that has copies of a bucket's weights: of those that come and go only of what a rank holds."""
-    return HOMES[home][0] if stays else {"dense": "replica", "expert": "expert_replica"}[home]
+    return HOMES[home][0] if stays else OWNERS[home][1]
 
 
 def _sum_of_bits(weights: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def _differences(run: Run) -> tuple[str, Majority]:
             continue
         table = torch.zeros(axis.size, len(chosen), dtype=torch.int64, device=mesh.device)
         for i in chosen:
-            hashes[i] = hashes.get(i) or _hash(buffer.weights.kept(slots[i]))
+            hashes[i] = hashes.get(i) or _hash(buffer.weights.kept(slots[i])[1])
         table[axis.rank] = torch.tensor([hashes[i] for i in chosen], dtype=torch.int64)
         rows = all_reduce_(table, axis).tolist()
         for i, column in zip(chosen, zip(*rows, strict=True), strict=True):
@@ -156,5 +156,5 @@ def _heal(run: Run, majority: Majority) -> str:
         run.optimizer.after_load()
         return "the main weights"
     for slot, axis, source in majority:
-        broadcast_(run.buffer.weights.kept(slot), axis, source)
+        broadcast_(run.buffer.weights.kept(slot)[1], axis, source)
     return "what most replicas have"

@@ -31,7 +31,7 @@ from megalite.parallel.streams import CudaGraph, cuda_graphs, new_stream, on_str
 from megalite.pipeline.graphed import GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.plan.arrangement import Arrangement, arrange, build_stages
-from megalite.train.batch import Context, host_batch
+from megalite.train.batch import host_batch
 from megalite.train.sources import NamedSet, Sources, open_sources
 from megalite.train.state import Loader, Run
 from megalite.train.watch.spikes import Spikes
@@ -205,9 +205,8 @@ def _build_pipeline(
 
 def batch_marks(config: Config, mesh: Mesh) -> dict[str, Any]:
     """What `host_batch` is told of a run."""
-    d, cp = config.data, mesh.cp
-    context = Context(cp.rank, cp.size, config.model.windows) if cp.size > 1 else None
-    return dict(positions=d.reset_position_ids, documents=d.reset_attention_mask, context=context)
+    d, windows = config.data, config.model.windows
+    return dict(positions=d.reset_position_ids, documents=d.reset_attention_mask, cp=mesh.cp, windows=windows)
 
 
 def _open_loaders(

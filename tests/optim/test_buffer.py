@@ -55,7 +55,7 @@ def _grads(buffer: ParamBuffer) -> dict[str, float]:
     values = {}
     for bucket in buffer.layout.buckets:
         for slot in bucket.slots:
-            mine = buffer.grads.owned_part(bucket, slot).of(buffer.grads.owned(bucket))
+            mine = buffer.grads.owned_part(slot).of(buffer.grads.owned(bucket))
             if mine.numel():
                 assert (mine == mine[0]).all()
                 values[buffer.layout.entries[slot.entry].spec.name] = float(mine[0])

@@ -67,7 +67,7 @@ def test_every_element_comes_home_once_and_goes_back(data: st.DataObject, tp: in
     for mesh, (_, groups) in zip(meshes, plans, strict=True):
         rules, got = rules_for(layout, mesh), [part for group in groups for ranges in group.got for part in ranges]
         for bucket in (bucket for bucket in layout.buckets if bucket.kind.matrix):
-            parts = [rules[bucket.kind].owned_part(bucket, slot) for slot in bucket.slots]
+            parts = [slot.part_in(rules[bucket.kind].owned(bucket)) for slot in bucket.slots]
             owned = [i for part in parts for i in range(part.start, part.start + len(part.span))]
             assert owned == sorted(i for r in got if r.bucket == bucket.number for i in range(r.start, r.stop))
 

@@ -22,7 +22,7 @@ from megalite.optim.zero1 import Zero1
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh, build_mesh, plan_mesh
 from megalite.parallel.rng import initialize_
-from megalite.parallel.spec import Normal, ParamSpec
+from megalite.parallel.spec import HOMES, Normal, ParamSpec
 
 E, F, D = 12, 12, 5  # experts and widths that every size below divides
 TIED = "word"
@@ -86,7 +86,7 @@ def _fill(optimizer: Zero1, share: bool) -> None:
             continue
         box = spec.box(mesh.sizes, mesh.position)
         part = _whole(spec)[tuple(map(slice, box.start, box.stop))]
-        axes = [spec.data_axis, *spec.partial, *["ends"] * spec.tied] if share else []
+        axes = [HOMES[spec.home][0], *spec.partial, *["ends"] * spec.tied] if share else []
         p.data.copy_(part)
         buffer.sinks[spec.name].open()[0].copy_(part / float(np.prod([mesh.sizes[axis] for axis in axes])))
 

@@ -22,7 +22,7 @@ def _entry(name: str, numel: int, chunk: int = 0, unit: str = "", **facts: objec
     return Entry(ParamSpec(name, (numel,), **facts), numel, chunk, unit)  # type: ignore[arg-type]
 
 
-def test_the_picture_of_a_layout() -> None:
+def test_what_lies_in_each_bucket() -> None:
     layout = lay_out(
         [
             _entry("embedding.word", 300, unit="embedding", tied=True),
@@ -36,13 +36,15 @@ def test_the_picture_of_a_layout() -> None:
         bucket_size=150,
         sizes={"data": 2, "tp": 2},
     )
-    assert str(layout).splitlines() == [
-        "bucket   0 chunk 0 whole   decay         256 elements  layers.1 .. layers.1",
-        "bucket   1 chunk 0 whole   plain         128 elements  layers.0 .. layers.0",
-        "bucket   2 chunk 0 whole   decay         256 elements  layers.0 .. layers.0",
-        "bucket   3 chunk 0 partial plain         128 elements  layers.1 .. layers.0",
-        "bucket   4 chunk 0 tied    decay         384 elements  embedding .. embedding",
-        "bucket   5 chunk 1 whole   decay         256 elements  layers.8 .. layers.8",
+    names = [[layout.entries[slot.entry].spec.name for slot in bucket.slots] for bucket in layout.buckets]
+    kinds = [(b.number, b.chunk, b.kind.partial, b.kind.tied, b.kind.decay, b.size) for b in layout.buckets]
+    assert list(zip(kinds, names, strict=True)) == [
+        ((0, 0, (), False, True, 256), ["layers.1.up"]),
+        ((1, 0, (), False, False, 128), ["layers.0.up_bias"]),
+        ((2, 0, (), False, True, 256), ["layers.0.up"]),
+        ((3, 0, ("tp",), False, False, 128), ["layers.1.norm", "layers.0.norm"]),
+        ((4, 0, (), True, True, 384), ["embedding.word"]),
+        ((5, 1, (), False, True, 256), ["layers.8.up"]),
     ]
     assert layout.size == 256 + 256 + 384 + 128 + 128 + 256
 
@@ -121,4 +123,3 @@ def test_every_element_is_owned_exactly_once(rows: list[tuple[int, int, bool, bo
         entry = entries[s.entry]
         assert s.bucket == b.number and s.stop - s.start == entry.numel and s.start % ALIGN == 0 and s.stop <= b.size
         assert (entry.chunk, entry.spec.partial, entry.spec.decay) == (b.chunk, b.kind.partial, b.kind.decay)
-    str(layout)

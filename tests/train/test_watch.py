@@ -182,15 +182,15 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
     assert check_replicas(run, 1, action) is None
     weights = run.buffer.weights
     slots = {run.buffer.layout.entries[s.entry].spec.name: s for b in run.buffer.layout.buckets for s in b.slots}
-    good = torch.cat([weights.kept(slot) for slot in slots.values()])
+    good = torch.cat([weights.kept(slot)[1] for slot in slots.values()])
     if name == "state":
         run.optimizer.updates += dist.get_rank() == where
     elif dist.get_rank() == where:
-        weights.kept(slots[name])[:1].view(torch.uint8)[:1].bitwise_xor_(1)
+        weights.kept(slots[name])[1][:1].view(torch.uint8)[:1].bitwise_xor_(1)
     try:
         told = check_replicas(run, 2, action) or ""
         assert action == "warn" or (
-            torch.equal(torch.cat([weights.kept(slot) for slot in slots.values()]), good)
+            torch.equal(torch.cat([weights.kept(slot)[1] for slot in slots.values()]), good)
             and check_replicas(run, 2) is None
         )
         return told

@@ -137,9 +137,9 @@ class _Recorder:
         self.step = step
         for bucket in weights.layout.buckets:
             for slot in bucket.slots:
-                if span := weights.kept_span(slot):
-                    data, shape = weights.kept(slot), self.shape(slot)
-                    self.add("weight", self.name(slot), data, shape=shape, first=span.start)
+                span, data = weights.kept(slot)
+                if span:
+                    self.add("weight", self.name(slot), data, shape=self.shape(slot), first=span.start)
         self.step = now
 
     def before_update(self) -> None:
@@ -148,7 +148,7 @@ class _Recorder:
         grads = self.run.buffer.grads
         for bucket in grads.layout.buckets:
             for slot in bucket.slots:
-                part = grads.owned_part(bucket, slot)
+                part = grads.owned_part(slot)
                 if part.span:
                     shape, data = self.shape(slot), part.of(grads.owned(bucket))
                     self.add("gradient", self.name(slot), data, shape=shape, first=part.span.start)

@@ -101,7 +101,7 @@ def positions(run: Run) -> list[list[int]]:
     m = run.mesh
     if m["world"] % (m["pp"] * m["tp"] * m["cp"]) or m["world"] > 1 << 20:
         return []
-    grid = rank_grid(m["world"], m["tp"], m["pp"], m["cp"], dp_outermost=bool(run.about.get("dp_outermost")))
+    grid = rank_grid(m["world"], m["tp"], m["pp"], m["cp"], dp_outermost=bool(run.about.get("dp_outermost"))).tolist()
     return [sorted(rank for copies in of for parts in copies for rank in parts) for of in grid]
 
 

@@ -146,7 +146,7 @@ def _waits(run: Run, made: Arrangement) -> list[Row]:
 
 def _memory(run: Run, made: Arrangement) -> list[Row]:
     dp_outermost = made.sizes.get("dp_outermost", False)
-    grid = rank_grid(made.world, made.tp, made.pp, made.cp, dp_outermost=dp_outermost)
+    grid = rank_grid(made.world, made.tp, made.pp, made.cp, dp_outermost=dp_outermost).tolist()
     peaks = run.peaks_gib if len(run.peaks_gib) == made.world else []
     of_first = [gib for _, _, gib in run.curve("mem/max_allocated_gib")]  # of rank 0
     worst, rows = made.worst, []

@@ -12,7 +12,7 @@ The same micro-batches on the same ranks give the same bits: weights have not ch
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,12 +77,21 @@ def compute_again(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding |
     as in the first computation, but this rank's own are searched before. A timeline shows the first computation
     alone."""
     kept, run.pipeline.timeline = run.pipeline.timeline, None
-    nominal, gradients = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.data.size, _BadGradient(run)
-    with _first_bad_output(run) as found, run.buffer.grad_reduce.shown_to(gradients.look_before):
+    nominal, grads = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.data.size, run.buffer.grads
+    gradients: list[Finding] = []
+
+    def look(bucket: Bucket) -> None:
+        parts = ((slot, grads.part(slot)) for slot in bucket.slots)
+        gradients.extend(_bad_gradients(run, bucket, BACKWARD, parts))
+
+    run.buffer.grad_reduce.look = look
+    with _first_bad_output(run) as found:
         losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal, more=True)  # buckets that stay wait
         run.buffer.finish()
-    run.pipeline.timeline = kept
-    return losses, found[0] if found else gradients.finding(BACKWARD)
+    run.pipeline.timeline, run.buffer.grad_reduce.look = kept, None
+    if not found and gradients:  # of a parameter that several runs were bad for, nan comes before inf
+        found.append(max(gradients, key=lambda finding: (-finding[1], finding[2])))
+    return losses, found[0] if found else None
 
 
 def _conclude(run: Run, mine: Finding | None, differs: bool) -> tuple[str, tuple[int, ...]]:
@@ -101,35 +110,22 @@ def _conclude(run: Run, mine: Finding | None, differs: bool) -> tuple[str, tuple
 
 def bad_gradient(run: Run) -> Finding | None:
     """The first parameter in the order of backward whose reduced gradient is not finite in what this rank owns."""
-    gradients, grads = _BadGradient(run), run.buffer.grads
+    grads, gradients = run.buffer.grads, list[Finding]()
     for bucket in run.buffer.layout.buckets:
-        for slot in bucket.slots:
-            gradients.look(bucket, slot, grads.owned_part(bucket, slot).of(grads.owned(bucket)))
-    return gradients.finding(REDUCED)
+        owned = grads.owned(bucket)
+        parts = [(slot, grads.owned_part(slot).of(owned)) for slot in bucket.slots]
+        gradients += _bad_gradients(run, bucket, REDUCED, parts)
+    return min(gradients, default=None)
 
 
-class _BadGradient:
-    """The first one in the order of backward of those that were looked at."""
-
-    def __init__(self, run: Run):
-        self.run, self._worst = run, None
-
-    def look_before(self, bucket: Bucket) -> None:
-        """At all that this rank has of a bucket."""
-        for slot in bucket.slots:
-            self.look(bucket, slot, self.run.buffer.grads.part(slot))
-
-    def look(self, bucket: Bucket, slot: Slot, part: Tensor) -> None:
+def _bad_gradients(run: Run, bucket: Bucket, kind: int, parts: Iterable[tuple[Slot, Tensor]]) -> Iterator[Finding]:
+    """Of a bucket's parameters. The first in the order of backward is the smallest."""
+    stage = run.mesh.pp.rank + run.mesh.pp.size * bucket.chunk
+    for slot, part in parts:
         if part.numel() and not bool(torch.isfinite(part).all()):
-            stage = self.run.mesh.pp.rank + self.run.mesh.pp.size * bucket.chunk
-            at = (stage, slot.entry, self.run.buffer.layout.entries[slot.entry].spec.name, _kind_of(part))
-            self._worst = at if self._worst is None else max(self._worst, at)
-
-    def finding(self, kind: int) -> Finding | None:
-        if self._worst is None:
-            return None
-        stage, entry, name, what = self._worst
-        return [kind, -(stage * 100_000 + entry), f"the gradient of {name} ({what}) on {self.run.mesh.describe()}"]
+            name = run.buffer.layout.entries[slot.entry].spec.name
+            words = f"the gradient of {name} ({_kind_of(part)}) on {run.mesh.describe()}"
+            yield [kind, -(stage * 100_000 + slot.entry), words]
 
 
 @contextlib.contextmanager
