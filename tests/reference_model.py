@@ -88,6 +88,7 @@ class Model:
     activation: str = "gelu"
     bias: str = "all"
     qk_norm: bool = False
+    sink: str = "vanilla"  # or a logit per head in the softmax alone: "learnable", or 0 as "off-by-one"
     rotary: Rotary | None = None
     learned_positions: bool = True
     tied: bool = True
@@ -151,6 +152,8 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
             made |= {f"{a}.q_bias": (q,), f"{a}.kv_bias": (2, kv)}
         if m.bias == "all":
             made |= {f"{a}.out_bias": (m.width,), f"{f}.{up}_bias": lead, f"{f}.down_bias": (m.width,)}
+        if m.sink == "learnable":
+            made[f"{a}.sink"] = (m.heads,)
         if m.qk_norm:
             norm(f"{a}.q_norm", m.head_size)
             norm(f"{a}.k_norm", m.head_size)
@@ -161,8 +164,8 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
 
 
 def is_matrix(name: str) -> bool:
-    """A weight that decays: neither a norm's nor a bias."""
-    return "norm." not in name and not name.endswith("bias")
+    """A weight that decays: neither a norm's nor a bias nor a sink."""
+    return "norm." not in name and not name.endswith(("bias", ".sink"))
 
 
 def normalise(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
@@ -222,7 +225,11 @@ def attend(w: Weights, layer: int, x: Tensor, position_BS: Tensor, visible_BST: 
         q, k = rotate(q, position_BS, m.rotary), rotate(k, position_BS, m.rotary)
     group_of = [h * m.groups // m.heads for h in range(m.heads)]  # consecutive heads share a group
     scores_BHST = torch.einsum("bshk,bthk->bhst", q, k[:, :, group_of]) / math.sqrt(m.head_size)
-    weights_BHST = drop("attention", layer, scores_BHST.masked_fill(~visible_BST[:, None], -math.inf).softmax(-1))
+    e_BHST = scores_BHST.masked_fill(~visible_BST[:, None], -math.inf).exp()
+    total = e_BHST.sum(-1, keepdim=True)
+    if m.sink != "vanilla":
+        total = total + (w[f"{name}.sink"].exp().view(-1, 1, 1) if m.sink == "learnable" else 1)
+    weights_BHST = drop("attention", layer, e_BHST / total)
     y = torch.einsum("bhst,bthk->bshk", weights_BHST, v[:, :, group_of]).flatten(2) @ w[f"{name}.out"].T
     return y + w[f"{name}.out_bias"] if m.bias == "all" else y
 

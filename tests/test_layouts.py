@@ -52,6 +52,7 @@ ZLOSS = " --z-loss-coeff 0.1"
 WINDOW = " --window-size 4,0 --window-attn-skip-freq 3"
 DROP = GPT.replace("dropout 0", "dropout 0.2")
 DOCS = DROP + BORDERS
+SINKS = " --softmax-type learnable --window-size 4,0"
 RATES = """ --decoupled-lr 0.03 --start-weight-decay 0.1 --end-weight-decay 1 --weight-decay-incr-style cosine
  --apply-wd-to-qk-layernorm"""
 
@@ -120,6 +121,7 @@ ROWS = [
     row("qwen norms and feed-forward recompute tp2 dp2", 4, QWEN, tp=2, extra=PARTS + "layernorm mlp"),
     row("yarn tp2 pp2", 4, YARN, tp=2, pp=2),
     row("interleaved, some layers without, tp2 pp2 vpp2", 4, PAIRS, tp=2, pp=2, vpp=2),
+    row("sinks, dropout, tp2", 2, DOCS + SINKS, tp=2),
     row("gpt sgd tp2 dp2", 4, GPT, tp=2, extra="--optimizer sgd"),
     row("llama tp2", 2, LLAMA, tp=2),
     row("llama tp4 groups 2 replicated", 4, LLAMA, tp=4, extra="--global-batch-size 4"),
@@ -462,6 +464,12 @@ EXCHANGED = [
     row("llama cp4 ZeRO-3 hybrid 2x2", 4, LLAMA, extra=f"{CP4} {ZERO3} --num-distributed-optimizer-instances 2"),
     row("yarn cp2 dp2", 4, YARN, extra=CP2),
     row("llama cp2 dp2, dp outermost, tp2", 8, LLAMA, tp=2, extra=f"{CP2} --use-tp-pp-dp-mapping"),
+    row(
+        "sinks, windows, dropout, a way for each layer, cp2",
+        2,
+        DOCS + SINKS,
+        extra=f"{CP2} --cp-comm-type a2a allgather a2a allgather",
+    ),
     row("gpt cp2, a way for each layer", 2, DROP, extra=f"{CP2} --cp-comm-type a2a p2p allgather a2a"),
     row("three groups cp2, each rank's heads use two, a2a", 2, GPT + ALONE, extra=CP2 + A2A),
     row("qwen tp2 cp2 one group, a2a", 4, QWEN, tp=2, extra=CP2 + A2A),

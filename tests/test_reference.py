@@ -106,6 +106,8 @@ ROWS = [
     gpt("gpt swiglu with biases", "--swiglu --ffn-hidden-size 24", activation="swiglu", ffn=24),
     gpt("gpt no positions RMSNorm", NO_POSITIONS, learned_positions=False, norm="RMSNorm"),
     gpt("gpt q/k norm", "--qk-layernorm", qk_norm=True),
+    gpt("softmax off by one", "--softmax-type off-by-one", sink="off-by-one"),
+    llama("sinks", "--softmax-type learnable", sink="learnable"),
     llama("head size 12", "--kv-channels 12", head_size=12),
     llama("rotary base", BASE, rotary=Rotary(base=500000.0)),
     llama("rotary percent", "--rotary-percent 0.5", rotary=Rotary(fraction=0.5)),

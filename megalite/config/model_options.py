@@ -78,6 +78,11 @@ class ModelConfig:
     attention_dropout: float = training(0.1, "dropout of attention weights", below=ALL_DROPPED)
     init_method_std: float = training(0.02, "standard deviation of initial weights")
     embedding_init_method_std: float | None = training(None, "that of embeddings; default init_method_std", least=0)
+    softmax_type: str = model(
+        "vanilla",
+        "learnable: the softmax of attention has one more logit per head, a sink (GPT-OSS); off-by-one: a sink of 0",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
     qk_layernorm: bool = model(False, "norm on each query and key head")
     no_weight_decay_cond_type: str | None = training(
         None,

@@ -44,7 +44,16 @@ class KeyValueCache:
                 block.attention.attend = attention
 
     def attend(
-        self, layer: int, q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor, *, scale: float, window: int | None, **_: Any
+        self,
+        layer: int,
+        q_SBhK: Tensor,
+        k_SBgK: Tensor,
+        v_SBgK: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        sink_H: Tensor | None,
+        **_: Any,
     ) -> Tensor:
         """Store the new keys and values of `layer`, and attend to all up to each query's place, or the last `window` of
         these: o_SBhK. Further arguments of kernels/attention.py are for training."""
@@ -57,7 +66,7 @@ class KeyValueCache:
         k_TBgK[self.places_SB, samples_B] = k_SBgK
         v_TBgK[self.places_SB, samples_B] = v_SBgK
         if first:  # nothing came before: the training path, which makes no mask
-            return attention(q_SBhK, k_SBgK, v_SBgK, scale=scale, window=window)
+            return attention(q_SBhK, k_SBgK, v_SBgK, scale=scale, window=window, sink_H=sink_H)
         low = 0 if window is None else max(0, self.earliest - window + 1)
         seen = (k_TBgK[low:], v_TBgK[low:], self.places_SB - low)
-        return cached_attention(q_SBhK, *seen, scale=scale, window=window)
+        return cached_attention(q_SBhK, *seen, scale=scale, window=window, sink_H=sink_H)

@@ -7,6 +7,9 @@ Parts of the queries, each with all keys that these see, are the whole, bit for 
 of dropout depends on coordinates (sample, head, query, key) and not on a generator's state, so torch's kernels cannot
 draw it and our own do.
 
+A sink is a logit per head that takes part in the softmax and has no value (GPT-OSS; of 0: "softmax off by one"):
+p = exp(s - lse), lse = log(sum exp(s) + exp(sink)).
+
 Where several documents share a sequence, attention stays within each: variable-length attention, whose work is the
 sum of the squared lengths and which never makes a mask of S x S. In a sliding window of W keys work is S W, and there
 is no such mask either. A window as long as the sequence (or a document) has no effect: the same kernel, the same bits.
@@ -51,6 +54,7 @@ def attention_reference(
     drop: Drop | None = None,
     documents: Documents | None = None,
     window: int | None = None,
+    sink_H: Tensor | None = None,
     q_first: int = 0,
     k_first: int = 0,
 ) -> Tensor:
@@ -68,7 +72,11 @@ def attention_reference(
     if documents is not None:
         hidden = hidden | (columns < documents.first_BS.unsqueeze(-1)).unsqueeze(1)
     blind = hidden.all(-1, keepdim=True)  # softmax of these rows is of anything finite
-    weights = scores.masked_fill(hidden & ~blind, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden & ~blind, float("-inf"))
+    if sink_H is not None:
+        sink = sink_H.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = scores.softmax(-1)[..., : len(columns)]
     if drop is not None:
         heads = torch.arange(drop.head_offset, drop.head_offset + q.shape[1], device=q.device).view(-1, 1, 1)
         keep = keep_mask(drop.key, drop.p, drop.sample_ids_B.view(-1, 1, 1, 1), heads, rows, columns)
@@ -84,12 +92,12 @@ def forced() -> str:
 def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool = False) -> str:
     """The implementation for this shape: "triton" (kernels/flash_attention.py), "blocked" (blocked_attention.py),
     or torch's SDPA with "cudnn", "flash" or what it picks itself ("torch"). `masked`: there are documents; `window`:
-    there is one, shorter than the sequence, or a part of the sequence, which SDPA would need as a mask of S x S, so
-    SDPA is never used. With `dropout`, whose mask SDPA cannot draw, "triton" or "blocked"; "explicit"
+    there is one, shorter than the sequence, or a part of the sequence, which SDPA would need as a mask of S x S, or a
+    sink, so SDPA is never used. With `dropout`, whose mask SDPA cannot draw, "triton" or "blocked"; "explicit"
     (attention_reference) if it is forced.
 
         a card, documents, a window, a part   triton where it can: one launch, work only where the mask is not
-        a window or a part elsewhere          blocked
+        a window, a part or a sink            triton on a card, else blocked
         half precision, compute capability 9  cudnn: 1.4 times the speed of triton's forward at S 4096, 1.2 at 32k
         half precision on an older card       flash
         half precision on a CPU               blocked: faster than torch's (docs/performance.md)
@@ -177,19 +185,23 @@ def attention(
     drop: Drop | None = None,
     documents: Documents | None = None,
     window: int | None = None,
+    sink_H: Tensor | None = None,
     q_first: int = 0,
     k_first: int = 0,
 ) -> Tensor:
     """o_SBHK of queries at the positions from `q_first` and keys at those from `k_first`, one or more of each. `drop`:
     of attention weights; None: no dropout. `documents` None: one per sample. `window`: how many keys a query sees,
-    itself included; None: all before it."""
+    itself included; None: all before it. sink_H: of each head a logit without a value; None: there is none.
+    Values may have another width than queries and keys, and o has it, too."""
     if window is not None and window >= q_first + q_SBHK.shape[0] - k_first:
         window = None
     part = q_first != k_first or q_SBHK.shape[0] != k_TBGK.shape[0]
-    narrow = part or window is not None
-    name = backend(q_SBHK, masked=documents is not None, window=narrow, dropout=drop is not None)
+    own = part or window is not None or sink_H is not None
+    name = backend(q_SBHK, masked=documents is not None, window=own, dropout=drop is not None)
+    if v_TBGK.shape[-1] != q_SBHK.shape[-1] and name != "explicit":
+        name = "blocked"
     qkv = (q_SBHK, k_TBGK, v_TBGK)
-    how: dict[str, Any] = dict(scale=scale, drop=drop, window=window, q_first=q_first, k_first=k_first)
+    how: dict[str, Any] = dict(scale=scale, drop=drop, window=window, sink_H=sink_H, q_first=q_first, k_first=k_first)
     if name == "explicit":
         return attention_reference(*qkv, documents=documents, **how)
     if name == "triton":

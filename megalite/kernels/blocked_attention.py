@@ -16,7 +16,8 @@ The work per query block grows with its end, so half of the scores' square is ne
 diagonal. With a window a block's keys begin where its first query's do: S (W + rows) scores, where torch's fused
 attention would take a mask of S x S and compute them all. The mask of dropout is drawn for a block, and in backward
 again: p D in place of p for o and dv, dp D in place of dp, D = keep / (1 - p). Positions are absolute: q and k may be
-parts of the sequence, as in kernels/flash_attention.py.
+parts of the sequence, as in kernels/flash_attention.py. A sink is one column more of the softmax alone; as a softmax's
+gradients sum to 0, its own is what those of the keys miss.
 """
 
 from collections.abc import Iterator
@@ -83,13 +84,14 @@ class _Blocks:
         self,
         q_MQSK: Tensor,
         k_MTK: Tensor,
+        sink_H: Tensor | None,
         batch: int,
         scale: float,
         window: int | None,
         drop: Drop | None,
         places: tuple[int, int],
     ):
-        self.q, self.k, self.scale, self.drop, self.places = q_MQSK, k_MTK, scale, drop, places
+        self.q, self.k, self.scale, self.drop, self.places, self.sink_H = q_MQSK, k_MTK, scale, drop, places, sink_H
         self.shift = places[0] - places[1]  # of queries against keys
         n, per_group, self.length, _ = q_MQSK.shape
         self.kept = 1.0 if drop is None else 1.0 - drop.p  # by which is divided what was dropped from
@@ -148,9 +150,13 @@ class _Blocks:
             by_row[..., :some].add_(self.earlier[:rows, missing : missing + some])
         return scores
 
-    def probabilities(self, scores: Tensor, here: slice) -> Tensor:
+    def probabilities(self, scores: Tensor, groups: slice, here: slice) -> Tensor:
         """Softmax of the scores; 0 for queries that see no key."""
-        p = torch.softmax(scores, -1)
+        if self.sink_H is None:
+            p = torch.softmax(scores, -1)
+        else:
+            sink = self.sink_H.to(scores.dtype)[self.heads[groups]].expand(-1, -1, here.stop - here.start, 1)
+            p = torch.softmax(torch.cat([scores, sink.flatten(1, 2)], -1), -1)[..., :-1]
         if here.start + self.shift < 0 or here.stop + self.shift - self.window >= self.keys:  # there are such
             last = torch.arange(here.start, here.stop, device=p.device) + self.shift
             blind = (last < 0) | (last - self.window + 1 >= self.keys)
@@ -169,17 +175,19 @@ class _BlockedAttention(Function):
         window: int | None,
         drop: Drop | None,
         places: tuple[int, int],
+        sink_H: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(q_SBHK, k_TBGK, v_TBGK)
+        ctx.save_for_backward(q_SBHK, k_TBGK, v_TBGK, sink_H)
         ctx.given = (q_SBHK.shape[1], scale, window, drop, places)
         groups, dtype = k_TBGK.shape[2], q_SBHK.dtype
         q_SBHK, k_TBGK, v_TBGK = in_range(q_SBHK, k_TBGK, v_TBGK)
         q_MQSK = _by_group(q_SBHK, groups)
         k_MTK, v_MTK = (_by_group(x, groups)[:, 0] for x in (k_TBGK, v_TBGK))
-        o_MQSK = torch.empty_like(q_MQSK)
-        blocks = _Blocks(q_MQSK, k_MTK, *ctx.given)
+        same = v_MTK.shape[-1] == q_MQSK.shape[-1]
+        o_MQSK = torch.empty_like(q_MQSK) if same else q_MQSK.new_empty(*q_MQSK.shape[:-1], v_MTK.shape[-1])
+        blocks = _Blocks(q_MQSK, k_MTK, sink_H, *ctx.given)
         for some, here, keys in blocks:
-            p = blocks.probabilities(blocks.scores(blocks.queries(q_MQSK, some, here), some, here, keys), here)
+            p = blocks.probabilities(blocks.scores(blocks.queries(q_MQSK, some, here), some, here, keys), some, here)
             blocks.dropped_(some, here, keys, p)
             target, v = o_MQSK[some, :, here], v_MTK[some, keys]
             o = p @ v if drop is None else blocks.scaled(p, v, 1 / blocks.kept)
@@ -188,7 +196,7 @@ class _BlockedAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, do_SBHK: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_SBHK, k_TBGK, v_TBGK = ctx.saved_tensors
+        q_SBHK, k_TBGK, v_TBGK, sink_H = ctx.saved_tensors
         dtype = q_SBHK.dtype
         q_SBHK, k_TBGK, v_TBGK, do_SBHK = in_range(q_SBHK, k_TBGK, v_TBGK, do_SBHK)
         groups, batch = k_TBGK.shape[2], q_SBHK.shape[1]
@@ -196,24 +204,30 @@ class _BlockedAttention(Function):
         k_MTK, v_MTK = (_by_group(x, groups)[:, 0] for x in (k_TBGK, v_TBGK))
         dq_MQSK = torch.empty_like(q_MQSK)
         dk_MTK, dv_MTK = (torch.zeros_like(x, dtype=stat_dtype(x)) for x in (k_MTK, v_MTK))
-        blocks = _Blocks(q_MQSK, k_MTK, *ctx.given)
+        dsink_MQ = None if sink_H is None else dk_MTK.new_zeros(q_MQSK.shape[:2])
+        blocks = _Blocks(q_MQSK, k_MTK, sink_H, *ctx.given)
         scale = blocks.scale / blocks.kept  # the gradient of a softmax is linear in that of p
         for some, here, keys in blocks:
             q, do = (blocks.queries(x, some, here) for x in (q_MQSK, do_MQSK))
-            p = blocks.probabilities(blocks.scores(q, some, here, keys), here)
+            p = blocks.probabilities(blocks.scores(q, some, here, keys), some, here)
             dp, kept = do @ v_MTK[some, keys].mT, p
             if blocks.drop is not None:
                 kept = p.clone()
                 blocks.dropped_(some, here, keys, kept, dp)
             dv_MTK[some, keys].add_(kept.mT @ do)
             ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
+            if dsink_MQ is not None:
+                dsink_MQ[some].sub_(ds.unflatten(1, (dsink_MQ.shape[1], -1)).sum((-2, -1), dtype=dsink_MQ.dtype))
             target = dq_MQSK[some, :, here]
             target.copy_(blocks.scaled(ds, k_MTK[some, keys], scale).view(target.shape))
             dk_MTK[some, keys].add_(blocks.scaled(ds.mT, q, scale))
         if blocks.drop is not None:
             dv_MTK.div_(blocks.kept)
         grads = (dq_MQSK, dk_MTK.unsqueeze(1), dv_MTK.unsqueeze(1))
-        return *(_by_position(x.to(dtype), batch) for x in grads), *(None,) * 4
+        dsink_H = None
+        if sink_H is not None and dsink_MQ is not None:
+            dsink_H = (dsink_MQ / blocks.kept).view(batch, -1).sum(0).to(sink_H.dtype)
+        return *(_by_position(x.to(dtype), batch) for x in grads), *(None,) * 4, dsink_H
 
 
 def blocked_attention(
@@ -224,11 +238,12 @@ def blocked_attention(
     scale: float,
     window: int | None = None,
     drop: Drop | None = None,
+    sink_H: Tensor | None = None,
     q_first: int = 0,
     k_first: int = 0,
 ) -> Tensor:
     """softmax(scale * q k^T + causal) v: o_SBHK; H a multiple of G; queries at the positions from `q_first`, keys at
-    those from `k_first`. `window`: how many keys a query sees, itself included. In any floating dtype and on any
-    device, whatever `supports` advises."""
-    places = (q_first, k_first)
-    return _BlockedAttention.apply(q_SBHK, k_TBGK, v_TBGK, scale, window, drop, places)  # type: ignore[return-value]
+    those from `k_first`. `window`: how many keys a query sees, itself included. sink_H: kernels/attention.py. In any
+    floating dtype, on any device, and with values of any width, whatever `supports` advises."""
+    given = (scale, window, drop, (q_first, k_first), sink_H)
+    return _BlockedAttention.apply(q_SBHK, k_TBGK, v_TBGK, *given)  # type: ignore[return-value]

@@ -12,9 +12,16 @@ from torch import Tensor
 
 
 def cached_attention(
-    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, positions_SB: Tensor, *, scale: float, window: int | None = None
+    q_SBHK: Tensor,
+    k_TBGK: Tensor,
+    v_TBGK: Tensor,
+    positions_SB: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
-    """o_SBHK; H is a multiple of G. `window`: how many keys a query sees, its own included."""
+    """o_SBHK; H is a multiple of G. `window`: how many keys a query sees, its own included. sink_H: attention.py."""
     S, B, H, K = q_SBHK.shape
     G = k_TBGK.shape[2]
     k, v = (x.permute(1, 2, 0, 3) for x in (k_TBGK, v_TBGK))
@@ -24,5 +31,11 @@ def cached_attention(
     if window is not None:
         seen_BST &= places_T > positions_BS1 - window
     seen = seen_BST.repeat(1, H // G, 1).unsqueeze(1)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    if sink_H is None:
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    else:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        sink = sink_H.to(wide).view(G, -1, 1).expand(B, -1, -1, S).reshape(B, G, -1, 1)
+        scores = ((q @ k.mT).to(wide) * scale).masked_fill(~seen, float("-inf"))
+        o = torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
     return o.unflatten(2, (H // G, S)).permute(3, 0, 1, 2, 4).flatten(2, 3)

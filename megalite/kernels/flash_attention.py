@@ -9,6 +9,8 @@ one range of blocks, and only scores that the mask leaves are computed. Inside t
 `k_first`. A query that sees no key has o = 0 and lse = -inf. q_SBHK, k_TBGK, v_TBGK may be strided (unit stride along
 K); o and gradients are contiguous. Sums in fp32, products of p and ds in the dtype of the inputs.
 
+A sink is in lse alone, which begins with it: dsink = -sum(exp(sink - lse) delta).
+
 Dropout, D = keep / (1 - p), whose mask is drawn where it is needed and never stored: o = (p D) v, dv = (p D)^T do,
 dp = D (do v^T); all else stays.
 
@@ -102,12 +104,12 @@ def _forward_block(
 
 @kernel(flops=flops, do_not_specialize=["key", "head_offset", "shift", "k_first"])
 def _forward(
-    Q, K, V, OUT, LSE, FIRST, IDS,
+    Q, K, V, OUT, LSE, FIRST, IDS, SINK,
     length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
     qs, qb, qh, ks, kb, kh, vs, vb, vh,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
     THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, so that none is left over at the end
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -118,6 +120,9 @@ def _forward(
     low = first_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
+    if SUNK:
+        largest = tl.zeros((ROWS,), dtype=tl.float32) + tl.load(SINK + h).to(tl.float32) * 1.4426950408889634
+        total += 1.0
     o = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     last = (block + 1) * ROWS + shift
     begin, whole, whole_end, end = blocks_of_keys(low, rows, length, keys, tl.min(low, 0), last, ROWS, COLUMNS)
@@ -303,6 +308,7 @@ class _Attention(Function):
         first_BS: Tensor | None,
         drop: Drop | None,
         places: tuple[int, int],
+        sink_H: Tensor | None,
     ) -> Tensor:
         q, k, v = _unit(q), _unit(k), _unit(v)
         (S, B, H, K), (T, _, G, _), (q_first, k_first) = q.shape, k.shape, places
@@ -320,15 +326,18 @@ class _Attention(Function):
         width = max(64, power_of_two(K))
         ctx.kind = (first_BS is not None, wide, K, width, int(dropout_p * 2**32), 1.0 / (1.0 - dropout_p))
         rows, columns, warps, stages = FORWARD[unit(q)]
+        sink, sunk = (lse, False) if sink_H is None else (sink_H.contiguous(), True)
         _forward[(ceil_div(S, rows), B * H)](
-            *(q, k, v, o, lse, first, ids, *ctx.given, *ctx.kind, rows, columns), num_warps=warps, num_stages=stages
+            *(q, k, v, o, lse, first, ids, sink, *ctx.given, *ctx.kind, sunk, rows, columns),
+            num_warps=warps,
+            num_stages=stages,
         )
-        ctx.save_for_backward(q, k, v, o, lse, first, ids)
+        ctx.save_for_backward(q, k, v, o, lse, first, ids, sink_H)
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, o, lse, first, ids = ctx.saved_tensors
+        q, k, v, o, lse, first, ids, sink_H = ctx.saved_tensors
         S, T, _, k_first, B, H = ctx.given[:6]
         do, delta = do.contiguous(), _new(lse)
         dq, dk, dv = _new(q), _new(k), _new(v)
@@ -348,7 +357,11 @@ class _Attention(Function):
             num_warps=warps,
             num_stages=stages,
         )
-        return dq, dk, dv, *(None,) * 5
+        dsink_H = None
+        if sink_H is not None:
+            share = torch.exp2(sink_H.float().unsqueeze(-1) * LOG2_E - lse)
+            dsink_H = -(share * delta).sum((0, 2)).to(sink_H.dtype)
+        return dq, dk, dv, *(None,) * 5, dsink_H
 
 
 def flash_attention(
@@ -360,11 +373,14 @@ def flash_attention(
     window: int | None = None,
     first_BS: Tensor | None = None,
     drop: Drop | None = None,
+    sink_H: Tensor | None = None,
     q_first: int = 0,
     k_first: int = 0,
 ) -> Tensor:
     """o_SBHK of queries at the positions from `q_first` and keys at those from `k_first`. `window`: how many keys a
-    query sees, itself included. first_BS: int64, of each query the first position of its document. Head size up to
-    128, bf16, fp16 or fp32."""
-    given = (scale, window, first_BS, drop, (q_first, k_first))
+    query sees, itself included. first_BS: int64, of each query the first position of its document. sink_H:
+    kernels/attention.py. Head size up to 128, bf16, fp16 or fp32."""
+    if v_TBGK.shape != k_TBGK.shape:
+        raise ValueError(f"values {(*v_TBGK.shape,)} are not as keys {(*k_TBGK.shape,)}; use blocked_attention")
+    given = (scale, window, first_BS, drop, (q_first, k_first), sink_H)
     return _Attention.apply(q_SBHK, k_TBGK, v_TBGK, *given)  # type: ignore[return-value]

@@ -132,6 +132,7 @@ _KEYS = {
 }
 _OPTIONAL = {"initializer_range": 0.02, "attention_dropout": 0.0}
 _GROUPED = {"num_key_value_heads": "groups", "head_dim": "head_size", "rope_theta": "rotary_base"}
+_VANILLA = {"softmax_type": "vanilla"}
 _LLAMA = Family(
     name="llama",
     rules=_LLAMA_RULES,
@@ -140,7 +141,7 @@ _LLAMA = Family(
     architecture="LlamaForCausalLM",
     keys=_KEYS | {"norm_epsilon": "rms_norm_eps"},
     fixed={"normalization": "RMSNorm", "position_embedding_type": "rope", "rotary_percent": 1.0, "hidden_dropout": 0.0}
-    | {"parallel_residual": False, "qk_layernorm": False, "add_qkv_bias": False},
+    | {"parallel_residual": False, "qk_layernorm": False, "add_qkv_bias": False, **_VANILLA},
     activations={"silu": "swiglu"},
     optional=_OPTIONAL | {"rms_norm_eps": 1e-6},
     written=_GROUPED | {"attention_bias": "add_bias_linear", "mlp_bias": "add_bias_linear"},
@@ -166,6 +167,7 @@ _QWEN3 = replace(
 )
 
 _PLAIN = {"normalization": "LayerNorm", "add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False}
+_PLAIN |= _VANILLA
 _GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"}
 _NEOX = Family(
     name="gpt_neox",

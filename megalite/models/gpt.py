@@ -127,6 +127,7 @@ class Block(nn.Module):
             qkv_bias=model.add_qkv_bias,
             qk_norm=(*norm[1:], model.no_weight_decay_cond_type is not None) if model.qk_layernorm else None,
             window=model.windows[layer],
+            softmax_type=model.softmax_type,
             rotary=model.rotary[layer],
             interleaved=model.rotary_interleaved,
             dropout_p=model.attention_dropout,

@@ -65,6 +65,7 @@ class AttentionShape:
     bias           whether all projections have a bias; `qkv_bias`: all but the output projection
     qk_norm        kind, eps, one_plus and decay (nn/norm.py) of a norm on each head of q and k; None: no norm
     window         how many keys a query sees, its own included; None: all keys up to its own
+    softmax_type   vanilla; learnable: one more logit per head, a sink, in the softmax's sum; off-by-one: a sink of 0
     rotary         whether q and k are rotated by position; `interleaved`: neighbouring channels are a pair
     exchange       over cp: allgather or a2a (nn/context.py)
     """
@@ -79,6 +80,7 @@ class AttentionShape:
     qkv_bias: bool
     qk_norm: tuple[str, float, bool, bool] | None
     window: int | None
+    softmax_type: str
     rotary: bool
     interleaved: bool
     dropout_p: float
@@ -111,6 +113,9 @@ class Attention(nn.Module):
         if shape.qk_norm is not None:
             self.q_norm = Norm(make, f"{name}.q_norm", K, *shape.qk_norm)
             self.k_norm = Norm(make, f"{name}.k_norm", K, *shape.qk_norm)
+        self.sink = None
+        if shape.softmax_type == "learnable":
+            self.sink = make(ParamSpec(f"{name}.sink", (H,), shards=((0, "tp"),), init=Normal(std), decay=False))
         self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(shape.out_std)))
         if shape.bias:
             self.out_bias = make(ParamSpec(f"{name}.out_bias", (D,), partial=("tp",), init=zero, decay=False))
@@ -136,8 +141,11 @@ class Attention(nn.Module):
         if self.shape.dropout_p and self.training:
             key = fold(self.seed, where.step, self.layer, SITE_ATTENTION)
             drop = Drop(self.shape.dropout_p, key, where.sample_ids_B, self.tp.start_of(q_SBhK.shape[2]))
-        scale, window = 1.0 / math.sqrt(K), self.shape.window
-        core = partial(self._attend_across(where), scale=scale, drop=drop, documents=where.documents, window=window)
+        scale, window, sink = 1.0 / math.sqrt(K), self.shape.window, self.sink
+        if self.shape.softmax_type == "off-by-one":
+            sink = q_SBhK.new_zeros(q_SBhK.shape[2])
+        how = dict(scale=scale, drop=drop, documents=where.documents, window=window, sink_H=sink)
+        core = partial(self._attend_across(where), **how)
         qkv = (q_SBhK, k_SBgK, v_SBgK)
         o_SBhK = recompute(core, *qkv) if self.again and self.training else core(*qkv)
         y_sBD = linear_scatter(o_SBhK.flatten(-2), self.out, self.tp, later=where.later)

@@ -251,7 +251,16 @@ class ByHeads:
     cp: Axis
     places: Places
 
-    def __call__(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, *, drop: Drop | None, **how: Any) -> Tensor:
+    def __call__(
+        self,
+        q_SBHK: Tensor,
+        k_SBGK: Tensor,
+        v_SBGK: Tensor,
+        *,
+        drop: Drop | None,
+        sink_H: Tensor | None,
+        **how: Any,
+    ) -> Tensor:
         H, G, cp = q_SBHK.shape[2], k_SBGK.shape[2], self.cp
         mine = H // cp.size
         together = gcd(mine, H // G)  # heads that share a group on every rank
@@ -260,5 +269,6 @@ class ByHeads:
         by_rank = [x.unflatten(2, (cp.size, -1)) for x in (q_SBHK, k, v)]
         x_TBnK: Any = _Swap.apply(torch.cat(by_rank, 3).flatten(2, 3), cp, self.places, False)
         here = drop and replace(drop, head_offset=drop.head_offset + cp.start_of(mine))
+        how["sink_H"] = None if sink_H is None else sink_H.narrow(0, cp.start_of(mine), mine)
         o_TBHK = self.attend(*x_TBnK.split([x.shape[3] for x in by_rank], 2), drop=here, **how)
         return _Swap.apply(o_TBHK, cp, self.places, True)  # type: ignore[return-value]

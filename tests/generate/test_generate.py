@@ -166,7 +166,7 @@ def stage_of_line(flags: str) -> Stage:
     "name",
     [
         *("llama", "llama yarn", "llama linear", "gpt2", "qwen2 window"),
-        "--position-embedding-type rope --rotary-interleaved --rotary-percent 0.5 --no-rope-freq 2 --qk-layernorm",
+        "--position-embedding-type rope --rotary-interleaved --rotary-percent 0.5 --no-rope-freq 2 --softmax-type learnable",
         "--position-embedding-type yarn --rotary-scaling-factor 4 --no-rope-freq [1,0,0] --window-size 5,0",
     ],
 )

@@ -166,7 +166,13 @@ MEGATRONS = {  # of the words: the model's options
     "gpt": {},
     "gpt qk": {"qk_layernorm": True},
     "llama": {**LLAMA_OPTIONS, "untie_embeddings_and_output_weights": True},
-    "llama qk": {**LLAMA_OPTIONS, "qk_layernorm": True, "group_query_attention": True, "num_query_groups": 2},
+    "llama qk, sink": {
+        **LLAMA_OPTIONS,
+        "qk_layernorm": True,
+        "softmax_type": "learnable",
+        "group_query_attention": True,
+        "num_query_groups": 2,
+    },
 }
 
 
@@ -446,6 +452,7 @@ NO_EXPORT: list[tuple[dict[str, Any], str | None, str]] = [
     ({FACTOR: 2.0}, "gpt_neox", f"{FACTOR}=2 has no key"),
     ({"position_embedding_type": "yarn"}, "gpt_neox", "position_embedding_type=yarn is not rope"),
     ({"position_embedding_type": "none"}, "llama", "position_embedding_type=none is not rope"),
+    ({"softmax_type": "off-by-one"}, "llama", "softmax_type=off-by-one is not vanilla"),
     (ODD, None, "llama: .*normalization=LayerNorm is not RMSNorm.*gpt2: .*activation"),
     (ODD, "qwen3", "family=qwen3 cannot express"),
 ]

@@ -388,8 +388,8 @@ def test_activations_and_flags_that_change_the_model() -> None:
         ({"squared_relu": True}, "squared_relu"),
     ):
         assert read_args(argparse.Namespace(**{**base, **flags}), "")["activation"] == want
-    with pytest.raises(CheckpointError, match="(?s)window_size=\\(128, 128\\).*softmax_type='learnable'"):
-        read_args(argparse.Namespace(**base, softmax_type="learnable", window_size=(128, 128)), "")
+    with pytest.raises(CheckpointError, match="(?s)window_size=\\(128, 128\\).*glu_linear_offset=1.0"):
+        read_args(argparse.Namespace(**base, glu_linear_offset=1.0, window_size=(128, 128)), "")
     own = replace(build(read_args(argparse.Namespace(**base), "")).model, activation="mish")  # of a new file
     with pytest.raises(CheckpointError, match="activation=mish is not in Megatron-LM"):
         write_args(own, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")

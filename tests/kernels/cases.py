@@ -153,15 +153,16 @@ def labelled(rows: int, columns: int, vocab: int) -> Make:
 
 
 def attended(fn: Callable[..., Tensor], window: int | None = None, dropout_p: float = 0.0) -> Callable[..., Tensor]:
-    """`fn` on q, k, v and, where given, the starts of documents."""
+    """`fn` on q, k, v and, where given, the starts of documents and a sink."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor | None = None) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        first_BS, sink_H = (next((x for x in more if x.dtype.is_floating_point == f), None) for f in (False, True))
         documents = None if first_BS is None else Documents(spans_of(first_BS), first_BS)
         drop = None
         if dropout_p:
             ids_B = torch.arange(q.shape[1], device=q.device) * 1_000_003 + 2**33
             drop = Drop(dropout_p, KEY, ids_B, head_offset=3)
-        return fn(q, k, v, scale=q.shape[-1] ** -0.5, window=window, documents=documents, drop=drop)
+        return fn(q, k, v, scale=q.shape[-1] ** -0.5, window=window, documents=documents, drop=drop, sink_H=sink_H)
 
     return run
 
@@ -172,8 +173,8 @@ def spans_of(first_BS: Tensor) -> tuple[tuple[int, int, int], ...]:
     return tuple((b, *span) for b in range(len(rows)) for span in zip(rows[b], ends[b], strict=True))
 
 
-def heads(S: int, B: int, H: int, G: int, K: int, document: int | None = None) -> Make:
-    """q, k, v; with `document`, documents of about that length, different in each sample."""
+def heads(S: int, B: int, H: int, G: int, K: int, document: int | None = None, sunk: bool = False) -> Make:
+    """q, k, v; with `document`, documents of about that length, different in each sample; with `sunk` a sink."""
 
     def make() -> list[Tensor]:
         given = normals((S, B, H, K), (S, B, G, K), (S, B, G, K))()
@@ -181,7 +182,7 @@ def heads(S: int, B: int, H: int, G: int, K: int, document: int | None = None) -
             starts = torch.arange(S)[None] + torch.arange(B)[:, None] * (document // 2)
             first_BS = (starts // document * document - torch.arange(B)[:, None] * (document // 2)).clamp(min=0)
             given.append(first_BS)
-        return given
+        return given + [normal(H, seed=3)] * sunk
 
     return make
 
@@ -248,6 +249,7 @@ OPS: dict[str, Op] = {
     "attention in a window": attending(heads(290, 1, 2, 2, 64), heads(9, 2, 3, 1, 8), window=50),
     "attention by document": attending(heads(300, 2, 2, 1, 64, 80), heads(20, 3, 2, 2, 16, 3)),
     "attention by document in a window": attending(heads(300, 2, 1, 1, 64, 130), window=70),
+    "attention with a sink": attending(heads(9, 2, 3, 1, 8, sunk=True), heads(150, 1, 4, 2, 64, 40, sunk=True)),
     # in half precision delta takes o as it was rounded; the twin is exact where one key is left
     "attention with dropout": attending(
         *(heads(2, 1, 1, 1, 4), heads(150, 2, 4, 2, 24), heads(261, 1, 1, 1, 128)), half_units=3, dropout_p=0.25

@@ -89,14 +89,16 @@ def rope(head_size: int, dtype: torch.dtype) -> Work:
 
 
 def attention(head_size: int, dtype: torch.dtype) -> Work:
-    """As many queries as make whole tiles; each of dropout and documents on and off."""
+    """As many queries as make whole tiles; each of dropout, documents and a sink on and off."""
 
     def run() -> None:
-        for p, documents in ((0.0, False), (0.0, True), (0.1, True)):
+        for p, documents, sunk in ((0.0, False, False), (0.0, False, True), (0.0, True, False), (0.1, True, True)):
             q, k, v = of(dtype, *((256, 2, heads, head_size) for heads in (4, 2, 2)))
             first_BS, ids_B = torch.zeros(2, 256, dtype=torch.int64), torch.arange(2)
             drop = Drop(p, 0, ids_B) if p else None
-            backward(flash_attention(q, k, v, scale=0.1, first_BS=first_BS if documents else None, drop=drop))
+            sink_H = torch.zeros(4, dtype=dtype) if sunk else None
+            first_BS = first_BS if documents else None
+            backward(flash_attention(q, k, v, scale=0.1, first_BS=first_BS, drop=drop, sink_H=sink_H))
 
     return Work("attention", dtype, head_size, run)
 

@@ -26,12 +26,15 @@ SCALE = K**-0.5
 Call = Callable[..., Any]
 
 
-def _tensors(queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v, and the gradient of o."""
+def _tensors(
+    queries: int, keys: int, sunk: bool = False, value: int = K, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """q, k, v of `value` channels, the gradient of o, and a sink."""
     generator = torch.Generator().manual_seed(queries * 101 + keys)
-    shapes = ((queries, B, G * PER_GROUP, K), (keys, B, G, K), (keys, B, G, K), (queries, B, G * PER_GROUP, K))
+    shapes = ((queries, B, G * PER_GROUP, K), (keys, B, G, K), (keys, B, G, value), (queries, B, G * PER_GROUP, value))
     made = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    return [x.to(dtype) for x in made]
+    sink_H = torch.linspace(-1, 2, G * PER_GROUP, dtype=torch.float64)
+    return [x.to(dtype) for x in (*made, sink_H)[: 4 + sunk]]
 
 
 def _drop(p: float) -> Drop | None:
@@ -47,6 +50,7 @@ def _definition(
     window: int | None = None,
     first_BS: Tensor | None = None,
     drop: Drop | None = None,
+    sink_H: Tensor | None = None,
     q_first: int = 0,
     k_first: int = 0,
 ) -> Tensor:
@@ -60,10 +64,10 @@ def _definition(
     every = [x.permute(1, 2, 0, 3).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k, v)]
     scores = (every[0] @ every[1].mT * scale).masked_fill(~seen, -1e300)
     some = seen.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
-    largest = scores.amax(-1, keepdim=True) if k.shape[0] else torch.zeros(())
+    largest = torch.where(some, scores.amax(-1, keepdim=True), 0.0)
     e = torch.where(seen, (scores - largest).exp(), 0.0)
-    total = torch.where(some, e.sum(-1, keepdim=True), 1.0)
-    p = e / total
+    more = 0.0 if sink_H is None else (sink_H.view(-1, 1, 1) - largest).exp()
+    p = e / torch.where(some, e.sum(-1, keepdim=True) + more, 1.0)
     if drop is not None:
         heads = torch.arange(q.shape[2]).view(-1, 1, 1) + drop.head_offset
         p = p * keep_mask(drop.key, drop.p, drop.sample_ids_B.view(-1, 1, 1, 1), heads, i, j) / (1 - drop.p)
@@ -71,14 +75,15 @@ def _definition(
 
 
 def _results(run: Call, tensors: Sequence[Tensor], **options: Any) -> list[Tensor]:
-    """o, dq, dk, dv."""
-    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    o = run(*leaves, scale=SCALE, **options)
+    """o, dq, dk, dv; of tensors with a fifth, a sink, its gradient too."""
+    leaves = [x.detach().requires_grad_() for x in (*tensors[:3], *tensors[4:])]
+    sink = dict(sink_H=leaves[3]) if leaves[3:] else {}
+    o = run(*leaves[:3], scale=SCALE, **sink, **options)
     return [o.detach(), *torch.autograd.grad(o, leaves, tensors[3])]
 
 
 def _close(got: Sequence[Tensor], want: Sequence[Tensor], bound: float) -> None:
-    for name, a, b in zip(("o", "dq", "dk", "dv"), got, want, strict=True):
+    for name, a, b in zip(("o", "dq", "dk", "dv", "dsink")[: len(want)], got, want, strict=True):
         torch.testing.assert_close(
             a.double(), b.double(), rtol=bound, atol=bound, msg=lambda text, n=name: f"{n}: {text}"
         )
@@ -94,7 +99,7 @@ def test_blocks_of_queries_at_any_positions(
 ) -> None:
     queries, keys, q_first, k_first = where
     options = dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first)
-    tensors = _tensors(queries, keys)
+    tensors = _tensors(queries, keys, sunk=bool(queries % 2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "QUERIES", rows)
         patch.setattr(module, "IN_WINDOW", (min(rows, 7), rows))
@@ -102,17 +107,17 @@ def test_blocks_of_queries_at_any_positions(
     _close(got, _results(_definition, tensors, **options), 1e-12)
 
 
-# queries, keys, first positions, window, probability of dropout, whether there are documents
+# queries, keys, first positions, window, probability of dropout, whether there are documents and a sink
 TRITON = [
-    (40, 40, 0, 0, None, 0.0, False),
-    (40, 70, 30, 0, None, 0.3, True),  # a chunk of queries and all keys up to its end
-    (33, 20, 64, 7, None, 0.0, True),  # keys long before
-    (20, 33, 7, 20, None, 0.3, False),  # some queries before all keys
-    (5, 9, 0, 40, None, 0.0, False),  # all of them
-    (70, 20, 0, 40, None, 0.0, False),  # keys that the last blocks of queries alone see
-    (70, 35, 20, 0, 25, 0.0, False),  # a window that ends within the keys
-    (35, 70, 40, 3, 9, 0.3, True),
-    (17, 6, 90, 10, 8, 0.0, False),  # one that begins behind them
+    (40, 40, 0, 0, None, 0.0, False, True),
+    (40, 70, 30, 0, None, 0.3, True, False),  # a chunk of queries and all keys up to its end
+    (33, 20, 64, 7, None, 0.0, True, False),  # keys long before
+    (20, 33, 7, 20, None, 0.3, False, True),  # some queries before all keys
+    (5, 9, 0, 40, None, 0.0, False, False),  # all of them
+    (70, 20, 0, 40, None, 0.0, False, False),  # keys that the last blocks of queries alone see
+    (70, 35, 20, 0, 25, 0.0, False, True),  # a window that ends within the keys
+    (35, 70, 40, 3, 9, 0.3, True, True),
+    (17, 6, 90, 10, 8, 0.0, False, False),  # one that begins behind them
 ]
 
 
@@ -123,18 +128,18 @@ def _first(queries: int, q_first: int) -> Tensor:
 
 
 def _options(case: tuple[Any, ...]) -> dict[str, Any]:
-    queries, _, q_first, k_first, window, p, documents = case
+    queries, _, q_first, k_first, window, p, documents, _ = case
     first = _first(queries, q_first) if documents else None
     return dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first, first_BS=first)
 
 
 def in_triton(case: tuple[Any, ...]) -> list[Tensor]:
-    return _results(flash_attention, _tensors(*case[:2], dtype=torch.float32), **_options(case))
+    return _results(flash_attention, _tensors(*case[:2], case[-1], dtype=torch.float32), **_options(case))
 
 
 @pytest.mark.parametrize("case", rarely(TRITON, TRITON[1:], str, guards=("megalite/kernels",)))
 def test_kernels_at_any_positions(interpreter: Call, case: tuple[Any, ...]) -> None:
-    _close(interpreter(in_triton, case), _results(_definition, _tensors(*case[:2]), **_options(case)), 2e-5)
+    _close(interpreter(in_triton, case), _results(_definition, _tensors(*case[:2], case[-1]), **_options(case)), 2e-5)
 
 
 FORCED = ("auto", "torch", "blocked")  # with dropout, torch is the explicit scores
@@ -166,17 +171,20 @@ def _forced(name: str) -> Iterator[None]:
 
 
 lengths = st.none() | st.lists(st.sampled_from([1, 2, 7, 11, 23]), min_size=1, max_size=5)
-windows, probability = st.none() | st.integers(1, 70), st.sampled_from([0.0, 0.3])
+# window, probability of dropout, lengths of documents, the forced kernel
+asked = st.tuples(st.none() | st.integers(1, 70), st.sampled_from([0.0, 0.3]), lengths, st.sampled_from(FORCED))
+Asked = tuple[int | None, float, list[int] | None, str]
 
 
 @settings(max_examples=150)
-@given(places, windows, probability, lengths, st.sampled_from(FORCED))
+@given(places, asked, st.booleans(), st.sampled_from([K, 5]))
 def test_the_door_takes_queries_and_keys_at_any_positions(
-    where: tuple[int, int, int, int], window: int | None, p: float, some: list[int] | None, forced: str
+    where: tuple[int, int, int, int], asked: Asked, sunk: bool, value: int
 ) -> None:
-    queries, keys, q_first, k_first = where
+    (queries, keys, q_first, k_first), (window, p, some, forced) = where, asked
     documents = some and _part_of(_documents(max(q_first + queries, k_first + keys), some), q_first, q_first + queries)
-    tensors, options = _tensors(queries, keys), dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first)
+    options = dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first)
+    tensors = _tensors(queries, keys, sunk, value)
     with _forced(forced):
         got = _results(attention, tensors, documents=documents or None, **options)
     first_BS = documents.first_BS if documents else None
@@ -184,16 +192,12 @@ def test_the_door_takes_queries_and_keys_at_any_positions(
 
 
 @settings(max_examples=100)
-@given(st.sets(st.integers(1, 47)), windows, probability, lengths, st.sampled_from(FORCED), st.sampled_from([1, 4]))
-def test_parts_of_a_sequence_make_the_whole(
-    cuts: set[int], window: int | None, p: float, some: list[int] | None, forced: str, groups: int
-) -> None:
+@given(st.sets(st.integers(1, 47)), asked, st.sampled_from([1, 4]))
+def test_parts_of_a_sequence_make_the_whole(cuts: set[int], asked: Asked, groups: int) -> None:
     """Each with the keys that it sees; the gradients of keys are sums over the parts."""
-    q, k, v, do = _tensors(48, 48)
-    documents, tensors = (
-        some and _documents(48, some),
-        (q, k[:, :, :1], v[:, :, :1], do) if groups == 1 else (q, q.flip(0), do.flip(0), do),
-    )
+    (window, p, some, forced), (q, k, v, do) = asked, _tensors(48, 48)
+    documents = some and _documents(48, some)
+    tensors = (q, k[:, :, :1], v[:, :, :1], do) if groups == 1 else (q, q.flip(0), do.flip(0), do)
 
     def parts(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         made = []
@@ -238,7 +242,7 @@ def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> Non
 
     def scores(length: int, window: int | None) -> int:
         q, k = torch.empty(1, 1, length, 4), torch.empty(1, length, 4)
-        blocks = module._Blocks(q, k, 1, 1.0, window, None, (0, 0))
+        blocks = module._Blocks(q, k, None, 1, 1.0, window, None, (0, 0))
         return sum((here.stop - here.start) * (keys.stop - keys.start) for _, here, keys in blocks)
 
     assert scores(8192, 512) < 8192 * (512 + 128) and scores(8192, 16) < 8192 * (16 + 64)
@@ -246,7 +250,7 @@ def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> Non
 
 
 def test_saves_its_inputs_and_nothing_else() -> None:
-    q, k, v = (x.requires_grad_() for x in _tensors(300, 300, torch.bfloat16)[:3])
+    q, k, v = (x.requires_grad_() for x in _tensors(300, 300, dtype=torch.bfloat16)[:3])
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         blocked_attention(q, k, v, scale=0.25)

@@ -132,6 +132,8 @@ def megatron(shards: Callable[[str, int], list[Tensor]], args: Any, model: Model
             return shards(_end(name, "megatron"), n)[0]
         if not name.startswith(("attention.", "mlp.")):
             return torch.cat(shards(_end(name, "megatron"), n))
+        if name == "attention.sink":
+            return torch.cat(shards("self_attention.core_attention.softmax_offset", n))
         found = shards(_linear(name, which), n)
         if name in ("attention.out_bias", "mlp.down_bias"):
             return found[0]

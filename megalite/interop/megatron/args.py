@@ -43,6 +43,7 @@ SAME: Mapping[str, Any] = {
     "init_method_std": 0.02,
     "embedding_init_method_std": None,
     "qk_layernorm": False,
+    "softmax_type": "vanilla",
 }
 # activations with a flag of their own there; the others are forms of gelu
 FLAGGED = ("swiglu", "squared_relu")
@@ -54,7 +55,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (None, False),
     "quick_geglu": (None, False),
     "glu_linear_offset": (None, 0.0),
-    "softmax_type": (None, "vanilla"),
     "heterogeneous_layers_config_path": (None,),
     "hybrid_override_pattern": (None,),
 }

@@ -12,6 +12,7 @@ _CORE_RULES = rules(
     layer.self_attention.linear_qkv.* = {QKV} (groups)
     layer.self_attention.q_layernorm.* = our.attention.q_norm.*
     layer.self_attention.k_layernorm.* = our.attention.k_norm.*
+    layer.self_attention.core_attention.softmax_offset = our.attention.sink
     layer.self_attention.linear_proj.* = our.attention.out*
     layer.pre_mlp_layernorm.* = our.mlp.norm.*
     layer.mlp.linear_fc1.* = our.mlp.up*
