@@ -143,11 +143,8 @@ def _told(found: Finding) -> list[str]:
     ranks = "; ".join(f"{axis} {' '.join(map(str, some))}" for axis, some in found.ranks.items() if some)
     others = ", ".join(found.others[:NAMED]) + f" and {len(found.others) - NAMED} more" * (len(found.others) > NAMED)
     evaluated, name = found.step % 1 > 0, found.name
-    what = (
-        "the validation loss"
-        if evaluated and (found.kind, name) == ("loss", STEP)
-        else WORDS[found.kind][1].format(name)
-    )
+    what = WORDS[found.kind][1].format(name)
+    what = "the validation loss" if evaluated and (found.kind, name) == ("loss", STEP) else what
     place = "in" if evaluated else "after" if found.kind == "weight" else "at"
     at = f"{place} {when(found.step)}" if found.step else "before the first step"
     lines = [
