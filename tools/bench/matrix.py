@@ -18,7 +18,7 @@ from megalite.models.families import PRESETS
 from megalite.parallel.local_ranks import cores
 from megalite.plan.arrangement import arrange
 from tools.bench import contender, tables
-from tools.bench.turns import REFUSED, OtherBenchmark, Row, Table, combinations_of
+from tools.bench.turns import REFUSED, Row, Table, combinations_of
 from tools.pictures import bench
 from tools.pictures.canvas import save
 
@@ -145,9 +145,6 @@ def run(options: argparse.Namespace, flags: list[str], program: str) -> int:
     except OSError as error:
         flag = "--json" if options.out is None else "--out"
         print(f"{program}: {flag} {options.json or options.out} cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
-    except OtherBenchmark as error:
-        print(f"{program}: {error}", file=sys.stderr)
         return 2
     if done:
         print(f"{done} of {len(table.rows)} rows are there already", file=sys.stderr)
