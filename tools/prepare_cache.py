@@ -22,16 +22,10 @@ from megalite.config import cli
 from megalite.config.options import Config, ConfigError
 from megalite.data.errors import DataError
 from megalite.data.samples.blend import Blend
-from megalite.data.samples.source import Dataset, Source
+from megalite.data.samples.source import Dataset
 from megalite.models.families import PRESETS
 from megalite.train.sources import open_sources
 from tools.program import refusing, run_program
-
-
-def files_of(dataset: Dataset, samples: int) -> list[tuple[Source, int]]:
-    """The files behind a dataset, and how many of its first `samples` samples each gives."""
-    assert isinstance(dataset, Blend)
-    return list(zip(dataset.datasets, dataset.order.counts(samples), strict=True))
 
 
 def prepare(config: Config) -> tuple[int, int]:
@@ -62,7 +56,8 @@ def prepare(config: Config) -> tuple[int, int]:
         raise DataError(f"data_cache_path={folder} cannot be written; choose another directory")
     files = size = 0
     for name, dataset, samples in sets:
-        for source, count in files_of(dataset, samples):
+        assert isinstance(dataset, Blend)
+        for source, count in zip(dataset.datasets, dataset.order.counts(samples), strict=True):
             before, begin = set(folder.glob("*.npy")), time.perf_counter()
             source.prepare(count)
             new = sorted(set(folder.glob("*.npy")) - before)

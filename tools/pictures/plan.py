@@ -19,7 +19,9 @@ def picture(data: Mapping[str, Any]) -> Picture:
     """Raises ValueError where `data` is no plan."""
     try:
         plans: Sequence[Mapping[str, Any]] = data["plans"][:MOST_PLANS]
-        best, memory = plans[0], _some(plans[0]["memory"])
+        best, ranks = plans[0], list(enumerate(plans[0]["memory"]))
+        step = -(-len(ranks) // MOST_RANKS)  # all, or as many as there is room for, evenly
+        memory = [(rank, row) for rank, row in ranks if rank % step == 0 or rank == len(ranks) - 1]
         limit, usable = data["device_memory"] / GIB, data["usable_memory"] / GIB
         held = [[row[part] / GIB for part in HELD] for _, row in memory]
         times = [[max(0.0, float(plan["parts"][part])) for part in TIME] for plan in plans]
@@ -34,8 +36,7 @@ def picture(data: Mapping[str, Any]) -> Picture:
         heights = [0.9 + 0.24 * len(held), 0.9 + 0.3 * len(times)]
         narrow = width < WIDE
         fig, (above, below) = figure(width, heights)
-        ranks = [f"pp {rank}" if narrow else f"pipeline rank {rank}" for rank, _ in memory]
-        _bars(above, held, HELD, COLOURS, ranks)
+        _bars(above, held, HELD, COLOURS, [f"pp {n}" if narrow else f"pipeline rank {n}" for n, _ in memory])
         above.axvline(limit, color=ink("ink"), linewidth=1.2)
         above.axvline(usable, color=ink("ink"), linewidth=1.2, linestyle=(0, (4, 3)))
         above.set_xlim(0, 1.03 * max(limit, *map(sum, held)))
@@ -74,12 +75,6 @@ def layout(data: Mapping[str, Any]) -> Picture:
     if made is None:
         raise ValueError(f"{mesh['pp']} pipeline ranks are more than there is room for")
     return made
-
-
-def _some(memory: Sequence[Mapping[str, float]]) -> list[tuple[int, Mapping[str, float]]]:
-    """All ranks, or as many as there is room for, evenly."""
-    step = -(-len(memory) // MOST_RANKS)
-    return [(rank, row) for rank, row in enumerate(memory) if rank % step == 0 or rank == len(memory) - 1]
 
 
 def _bars(

@@ -62,16 +62,13 @@ class Row:
 
 
 def cases() -> list[Case]:
-    rows = [group | row for group in DATA["group"] for row in group["rows"]]
-    return [_case(row) for row in rows]
-
-
-def _case(row: dict[str, Any]) -> Case:
-    texts = {"name": row["name"].format(**row), "flags": (COMMON + row["flags"]).format(**row)}
-    texts["why"] = DATA["reasons"].get(row.get("why"), "")
-    if "tflops" in row:
-        row["seconds"] = _seconds_of(row)
-    return Case(**{f.name: row[f.name] for f in dataclasses.fields(Case) if f.name in row} | texts)
+    found, names = [], {f.name for f in dataclasses.fields(Case)}
+    for row in (group | row for group in DATA["group"] for row in group["rows"]):
+        texts = {"name": row["name"].format(**row), "flags": (COMMON + row["flags"]).format(**row)}
+        texts["why"] = DATA["reasons"].get(row.get("why"), "")
+        seconds = {"seconds": _seconds_of(row)} if "tflops" in row else {}
+        found.append(Case(**{name: row[name] for name in names & row.keys()} | seconds | texts))
+    return found
 
 
 def _seconds_of(row: Mapping[str, Any]) -> float:
