@@ -3,6 +3,7 @@ are asked to write can be written, which comes before the work, so that an hour 
 
 import argparse
 import functools
+import inspect
 import json
 import os
 import sys
@@ -32,7 +33,7 @@ def refusing(code: int, *kinds: type[Exception]) -> Callable[[Main], Main]:
                 return main(argv)
             except kinds as error:
                 for problem in getattr(error, "problems", [error]):
-                    complain(f"{Path(main.__code__.co_filename).name}: {problem}")
+                    complain(f"{Path(inspect.getfile(inspect.unwrap(main))).name}: {problem}")
                 return code
 
         return told
