@@ -216,8 +216,7 @@ def to_hf(args: argparse.Namespace) -> bool:
     like: Path | None = args.like or like_of(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
-    own = tokenizer_files(config.data, eod) if args.like is None else (hugging_face.companions(like), None)
-    files, note = own
+    files, note = tokenizer_files(config.data, eod) if args.like is None else (hugging_face.companions(like), None)
     family = choose_family(model, args.family, family_in(like))
     ours = Ours(source, DTYPES.get(args.dtype), specs_of(model, vocab_size))
     size = args.max_shard_size or parse_size("5GB")
