@@ -70,6 +70,15 @@ def figure(width: float, heights: Sequence[float], *, share_x: bool = False) -> 
     return fig, [row[0] for row in many]
 
 
+def as_rows(axis: Any, values: bool = False) -> None:
+    """Bars in rows, the first one above; `values`: with lines along which their lengths are read."""
+    axis.grid(False)
+    if values:
+        axis.grid(True, axis="x", color=ink("line"), linewidth=0.7)
+    axis.spines["left"].set_visible(False)
+    axis.invert_yaxis()
+
+
 def _style() -> Any:
     from matplotlib import rc_context
 

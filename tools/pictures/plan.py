@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tools.pictures.canvas import WIDE, Picture, figure, ink, short
+from tools.pictures.canvas import WIDE, Picture, as_rows, figure, ink, short
 from tools.pictures.shares import layout_of
 
 GIB = 2**30
@@ -86,10 +86,7 @@ def _bars(
         axis.barh(range(len(rows)), some, left=end, height=0.7, color=ink(colour), label=part)
         end = [a + b for a, b in zip(end, some, strict=True)]
     axis.set_yticks(range(len(rows)), names)
-    axis.invert_yaxis()
-    axis.grid(False)
-    axis.grid(True, axis="x", color=ink("line"), linewidth=0.7)
-    axis.spines["left"].set_visible(False)
+    as_rows(axis, values=True)
     axis.margins(y=0.01)
     axis.legend(ncols=2 if axis.figure.get_figwidth() < WIDE else len(parts), loc="lower left")
     axis.get_legend().set_bbox_to_anchor((0, 1.0))
