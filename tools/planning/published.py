@@ -64,10 +64,11 @@ class Row:
 def cases() -> list[Case]:
     found, names = [], {f.name for f in dataclasses.fields(Case)}
     for row in (group | row for group in DATA["group"] for row in group["rows"]):
-        texts = {"name": row["name"].format(**row), "flags": (COMMON + row["flags"]).format(**row)}
-        texts["why"] = DATA["reasons"].get(row.get("why"), "")
-        seconds = {"seconds": _seconds_of(row)} if "tflops" in row else {}
-        found.append(Case(**{name: row[name] for name in names & row.keys()} | seconds | texts))
+        made: dict[str, Any] = {"name": row["name"].format(**row), "flags": (COMMON + row["flags"]).format(**row)}
+        made["why"] = DATA["reasons"].get(row.get("why"), "")
+        if "tflops" in row:
+            made["seconds"] = _seconds_of(row)
+        found.append(Case(**{name: row[name] for name in names & row.keys()} | made))
     return found
 
 
