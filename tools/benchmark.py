@@ -32,7 +32,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.program import local_path, parser_of
+from megalite.config.options import ConfigError
+from tools.program import local_path, parser_of, refusing
 
 SHAPE = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --vocab-size 32000
  --seq-length 512 --micro-batch-size 2 --swiglu --normalization RMSNorm --position-embedding-type rope
@@ -80,6 +81,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
+@refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
     from tools.bench import matrix
 

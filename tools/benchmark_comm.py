@@ -170,7 +170,6 @@ def line_of(row: dict[str, Any]) -> str:
 
 def tell(measured: Found, args: argparse.Namespace) -> None:
     """The links on the terminal, and the files."""
-
     for name in ("inside", "between"):
         if link := measured["links"].get(name):
             rate, delay = link["bytes_per_s"] / 1e9, link["latency_s"] * 1e6

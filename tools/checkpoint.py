@@ -28,7 +28,7 @@ from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of
 from megalite.config.console import printable
-from tools.program import parser_of, run_program
+from tools.program import parser_of, refusing, run_program
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,6 +195,7 @@ def prune(path: Location, keep: int, retain: int | None, dry: bool) -> int:
     return 0
 
 
+@refusing(3, CheckpointError, OSError)
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -232,11 +233,7 @@ def main(argv: list[str]) -> int:
         "average": lambda: average(parse(a.out), [parse(one) for one in a.checkpoints], a.files),
         "prune": lambda: prune(parse(a.directory), a.keep_last, a.save_retain_interval, a.dry_run),
     }
-    try:
-        return work[a.command]()
-    except (CheckpointError, OSError) as error:
-        print(printable(f"checkpoint.py: {error}"), file=sys.stderr)
-        return 3
+    return work[a.command]()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint, open_checkpoint
 from megalite.config.console import complain
+from megalite.config.field import flag_of
 from megalite.config.options import Config, ConfigError, ModelConfig, build
 from megalite.config.toml import parse_toml, to_toml
 from megalite.data.errors import DataError
@@ -111,10 +112,6 @@ _ONLY_WITH = {  # flag -> those that it goes with
 }
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def misuse(args: argparse.Namespace) -> str | None:
     """Why these flags do not go together, or None."""
     if (args.load is None) == (args.save is None):
@@ -122,9 +119,9 @@ def misuse(args: argparse.Namespace) -> str | None:
     for name, partners in _ONLY_WITH.items():
         value = getattr(args, name)
         if value not in (None, False) and all(getattr(args, partner) is None for partner in partners):
-            return f"{flag(name)} has no effect without {' or '.join(map(flag, partners))}; drop it"
+            return f"{flag_of(name)} has no effect without {' or '.join(map(flag_of, partners))}; drop it"
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            return f"{flag(name)} {value} is too small; give 1 or more"
+            return f"{flag_of(name)} {value} is too small; give 1 or more"
     return None
 
 
@@ -219,8 +216,7 @@ def to_hf(args: argparse.Namespace) -> bool:
     like: Path | None = args.like or like_of(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
-    own = tokenizer_files(config.data, eod) if args.like is None else (hugging_face.companions(like), None)
-    files, note = own
+    files, note = tokenizer_files(config.data, eod) if args.like is None else (hugging_face.companions(like), None)
     family = choose_family(model, args.family, family_in(like))
     ours = Ours(source, DTYPES.get(args.dtype), specs_of(model, vocab_size))
     size = args.max_shard_size or parse_size("5GB")

@@ -31,23 +31,15 @@ def write_import(
     """
     if steps_in(directory):
         raise CheckpointError(f"save={str(directory)!r} already holds checkpoints; give another directory")
-    items = items_of(foreign, specs)
+    items = []
+    for one in foreign:
+        boxes = [(f"model/{spec.name}", unpadded(box, specs[spec.name])) for spec, box in one.recipe.parts]
+        if parts := [(name, box) for name, box in boxes if box is not None]:
+            items.append(Item(one.dtype, parts, lambda one=one: (values for _, _, values in kept(one, specs))))
     files = [[items[i] for i in chosen] for chosen in cut([item.bytes for item in items], file_bytes)]
     folder = folder_of(directory, 0)
     write_checkpoint(folder, files, {f"model/{name}": spec.stored_shape for name, spec in specs.items()}, state)
     return folder
-
-
-def items_of(foreign: Sequence[Foreign], specs: Specs) -> list[Item]:
-    """The pieces to write into tensors of `specs`, without the rows that pad the vocabulary."""
-    items = []
-    for one in foreign:
-        boxes = [(spec.name, unpadded(box, specs[spec.name])) for spec, box in one.recipe.parts]
-        parts = [(name, box) for name, box in boxes if box is not None]
-        if parts:
-            keyed = [(f"model/{name}", box) for name, box in parts]
-            items.append(Item(one.dtype, keyed, lambda one=one: (values for _, _, values in kept(one, specs))))
-    return items
 
 
 def kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.console import Bar, complain
+from megalite.config.console import Bar
 from megalite.config.run_options import TOKENIZERS
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
@@ -27,7 +27,7 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.merge_datasets import document_blocks
 from tools.pictures.canvas import Picture, figure, ink, save
-from tools.program import parser_of, run_program
+from tools.program import parser_of, refusing, run_program
 
 CHUNK = 1 << 22  # tokens, or index entries, read at a time
 QUANTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
@@ -164,6 +164,7 @@ def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | 
     return "\n".join(lines)
 
 
+@refusing(3, DataError)
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("prefix", help="the pair is PREFIX.bin and PREFIX.idx")
@@ -177,34 +178,30 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tiktoken-pattern", help="how a TikTokenizer splits text")
     parser.add_argument("--vocab-size", type=int, help="bound of the ids; for a NullTokenizer, without the eod")
     args = parser.parse_args(argv)
-    try:
-        data, info, tokenizer = IndexedDataset(args.prefix), read_info(args.prefix), None
-        if args.tokenizer_type is not None:
-            names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
-            tokenizer = build_tokenizer(args.tokenizer_type, **{name: getattr(args, name) for name in names})
-            check_tokenizer(args.prefix, tokenizer)
-        if args.verify:
-            made_by = info["tokenizer"] if info is not None else {}
-            vocab_size, eod = made_by.get("vocab_size"), made_by.get("eod")
-            if tokenizer is not None:
-                vocab_size, eod = tokenizer.vocab_size, tokenizer.eod
-            elif args.vocab_size is not None:
-                vocab_size = args.vocab_size
-            with Bar(f"verifying {args.prefix}", data.num_tokens, "tokens") as bar:
-                report = verify(data, info, vocab_size, eod, bar)
-            print(report)
-        if args.document is not None:
-            print(show_document(data, args.document, tokenizer))
-        if args.png is not None:
-            try:
-                save(picture(data), args.png)
-            except (OSError, ValueError) as error:
-                raise DataError(f"png={args.png} cannot be written: {error}") from error
-        if not args.verify and args.document is None:
-            print(summary(data, info))
-    except DataError as error:
-        complain(f"inspect_data.py: {error}")
-        return 3
+    data, info, tokenizer = IndexedDataset(args.prefix), read_info(args.prefix), None
+    if args.tokenizer_type is not None:
+        names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
+        tokenizer = build_tokenizer(args.tokenizer_type, **{name: getattr(args, name) for name in names})
+        check_tokenizer(args.prefix, tokenizer)
+    if args.verify:
+        made_by = info["tokenizer"] if info is not None else {}
+        vocab_size, eod = made_by.get("vocab_size"), made_by.get("eod")
+        if tokenizer is not None:
+            vocab_size, eod = tokenizer.vocab_size, tokenizer.eod
+        elif args.vocab_size is not None:
+            vocab_size = args.vocab_size
+        with Bar(f"verifying {args.prefix}", data.num_tokens, "tokens") as bar:
+            report = verify(data, info, vocab_size, eod, bar)
+        print(report)
+    if args.document is not None:
+        print(show_document(data, args.document, tokenizer))
+    if args.png is not None:
+        try:
+            save(picture(data), args.png)
+        except (OSError, ValueError) as error:
+            raise DataError(f"png={args.png} cannot be written: {error}") from error
+    if not args.verify and args.document is None:
+        print(summary(data, info))
     return 0
 
 

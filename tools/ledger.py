@@ -16,7 +16,7 @@ from megalite.checkpoint.storage.location import CheckpointError, Location, pars
 from megalite.config.console import printable
 from megalite.data.errors import DataError
 from megalite.data.samples.ledger import Total, read
-from tools.program import parser_of, run_program
+from tools.program import parser_of, refusing, run_program
 
 
 def table(totals: Sequence[Total]) -> str:
@@ -42,14 +42,11 @@ def show(directory: str | Location) -> str:
     return "\n".join(lines)
 
 
+@refusing(3, CheckpointError, DataError)
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("checkpoint", type=str, metavar="CHECKPOINT")
-    try:
-        print(printable(show(parser.parse_args(argv).checkpoint)))
-    except (CheckpointError, DataError) as error:
-        print(printable(f"ledger.py: {error}"), file=sys.stderr)
-        return 3
+    print(printable(show(parser.parse_args(argv).checkpoint)))
     return 0
 
 

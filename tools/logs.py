@@ -9,18 +9,16 @@ RUN is a run directory. Times are those of each machine's own clock.
 
 import datetime
 import itertools
-import json
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import printable
-from megalite.train.tell.run_dir import outcome_of, read_status, trained
+from megalite.train.tell.run_dir import json_rows, outcome_of, read_status, trained
 from tools.program import parser_of, run_program
 
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:[+-]\d\d:\d\d|Z)) ?(.*)")
@@ -69,12 +67,11 @@ def of_rank(path: Path) -> Iterator[Entry]:
 
 
 def of_events(path: Path) -> Iterator[Entry]:
-    for line in path.read_text("utf-8", errors="replace").splitlines():
+    for _, row in json_rows(path):
         try:
-            row: dict[str, Any] = json.loads(line)
             time, event = time_of(row.pop("time")) + WHOLE_SECOND, str(row.pop("event"))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            continue  # torn by a crash
+        except (ValueError, KeyError, TypeError, OverflowError):
+            continue  # not an event of this program
         rank = row.pop("rank", None)
         facts = "  ".join(f"{name} {value}" for name, value in row.items() if value is not None)
         who = "launcher" if rank is None else f"rank {rank}"

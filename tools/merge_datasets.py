@@ -25,7 +25,7 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.sidecar import read_info
 from tools.preprocess.indexed_writer import IndexedWriter
-from tools.program import local, parser_of, run_program
+from tools.program import local, parser_of, refusing, run_program
 
 COPY_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16
@@ -140,18 +140,15 @@ def _one_sequence_each(file: IndexedDataset) -> None:
         raise DataError(f"{file.prefix}: {several}, which cannot be merged; preprocess it without that")
 
 
+@refusing(3, DataError)
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="DIR_OR_PREFIX", help="what to merge, in order")
     written = "writes PREFIX.bin, PREFIX.idx and PREFIX.json"
     parser.add_argument("--output-prefix", type=local, required=True, help=written)
     args = parser.parse_args(argv)
-    try:
-        prefixes = expand_prefixes(args.input)
-        merged = merge(prefixes, args.output_prefix)
-    except DataError as error:
-        complain(f"merge_datasets.py: {error}")
-        return 3
+    prefixes = expand_prefixes(args.input)
+    merged = merge(prefixes, args.output_prefix)
     if 0 < len(merged.without_info) < len(prefixes):
         names = ", ".join(merged.without_info)
         complain(f"note: no {args.output_prefix}.json is written, as these inputs have none: {names}")

@@ -26,7 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.program import parser_of, run_program
+from megalite.config.options import ConfigError
+from tools.program import parser_of, refusing, run_program
 
 COMMANDS = ("compare", "memory", "sizes", "tokens", "calibrate", "published")  # and "", the plan
 
@@ -64,6 +65,7 @@ def flags_of(command: str) -> argparse.ArgumentParser:
     return parser
 
 
+@refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
     name = argv[0] if argv and argv[0] in (*COMMANDS, "--compare") else ""
     command, rest = name.removeprefix("--"), argv[1:] if name else argv

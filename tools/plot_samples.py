@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.console import complain
 from megalite.config.packages import MissingPackage, needs
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
@@ -29,7 +28,7 @@ from megalite.data.samples.permutation import fold, permute
 from megalite.data.samples.token_line import Line
 from tools.plot import positive
 from tools.preprocess.indexed_writer import IndexedWriter
-from tools.program import parser_of, run_program
+from tools.program import parser_of, refusing, run_program
 
 LENGTHS = (14, 5, 9, 3, 22, 7, 4, 11, 6, 16, 8, 5)
 COLOURS = (
@@ -181,6 +180,7 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
     return figure
 
 
+@refusing(2, DataError, OSError)
 def main(argv: list[str]) -> None:
     parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--lengths", type=positive, nargs="+", default=list(LENGTHS), help="tokens of each document")
@@ -189,11 +189,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="samples.png")
     args = parser.parse_args(argv)
-    try:
-        draw(args.lengths, args.split, args.seq_length, args.seed).savefig(args.out, dpi=200)
-    except (DataError, OSError) as error:
-        complain(f"plot_samples.py: {error}")
-        raise SystemExit(2) from None
+    draw(args.lengths, args.split, args.seq_length, args.seed).savefig(args.out, dpi=200)
 
 
 if __name__ == "__main__":

@@ -19,20 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config import cli
-from megalite.config.console import complain
 from megalite.config.options import Config, ConfigError
 from megalite.data.errors import DataError
 from megalite.data.samples.blend import Blend
-from megalite.data.samples.source import Dataset, Source
+from megalite.data.samples.source import Dataset
 from megalite.models.families import PRESETS
 from megalite.train.sources import open_sources
-from tools.program import run_program
-
-
-def files_of(dataset: Dataset, samples: int) -> list[tuple[Source, int]]:
-    """The files behind a dataset, and how many of its first `samples` samples each gives."""
-    assert isinstance(dataset, Blend)
-    return list(zip(dataset.datasets, dataset.order.counts(samples), strict=True))
+from tools.program import refusing, run_program
 
 
 def prepare(config: Config) -> tuple[int, int]:
@@ -63,7 +56,8 @@ def prepare(config: Config) -> tuple[int, int]:
         raise DataError(f"data_cache_path={folder} cannot be written; choose another directory")
     files = size = 0
     for name, dataset, samples in sets:
-        for source, count in files_of(dataset, samples):
+        assert isinstance(dataset, Blend)
+        for source, count in zip(dataset.datasets, dataset.order.counts(samples), strict=True):
             before, begin = set(folder.glob("*.npy")), time.perf_counter()
             source.prepare(count)
             new = sorted(set(folder.glob("*.npy")) - before)
@@ -73,6 +67,8 @@ def prepare(config: Config) -> tuple[int, int]:
     return files, size
 
 
+@refusing(2, ConfigError)
+@refusing(3, DataError)
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -80,16 +76,8 @@ def main(argv: list[str]) -> int:
     try:
         config, _ = cli.read(argv, PRESETS)
         files, size = prepare(config)
-    except ConfigError as error:
-        for problem in error.problems:
-            complain(f"prepare_cache.py: {problem}")
-        return 2
-    except DataError as error:
-        complain(f"prepare_cache.py: {error}")
-        return 3
     except OSError as error:
-        complain(f"prepare_cache.py: {error.filename}: {error.strerror}; choose a directory to write in")
-        return 3
+        raise DataError(f"{error.filename}: {error.strerror}; choose a directory to write in") from None
     print(f"{config.data.data_cache_path}: {files} files built, {size / 1e6:.1f} MB")
     return 0
 

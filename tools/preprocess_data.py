@@ -26,7 +26,7 @@ from megalite.data.files.indexed import IndexedDataset
 from tools.preprocess.rejects import take_bad_fraction
 from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
-from tools.program import local, parser_of, run_program
+from tools.program import local, parser_of, refusing, run_program
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@refusing(3, DataError)
 def main(argv: list[str]) -> int:
     args = vars(build_parser().parse_args(argv))
     for flag in ("split_sentences", "keep_newlines"):
@@ -70,21 +71,16 @@ def main(argv: list[str]) -> int:
     if args.pop("partitions") != 1:
         complain("note: --partitions changes nothing: blocks of all files go to the workers one by one")
     begin = time.perf_counter()
-    try:
-        for name in ("workers", "log_interval"):
-            if args[name] < 1:
-                raise DataError(f"{name}={args[name]} is not positive")
-        files, prefix = args.pop("input"), args.pop("output_prefix")
-        how = {name: args.pop(name) for name in ("workers", "log_interval", "max_bad_fraction", "resume", "overwrite")}
-        keys, append_eod, fast = tuple(args.pop("json_keys")), args.pop("append_eod"), args.pop("gigatoken")
-        prefixes = preprocess(files, prefix, Job(args, keys, append_eod, fast), **how)
-        for prefix in prefixes:
-            data = IndexedDataset(prefix)
-            took = f"{time.perf_counter() - begin:.1f} s"
-            print(f"{prefix}: {len(data)} documents, {data.num_tokens} tokens ({data.dtype}), {took}")
-    except DataError as error:
-        complain(f"preprocess_data.py: {error}")
-        return 3
+    for name in ("workers", "log_interval"):
+        if args[name] < 1:
+            raise DataError(f"{name}={args[name]} is not positive")
+    files, prefix = args.pop("input"), args.pop("output_prefix")
+    how = {name: args.pop(name) for name in ("workers", "log_interval", "max_bad_fraction", "resume", "overwrite")}
+    keys, append_eod, fast = tuple(args.pop("json_keys")), args.pop("append_eod"), args.pop("gigatoken")
+    for pair in preprocess(files, prefix, Job(args, keys, append_eod, fast), **how):
+        data = IndexedDataset(pair)
+        took = f"{time.perf_counter() - begin:.1f} s"
+        print(f"{pair}: {len(data)} documents, {data.num_tokens} tokens ({data.dtype}), {took}")
     return 0
 
 

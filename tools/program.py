@@ -2,6 +2,8 @@
 are asked to write can be written, which comes before the work, so that an hour of it is not lost."""
 
 import argparse
+import functools
+import inspect
 import json
 import os
 import sys
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.config.console import as_command
+from megalite.config.console import as_command, complain
 
 
 def parser_of(doc: str | None, name: str | None = None, *, allow_abbrev: bool = False) -> argparse.ArgumentParser:
@@ -18,7 +20,28 @@ def parser_of(doc: str | None, name: str | None = None, *, allow_abbrev: bool = 
     return argparse.ArgumentParser(name, description=doc, formatter_class=raw, allow_abbrev=allow_abbrev)
 
 
-def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
+Main = Callable[[list[str]], int | None]
+
+
+def refusing(code: int, *kinds: type[Exception]) -> Callable[[Main], Main]:
+    """For a program's main: an error of these kinds is told, each of its problems in a line, and gives `code`."""
+
+    def around(main: Main) -> Main:
+        @functools.wraps(main)
+        def told(argv: list[str]) -> int | None:
+            try:
+                return main(argv)
+            except kinds as error:
+                for problem in getattr(error, "problems", [error]):
+                    complain(f"{Path(inspect.getfile(inspect.unwrap(main))).name}: {problem}")
+                return code
+
+        return told
+
+    return around
+
+
+def run_program(main: Main) -> NoReturn:
     """The program, as it was started."""
     sys.exit(as_command(lambda: main(sys.argv[1:]) or 0))
 

@@ -11,7 +11,6 @@ before the first one starts. Exit codes: 0 all are done; 1 some are not; 2 usage
 """
 
 import itertools
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +23,9 @@ from megalite.config.field import MODEL, TRAINING
 from megalite.config.options import Config, ConfigError, training_of
 from megalite.config.toml import read_toml
 from megalite.models.families import PRESETS
+from megalite.train.tell.run_dir import read_status
 from tools import diff, runs
-from tools.program import local_path, parser_of, run_program
+from tools.program import local_path, parser_of, refusing, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "default"  # a value: the flag is left out
@@ -71,9 +71,9 @@ def words_of(flag: str, value: str) -> list[str]:
 def finished(folder: Path, config: Config) -> bool:
     """Whether this same training is done there."""
     try:
-        status = json.loads((folder / "status.json").read_text("utf-8"))
-        return status["outcome"] == "done" and training_of(diff.config_of(folder)) == training_of(config)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, ConfigError):
+        done = read_status(folder).get("outcome") == "done"
+        return done and training_of(diff.config_of(folder)) == training_of(config)
+    except (OSError, ValueError):
         return False
 
 
@@ -108,6 +108,7 @@ def run_to_its_end(line: list[str]) -> int:
                 interrupted = True
 
 
+@refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("toml", type=Path, help="a file like --config of a run")
@@ -116,18 +117,14 @@ def main(argv: list[str]) -> int:
     args, words = parser.parse_known_args(argv)
     folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
     planned, problems = [], []
-    try:
-        read_toml(str(args.toml))  # what is wrong with it is told once
-        for name, flags in combinations(lists_of(words)):
-            try:
-                planned.append((folder / name, *line_of(args.toml, flags, folder / name)))
-            except ConfigError as error:
-                problems += [f"{name}: {problem}" for problem in error.problems]
-    except ConfigError as error:
-        problems = error.problems
+    read_toml(str(args.toml))  # what is wrong with it is told once
+    for name, flags in combinations(lists_of(words)):
+        try:
+            planned.append((folder / name, *line_of(args.toml, flags, folder / name)))
+        except ConfigError as error:
+            problems += [f"{name}: {problem}" for problem in error.problems]
     if problems:
-        complain("\n".join(f"sweep.py: {problem}" for problem in dict.fromkeys(problems)))
-        return 2
+        raise ConfigError([*dict.fromkeys(problems)])
     code, others = 0, {}
     for number, (place, line, config) in enumerate(planned, 1):
         if finished(place, config):

@@ -27,7 +27,7 @@ from megalite.data.errors import DataError
 from megalite.train.tell.run_dir import write_atomically
 from tools.preprocess.rejects import GoodTexts, take_bad_fraction
 from tools.preprocess.text_input import expand, text_bytes
-from tools.program import local, parser_of, run_program
+from tools.program import local, parser_of, refusing, run_program
 
 END = "<|endoftext|>"
 # words with the sign before them, digits by threes, signs, line ends, spaces: the pattern of GPT-4 as Llama 3 has it
@@ -176,6 +176,7 @@ def train_hugging_face(
 TRAINERS = {"SentencePieceTokenizer": train, "HuggingFaceTokenizer": train_hugging_face}
 
 
+@refusing(3, DataError)
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=".jsonl, .json (lines), .txt files")
@@ -205,10 +206,8 @@ def main(argv: list[str]) -> int:
         TRAINERS[args.tokenizer_type](pieces, args.model_prefix, args.vocab_size, args.workers, args.special_tokens)
         if told := texts.left_out():
             complain(f"train_tokenizer.py: {told}")
-    except (OSError, DataError) as error:
-        why = f"{args.model_prefix}: {error.strerror}" if isinstance(error, OSError) else error
-        complain(f"train_tokenizer.py: {why}")
-        return 3
+    except OSError as error:
+        raise DataError(f"{args.model_prefix}: {error.strerror}") from None
     written = f"{args.model_prefix}{'.model' if args.tokenizer_type == 'SentencePieceTokenizer' else '/tokenizer.json'}"
     print(f"{written}: {args.vocab_size} pieces")
     return 0

@@ -27,7 +27,7 @@ from megalite.config.console import complain
 from megalite.config.options import ConfigError
 from megalite.models.families import PRESETS
 from tools.checks.smaller import Smaller, layout_of, of_groups, smaller
-from tools.program import parser_of, run_program, unwritable
+from tools.program import parser_of, refusing, run_program, unwritable
 
 DTYPES = ("float64", "float32", "bfloat16")
 
@@ -79,13 +79,10 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     return runs
 
 
+@refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
     args, words = _arguments(argv)
-    try:
-        runs = prepare(args, words)
-    except ConfigError as error:
-        complain("\n".join(f"verify.py: {problem}" for problem in error.problems))
-        return 2
+    runs = prepare(args, words)
     from tools.checks import verdict
 
     verdicts: list[verdict.Verdict] = []

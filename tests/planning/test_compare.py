@@ -9,8 +9,9 @@ import programs
 import pytest
 
 from megalite.plan.cluster import Cluster, read_cluster
+from tools import plan
 from tools.pictures.run import read_run
-from tools.planning.compare import CompareError, Row, arrangement_of, cluster_of, compare, main, text
+from tools.planning.compare import CompareError, Row, arrangement_of, cluster_of, compare, text
 
 L, D, V, S, B, M = 4, 32, 64, 16, 2, 4
 FLAGS = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
@@ -99,7 +100,7 @@ def test_what_is_predicted_is_counted_by_hand(run: Path, here: Cluster) -> None:
 
 
 def test_the_table(run: Path, cluster_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main([str(run), "--json", str(tmp_path / "rows.json"), "--cluster", str(cluster_file)]) == 0
+    assert plan.main(["compare", str(run), "--json", str(tmp_path / "rows.json"), "--cluster", str(cluster_file)]) == 0
     shown = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert any(line.startswith("step ") and line.count(" s ") == 2 for line in lines)
@@ -138,7 +139,7 @@ def test_what_cannot_be_compared_is_refused(run: Path, here: Cluster, tmp_path: 
     events = run / "events.jsonl"
     told = events.read_text()
     events.write_text(told.replace('"device": "cpu"', '"device": "tpu"'))
-    assert main([str(run)]) == 2 and "device='tpu'" in capsys.readouterr().err
+    assert plan.main(["compare", str(run)]) == 2 and "device='tpu'" in capsys.readouterr().err
     events.write_text(told)
     config = run / "run_config.toml"
     options = config.read_text()

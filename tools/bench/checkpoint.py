@@ -40,25 +40,10 @@ from megalite.parallel.launch import Ranks, process_group
 from megalite.parallel.local_ranks import start_local
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import Box, Piece
+from tools.bench.data_samples import peak_bytes
 from tools.program import parser_of
 
 _CHUNK = 1 << 22  # bytes per raw write and read
-
-
-def _drop_cache(folder: Path) -> None:
-    for path in list(folder.rglob("*")):
-        if path.is_file():
-            number = os.open(path, os.O_RDONLY)
-            os.fsync(number)
-            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(number)
-
-
-def _peak_bytes(reset: bool) -> int:
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 class Bench:
@@ -126,7 +111,11 @@ class Bench:
             for path in kinds.get(what, []):
                 shutil.rmtree(path, ignore_errors=True)
             self.raw.parent.mkdir(exist_ok=True)
-            _drop_cache(self.folder)
+            for path in filter(Path.is_file, list(self.folder.rglob("*"))):
+                number = os.open(path, os.O_RDONLY)
+                os.fsync(number)
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(number)
         self._wait()
 
     def write(self) -> dict[str, float]:
@@ -141,9 +130,10 @@ class Bench:
 
     def save(self, step: int) -> dict[str, float]:
         self._clear("saved")
-        before, self.saver.background = _peak_bytes(reset=True), False
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before, self.saver.background = peak_bytes(), False
         took = self._seconds(lambda: self.saver.save(3 * step, self.pieces, {}))
-        return {"save_s": took, "save_extra_bytes": float(max(0, _peak_bytes(reset=False) - before))}
+        return {"save_s": took, "save_extra_bytes": float(max(0, peak_bytes() - before))}
 
     def step(self) -> dict[str, float]:
         return {"step_s": self._seconds(lambda: self._multiply(self._number))}

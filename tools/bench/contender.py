@@ -74,10 +74,8 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
         problems: list[str] = [*check(config, options.nproc)]
         if choose_device(config.parallel.device) == "cuda" and options.memory_gib is not None:
             problems.append(f"memory_gib={options.memory_gib:g} is for a CPU; drop it, or use --device cpu")
-    except ConfigError as error:
-        return False, error.problems
-    except SetupError as error:
-        return False, [str(error)]
+    except (ConfigError, SetupError) as error:
+        return False, getattr(error, "problems", [str(error)])
     if options.peer and not problems:
         m = config.model
         is_llama = (m.activation, m.normalization, m.position_embedding_type) == ("swiglu", "RMSNorm", "rope")

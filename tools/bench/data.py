@@ -14,11 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.bench import data_preprocess, data_samples
-from tools.program import parser_of
+from tools.program import parser_of, refusing
 
 SUBJECTS = {"samples": data_samples, "preprocess": data_preprocess}
 
 
+@refusing(3, OSError, ValueError)  # a DataError is a ValueError
 def main(argv: list[str]) -> int:
     parser, raw = parser_of(__doc__), argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="subject", required=True, metavar="|".join(SUBJECTS))
@@ -26,11 +27,7 @@ def main(argv: list[str]) -> int:
         about = module.__doc__ or ""
         module.add_flags(commands.add_parser(name, description=about, formatter_class=raw, allow_abbrev=False))
     options = parser.parse_args(argv)
-    try:
-        return SUBJECTS[options.subject].run(options)
-    except (OSError, ValueError) as error:  # a DataError is a ValueError
-        print(f"data.py: {error}", file=sys.stderr)
-        return 3
+    return SUBJECTS[options.subject].run(options)
 
 
 if __name__ == "__main__":

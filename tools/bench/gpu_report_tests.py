@@ -9,7 +9,6 @@ more in that process: the remaining tests run in a new one.
 """
 
 import collections
-import contextlib
 import importlib.util
 import json
 import os
@@ -17,12 +16,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from megalite.train.tell.run_dir import json_rows
 from tools.program import parser_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -35,12 +34,6 @@ def test_files() -> tuple[list[str], list[str]]:
     files = [path for path, text in texts.items() if "pytest.mark.gpu" in text]
     timed = [path for path in files if "cuda.Event(" in texts[path]]
     return [path for path in files if path not in timed], timed
-
-
-def rows_of(file: Path) -> Iterator[dict[str, Any]]:
-    for line in file.read_text("utf-8").splitlines() if file.is_file() else []:
-        with contextlib.suppress(ValueError):  # the last one of a process that was killed in the middle of it
-            yield json.loads(line)
 
 
 def cuda_is_broken() -> bool:
@@ -59,7 +52,7 @@ class Share:
 
     def __init__(self, part: int, jobs: int, file: Path, seconds: float):
         self.part, self.jobs, self.file = part, jobs, file
-        self.done = {row["test"] for row in rows_of(file)}
+        self.done = {row["test"] for _, row in json_rows(file)}
         self.end, self.stopped, self.broken = time.monotonic() + seconds, False, False
 
     def write(self, **row: Any) -> None:
@@ -100,7 +93,7 @@ def read(folder: Path) -> dict[str, Any]:
     """Counts of the outcomes of all shares, and the failures with their last lines."""
     ends: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.glob("share*.jsonl")):
-        for row in rows_of(file):
+        for _, row in json_rows(file):
             if row["outcome"] != "began" or row["test"] not in ends:
                 ends[row["test"]] = row
     if not ends:

@@ -59,10 +59,6 @@ def streams(factor: int) -> Work:
     return Work(f"{factor} N D e", lambda s: factor * s.tokens * s.hidden_size * s.dtype.itemsize)
 
 
-def same(fn: Fn) -> Fn:
-    return fn
-
-
 @dataclass(frozen=True)
 class Case:
     """`ours`, `plain` (torch) and `peers` take the tensors of `make`, or of their own entry in `own_inputs`.
@@ -84,7 +80,7 @@ class Case:
     tiles: Tiles
     direct: str = ""
     axis: str = "hidden_size"
-    wrap: Fn = same
+    wrap: Fn = field(default=lambda fn: fn)
     peers: Mapping[str, Fn] = field(default_factory=dict)
     own_inputs: Mapping[str, Make] = field(default_factory=dict)
     compiles: bool = True

@@ -18,7 +18,7 @@ from megalite.models.families import PRESETS
 from megalite.parallel.local_ranks import cores
 from megalite.plan.arrangement import arrange
 from tools.bench import contender, tables
-from tools.bench.turns import REFUSED, OtherBenchmark, Row, Table, combinations_of
+from tools.bench.turns import REFUSED, Row, Table, combinations_of
 from tools.pictures import bench
 from tools.pictures.canvas import save
 
@@ -129,7 +129,7 @@ def draw(folder: Path, measured: list[dict[str, Any]]) -> None:
 
 
 def run(options: argparse.Namespace, flags: list[str], program: str) -> int:
-    """The exit code."""
+    """The exit code. Raises ConfigError."""
     file = options.json
     try:
         rows = rows_of(options, flags)
@@ -139,16 +139,9 @@ def run(options: argparse.Namespace, flags: list[str], program: str) -> int:
         table = Table(facts_of(options, flags), rows, file)
         done = table.resume(options.timeout) if options.out is not None else 0
         table.save(False)  # before anything takes time, and after each run: an interrupted benchmark leaves what it has
-    except ConfigError as error:
-        print(*(f"{program}: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
-        return 2
     except OSError as error:
         flag = "--json" if options.out is None else "--out"
-        print(f"{program}: {flag} {options.json or options.out} cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
-    except OtherBenchmark as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 2
+        raise ConfigError([f"{flag} {options.json or options.out} cannot be written: {error.strerror}"]) from None
     if done:
         print(f"{done} of {len(table.rows)} rows are there already", file=sys.stderr)
     interrupted = False

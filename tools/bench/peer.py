@@ -41,7 +41,9 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
         if way == ["ddp"]:
             model = nn.parallel.DistributedDataParallel(model)
         elif way == ["fsdp2"]:
-            _shard(model, device.type, ranks.world)
+            mesh = init_device_mesh(device.type, (ranks.world,))
+            for part in (*model.model.layers, model):  # each block, then the rest, as torch's guide to FSDP2 does
+                fully_shard(part, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
         count = t.global_batch_size // t.micro_batch_size // ranks.world
         generator = torch.Generator().manual_seed(ranks.rank)
@@ -62,11 +64,3 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
 
         steps = time_steps(step, device, task["warmup"], task["steps"])
         write(task, ranks.rank, steps=steps, memory=peak_memory(device))
-
-
-def _shard(model: Any, device_type: str, world: int) -> None:
-    """Each block, then the rest, as torch's guide to FSDP2 does."""
-    mesh = init_device_mesh(device_type, (world,))
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)

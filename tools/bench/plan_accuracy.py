@@ -38,9 +38,9 @@ from megalite.plan.profile import default_profile, read_profile
 from megalite.plan.step_time import step_time
 from megalite.train.setup import build_run
 from megalite.train.step import train_step
-from tools.bench.contender import measure
+from tools.bench.contender import measure, time_steps, write
 from tools.planning.calibrate import calibrate
-from tools.program import parser_of
+from tools.program import parser_of, read_json
 
 MODEL = """--num-layers 8 --hidden-size 384 --num-attention-heads 6 --ffn-hidden-size 1024 --vocab-size 2048
  --seq-length 256 --micro-batch-size 1 --swiglu --normalization RMSNorm --position-embedding-type rope
@@ -70,7 +70,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one run")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-
     out = options.json
     vars(options).update(nproc=2, warmup=2, json=None, memory_gib=None)  # as measure() has them
     if options.asleep:
@@ -122,13 +121,8 @@ def asleep_rank(ranks: Any, task: dict[str, Any]) -> None:
         for name, seconds in zip(("_forward", "_backward"), LAYER_S, strict=True):
             lasts = {stage: n * seconds for stage, n in layers.items()}
             setattr(pipeline, name, lasting(getattr(pipeline, name), lasts))
-        steps = []
-        for _ in range(task["steps"]):
-            begin = time.perf_counter()
-            train_step(run)
-            steps.append(time.perf_counter() - begin)
+        write(task, ranks.rank, steps=time_steps(lambda: train_step(run), device, 2, task["steps"]))
         run.close()
-    Path(task["folder"], f"rank{ranks.rank}.json").write_text(json.dumps(steps[2:]))
 
 
 def _asleep(flags: list[str], options: argparse.Namespace) -> float:
@@ -136,10 +130,10 @@ def _asleep(flags: list[str], options: argparse.Namespace) -> float:
     from tools.bench import plan_accuracy  # by its own name, so that other processes can import what they run
 
     with tempfile.TemporaryDirectory(prefix="asleep-") as folder:
-        task = {"flags": flags, "steps": options.steps + 2, "folder": folder}
+        task = {"flags": flags, "steps": options.steps, "folder": folder}
         if code := start_local(2, plan_accuracy.asleep_rank, (task,)):
             raise SystemExit(f"plan_accuracy.py: a rank ended with exit code {code}")
-        each = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
+        each = [read_json(path)["steps"] for path in sorted(Path(folder).glob("rank*.json"))]
     return statistics.median(map(max, zip(*each, strict=True)))
 
 

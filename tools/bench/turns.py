@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megalite.config.options import ConfigError
 from tools.program import write_json
 from tools.sweep import lists_of, words_of
 
@@ -39,7 +40,7 @@ SHORT = {  # in tables and pictures
 }
 
 
-class OtherBenchmark(Exception):
+class OtherBenchmark(ConfigError):
     """The folder has figures that cannot stand beside these."""
 
 
@@ -120,11 +121,11 @@ class Table:
             saved = json.loads(self.file.read_text("utf-8"))
             before = {row.identity: row for row in (Row(**row) for row in saved["rows"])}
         except (ValueError, TypeError, KeyError) as error:
-            raise OtherBenchmark(f"{self.file} is damaged ({error}); give another --out") from None
+            raise OtherBenchmark([f"{self.file} is damaged ({error}); give another --out"]) from None
         other = [name for name in SAME if saved.get(name) != self.facts.get(name)]
         if other:
             text = f"{', '.join(other)} of the figures in {self.file}"
-            raise OtherBenchmark(f"another {text}; give another --out, or what was given before")
+            raise OtherBenchmark([f"another {text}; give another --out, or what was given before"])
         mine = {row.identity for row in self.rows}
         for n, row in enumerate(self.rows):
             known = before.get(row.identity)

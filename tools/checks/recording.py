@@ -139,7 +139,7 @@ class _Recorder:
             for slot in bucket.slots:
                 span, data = weights.kept(slot)
                 if span:
-                    self.add("weight", self.name(slot), data, shape=self.shape(slot), first=span.start)
+                    self.add("weight", self.names[slot.entry], data, shape=self.shape(slot), first=span.start)
         self.step = now
 
     def before_update(self) -> None:
@@ -151,10 +151,7 @@ class _Recorder:
                 part = grads.owned_part(slot)
                 if part.span:
                     shape, data = self.shape(slot), part.of(grads.owned(bucket))
-                    self.add("gradient", self.name(slot), data, shape=shape, first=part.span.start)
-
-    def name(self, slot: Any) -> str:
-        return self.names[slot.entry]
+                    self.add("gradient", self.names[slot.entry], data, shape=shape, first=part.span.start)
 
     def shape(self, slot: Any) -> tuple[int, ...]:
         return tuple(self.run.buffer.parameters[slot.entry].shape)

@@ -1,12 +1,14 @@
 """A second reading of foreign files, to check a conversion with: does a layer of theirs compute what ours computes?
 
 The tables that convert (models/families.py, megatron/names.py, rules.py, ParamSpec) are not used: names, the order of
-rows and what is stored as a difference stand here once more, in another form, so that a mistake in one of them shows.
+rows and what is stored as a difference stand here (names in second_reading.toml) once more, in another form, so that a
+mistake in one of them shows.
 Layer after layer is filled from the files and run in fp64 beside ours, on the same states; embedding, final norm and
 head are one more layer. One layer of each is in memory at a time, and transformers is not needed.
 """
 
 import math
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,39 +30,12 @@ EXACT, ROUNDED = 1e-9, 8  # largest difference that is none, relative: of fp64 s
 
 Weight = Callable[[str, int], Tensor]  # (our name within a layer, or outside of them; the layer) -> what is used
 
-# ours -> theirs; of two the one comes above the other
-_LLAMA = {
-    "attention.norm.weight": "input_layernorm.weight",
-    "attention.q": "self_attn.q_proj.weight",
-    "attention.q_bias": "self_attn.q_proj.bias",
-    "attention.kv": "self_attn.k_proj.weight self_attn.v_proj.weight",
-    "attention.kv_bias": "self_attn.k_proj.bias self_attn.v_proj.bias",
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
-    "attention.out": "self_attn.o_proj.weight",
-    "attention.out_bias": "self_attn.o_proj.bias",
-    "mlp.norm.weight": "post_attention_layernorm.weight",
-    "mlp.gate_up": "mlp.gate_proj.weight mlp.up_proj.weight",
-    "mlp.gate_up_bias": "mlp.gate_proj.bias mlp.up_proj.bias",
-    "mlp.down": "mlp.down_proj.weight",
-    "mlp.down_bias": "mlp.down_proj.bias",
-}
-_ENDS = {
-    "llama": ("model.embed_tokens.weight", "", "model.norm", "lm_head.weight"),
-    "gpt2": ("transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f", "lm_head.weight"),
-    "gpt_neox": ("gpt_neox.embed_in.weight", "", "gpt_neox.final_layer_norm", "embed_out.weight"),
-    "megatron": (
-        "embedding.word_embeddings.weight",
-        "embedding.position_embeddings.weight",
-        "decoder.final_layernorm",
-        "output_layer.weight",
-    ),
-}
+LLAMA, ENDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).values()
 
 
 def _end(name: str, kind: str) -> str:
     """The name that files of `kind` give to a parameter outside the layers."""
-    word, position, norm, head = _ENDS[kind]
+    word, position, norm, head = ENDS[kind]
     norms = {f"final_norm.{part}": f"{norm}.{part}" for part in ("weight", "bias")}
     return {"embedding.word": word, "embedding.position": position, "head": head, **norms}[name]
 
@@ -90,7 +65,7 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
         if not name.startswith(("attention.", "mlp.")):
             return get(_end(name, kind))
         if kind == "llama":
-            found = [get(f"model.layers.{n}.{theirs}") for theirs in _LLAMA[name].split()]
+            found = [get(f"model.layers.{n}.{theirs}") for theirs in LLAMA[name].split()]
             return torch.stack(found) if len(found) > 1 else found[0]
         if kind == "gpt2":
             at = f"transformer.h.{n}."
@@ -120,7 +95,7 @@ def megatron(shards: Callable[[str, int], list[Tensor]], args: Any, model: Model
     which = {name: "self_attention.linear_qkv" for name in ("attention.q", "attention.kv")}
     which |= {"attention.out": "self_attention.linear_proj", "mlp.down": "mlp.linear_fc2"}
     which |= {"mlp.up": "mlp.linear_fc1", "mlp.gate_up": "mlp.linear_fc1"}
-    norms = {"attention.norm": "input_layernorm", "mlp.norm": "pre_mlp_layernorm", "final_norm": _ENDS["megatron"][2]}
+    norms = {"attention.norm": "input_layernorm", "mlp.norm": "pre_mlp_layernorm", "final_norm": ENDS["megatron"][2]}
     norms |= {f"attention.{x}_norm": f"self_attention.{x}_layernorm" for x in "qk"}
 
     def weight(name: str, n: int) -> Tensor:

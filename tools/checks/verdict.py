@@ -10,7 +10,7 @@ from megalite.config.console import Bar
 from megalite.config.options import Config
 from megalite.parallel.local_ranks import End, start_local
 from megalite.train.tell.figures import columns
-from tools.checks.agreement import Reference, Row, Tolerance, compare, second_reading, when
+from tools.checks.agreement import KINDS, Reference, Row, Tolerance, compare, second_reading, when
 from tools.checks.causes import Finding, find
 from tools.checks.places import Layout
 from tools.checks.recording import STEP, Recording, read_all, take
@@ -18,21 +18,13 @@ from tools.checks.smaller import Smaller, twin
 from tools.pictures.agreement import picture
 from tools.pictures.canvas import save
 
-WHAT = {
-    "input": "what micro-batches hold",
-    "forward": "hidden states and losses",
-    "loss": "loss",
-    "gradient": "gradients",
-    "norm": "gradient norm",
-    "weight": "weights",
-}
-OF = {
-    "input": "the {} of a micro-batch",
-    "forward": "the output of {}",
-    "loss": "the loss of a {}",
-    "gradient": "the gradient of {}",
-    "norm": "the gradient norm of the {}",
-    "weight": "the weights {}",
+WORDS = {  # kind: all of it, and the one of a name
+    "input": ("what micro-batches hold", "the {} of a micro-batch"),
+    "forward": ("hidden states and losses", "the output of {}"),
+    "loss": ("loss", "the loss of a {}"),
+    "gradient": ("gradients", "the gradient of {}"),
+    "norm": ("gradient norm", "the gradient norm of the {}"),
+    "weight": ("weights", "the weights {}"),
 }
 NAMED = 6  # names of what differs that are listed
 
@@ -70,8 +62,7 @@ class Verdict:
             old = found.setdefault((row.kind, row.step), row)
             if (row.differs, row.apart) > (old.differs, old.apart):
                 found[row.kind, row.step] = row
-        kinds = [*WHAT]
-        return [found[key] for key in sorted(found, key=lambda key: (kinds.index(key[0]), key[1]))]
+        return [found[key] for key in sorted(found, key=lambda key: (KINDS.index(key[0]), key[1]))]
 
     @property
     def notes(self) -> list[str]:
@@ -129,7 +120,7 @@ def text_of(verdict: Verdict, dtype: str) -> str:
         count = f"{sum(one.differs for one in alike)} of {len(alike)}"
         name = row.name if row.apart or row.differs else "equal"
         when = f"{row.step:g}" if row.step == int(row.step) else f"eval {int(row.step)}"
-        rows.append((WHAT[row.kind], when, name, f"{row.apart:.1e}", f"{row.tolerance:.1e}", count))
+        rows.append((WORDS[row.kind][0], when, name, f"{row.apart:.1e}", f"{row.tolerance:.1e}", count))
     lines += ["", columns(rows), ""]
     if verdict.odd:
         lines += ["one process itself is wrong:", *(f"  {line}" for line in verdict.odd)]
@@ -152,7 +143,8 @@ def _told(found: Finding) -> list[str]:
     ranks = "; ".join(f"{axis} {' '.join(map(str, some))}" for axis, some in found.ranks.items() if some)
     others = ", ".join(found.others[:NAMED]) + f" and {len(found.others) - NAMED} more" * (len(found.others) > NAMED)
     evaluated, name = found.step % 1 > 0, found.name
-    what = "the validation loss" if evaluated and (found.kind, name) == ("loss", STEP) else OF[found.kind].format(name)
+    what = WORDS[found.kind][1].format(name)
+    what = "the validation loss" if evaluated and (found.kind, name) == ("loss", STEP) else what
     place = "in" if evaluated else "after" if found.kind == "weight" else "at"
     at = f"{place} {when(found.step)}" if found.step else "before the first step"
     lines = [

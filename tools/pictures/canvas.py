@@ -70,6 +70,15 @@ def figure(width: float, heights: Sequence[float], *, share_x: bool = False) -> 
     return fig, [row[0] for row in many]
 
 
+def as_rows(axis: Any, values: bool = False) -> None:
+    """Bars in rows, the first one above; `values`: with lines along which their lengths are read."""
+    axis.grid(False)
+    if values:
+        axis.grid(True, axis="x", color=ink("line"), linewidth=0.7)
+    axis.spines["left"].set_visible(False)
+    axis.invert_yaxis()
+
+
 def _style() -> Any:
     from matplotlib import rc_context
 
@@ -116,13 +125,10 @@ def svg(picture: Picture, width: float, label: str) -> str:
     found = re.sub(r"<(metadata|style).*?</\1>|<!--.*?-->", "", found, flags=re.DOTALL)
     found = re.sub(r'<g id="[^"]*">', "<g>", found)
     found = re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d[0].replace("\n", "")), found)
-    found = re.sub(r"font-family: [^;\"]*;?|font: (\S+) [^;\"]*;?", _font, found)
+    sized = lambda font: f"font-size: {font[1]};" if font[1] else ""  # noqa: E731
+    found = re.sub(r"font-family: [^;\"]*;?|font: (\S+) [^;\"]*;?", sized, found)
     names = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
     return re.sub(r"(?<=: )#[0-9a-f]{6}", lambda c: names.get(c[0], c[0]), found)
-
-
-def _font(found: re.Match[str]) -> str:
-    return f"font-size: {found[1]};" if found[1] else ""
 
 
 def short(number: float) -> str:

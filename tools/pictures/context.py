@@ -1,8 +1,6 @@
 """Which tokens each of four context-parallel ranks holds, without documents and with some: `python -m
 tools.pictures.context FILE`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -61,7 +61,9 @@ def _linear(runs: Sequence[Run]) -> float | None:
 def loss(runs: Sequence[Run]) -> Picture:
     """Over steps, with the tokens of each below; where batches differ, over steps and over tokens."""
     runs = [run for run in runs if run.curve("train/loss") or run.validation]
-    thick, each, top = _alike(runs), _linear(runs), _top(runs)
+    each, top = _linear(runs), _top(runs)
+    apart = [points for run in runs[1:] if (points := differences(runs[0], run))]
+    thick = any(max(y for *_, y in points) < 0.02 for points in apart)  # curves hide each other
 
     def draw(width: float) -> Any:
         fig, axes = figure(width, [3.4] if each is not None else [3.4, 2.8])
@@ -85,12 +87,6 @@ def loss(runs: Sequence[Run]) -> Picture:
     marks += " Triangle: another process took over." * any(run.resumed for run in runs)
     marks += " Cross: a step whose loss or gradient was doubted." * any(run.doubts for run in runs)
     return Picture("loss", f"Training loss, mean since the line before, and validation losses as dots.{marks}", draw)
-
-
-def _alike(runs: Sequence[Run]) -> bool:
-    """Whether curves hide each other, unless the first is thicker."""
-    apart = [points for run in runs[1:] if (points := differences(runs[0], run))]
-    return any(max(y for *_, y in points) < 0.02 for points in apart)
 
 
 def _losses(axis: Any, runs: Sequence[Run], number: int, x: int, thick: float) -> None:

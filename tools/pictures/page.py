@@ -87,7 +87,11 @@ class Page:
 
     def _head(self) -> str:
         run = self.runs[0]
-        title, lead, cards = f"{escape(run.name)}: {_outcome(run)}", _lead(run), _cards(run)
+        title, status = f"{escape(run.name)}: {_outcome(run)}", run.status
+        lead = [*(escape(status.get(name) or "") for name in ("reason", "host")), _when(status.get("time"))]
+        one = '<div class="card"><b>{}</b><span>{}</span></div>'
+        cards = "".join(one.format(value, name) for name, value in key_figures(run))
+        lead, cards = " · ".join(filter(None, lead)), f'<div class="cards">{cards}</div>'
         if len(self.runs) > 1:
             lead = ", ".join(f"{escape(one.name)}: {_outcome(one)}" for one in self.runs)
             title, cards = f"{len(self.runs)} runs compared", ""
@@ -230,11 +234,6 @@ def _outcome(run: Run) -> str:
     return f'<span class="{kind}">{escape(run.outcome)}</span>'
 
 
-def _lead(run: Run) -> str:
-    parts = [escape(run.status.get("reason") or ""), escape(run.status.get("host") or "")]
-    return " · ".join(filter(None, [*parts, _when(run.status.get("time"))]))
-
-
 def _when(time: object) -> str:
     """As it is written in files, to the second."""
     return escape(str(time or "")[:19].replace("T", " "))
@@ -266,9 +265,3 @@ def key_figures(run: Run) -> Iterator[tuple[str, str]]:
     yield from of("goodput", number(past.get("goodput")), lambda v: f"{100 * v:.1f} %")
     yield from of("peak memory", run.last("mem/max_allocated_gib"), lambda v: f"{v:.2f} GiB")
     yield from of("cost", number(past.get("cost")), lambda v: f"{v:,.2f}")
-
-
-def _cards(run: Run) -> str:
-    one = '<div class="card"><b>{}</b><span>{}</span></div>'
-    cards = "".join(one.format(value, name) for name, value in key_figures(run))
-    return f'<div class="cards">{cards}</div>'

@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.pipeline.schedule import Action, Op, Split, in_flight, plan
 from megalite.pipeline.simulate import WORK, Simulation, simulate
-from tools.pictures.canvas import WIDE, Picture, figure, ink, legend
+from tools.pictures.canvas import WIDE, Picture, as_rows, figure, ink, legend
 
 Bar = tuple[int, Action, float, float]  # pipeline rank, F, B or W, start, end
 COLOURS = {  # of chunk 0, 1, ..; white text stands on each, and each stands on white and on black
@@ -66,11 +66,9 @@ def _bars(axis: Any, spans: Sequence[Bar], pp: int, title: str, width: float) ->
         axis.broken_barh(some, (rank - 0.43, 0.86), **how)
     if pp <= 16:
         axis.set_yticks(range(pp), [f"pp {r}" if width < WIDE else f"pipeline rank {r}" for r in range(pp)])
-    axis.invert_yaxis()
+    as_rows(axis)
     axis.set_xlim(0, end * 1.005)
     axis.set_title(title, loc="left", color=ink("ink"))
-    axis.grid(False)
-    axis.spines["left"].set_visible(False)
 
 
 def schedule(name: str, pp: int, vpp: int, microbatches: int, split: bool) -> Picture:

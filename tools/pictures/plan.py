@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tools.pictures.canvas import WIDE, Picture, figure, ink, short
+from tools.pictures.canvas import WIDE, Picture, as_rows, figure, ink, short
 from tools.pictures.shares import layout_of
 
 GIB = 2**30
@@ -19,7 +19,9 @@ def picture(data: Mapping[str, Any]) -> Picture:
     """Raises ValueError where `data` is no plan."""
     try:
         plans: Sequence[Mapping[str, Any]] = data["plans"][:MOST_PLANS]
-        best, memory = plans[0], _some(plans[0]["memory"])
+        best, ranks = plans[0], list(enumerate(plans[0]["memory"]))
+        step = -(-len(ranks) // MOST_RANKS)  # all, or as many as there is room for, evenly
+        memory = [(rank, row) for rank, row in ranks if rank % step == 0 or rank == len(ranks) - 1]
         limit, usable = data["device_memory"] / GIB, data["usable_memory"] / GIB
         held = [[row[part] / GIB for part in HELD] for _, row in memory]
         times = [[max(0.0, float(plan["parts"][part])) for part in TIME] for plan in plans]
@@ -34,8 +36,7 @@ def picture(data: Mapping[str, Any]) -> Picture:
         heights = [0.9 + 0.24 * len(held), 0.9 + 0.3 * len(times)]
         narrow = width < WIDE
         fig, (above, below) = figure(width, heights)
-        ranks = [f"pp {rank}" if narrow else f"pipeline rank {rank}" for rank, _ in memory]
-        _bars(above, held, HELD, COLOURS, ranks)
+        _bars(above, held, HELD, COLOURS, [f"pp {n}" if narrow else f"pipeline rank {n}" for n, _ in memory])
         above.axvline(limit, color=ink("ink"), linewidth=1.2)
         above.axvline(usable, color=ink("ink"), linewidth=1.2, linestyle=(0, (4, 3)))
         above.set_xlim(0, 1.03 * max(limit, *map(sum, held)))
@@ -76,12 +77,6 @@ def layout(data: Mapping[str, Any]) -> Picture:
     return made
 
 
-def _some(memory: Sequence[Mapping[str, float]]) -> list[tuple[int, Mapping[str, float]]]:
-    """All ranks, or as many as there is room for, evenly."""
-    step = -(-len(memory) // MOST_RANKS)
-    return [(rank, row) for rank, row in enumerate(memory) if rank % step == 0 or rank == len(memory) - 1]
-
-
 def _bars(
     axis: Any, rows: Sequence[Sequence[float]], parts: Sequence[str], colours: Sequence[str], names: Sequence[str]
 ) -> None:
@@ -91,10 +86,7 @@ def _bars(
         axis.barh(range(len(rows)), some, left=end, height=0.7, color=ink(colour), label=part)
         end = [a + b for a, b in zip(end, some, strict=True)]
     axis.set_yticks(range(len(rows)), names)
-    axis.invert_yaxis()
-    axis.grid(False)
-    axis.grid(True, axis="x", color=ink("line"), linewidth=0.7)
-    axis.spines["left"].set_visible(False)
+    as_rows(axis, values=True)
     axis.margins(y=0.01)
     axis.legend(ncols=2 if axis.figure.get_figwidth() < WIDE else len(parts), loc="lower left")
     axis.get_legend().set_bbox_to_anchor((0, 1.0))

@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -188,11 +188,9 @@ class Run:
         return clean(outcome_of(self.folder, self.status), 30)
 
 
-def _json(path: Path, problems: list[str]) -> Any:
-    if not path.exists():
-        return None
+def _parsed(path: Path, parse: Callable[[str], Any], problems: list[str]) -> Any:
     try:
-        return json.loads(path.read_text("utf-8")) if path.is_file() else None
+        return parse(path.read_text("utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read ({clean(error)})")
         return None
@@ -211,14 +209,10 @@ def read_run(folder: Path, name: str) -> Run:
             run.problems.append(f"{file} cannot be read ({clean(error)})")
     fresh = [i for i, event in enumerate(run.events) if event.get("fresh")]
     run.events = run.events[fresh[-1] :] if fresh else run.events
-    run.status = table(_json(folder / "status.json", run.problems))
-    run.report = table(_json(folder / "report.json", run.problems))
-    run.timeline = _json(folder / "timeline.json", run.problems)
-    try:
-        path = folder / "run_config.toml"
-        run.config = tomllib.loads(path.read_text("utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        run.problems.append(f"run_config.toml cannot be read ({clean(error)})")
+    run.status = table(_parsed(folder / "status.json", json.loads, run.problems))
+    run.report = table(_parsed(folder / "report.json", json.loads, run.problems))
+    run.timeline = _parsed(folder / "timeline.json", json.loads, run.problems)
+    run.config = _parsed(folder / "run_config.toml", tomllib.loads, run.problems) or {}
     return run
 
 

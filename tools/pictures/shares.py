@@ -5,18 +5,12 @@ from typing import Any
 
 from megalite.parallel.mesh import rank_grid
 from megalite.train.watch import diagnosis
-from tools.pictures.canvas import SERIES, WIDE, Picture, figure, ink, legend, short
+from tools.pictures.canvas import SERIES, WIDE, Picture, as_rows, figure, ink, legend, short
 from tools.pictures.run import Run, listed, number, table
 
 WORKING = ("forward", "backward", "graph", "optimizer")  # what a device is for
 MOST = 32  # pipeline ranks that a picture has room for
 PARTS = ("weights", "gradients", "optimizer", "activations")
-
-
-def _plain(axis: Any) -> None:
-    axis.grid(False)
-    axis.spines["left"].set_visible(False)
-    axis.invert_yaxis()
 
 
 def phases(run: Run) -> list[tuple[str, float]]:
@@ -47,7 +41,7 @@ def time_split(runs: Sequence[Run]) -> Picture:
         axis.set_xticks([])
         axis.margins(y=0.01)
         axis.spines["bottom"].set_visible(False)
-        _plain(axis)
+        as_rows(axis)
         if len(runs) > 1:
             legend(fig, axis, width)
         return fig
@@ -82,8 +76,7 @@ def memory(run: Run) -> Picture | None:
         axis.set_xlabel("GiB per rank")
         axis.locator_params(axis="x", nbins=4 if width < WIDE else 8)
         axis.xaxis.set_major_formatter(lambda value, _: short(value))
-        _plain(axis)
-        axis.grid(True, axis="x", color=ink("line"), linewidth=0.7)
+        as_rows(axis, values=True)
         axis.set_xlim(left=0)
         legend(fig, axis, width)
         return fig
@@ -149,7 +142,7 @@ def layout_of(stages: Sequence[tuple[int, int]], m: Mapping[str, int], names: Se
         axis.set_ylim(-0.6, pp - 0.4)
         axis.set_xlabel("layers")
         axis.set_xticks(range(0, depth + 1, max(1, depth // 8)))
-        _plain(axis)
+        as_rows(axis)
         return fig
 
     sizes = " × ".join(f"{axis} {m[axis]}" for axis in ("pp", "dp", "cp", "tp"))

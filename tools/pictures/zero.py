@@ -1,7 +1,5 @@
 """What lies on which of four ranks at every ZeRO stage, in bf16 with AdamW: `python -m tools.pictures.zero FILE`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

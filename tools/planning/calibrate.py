@@ -27,7 +27,7 @@ from megalite.config.options import Config
 from megalite.data.samples.batches import MicroBatch
 from megalite.kernels.attention import attention
 from megalite.kernels.dispatch import choose
-from megalite.models.gpt import Batch, Stage
+from megalite.models.gpt import Stage
 from megalite.nn.later import Later
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import ParamBuffer
@@ -163,8 +163,11 @@ class _Bench:
 
     def stage(self, stage: Stage, number: int, split: bool) -> list[float]:
         """Seconds of F, B and W (0 where backward is not split)."""
-        batch, made = self.batch(), self.made
+        made = self.made
         S, B, D = made.config.model.seq_length, made.config.train.micro_batch_size, made.config.model.hidden_size
+        drawn = np.random.default_rng(0).integers(0, made.vocab_size, (B, S + 1))
+        host = host_batch(MicroBatch(drawn, np.arange(B, dtype=np.int64), None, None), pin=False)
+        batch = on_device(host, self.device, step=1)
         x_SBD = torch.randn(S, B, D, device=self.device).to(made.dtype)
         weight = 1.0 / made.tokens
 
@@ -181,12 +184,6 @@ class _Bench:
             return forward - start, backward - forward, self.now() - backward if split else 0.0
 
         return self.medians(once)
-
-    def batch(self) -> Batch:
-        S, B = self.made.config.model.seq_length, self.made.config.train.micro_batch_size
-        drawn = np.random.default_rng(0).integers(0, self.made.vocab_size, (B, S + 1))
-        host = host_batch(MicroBatch(drawn, np.arange(B, dtype=np.int64), None, None), pin=False)
-        return on_device(host, self.device, step=1)
 
     def shares(self, blocks: dict[str, tuple[float, float, float]]) -> dict[str, float]:
         """The shares of the device's peaks that a matmul, attention and a copy reach."""

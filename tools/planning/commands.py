@@ -33,18 +33,10 @@ from tools.planning.search import MOST, Found, Layout, applied, arranged, layout
 from tools.program import unwritable
 
 
-class Wrong(Exception):
-    """Says in lines what is wrong with the command line."""
-
-
 def run(command: str, args: argparse.Namespace, words: list[str]) -> int:
-    """The exit code. `words`: what the planner's own flags have left, which is for the trainer's."""
-    try:
-        return {"": plan, "memory": memory, "sizes": sizes, "tokens": tokens, "calibrate": calibrate,
-                "published": table}[command](args, words)  # fmt: skip
-    except Wrong as error:
-        print("\n".join(f"plan.py: {line}" for line in str(error).splitlines()), file=sys.stderr)
-        return 2
+    """The exit code. `words`: what the planner's own flags leave, for the trainer's. Raises ConfigError."""
+    return {"": plan, "memory": memory, "sizes": sizes, "tokens": tokens, "calibrate": calibrate,
+            "published": table}[command](args, words)  # fmt: skip
 
 
 def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile | None]:
@@ -59,7 +51,7 @@ def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile 
     try:
         request = read(args, words)
     except ConfigError as error:
-        raise Wrong("\n".join([*problems, *error.problems])) from None
+        raise ConfigError([*problems, *error.problems]) from None
     device, half = request.cluster.device, request.config.precision
     try:
         device.peak_tflops(torch.bfloat16 if half.bf16 else torch.float16 if half.fp16 else torch.float32)
@@ -68,7 +60,7 @@ def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile 
     if profile is not None and profile.device not in ("", device.name):
         problems.append(f"profile={args.profile} was measured on {profile.device}, not on {device.name}; give another")
     if problems:
-        raise Wrong("\n".join(problems))
+        raise ConfigError(problems)
     return request, profile
 
 
@@ -82,7 +74,7 @@ def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | N
     if args.price_per_gpu_hour is not None and not 0 <= args.price_per_gpu_hour < float("inf"):
         problems.append(f"price_per_gpu_hour={args.price_per_gpu_hour} is not a price; give dollars, 0 or more")
     if problems:
-        raise Wrong("\n".join(problems))
+        raise ConfigError(problems)
     m, t = request.config.model, request.config.train
     one = arranged(layout_of(request.config) if request.is_layout else Layout(), request)
     flops = model_flops(m, one.padded_vocab)
@@ -94,12 +86,13 @@ def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | N
 def plan(args: argparse.Namespace, words: list[str]) -> int:
     share, top = args.usable_memory, args.top
     if not 0 < share <= 1 or top < 1:
-        raise Wrong(f"usable_memory={share} is a share up to 1, and top={top} at least 1; correct them")
+        raise ConfigError([f"usable_memory={share} is a share up to 1, and top={top} at least 1; correct them"])
     _writable("out", json=args.json, out=args.out)
     request, profile = _read(args, words)
     t = request.config.train
     if not request.is_layout and t.global_batch_size is None and t.step_batch_size_schedule is None:
-        raise Wrong("global_batch_size is not set, and layouts of one batch are compared; give --global-batch-size")
+        unset = "global_batch_size is not set, and layouts of one batch are compared; give --global-batch-size"
+        raise ConfigError([unset])
     budget, data_tokens = _budget(args, request)
     with _uncollected(), Bar("layouts", MOST, "simulated") as bar:
         tell = lambda done, best: bar.at(done, f"best {best:.3f} s")  # noqa: E731
@@ -135,7 +128,7 @@ def _uncollected() -> Iterator[None]:
 
 def _writable(*pictures: str, **paths: Path | None) -> None:
     if wrong := list(unwritable(pictures=pictures, **paths)):
-        raise Wrong("\n".join(wrong))
+        raise ConfigError(wrong)
 
 
 def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | None, args: argparse.Namespace) -> None:
@@ -191,19 +184,19 @@ def _write(args: argparse.Namespace, request: Request, found: Found, budget: Bud
         if args.json is not None:
             args.json.write_text(json.dumps(data, indent=1) + "\n")
     except OSError as error:
-        raise Wrong(f"json={args.json} cannot be written: {error.strerror}; give another path") from None
+        raise ConfigError([f"json={args.json} cannot be written: {error.strerror}; give another path"]) from None
     if args.out is not None:
         try:
             save(picture(data), args.out)
         except (OSError, ValueError) as error:
-            raise Wrong(f"out={args.out}: {error}") from None
+            raise ConfigError([f"out={args.out}: {error}"]) from None
 
 
 def memory(args: argparse.Namespace, words: list[str]) -> int:
     request, _ = _read(args, words)
     layout = layout_of(request.config)
     if problems := problems_of(applied(layout, request.config), request.cluster.world):
-        raise Wrong("\n".join(problems))
+        raise ConfigError(problems)
     arrangement = arranged(layout, request)
     held = memory_of(arrangement)
     print(f"{layout}, dp {arrangement.dp}, {arrangement.microbatches} micro-batches")
@@ -219,9 +212,9 @@ def sizes(args: argparse.Namespace, _: list[str]) -> int:
     try:
         number = quantity(args.parameters)
     except ValueError:
-        raise Wrong(f"parameters={args.parameters} is not a size; write it as 7B") from None
+        raise ConfigError([f"parameters={args.parameters} is not a size; write it as 7B"]) from None
     if args.dp < 1:
-        raise Wrong(f"dp={args.dp} is not positive; give 1 or more")
+        raise ConfigError([f"dp={args.dp} is not positive; give 1 or more"])
     print(f"GB of state on each of {args.dp} devices, {number:,} parameters, AdamW:")
     print(columns(rules.zero_rows(number, args.dp)))
     for dtype in (torch.float32, torch.bfloat16):
@@ -232,7 +225,7 @@ def sizes(args: argparse.Namespace, _: list[str]) -> int:
 
 def tokens(args: argparse.Namespace, words: list[str]) -> int:
     if not 0 < args.mfu <= 1:
-        raise Wrong(f"mfu={args.mfu} is not a share; give more than 0, up to 1")
+        raise ConfigError([f"mfu={args.mfu} is not a share; give more than 0, up to 1"])
     request, _ = _read(args, words)
     budget, data_tokens = _budget(args, request)
     c, one = request.cluster, arranged(Layout(), request)
@@ -244,14 +237,14 @@ def tokens(args: argparse.Namespace, words: list[str]) -> int:
 
 def calibrate(args: argparse.Namespace, words: list[str]) -> int:
     if args.ranks < 1 or not 0 < args.seconds < 3600:
-        raise Wrong(f"ranks={args.ranks} is at least 1, and seconds={args.seconds:g} more than 0; correct them")
+        raise ConfigError([f"ranks={args.ranks} is at least 1, and seconds={args.seconds:g} more than 0; correct them"])
     _writable(out=args.out)
     place = {"cluster": None, "device": "cpu", "num_gpus": args.ranks, "gpus_per_node": args.ranks}
     request, _ = _read(argparse.Namespace(**place, hf=None, profile=None, precision=args.precision), words)
     try:
         measure(request.config, request.vocab_size, args.ranks, args.seconds).save(args.out)
     except (CalibrationError, OSError) as error:
-        raise Wrong(f"not calibrated: {error}") from None
+        raise ConfigError([f"not calibrated: {error}"]) from None
     print(f"{args.out}: give it with --profile {args.out}")
     return 0
 

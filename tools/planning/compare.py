@@ -11,7 +11,6 @@ a card what torch has allocated, on a CPU the whole process, with Python and its
 """
 
 import json
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -191,6 +190,7 @@ def text(rows: list[Row]) -> str:
 
 
 def main(argv: list[str]) -> int:
+    """Raises ConfigError."""
     parser = parser_of(__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="a device's rates, from plan.py calibrate")
@@ -204,14 +204,12 @@ def main(argv: list[str]) -> int:
         profile = read_profile(args.profile) if args.profile is not None else None
         rows = compare(args.run_dir, cluster, profile)
     except (ValueError, OSError) as error:
-        print(*(f"plan.py: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
-        return 2
+        raise options.ConfigError(str(error).splitlines()) from None
     print(text(rows))
     if args.json is not None:
         content = json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1)
         try:
             args.json.write_text(content + "\n")
         except OSError as error:
-            print(f"plan.py: json={args.json} cannot be written ({error.strerror}); give a file", file=sys.stderr)
-            return 2
+            raise options.ConfigError([f"json={args.json} cannot be written ({error.strerror}); give a file"]) from None
     return 0

@@ -62,16 +62,14 @@ class Row:
 
 
 def cases() -> list[Case]:
-    rows = [group | row for group in DATA["group"] for row in group["rows"]]
-    return [_case(row) for row in rows]
-
-
-def _case(row: dict[str, Any]) -> Case:
-    texts = {"name": row["name"].format(**row), "flags": (COMMON + row["flags"]).format(**row)}
-    texts["why"] = DATA["reasons"].get(row.get("why"), "")
-    if "tflops" in row:
-        row["seconds"] = _seconds_of(row)
-    return Case(**{f.name: row[f.name] for f in dataclasses.fields(Case) if f.name in row} | texts)
+    found, names = [], {f.name for f in dataclasses.fields(Case)}
+    for row in (group | row for group in DATA["group"] for row in group["rows"]):
+        made: dict[str, Any] = {"name": row["name"].format(**row), "flags": (COMMON + row["flags"]).format(**row)}
+        made["why"] = DATA["reasons"].get(row.get("why"), "")
+        if "tflops" in row:
+            made["seconds"] = _seconds_of(row)
+        found.append(Case(**{name: row[name] for name in names & row.keys()} | made))
+    return found
 
 
 def _seconds_of(row: Mapping[str, Any]) -> float:

@@ -53,18 +53,16 @@ class FastTokenizer(Tokenizer):
         self._seen += len(texts)
         return ids, lengths
 
-    def _by_engine(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        layout = self._engine.encode_batch(list(texts)).layout.to_ListOffsetArray64(True)
-        offsets = np.asarray(layout.offsets.data)
-        ids = np.asarray(layout.content.data)[: offsets[-1]]
-        return surround(ids, np.diff(offsets), self._prefix, self._suffix)
-
     def _encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """As `_by_engine`, but texts that write out a special token which is ordinary text go to the reference."""
+        """By gigatoken; texts that write out a special token which is ordinary text go to the reference."""
         words = self.reference.literal
         rows = [i for i, text in enumerate(texts) if any(word in text for word in words)] if words else []
         skip = set(rows)
-        ids, lengths = self._by_engine(["" if i in skip else text for i, text in enumerate(texts)] if rows else texts)
+        rest = ["" if i in skip else text for i, text in enumerate(texts)]
+        layout = self._engine.encode_batch(rest).layout.to_ListOffsetArray64(True)
+        offsets = np.asarray(layout.offsets.data)
+        ids = np.asarray(layout.content.data)[: offsets[-1]]
+        ids, lengths = surround(ids, np.diff(offsets), self._prefix, self._suffix)
         if not rows:
             return ids, lengths
         parts = np.split(ids, np.cumsum(lengths[:-1]))

@@ -308,10 +308,7 @@ def preprocess(
                 complain(done if run.resumed else "nothing to resume, starting from the beginning")
             if not run.progress.complete:
                 blocks = read_blocks(files, job.keys, run.progress.position)
-                if workers > 1:
-                    results = in_workers(blocks, job, workers)
-                else:
-                    results = in_process(blocks, job, model)
+                results = in_workers(blocks, job, workers) if workers > 1 else in_process(blocks, job, model)
                 with contextlib.closing(results):
                     run.write(results, log_interval)
             run.finish()
