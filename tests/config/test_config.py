@@ -151,6 +151,11 @@ BAD: list[tuple[str, str]] = [
     ("--iterations-to-skip 0 3", "iterations_to_skip=0,3: steps count from 1"),
     ("--eval-iters -2", "eval_iters=-2 is negative"),
     ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --load x", "exclude each other"),
+    ("--cp 4 --seq-length 28", "context_parallel_size=4 x 2 does not divide seq_length=28: use 24 or 32"),
+    ("--cp 2 --tp 4 --seq-length 24", "context_parallel_size=2 x 2 x tp 4 does not divide seq_length=24: use 16 or 32"),
+    ("--cp 4 --tp 2 --cp-comm-type a2a", "num_attention_heads=4 / tp 2 is not a multiple of cp 4; use allgather"),
+    ("--cp 2 --cp-comm-type a2a+p2p", "cp_comm_type=a2a+p2p is not available; use allgather or a2a"),
+    ("--cp 2 --cp-comm-type a2a p2p", "=a2a,p2p has 2 values for num_layers=4; give one, or one for each layer"),
     ("--batch-size 3", "use --micro-batch-size"),
     ("--preset llama3-8", "preset='llama3-8' is unknown; did you mean llama3-8b?"),
 ]
