@@ -1,4 +1,4 @@
-"""Memory as counts: activations saved per layer. Collectives and their bytes: planning/test_as_rank.py."""
+"""Memory as counts: no scores are saved. Activations of a layer: planning/test_bill.py; collectives: test_as_rank.py."""
 
 from collections.abc import Callable
 from typing import Any
