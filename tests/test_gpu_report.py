@@ -105,16 +105,13 @@ WRITE = "import sys; open(sys.argv[1], 'w').write"
     "code, status, told",
     [
         ("import os; print('last words', flush=True); os.abort()", "failed (exit code -6)", "last words"),
-        ("def deep(): raise ValueError('odd')\ndeep()", "failed (exit code 1)", 'File "<string>", line 1, in deep'),
-        ("import os; os.kill(os.getpid(), 9)", "failed (exit code -9)", ""),
         (f"{ROWS}time.sleep(60)", "out of time", "in <module>"),
         (f"{WRITE}('{{\"rows\"')", "results cannot be read: JSONDecodeError", "Traceback"),
-        (f"{WRITE}('[1]')", "results cannot be read: AttributeError", "Traceback"),
         (f"{WRITE}('{{\"rows\": [{{}}]}}')", "results cannot be read: KeyError", "Traceback"),
         ("", "failed (no results)", ""),
         ("raise SystemExit('triton.compiler.errors.CompilationError: at 3:4')", "failed (exit code 1)", "at 3:4"),
     ],
-    ids=["crash", "exception", "killed", "hang", "cut", "other", "rows", "silent", "compiler"],
+    ids=["crash", "hang", "cut", "rows", "silent", "compiler"],
 )
 def test_a_bad_part_costs_itself_and_is_named_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, status: str, told: str

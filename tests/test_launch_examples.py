@@ -171,11 +171,6 @@ def test_a_job_and_how_it_ends(tmp_path: Path, cluster: dict[str, str], case: st
     assert job.returncode == {"done": 0, "no data": 1}.get(case, 75), out
 
 
-@pytest.mark.parametrize("file", sorted(LAUNCH.glob("*.sh")), ids=lambda file: file.name)
-def test_the_scripts_are_scripts(file: Path) -> None:
-    assert subprocess.run(["bash", "-n", str(file)], timeout=20).returncode == 0
-
-
 def test_kubernetes_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
     job = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")

@@ -94,6 +94,7 @@ GPIPE, BREADTH = "--pipeline-schedule gpipe", "--pipeline-schedule breadth-first
 APART = "--no-overlap-grad-reduce --no-overlap-param-gather"
 PARTS = "--recompute-granularity selective --recompute-modules "
 CORE = PARTS + "core_attn"
+SETS = "--num-distributed-optimizer-instances 2"
 OUTER = "--outer-dp-sharding-strategy optim"
 ZERO2, ZERO3 = "--zero-stage 2", "--zero-stage 3"
 OFFLOAD = "--optimizer-cpu-offload"
@@ -201,32 +202,19 @@ ROWS = [
     row("qwen rates ZeRO-3 tp2 dp2", 4, QWEN + RATES, tp=2, extra=ZERO3),
     row("gpt documents ZeRO-3 dp2", 2, DOCS, extra=ZERO3),
     row("llama z-loss ZeRO-3 dp2 micro-batch 1", 2, LLAMA + ZLOSS, extra=f"{ZERO3} --micro-batch-size 1"),
-    row("gpt ZeRO-2 hybrid 2x2", 4, GPT, extra=f"{ZERO2} --num-distributed-optimizer-instances 2"),
-    row("llama ZeRO-3 hybrid 2x2", 4, LLAMA, extra=f"{ZERO3} --num-distributed-optimizer-instances 2"),
-    row(
-        "gpt ZeRO-2 hybrid 2x2 once more pp2 tied",
-        8,
-        GPT,
-        pp=2,
-        extra=f"{ZERO2} --num-distributed-optimizer-instances 2 {OUTER}",
-    ),
-    row(
-        "llama ZeRO-3 hybrid 2x2 once more", 4, LLAMA, extra=f"{ZERO3} --num-distributed-optimizer-instances 2 {OUTER}"
-    ),
-    row("gpt ZeRO-1 hybrid 2x2 once more tp2", 8, GPT, tp=2, extra=f"--num-distributed-optimizer-instances 2 {OUTER}"),
-    row("gpt ZeRO-1 hybrid 2x2 pp2 tied", 8, GPT, pp=2, extra="--num-distributed-optimizer-instances 2"),
+    row("gpt ZeRO-2 hybrid 2x2", 4, GPT, extra=f"{ZERO2} {SETS}"),
+    row("llama ZeRO-3 hybrid 2x2", 4, LLAMA, extra=f"{ZERO3} {SETS}"),
+    row("gpt ZeRO-2 hybrid 2x2 once more pp2 tied", 8, GPT, pp=2, extra=f"{ZERO2} {SETS} {OUTER}"),
+    row("llama ZeRO-3 hybrid 2x2 once more", 4, LLAMA, extra=f"{ZERO3} {SETS} {OUTER}"),
+    row("gpt ZeRO-1 hybrid 2x2 once more tp2", 8, GPT, tp=2, extra=f"{SETS} {OUTER}"),
+    row("gpt ZeRO-1 hybrid 2x2 pp2 tied", 8, GPT, pp=2, extra=SETS),
     row("gpt tp2 dp2, offloaded", 4, DROP, tp=2, extra=OFFLOAD),
     row("gpt split pp2 dp2 tied, half offloaded", 4, GPT, pp=2, extra=f"{SPLIT} {HALF}"),
     row("llama tp2 pp2 vpp2, half offloaded, core recompute", 4, LLAMA, tp=2, pp=2, vpp=2, extra=f"{HALF} {CORE}"),
     row("llama sgd dp2 ddp, offloaded", 2, LLAMA, extra=f"{OFFLOAD} {NOZERO} --optimizer sgd"),
     row("gpt ZeRO-2 dp2, offloaded", 2, GPT, extra=f"{ZERO2} {OFFLOAD}"),
     row("llama ZeRO-3 pp2 dp2, offloaded", 4, LLAMA, pp=2, extra=f"{ZERO3} {OFFLOAD}"),
-    row(
-        "gpt ZeRO-3 hybrid 2x2 once more, half offloaded",
-        4,
-        GPT,
-        extra=f"{ZERO3} --num-distributed-optimizer-instances 2 {OUTER} {HALF}",
-    ),
+    row("gpt ZeRO-3 hybrid 2x2 once more, half offloaded", 4, GPT, extra=f"{ZERO3} {SETS} {OUTER} {HALF}"),
 ]
 
 
@@ -413,12 +401,7 @@ WHOLE = [
         ("pp2 dp2, no layer but the embedding's", 4, GPT, dict(pp=2, extra=BARE)),
         ("ZeRO-2 pp2 dp2 tied", 4, GPT, dict(pp=2, extra=ZERO2)),
         ("ZeRO-3 tp2 dp2", 4, LLAMA, dict(tp=2, extra=ZERO3)),
-        (
-            "ZeRO-3 hybrid 2x2 once more",
-            4,
-            QWEN,
-            dict(extra=f"{ZERO3} --num-distributed-optimizer-instances 2 {OUTER}"),
-        ),
+        ("ZeRO-3 hybrid 2x2 once more", 4, QWEN, dict(extra=f"{ZERO3} {SETS} {OUTER}")),
     )
 ]
 
@@ -461,7 +444,7 @@ EXCHANGED = [
     row("gpt cp2 dp2 ddp", 4, GPT, extra=f"{CP2} {NOZERO}"),
     row("llama cp2 dp2 ZeRO-2, documents", 4, LLAMA + BORDERS, extra=f"{CP2} {ZERO2}"),
     row("gpt cp2 dp2 ZeRO-3, dropout", 4, DROP, extra=f"{CP2} {ZERO3}"),
-    row("llama cp4 ZeRO-3 hybrid 2x2", 4, LLAMA, extra=f"{CP4} {ZERO3} --num-distributed-optimizer-instances 2"),
+    row("llama cp4 ZeRO-3 hybrid 2x2", 4, LLAMA, extra=f"{CP4} {ZERO3} {SETS}"),
     row("yarn cp2 dp2", 4, YARN, extra=CP2),
     row("llama cp2 dp2, dp outermost, tp2", 8, LLAMA, tp=2, extra=f"{CP2} --use-tp-pp-dp-mapping"),
     row(

@@ -51,7 +51,6 @@ def run(folder: Path, code: str, seconds: float = 30, **more: str) -> tuple[str,
         ("def f(): 1 / 0\nf()", "failed (exit code 1)", "ZeroDivisionError"),
         ("import os; print('last words'); os.kill(os.getpid(), 9)", "failed (exit code -9)", "last words"),
         ("import ctypes; ctypes.string_at(0)", "failed (exit code -11)", "Fatal Python error: Segmentation fault"),
-        ("import os; os.abort()", "failed (exit code -6)", "Fatal Python error: Aborted"),
     ],
 )
 def test_how_it_ended_and_its_traceback(tmp_path: Path, code: str, status: str, word: str) -> None:

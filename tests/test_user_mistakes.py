@@ -78,16 +78,8 @@ MISTAKES = {
     "tp": usage(
         f"{GOOD} --tp 2", "world size 1 is not a multiple of tp 2", "start a multiple of it, as with --nproc 2"
     ),
-    "tp that does not divide": usage(
-        f"{GOOD} --tp 3 --nproc 3",
-        "tensor_model_parallel_size=3 does not divide num_attention_heads=8: use 1, 2, 4 or 8",
-        lines=4,
-    ),
-    "world": usage(f"{GOOD} --tp 2 --nproc 3", "world size 3 is not a multiple of tp 2 x pp 1 = 2; start a multiple"),
     "a stray word": usage(f"{GOOD} stray", "'stray' after --dry-run; a flag stands before its value, as in --lr 3e-4"),
     "too many processes": usage(f"{FREE} --nproc 4000", "nproc=4000 is more than 8 x", "start fewer"),
-    "broken TOML": usage("--config broken.toml", "config='broken.toml' is not TOML", "at line 2", "correct that line"),
-    "a misspelt key": usage("--config misspelt.toml", "unknown key num_layer in [model]; did you mean num_layers?"),
     "DeepSpeed's JSON": usage(
         "--config ds.json",
         "config='ds.json' is JSON (DeepSpeed); write it as TOML, a line name = value for each option",
@@ -151,8 +143,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the newcomer types: a TOML file in three states, a data set, two tokenizers."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "run.toml").write_text(TOML)
-    (folder / "broken.toml").write_text("[model]\nnum_layers 2\n")
-    (folder / "misspelt.toml").write_text(TOML.replace("num_layers", "num_layer"))
     (folder / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}')
     (folder / "fsdp.yaml").write_text("compute_environment: LOCAL_MACHINE\nmixed_precision: bf16\n")
     (folder / "x.model").write_bytes(bytes(range(128, 256)))

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from train_cases import run_from
 
@@ -13,10 +12,8 @@ from card.simulator.device import Card, simulated
 from card.simulator.waits import waits_of
 from card.test_trainer import COMMON, LLAMA, ONCE
 from megalite.models import gpt
-from megalite.nn import embedding, later
+from megalite.nn import later
 from megalite.nn.mlp import MLP
-from megalite.optim.grad_reduce import GradReduce
-from megalite.pipeline.runtime import Pipeline
 from megalite.train import setup, step
 
 Patch = Callable[[Any, str, Any], None]
@@ -54,33 +51,9 @@ def asks_for_nan(_: None, grad: Tensor, dy: Tensor, x: Tensor, **__: Any) -> Non
     assert not dy.isnan().any()
 
 
-def takes_gradients_home(_: None, reduce: GradReduce) -> None:
-    reduce.grads.flats[0].cpu()
-
-
-def looks_up_what_is_known(x: Tensor, index: Tensor, *_: Any) -> None:
-    index[index >= 0] + 1  # noqa: B018
-
-
-def weighs_on_the_host(y: Tensor, *_: Any) -> None:
-    y * torch.ones(y.shape[-1])  # noqa: B018
-
-
-def gathers_by_a_list(y: Tensor, *_: Any) -> None:
-    y[[0, 1]]  # noqa: B018
-
-
-def prints_losses(losses: Tensor, *_: Any) -> None:
-    print(losses.tolist())
-
-
 WAITS: dict[str, tuple[Any, str, Callable[..., None], str, str]] = {
     "item in forward": (MLP, "forward", reads_a_norm, "item", "forward"),
     "bool in backward": (later, "accumulate_outer_", asks_for_nan, "item", "backward"),
-    "cpu in the step": (GradReduce, "finish", takes_gradients_home, "copy to the host", ""),
-    "a mask": (embedding, "look_up", looks_up_what_is_known, "index", "forward"),
-    "a list as an index": (MLP, "forward", gathers_by_a_list, "an index on the host", "forward"),
-    "losses of each step": (Pipeline, "step", prints_losses, "tolist", ""),
 }
 
 
@@ -105,24 +78,9 @@ def pageable_batches(patch: Patch) -> None:
     patch(setup, "host_batch", lambda micro, pin, **marks: prepare(micro, pin=False, **marks))
 
 
-def mask_on_the_host(patch: Patch) -> None:
-    loss = gpt.linear_cross_entropy
-    patch(
-        gpt,
-        "linear_cross_entropy",
-        lambda x, w, labels, mask, *rest, **how: loss(x, w, labels, mask.cpu(), *rest, **how),
-    )
-
-
-def bias_on_the_host(patch: Patch) -> None:
-    plant(patch, MLP, "forward", weighs_on_the_host)
-
-
 MIXED: dict[str, tuple[Callable[[Patch], None], str, str]] = {
     "a table on the host": (table_on_the_host, "mul(", "megalite/kernels/rope.py"),
     "pageable batches": (pageable_batches, "host to card, non_blocking", "megalite/train/batch.py"),
-    "the loss's mask on the host": (mask_on_the_host, "mul(", "megalite/nn/loss.py"),
-    "weights made in forward": (bias_on_the_host, "mul(", "tests/card/test_planted.py"),
 }
 
 
@@ -132,8 +90,3 @@ def test_what_may_not_meet_is_found_with_its_line(name: str, monkeypatch: pytest
     defect(monkeypatch.setattr)
     mixed = a_step().mixed
     assert any(what in one.what and one.where.startswith(f"{file}:") for one in mixed), mixed
-
-
-def test_without_a_defect_nothing_is_found() -> None:
-    card = a_step()
-    assert not card.mixed and [str(wait) for wait in waits_of(card.trace) if "step" in wait.within] == ONCE

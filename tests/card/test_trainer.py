@@ -78,11 +78,9 @@ def test_a_step_waits_once_and_computes_what_a_cpu_does(name: str) -> None:
 
 
 LAYOUTS = {
-    "tp2": (2, "--tensor-model-parallel-size 2"),
     "tp2 vpp2 pp2": (4, "--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
                         "--num-layers-per-virtual-pipeline-stage 1"),
     "dp2": (2, f"{SUMMED} --ddp-bucket-size 3000 --untie-embeddings-and-output-weights"),
-    "pp2": (2, "--pipeline-model-parallel-size 2"),
     "dp2 without overlap": (2, "--ddp-bucket-size 3000 --no-overlap-grad-reduce --no-overlap-param-gather"),
     "dp2 without shards": (2, "--ddp-bucket-size 3000 --no-use-distributed-optimizer"),
     "tp2 pp2 dp2": (8, f"{LLAMA} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 "

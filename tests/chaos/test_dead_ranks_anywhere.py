@@ -16,8 +16,6 @@ PLACES = {
     "backward": "step.after_forward_backward:3:3",
     "reduction": "step.after_reduce:2:3",
     "update": "step.after_update:1:3",
-    "save": "ckpt.shard_written:3:4",
-    "commit": "ckpt.before_commit:0:4",
     "evaluation": "eval.begin:0:3",
 }
 QUICK = ("message", "update", "evaluation")

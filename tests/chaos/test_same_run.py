@@ -95,24 +95,6 @@ def test_every_sample_once_and_in_order_over_kills_and_other_numbers_of_ranks(da
     assert len(a) == steps and b == pytest.approx(a, rel=1e-4)
 
 
-@pytest.mark.everything
-@pytest.mark.parametrize("world,layout", [(4, "--tensor-model-parallel-size 2 --async-save")], ids=["tp2 dp2"])
-def test_ten_steps_are_five_and_a_kill_and_five(world: int, layout: str, data: str, tmp_path: Path) -> None:
-    """Losses, norms, weights, moments, rates and the ledger, with dropout on; the save before it in the background."""
-    flags = [*READ, *layout.split(), "--data-path", data, "--train-iters", "10", "--save-interval", "5"]
-    flags += ["--num-layers", "2"]
-    straight = drill(tmp_path / "straight", world, flags)
-    assert straight.code == 0, straight.said
-    killed = drill(tmp_path / "killed", world, flags, "step.after_update:2:7:kill")
-    assert killed.code == 137 and killed.status["outcome"] == "crash"
-    again = drill(tmp_path / "killed", world, flags)
-    assert again.code == 0 and "resumed from" in again.said[0], again.said
-    one, two = (tmp_path / name / "run" for name in ("straight", "killed"))
-    a, b = (json.loads((folder / "iter_0000010/manifest.json").read_text()) for folder in (one, two))
-    a["state"].pop("config"), b["state"].pop("config")
-    assert a == b and losses(one) == losses(two) and len(losses(one)) == 10
-
-
 def _die_with_weights_whole(base: Path, rank: int) -> None:
     """Rank 1 is killed in its fourth step, between the gather of a layer and its end."""
     leave, left = ParamGather._leave, list[Any]()

@@ -501,7 +501,6 @@ LAST = "model-00002-of-00002.safetensors"
 NORM = "model.norm.weight"
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "parent": (lambda f: _index(f, lambda m: m.update({NORM: "../evil.safetensors"})), "not the plain name"),
-    "absolute": (lambda f: _index(f, lambda m: m.update({NORM: "/etc/passwd"})), "not the plain name"),
     "backslash": (lambda f: _index(f, lambda m: m.update({NORM: "..\\e.safetensors"})), "not the plain name"),
     "pickle": (lambda f: _index(f, lambda m: m.update({NORM: "model.bin"})), "not the plain name"),
     "number": (lambda f: _index(f, lambda m: m.update({NORM: 3})), "has no weight_map"),  # type: ignore[dict-item]
@@ -512,7 +511,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]), "not a complete"),
     "nested": (lambda f: (f / "config.json").write_text("[" * 100_000), "cannot be read"),
     "list": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
-    "negative": (lambda f: _config(f, num_hidden_layers=-3), "num_layers=-3"),
     "many layers": (lambda f: _config(f, num_hidden_layers=1 << 30), "num_layers=1073741824"),
     "text": (lambda f: _config(f, hidden_size="32"), "hidden_size='32' is not an int"),
     "no vocabulary": (lambda f: _config(f, vocab_size=None), "vocab_size"),
@@ -523,17 +521,11 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "stranger": (lambda f: _tensors(f, lambda t: t.update(extra=torch.ones(1))), "extra in model.safetensors: not a tensor"),
     "integers": (lambda f: _tensors(f, lambda t: t.update({NORM: torch.ones(32).int()})), "I32 is not a floating-point"),
     "no number": (lambda f: _tensors(f, lambda t: t[NORM].__setitem__(3, float("nan"))), f"{NORM} in .*: 1 of 32 values .*nan"),
-    "infinite": (lambda f: _tensors(f, lambda t: t[NORM].__setitem__(slice(2), -float("inf"))), f"{NORM} in .*: 2 of 32 .*-inf"),
     "no epsilon": (lambda f: _config(f, rms_norm_eps=float("nan")), "norm_epsilon=nan is not finite"),
-    "infinite base": (lambda f: _config(f, rope_parameters={"rope_theta": 1e999}), "rotary_base=inf is not"),
     "pipe": (lambda f: _pipe(f / "config.json"), "config.json: is not a regular file"),
-    "pipe of weights": (lambda f: _pipe(f / "model.safetensors"), "has neither"),
     "only pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin can run code"),
     "nothing": (lambda f: (f / "model.safetensors").unlink(), "has neither"),
 }  # fmt: skip
-
-
-SEEN_IN_VALUES = ("no number", "infinite")  # of weights, which are read when they are written
 
 
 @pytest.mark.parametrize("attack", HOSTILE)
@@ -548,7 +540,7 @@ def test_hostile_directories_are_refused_and_nothing_is_written(models, attack: 
     assert error.startswith("convert_checkpoint.py: ") and "Traceback" not in error
     assert re.search(reason, error, re.DOTALL), error
     left = tmp_path / "ours"
-    assert not left.exists() or (attack in SEEN_IN_VALUES and not any(left.iterdir()))
+    assert not left.exists() or (attack == "no number" and not any(left.iterdir()))  # seen when it is written
 
 
 def test_nothing_is_overwritten(models, tmp_path: Path, capsys) -> None:

@@ -191,31 +191,6 @@ def test_the_door_takes_queries_and_keys_at_any_positions(
     _close(got, _results(_definition, tensors, first_BS=first_BS, **options), 1e-12)
 
 
-@settings(max_examples=100)
-@given(st.sets(st.integers(1, 47)), asked, st.sampled_from([1, 4]))
-def test_parts_of_a_sequence_make_the_whole(cuts: set[int], asked: Asked, groups: int) -> None:
-    """Each with the keys that it sees; the gradients of keys are sums over the parts."""
-    (window, p, some, forced), (q, k, v, do) = asked, _tensors(48, 48)
-    documents = some and _documents(48, some)
-    tensors = (q, k[:, :, :1], v[:, :, :1], do) if groups == 1 else (q, q.flip(0), do.flip(0), do)
-
-    def parts(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-        made = []
-        for a, b in itertools.pairwise([0, *sorted(cuts), 48]):
-            here = _part_of(documents or None, a, b)
-            low = max(0 if window is None else a - window + 1, 0 if here is None else int(here.first_BS.min()))
-            made.append(attention(q[a:b], k[low:b], v[low:b], documents=here, q_first=a, k_first=low, **how))
-        return torch.cat(made)
-
-    options = dict(window=window, drop=_drop(p))
-    with _forced(forced):
-        got = _results(parts, tensors, **options)
-        whole = _results(attention, tensors, documents=documents or None, **options)
-    want = _results(_definition, tensors, first_BS=documents.first_BS if documents else None, **options)
-    _close(got, want, 1e-10)
-    _close(whole, want, 1e-10)
-
-
 @pytest.mark.parametrize("window", [None, 5, 200])
 def test_flops_of_parts_are_those_of_the_whole(window: int | None) -> None:
     """Of the launches that a plan sees."""

@@ -151,33 +151,6 @@ def test_what_is_recomputed_is_gathered_once_more_and_not_twice() -> None:
         assert bill.saved == _moved("--num-query-groups 4", 1, **options)[1].saved / 4 + 2, options  # its dtype
 
 
-@pytest.mark.parametrize(
-    "flags,line",
-    [
-        ("--cp 4 --seq-length 4100", "context_parallel_size=4 x 2 does not divide seq_length=4100: use 4096 or 4104"),
-        (
-            "--cp 2 --tp 4 --seq-length 24",
-            "context_parallel_size=2 x 2 x tp 4 does not divide seq_length=24: use 16 or 32",
-        ),
-        (
-            "--cp 4 --tp 2 --num-attention-heads 12 --hidden-size 48 --cp-comm-type a2a",
-            "cp_comm_type=a2a: num_attention_heads=12 / tp 2 is not a multiple of cp 4; use allgather",
-        ),
-        ("--cp 2 --cp-comm-type a2a+p2p", "cp_comm_type=a2a+p2p is not available; use allgather or a2a"),
-        (
-            "--cp 2 --cp-comm-type a2a p2p",
-            "cp_comm_type=a2a,p2p has 2 values for num_layers=4; give one, or one for each layer",
-        ),
-    ],
-)
-def test_wrong_options_are_one_line_each(flags: str, line: str) -> None:
-    from megalite.config.options import ConfigError
-
-    with pytest.raises(ConfigError) as error:
-        cli.read([*COMMON.split(), *flags.split(), "--max-position-embeddings", "5000"], PRESETS)
-    assert error.value.problems == [line]
-
-
 def test_p2p_is_taken_as_allgather_with_a_note() -> None:
     config, notes = cli.read([*COMMON.split(), *"--cp 2 --cp-comm-type p2p".split()], PRESETS)
     assert config.model.exchanges == ("allgather",) * 4 and not check(config, 4)

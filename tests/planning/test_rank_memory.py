@@ -85,18 +85,6 @@ def test_the_memory_of_a_rank_is_what_it_allocates() -> None:
             assert found.activations + found.buffers == pytest.approx(most, rel=error), (flags, position)
 
 
-def test_more_ranks_hold_less() -> None:
-    """Of llama3-8b: tp divides the activations, pp the state, dp the optimizer alone."""
-    base = "--preset llama3-8b --mock-data --lr 1 --train-iters 1 --bf16 --micro-batch-size 1 --global-batch-size 32"
-    alone = memory(made(base.split(), 1))[0]
-    tp, pp = memory(made([*base.split(), "--tp", "2"], 2))[0], memory(made([*base.split(), "--pp", "2"], 2))
-    dp = memory(made(base.split(), 4))[0]
-    assert tp.activations == pytest.approx(alone.activations / 2, rel=0.01)
-    assert sum(one.weights for one in pp) == pytest.approx(alone.weights, rel=0.01)
-    assert (dp.weights, dp.gradients, dp.activations) == (alone.weights, alone.gradients, alone.activations)
-    assert dp.optimizer == pytest.approx(alone.optimizer / 4, rel=0.001)
-
-
 @pytest.mark.parametrize("more", ["", "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"])
 def test_what_each_stage_would_hold_is_what_a_run_of_that_stage_holds(more: str) -> None:
     flags = f"{LLAMA} --global-batch-size 16 --pp 2 {more}".split()

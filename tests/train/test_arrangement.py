@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -20,8 +19,7 @@ from megalite.pipeline.simulate import simulate
 from megalite.plan import kinds
 from megalite.plan.arrangement import Arrangement, arrange
 from megalite.plan.kinds import kinds_of, layers_bill
-from megalite.plan.partition import evenly, ranges, splits
-from megalite.plan.stage_costs import StageCosts
+from megalite.plan.partition import splits
 from megalite.train.tell.run_dir import Exit
 
 ONCE: dict[CodeType, str] = {
@@ -138,24 +136,6 @@ def test_a_layer_is_read_once_and_not_for_every_split(monkeypatch: pytest.Monkey
     words = f"--num-layers 100 {LONG_STEPS} 3 --train-iters 1 --ffn-hidden-size 72"
     assert len(arrange(config_from([*SMALL, *words.split()]), 3, 5000).stages) == 3
     assert len(read) == 2  # and the head
-
-
-def test_layers_that_are_not_alike_are_balanced_by_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three layers of eight times the width in front of 57, on 16 stages: the first stages have one of these each."""
-    words = "--num-layers 60 --pp 16 --micro-batch-size 1 --global-batch-size 64 --train-iters 1 --ffn-hidden-size 64"
-    config = config_from([*SMALL, *words.split()])
-    narrow = kinds_of(config.model)[0]
-    some = (replace(narrow, ffn_hidden_size=8 * 64),) * 3 + (narrow,) * 57
-    monkeypatch.setattr("megalite.plan.stage_costs.kinds_of", lambda model: some)
-    monkeypatch.setattr("megalite.plan.arrangement.stage_costs", StageCosts)  # which keeps none for the next one
-    made = arrange(config, 16, 64)
-    costs = [sum(layers_bill((kind,), made.layers.setting).flops) for kind in some]
-    heaviest = max(sum(costs[stage.start : stage.stop]) for stage in made.stages)
-    naive = max(sum(costs[stage.start : stage.stop]) for stage in ranges(evenly(60, 16)))
-    assert made.counts[:3] == [1, 1, 1] and sum(made.counts) == 60
-    assert costs[0] <= heaviest < 0.5 * naive
-    assert made.costs[0] == tuple(round(n) for n in layers_bill(some[:1], made.layers.setting).flops)
-    assert made.holdings[0].weights > made.holdings[3].weights / 2  # one wide layer beside four or five
 
 
 def test_a_window_in_front_is_balanced_and_priced() -> None:

@@ -21,7 +21,7 @@ from megalite.config.packages import missing_packages
 from megalite.train.sources import NamedSet
 from megalite.train.state import State, StepResult
 from megalite.train.tell import figures
-from megalite.train.tell.figures import Interval, Speed, columns, duration, table
+from megalite.train.tell.figures import Interval, Speed, columns, table
 from megalite.train.tell.metrics import Reporter
 
 NOW = datetime.datetime(2026, 8, 22, 10, 15, 3, 123456)
@@ -104,23 +104,6 @@ def test_megalites_line_to_the_letter() -> None:
         "10:15:03  step 499999/500000  loss n/a  lr 1.5e-04  gnorm 1.24  scale 1024 | 66 tok/s/gpu  2.12 TF/s  MFU n/a | "
         "31.4/80 GiB | data 0.0% | eta 00:16:40 | skipped 2"
     )
-
-
-def test_rates_are_per_device() -> None:
-    speed = Speed(flops_per_token=6e9, devices=4, peak_tflops=200.0)
-    i = replace(SEEN, tokens_per_step=1_000_000, step_s=2.0)
-    assert speed.tokens_per_s(i) == 125_000
-    assert speed.tflops(i) == pytest.approx(750)
-    assert speed.mfu(replace(i, step_s=10.0)) == pytest.approx(0.75)
-    assert speed.mfu(i) is None and speed.too_fast(i)  # 375 % of the peak: that is no peak
-    assert replace(speed, peak_tflops=None).mfu(i) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "00:00:00"), (86_399.9, "23:59:59"), (86_400, "1d 00:00:00"), (216_061, "2d 12:01:01")]
-)
-def test_durations_longer_than_a_day(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_validation_lines() -> None:

@@ -37,20 +37,6 @@ def test_a_stopped_and_resumed_run_is_the_same_run_bit_for_bit(tmp_path: Path, l
     assert (wanted | {"reason": "reached the last step"}).items() <= status_of(tmp_path / "b").items()
 
 
-def test_a_run_whose_backward_was_split_goes_on_with_it_whole(tmp_path: Path) -> None:
-    """Bounds of pp in tests/test_layouts.py: sums over micro-batches are in another order."""
-    pp2 = ["--nproc", "2", "--pipeline-model-parallel-size", "2"]
-    flags = [*SMALL, *pp2, "--train-iters", "6", "--save-interval", "3", "--eval-interval", "3"]
-    assert pretrain(*flags, "--save", tmp_path / "a").returncode == 0
-    half = pretrain(*flags, "--split-backward", "--save", tmp_path / "b", "--exit-interval", "3")
-    assert half.returncode == 75, half.stderr
-    rest = pretrain(*flags, "--save", tmp_path / "b", "--load", tmp_path / "b")
-    assert rest.returncode == 0 and "resumed from" in rest.stdout, rest.stderr
-    for of, times in (("train/loss", 6), ("val/valid/loss", 2)):
-        whole, both = (losses(tmp_path / name, of) for name in "ab")
-        assert len(whole) == times and both == pytest.approx(whole, rel=1e-5)
-
-
 # a thread of the group still needs the interpreter when that is taken down
 BUSY = """
 import atexit, runpy, sys, time, torch, torch.distributed as dist

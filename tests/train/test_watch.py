@@ -213,14 +213,8 @@ FLIPS = {
     "healed by the majority": (3, THREE, "layers.0.mlp.down", "heal", "[1]; healed from what most replicas have"),
     "of two nobody can say": (2, "", UP, "heal", "still after healing from what most replicas have"),
     "another place": (2, "", "state", "heal", "rank 1 (dp 1) is at [{"),
-    "what a set of ZeRO-3 holds": (
-        4,
-        SETS,
-        "layers.1.mlp.up",
-        "stop",
-        "layers.1.mlp.up differs over replica on ranks [1, 3]",
-    ),
-    "of ZeRO-3, healed": (4, f"--bf16 {SETS}", "layers.1.mlp.up", "heal", "; healed from the main weights"),
+    "what a set of ZeRO-3 holds": (4, SETS, UP, "stop", f"{UP} differs over replica on ranks [1, 3]"),
+    "of ZeRO-3, healed": (4, f"--bf16 {SETS}", UP, "heal", "; healed from the main weights"),
 }
 
 
@@ -259,21 +253,13 @@ def flipped_between(flags: str, action: str, where: int | None, part: str = "cop
 
 BETWEEN = {
     "stop": (2, "", "stop", 1, "copy", " differs over dp on ranks [0, 1]"),
-    "stop, bf16": (2, "--bf16", "stop", 1, "copy", " differs over dp on ranks [0, 1]"),
     "warn": (2, "", "warn", 1, "copy", " differs over dp on ranks [0, 1]"),
     "heal, bf16": (2, "--bf16", "heal", 1, "copy", "; healed from the main weights"),
     "heal, bf16, one rank": (1, "--bf16", "heal", 0, "copy", "is not its main weight on rank 0; healed from the main"),
     "heal, by the majority": (3, THREE, "heal", 1, "copy", " on rank [1]; healed from what most replicas have"),
     "main weights": (2, "--bf16", "stop", 1, "main", "is not its main weight on rank 1"),
     "main weights of the host": (2, OFFLOAD, "stop", 1, "main", "is not its main weight on rank 1"),
-    "heal, offloaded": (
-        3,
-        f"{THREE} {OFFLOAD}",
-        "heal",
-        1,
-        "copy",
-        " on rank [1]; healed from what most replicas have",
-    ),
+    "heal, offloaded": (3, f"{THREE} {OFFLOAD}", "heal", 1, "copy", " on rank [1]; healed from what most"),
     "heal, bf16, offloaded": (2, f"--bf16 {OFFLOAD}", "heal", 1, "copy", "; healed from the main weights"),
     "ranks that no gather joins": (4, BF16, "heal", 3, "copy", "; healed from the main"),
     "what a set of ZeRO-3 holds": (4, f"--bf16 {SETS}", "heal", 1, "copy", "; healed from the main"),

@@ -23,11 +23,15 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from card.simulator import cuda, launches, marks, operations, tensors
+from card.simulator import cuda, launches, operations, tensors
 from card.simulator.memory import Memory, Side
 from card.simulator.tape import Dispatch
 from card.simulator.trace import Fact, HostAccess, HostRead, HostWait, Launch, Mark, Mixed, Span, Stream
+from megalite.checkpoint.run.saver import Saver
 from megalite.parallel.elastic import listening
+from megalite.pipeline.graphed import GraphedPipeline
+from megalite.pipeline.runtime import Pipeline
+from megalite.train import loop, setup, step
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = tuple(str(ROOT / name) for name in ("megalite/", "tools/", "pretrain_gpt.py", "tests/"))
@@ -301,9 +305,44 @@ def simulated(
         machine.memory_of = lambda x: card.memory.place(x, "card").number
         torch.cuda.set_device(index)
         stack.enter_context(tensors.replaced(card))
-        stack.enter_context(marks.set_by(card))
+        stack.enter_context(_marks_set_by(card))
         stack.enter_context(launches.noted(card))
         stack.enter_context(mock.patch.object(threading.Thread, "run", _in_threads(card)))
         stack.enter_context(_Operations(card))
         stack.enter_context(listening(card.memory))
         yield card
+
+
+# where a function is looked up -> what its time is called
+MARKS = (
+    (Pipeline, "_forward", "forward"),
+    (Pipeline, "_backward", "backward"),
+    (Pipeline, "step", "forward-backward"),
+    (GraphedPipeline, "step", "forward-backward"),
+    (step, "train_step", "step"),
+    (step, "_agree", "agree"),
+    (step, "_update", "update"),
+    (loop, "evaluate", "evaluation"),
+    (loop.Training, "_log", "log"),
+    (loop, "check_replicas", "replica check"),
+    (Saver, "save", "save"),
+    (setup, "build_run", "build"),
+)
+
+
+def _marked(card: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with card.mark(name):
+            return original(*args, **kwargs)
+
+    return marked
+
+
+@contextlib.contextmanager
+def _marks_set_by(card: Any) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, name in MARKS:
+            made = _marked(card, name, getattr(owner, attribute))
+            stack.enter_context(mock.patch.object(owner, attribute, made))
+        yield

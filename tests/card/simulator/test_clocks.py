@@ -38,14 +38,6 @@ NEXT = Alloc(9, "card", 64)
 UPDATE = Launch(0, "update", (GRADS,), (OWN,))
 
 SITUATIONS: dict[str, tuple[Fact, ...]] = {
-    "weights are gathered behind the forward": (
-        *ALLOCS, UPDATE, comm(1, 0, [OWN], [WEIGHTS], kind="all_gather"), Launch(0, "embed", (), (X,)),
-        CommWait(1, 0), Launch(0, "matmul", (WEIGHTS, X), (Y,)), Launch(0, "update", (GRADS,), (WEIGHTS,)),
-    ),
-    "gradients are reduced behind the backward": (
-        *ALLOCS, Launch(0, "dW", (X,), (GRADS,)), comm(1, 0, [GRADS], [GRADS]), Launch(0, "dx", (X,), (Y,)),
-        CommWait(1, 0), Launch(0, "norm", (GRADS,), (Y,)),
-    ),
     "a block is let go of after its reduction": (
         *ALLOCS, Launch(0, "round", (), (X,)), comm(1, 0, [X], [X]), CommWait(1, 0), Free(3), NEXT,
     ),
@@ -55,11 +47,6 @@ SITUATIONS: dict[str, tuple[Fact, ...]] = {
     "what was sent is kept until it is gone": (
         *ALLOCS, Launch(0, "forward", (), (Y,)), comm(1, 0, [Y], [], "pp 0-1", "send"), CommDone(1), Free(4), NEXT,
     ),
-    "a save in the background copies on its own stream": (
-        *ALLOCS, Alloc(5, "pinned", 800), UPDATE, Record(1, 0), Wait(7, 1),
-        Launch(7, "copy to the host", (WEIGHTS,), (PINNED,)), Record(2, 7), Launch(0, "forward", (WEIGHTS, X), (Y,)),
-        Wait(0, 2), replace(UPDATE, name="next update"), HostWait(event=2), HostAccess("write to the file", (PINNED,)),
-    ),
     "the pinned copy is filled again": (
         Alloc(5, "pinned", 800), *ALLOCS, Launch(7, "copy to the host", (), (PINNED,)), Record(1, 7),
         HostWait(event=1), HostAccess("write to the file", (PINNED,)), Launch(8, "copy to the host", (), (PINNED,)),
@@ -67,10 +54,6 @@ SITUATIONS: dict[str, tuple[Fact, ...]] = {
     "a batch is made in the memory of the one before": (
         Alloc(5, "pinned", 800), *ALLOCS, HostAccess("fill", writes=(PINNED,)), Launch(0, "copy", (PINNED,), (X,)),
         HostWait(stream=0), HostAccess("fill again", writes=(PINNED,)),
-    ),
-    "steps on a stream of their own": (
-        *ALLOCS, Launch(0, "copy of the batch", (), (X,)), Record(1, 0), Wait(7, 1), Launch(7, "replay", (X,), (GRADS,)),
-        Record(2, 7), Wait(0, 2), Launch(0, "update", (GRADS,), (WEIGHTS,)), Free(3), NEXT,
     ),
     "a block of one stream that another one used last": (
         *ALLOCS, Launch(0, "fill", (), (X,)), Record(1, 0), Wait(7, 1), Launch(7, "use", (X,), ()), RecordStream(3, 7), Free(3), NEXT,
