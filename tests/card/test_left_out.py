@@ -50,6 +50,9 @@ ZERO = "--zero-stage 3"
 MUON = "--optimizer muon --muon-extra-scale-factor 0.2"
 HYBRID = f"{ZERO} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 
+# a layer gathers what its window sees, one all keys, and one exchanges heads
+CP = "--context-parallel-size 2 --cp-comm-type allgather allgather a2a"
+
 OFFLOAD = "--optimizer-cpu-offload --ddp-bucket-size 3000"
 
 # where a wait stands -> the flags of two ranks, or four, that race without it
@@ -59,6 +62,10 @@ BETWEEN_RANKS = {
     "optim/grad_reduce.py GradReduce.settle: work.wait()": ZERO,
     "optim/muon.py _WholeMatrices.finish: coming.pop(0).wait()": MUON,
     "optim/muon.py _WholeMatrices._spread: results.wait()": MUON,
+    "nn/context.py Route._exchange: start_all_to_all(parts.reshape(-1), given_sizes, got_sizes, self.cp).wait()": CP,
+    "nn/context.py Route.gather: start_all_gather(kv, self.cp).wait()": CP,
+    "nn/context.py Route.scatter: start_reduce_scatter(others.flatten(0, 1), self.cp).wait()": CP,
+    "nn/context.py _Swap.forward: start_all_to_all(sent.view(-1), each, each, cp).wait()": CP,
     "nn/linear.py _GatherLinear.forward: start_all_gather(x_sBD, tp).wait()": TP,
     "nn/linear.py _GatherLinear.backward: gathering.wait()": TP,
     "nn/linear.py _GatherLinear.backward: scattering.wait()": TP,
@@ -222,13 +229,14 @@ LAYOUTS = {
     "dp2 ZeRO-3, half offloaded, fp32": ("", f"{ZERO} {OFFLOAD} --optimizer-offload-fraction 0.5 --no-bf16"),
     "tp2": (TP, "--num-layers 1 --global-batch-size 4"),
     "pp2": (PP, ""),
+    "cp2": (CP, "--num-layers 3 --window-size 4,0 --window-attn-skip-freq 2"),
     "tp2 pp2 split": (SPLIT, ""),
     "dp2 Muon": (MUON, ""),
     "dp2 ZeRO-3": (ZERO, ""),
     "dp4 ZeRO-3 hybrid": (HYBRID, "--global-batch-size 16"),
     "pp2 dp2 vpp2 ZeRO-3": (PP, f"--num-virtual-stages-per-pipeline-rank 2 --num-layers 4 {ZERO} --zero-hold chunk"),
 }
-QUICK = {"dp2", "tp2", "pp2", "tp2 pp2 split", "dp2 Muon", "dp2 ZeRO-3", "dp4 ZeRO-3 hybrid"}
+QUICK = {"dp2", "tp2", "pp2", "cp2", "tp2 pp2 split", "dp2 Muon", "dp2 ZeRO-3", "dp4 ZeRO-3 hybrid"}
 
 
 @pytest.mark.timeout(400)  # of a machine that is busy

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from cover import rarely
-from test_layouts import COVER, GPT, LLAMA, NAME, ROWS, Row, row
+from test_layouts import COVER, EXCHANGED, GPT, LLAMA, NAME, ROWS, Row, row
 
 from card import runs
 from card.simulator.clocks import races
@@ -20,6 +20,8 @@ OPTIONS = [
 ]
 SEVERAL = [item for item in ROWS if item.world > 1]
 WHOLE = ("gpt split pp2 vpp2 tied",)  # with each commit, one of the options beside it
+WINDOWS = "llama cp2, window within a part, documents"
+CONTEXTS = (f"{WINDOWS}, allgather", "llama tp2 cp2, documents, a2a", "gpt cp2 dp2 ZeRO-3, dropout")  # with each commit
 
 
 def flags_of(item: Row) -> str:
@@ -27,7 +29,7 @@ def flags_of(item: Row) -> str:
 
 
 def named(*names: str) -> list[Row]:
-    found = [item for item in ROWS if item.name in names]
+    found = [item for item in ROWS + EXCHANGED if item.name in names]
     assert len(found) == len(names)
     return found
 
@@ -47,7 +49,7 @@ def kinds_of(traces: Traces) -> set[str]:
 
 
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("item", rarely(SEVERAL[::4] + OPTIONS, named(*WHOLE) + OPTIONS[:1], NAME))
+@pytest.mark.parametrize("item", rarely(SEVERAL[::4] + EXCHANGED[::8] + OPTIONS, named(*WHOLE) + OPTIONS[:1], NAME))
 def test_all_that_a_run_does_on_cards_is_in_order(item: Row, tmp_path: Path) -> None:
     """There gradients and activations are summed by reduce-scatters, and a checkpoint is written in the background."""
     traces = runs.traced(item.world, runs.everything, flags_of(item), str(tmp_path / "saved"))
@@ -56,7 +58,7 @@ def test_all_that_a_run_does_on_cards_is_in_order(item: Row, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("item", rarely(SEVERAL, COVER, NAME))
+@pytest.mark.parametrize("item", rarely(SEVERAL + EXCHANGED, COVER + named(*CONTEXTS), NAME))
 def test_steps_on_cards_are_in_order_in_every_layout(item: Row) -> None:
     traces = runs.traced(item.world, runs.steps, flags_of(item))
     assert not item.has_tp or "reduce_scatter" in kinds_of(traces)
