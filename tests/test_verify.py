@@ -333,8 +333,8 @@ def verify(flags: str, *more: str) -> subprocess.CompletedProcess[str]:
         ("--steps 0", "verify.py: steps=0 is below 1; give 1 or more\n"),
         ("--tp 2 --timeout -1 --out no/such --json .", "timeout=-1 is not a time|no is not a folder"),
         ("--tp 2 --pp 2 --dp 1 --most-ranks 1", "most_ranks=1 leaves nothing of tp 2, pp 2, dp 1; give 4 or more"),
-        ("--cp 2 --nproc 2", "context_parallel_size=2 is not verified yet; leave it out here"),
-        ("--tp 2 --nproc 7", "nproc=7 is not a multiple of tp 2 x pp 1; give a multiple of 2"),
+        ("--tp 2 --cp 2 --nproc 6", "nproc=6 is not a multiple of tp 2 x pp 1 x cp 2; give a multiple of 4"),
+        ("--tp 2 --nproc 7", "nproc=7 is not a multiple of tp 2 x pp 1 x cp 1; give a multiple of 2"),
     ],
 )
 def test_a_bad_line_is_refused_at_once(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,13 +354,15 @@ HEALTHY = {
     "fp32": "--preset llama2-70b --tp 16 --dp 2 --window-size 512,0 --window-attn-skip-freq 4 --dtype float32",
     "ZeRO-3": "--preset llama3-8b --tp 2 --dp 4 --zero-stage 3 --global-batch-size 16",
     "ZeRO-3, chunks": f"{GPT} --pp 2 --dp 2 --num-virtual-stages-per-pipeline-rank 2 --zero-stage 3 --zero-hold chunk",
+    "cp": f"--preset qwen3-8b --tp 2 --pp 2 --cp 4 --dp 1 {BORDERS}",
+    "cp, a2a": f"{GPT} --cp 4 --dp 2 --cp-comm-type a2a --most-ranks 4 --no-use-distributed-optimizer",
     "ZeRO-2": f"{GPT} --pp 2 --dp 4 --zero-stage 2 --num-distributed-optimizer-instances 2",
 }
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    "name", rarely([*HEALTHY], ["gpt", "qwen", "ZeRO-3"], str, guards=("tools/verify.py", "tools/checks"))
+    "name", rarely([*HEALTHY], ["gpt", "qwen", "ZeRO-3", "cp"], str, guards=("tools/verify.py", "tools/checks"))
 )
 def test_a_healthy_layout_agrees(name: str, tmp_path: Path) -> None:
     told = tmp_path / "told.json"

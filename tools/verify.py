@@ -55,8 +55,6 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     if parsed.config.checkpoint.use_checkpoint_args:
         raise ConfigError(["use_checkpoint_args takes the sizes from a checkpoint; give them as flags, or --config"])
     config = parsed.config
-    if (cp := config.parallel.context_parallel_size) > 1:
-        raise ConfigError([f"context_parallel_size={cp} is not verified yet; leave it out here, tests compare it"])
     if args.dtype != "float64":  # there options stay (a loss scale, bf16 moments), and only tensors are wider
         config = replace(config, precision=replace(config.precision, bf16=args.dtype == "bfloat16", fp16=False))
     try:

@@ -19,6 +19,7 @@ LLAMA = """ --swiglu --normalization RMSNorm --position-embedding-type rope --di
  --untie-embeddings-and-output-weights"""
 DROPOUT = " --hidden-dropout 0.1"
 TP, PP, DP = (f" --{axis} 2 --nproc 2" for axis in ("tp", "pp", "dp"))
+CP = " --cp 2 --nproc 2"
 DP_DDP = DP + " --no-use-distributed-optimizer"
 ZERO3 = " --zero-stage 3"
 GROUP = "self.group = tp.rank * G // tp.size"
@@ -100,6 +101,24 @@ MISTAKES = [
         "            share = slice(first, first + x_sBD.shape[0])\n",
         "            share = slice(0, x_sBD.shape[0])\n",
         RUN + TP, {"kind": "forward", "step": 1, "name": "embedding", "ranks.tp": [1], "causes": "offset of positions"},
+    ),
+    Mistake(
+        "a cp rank's second block goes on where its first ends",
+        "                positions_SB = places_S.unsqueeze(1)\n",
+        "                positions_SB = places_S[:1, None] + places_S.argsort()[:, None]\n",
+        RUN + CP, {"kind": "forward", "step": 1, "name": "embedding", "ranks.cp": [0], "causes": "offset of positions"},
+    ),
+    Mistake(
+        "the queries of a cp rank's second block see the keys of its first",
+        "at = dict(q_first=run.start, k_first=keys.start)",
+        "at = dict(q_first=runs[0].start, k_first=keys.start)",
+        RUN + CP, {"kind": "forward", "step": 1, "name": "layers.0.attention", "ranks.cp": [0]},
+    ),
+    Mistake(
+        "keys' gradients are those that this cp rank found",
+        "return start_reduce_scatter(others.flatten(0, 1), self.cp).wait().to(kv.dtype)",
+        "return others[self.cp.rank].to(kv.dtype)",
+        RUN + LLAMA + CP, {"kind": "gradient", "step": 1, "name": "layers.1.attention.kv", "layer": 1},
     ),
     Mistake(
         "padding of the vocabulary takes probability",

@@ -111,27 +111,41 @@ def _die_with_weights_whole(base: Path, rank: int) -> None:
 
 GATHERS = pytest.mark.everything(
     guards=tuple(f"megalite/optim/{m}.py" for m in ("param_gather", "grad_reduce", "flat_storage"))
+    + ("megalite/nn/context.py", "megalite/nn/places.py")
 )
 
 
+CP, BY_HEADS = "--context-parallel-size 2", "--cp-comm-type a2a"
+CHUNKS = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --zero-hold chunk"
+WAYS = {  # ranks, layout, the fault, and the step that it goes on from
+    "another stage": [
+        (2, "--zero-stage 3", "", 0),
+        (4, "--zero-stage 2", "step.after_reduce:3:5:kill", 2),
+        (4, f"--zero-stage 3 {CHUNKS}", "pipeline.message:2:7:kill", 4),
+        (2, "--zero-stage 1", "", 6),
+    ],
+    "another cp": [
+        (2, CP, "step.after_update:1:3:kill", 0),
+        (1, "", "step.after_update:0:5:kill", 2),
+        (4, f"{CP} {BY_HEADS} --zero-stage 3", "step.after_reduce:3:7:kill", 4),
+        (1, "", "", 6),
+    ],
+}
+
+
 @GATHERS
-def test_killed_between_gather_and_free_a_run_goes_on_at_another_stage(data: str, tmp_path: Path) -> None:
-    """ZeRO-3 -> 2 -> 3 over pipelines -> 1, with a kill -9 in each but the last: the losses of one process."""
+@pytest.mark.parametrize("name", WAYS)
+def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: Path) -> None:
+    """With a kill -9 in each but the last, of ZeRO-3 between gather and free: the losses of one process."""
     flags = [*READ, "--data-path", data, "--train-iters", "8", "--hidden-dropout", "0.1"]
     straight = drill(tmp_path / "s/a", 1, [*flags, "--run-dir", str(tmp_path / "s")])
     assert straight.code == 0, straight.said
     logs, run = tmp_path / "logs", str(tmp_path / "k/run")
     shared = [*flags, "--run-dir", str(logs), "--save", run, "--load", run]
-    chunks = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --zero-hold chunk"
-    for name, world, layout, fault, step in (
-        ("a", 2, "--zero-stage 3", "", 0),
-        ("b", 4, "--zero-stage 2", "step.after_reduce:3:5:kill", 2),
-        ("c", 4, f"--zero-stage 3 {chunks}", "pipeline.message:2:7:kill", 4),
-        ("d", 2, "--zero-stage 1", "", 6),
-    ):
-        before = _die_with_weights_whole if name == "a" else None
-        end = drill(tmp_path / "k" / name, world, [*shared, *layout.split()], fault, before=before)
-        assert end.code == (0 if name == "d" else 137), end.said
+    for number, (world, layout, fault, step) in enumerate(WAYS[name]):
+        before = _die_with_weights_whole if not number and not fault else None
+        end = drill(tmp_path / "k" / str(number), world, [*shared, *layout.split()], fault, before=before)
+        assert end.code == (137 if fault or before else 0), end.said
         assert not step or f"iter_{step:07d}" in " ".join(end.said), end.said
     assert losses(logs)[-2:] == pytest.approx(losses(tmp_path / "s")[-2:], rel=1e-4)
     assert losses(logs) == pytest.approx(losses(tmp_path / "s"), rel=1e-4)

@@ -13,7 +13,7 @@ from hugging_face_cases import MODELS, S, V, collection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
-from train_cases import config_from
+from train_cases import SMALL, config_from
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.run import foreground
@@ -255,6 +255,17 @@ def test_the_program_on_one_process_and_on_four(models, tmp_path: Path) -> None:
     assert [json.loads(line) for line in tool(*flags, "--json", *four).splitlines()] == rows
     plain = tool(*flags).splitlines()
     assert [line.startswith("[step 0] ") for line in plain] == [True] * 3 and rows[1]["text"] in plain[1]
+
+
+def test_the_program_continues_what_ranks_with_parts_of_a_sequence_have_trained(tmp_path: Path) -> None:
+    said = []
+    for cp in ("1", "2"):
+        flags = f"--tokenizer-type NullTokenizer --device cpu --train-iters 2 --nproc {cp} --context-parallel-size {cp}"
+        done = programs.python("pretrain_gpt.py", *SMALL, *flags.split(), "--save", str(tmp_path / cp))
+        assert done.returncode == 0, done.stderr
+        words = ["--prompt", "5 17 60", "--max-new-tokens", "5", "--temperature", "0", "--device", "cpu"]
+        said.append(tool("--load", str(tmp_path / cp), *words))
+    assert said[0] == said[1] and "5 17 60" in said[0]
 
 
 def test_a_text_steers_no_terminal() -> None:

@@ -93,9 +93,10 @@ def _both(layouts: tuple[str, ...]) -> list[list[float]]:
     return [trained(f"{model} --num-layers 2 {layout}") for model, layout in zip(MODELS, layouts, strict=True)]
 
 
-def test_compiled_under_tp_and_under_pp_trains_as_one_process() -> None:
+@pytest.mark.parametrize("axes", [("tensor-model", "pipeline-model"), ("context",) * 2], ids=["tp and pp", "cp"])
+def test_compiled_under_an_axis_trains_as_one_process(axes: tuple[str, str]) -> None:
     want = _both(("", ""))
-    layouts = tuple(f"--compile --{axis}-model-parallel-size 2" for axis in ("tensor", "pipeline"))
+    layouts = tuple(f"--compile --{axis}-parallel-size 2" for axis in axes)
     for got in run_ranks(2, _both, layouts):
         for one, model in zip(got, want, strict=True):
             assert one == pytest.approx(model, rel=1e-10, abs=0)

@@ -161,7 +161,10 @@ def compare(
                 continue
             try:
                 where = layout.at(rank)
-                slices = place(item.shape, whole.shape, where.tp, layout)
+                rows = item.shape if item.row < 0 else whole.shape[:1] + item.shape[1:]
+                slices = place(rows, whole.shape, where.tp, layout)
+                if item.row >= 0:
+                    slices = (slice(item.row, item.row + item.shape[0]), *slices[1:])
                 there = whole[slices].reshape(-1)[item.first : item.first + data.size].astype(np.float64)
                 here = data.reshape(-1).astype(np.float64)[: there.size]  # what is behind is padding
                 pieces.setdefault(key, []).append(Piece(where, item, slices, here, there))

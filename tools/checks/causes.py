@@ -58,7 +58,7 @@ def find(
     if first is None:
         return None
     alike = [row for row in rows if (row.step, row.kind) == (first.step, first.kind)]
-    number, axes = re.match(r"layers\.(\d+)", first.name), ("rank", "pp", "dp", "tp")
+    number, axes = re.match(r"layers\.(\d+)", first.name), ("rank", "pp", "dp", *["cp"] * (layout.cp > 1), "tp")
     layer = int(number[1]) if number else None
     ranks = {axis: sorted({getattr(piece.place, axis) for piece in first.wrong}) for axis in axes}
     where, others = first.missing or _where(first), [row.name for row in alike if row.differs]
@@ -200,7 +200,8 @@ def _factor(row: Row) -> float | None:
 def _named(factor: float, seen: Seen) -> str:
     """2, 1/4, ... as what they are in this layout."""
     close = max(CLOSE, seen.row.tolerance / 2)
-    sizes = {"dp": seen.layout.dp, "tp": seen.layout.tp, "pp": seen.layout.pp, "micro-batches": seen.microbatches}
+    sizes = {axis: getattr(seen.layout, axis) for axis in ("dp", "cp", "tp", "pp")}
+    sizes["micro-batches"] = seen.microbatches
     for name, size in [*sizes.items(), ("two", 2)]:
         if size > 1 and math.isclose(factor, size, rel_tol=close):
             return f"{size} times what it should be, the number of {name}: added up once too often"
@@ -239,10 +240,10 @@ def _gradient(seen: Seen) -> list[str]:
 
 
 def _stretches(pieces: Sequence[Piece], axis: str) -> list[list[Piece]]:
-    """The pieces of the same elements that ranks hold which differ in this axis, dp or tp, alone."""
+    """The pieces of the same elements that ranks hold which differ in this axis, dp (with cp) or tp, alone."""
     stretches: dict[tuple[Any, ...], list[Piece]] = {}
     for piece in pieces:
-        other = piece.place.dp if axis == "tp" else piece.place.tp
+        other = (piece.place.dp, piece.place.cp) if axis == "tp" else piece.place.tp
         stretches.setdefault((piece.place.pp, other, piece.box, piece.item.first, piece.here.size), []).append(piece)
     return list(stretches.values())
 

@@ -4,7 +4,7 @@
     a dim that is shorter                                       is the rank's share of it, in order of tp ranks
     rows beyond the end of the whole dim                        pad the vocabulary, and count for nothing
 
-A rank's number is (pp, dp, tp) written out, tp last, or (dp, pp, tp) with --use-tp-pp-dp-mapping.
+A rank's number is (pp, dp, cp, tp) written out, tp last, or (dp, pp, cp, tp) with --use-tp-pp-dp-mapping.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ class Place:
     tp: int
     pp: int
     dp: int
+    cp: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     dp_outermost: bool = False
+    cp: int = 1
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> "Layout":
@@ -35,21 +37,22 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def at(self, rank: int) -> Place:
         """
         >>> Layout(tp=2, pp=2, dp=3).at(7)
-        Place(rank=7, tp=1, pp=1, dp=0)
+        Place(rank=7, tp=1, pp=1, dp=0, cp=0)
         """
         rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
         inner = self.pp if self.dp_outermost else self.dp
         outer, last = divmod(rest, inner)
         pp, dp = (last, outer) if self.dp_outermost else (outer, last)
-        return Place(rank, tp, pp, dp)
+        return Place(rank, tp, pp, dp, cp)
 
     def __str__(self) -> str:
-        return f"tp {self.tp}, pp {self.pp}, dp {self.dp}"
+        return f"tp {self.tp}, pp {self.pp}, dp {self.dp}" + f", cp {self.cp}" * (self.cp > 1)
 
 
 def place(shape: Sequence[int], whole: Sequence[int], tp_rank: int, layout: Layout) -> tuple[slice, ...]:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.config.options import Config
+from megalite.parallel.comm import all_reduce_
 from megalite.parallel.launch import Ranks, process_group
 from megalite.parallel.local_ranks import FORWARDED
 from megalite.parallel.spec import Constant
@@ -53,7 +54,8 @@ class Item:
     name    of the parameter, or of the module whose output it is; of losses STEP or MICROBATCH
     step    of training; of the evaluation after step n, n + 0.5
     sample  the first of the micro-batch, -1 where there is none
-    shape   of the rank's own tensor, of which [first, first + len(data)) of the flattened one is there"""
+    shape   of the rank's own tensor, of which [first, first + len(data)) of the flattened one is there
+    row     of neighbouring tokens that a cp rank holds, the first one's place in the sample; else -1"""
 
     step: float
     kind: str
@@ -61,6 +63,7 @@ class Item:
     sample: int
     shape: tuple[int, ...]
     first: int
+    row: int = -1
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Recording:
 class _Recorder:
     def __init__(self, run: Run):
         self.run, self.step, self.sample = run, 0.0, None  # sample: of the micro-batch whose forward is under way
+        self.places: Tensor | None = None  # of its tokens on this rank of several of cp
         self.items: list[tuple[Item, Array]] = []
         self.seen: set[tuple[float, str, int]] = set()
         self.names = _names(run)
@@ -84,12 +88,12 @@ class _Recorder:
             self._watch(chunk, stage)
         run.before_update = self.before_update
 
-    def add(self, kind: str, name: str, data: Tensor, sample: int = -1, shape: Any = None, first: int = 0) -> None:
-        """In fp64 or fp32, whatever it is; integers as they are."""
+    def add(self, kind: str, name: str, data: Tensor, sample: int = -1, row: int = -1, **of: Any) -> None:
+        """In fp64 or fp32, whatever it is; integers as they are. of: shape and first, where it is a part."""
         data = data.detach().cpu()
         plain = data.float() if data.is_floating_point() and data.dtype.itemsize < 4 else data
-        made = tuple(data.shape if shape is None else shape)
-        self.items.append((Item(self.step, kind, name, sample, made, first), plain.numpy().copy()))
+        item = Item(self.step, kind, name, sample, of.get("shape", tuple(data.shape)), of.get("first", 0), row)
+        self.items.append((item, plain.numpy().copy()))
 
     def _watch(self, chunk: int, stage: Any) -> None:
         stage.register_forward_pre_hook(self._begin)
@@ -100,7 +104,7 @@ class _Recorder:
     def _begin(self, stage: Any, given: tuple[Any, ...]) -> None:
         """Start recording a stage's forward, until it ends: recomputation in backward calls the same modules."""
         batch = given[1]
-        self.sample = int(batch.sample_ids_B[0])
+        self.sample, self.places = int(batch.sample_ids_B[0]), batch.places_S
         inputs: dict[str, Any] = {}
         if stage.embedding is not None:
             inputs = {"tokens": batch.tokens_SB, "positions": batch.positions_SB}
@@ -112,7 +116,7 @@ class _Recorder:
 
     def _end(self, stage: Any, _given: Any, y: Tensor) -> None:
         if stage.head is not None:  # with a z-loss [2], the loss first
-            self._once("loss", MICROBATCH, y.reshape(-1)[0])
+            self._once("loss", MICROBATCH, all_reduce_(y.detach().reshape(-1)[0].clone(), self.run.mesh.cp))
         self.sample = None
 
     def _out(self, name: str) -> Callable[..., None]:
@@ -129,7 +133,17 @@ class _Recorder:
         key = (self.step, name, self.sample)
         if key not in self.seen:
             self.seen.add(key)
-            self.add(kind, name, data, self.sample)
+            for row, part in self._neighbours(data):
+                self.add(kind, name, part, self.sample, row)
+
+    def _neighbours(self, data: Tensor) -> list[tuple[int, Tensor]]:
+        """What a cp rank, and of it this rank of tp, has of neighbouring tokens, each with its first place."""
+        if self.places is None or data.dim() == 0:
+            return [(-1, data)]
+        first = self.run.mesh.tp.rank * len(data) % len(self.places)  # 0 where it has all
+        places = self.places[first : first + len(data)]
+        cuts = (1 + (places.diff() != 1).nonzero().flatten()).tolist()
+        return [(int(at[0]), x) for at, x in zip(places.tensor_split(cuts), data.tensor_split(cuts), strict=True)]
 
     def weights(self, step: float) -> None:
         """All that is there between steps: of what comes and goes the part that this rank holds."""

@@ -58,17 +58,18 @@ def layout_of(config: Config) -> tuple[Layout, str]:
     """The layout that a command line means, and what is worth telling about it. Without --nproc and --dp a launcher
     decides how many ranks there are: dp 2 then, where the batch lets it."""
     p, t = config.parallel, config.train
-    tp, pp, note = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, ""
+    tp, pp, cp, note = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size, ""
     dp = p.data_parallel_size
     if dp is None and p.nproc is not None:
-        if p.nproc % (tp * pp):
-            raise ConfigError([f"nproc={p.nproc} is not a multiple of tp {tp} x pp {pp}; give a multiple of {tp * pp}"])
-        dp = p.nproc // (tp * pp)
+        if p.nproc % (each := tp * pp * cp):
+            of = f"tp {tp} x pp {pp} x cp {cp}"
+            raise ConfigError([f"nproc={p.nproc} is not a multiple of {of}; give a multiple of {each}"])
+        dp = p.nproc // each
     elif dp is None:
         parts = (t.global_batch_size or 2 * t.micro_batch_size) // max(1, t.micro_batch_size)
         dp = 2 if parts % 2 == 0 else 1
         note = f"neither --nproc nor --dp is given: dp {dp}"
-    return Layout(tp, pp, dp, p.use_tp_pp_dp_mapping), note
+    return Layout(tp, pp, dp, p.use_tp_pp_dp_mapping, cp), note
 
 
 def fewer_ranks(wanted: Layout, most: int) -> Layout:
@@ -81,16 +82,17 @@ def fewer_ranks(wanted: Layout, most: int) -> Layout:
     if wanted.world <= most:
         return wanted
     tried = [
-        Layout(tp, pp, dp, wanted.dp_outermost)
+        Layout(tp, pp, dp, wanted.dp_outermost, cp)
         for tp in divisors(wanted.tp)
         for pp in range(1, min(wanted.pp, most) + 1)
         for dp in range(1, min(wanted.dp, most) + 1)
-        if tp * pp * dp <= most
+        for cp in divisors(wanted.cp)
+        if tp * pp * dp * cp <= most
     ]
 
     def worth(one: Layout) -> tuple[int, ...]:
-        kept = sum(size > 1 for size in (one.tp, one.pp, one.dp))
-        return kept, one.pp > 2, one.world, one.tp, one.dp
+        kept = sum(size > 1 for size in (one.tp, one.pp, one.dp, one.cp))
+        return kept, one.pp > 2, one.world, one.tp, one.cp, one.dp
 
     return max(tried, key=worth)
 
@@ -104,10 +106,10 @@ def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Small
         if wanted.world > most:
             raise ValueError(f"world={wanted.world} ({wanted}) is above --most-ranks {most}; raise it, or drop --whole")
         return Smaller(_short(config, wanted, steps), wanted, wanted, notes)
-    layout, axes = fewer_ranks(wanted, most), sum(size > 1 for size in (wanted.tp, wanted.pp, wanted.dp))
+    layout, axes = fewer_ranks(wanted, most), sum(size > 1 for size in (wanted.tp, wanted.pp, wanted.dp, wanted.cp))
     if layout.world == 1 < wanted.world:
         raise ValueError(f"most_ranks={most} leaves nothing of {wanted}; give {2**axes} or more")
-    sizes = {axis: (getattr(wanted, axis), getattr(layout, axis)) for axis in ("tp", "pp", "dp")}
+    sizes = {axis: (getattr(wanted, axis), getattr(layout, axis)) for axis in ("tp", "pp", "dp", "cp")}
     if lost := [f"{axis} {size}" for axis, (size, left) in sizes.items() if size > 1 and left == 1]:
         notes.append(f"not verified, for want of ranks: {' and '.join(lost)}; give --most-ranks {2**axes} or more")
     return Smaller(_made(config, wanted, layout, steps), wanted, layout, notes)
@@ -230,10 +232,13 @@ def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> M
     unit = 1 if m.kv_channels else math.gcd(m.hidden_size, 16)  # torch draws normal numbers by sixteens
     turned = lambda k: int(k * m.rotary_percent)  # noqa: E731  channels of a head, an even number
     heads = (k for k in range(HEAD, m.head_size) if turned(k) and not turned(k) % 2 and not each * k % unit)
+    if "a2a" in m.cp_comm_type:  # each rank of cp gets heads
+        groups, each = (n * (layout.cp // math.gcd(layout.cp, each // tp)) for n in (groups, each))
     head = next(heads, m.head_size)
     hidden = 8 * HEAD if m.kv_channels else each * head
     ffn = tp * max(3, round(m.ffn_size / m.hidden_size * hidden / tp))
-    length = min(m.seq_length, -(-LENGTH // tp) * tp)
+    unit = 2 * layout.cp * tp if layout.cp > 1 else tp
+    length = min(m.seq_length, -(-LENGTH // unit) * unit)
     windowed = m.window_size is not None and 0 < m.window_size[0] < m.seq_length - 1
     changes: dict[str, Any] = dict(
         num_layers=len(stages.layers),
@@ -248,6 +253,7 @@ def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> M
         window_size=(max(1, min(m.window_size[0], length // 4)), m.window_size[1]) if windowed else m.window_size,  # type: ignore[index]
         window_attn_skip_freq=_pattern(m.window_attn_skip_freq, m.num_layers, stages.layers),
         no_rope_freq=_pattern(m.no_rope_freq, m.num_layers, stages.layers),
+        cp_comm_type=tuple(m.exchanges[i] for i in stages.layers) if layout.cp > 1 else ("allgather",),
         yarn_original_max_position_embeddings=min(m.yarn_original_max_position_embeddings, length // 2),
         init_method_std=max(m.init_method_std, hidden**-0.5),
     )
@@ -329,7 +335,7 @@ def _short(config: Config, layout: Layout, steps: int) -> Config:
     if cpu and p.attention_kernel not in ("blocked", "torch"):
         device |= dict(attention_kernel="auto")
     train = replace(train, cuda_graph_impl="none") if cpu else train
-    parallel = replace(p, **device, nproc=layout.world, data_parallel_size=None, context_parallel_size=1)
+    parallel = replace(p, **device, nproc=layout.world, data_parallel_size=None, context_parallel_size=layout.cp)
     silent: dict[str, Any] = dict(checkpoint=CheckpointConfig(), log=LogConfig(), operations=OperationsConfig())
     return replace(config, train=train, optim=replace(o, **rate), parallel=parallel, **silent)
 
