@@ -12,15 +12,18 @@ with buffers are within ACTIVATIONS_ERROR of the allocated bytes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megalite.optim.buffer import lay_out_chunks
 from megalite.pipeline.runtime import SENT
 from megalite.pipeline.schedule import Action, Op, with_sharing
-from megalite.plan.arrangement import Arrangement
+from megalite.plan.arrangement import Arrangement, build_stages
 from megalite.plan.bill import Bill
+from megalite.plan.holding import Holding, Shares
 
 ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes, where no units come and go
 LARGEST_ERROR = 0.03  # in any layout that was ever counted
+SHARED_PARTS = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, weights")  # by ZeRO stage
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,18 @@ def memory(made: Arrangement) -> list[RankMemory]:
     for rank, (held, kept, row) in enumerate(zip(made.holdings, made.activations, made.told_rows, strict=True)):
         buffers = max(0, round(peak_of(row, made, rank)) - kept)
         found.append(RankMemory(held.weights, held.gradients, held.optimizer, kept, buffers))
+    return found
+
+
+def by_stage(made: Arrangement) -> list[Holding]:
+    """What the pipeline rank that holds the most would hold at ZeRO stages 0 to 3, of the layers of its own."""
+    chunks = build_stages(made, made.mesh_of(made.worst), made.dtype, meta=True)
+    o, found = made.config.optim, list[Holding]()
+    for stage in range(len(SHARED_PARTS)):
+        p = replace(made.config.parallel, zero_stage=stage)
+        mesh = replace(made, config=replace(made.config, parallel=p)).mesh_of(made.worst)
+        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=stage > 1, **o.apart)
+        found.append(Holding.of(layout, mesh, Shares.of(p, mesh), made.bytes_of_element, o))
     return found
 
 

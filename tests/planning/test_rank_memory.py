@@ -12,8 +12,7 @@ import pytest
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.plan.arrangement import Arrangement, arrange
-from megalite.plan.memory import ACTIVATIONS_ERROR, memory
-from megalite.plan.zero_stages import by_stage
+from megalite.plan.memory import ACTIVATIONS_ERROR, by_stage, memory
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = (

@@ -27,7 +27,7 @@ import torch
 
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Shares, element_bytes
-from megalite.plan.zero_stages import SHARED_PARTS
+from megalite.plan.memory import SHARED_PARTS
 
 TOKENS_PER_PARAMETER = 20
 MOST_EPOCHS = 4  # up to which repeated tokens are worth about as much as new ones (arXiv:2305.16264, sec. 6)
