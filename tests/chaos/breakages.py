@@ -70,7 +70,7 @@ BREAKAGES = [
     Breakage(
         "every rank draws its dropout as rank 0 does",
         "tests/test_layouts.py::test_layout_equals_one_process_in_fp32[gpt dropout tp2]",
-        (("first = self.tp.start_of(x_sBD.shape[0])", "first = 0"),),
+        (("first = first_position(self.tp.share_of(x_sBD.shape[0]), where.places_S)", "first = 0"),),
     ),
     Breakage(
         "directories that are no whole checkpoint count as kept ones",

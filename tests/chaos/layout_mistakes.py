@@ -98,8 +98,8 @@ MISTAKES = [
     ),
     Mistake(
         "positions begin at 0 on every rank",
-        "            share = slice(first, first + x_sBD.shape[0])\n",
-        "            share = slice(0, x_sBD.shape[0])\n",
+        "        share = tp.share_of(x_sBD.shape[0])\n        if self.position",
+        "        share = slice(x_sBD.shape[0])\n        if self.position",
         RUN + TP, {"kind": "forward", "step": 1, "name": "embedding", "ranks.tp": [1], "causes": "offset of positions"},
     ),
     Mistake(
@@ -141,8 +141,8 @@ MISTAKES = [
     ),
     Mistake(
         "with several dp ranks the last micro-batch is dropped",
-        "            for m, ids_B in enumerate(ids_MB)\n",
-        "            for m, ids_B in enumerate(ids_MB[: len(ids_MB) - self._dp + 1])\n",
+        "        for m, ids_B in enumerate(ids_MB):\n",
+        "        for m, ids_B in enumerate(ids_MB[: len(ids_MB) - self._dp + 1]):\n",
         RUN + DP, {"kind": "input", "step": 1, "name": "tokens", "where": "on no rank", "causes": "samples"},
     ),
     Mistake(

@@ -100,8 +100,10 @@ LATE = (
     "--attention-dropout 0 --global-batch-size 32 --pipeline-schedule breadth-first"
 )
 
+LONG = SMALL.replace("--seq-length 1024", "--seq-length 32768 --max-position-embeddings 32768")
 
-@pytest.mark.parametrize("flags", [SMALL, BROAD, LATE], ids=["small", "broad", "breadth-first"])
+
+@pytest.mark.parametrize("flags", [SMALL, BROAD, LATE, LONG], ids=["small", "broad", "breadth-first", "long"])
 def test_bounds_are_below_what_is_simulated_and_allocated(flags: str) -> None:
     asked = request(flags, 8)
     layouts = every(asked)
@@ -205,6 +207,18 @@ def test_what_the_command_line_fixes_is_not_searched() -> None:
     assert given.is_layout and [plan.layout for plan in search(given).plans] == [Layout(2, 2, 1, 4)]
     words = show.command_words(given, layout_of(given.config), 5)
     assert layout_of(config_from(words)) == Layout(2, 2, 1, 4)
+
+
+def test_ranks_share_sequences_that_are_long_or_where_it_is_named() -> None:
+    asked = request("--preset llama3-8b --seq-length 131072 --max-position-embeddings 131072 --global-batch-size 8", 8)
+    found = search(asked)
+    best, shared = found.plans[0], [plan for plan in found.plans if plan.layout.cp > 1]
+    assert best in shared and best.peak <= found.limit and best.made.dp * best.layout.cp * best.layout.tp == 8
+    alone = search(request(" ".join((*asked.words, "--context-parallel-size 1")), 8))
+    assert not any(plan.layout.cp > 1 for plan in alone.plans) and best.time.seconds < alone.plans[0].time.seconds
+    usual = [*grid(request("--preset llama3-405b --seq-length 8192 --global-batch-size 2048", 16384))]
+    assert len(usual) == 1008 and {one.cp for one in usual} == {1}  # as many as before there was cp
+    assert {one.cp for one in grid(request(f"{SMALL} --cp 2", 8))} == {2}
 
 
 def test_flags_of_options_are_read_as_these_options() -> None:

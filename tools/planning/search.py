@@ -1,6 +1,7 @@
 """Which layouts of a model fit on a cluster, and how fast a step of each would be, the fastest first.
 
-candidates   tp within a node, pp, chunks, micro-batch, recompute, split backward; what check() refuses is counted
+candidates   tp within a node, pp, chunks, micro-batch, recompute, split backward, and cp of sequences from LONG on;
+             what check() refuses is counted
 ZeRO         stage 1; what is too large for it and may be faster than all that fits, at stage 2, or if need be 3
 bound        a time and a memory that no balance of its stages is below
 estimate     the arrangement with the stages that its run will have, its memory and its simulated step: of the lowest
@@ -32,6 +33,7 @@ from tools.planning.request import SHARING, Request, problems_of, with_options
 
 MICRO_BATCHES = (1, 2, 4, 8)
 FEW_CHUNKS, MOST_CHUNKS = 8, 16
+LONG, CONTEXTS = 32_768, (1, 2, 4, 8, 16)  # tokens of a sequence that ranks of cp may share, and how many
 HOW_AGAIN: Mapping[str, Mapping[str, Any]] = {  # options of what is recomputed
     "none": {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
@@ -43,7 +45,7 @@ MOST = 60  # plans that are simulated: a few tenths of a second each
 USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what lies in pieces take the rest
 
 
-States = dict[tuple[int, int, int], ModuleBytes]  # by tp, dp and ZeRO stage
+States = dict[tuple[int, int, int], ModuleBytes]  # by tp, dp x cp and ZeRO stage
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ class Layout:
     split: bool = False
     zero: int = 1
     ends: bool = False  # embedding and head each take the place of a layer
+    cp: int = 1
 
     def __str__(self) -> str:
-        chunks = f" vpp {self.vpp}" if self.vpp > 1 else ""
+        chunks = f" vpp {self.vpp}" * (self.vpp > 1) + f" cp {self.cp}" * (self.cp > 1)
         features = [self.recompute] * (self.recompute != "none") + ["split"] * self.split + ["ends"] * self.ends
         features += [] if self.zero == 1 else [f"zero {self.zero}" if self.zero else "ddp"]
         return " ".join([f"tp {self.tp} pp {self.pp}{chunks} mb {self.micro_batch}", *features])
@@ -66,12 +69,12 @@ class Layout:
     def moving_parts(self, layers: int) -> int:
         """How many features it has beyond plain data parallelism; stages of unlike size count as one."""
         uneven = (layers + 2 * self.ends) % (self.pp * self.vpp) > 0
-        several = (self.tp > 1, self.pp > 1, self.vpp > 1, self.recompute != "none")
+        several = (self.tp > 1, self.pp > 1, self.cp > 1, self.vpp > 1, self.recompute != "none")
         return sum((*several, uneven, self.split, self.ends, self.zero != 1))
 
     @property
-    def row(self) -> tuple[int, int, int]:
-        return self.tp, self.pp, self.zero
+    def row(self) -> tuple[int, ...]:
+        return self.tp, self.pp, self.zero, self.cp
 
 
 def applied(layout: Layout, config: Config) -> Config:
@@ -83,6 +86,7 @@ def applied(layout: Layout, config: Config) -> Config:
         config,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         num_virtual_stages_per_pipeline_rank=layout.vpp if layout.vpp > 1 else None,
         account_for_embedding_in_pipeline_split=layout.ends,
         account_for_loss_in_pipeline_split=layout.ends,
@@ -104,7 +108,7 @@ def layout_of(config: Config) -> Layout:
     vpp = len(given) // pp if given is not None else p.num_virtual_stages_per_pipeline_rank or 1
     how = (t.recompute_granularity or "none", p.split_backward, p.shared_out)
     ends = p.account_for_embedding_in_pipeline_split and p.account_for_loss_in_pipeline_split
-    return Layout(p.tensor_model_parallel_size, pp, vpp, t.micro_batch_size, *how, ends)
+    return Layout(p.tensor_model_parallel_size, pp, vpp, t.micro_batch_size, *how, ends, p.context_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ class Found:
 
     def choices(self) -> list[Choice]:
         """The best first."""
-        rows: dict[tuple[int, int, int], list[Planned]] = defaultdict(list)
+        rows: dict[tuple[int, ...], list[Planned]] = defaultdict(list)
         for plan in self.plans:
             rows[plan.layout.row].append(plan)
         found = [Choice(min(some, key=self.order), some[0]) for some in rows.values()]
@@ -188,13 +192,14 @@ class Found:
 
 
 def grid(request: Request) -> Iterator[Layout]:
-    """Every (tp, pp, chunks, micro-batch), the wrong ones included: check() says why."""
+    """Every (tp, cp, pp, chunks, micro-batch), the wrong ones included: check() says why."""
     c, m = request.cluster, request.config.model
     fixed = layout_of(request.config)
     pick = lambda name, values, one: (one,) if name in request.fixed else values  # noqa: E731
     batches = pick("micro_batch_size", MICRO_BATCHES, fixed.micro_batch)
-    for tp in divisors(c.per_node):
-        for pp in divisors(c.world // tp):
+    contexts = pick("context_parallel_size", CONTEXTS if m.seq_length >= LONG else (1,), fixed.cp)
+    for tp, cp in itertools.product(divisors(c.per_node), contexts):
+        for pp in divisors(c.world // (tp * cp)) if c.world % (tp * cp) == 0 else ():
             if pp > 2 * m.num_layers:  # one size too many tells the reason
                 break
             cuts = [(vpp, False) for vpp in (_chunks(m.num_layers, pp) if pp > 1 else [1])]
@@ -202,7 +207,7 @@ def grid(request: Request) -> Iterator[Layout]:
                 cuts += [(vpp, True) for vpp in _chunks(m.num_layers + 2, pp) if (m.num_layers + 2) // pp % vpp == 0]
             for (vpp, ends), micro in itertools.product(cuts, batches):
                 if vpp == fixed.vpp or "num_virtual_stages_per_pipeline_rank" not in request.fixed:
-                    yield Layout(tp, pp, vpp, micro, zero=fixed.zero, ends=ends)
+                    yield Layout(tp, pp, vpp, micro, zero=fixed.zero, ends=ends, cp=cp)
 
 
 def _chunks(layers: int, pp: int) -> list[int]:
@@ -302,7 +307,7 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tu
 
 
 def _state_of(arrangement: Arrangement, layout: Layout, known: States) -> ModuleBytes:
-    key = (layout.tp, arrangement.dp, layout.zero)
+    key = (layout.tp, arrangement.dp * arrangement.cp, layout.zero)
     known[key] = known.get(key) or arrangement.module_bytes
     return known[key]
 
