@@ -91,7 +91,7 @@ MISTAKES = [
     ),
     Mistake(
         "every rank draws its dropout as rank 0 does",
-        "first = self.tp.start_of(x_sBD.shape[0])",
+        "first = first_position(self.tp.share_of(x_sBD.shape[0]), where.places_S)",
         "first = 0",
         RUN + DROPOUT + TP,
         {"kind": "forward", "step": 1, "name": "layers.0.attention_added", "ranks.tp": [1], "causes": "dropout"},
