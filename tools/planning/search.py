@@ -1,7 +1,6 @@
 """Which layouts of a model fit on a cluster, and how fast a step of each would be, the fastest first.
 
-candidates   tp within a node, pp, chunks, micro-batch, recompute, split backward, and cp of sequences from LONG on;
-             what check() refuses is counted
+candidates   tp in a node, pp, cp if LONG, chunks, micro-batch, recompute, split backward; what check() refuses is told
 ZeRO         stage 1; what is too large for it and may be faster than all that fits, at stage 2, or if need be 3
 bound        a time and a memory that no balance of its stages is below
 estimate     the arrangement with the stages that its run will have, its memory and its simulated step: of the lowest
