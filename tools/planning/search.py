@@ -7,7 +7,7 @@ estimate     the arrangement with the stages that its run will have, its memory 
              bounds, until the fastest is sure; then of the plainest that may be as good, until the best is sure; then
              of the lowest bound of other rows
 best         the plainest of those that cannot be told from the fastest, as published steps are off by TOLERANCE
-row          of one tp, pp and sharding the best, and the fastest
+row          of one tp, pp, cp and sharding the best, and the fastest
 """
 
 import itertools

@@ -32,7 +32,7 @@ def counts(found: Found, shown: int) -> list[str]:
         return [about]
     choices, fastest = found.choices(), found.plans[0]
     equals = sum(one.best.time.seconds <= found.equal_s for one in choices)
-    of_one = f"a row is of one tp, pp and sharding, here {shown} of {len(choices)}"
+    of_one = f"a row is of one tp, pp, cp and sharding, here {shown} of {len(choices)}"
     lines = [
         f"{found.candidates:,} layouts: {found.impossible:,} cannot be built, {found.too_large:,} do not fit, "
         f"{found.simulated:,} of the others were simulated; {of_one}",
