@@ -13,7 +13,7 @@ import signal
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: nothing has begun
 
-from megalite.parallel.launch import Ranks
+from megalite.launch.ranks import Ranks
 from megalite.train.life.command import Command, as_program, parse
 
 

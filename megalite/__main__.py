@@ -110,7 +110,7 @@ def _without_command(words: list[str]) -> int:
 def main() -> NoReturn:
     try:
         from megalite.config.console import as_command
-        from megalite.parallel.launch import leave
+        from megalite.launch.ranks import leave
     except KeyboardInterrupt:
         os._exit(130)
     leave(lambda: as_command(lambda: run(sys.argv[1:]), prints=sys.argv[1:2] != ["train"]))

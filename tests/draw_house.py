@@ -19,8 +19,9 @@ HOLDS = {
     "checkpoint": "saved and loaded",
     "models": "GPT, families",
     "nn": "layers",
-    "parallel": "ranks, mesh, ParamSpec",
+    "parallel": "mesh, ParamSpec",
     "kernels": "maths",
+    "launch": "processes that meet",
     "config": "options and their rules",
 }
 

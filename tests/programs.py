@@ -239,7 +239,7 @@ def _import_for_all() -> None:
     import importlib
 
     sys.path[0] = str(ROOT)
-    from megalite.parallel.local_ranks import PRELOAD
+    from megalite.launch.local_ranks import PRELOAD
 
     for name in PRELOAD:
         importlib.import_module(name)

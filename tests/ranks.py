@@ -16,9 +16,9 @@ from typing import Any
 
 import train_cases
 
-from megalite.parallel import local_ranks
-from megalite.parallel.launch import Ranks, process_group
-from megalite.parallel.local_ranks import start_local
+from megalite.launch import local_ranks
+from megalite.launch.local_ranks import start_local
+from megalite.launch.ranks import Ranks, process_group
 
 # found from the root of the repository; elsewhere ranks import by themselves
 local_ranks.PRELOAD += ["tests.preloaded"]

@@ -27,8 +27,8 @@ PATH_LINES = 11_000  # of the files that a training step runs through
 READERS = {
     "megalite/config/environment.py",
     "megalite/config/faults.py",
-    "megalite/parallel/launch.py",
-    "megalite/parallel/local_ranks.py",
+    "megalite/launch/ranks.py",
+    "megalite/launch/local_ranks.py",
 }  # of os.environ
 KERNEL_PAIRS = ({"kernels", "nn"}, {"kernels", "optim"})  # kernels/x.py computes what the layer or optimizer x.py does
 FLOORS = (
@@ -40,6 +40,7 @@ FLOORS = (
     ("models",),
     ("nn",),
     ("parallel", "kernels"),
+    ("launch",),
     ("config",),
 )
 

@@ -19,7 +19,7 @@ from megalite.config.check import check
 from megalite.config.field import spellings
 from megalite.config.megatron_flags import known_flags
 from megalite.config.options import local_processes, options
-from megalite.parallel.launch import Ranks
+from megalite.launch.ranks import Ranks
 
 COMMANDS = commands()
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32

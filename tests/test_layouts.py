@@ -21,8 +21,8 @@ from whole import whole_of
 
 from megalite.config import cli
 from megalite.kernels.dispatch import runs_triton
+from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
 from megalite.train.setup import build_run
 from megalite.train.step import train_step
 

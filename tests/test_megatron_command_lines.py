@@ -13,8 +13,8 @@ from train_cases import config_from, pretrain
 from megalite.config import cli
 from megalite.config.megatron_flags import known_flags
 from megalite.config.options import ConfigError
+from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
 from megalite.train.sources import open_tokenizer, true_vocab_size
 from tools import plan
 

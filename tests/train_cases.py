@@ -18,7 +18,7 @@ import programs
 if TYPE_CHECKING:
     from megalite.checkpoint.run.saver import Saver
     from megalite.config.options import Config
-    from megalite.parallel.launch import Ranks
+    from megalite.launch.ranks import Ranks
     from megalite.train.life.stop import StopSignal
     from megalite.train.state import Run
     from megalite.train.tell.run_dir import Exit
@@ -45,7 +45,7 @@ def this_rank() -> Ranks:
     """Of those that tests/ranks.py has started; else the only one."""
     import torch.distributed as dist
 
-    from megalite.parallel.launch import Ranks
+    from megalite.launch.ranks import Ranks
 
     return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
 
@@ -75,7 +75,7 @@ def pretrain(
 ) -> int:
     """The program on one rank, past its command line, to its exit code. Signals come to `stop`, if to anybody."""
     import pretrain_gpt
-    from megalite.parallel.launch import Ranks
+    from megalite.launch.ranks import Ranks
     from megalite.train.life.command import Command
     from megalite.train.life.stop import StopSignal
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.parallel.launch import LaunchError, Ranks, leave, process_group
+from megalite.launch.ranks import LaunchError, Ranks, leave, process_group
 from tools.bench.collectives import FACTORS, axes_of, fit, on_ranks, over_groups
 from tools.program import parser_of, unwritable, write_json
 

@@ -10,9 +10,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config import cli
+from megalite.launch.local_ranks import cores, start_local
+from megalite.launch.ranks import Ranks, prepare_cuda
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks, prepare_cuda
-from megalite.parallel.local_ranks import cores, start_local
 from tools.bench.contender import limit_memory, peak_memory, time_steps, write
 
 COPIED_BYTES = 1 << 27
@@ -83,7 +83,7 @@ def timed_steps(run: Any, steps: int) -> dict[str, float]:
 def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
     import datetime
 
-    from megalite.parallel.launch import process_group
+    from megalite.launch.ranks import process_group
     from megalite.train.life.preflight import choose_device
     from megalite.train.setup import build_run
     from megalite.train.step import train_step

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.parallel.launch import LaunchError, Ranks, leave, process_group
+from megalite.launch.ranks import LaunchError, Ranks, leave, process_group
 from tools.bench.collectives import everywhere, on_ranks, over_groups, timed
 from tools.program import parser_of
 

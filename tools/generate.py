@@ -21,8 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain, printable
-from megalite.parallel.launch import LaunchError, Ranks, leave, process_group, read_environment
-from megalite.parallel.local_ranks import INTERRUPTED, start_local
+from megalite.launch.local_ranks import INTERRUPTED, start_local
+from megalite.launch.ranks import LaunchError, Ranks, leave, process_group, read_environment
 from tools.program import parser_of
 
 LEAST = {"max_new_tokens": 1, "top_k": 0, "temperature": 0, "batch_size": 1, "nproc": 1}

@@ -1,4 +1,4 @@
-"""Reads the environment, and sets variables for libraries, for the whole package; parallel/launch.py alone reads who a
+"""Reads the environment, and sets variables for libraries, for the whole package; launch/ranks.py alone reads who a
 rank is. A variable of OVERRIDES wins over its option: for tests, and for programs that have no options."""
 
 import os

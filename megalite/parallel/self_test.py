@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config.faults import fault
+from megalite.launch.ranks import LaunchError
 from megalite.parallel import comm
-from megalite.parallel.launch import LaunchError
 from megalite.parallel.mesh import Axis, Mesh
 
 SMALL, LARGE = 1 << 10, 1 << 18  # elements of a whole tensor; NCCL has other protocols for large ones

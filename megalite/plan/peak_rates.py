@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megalite.parallel.local_ranks import cores
+from megalite.launch.local_ranks import cores
 
 # (words of the device name, bf16, fp16, fp32): TFLOP/s of one device as torch counts devices, accumulating in fp32;
 # fp32 without TF32, torch's default. None: the device has no matmul units for it. The first match counts, so the longer

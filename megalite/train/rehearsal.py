@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megalite
+from megalite.launch.ranks import Ranks
 from megalite.models.gpt import Stage
 from megalite.parallel.calls import SEND
 from megalite.parallel.comm import Pending
-from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, plan_mesh
 from megalite.pipeline.schedule import Action
 from megalite.plan.arrangement import Arrangement

@@ -14,6 +14,7 @@ from megalite.config.options import Config, OptimConfig
 from megalite.data.samples.batches import Batches, Borders, Prefetcher, Unread
 from megalite.data.samples.source import Dataset
 from megalite.kernels.dispatch import choose
+from megalite.launch.ranks import Ranks
 from megalite.models.compiled import Backend, compile_blocks
 from megalite.models.gpt import Stage
 from megalite.optim.adamw import AdamW, ApexAdamW
@@ -25,7 +26,6 @@ from megalite.optim.muon import Muon
 from megalite.optim.rule import Rule
 from megalite.optim.sgd import SGD
 from megalite.optim.zero1 import Zero1
-from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.streams import CudaGraph, cuda_graphs, new_stream, on_stream
 from megalite.pipeline.graphed import GraphedPipeline

@@ -19,7 +19,7 @@ from card.mentions import Mention, Watch, mentions
 from card.simulator import cuda
 from card.simulator.device import Card, simulated
 from card.simulator.graphs import CUDAGraph
-from megalite.parallel.launch import Ranks
+from megalite.launch.ranks import Ranks
 
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
  --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 48"""
@@ -134,7 +134,7 @@ def who_computes(card: Card, folder: Path) -> Found:
 
 def refused(card: Card, folder: Path) -> Found:
     """What a start says where something is missing; more of it in test_start.py."""
-    from megalite.parallel.launch import LaunchError, process_group
+    from megalite.launch.ranks import LaunchError, process_group
     from megalite.train.life.preflight import SetupError, choose_device
     from tools.bench import kernels
 
@@ -237,7 +237,7 @@ def timeline(card: Card, folder: Path) -> Found:
 
     rank, kinds = dist.get_rank(), {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA}
     with (
-        mock.patch("megalite.parallel.launch.process_group", lambda *a, **k: contextlib.nullcontext(card.device)),
+        mock.patch("megalite.launch.ranks.process_group", lambda *a, **k: contextlib.nullcontext(card.device)),
         mock.patch.object(profiler, "supported_activities", lambda: kinds),
         mock.patch.object(profiler, "profile", Profiler),
     ):
@@ -290,7 +290,7 @@ def planned(card: Card, folder: Path) -> Found:
     flags = [*SMALL, *f"{ON_CARD} --train-iters 9 {LLAMA}".split()]
     config = config_from(flags)
     about = {"device": "cuda", "machine": {"card": torch.cuda.get_device_name(INDEX)}}
-    with mock.patch("megalite.parallel.launch.process_group", lambda *a, **k: contextlib.nullcontext(card.device)):
+    with mock.patch("megalite.launch.ranks.process_group", lambda *a, **k: contextlib.nullcontext(card.device)):
         measure(Ranks(), {"config": config, "vocab_size": 93, "seconds": 0.1, "folder": str(folder)})
     run = Run(folder, "run", events=[{"event": "started", "about": about}])
     options = SimpleNamespace(nproc=1, memory_gib=4.0, peer=None)

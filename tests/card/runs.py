@@ -22,7 +22,7 @@ from card.simulator.trace import Fact
 from card.simulator.world import on_card
 from megalite.generate.generation import continue_texts, load_model
 from megalite.generate.sampling import Sampling
-from megalite.parallel.launch import Ranks
+from megalite.launch.ranks import Ranks
 from megalite.parallel.mesh import build_mesh
 from megalite.train.life import run as train_run
 from megalite.train.step import train_step

@@ -26,9 +26,9 @@ from megalite.checkpoint.run.saver import Saver
 from megalite.config import cli
 from megalite.generate.generation import Generator, continue_texts
 from megalite.generate.sampling import Sampling
+from megalite.launch.ranks import LaunchError, Ranks
 from megalite.models.families import PRESETS
 from megalite.parallel.comm import gather_texts
-from megalite.parallel.launch import LaunchError, Ranks
 from megalite.parallel.self_test import check_collectives
 from megalite.train.loop import evaluate
 from megalite.train.replicas import ReplicaError, check_replicas
@@ -133,8 +133,8 @@ OF_THE_HOST = {
     "checkpoint/run/saver.py Saver.save: self.wait()",
     "checkpoint/run/upload.py Uploader._run: self._wake.wait()",
     "checkpoint/storage/object_store.py RemoteStorage.reading.renew: over.wait(RENEW_S)",
-    "parallel/meeting.py within: futures.wait([outcome], seconds)",
-    "parallel/local_ranks.py _watch: connection.wait([p.sentinel for p in alive], wait)",
+    "launch/meeting.py within: futures.wait([outcome], seconds)",
+    "launch/local_ranks.py _watch: connection.wait([p.sentinel for p in alive], wait)",
     "train/loop.py Training._roll_back: self.saver.wait()",
     "train/watch/hang.py Heartbeat._beat: self._closing.wait(BEAT_S)",
     "train/loop.py Training.finish: self.saver.wait()",

@@ -18,7 +18,7 @@ from card.simulator.waits import WaitAt, times, waits_of
 from card.test_trainer import COMMON, LLAMA
 from megalite.generate.generation import continue_texts, load_model
 from megalite.generate.sampling import Sampling
-from megalite.parallel.launch import Ranks
+from megalite.launch.ranks import Ranks
 from megalite.parallel.mesh import Mesh
 
 START = {"build", ""}  # and what comes around steps: it happens once

@@ -13,7 +13,7 @@ from train_cases import SMALL, config_from, pretrain
 from card.simulator import cuda
 from card.simulator.device import simulated
 from megalite.config.options import Config
-from megalite.parallel.launch import (
+from megalite.launch.ranks import (
     CUDA_VARIABLES,
     LaunchError,
     Ranks,

@@ -100,7 +100,7 @@ BREAKAGES = [
     ),
     Breakage(
         "two meetings in one store have the same name",
-        "tests/parallel/test_meeting.py::test_meetings_in_one_store_have_different_names",
+        "tests/launch/test_meeting.py::test_meetings_in_one_store_have_different_names",
         (
             (
                 'word = f"{socket.gethostname()} {rank} {os.getpid()} {time.time_ns()}"',

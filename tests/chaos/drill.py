@@ -12,9 +12,9 @@ from typing import Any
 from train_cases import SMALL
 
 from megalite.config import cli, faults
+from megalite.launch import local_ranks
+from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from megalite.parallel import local_ranks
-from megalite.parallel.launch import Ranks
 from megalite.train.life.restarts import Restarts
 from megalite.train.life.stop import StopSignal
 

@@ -28,8 +28,8 @@ import megalite  # noqa: E402
 from megalite.checkpoint import offline  # noqa: E402
 from megalite.config import cli  # noqa: E402
 from megalite.config.toml import to_toml  # noqa: E402
+from megalite.launch.ranks import Ranks  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
-from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
 from megalite.train.start.resume import open_saver, save  # noqa: E402
 from megalite.train.step import train_step  # noqa: E402

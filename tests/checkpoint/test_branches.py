@@ -20,7 +20,7 @@ from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.parallel.launch import Ranks
+from megalite.launch.ranks import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 from megalite.train.start.origin import start_run

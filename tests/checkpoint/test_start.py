@@ -21,8 +21,8 @@ from megalite.config import cli
 from megalite.config.options import Config
 from megalite.config.toml import to_toml
 from megalite.generate.generation import load_model
+from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train import step as step_module
 from megalite.train.setup import SetupError

@@ -17,10 +17,10 @@ from train_cases import BORDERS, config_from, run_from
 
 from megalite.config.options import Config
 from megalite.kernels import dispatch
+from megalite.launch.ranks import Ranks
 from megalite.models.compiled import CompileError, check_compile
 from megalite.models.gpt import Batch
 from megalite.nn.later import Later
-from megalite.parallel.launch import Ranks
 from megalite.plan.arrangement import arrange
 from megalite.train.life.opening import warm_up
 from megalite.train.life.preflight import check_machine

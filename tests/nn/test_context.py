@@ -15,8 +15,8 @@ from whole import whole_of
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.data.samples.batches import MicroBatch
+from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
 from megalite.plan.kinds import Setting, kinds_of, layers_bill
 from megalite.train.batch import host_batch
 from megalite.train.loop import evaluate

@@ -26,10 +26,10 @@ from ranks import run_ranks
 from test_layouts import COMMON, GPT, HALF, LLAMA, OFFLOAD, ZERO2, ZERO3
 
 from megalite.config import cli
+from megalite.launch.ranks import LaunchError, Ranks
 from megalite.models.families import PRESETS
 from megalite.optim.host_store import host_parts, moved, pinned_bytes
 from megalite.optim.layout import Entry, lay_out
-from megalite.parallel.launch import LaunchError, Ranks
 from megalite.parallel.spec import ParamSpec
 from megalite.plan.arrangement import arrange
 from megalite.train.life import preflight

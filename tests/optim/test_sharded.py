@@ -13,9 +13,9 @@ from ranks import run_ranks
 from torch import Tensor
 
 from megalite.config import cli
+from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
 from megalite.parallel.elastic import Elastic, listening
-from megalite.parallel.launch import Ranks
 from megalite.train.rehearsal import issued
 from megalite.train.setup import build_run
 from megalite.train.state import Run

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megalite.config.faults import Faults
+from megalite.launch.ranks import LaunchError
 from megalite.parallel import comm, self_test
-from megalite.parallel.launch import LaunchError
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.shared_memory import SharedMemory
 

@@ -27,9 +27,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from megalite.config import cli  # noqa: E402
 from megalite.kernels import dispatch, weight_grad  # noqa: E402
+from megalite.launch.ranks import Ranks  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.elastic import listening  # noqa: E402
-from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
 from megalite.train.step import train_step  # noqa: E402
 

@@ -13,7 +13,7 @@ from train_cases import SMALL, config_from, pretrain
 
 import pretrain_gpt
 from megalite.config.check import check
-from megalite.parallel.launch import Ranks
+from megalite.launch.ranks import Ranks
 from megalite.pipeline.schedule import in_flight, plan
 from megalite.pipeline.simulate import simulate
 from megalite.plan import kinds

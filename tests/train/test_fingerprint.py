@@ -14,7 +14,7 @@ from ranks import run_ranks
 from train_cases import SMALL
 from whole_runs import ROOT, status_of
 
-from megalite.parallel.launch import LaunchError
+from megalite.launch.ranks import LaunchError
 from megalite.parallel.mesh import world_axis
 from megalite.train.watch import fingerprint
 from megalite.train.watch.fingerprint import ALIKE, EQUAL, compare, describe, facts_of_machine

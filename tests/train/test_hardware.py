@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megalite.parallel import local_ranks
-from megalite.parallel.launch import Ranks
+from megalite.launch import local_ranks
+from megalite.launch.ranks import Ranks
 from megalite.plan.peak_rates import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
 from megalite.train.life import preflight
 

@@ -23,7 +23,7 @@ from megalite.config.toml import to_toml
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.generate import generation as generate
 from megalite.interop.hugging_face import model_files as hf_files
-from megalite.parallel.launch import Ranks
+from megalite.launch.ranks import Ranks
 from megalite.parallel.mesh import build_mesh
 from megalite.train.batch import on_device
 from megalite.train.life.export_hf import export

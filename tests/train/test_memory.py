@@ -10,7 +10,7 @@ from train_cases import SMALL, config_from
 from work import calls
 
 from megalite.config.options import Config
-from megalite.parallel.launch import LaunchError, Ranks
+from megalite.launch.ranks import LaunchError, Ranks
 from megalite.plan.arrangement import arrange
 from megalite.train.life.preflight import check_machine
 

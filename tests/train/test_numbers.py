@@ -23,8 +23,8 @@ from megalite.config import cli
 from megalite.config.faults import Faults
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.gpt_dataset import GptDataset
+from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import plan_mesh
 from megalite.pipeline import runtime as pipeline_module
 from megalite.train import step as step_module

@@ -23,8 +23,8 @@ from train_cases import pretrain as pretrain_here
 from whole_runs import pretrain, status_of
 
 from megalite.config import cli
+from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
 from megalite.train import loop
 from megalite.train.tell import metrics
 from megalite.train.tell.run_dir import Exit

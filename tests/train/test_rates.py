@@ -14,8 +14,8 @@ from whole_runs import rows
 import pretrain_gpt
 from megalite.checkpoint.format import manifest as manifests
 from megalite.config import cli
+from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
 from megalite.train.loop import evaluate
 from megalite.train.setup import SetupError
 from megalite.train.start.origin import start_run

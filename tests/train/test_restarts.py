@@ -15,8 +15,8 @@ from whole_runs import losses, pretrain, rank_pids, rows, running, shown, status
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.options import Config
-from megalite.parallel.launch import Ranks
-from megalite.parallel.local_ranks import End, start_local
+from megalite.launch.local_ranks import End, start_local
+from megalite.launch.ranks import Ranks
 from megalite.train.life import restarts
 from megalite.train.life.restarts import Restarts, locked_run
 from megalite.train.tell.run_dir import Exit

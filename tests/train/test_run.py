@@ -16,7 +16,7 @@ from whole_runs import ROOT, alive, children, losses, pretrain, running, status_
 
 from megalite.checkpoint.storage.file_system import Lock
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.parallel.local_ranks import _sweep
+from megalite.launch.local_ranks import _sweep
 
 LAYOUTS = {"one process": [], "tp2 pp2": TP2_PP2, "tp2 pp2 split": [*TP2_PP2, "--split-backward"]}
 
@@ -58,7 +58,7 @@ BUSY_RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", rarely([*BUSY_RUNS], ["train"], str, guards=("megalite/parallel/launch.py",)))
+@pytest.mark.parametrize("name", rarely([*BUSY_RUNS], ["train"], str, guards=("megalite/launch/ranks.py",)))
 def test_torchrun_starts_it_too(tmp_path: Path, name: str) -> None:
     (tmp_path / "busy.py").write_text(BUSY)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -15,7 +15,7 @@ from cover import rarely
 from train_cases import SMALL, TP2_PP2, signalled
 from whole_runs import ROOT, children, losses, pretrain, rows, running, status_of
 
-GUARDS = ("megalite/train/life/stop.py", "megalite/parallel/local_ranks.py", "pretrain_gpt.py")
+GUARDS = ("megalite/train/life/stop.py", "megalite/launch/local_ranks.py", "pretrain_gpt.py")
 RARELY = pytest.mark.everything(guards=GUARDS)
 LONG = [*SMALL, "--train-iters", "100000"]
 

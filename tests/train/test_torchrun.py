@@ -14,7 +14,7 @@ from train_cases import SMALL
 from whole_runs import ROOT, alive, children, losses, shown, status_of
 
 STEPS = 40
-RARELY = pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
+RARELY = pytest.mark.everything(guards=("megalite/launch/ranks.py", "megalite/train/life/restarts.py"))
 
 
 def torchrun(folder: Path, *words: str, steps: int = STEPS) -> AbstractContextManager[subprocess.Popen[str]]:

@@ -16,9 +16,9 @@ from train_cases import SMALL, config_from, pretrain, run_from
 
 from megalite.config import cli
 from megalite.config.options import Config, OperationsConfig, log_steps, resolved_style
+from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
 from megalite.parallel.comm import all_reduce_
-from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import PLANNED, Axis, Mesh
 from megalite.pipeline.runtime import Timed
 from megalite.train.replicas import ReplicaError, check_replicas, disagreement

@@ -35,9 +35,9 @@ import torch.distributed as dist
 
 from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.saver import Saver
+from megalite.launch.local_ranks import start_local
+from megalite.launch.ranks import Ranks, process_group
 from megalite.parallel.comm import all_reduce_
-from megalite.parallel.launch import Ranks, process_group
-from megalite.parallel.local_ranks import start_local
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import Box, Piece
 from tools.bench.data_samples import peak_bytes

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, read_environment
-from megalite.parallel.local_ranks import start_local
+from megalite.launch.local_ranks import start_local
+from megalite.launch.ranks import LaunchError, Ranks, prepare_cuda, read_environment
 from tools.bench.contender import time_steps
 
 FACTORS: dict[str, Callable[[int], float]] = {

@@ -14,8 +14,8 @@ from megalite.config import cli
 from megalite.config.console import Bar
 from megalite.config.options import ConfigError
 from megalite.config.packages import MissingPackage
+from megalite.launch.local_ranks import cores
 from megalite.models.families import PRESETS
-from megalite.parallel.local_ranks import cores
 from megalite.plan.arrangement import arrange
 from tools.bench import contender, tables
 from tools.bench.turns import REFUSED, Row, Table, combinations_of

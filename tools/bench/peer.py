@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalite.config import cli
+from megalite.launch.ranks import Ranks, process_group
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks, process_group
 from megalite.train.life.run import choose_device
 from tools.bench.contender import limit_memory, peak_memory, time_steps, write
 

@@ -29,8 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megalite.config import cli
-from megalite.parallel.launch import process_group
-from megalite.parallel.local_ranks import start_local
+from megalite.launch.local_ranks import start_local
+from megalite.launch.ranks import process_group
 from megalite.plan.arrangement import arrange
 from megalite.plan.cluster import cluster
 from megalite.plan.cost import shape_of

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.config.options import Config
+from megalite.launch.local_ranks import FORWARDED
+from megalite.launch.ranks import Ranks, process_group
 from megalite.parallel.comm import all_reduce_
-from megalite.parallel.launch import Ranks, process_group
-from megalite.parallel.local_ranks import FORWARDED
 from megalite.parallel.spec import Constant
 from megalite.train.life.preflight import choose_device
 from megalite.train.loop import evaluate

@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.config.console import Bar
 from megalite.config.options import Config
-from megalite.parallel.local_ranks import End, start_local
+from megalite.launch.local_ranks import End, start_local
 from megalite.train.tell.figures import columns
 from tools.checks.agreement import KINDS, Reference, Row, Tolerance, compare, second_reading, when
 from tools.checks.causes import Finding, find

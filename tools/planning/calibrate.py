@@ -27,6 +27,8 @@ from megalite.config.options import Config
 from megalite.data.samples.batches import MicroBatch
 from megalite.kernels.attention import attention
 from megalite.kernels.dispatch import choose
+from megalite.launch.local_ranks import start_local
+from megalite.launch.ranks import Ranks, process_group
 from megalite.models.gpt import Stage
 from megalite.nn.later import Later
 from megalite.nn.parameter import Maker
@@ -34,8 +36,6 @@ from megalite.optim.buffer import ParamBuffer
 from megalite.optim.zero1 import Zero1
 from megalite.parallel.calls import RECEIVE, SEND
 from megalite.parallel.comm import start_all_gather_into, start_message
-from megalite.parallel.launch import Ranks, process_group
-from megalite.parallel.local_ranks import start_local
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.streams import synchronize
 from megalite.plan.arrangement import Arrangement, build_stage

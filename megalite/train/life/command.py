@@ -15,8 +15,8 @@ from megalite.config.console import complain, let_go_of_console
 from megalite.config.options import Config, local_processes
 from megalite.config.packages import missing_packages
 from megalite.data.files.missing_files import absent, rehearsed
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import (
+from megalite.launch.local_ranks import INTERRUPTED, ORDERLY_S, cores, start_local, tell_stopping
+from megalite.launch.ranks import (
     LaunchError,
     Ranks,
     follow_torchrun,
@@ -25,7 +25,7 @@ from megalite.parallel.launch import (
     read_environment,
     save_after_torchrun,
 )
-from megalite.parallel.local_ranks import INTERRUPTED, ORDERLY_S, cores, start_local, tell_stopping
+from megalite.models.families import PRESETS
 from megalite.train.life.restarts import Restarts, locked_run
 from megalite.train.life.stop import Stopped, StopSignal, hold
 from megalite.train.tell.run_dir import Exit, leave_status, run_folder, taken

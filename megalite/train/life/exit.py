@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
 from megalite.config.console import complain
 from megalite.data.errors import DataError
+from megalite.launch.ranks import LaunchError, Ranks
 from megalite.optim.loss_scale import ScaleExhausted
-from megalite.parallel.launch import LaunchError, Ranks
 from megalite.train.life.stop import AGAIN_S, STOPPING
 from megalite.train.replicas import ReplicaError
 from megalite.train.setup import SetupError

@@ -17,9 +17,9 @@ from megalite.config.options import Config, resolved_style
 from megalite.config.run_options import TrainConfig
 from megalite.config.toml import differences, to_toml
 from megalite.data.samples.batches import MicroBatch
+from megalite.launch.ranks import CUDA_VARIABLES, Ranks
 from megalite.models.gpt import Block, Stage
 from megalite.parallel.comm import all_reduce_
-from megalite.parallel.launch import CUDA_VARIABLES, Ranks
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.kinds import model_flops
 from megalite.plan.peak_rates import find_peak

@@ -12,9 +12,9 @@ from megalite.config.packages import MissingPackage, missing_packages
 from megalite.data.errors import DataError
 from megalite.data.files.missing_files import absent, rehearsed
 from megalite.kernels.dispatch import KernelError, choose, runs_triton
+from megalite.launch.local_ranks import cores
+from megalite.launch.ranks import LaunchError, Ranks, card_of
 from megalite.models.compiled import CompileError, check_compile
-from megalite.parallel.launch import LaunchError, Ranks, card_of
-from megalite.parallel.local_ranks import cores
 from megalite.plan.arrangement import Arrangement, arrange
 from megalite.train.life.export_hf import check_export
 from megalite.train.setup import SetupError

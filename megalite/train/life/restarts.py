@@ -16,7 +16,7 @@ from megalite.checkpoint.storage.location import CheckpointError, parse
 from megalite.checkpoint.storage.protocol import folder_of, steps_in
 from megalite.config.console import complain
 from megalite.config.options import Config
-from megalite.parallel.local_ranks import End
+from megalite.launch.local_ranks import End
 from megalite.train.tell.rank_log import FOLDER, stack_of
 from megalite.train.tell.run_dir import RUN_LOCK, Events, Exit, read_status, run_folder, save_roots, settle_status
 

@@ -14,7 +14,7 @@ from megalite.checkpoint.storage.location import folder_of, is_url
 from megalite.config.console import complain
 from megalite.config.faults import fault
 from megalite.config.options import Config
-from megalite.parallel.launch import Ranks, process_group, torchrun_restarts
+from megalite.launch.ranks import Ranks, process_group, torchrun_restarts
 from megalite.parallel.mesh import PLANNED, Axis, Mesh, world_axis
 from megalite.parallel.self_test import check_collectives
 from megalite.plan.arrangement import Arrangement

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 
-from megalite.parallel.local_ranks import AT_ONCE, FORWARDED, HELD, tell_stopping
+from megalite.launch.local_ranks import AT_ONCE, FORWARDED, HELD, tell_stopping
 
 # from schedulers and systemd, Ctrl-C, SLURM before its time limit, a closed terminal, a limit of processor time
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)

@@ -13,8 +13,8 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse
 from megalite.config.options import CheckpointConfig, Config, training_of
 from megalite.interop.megatron import rank_files as megatron
+from megalite.launch.ranks import Ranks
 from megalite.parallel.comm import first_says
-from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError
 from megalite.train.start.resume import Start, resume, saved_config

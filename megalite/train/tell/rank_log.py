@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from megalite.config.console import complain
 from megalite.config.own_file import inner_opener
-from megalite.parallel.launch import FIRST_FAILURE, SAID, Ranks, read_first_failure
+from megalite.launch.ranks import FIRST_FAILURE, SAID, Ranks, read_first_failure
 from megalite.train.tell.run_dir import write_atomically
 
 FOLDER, MOST_LINES = "ranks", 30

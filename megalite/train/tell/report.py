@@ -19,8 +19,8 @@ import torch
 
 from megalite.checkpoint.run.saver import Saver
 from megalite.config.options import Config
-from megalite.parallel.launch import Ranks
-from megalite.parallel.local_ranks import cores
+from megalite.launch.local_ranks import cores
+from megalite.launch.ranks import Ranks
 from megalite.plan.advice import CAUSES, about_the_bubble, limit_of, sentence, too_few_cores
 from megalite.plan.arrangement import Arrangement
 from megalite.train.state import Run

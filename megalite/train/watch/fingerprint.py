@@ -25,8 +25,8 @@ from megalite.config import environment
 from megalite.config.options import Config
 from megalite.config.toml import differences
 from megalite.data.samples.ledger import Ledger
+from megalite.launch.ranks import LaunchError
 from megalite.parallel.comm import gather_texts
-from megalite.parallel.launch import LaunchError
 from megalite.parallel.mesh import Axis
 
 EQUAL = ("megalite", "python", "torch", "triton", "numpy", "options", "data")

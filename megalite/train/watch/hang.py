@@ -36,7 +36,7 @@ import megalite
 from megalite.config.console import complain
 from megalite.config.options import Config
 from megalite.config.own_file import inner_opener
-from megalite.parallel.launch import HANG, LaunchError, read_first_failure
+from megalite.launch.ranks import HANG, LaunchError, read_first_failure
 from megalite.parallel.mesh import PLANNED, Mesh
 from megalite.parallel.shared_memory import OrderError
 from megalite.train.state import Run

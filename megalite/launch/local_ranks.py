@@ -29,7 +29,7 @@ from typing import Any
 
 from megalite.config.console import complain, let_go_of_console
 from megalite.config.run_options import EXIT_SIGNALS
-from megalite.parallel.launch import FIRST_FAILURE, HANG, SAID, LaunchError, Ranks, die_with_parent, read_first_failure
+from megalite.launch.ranks import FIRST_FAILURE, HANG, SAID, LaunchError, Ranks, die_with_parent, read_first_failure
 
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)

@@ -11,7 +11,7 @@ import programs
 import pytest
 from train_cases import SMALL
 
-from megalite.parallel.launch import LaunchError, Ranks, read_environment
+from megalite.launch.ranks import LaunchError, Ranks, read_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 

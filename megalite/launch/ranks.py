@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.config.console import complain, let_go_of_console
-from megalite.parallel.meeting import AGENT_STORE, MeetingError, meet
+from megalite.launch.meeting import AGENT_STORE, MeetingError, meet
 
 STARTERS = "torchrun, srun, mpirun or --nproc"
 # files in `Ranks.shared`

@@ -15,8 +15,8 @@ import pytest
 
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
 from megalite.config.console import complain
-from megalite.parallel.launch import FIRST_FAILURE, HANG, Ranks
-from megalite.parallel.local_ranks import End, start_local
+from megalite.launch.local_ranks import End, start_local
+from megalite.launch.ranks import FIRST_FAILURE, HANG, Ranks
 from megalite.train.tell.rank_log import complain_aside, fails_first, rank_log, stack_of, told_first
 
 
@@ -190,8 +190,8 @@ def test_torchruns_table_begins_with_the_rank_that_failed_first(tmp_path: Path) 
 _TELLS_A_FULL_DISK = """
 import sys, contextlib
 from pathlib import Path
-from megalite.parallel.launch import Ranks
-from megalite.parallel.local_ranks import start_local
+from megalite.launch.ranks import Ranks
+from megalite.launch.local_ranks import start_local
 from megalite.train.tell.rank_log import rank_log
 
 def tell(ranks):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from megalite.parallel import meeting
-from megalite.parallel.meeting import MeetingError, interface_for_others, likely_cause, meet, name_meeting
+from megalite.launch import meeting
+from megalite.launch.meeting import MeetingError, interface_for_others, likely_cause, meet, name_meeting
 
 SHORT = datetime.timedelta(seconds=1)
 LONG = datetime.timedelta(seconds=30)
