@@ -233,6 +233,7 @@ def features(item: Row) -> dict[str, Hashable]:
         "documents": "--reset-attention-mask" in words,
         "recompute": value("--recompute-granularity", "none"),
         "zero": value("--zero-stage", "1"),
+        "offload": OFFLOAD in words,
     }
 
 
@@ -485,6 +486,23 @@ def test_triton_kernels_train_as_torch_does(item: Row) -> None:
     for i, dtype in enumerate(DTYPES):
         bounds = (1e-10, 1e-9) if dtype == "float64" else (1e-4, 1e-4)
         _same(item, [rank[i] for rank in ranks], dtype, *bounds)
+
+
+MOVED = [
+    row("gpt split pp2 vpp2, dropout", 2, DROP, pp=2, vpp=2, extra=SPLIT),
+    row("llama ZeRO-3 pp2 dp2", 4, LLAMA, pp=2, extra=ZERO3),
+    row("gpt dp2, all parts recompute", 2, GPT, extra=f"{PARTS}core_attn layernorm mlp"),
+    row("llama cp2, documents", 2, LLAMA + BORDERS, extra=CP2),
+    row("neox tp2", 2, NEOX + " --bf16", tp=2),
+    row("qwen cp2 a2a ZeRO-3", 2, QWEN, extra=f"{CP2}{A2A} {ZERO3}"),
+]
+
+
+@pytest.mark.parametrize("item", rarely(MOVED, MOVED[:4], NAME, guards=("megalite/nn/activation_offload.py",)))
+def test_activations_in_host_memory_change_no_bit(item: Row) -> None:
+    flags, more = f"{item.model} {item.layout}", "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1"
+    kept, moved = (_bits(run_ranks(item.world, _parts, f"{flags} {some}", None)) for some in ("", more))
+    assert moved == kept
 
 
 def test_borders_of_documents_change_the_result() -> None:

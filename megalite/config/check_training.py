@@ -43,6 +43,8 @@ def training_effects(config: Config, say: Say) -> Iterator[Problem]:
         yield say("{optimizer_cpu_offload} saves nothing with {=device}, where all memory is the host's")
     if o.optimizer_offload_fraction != 1 and not o.optimizer_cpu_offload:
         yield say("{=optimizer_offload_fraction} has no effect without {--optimizer-cpu-offload}")
+    if t.min_offloaded_tensor_size != 1 << 20 and not t.cpu_offloading_num_layers:
+        yield say("{=min_offloaded_tensor_size} has no effect without {--cpu-offloading-num-layers}")
     if o.lars_trust_coefficient != 0.001 and o.optimizer != "lars":
         yield say("{=lars_trust_coefficient} has no effect without {--optimizer} lars")
     if t.step_batch_size_schedule is not None and t.train_iters is not None:
@@ -147,6 +149,9 @@ def _recomputation(t: TrainConfig, say: Say) -> Iterator[Problem]:
         yield say("{=recompute_granularity} needs {--recompute-method} uniform or block")
     if t.recompute_granularity != "full" and t.recompute_method is not None:
         yield say("{=recompute_method} has no effect; add {--recompute-granularity} full")
+    for name in ("recompute_granularity", "compile", "cuda_graph_impl") if t.cpu_offloading_num_layers else ():
+        if getattr(t, name) in ("full", True, "local"):
+            yield say("{=cpu_offloading_num_layers} and {=option} exclude each other; give one", option=name)
     for module in t.recompute_modules:
         if module not in RECOMPUTED and module not in _OF_EXPERTS:
             text = "{=recompute_modules} is not a part of a dense block; use {known}"

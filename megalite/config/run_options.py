@@ -46,6 +46,8 @@ class TrainConfig:
     recompute_modules: tuple[str, ...] = how(("core_attn",), "selective: core_attn (scores, softmax), layernorm, mlp")
     recompute_method: str | None = how(None, "full: groups of layers, or single layers", choices=("uniform", "block"))
     recompute_num_layers: int | None = how(None, "uniform: layers per group; block: layers per stage")
+    cpu_offloading_num_layers: int = how(0, "first layers of a stage whose activations lie in host memory")
+    min_offloaded_tensor_size: int = how(1 << 20, "elements; what is smaller stays on the device")
     z_loss_coeff: float = training(0.0, "z-loss: this times log^2 of the softmax's sum, added to the loss; PaLM: 1e-4")
     check_for_nan_in_loss_and_grad: bool = free(True, "stop at a loss or gradient that is not finite; off: skip it")
     max_skipped_steps: int = free(100, "stop after this many steps in a row without an update", above=0)

@@ -232,6 +232,7 @@ class Stage(nn.Module):
         super().__init__()
         self.recompute = recompute or Recompute()
         self.use: Use = run_unit  # or what gathers a unit's weights for it (optim/param_gather.py)
+        self.moved: Callable[..., Use] = lambda use, *_: use  # or what offloads (nn/activation_offload.py)
         mesh = make.mesh
         tied = not model.untie_embeddings_and_output_weights
         sizes, std = (padded_vocab_size, vocab_size, model.hidden_size), model.init_method_std
@@ -280,6 +281,7 @@ class Stage(nn.Module):
             assert received_sBD is not None, "only the first stage starts from tokens"
             x_sBD = received_sBD
         where, blocks = self.coordinates(batch), list(self.blocks)
+        use = self.moved(self.use, len(blocks), [x_sBD, *(where.rope or ())])
         for group, again in self.recompute.groups(len(blocks)):
             runs, again = itertools.count(), again and self.training
             here = replace(where, again=again)
@@ -292,7 +294,7 @@ class Stage(nn.Module):
             ) -> Tensor:
                 second = next(runs) > 0  # in backward
                 for block in blocks:
-                    x_sBD = self.use(block, x_sBD, where, again=second)
+                    x_sBD = use(block, x_sBD, where, again=second)
                 return x_sBD
 
             x_sBD = recompute(run, x_sBD) if again else run(x_sBD)

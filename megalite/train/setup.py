@@ -17,6 +17,7 @@ from megalite.kernels.dispatch import choose
 from megalite.launch.ranks import Ranks
 from megalite.models.compiled import Backend, compile_blocks
 from megalite.models.gpt import Stage
+from megalite.nn.activation_offload import Offload
 from megalite.optim.adamw import AdamW, ApexAdamW
 from megalite.optim.buffer import ParamBuffer, Shared
 from megalite.optim.lamb import Lamb, Lars
@@ -174,8 +175,10 @@ def build_run(
 def _build_pipeline(
     made: Arrangement, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, graphs: Callable[[], CudaGraph] | None
 ) -> tuple[ParamBuffer, Pipeline]:
-    config, p, stream = made.config, made.config.parallel, None
-    if config.train.cuda_graph_impl != "none" and graphs is None:
+    config, p, t, stream = made.config, made.config.parallel, made.config.train, None
+    for stage in stages if t.cpu_offloading_num_layers else ():
+        stage.moved = Offload(t.cpu_offloading_num_layers, t.min_offloaded_tensor_size, mesh.device)
+    if t.cuda_graph_impl != "none" and graphs is None:
         stream, graphs = new_stream(mesh.device), cuda_graphs()
     with on_stream(stream):
         buffer = ParamBuffer(

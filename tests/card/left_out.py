@@ -17,6 +17,7 @@ from unittest import mock
 from card.simulator import nccl, streams
 from card.simulator.trace import Comm
 from megalite.checkpoint.run import background_save
+from megalite.nn import activation_offload
 from megalite.optim import host_store
 from megalite.optim.param_gather import ParamGather
 from megalite.parallel import comm
@@ -93,6 +94,7 @@ WAITING: tuple[tuple[Any, str, Callable[..., list[Comm]], Callable[..., Any]], .
     (order, "wait_for", _nothing, _nothing),
     (background_save, "wait_for", _nothing, _nothing),
     (host_store, "wait_for", _nothing, _nothing),
+    (activation_offload, "wait_for", _nothing, _nothing),
     (threading.Event, "wait", _nothing, lambda *_: True),
 )
 

@@ -54,6 +54,7 @@ HYBRID = f"{ZERO} --num-distributed-optimizer-instances 2 --outer-dp-sharding-st
 CP = "--context-parallel-size 2 --cp-comm-type allgather allgather a2a"
 
 OFFLOAD = "--optimizer-cpu-offload --ddp-bucket-size 3000"
+MOVED = "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 64"
 
 # where a wait stands -> the flags of two ranks, or four, that race without it
 BETWEEN_RANKS = {
@@ -106,6 +107,8 @@ BETWEEN_STREAMS = {
     "checkpoint/run/background_save.py HostCopy.fill: self._done.synchronize()": "save",
     "optim/host_store.py HostStore.update_: there.synchronize()": "offload",
     "optim/host_store.py HostStore.update_: wait_for(sent)": "offload",
+    "nn/activation_offload.py _Kept.let_go: wait_for(self.copied)": "offload",
+    "nn/activation_offload.py _Kept.unpack: wait_for(self.copied)": "offload",
 }
 NO_RACE = {
     "checkpoint/run/background_save.py HostCopy.fill: wait_for(self._ready)": "the stream of training is the current one",
@@ -271,7 +274,7 @@ def one_rank(flags: str) -> Iterator[tuple[Card, Run]]:
             run.close()
 
 
-ALONE = [LLAMA, GRAPHS, f"{GRAPHS} --fp16 --no-bf16 --loss-scale 128", OFFLOAD, f"{GRAPHS} {OFFLOAD}"]
+ALONE = [LLAMA, GRAPHS, f"{GRAPHS} --fp16 --no-bf16 --loss-scale 128", OFFLOAD, f"{GRAPHS} {OFFLOAD}", MOVED]
 
 
 @pytest.mark.parametrize("flags", ["", *ALONE, f"{OFFLOAD} --no-bf16"])
@@ -322,18 +325,20 @@ def _what(fact: Fact) -> str:
     return fact.name if fact.name == COPY else "update" if "adamw" in fact.where else ""
 
 
-STORE = "optim/host_store.py HostStore.update_: "
+STORE, ACTIVATIONS = "optim/host_store.py HostStore.update_: ", "nn/activation_offload.py _Kept."
 # what is left out, flags -> what comes too late, and where what comes too early stands
 UNMOVED = [
-    (f"{STORE}there.synchronize()", "", COPY, "megalite/kernels/adamw.py"),
-    (f"{STORE}wait_for(sent)", "", "copy to the card", "megalite/nn/"),
-    (f"{STORE}wait_for(sent)", "--no-bf16", "copy to the card", "megalite/nn/"),
+    (f"{STORE}there.synchronize()", OFFLOAD, COPY, "megalite/kernels/adamw.py"),
+    (f"{STORE}wait_for(sent)", OFFLOAD, "copy to the card", "megalite/nn/"),
+    (f"{STORE}wait_for(sent)", f"{OFFLOAD} --no-bf16", "copy to the card", "megalite/nn/"),
+    (f"{ACTIVATIONS}let_go: wait_for(self.copied)", MOVED, COPY, "megalite/"),
+    (f"{ACTIVATIONS}unpack: wait_for(self.copied)", MOVED, "copy to the card", "megalite/"),
 ]
 
 
 @pytest.mark.parametrize("key,flags,early,late", UNMOVED)
 def test_what_is_offloaded_and_does_not_wait_for_its_copies_races(key: str, flags: str, early: str, late: str) -> None:
-    with one_rank(f"{OFFLOAD} {flags}") as (card, run):
+    with one_rank(flags) as (card, run):
         with without(sites()[key]) as left:
             for _ in range(2):
                 train_step(run)

@@ -81,6 +81,14 @@ BAD: list[tuple[str, str]] = [
     ("--exp-avg-sq-dtype fp8", "exp_avg_sq_dtype='fp8' is not one of"),
     ("--bf16 --fp16", "bf16 and fp16 exclude each other; give one"),
     ("--recompute-granularity full", "needs --recompute-method"),
+    *(
+        (f"--cpu-offloading-num-layers 2 {flags}", f"cpu_offloading_num_layers=2 and {name} exclude each other; give")
+        for flags, name in (
+            ("--recompute-granularity full --recompute-method uniform", "recompute_granularity=full"),
+            ("--compile", "compile=True"),
+            ("--cuda-graph-impl local", "cuda_graph_impl=local"),
+        )
+    ),
     ("--rampup-batch-size 4 4", "three numbers"),
     ("--rampup-batch-size 4 5 100", "is not reached"),
     ("--rampup-batch-size 32 4 100", "is not reached"),
@@ -187,6 +195,7 @@ def test_a_save_without_an_interval_is_told_to_be_only_at_the_end() -> None:
 
 NONE, PENDING = "has no effect", "zero_bubble_max_pending_backward=3"
 NO_EFFECT = {
+    "--min-offloaded-tensor-size 5": [f"min_offloaded_tensor_size=5 {NONE} without --cpu-offloading-num-layers"],
     "--optimizer-offload-fraction 0.5": [f"optimizer_offload_fraction=0.5 {NONE} without --optimizer-cpu-offload"],
     "--optimizer-cpu-offload --device cpu": [
         "optimizer_cpu_offload saves nothing with device=cpu, where all memory is the host's"

@@ -62,6 +62,8 @@ def describe(
         rows["context"] += f"attention gathers keys in {m.num_layers - by_heads} layers, exchanges heads in {by_heads}"
     if windows:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
+    if n := config.train.cpu_offloading_num_layers:
+        rows["activations"] = f"of each chunk's first {n} layers on the host; below they count as if on the device"
     if config.train.compile:
         rows["compile"] = describe_compile()
     if config.train.cuda_graph_impl != "none":
