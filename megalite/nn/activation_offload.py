@@ -31,18 +31,18 @@ class Offload:
         self.down, self.up = new_stream(device), new_stream(device)
 
     def __call__(self, use: Use, blocks: int, stays: Iterable[Tensor]) -> Use:
-        """`use`, for a micro-batch's way through a stage of so many blocks. `stays`: is there anyway, as are weights."""
+        """`use`, for a micro-batch on its way through a stage's blocks. `stays`: is there anyway, as are weights."""
         names, numbers = set(map(_name, stays)), itertools.count(1)
         last: _Kept | None = None
 
-        def moving(block: nn.Module, *args: Any, **how: Any) -> Tensor:
+        def moving(unit: nn.Module, *args: Any, **how: Any) -> Tensor:
             nonlocal last
             kept, number = None, next(numbers)
             with contextlib.ExitStack() as hooks:
                 if number <= self.layers and torch.is_grad_enabled():  # there is to be a backward
-                    kept = _Kept(self, names.union(map(_name, block.parameters())), last)
+                    kept = _Kept(self, names.union(map(_name, unit.parameters())), last)
                     hooks.enter_context(saved_tensors_hooks(kept.pack, kept.unpack))
-                y = use(block, *args, **how)
+                y = use(unit, *args, **how)
             if kept is not None:
                 kept.go_down()
             for one in filter(None, (last, kept if number == blocks else None)):

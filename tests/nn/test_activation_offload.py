@@ -10,9 +10,9 @@ from card.simulator.device import simulated
 from card.simulator.trace import Launch
 
 from megalite.config import cli
+from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
 from megalite.nn.activation_offload import Offload, _Storage
-from megalite.parallel.launch import Ranks
 from megalite.train.setup import build_run
 from megalite.train.step import train_step
 
