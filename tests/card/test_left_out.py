@@ -229,6 +229,7 @@ LAYOUTS = {
     "dp2": ("", ""),
     "dp2 graphs": ("", f"{GRAPHS} --global-batch-size 16"),
     "dp2 offloaded": ("", OFFLOAD),
+    "dp2 ZeRO-3, parameters offloaded": ("", f"{ZERO} {OFFLOAD} --param-cpu-offload"),
     "dp2 ZeRO-3, half offloaded, fp32": ("", f"{ZERO} {OFFLOAD} --optimizer-offload-fraction 0.5 --no-bf16"),
     "tp2": (TP, "--num-layers 1 --global-batch-size 4"),
     "pp2": (PP, ""),

@@ -103,7 +103,8 @@ def copy_of(x: Tensor) -> Tensor:
     """Its elements, flat, in memory of the host's own; bool as uint8, as NCCL has it. Past NumPy, which would have the
     storage never be resized again."""
     raw = bytes_of(x)
-    copied = torch.frombuffer(bytearray(ctypes.string_at(raw.data_ptr(), raw.numel())), dtype=torch.uint8)
+    held = bytearray(ctypes.string_at(raw.data_ptr(), raw.numel()))
+    copied = torch.frombuffer(held, dtype=torch.uint8) if held else torch.empty(0, dtype=torch.uint8)
     return copied if x.dtype == torch.bool else copied.view(x.dtype)
 
 
