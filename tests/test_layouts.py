@@ -98,6 +98,8 @@ SETS = "--num-distributed-optimizer-instances 2"
 OUTER = "--outer-dp-sharding-strategy optim"
 ZERO2, ZERO3 = "--zero-stage 2", "--zero-stage 3"
 OFFLOAD = "--optimizer-cpu-offload"
+PARAMETERS = f"{OFFLOAD} --param-cpu-offload"
+HELD_ON_HOST = f"--zero-stage 3 --zero-hold chunk {PARAMETERS} --optimizer-offload-folder ."
 HALF = f"{OFFLOAD} --optimizer-offload-fraction 0.5 --ddp-bucket-size 500"
 ROWS = [
     row("gpt tp2", 2, GPT, tp=2),
@@ -214,6 +216,8 @@ ROWS = [
     row("llama sgd dp2 ddp, offloaded", 2, LLAMA, extra=f"{OFFLOAD} {NOZERO} --optimizer sgd"),
     row("gpt ZeRO-2 dp2, offloaded", 2, GPT, extra=f"{ZERO2} {OFFLOAD}"),
     row("llama ZeRO-3 pp2 dp2, offloaded", 4, LLAMA, pp=2, extra=f"{ZERO3} {OFFLOAD}"),
+    row("gpt tp2 dp2 ZeRO-3, parameters offloaded", 4, DROP, tp=2, extra=f"{ZERO3} {PARAMETERS}"),
+    row("llama pp2 dp2 vpp2 ZeRO-3 chunks held, parameters offloaded", 4, LLAMA, pp=2, vpp=2, extra=HELD_ON_HOST),
     row("gpt ZeRO-3 hybrid 2x2 once more, half offloaded", 4, GPT, extra=f"{ZERO3} {SETS} {OUTER} {HALF}"),
 ]
 
@@ -356,6 +360,13 @@ def test_moments_in_bf16_are_rounded_alike_under_every_layout() -> None:
     assert alone(model + " ", "float64").losses[-1] != alone(LLAMA + " ", "float64").losses[-1]
 
 
+PLACES = {  # of what is offloaded
+    "host": OFFLOAD,
+    "half on the host": HALF,
+    "disk": f"{OFFLOAD} --optimizer-offload-folder .",
+    "parameters, too": PARAMETERS,
+    "parameters, too, optimizer on disk": f"{PARAMETERS} --optimizer-offload-folder .",
+}
 OFFLOADED = [
     row("gpt tp2 dp2", 4, f"{GPT} --bf16", tp=2),
     row("llama pp2 dp2 ZeRO-3", 4, f"{LLAMA} {ZERO3}", pp=2),
@@ -367,8 +378,9 @@ OFFLOADED = [
 @pytest.mark.parametrize("item", OFFLOADED, ids=NAME)
 def test_what_is_offloaded_changes_no_bit(item: Row) -> None:
     flags = f"{item.model} {item.layout} --ddp-bucket-size 500"
-    kept, *others = (_bits(run_ranks(item.world, _parts, f"{flags} {more}", None)) for more in ("", OFFLOAD, HALF))
-    assert others == [kept] * 2
+    places = [place for place in PLACES.values() if PARAMETERS not in place or ZERO3 in flags]
+    kept, *others = (_bits(run_ranks(item.world, _parts, f"{flags} {more}", None)) for more in ("", *places))
+    assert others == [kept] * len(places)
 
 
 def _bits(ranks: list[tuple]) -> list[tuple[str, list[bytes]]]:

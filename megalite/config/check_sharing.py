@@ -27,6 +27,9 @@ def sharing_problems(config: Config, say: Say) -> Iterator[Problem]:
         yield say(text + "{--zero-stage} 1, or drop it", "use_megatron_fsdp", stage=stage)
     if p.outer_dp_sharding_strategy == "optim" and p.num_distributed_optimizer_instances == 1:
         yield say("{=outer_dp_sharding_strategy} needs {--num-distributed-optimizer-instances} above 1")
+    if p.param_cpu_offload and (stage < 3 or config.optim.offloaded < 1 or p.outer_dp_sharding_strategy == "optim"):
+        text = "{param_cpu_offload} needs {--zero-stage} 3, shared out once, and {--optimizer-cpu-offload} of all"
+        yield say(text, "optimizer_offload_fraction", "outer_dp_sharding_strategy")
 
 
 def context_problems(config: Config, say: Say) -> Iterator[Problem]:
@@ -49,8 +52,10 @@ def context_problems(config: Config, say: Say) -> Iterator[Problem]:
 
 
 def instances_problem(config: Config, dp: int, say: Say) -> Iterator[Problem]:
-    """Where the ranks that share out, dp x cp, do not split into as many sets."""
+    """Where the ranks that share out, dp x cp, do not split into as many sets, or into sets of one."""
     n, cp = config.parallel.num_distributed_optimizer_instances, config.parallel.context_parallel_size
+    if config.parallel.param_cpu_offload and dp * cp <= n:
+        yield say("{param_cpu_offload} needs 2 or more ranks that share out weights: start more, or leave it out")
     if config.parallel.shared_out and dp * cp % n:
         text = "{=num_distributed_optimizer_instances} does not divide data parallel {dp}{cp}: use {fit}"
         yield say(text, dp=dp, cp=f" x cp {cp}" if cp > 1 else "", fit=any_divisor(dp * cp))
@@ -60,6 +65,8 @@ def sharing_effects(config: Config, say: Say) -> Iterator[Problem]:
     p = config.parallel
     if "p2p" in config.model.cp_comm_type and p.context_parallel_size > 1:
         yield say("{=cp_comm_type} is taken as allgather, which moves the same bytes", cp_comm_type="p2p")
+    if p.param_cpu_offload and p.device == "cpu":
+        yield say("{param_cpu_offload} saves nothing with {=device}, where all memory is the host's")
     if p.zero_hold != "auto" and p.shared_out < 3:
         yield say("{=zero_hold} has no effect below ZeRO stage 3")
     if p.num_distributed_optimizer_instances > 1 and not p.shared_out:

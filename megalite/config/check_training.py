@@ -43,6 +43,8 @@ def training_effects(config: Config, say: Say) -> Iterator[Problem]:
         yield say("{optimizer_cpu_offload} saves nothing with {=device}, where all memory is the host's")
     if o.optimizer_offload_fraction != 1 and not o.optimizer_cpu_offload:
         yield say("{=optimizer_offload_fraction} has no effect without {--optimizer-cpu-offload}")
+    if o.optimizer_offload_folder is not None and not o.offloaded:
+        yield say("{=optimizer_offload_folder} has no effect without {--optimizer-cpu-offload}")
     if t.min_offloaded_tensor_size != 1 << 20 and not t.cpu_offloading_num_layers:
         yield say("{=min_offloaded_tensor_size} has no effect without {--cpu-offloading-num-layers}")
     if o.lars_trust_coefficient != 0.001 and o.optimizer != "lars":

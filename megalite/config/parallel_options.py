@@ -68,6 +68,7 @@ class ParallelConfig:
         choices=("auto", "layer", "chunk"),
         flags=("--torch-fsdp2-no-reshard-after-forward=chunk",),
     )
+    param_cpu_offload: bool = how(False, "ZeRO-3: a rank's share of the weights lies in host memory")
     num_distributed_optimizer_instances: int = how(1, "sets of dp ranks that each hold all that is shared", above=0)
     outer_dp_sharding_strategy: str = how(
         "no_shard",

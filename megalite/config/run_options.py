@@ -146,6 +146,7 @@ class OptimConfig:
     lars_trust_coefficient: float = training(0.001, "of lars, eta: update per weight at a rate of 1", above=0)
     optimizer_cpu_offload: bool = how(False, "keep main weights and states in host memory, and update them there")
     optimizer_offload_fraction: float = how(1.0, "share of the weights whose states are offloaded", most=NO_SHARE)
+    optimizer_offload_folder: str | None = how(None, "a folder of a fast local disk to hold these, not host memory")
 
     @property
     def offloaded(self) -> float:

@@ -49,11 +49,13 @@ class Shared:
     stage      2: gradients of matrices come and go, 3: their weights, too
     by_chunk   these weights come for a run of a chunk, not for each unit
     once_more  replicas share out among them what the optimizer keeps
+    on_host    weights that come do so from host memory
     """
 
     stage: int = 1
     by_chunk: bool = False
     once_more: bool = False
+    on_host: bool = False
 
 
 class ParamBuffer:
@@ -84,7 +86,7 @@ class ParamBuffer:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
         dtype = dtypes.pop()
         self.mesh, self.rules = mesh, rules_for(layout, mesh, reduce_in_bf16, shared.once_more)
-        self.weights = FlatStorage(layout, self.rules, dtype, device, parameters, elastic=shared.stage > 2)
+        self.weights = FlatStorage(layout, self.rules, dtype, device, parameters, shared.stage > 2, shared.on_host)
         self.grads = FlatStorage(layout, self.rules, main_dtype(dtype), device, elastic=shared.stage > 1)
         self.grad_reduce = reduce = GradReduce(parameters, self.grads, overlap_grad_reduce)
         self.param_gather = gather = ParamGather(

@@ -2,7 +2,7 @@
 
                   whole                              held
     stays         always there                       this rank's part of it
-    comes, goes   from `come` to `go` (elastic.py)   memory of its own, always there
+    comes, goes   from `come` to `go` (elastic.py)   memory of its own, always there, the device's or the host's
 
 What a rank owns is all that it holds, or where that is shared out once more (bucket_rule.py) a part of it.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megalite.nn.parameter import write_initial
 from megalite.optim.bucket_rule import BucketRule
+from megalite.optim.host_memory import host_memory, pinned_bytes
 from megalite.optim.layout import Bucket, Kind, Layout, Part, Slot
 from megalite.parallel.elastic import Elastic
 
@@ -26,7 +27,7 @@ def main_dtype(weights: torch.dtype) -> torch.dtype:
 class FlatStorage:
     """Zeros for the entries of `layout`, whose kinds have `rules`; or, where they are given, the values of
     `parameters`, which become views of it. `elastic`: buckets of a unit that are shared out come and go; they are away
-    at first."""
+    at first. `on_host`: what is held of these is in host memory."""
 
     def __init__(
         self,
@@ -36,8 +37,9 @@ class FlatStorage:
         device: torch.device,
         parameters: Sequence[nn.Parameter] = (),
         elastic: bool = False,
+        on_host: bool = False,
     ):
-        self.layout, self.rules, self.dtype = layout, rules, dtype
+        self.layout, self.rules, self.dtype, self.on_host = layout, rules, dtype, on_host
         self.flats: list[Tensor] = []  # of the buckets, in order
         self._elastic: dict[int, Elastic] = {}
         self._held: dict[int, Tensor] = {}  # of these
@@ -45,8 +47,11 @@ class FlatStorage:
         self._mine: list[Tensor] = []
         self._parts: dict[Slot, Tensor] = {}
         self._gaps: dict[int, list[Tensor]] = {}  # padding of what comes and goes
+        move = [b for b in layout.buckets if elastic and b.kind.unit and rules[b.kind].is_shared_out]
+        sizes = [len(rules[b.kind].held(b)) * dtype.itemsize for b in move if on_host]
+        self.host_bytes, room = pinned_bytes(sizes), host_memory(sizes, device)
         for bucket in layout.buckets:  # one by one: what a parameter had is let go of before the next
-            comes = elastic and bucket.kind.unit and rules[bucket.kind].is_shared_out
+            comes = bucket in move
             if comes:
                 self._elastic[bucket.number] = memory = Elastic(bucket.size, dtype, device)
                 flat = memory.flat
@@ -67,14 +72,15 @@ class FlatStorage:
                 p.data = view
             if comes:
                 mine = self.mine(bucket)
-                self._held[bucket.number] = mine.clone() if parameters else torch.zeros_like(mine)
+                held = next(room).view(dtype) if on_host else torch.zeros_like(mine)
+                self._held[bucket.number] = held.copy_(mine) if parameters else held
                 self.go(bucket)
 
     @property
     def nbytes(self) -> int:
-        """That are always there."""
+        """That are always there, on the device."""
         stay = (flat.nbytes for n, flat in enumerate(self.flats) if n not in self._elastic)
-        return sum(stay) + sum(held.nbytes for held in self._held.values())
+        return sum(stay) + sum(held.nbytes for held in self._held.values() if not self.on_host)
 
     def stays(self, bucket: Bucket) -> bool:
         """Whether the whole bucket is always there."""

@@ -10,14 +10,15 @@ another dtype lies where its gradient came. Rejected: to fetch during backward, 
 keeps every gradient on the host. A CPU does the same, and saves nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megalite.kernels.dispatch import power_of_two
 from megalite.optim.buffer import ParamBuffer
+from megalite.optim.host_memory import host_memory, mapped, pinned_bytes
 from megalite.optim.layout import Bucket, Layout
 from megalite.optim.rule import Rule, Update
 from megalite.parallel.streams import Event, beside, new_stream, reached, wait_for
@@ -34,39 +35,19 @@ def host_parts(owned: Sequence[int], state: int, gradient: int) -> list[int]:
     return [*(n * state for n in owned), *[max(owned) * gradient] * 2] if owned else []
 
 
-def _blocks(parts: Sequence[int]) -> list[list[int]]:
-    """Parts, in order, that share a block. torch rounds what it pins up to a power of two: each block is the largest
-    that what is left fills."""
-    found, left, size = list[list[int]](), sum(parts), 0
-    for part in parts:
-        if not found or sum(found[-1]) + part > size:
-            found.append([])
-            size = power_of_two(left + 1) // 2
-        found[-1].append(part)
-        left -= part
-    return found
-
-
-def pinned_bytes(parts: Sequence[int]) -> int:
-    return sum(power_of_two(sum(block)) for block in _blocks(parts))
-
-
-def _memory(parts: Sequence[int], device: torch.device) -> Iterator[Tensor]:
-    pinned = device.type == "cuda"
-    options = dict(dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
-    for block in _blocks(parts):
-        yield from torch.zeros(power_of_two(sum(block)), **options)[: sum(block)].split(block)  # type: ignore[call-overload]
-
-
 class HostStore:
-    """Of `fraction` of the elements of `buffer`. `kept`: bucket -> main weights and `states` of what this rank owns."""
+    """Of `fraction` of the elements of `buffer`. `kept`: bucket -> main weights and `states` of what this rank owns, in
+    a mapped file of `folder` where one is given."""
 
-    def __init__(self, buffer: ParamBuffer, states: Mapping[str, torch.dtype | None], fraction: float):
+    def __init__(self, buffer: ParamBuffer, states: Mapping[str, torch.dtype | None], fraction: float, folder: str):
         self._device, main = buffer.mesh.device, buffer.grads.dtype
         dtypes, buckets = [main, *(dtype or main for dtype in states.values())], moved(buffer.layout, fraction)
         owned = [len(buffer.rules[bucket.kind].owned(bucket)) for bucket in buckets]
         parts = host_parts(owned, sum(dtype.itemsize for dtype in dtypes), main.itemsize)
-        self.bytes, memory = pinned_bytes(parts), _memory(parts, self._device)
+        on_disk = len(owned) if folder else 0
+        self.bytes, self.disk = pinned_bytes(parts[on_disk:]), sum(parts[:on_disk])
+        disk = mapped(parts[:on_disk], folder, self._device)
+        memory = itertools.chain(disk, host_memory(parts[on_disk:], self._device))
         self.kept: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
         for bucket, n in zip(buckets, owned, strict=True):
             flats = next(memory).split([n * dtype.itemsize for dtype in dtypes])

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from megalite.nn.parameter import Sharded
 from megalite.optim.flat_storage import FlatStorage
 from megalite.parallel.comm import Pending, start_all_gather_into
+from megalite.parallel.streams import beside, new_stream, reached
 
 GATHERS_AHEAD = 2
 
@@ -38,6 +39,8 @@ class ParamGather:
         by_chunk: bool = False,
     ):
         self.weights, self.overlap, self.by_chunk = weights, overlap, by_chunk
+        self._device = parameters[0].device
+        self._up = new_stream(self._device) if weights.on_host else None  # from the host
         self._to_gather: list[int] = []  # in the order in which every rank starts them
         self._gathering: dict[int, Pending] = {}
         self._outer: dict[int, Pending] = {}  # what replicas get of each other of what they hold
@@ -113,7 +116,10 @@ class ParamGather:
         if b in self._outer:
             self._outer.pop(b).wait()
         whole, held = self.weights.whole(bucket), self.weights.held(bucket)
-        self._gathering[b] = start_all_gather_into(whole, held, self._shards[b])
+        with beside(self._up, after=reached(self._device) if self._up else None):
+            if self.weights.on_host and not self.weights.stays(bucket):
+                held = self.weights.mine(bucket).copy_(held, non_blocking=True)
+            self._gathering[b] = start_all_gather_into(whole, held, self._shards[b])
 
     def _start_next(self) -> None:
         if self._to_gather:

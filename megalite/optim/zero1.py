@@ -34,14 +34,22 @@ class Owned:
 class Zero1:
     """`rule` applied to what `buffer` says this rank owns. `updates` counts the steps taken, skipped ones excluded.
     `matrix_rule`: of the buckets that are laid out as matrices. `offloaded`: the share of elements of which the host
-    has main weights and states; only with one rule, which is no WholeRule."""
+    has main weights and states, in a mapped file of `folder` where one is given; only with one rule, which is no
+    WholeRule."""
 
-    def __init__(self, buffer: ParamBuffer, rule: Rule, matrix_rule: Rule | None = None, offloaded: float = 0.0):
+    def __init__(
+        self,
+        buffer: ParamBuffer,
+        rule: Rule,
+        matrix_rule: Rule | None = None,
+        offloaded: float = 0.0,
+        folder: str | None = None,
+    ):
         self.buffer, self.updates = buffer, 0
         self.kept_by = rule, matrix_rule or rule
         self.rules = [self.kept_by[bucket.kind.matrix] for bucket in buffer.layout.buckets]
         self.same = buffer.weights.dtype == buffer.grads.dtype  # then main weights are the weights, or on the host
-        self.host = HostStore(buffer, rule.states, offloaded)
+        self.host = HostStore(buffer, rule.states, offloaded, folder or "")
         self.main: list[Tensor] = []
         self.state: list[dict[str, Tensor]] = []
         for bucket, of in zip(buffer.layout.buckets, self.rules, strict=True):

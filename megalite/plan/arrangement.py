@@ -28,6 +28,7 @@ from megalite.models.specs import specs_of
 from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import lay_out_chunks
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
+from megalite.parallel.spec import ParamSpec
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
@@ -298,10 +299,10 @@ class Arrangement:
         return element_bytes(self.dtype, kept_of(self.config.optim, matrix))
 
     def _holding(self, rank: int) -> Holding:
-        mesh, p, o = self.mesh_of(rank), self.config.parallel, self.config.optim
+        mesh, p = self.mesh_of(rank), self.config.parallel
         chunks = build_stages(self, mesh, self.dtype, meta=True)
-        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=p.shared_out > 1, **o.apart)
-        return Holding.of(layout, mesh, Shares.of(p, mesh), self.bytes_of_element, o)
+        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=p.shared_out > 1, **self.config.optim.apart)
+        return Holding.of(layout, mesh, Shares.of(p, mesh), self.bytes_of_element, self.config)
 
     @cached_property
     def elements(self) -> tuple[int, ...]:
@@ -316,12 +317,13 @@ class Arrangement:
         first, last = (build_stage(self, make, [range(0), range(0)], number) for number in (0, 1))
         shares = Shares.of(self.config.parallel, make.mesh)
 
-        def each(matrix: bool) -> float:
-            weight, gradient, state = self.bytes_of_element(matrix)
+        def each(spec: ParamSpec) -> float:
+            weight, gradient, state = self.bytes_of_element(spec.is_matrix)
+            weight *= not (self.config.parallel.param_cpu_offload and spec.is_2d)
             return shares.bytes_of(weight, gradient, state * (1 - self.config.optim.offloaded))
 
         def of(module: nn.Module | None) -> float:
-            return sum(each(spec.is_matrix) * p.numel() for spec, p in named_specs(module)) if module else 0.0
+            return sum(each(spec) * p.numel() for spec, p in named_specs(module)) if module else 0.0
 
         layers = Sums([[n] for n in self.layers.each(lambda kind: of(Block(make, kind, 0)))])
         return ModuleBytes(layers, of(first.embedding), of(last.head))

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megalite.config.options import OptimConfig
+from megalite.config.options import Config, OptimConfig
 from megalite.config.parallel_options import ParallelConfig
 from megalite.kernels.newton_schulz import coefficients, newton_schulz, newton_schulz_flops
 from megalite.optim.exchange import Matrix, homes_of, matrices_of
 from megalite.optim.flat_storage import main_dtype
-from megalite.optim.host_store import host_parts, moved, pinned_bytes
+from megalite.optim.host_memory import pinned_bytes
+from megalite.optim.host_store import host_parts, moved
 from megalite.optim.layout import Layout
 from megalite.optim.muon import bytes_at_once
 from megalite.parallel.mesh import Mesh
@@ -59,28 +60,34 @@ class Holding:
     units: Mapping[str, int]  # elements of what comes and goes, by unit of the model
     matrices: "WholeMatrices | None" = None
     host: int = 0  # beside the device's
+    disk: int = 0
 
     @classmethod
     def of(
-        cls, layout: Layout, mesh: Mesh, shares: Shares, element: Callable[[bool], tuple[int, int, int]], o: OptimConfig
+        cls, layout: Layout, mesh: Mesh, shares: Shares, element: Callable[[bool], tuple[int, int, int]], config: Config
     ) -> "Holding":
         """What stays of weights and gradients is whole. `element`: its bytes, of a matrix or not."""
+        o, on_host = config.optim, config.parallel.param_cpu_offload and shares.weights > 1
         units: dict[str, int] = {}
         for bucket in layout.buckets:
             if bucket.kind.unit and shares.gradients > 1:
                 units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.size
         comes = sum(units.values())
+        held = [b.size // shares.weights for b in layout.buckets if on_host and b.kind.unit]
         (weight, gradient, state), away = element(False), moved(layout, o.offloaded)
         state += gradient * (weight == gradient)  # of the host, which always has main weights of its own
+        lent = host_parts([b.size // shares.optimizer for b in away], state, gradient)
+        on_disk = len(away) if o.optimizer_offload_folder else 0
         return cls(
             local=sum(e.numel for e in layout.entries),
             elements=layout.size,
-            weights=(layout.size - comes + comes // shares.weights) * weight,
+            weights=(layout.size - comes + (0 if on_host else comes // shares.weights)) * weight,
             gradients=(layout.size - comes + comes // shares.gradients) * gradient,
             optimizer=sum(b.size * element(b.kind.matrix)[2] for b in layout.buckets[len(away) :]) // shares.optimizer,
             units=units,
             matrices=whole_matrices(layout, mesh, o, shares),
-            host=pinned_bytes(host_parts([b.size // shares.optimizer for b in away], state, gradient)),
+            host=pinned_bytes(lent[on_disk:]) + pinned_bytes([n * weight for n in held]),
+            disk=sum(lent[:on_disk]),
         )
 
     @property

@@ -53,12 +53,12 @@ def memory(made: Arrangement) -> list[RankMemory]:
 def by_stage(made: Arrangement) -> list[Holding]:
     """What the pipeline rank that holds the most would hold at ZeRO stages 0 to 3, of the layers of its own."""
     chunks = build_stages(made, made.mesh_of(made.worst), made.dtype, meta=True)
-    o, found = made.config.optim, list[Holding]()
+    found = list[Holding]()
     for stage in range(len(SHARED_PARTS)):
-        p = replace(made.config.parallel, zero_stage=stage)
-        mesh = replace(made, config=replace(made.config, parallel=p)).mesh_of(made.worst)
-        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=stage > 1, **o.apart)
-        found.append(Holding.of(layout, mesh, Shares.of(p, mesh), made.bytes_of_element, o))
+        config = replace(made.config, parallel=(p := replace(made.config.parallel, zero_stage=stage)))
+        mesh = replace(made, config=config).mesh_of(made.worst)
+        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=stage > 1, **config.optim.apart)
+        found.append(Holding.of(layout, mesh, Shares.of(p, mesh), made.bytes_of_element, config))
     return found
 
 

@@ -132,7 +132,8 @@ def _stepped(run: Run, plan: Arrangement, shapes: Meta) -> Rehearsal:
     run.pipeline._post = at_once
     for stage in stages:
         stage.register_forward_hook(lambda *_: alive.append(shapes.live))
-    state, main = shapes.live, run.optimizer
+    state, main, weights = shapes.live, run.optimizer, run.buffer.weights
+    host = main.host.bytes + weights.host_bytes
     shapes.peak = state
     with issued(run.mesh) as calls:
         train_step(run)
@@ -141,7 +142,7 @@ def _stepped(run: Run, plan: Arrangement, shapes: Meta) -> Rehearsal:
     kept = [n for n in range(len(main.main)) if n not in main.host.kept]
     held = [x for n in kept for x in main.state[n].values()] + ([] if main.same else [main.main[n] for n in kept])
     parts = {
-        "weights": run.buffer.weights.nbytes,
+        "weights": weights.nbytes,
         "gradients": run.buffer.grads.nbytes,
         "optimizer": sum(x.nbytes for x in held),
     }
@@ -152,9 +153,9 @@ def _stepped(run: Run, plan: Arrangement, shapes: Meta) -> Rehearsal:
         layers={number: plan.stages[number] for number in plan.placement.stages(run.mesh.pp.rank)},
         parameters=sum(entry.numel for entry in run.buffer.layout.entries),
         parts=parts,
-        host=main.host.bytes,
+        host=host,
         in_flight=max(alive) - state,
-        peak=shapes.peak - main.host.bytes,
+        peak=shapes.peak - host - main.host.disk,
         issued=calls,
     )
 

@@ -156,5 +156,6 @@ def _heal(run: Run, majority: Majority) -> str:
         run.optimizer.after_load()
         return "the main weights"
     for slot, axis, source in majority:
-        broadcast_(run.buffer.weights.kept(slot)[1], axis, source)
+        kept = run.buffer.weights.kept(slot)[1]
+        kept.copy_(broadcast_(kept.to(run.mesh.device), axis, source))  # which may be the host's
     return "what most replicas have"

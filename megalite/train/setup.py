@@ -151,7 +151,7 @@ def build_run(
         mesh=mesh,
         pipeline=pipeline,
         buffer=buffer,
-        optimizer=Zero1(buffer, *update_rules(config), config.optim.offloaded),
+        optimizer=Zero1(buffer, *update_rules(config), config.optim.offloaded, config.optim.optimizer_offload_folder),
         rates=rates(made),
         loss_scaler=loss_scaler(config),
         batch_sizes=made.batch_sizes,
@@ -188,7 +188,9 @@ def _build_pipeline(
             overlap_grad_reduce=p.overlap_grad_reduce,
             overlap_param_gather=p.overlap_param_gather,
             reduce_in_bf16=p.grad_reduce_in_bf16 and dtype == torch.bfloat16,
-            shared=Shared(p.shared_out, made.sharing.by_chunk, p.outer_dp_sharding_strategy == "optim"),
+            shared=Shared(
+                p.shared_out, made.sharing.by_chunk, p.outer_dp_sharding_strategy == "optim", p.param_cpu_offload
+            ),
             **config.optim.apart,
         )
     options: dict[str, Any] = dict(

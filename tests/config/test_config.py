@@ -72,6 +72,8 @@ BAD: list[tuple[str, str]] = [
     ("--optimizer muon --muon-num-ns-steps 4", "muon_num_ns_steps=4 is no multiple of quintic's 5"),
     ("--optimizer-cpu-offload --optimizer muon", "optimizer_cpu_offload with optimizer=muon: whole tensors are"),
     ("--optimizer-cpu-offload --optimizer-impl apex", "optimizer_impl=apex updates on a card, and optimizer_cpu_off"),
+    ("--param-cpu-offload --optimizer-cpu-offload", "param_cpu_offload needs --zero-stage 3, shared out once, and"),
+    ("--param-cpu-offload --zero-stage 3", "param_cpu_offload needs --zero-stage 3, shared out once, and"),
     ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5", "optimizer_offload_fraction=1.5 is not a share; use"),
     ("--optimizer lars --optimizer-impl apex", "optimizer_impl=apex is an AdamW, and optimizer=lars is not; use auto"),
     ("--optimizer muon --muon-coefficient-type aol", "muon_coefficient_type='aol' is not one of simple, quintic"),
@@ -197,6 +199,7 @@ NONE, PENDING = "has no effect", "zero_bubble_max_pending_backward=3"
 NO_EFFECT = {
     "--min-offloaded-tensor-size 5": [f"min_offloaded_tensor_size=5 {NONE} without --cpu-offloading-num-layers"],
     "--optimizer-offload-fraction 0.5": [f"optimizer_offload_fraction=0.5 {NONE} without --optimizer-cpu-offload"],
+    "--optimizer-offload-folder /x": [f"optimizer_offload_folder=/x {NONE} without --optimizer-cpu-offload"],
     "--optimizer-cpu-offload --device cpu": [
         "optimizer_cpu_offload saves nothing with device=cpu, where all memory is the host's"
     ],

@@ -26,9 +26,11 @@ from ranks import run_ranks
 from test_layouts import COMMON, GPT, HALF, LLAMA, OFFLOAD, ZERO2, ZERO3
 
 from megalite.config import cli
+from megalite.config.check import check
 from megalite.launch.ranks import LaunchError, Ranks
 from megalite.models.families import PRESETS
-from megalite.optim.host_store import host_parts, moved, pinned_bytes
+from megalite.optim.host_memory import mapped, pinned_bytes
+from megalite.optim.host_store import host_parts, moved
 from megalite.optim.layout import Entry, lay_out
 from megalite.parallel.spec import ParamSpec
 from megalite.plan.arrangement import arrange
@@ -81,6 +83,41 @@ def test_more_than_the_hosts_memory_is_refused() -> None:
         preflight.check_machine(plan, "cuda", Ranks(0, 8, 0, 2))
         with pytest.raises(LaunchError, match=r"^weights and optimizer alone take 1\d\d\.\d GiB"):
             preflight.check_machine(plan, "cpu", Ranks(0, 8, 0, 8))
+
+
+def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
+    flags = "--preset llama3-70b --mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --tp 8 --nproc 8"
+    for folder, told in (
+        (tmp_path, r"is to hold 9\d\.\d GiB per rank, and 7\.0 GiB are free"),
+        ("/none", "No such file"),
+    ):
+        plan = arrange(cli.parse(f"{flags} {OFFLOAD} --optimizer-offload-folder {folder}".split(), PRESETS), 8, 128256)
+        with (
+            mock.patch.object(preflight, "memory_there", return_value=80 << 30),
+            mock.patch.object(preflight.shutil, "disk_usage", side_effect=_disk),
+            pytest.raises(LaunchError, match=rf"^optimizer_offload_folder='{folder}'.*{told}"),
+        ):
+            preflight.check_machine(plan, "cpu", Ranks(0, 8, 0, 2))
+
+
+def test_weights_that_one_rank_holds_alone_are_not_offloaded() -> None:
+    config = cli.parse(f"{COMMON} {GPT} {ZERO3} {OFFLOAD} --param-cpu-offload".split(), PRESETS)
+    assert check(config, 1) == [
+        "param_cpu_offload needs 2 or more ranks that share out weights: start more, or leave it out"
+    ]
+    assert check(config, 2) == []
+
+
+def _disk(folder: str) -> Any:
+    os.stat(folder)
+    return mock.Mock(free=14 << 30)
+
+
+def test_a_file_of_the_optimizer_has_no_name_and_its_blocks(tmp_path: Path) -> None:
+    before = os.statvfs(tmp_path).f_bfree
+    (flat,) = mapped([64 << 20], str(tmp_path), torch.device("cpu"))
+    assert not os.listdir(tmp_path) and not flat.any()
+    assert before - os.statvfs(tmp_path).f_bfree > (32 << 20) // os.statvfs(tmp_path).f_frsize
 
 
 def _run(flags: str) -> Run:

@@ -59,9 +59,16 @@ def _real(flags: str) -> Real:
         [*storage.flats, *map(storage.held, storage.layout.buckets)]
         for storage in (run.buffer.weights, run.buffer.grads)
     )
-    on_host = [x for main, state in run.optimizer.host.kept.values() for x in (main, *state.values())]
-    on_host += run.optimizer.host._grads
-    shared = {flat.untyped_storage().data_ptr() for flat in (*weights, *on_host)}
+    kept = [x for main, state in run.optimizer.host.kept.values() for x in (main, *state.values())]
+    on_host = [*([] if run.optimizer.host.disk else kept), *run.optimizer.host._grads]
+    shared = {flat.untyped_storage().data_ptr() for flat in (*weights, *kept)}
+    if plan.config.parallel.param_cpu_offload:
+        lent = [
+            x
+            for b, x in zip(run.buffer.layout.buckets, weights[-len(run.buffer.layout.buckets) :], strict=True)
+            if not run.buffer.weights.stays(b)
+        ]
+        on_host, weights = on_host + lent, [x for x in weights if all(x is not other for other in lent)]
     stages = [stage for stage in run.pipeline.stages if isinstance(stage, Stage)]
     held = {
         "weights": bytes_of(*weights),
@@ -102,6 +109,8 @@ def rarely(*rows: tuple[int, str]) -> list[Any]:
         (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2"),
         (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --bf16"),
         (2, "--optimizer-cpu-offload"),
+        (4, f"{PP} {ZERO} 3 --optimizer-cpu-offload --param-cpu-offload --bf16"),
+        (2, f"{ZERO} 3 --optimizer-cpu-offload --param-cpu-offload --optimizer-offload-folder ."),
         (4, f"{PP} {HALF} --bf16 --exp-avg-dtype bf16"),
         (4, f"{HALF} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
         (2, f"--cp 2 {LLAMA}"),

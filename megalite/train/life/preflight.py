@@ -1,5 +1,7 @@
 """Checks before a process group exists: contradictions of options, data, machine, directory."""
 
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -71,12 +73,14 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
     except (KernelError, CompileError) as error:
         raise SetupError(str(error)) from None
     needs, host = plan.holdings[plan.worst].state, max(held.host for held in plan.holdings)
+    if config.optim.offloaded and config.optim.optimizer_offload_folder is not None:
+        _check_folder(config.optim.optimizer_offload_folder, max(held.disk for held in plan.holdings), ranks)
     on_host = memory_there(torch.device("cpu")) / ranks.local_world
     if device == "cpu":
         needs, has, what = needs + plan.holdings[plan.worst].host, on_host, "the memory"
     elif host > on_host:
         has = f"{host / 2**30:.1f} GiB of host memory per rank, and there are {on_host / 2**30:.1f} GiB"
-        text = f"optimizer_offload_fraction={config.optim.offloaded:g} takes {has}: offload less, or use more machines"
+        text = f"optimizer_offload_fraction={config.optim.offloaded:g} takes {has}: offload less, or to a disk"
         raise LaunchError(text)
     else:
         has, what = memory_there(card_of(ranks)), "the card's memory"
@@ -86,6 +90,19 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
             f"weights and optimizer alone take {needs / 2**30:.1f} GiB per rank{where}, {what} is {has / 2**30:.1f} "
             "GiB: use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
         )
+
+
+def _check_folder(folder: str, needs: int, ranks: Ranks) -> None:
+    try:
+        has = shutil.disk_usage(folder).free / ranks.local_world
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        text = f"optimizer_offload_folder={folder!r}: {error.strerror}; name a folder of a disk of each machine"
+        raise LaunchError(text) from None
+    if needs > has:
+        takes = f"{needs / 2**30:.1f} GiB per rank, and {has / 2**30:.1f} GiB are free"
+        raise LaunchError(f"optimizer_offload_folder={folder!r} is to hold {takes}: use another disk, or more machines")
 
 
 def many_threads(device: str, ranks: Ranks) -> list[str]:
