@@ -108,24 +108,23 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, *, mmap_bin_files: bool = True, cache_path: str | Path | None = None):
         self.prefix = str(prefix)
         self._index_path = self.prefix + ".idx"
-        bin_path = self.prefix + ".bin"
-        self._remote = "://" in self.prefix
-        if self._remote:
-            from megalite.data.files.remote import RemotePair
+        files, self._remote = [self._index_path, self.prefix + ".bin"], None
+        if "://" in self.prefix:
+            from megalite.data.files.remote import RemoteTokens, open_pair
 
-            pair = RemotePair(self.prefix, cache_path)
-            self._index_file = pair.fetch_index(self._read_index)
-            self.tokens: Any = pair.tokens(self._little)
-            return
-        self._index_file = self._index_path
-        index, data = _open(self._index_path), _open(bin_path)
+            copies = open_pair(self.prefix, cache_path)
+            files = [str(copy.path) for copy in copies]
+        self._index_file, bin_path = files
+        index, data = _open(self._index_file), _open(bin_path)
         try:
             self._read_index(index, os.fstat(data).st_size)
             mapped = _map(data, bin_path).view(self._little) if mmap_bin_files else None
-            self.tokens = FileTokens(bin_path, self._little) if mapped is None else mapped
+            self.tokens: Any = FileTokens(bin_path, self._little) if mapped is None else mapped
         finally:
             os.close(index)
             os.close(data)
+        if "://" in self.prefix:
+            self.tokens = self._remote = RemoteTokens(copies[1], self.tokens)
 
     def _read_index(self, file: int, bin_size: int) -> None:
         """Check the index in `file`, all of it up to FULL_CHECK entries, and map it."""
@@ -231,10 +230,7 @@ class IndexedDataset:
 
     def copy(self, begins: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Tokens begins[k] .. begins[k] + counts[k] for all k, end to end, into `out` [sum of counts], of any dtype."""
-        if self._remote:
-            self.tokens.copy(begins, counts, out)
-            return
-        tokens, done = self.tokens, 0
+        tokens, done = self._remote.with_all(begins, counts) if self._remote else self.tokens, 0
         for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
             out[done : done + count] = tokens[begin : begin + count]
             done += count

@@ -1,23 +1,29 @@
 """A pair of token files behind a URL that fsspec knows: s3://, gs://, http://, file://, memory:// and others.
 
-    cache_path/remote/NAME-HASH/     HASH of both URLs, sizes and versions (ETag or time of change)
-        copy.index                   the .idx, fetched once and mapped
-        00000a3f.block ...           blocks of the .bin, fetched when they are first needed (block_cache.py)
+    cache_path/remote/NAME-HASH/    HASH of both URLs, sizes and versions (ETag or time of change)
+        copy.idx, copy.bin          of full size; an empty place where a block has not been needed yet
+        copy.bin.crc                8 bytes per block: 2^32 + its crc32 when the block is there, else 0
+        copy.bin.K.lock             held by the process that fetches block K
 
-A pair that is replaced gets another directory at the next start. Every fetch is followed by a look at the source, and a
-source that has changed ends the run instead of mixing two versions. Documents are read in random order, so the local
-disk should hold the whole pair: then each byte is fetched once per node. fsspec and the package of a protocol (s3fs,
-gcsfs) are imported when the first URL is opened, and find the credentials themselves.
+So a copy is an ordinary file, mapped and read as any pair is. A block's crc is written after its bytes, and each
+process compares both before it first uses the block, so that neither order nor locks need to be relied on: two
+processes that fetch the same block write the same bytes. A pair that is replaced gets another directory at the next
+start. Every fetch is followed by a look at the source, and a source that has changed ends the run instead of mixing two
+versions. Documents are read in random order, so the local disk must hold the whole pair. fsspec and the package of a
+protocol (s3fs, gcsfs) are imported when the first URL is opened, and find the credentials themselves.
 """
 
+import errno
 import hashlib
 import logging
 import os
 import random
 import shutil
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,25 +32,24 @@ from numpy.typing import NDArray
 
 from megalite.config.environment import variable
 from megalite.config.field import secret_in
+from megalite.config.own_file import opener
 from megalite.config.packages import needs
 from megalite.data.errors import DataError
-from megalite.data.files.block_cache import BLOCK, FETCHES, INDEX, Blocks, contents
-from megalite.data.locks import appearing, locked
+from megalite.data.locks import locked
 
 log = logging.getLogger(__name__)
 
+# An object store answers after 20 to 50 ms and then gives 50 to 90 MB/s per connection, so larger blocks gain little
+# speed; smaller ones cost more requests, each of which is paid for.
+BLOCK = 4 << 20
+FETCHES = 16  # connections at a time
+GROUP = 64  # blocks locked at a time
 ATTEMPTS = 6
 FIRST_WAIT_SECONDS = 0.5  # doubles each time: 15 s in all, and up to half as much again by chance
-GROUP = 64  # blocks fetched before their tokens are copied: 256 MiB
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 PERMANENT += (NotImplementedError, ImportError)
 T = TypeVar("T")
-
-
-def cache_limit(root: Path) -> int:
-    """Half of the space that the disk could give to the cache, in bytes."""
-    return (shutil.disk_usage(root).free + sum(size for _, size, _ in contents(root))) // 2
 
 
 class UrlFile:
@@ -123,101 +128,103 @@ def read_whole(url: str, limit: int) -> bytes:
     return source.fetch(0, min(source.size, limit)) if source.size else b""
 
 
-class RemotePair:
-    """The index and the tokens of the pair at `prefix`, cached under `cache_path`, else $MEGALITE_CACHE, else the
-    user's cache directory."""
+class LocalCopy:
+    """The file at `path`, which becomes equal to `source` block by block, as the processes of this node need it."""
 
-    def __init__(self, prefix: str, cache_path: str | Path | None):
-        self._index, self._bin = UrlFile(prefix + ".idx"), UrlFile(prefix + ".bin")
-        self.size = self._bin.size
-        parts = [part for source in (self._index, self._bin) for part in (source.url, str(source.size), source.version)]
-        digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
-        own = cache_path or variable("MEGALITE_CACHE")
-        root = Path(own or Path(variable("XDG_CACHE_HOME") or "~/.cache") / "megalite").expanduser() / "remote"
-        self._directory = root / f"{prefix.rsplit('/', 1)[-1][:80]}-{digest}"
+    def __init__(self, source: UrlFile, path: Path):
+        self.source, self.path = source, path
+        files = [opener(file, os.O_RDWR | os.O_CREAT) for file in (path, f"{path}.crc")]
+        self._data, self._crcs = (os.fdopen(file, "r+b", 0) for file in files)
+        os.truncate(self._data.fileno(), source.size)
+        self._sound: set[int] = set()  # blocks that this process has compared with their crc
+
+    def bytes_missing(self) -> int:
+        return max(0, self.source.size - 512 * os.fstat(self._data.fileno()).st_blocks)
+
+    def need(self, numbers: Iterable[int]) -> None:
+        """Have the blocks `numbers` in the file: those that are not there are fetched together."""
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._limit, total = cache_limit(root), self.size + self._index.size
+            missing = [k for k in sorted(numbers) if not self._is_sound(k)]
+            for a in range(0, len(missing), GROUP):
+                self._fetch(missing[a : a + GROUP])
         except OSError as error:
-            raise DataError(f"{self._directory}: {error.strerror}; give a directory for copies of {prefix}") from error
-        if total > self._limit:
-            log.warning(
-                f"{prefix}: has {total / 1e9:.3g} GB, but the cache at {root} holds {self._limit / 1e9:.3g} GB: "
-                f"documents are read in random order, so most will be fetched again, {BLOCK / 1e6:.3g} MB each; copy "
-                "the data to the nodes, or give a larger disk"
-            )
+            raise DataError(f"{self.path}: {error.strerror}; give another directory for copies") from error
 
-    def fetch_index(self, use: Callable[[int, int], None]) -> str:
-        """Path of the local copy of the .idx; `use(file, size of the .bin)` reads it and refuses damage (DataError)."""
-        path = self._directory / INDEX
+    def _fetch(self, numbers: list[int]) -> None:
+        with ExitStack() as held, ThreadPoolExecutor(FETCHES, thread_name_prefix="megalite-fetch") as pool:
+            for k in numbers:  # ascending in every process, so that no two wait for each other
+                held.enter_context(locked(Path(f"{self.path}.{k}.lock"), f"block {k} of {self.source.url}"))
+            numbers = [k for k in numbers if not self._is_sound(k)]  # another process may have fetched some meanwhile
+            crcs = list(pool.map(self._fill, numbers))
+            if numbers:
+                self.source.confirm()
+            for k, crc in zip(numbers, crcs, strict=True):
+                os.pwrite(self._crcs.fileno(), crc.to_bytes(8, "little"), 8 * k)
+                self._sound.add(k)
 
-        def read() -> None:
-            with open(path, "rb") as file:
-                use(file.fileno(), self.size)
-            os.utime(path)
+    def _fill(self, k: int) -> int:
+        part = self.source.fetch(k * BLOCK, min((k + 1) * BLOCK, self.source.size))
+        if os.pwrite(self._data.fileno(), part, k * BLOCK) != len(part):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return _crc(part)
 
-        try:
-            with locked(self._directory / "index.lock", f"{self._index.url} -> {path}"):
-                if path.exists():
-                    try:
-                        read()
-                        return str(path)
-                    except DataError:
-                        log.warning("%s: damaged copy; fetching it again", path)
-                self._download(path)
-                read()
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; give another directory for copies") from error
-        return str(path)
+    def _is_sound(self, k: int) -> bool:
+        if k not in self._sound:
+            written = int.from_bytes(os.pread(self._crcs.fileno(), 8, 8 * k), "little")
+            if not written:
+                return False
+            if _crc(os.pread(self._data.fileno(), BLOCK, k * BLOCK)) != written:
+                log.warning("%s: damaged block %d; fetching it again", self.path, k)
+                os.pwrite(self._crcs.fileno(), bytes(8), 8 * k)
+                return False
+            self._sound.add(k)
+        return True
 
-    def _download(self, path: Path) -> None:
-        source = self._index
-        with appearing(path) as file, ThreadPoolExecutor(FETCHES) as pool:
-            for group in range(0, source.size, GROUP * BLOCK):
-                starts = range(group, min(group + GROUP * BLOCK, source.size), BLOCK)
-                for part in pool.map(lambda start: source.fetch(start, min(start + BLOCK, source.size)), starts):
-                    file.write(part)
-            source.confirm()
 
-    def tokens(self, dtype: np.dtype[Any]) -> "RemoteTokens":
-        blocks = Blocks(self._directory, self.size, self._limit, self._bin.fetch, self._bin.confirm)
-        return RemoteTokens(blocks, self.size // dtype.itemsize, dtype)
+def _crc(part: bytes) -> int:
+    return 1 << 32 | zlib.crc32(part)
+
+
+def open_pair(prefix: str, cache_path: str | Path | None) -> list[LocalCopy]:
+    """The .idx, whole, and the .bin of the pair at `prefix`, copied to `cache_path`, else to $MEGALITE_CACHE, else to
+    the user's cache directory."""
+    sources = [UrlFile(prefix + suffix) for suffix in (".idx", ".bin")]
+    parts = [part for source in sources for part in (source.url, str(source.size), source.version)]
+    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+    own = cache_path or variable("MEGALITE_CACHE")
+    root = Path(own or Path(variable("XDG_CACHE_HOME") or "~/.cache") / "megalite").expanduser() / "remote"
+    directory = root / f"{prefix.rsplit('/', 1)[-1][:80]}-{digest}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        copies = [LocalCopy(source, directory / f"copy{source.url[-4:]}") for source in sources]
+        missing, free = sum(copy.bytes_missing() for copy in copies), shutil.disk_usage(root).free
+    except OSError as error:
+        raise DataError(f"{directory}: {error.strerror}; give a directory for copies of {prefix}") from error
+    if missing > free:
+        log.warning(
+            f"{prefix}: {missing / 1e9:.3g} GB of it are not at {root} yet, where {free / 1e9:.3g} GB are free: the "
+            "run ends when that disk is full; give a larger one, or remove folders of older data there"
+        )
+    copies[0].need(range(-(-sources[0].size // BLOCK)))
+    return copies
 
 
 class RemoteTokens:
-    """`tokens[a:b]` and `len(tokens)` of a remote .bin; `copy` takes many places at once and fetches them together."""
+    """`tokens[a:b]` and `len(tokens)` of a .bin whose `copy` is read as `local`."""
 
-    def __init__(self, blocks: Blocks, length: int, dtype: np.dtype[Any]):
-        self.dtype, self._length, self._blocks = dtype, length, blocks
+    def __init__(self, copy: LocalCopy, local: Any):
+        self.dtype, self._copy, self._local = local.dtype, copy, local
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._local)
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
-        start, stop, step = part.indices(self._length)
-        if step != 1:
-            raise ValueError(f"tokens are read in steps of 1, not {step}")
-        out = np.empty(max(0, stop - start), self.dtype)
-        self.copy(np.array([start]), np.array([len(out)]), out)
-        return out
+        start, stop, _ = part.indices(len(self))
+        return self.with_all(np.array([start]), np.array([max(0, stop - start)]))[part]
 
-    def copy(self, begins: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]) -> None:
-        """Tokens begins[k] .. begins[k] + counts[k] for all k, end to end, into `out`."""
-        if len(begins) and (int(begins.min()) < 0 or int((begins + counts).max()) > self._length):
-            raise IndexError(f"tokens {begins.min()}..{(begins + counts).max()} are outside 0..{self._length}")
-        per_block = BLOCK // self.dtype.itemsize
-        pieces: dict[int, list[tuple[int, int, int]]] = {}  # block -> first token in it, tokens, place in `out`
-        place = 0
-        for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
-            while count > 0:
-                number, at = divmod(begin, per_block)
-                n = min(count, per_block - at)
-                pieces.setdefault(number, []).append((at, n, place))
-                begin, count, place = begin + n, count - n, place + n
-        numbers = sorted(pieces)
-        for a in range(0, len(numbers), GROUP):
-            group = numbers[a : a + GROUP]
-            for number, block in zip(group, self._blocks.get(group), strict=True):
-                tokens = block.view(self.dtype)
-                for at, n, place in pieces[number]:
-                    out[place : place + n] = tokens[at : at + n]
+    def with_all(self, begins: NDArray[np.int64], counts: NDArray[np.int64]) -> Any:
+        """All tokens, of which begins[k] .. begins[k] + counts[k] may be read, for all k."""
+        firsts = begins * self.dtype.itemsize // BLOCK
+        ends = -(-(begins + counts) * self.dtype.itemsize // BLOCK)
+        self._copy.need({k for a, b in zip(firsts.tolist(), ends.tolist(), strict=True) for k in range(a, b)})
+        return self._local
