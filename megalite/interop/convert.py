@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.tensor_file import views
+from megalite.checkpoint.format.tensor_file import CODES, views
 from megalite.checkpoint.offline import Checkpoint
 from megalite.config.check import check
 from megalite.config.console import told
@@ -28,6 +28,16 @@ from megalite.parallel.spec import Box, Piece
 
 # options of a run beside its model, so that `check` finds the model's problems alone
 ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tensor in a foreign file: `load()` gives it; `place` names it in messages. `dtype`: text if torch has none."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+    place: str
+    load: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,39 @@ class Foreign:
                 "training cannot begin with them: give another checkpoint"
             )
         return values
+
+
+def matched(
+    ranks: Sequence[tuple[Mapping[str, Found], Sequence[Recipe]]],
+    title: str,
+    remedy: str,
+    problems: Sequence[str] = (),
+) -> list[Foreign]:
+    """Every tensor once, of the tensors and recipes of each tp rank. Several can hold the same part of ours, as copies
+    of a norm do, or a head that is tied to the embedding; then they must be equal. Raises CheckpointError: under
+    `title` `problems` and all that is missing, unknown, or has another shape or type, or else what differs, and the
+    `remedy`."""
+    lines, result = list(problems), list[Foreign]()
+    for found, recipes in ranks:
+        wanted = {recipe.theirs: recipe for recipe in recipes}
+        lines += [f"{name} is missing" for name, r in wanted.items() if not r.copy and name not in found]
+        for name, one in found.items():
+            if name not in wanted:
+                lines.append(f"{one.place}: not a tensor of this model")
+            elif not isinstance(one.dtype, torch.dtype) or one.dtype not in CODES:
+                lines.append(f"{one.place}: {one.dtype} is not a floating-point type that megalite has")
+            elif one.shape != wanted[name].shape:
+                lines.append(f"{one.place}: shape {one.shape}, not {wanted[name].shape}")
+            else:
+                result.append(Foreign(wanted[name], one.dtype, one.place, one.load))
+    refuse(lines, title)
+    firsts: dict[tuple[tuple[str, Box], ...], Foreign] = {}
+    for one in sorted(result, key=lambda one: one.recipe.copy):
+        first = firsts.setdefault(tuple((spec.name, box) for spec, box in one.recipe.parts), one)
+        if one is not first and not torch.equal(one.read(), first.read()):
+            lines.append(f"{one.place} differs from {first.place}, which it repeats; {remedy}")
+    refuse(lines, title)
+    return list(firsts.values())
 
 
 def usual_dtype(foreign: Sequence[Foreign]) -> torch.dtype:

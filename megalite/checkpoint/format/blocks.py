@@ -52,48 +52,40 @@ def read_blocks(
     those of earlier calls for this checkpoint, and then of this one."""
     storage = storage_of(folder)
     turn = threading.Lock() if storage.in_order else contextlib.nullcontext()
-    jobs: queue.SimpleQueue[tuple[int, str, int]] = queue.SimpleQueue()
-    for n, (name, i) in enumerate(todo):
-        jobs.put((n, name, i))
     files = _Files(folder, Counter(name for name, _ in todo))
-    wrong: dict[int, CheckpointError] = {}
     threads = min(storage.readers, len(todo))
     buffers = [] if buffers is None else buffers
     largest = max((min(stamp.block, stamp.size) for stamp in manifest.files.values()), default=0)
     try:  # mmap, since malloc keeps the memory of a thread for later threads
         buffers += [torch.frombuffer(mmap.mmap(-1, largest), dtype=torch.uint8) for _ in range(threads - len(buffers))]
     except (OSError, MemoryError) as error:
-        raise _named(folder, error) from None
+        raise CheckpointError(f"{folder}: cannot be read ({error})") from None
+    free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+    for buffer in buffers:
+        free.put(buffer)
 
-    def work(buffer: Tensor) -> None:
-        while not wrong:
-            try:
-                n, name, i = jobs.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                wanted = (wants or {}).get((name, i), ())
-                block = _Block(folder / name, manifest, i, buffer, wanted, storage.in_order)
-                with turn:
-                    block.read(files.get(name))
-                block.check(manifest)
-                block.copy()
-            except Exception as error:  # raised below, in the caller's thread
-                wrong[n] = _named(folder / name, error)
-                return
-            files.done(name)
-            progress.add((block.end - block.begin) / 2**30)
+    def work(job: tuple[str, int]) -> None:
+        name, buffer = job[0], free.get()
+        try:
+            block = _Block(folder / name, manifest, job[1], buffer, (wants or {}).get(job, ()), storage.in_order)
+            with turn:
+                block.read(files.get(name))
+            block.check(manifest)
+            block.copy()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{folder / name}: cannot be read ({error})") from error
+        finally:
+            free.put(buffer)
+        files.done(name)
+        progress.add((block.end - block.begin) / 2**30)
 
     total = sum(min(s.block, s.size - i * s.block) for name, i in todo for s in [manifest.files[name]]) / 2**30
     progress = told(tell or "", total, "GiB that this rank needs", tell is None)
     with contextlib.closing(files), progress, ThreadPoolExecutor(max(1, threads), "megalite-read") as pool:
-        list(pool.map(work, buffers[:threads]))
-    if wrong:
-        raise wrong[min(wrong)]  # all earlier blocks are done
-
-
-def _named(path: Location, error: Exception) -> CheckpointError:
-    return error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: cannot be read ({error})")
+        for _ in pool.map(work, todo):  # raises the first error in order; all earlier blocks are done
+            pass
 
 
 class _Files:

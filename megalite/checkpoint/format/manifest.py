@@ -5,6 +5,7 @@ boxes of a tensor cover it exactly once.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -186,19 +187,14 @@ def cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     The differences along every dim of a function that is 1 inside a box are its corners, half of them positive. They
     can be summed up again, so boxes add up to the whole if their corners do.
     """
-    strides = [math.prod(n + 1 for n in shape[d + 1 :]) for d in range(len(shape))]
     if math.prod(n + 1 for n in shape) >= 1 << 63:
         raise OverflowError(f"a tensor of {shape}")
-    plus, minus = _corners(boxes, strides)
-    whole_plus, whole_minus = _corners([Box((0,) * len(shape), shape)], strides)
-    return np.array_equal(np.sort(np.append(plus, whole_minus)), np.sort(np.append(minus, whole_plus)))
-
-
-def _corners(boxes: Sequence[Box], strides: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Offsets of the positive and of the negative corners, [2^(n - 1), boxes] each."""
-    sides = [box.start for box in boxes], [box.stop for box in boxes]
-    plus, minus = np.zeros((1, len(boxes)), np.int64), np.zeros((0, len(boxes)), np.int64)
-    for d, stride in enumerate(strides):
-        low, high = (stride * np.array([ends[d] for ends in side], np.int64) for side in sides)
-        plus, minus = np.concatenate([plus + low, minus + high]), np.concatenate([minus + low, plus + high])
-    return plus, minus
+    strides = np.array([math.prod(n + 1 for n in shape[d + 1 :]) for d in range(len(shape))], np.int64)
+    ends = np.array([(box.start, box.stop) for box in boxes], np.int64)  # [boxes, 2, dims]
+    whole = np.array([((0,) * len(shape), shape)], np.int64)
+    signs: tuple[list[NDArray[np.int64]], ...] = [], []
+    for corner in itertools.product((0, 1), repeat=len(shape)):
+        for negative, sides in ((sum(corner) % 2, ends), (1 - sum(corner) % 2, whole)):
+            signs[negative].append(sides[:, corner, range(len(shape))] @ strides)
+    plus, minus = (np.sort(np.concatenate(offsets)) for offsets in signs)
+    return np.array_equal(plus, minus)

@@ -12,10 +12,12 @@ Defaults are those of the families' classes in transformers 5.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.config.options import ModelConfig
+from megalite.config.field import MODEL, facts_of
+from megalite.config.options import ModelConfig, build
 from megalite.config.pattern import LONGEST, write_pattern
 from megalite.interop.convert import refuse
 from megalite.kernels.rope import RopeScaling, Yarn
@@ -25,7 +27,6 @@ from megalite.models.gpt import rope_scaling
 
 Json = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
-TRAINING = ("hidden_dropout",)  # not a part of the model's function
 # key of rope_scaling -> field of RopeScaling
 _LLAMA3: Mapping[str, str] = {
     "low_freq_factor": "low_factor",
@@ -42,6 +43,7 @@ _YARN: Mapping[str, tuple[str, Any]] = {
     "mscale": ("mscale", 1.0),
     "mscale_all_dim": ("mscale_all_dim", 0.0),
 }
+_STRETCH = ("use_rope_scaling", "rope_scaling_factor", *(option for option, _ in _YARN.values()))
 
 
 def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, Json]:
@@ -151,37 +153,29 @@ def _read_yarn(rope: Json, options: Json) -> list[str]:
 
 
 def misfits(model: ModelConfig, family: Family) -> list[str]:
-    """The reasons why `family` cannot express `model`."""
-    implied: Json = {"add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear}  # which includes it
-    if "yarn" in family.scalings and model.position_embedding_type == "yarn":
-        implied["position_embedding_type"] = "rope"
-    wanted = {option: value for option, value in family.fixed.items() if option not in TRAINING}
-    have = {option: implied.get(option, getattr(model, option)) for option in wanted}
-    lines = [f"{option}={have[option]} is not {value}" for option, value in wanted.items() if have[option] != value]
-    lines += _rotary_misfits(model, family)
-    if model.activation not in family.activations.values():
-        lines.append(f"activation={model.activation} is not {' or '.join(sorted(set(family.activations.values())))}")
-    if not family.grouped and model.groups != model.num_attention_heads:
-        lines.append(f"num_query_groups={model.groups} is not num_attention_heads={model.num_attention_heads}")
-    if not family.grouped and model.head_size * model.num_attention_heads != model.hidden_size:
-        lines.append(f"kv_channels={model.kv_channels} is not hidden_size / num_attention_heads")
-    if family.even_heads and model.hidden_size % model.num_attention_heads:
+    """The reasons why `family` cannot express `model`: how the model that is read from its config.json differs."""
+    written = write_config(model, family.name, 1, "", {})
+    again = build(read_config(written, None, family.name)[1]).model
+    mine, theirs, lines = _effects(model), _effects(again), []
+    for option in [option for option in mine if mine[option] != theirs.get(option, mine[option])]:
+        given, read = getattr(model, option), getattr(again, option)
+        if given != read:
+            given, read = (mine[option], theirs[option]) if isinstance(mine[option], int) else (given, read)
+            lines.append(f"{option}={given} is not {read}")
+    if (family.even_heads or not family.grouped) and model.hidden_size % model.num_attention_heads:
         lines.append(f"hidden_size={model.hidden_size} is not a multiple of {model.num_attention_heads} heads")
-    return lines + _window_misfits(model, family)
-
-
-def _rotary_misfits(model: ModelConfig, family: Family) -> list[str]:
-    if model.position_embedding_type not in ("rope", "yarn"):
-        return []
-    lines = []
-    if not all(model.rotary):
-        lines.append(f"no_rope_freq={model.no_rope_freq}: every layer has rotary positions there")
-    if model.rotary_interleaved:
-        lines.append("rotary_interleaved=True: a pair is channels i and i + half there")
-    stretched = model.rotary_seq_len_interpolation_factor
-    if stretched != 1 and ("linear" not in family.scalings or model.use_rope_scaling):
-        lines.append(f"rotary_seq_len_interpolation_factor={stretched:g} has no key there")
     return lines
+
+
+def _effects(model: ModelConfig) -> Json:
+    """Option -> its effect, of all that a config.json must say, since the model's function depends on them."""
+    facts = {f.name: facts_of(f) for f in fields(ModelConfig)}
+    effects = {name: getattr(model, f.same_as or name) for name, f in facts.items() if f.resume == MODEL}
+    effects |= {"window_size": model.windows, "add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear}
+    rotates = any(model.rotary)
+    effects |= dict.fromkeys(_STRETCH, rope_scaling(model) if rotates else None)
+    unused = {name for name in effects if facts[name].through or (name.startswith("rotary_") and not rotates)}
+    return {name: effect for name, effect in effects.items() if name not in unused | {"apply_layernorm_1p"}}
 
 
 def choose_family(model: ModelConfig, wanted: str | None, usual: str | None) -> str:
@@ -197,16 +191,17 @@ def choose_family(model: ModelConfig, wanted: str | None, usual: str | None) -> 
 
 
 def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tokens: Mapping[str, Any]) -> Json:
-    """A config.json for old and new releases of transformers. `tokens`: bos_token_id and the like."""
+    """A config.json for old and new releases of transformers, as near to the model as the family can. `tokens`:
+    bos_token_id and the like."""
     family = FAMILIES[name]
-    activation = next(key for key, ours in family.activations.items() if ours == model.activation)
+    fitting = [key for key, ours in family.activations.items() if ours == model.activation]
     config: Json = {"architectures": [family.architecture], "model_type": name, "vocab_size": vocab_size}
     values = {**{option: getattr(model, option) for option in family.keys}, "ffn_hidden_size": model.ffn_size}
     values["max_position_embeddings"] = model.positions
     config |= {key: values[option] for option, key in family.keys.items()}
     config |= {key: getattr(model, attribute) for key, attribute in family.written.items()}
     config |= {key: allowed[0] for key, allowed in family.only.items()}
-    config[family.activation_key] = activation
+    config[family.activation_key] = (fitting or list(family.activations))[0]
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     if family.scalings:
         config["rope_scaling"] = _write_scaling(model)
@@ -261,19 +256,7 @@ def _read_window(config: Json, family: Family, layers: Any) -> tuple[Json, list[
     return {"window_size": (window - 1, 0), **pattern}, []
 
 
-def _window_misfits(model: ModelConfig, family: Family) -> list[str]:
-    """The reasons why `family` cannot express the windows of `model`."""
-    if model.window_size is None:
-        return []
-    if not family.windows:
-        return [f"window_size={model.window_size[0]},0: it has no window"]
-    if family.windows == "all" and None in model.windows:
-        return [f"window_attn_skip_freq={model.window_attn_skip_freq}: it has a window in all layers or in none"]
-    return []
-
-
 def _write_window(model: ModelConfig, family: Family) -> Json:
-    """The keys for a `family` that can express the model."""
     if not family.windows:
         return {}
     windows = model.windows

@@ -19,7 +19,7 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import DTYPES
 from megalite.config.options import ModelConfig
-from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
+from megalite.interop.convert import Foreign, Found, matched, model_of, usual_dtype
 from megalite.interop.hugging_face.config_json import Json, read_config
 from megalite.interop.rules import Recipe, recipes
 from megalite.models.families import FAMILIES
@@ -122,35 +122,20 @@ def _open(path: Path) -> Any:
 
 def _tensors(folder: Path, naming: Naming, wanted: Sequence[Recipe]) -> list[Foreign]:
     """Every wanted tensor, in the order of the files. Raises CheckpointError with all problems."""
-    copied = {recipe.theirs: recipe for recipe in wanted if recipe.copy}
-    missing = {recipe.theirs: recipe for recipe in wanted if not recipe.copy}
-    problems, tensors, copies = [], [], []
+    found, problems, known = dict[str, Found](), [], {recipe.theirs for recipe in wanted}
     for file in _files(folder):
         handle = _open(folder / file)
         for name in sorted(handle.keys()):
-            theirs = name if name in missing or name in copied else naming.prefix + name
-            recipe = copied.get(theirs) or missing.pop(theirs, None)
-            if recipe is None:
-                if not name.endswith(naming.ignored):
-                    problems.append(f"{name} in {file}: not a tensor of this model, or a second one")
-                continue
-            part = handle.get_slice(name)
-            shape, dtype = tuple(part.get_shape()), DTYPES.get(part.get_dtype())
-            if dtype is None:
-                problems.append(f"{name} in {file}: {part.get_dtype()} is not a floating-point type that megalite has")
-            elif shape != recipe.shape:
-                problems.append(f"{name} in {file}: shape {shape}, not {recipe.shape}")
-            else:
-                one = Foreign(recipe, dtype, f"{name} in {file}", partial(_read, handle, name, folder / file))
-                (copies if recipe.copy else tensors).append(one)
-    problems += [f"{name} is missing" for name in missing]
-    refuse(problems, f"{folder} does not fit its config.json")
-    for copy in copies:
-        original = next(one for one in tensors if one.recipe.parts == copy.recipe.parts)
-        if not torch.equal(copy.read(), original.read()):
-            untied = f"{copy.place} differs from the embedding that config.json ties it to"
-            raise CheckpointError(f"{folder}: {untied}; set tie_word_embeddings to false in it")
-    return tensors
+            theirs = name if name in known else naming.prefix + name
+            if theirs in found:
+                problems.append(f"{name} in {file}: a second one")
+            elif theirs in known or not name.endswith(naming.ignored):
+                part = handle.get_slice(name)
+                shape, code = tuple(part.get_shape()), part.get_dtype()
+                load = partial(_read, handle, name, folder / file)
+                found[theirs] = Found(shape, DTYPES.get(code, code), f"{name} in {file}", load)
+    title = f"{folder} does not fit its config.json"
+    return matched([(found, wanted)], title, "set tie_word_embeddings to false in it", problems)
 
 
 def _read(handle: Any, name: str, path: Path) -> Tensor:

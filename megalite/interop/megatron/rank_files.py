@@ -14,9 +14,8 @@ import itertools
 import pickle  # its error only; torch's restricted loader does the reading
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.tensor_file import CODES
 from megalite.checkpoint.storage.location import TRACKER, is_megatron
 from megalite.config.options import ModelConfig
-from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
+from megalite.interop.convert import Foreign, Found, matched, model_of, usual_dtype
 from megalite.interop.megatron.args import read_args
 from megalite.interop.megatron.names import LAYER, MEGATRON, WORD, core_name
 from megalite.interop.rules import recipes
@@ -186,117 +184,82 @@ def open_megatron(directory: Path, say: Callable[[str], object] = print) -> Mega
     """Read args and the names of all tensors. Raises CheckpointError with all problems."""
     folder = folder_of(directory)
     files = rank_files(folder)
-    tp, pp = (1 + max(key[i] for key in files) for i in (0, 1))
     loaded = {key: load_pickle(path, say) for key, path in files.items()}
     args, version = args_of(loaded[0, 0], files[0, 0]), loaded[0, 0].get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < 2:
         old = f"checkpoint_version={version!r} is below 2, when qkv had another order"
         raise CheckpointError(f"{files[0, 0]}: {old}; save it again with a newer Megatron-LM")
-    options = read_args(args, str(files[0, 0]))
-    model = model_of(options, str(files[0, 0]))
-    stages = {key: _stages(file, str(files[key])) for key, file in loaded.items()}
+    return model_in(folder, args, files[0, 0], _tp_ranks({key: _stages(loaded[key], files[key]) for key in files}))
+
+
+def model_in(folder: Path, args: Namespace, where: Path, ranks: Sequence[Mapping[str, Found]]) -> MegatronModel:
+    """The model of the args in the file `where`, of which each tp rank has `ranks`, Megatron core's names -> tensors.
+    Raises CheckpointError with all problems."""
+    tp, options = len(ranks), read_args(args, str(where))
+    model = model_of(options, str(where))
     if model.groups % tp or model.num_attention_heads % model.groups:
         raise CheckpointError(f"{folder}: num_query_groups={model.groups} does not split over tp={tp}")
-    rows = stages[0, 0][0].get(WORD)
-    if rows is None or rows.dim() != 2:
-        raise CheckpointError(f"{files[0, 0]}: has no word embeddings; it is not the first stage of a GPT")
-    padded = rows.shape[0] * tp
-    depth = _in_depth(stages, tp, pp)
-    tensors = _tensors(model, depth, files, padded)
-    shards = partial(_shards, depth)
+    word = ranks[0].get(WORD)
+    if word is None or len(word.shape) != 2:
+        raise CheckpointError(f"{where}: has no word embeddings; it is not the first stage of a GPT")
+    padded, layers = word.shape[0] * tp, range(model.num_layers)
+    specs = specs_of(model, padded)
+    wanted = [recipes(MEGATRON, specs, model.groups, layers, tp=tp, rank=t) for t in range(tp)]
+    pairs = list(zip(ranks, wanted, strict=True))
+    tensors = matched(pairs, f"{folder}: the tensors do not fit the args", "copy the checkpoint again")
+
+    def shards(name: str, layer: int) -> list[Tensor]:
+        full = name if layer < 0 else f"decoder.layers.{layer}.{name}"
+        return [rank[full].load() for rank in ranks]
+
     return MegatronModel(folder, options, model, padded, usual_dtype(tensors), tensors, args, shards)
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """One stage, virtual or not, of pp rank `pp`: its layers, counted in the model, and each tp rank's tensors."""
-
-    pp: int
-    layers: range
-    tensors: list[dict[str, Tensor]]
-
-
-def _in_depth(stages: dict[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int) -> list[_Chunk]:
-    depth, begin = [], 0
+def _tp_ranks(stages: Mapping[tuple[int, int], Sequence[Mapping[str, Found]]]) -> list[dict[str, Found]]:
+    """The tensors of all stages on each tp rank; their layers are counted in the model."""
+    tp, pp = (1 + max(key[i] for key in stages) for i in (0, 1))
+    ranks, begin = [dict[str, Found]() for _ in range(tp)], 0
     for chunk, p in itertools.product(range(max(map(len, stages.values()))), range(pp)):
-        tensors = [stages[t, p][chunk] if chunk < len(stages[t, p]) else {} for t in range(tp)]
-        names = itertools.chain.from_iterable(tensors)
-        layers = range(begin, begin + max((1 + int(m[1]) for name in names if (m := LAYER.match(name))), default=0))
-        depth.append(_Chunk(p, layers, tensors))
-        begin = layers.stop
-    return depth
+        end = begin
+        for t, rank in enumerate(ranks):
+            for name, one in stages[t, p][chunk].items() if chunk < len(stages[t, p]) else ():
+                if layer := LAYER.match(name):
+                    end = max(end, begin + int(layer[1]) + 1)
+                    name = f"decoder.layers.{begin + int(layer[1])}.{name[layer.end() :]}"
+                if name in rank:
+                    raise CheckpointError(f"{one.place}: is {rank[name].place}, too; copy the checkpoint again")
+                rank[name] = one
+        begin = end
+    return ranks
 
 
-def _shards(depth: list[_Chunk], name: str, layer: int) -> list[Tensor]:
-    """MegatronModel.shards."""
-    if layer < 0:
-        chunk = next((chunk for chunk in depth if name in chunk.tensors[0]), depth[-1])
-    else:
-        chunk = next(chunk for chunk in depth if layer in chunk.layers)
-        name = f"decoder.layers.{layer - chunk.layers.start}.{name}"
-    return [tensors[name] for tensors in chunk.tensors]
-
-
-def _stages(file: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:
+def _stages(file: Mapping[str, Any], path: Path) -> list[dict[str, Found]]:
     """The virtual stages of one rank, each as Megatron core's names -> tensors."""
     names = ["model"] if "model" in file else [f"model{i}" for i in range(len(file)) if f"model{i}" in file]
     if not names:
-        raise CheckpointError(f"{where}: has no model; give the checkpoint of a model")
-    return [_named(_flat(file[name], where), where) for name in names]
+        raise CheckpointError(f"{path}: has no model; give the checkpoint of a model")
+    return [_named(_flat(file[name], path), path) for name in names]
 
 
-def _flat(node: Any, where: str, prefix: str = "", depth: int = 0) -> dict[str, Any]:
+def _flat(node: Any, path: Path, prefix: str = "", depth: int = 0) -> dict[str, Any]:
     if not isinstance(node, Mapping) or depth > 8:
-        raise CheckpointError(f"{where}: {prefix or 'model'} is not a dictionary of tensors")
+        raise CheckpointError(f"{path}: {prefix or 'model'} is not a dictionary of tensors")
     result: dict[str, Any] = {}
     for key, value in node.items():
         name = f"{prefix}{key}"
-        result |= _flat(value, where, name + ".", depth + 1) if isinstance(value, Mapping) else {name: value}
+        result |= _flat(value, path, name + ".", depth + 1) if isinstance(value, Mapping) else {name: value}
     return result
 
 
-def _named(flat: dict[str, Any], where: str) -> dict[str, Tensor]:
-    result: dict[str, Tensor] = {}
+def _named(flat: dict[str, Any], path: Path) -> dict[str, Found]:
+    result: dict[str, Found] = {}
     for name, value in flat.items():
         if name.endswith(MEGATRON.ignored):
             continue
         name = core_name(name)
-        if not isinstance(value, Tensor) or value.dtype not in CODES:
-            raise CheckpointError(f"{where}: {name} is not a floating-point tensor")
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{path}: {name} is not a floating-point tensor")
         if name in result:
-            raise CheckpointError(f"{where}: {name} is stored under two names")
-        result[name] = value
-    return result
-
-
-def _tensors(model: ModelConfig, depth: list[_Chunk], files: dict[tuple[int, int], Path], padded: int) -> list[Foreign]:
-    """Every tensor of every rank once. Raises CheckpointError with all problems."""
-    for chunk in depth:
-        if chunk.layers.stop > model.num_layers:
-            above = f"layer {chunk.layers.stop} is above num_layers={model.num_layers}"
-            raise CheckpointError(f"{files[0, chunk.pp]}: {above}")
-    problems, result, embeddings = [], [], depth[0].tensors
-    for number, chunk in enumerate(depth):
-        specs = specs_of(model, padded, stages=[chunk.layers for chunk in depth], number=number)
-        for t, tensors in enumerate(chunk.tensors):
-            shared = {"tp": len(chunk.tensors), "rank": t}
-            wanted = {r.theirs: r for r in recipes(MEGATRON, specs, model.groups, chunk.layers, **shared)}
-            for name, values in tensors.items():
-                place = f"{name} in {files[t, chunk.pp]}"
-                recipe = wanted.get(name)
-                if recipe is None:
-                    problems.append(f"{place}: not a tensor of this model on this stage")
-                elif tuple(values.shape) != recipe.shape:
-                    problems.append(f"{place}: shape {tuple(values.shape)}, not {recipe.shape}")
-                elif recipe.copy:  # on the last stage, of the first one's embedding
-                    if not torch.equal(values, embeddings[t][WORD]):
-                        problems.append(f"{place}: differs from the embedding that it is tied to")
-                elif t > 0 and not any(spec.shards for spec, _ in recipe.parts):  # a replica
-                    if not torch.equal(values, chunk.tensors[0].get(name, values.new_zeros(0))):
-                        problems.append(f"{place}: differs from tp rank 0's copy")
-                else:
-                    result.append(Foreign(recipe, values.dtype, place, lambda values=values: values))
-    if depth[-1].layers.stop != model.num_layers:
-        problems.append(f"the files hold {depth[-1].layers.stop} of num_layers={model.num_layers} layers")
-    refuse(problems, "the files do not fit their args")
+            raise CheckpointError(f"{path}: {name} is stored under two names")
+        result[name] = Found(tuple(value.shape), value.dtype, f"{name} in {path}", lambda value=value: value)
     return result

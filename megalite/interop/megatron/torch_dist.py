@@ -24,12 +24,10 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import CODES
-from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
-from megalite.interop.megatron.args import read_args
-from megalite.interop.megatron.names import MEGATRON, STACKED_LAYERS, WORD, core_name
-from megalite.interop.megatron.rank_files import DAMAGED, MegatronModel, args_of, load_pickle, open_megatron
-from megalite.interop.rules import recipes
-from megalite.models.specs import specs_of
+from megalite.config.pattern import LONGEST
+from megalite.interop.convert import Found
+from megalite.interop.megatron.names import STACKED_LAYERS, core_name
+from megalite.interop.megatron.rank_files import DAMAGED, MegatronModel, args_of, load_pickle, model_in, open_megatron
 from megalite.parallel.rectangles import inside, intersect
 from megalite.parallel.spec import Box
 
@@ -116,46 +114,20 @@ def open_dist(folder: Path, say: Callable[[str], object] = print) -> MegatronMod
     common, metadata = folder / "common.pt", folder / ".metadata"
     args = args_of(load_pickle(common, say), common)
     say(f"opening {metadata}: a pickle, of which {2 + len(RECORDS)} listed names are accepted as plain data")
-    stored = read_metadata(folder)
-    options = read_args(args, str(common))
-    model = model_of(options, str(common))
-    named: dict[str, tuple[str, int | None]] = {}
-    for key in stored:
-        name = core_name(key)
+    found, read = dict[str, Found](), Reader(folder).read
+    for key, stored in read_metadata(folder).items():
+        name, shape = core_name(key), stored.shape
         stacked = STACKED_LAYERS.match(name)
-        for n in range(model.num_layers) if stacked else (None,):
-            named[name if n is None else f"decoder.layers.{n}.{name[stacked.end() :]}"] = (key, n)  # type: ignore[union-attr]
-    word = stored.get(WORD)
-    if word is None or len(word.shape) != 2:
-        raise CheckpointError(f"{folder}: has no word embeddings; it is not the checkpoint of a GPT")
-    problems, tensors, reader, places = [], [], Reader(folder), dict(named)
-
-    def read(key: str, n: int | None) -> Tensor:
-        shape = stored[key].shape
-        begin = 0 if n is None else n
-        end = shape[0] if n is None else n + 1
-        values = reader.read(key, stored[key], Box((begin, *(0 for _ in shape[1:])), (end, *shape[1:])))
-        return values if n is None else values[0]
-
-    for recipe in recipes(MEGATRON, specs_of(model, word.shape[0]), model.groups, range(model.num_layers)):
-        if recipe.copy:
+        if not stacked or not shape:
+            load = partial(read, key, stored, Box((0,) * len(shape), shape))
+            found[name] = Found(shape, stored.dtype, f"{key} in {folder}", load)
             continue
-        key, n = named.pop(recipe.theirs, (None, None))
-        if key is None:
-            problems.append(f"{recipe.theirs} is missing")
-            continue
-        shape = stored[key].shape if n is None else stored[key].shape[1:]
-        if shape != recipe.shape or (n is not None and stored[key].shape[0] != model.num_layers):
-            problems.append(f"{key}: shape {stored[key].shape}, not {recipe.shape} for each layer")
-            continue
-        tensors.append(Foreign(recipe, stored[key].dtype, f"{recipe.theirs} in {folder}", partial(read, key, n)))
-    problems += [f"{key}: not a tensor of this model" for key, _ in named.values()]
-    refuse(problems, f"{folder}: the tensors do not fit the args")
-
-    def shards(name: str, layer: int) -> list[Tensor]:  # one: a tensor is whole whatever tp was
-        return [read(*places[name if name in places else f"decoder.layers.{layer}.{name}"])]
-
-    return MegatronModel(folder, options, model, word.shape[0], usual_dtype(tensors), tensors, args, shards)
+        for n in range(min(shape[0], LONGEST)):
+            box = Box((n, *(0 for _ in shape[1:])), (n + 1, *shape[1:]))
+            one = lambda key=key, stored=stored, box=box: read(key, stored, box)[0]  # noqa: E731
+            layer = f"decoder.layers.{n}.{name[stacked.end() :]}"
+            found[layer] = Found(shape[1:], stored.dtype, f"{key}[{n}] in {folder}", one)
+    return model_in(folder, args, common, [found])  # whole tensors, whatever tp was
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
@@ -201,8 +173,6 @@ def _stored(key: str, state: dict[str, Any], places: dict[Any, dict[str, Any]], 
         chunks.append(Chunk(box, place["relative_path"], begin, length))
         if any(not 0 <= a < b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True)):
             raise CheckpointError(f"{folder}: {key} has a chunk outside {shape}; it is damaged")
-    if dtype not in CODES:
-        raise CheckpointError(f"{folder}: {key} is {dtype}, not a floating-point tensor")
     return StoredTensor(shape, dtype, tuple(chunks))
 
 
