@@ -1,4 +1,4 @@
-"""Devices, nodes and the links between them: a table, or the user's own TOML file.
+"""Devices, nodes and the links between them: those of devices.toml, or the user's own TOML file.
 
     device = "h100"              # a name of the table; for another device a section [device] in place of this line
     nodes = 16
@@ -8,7 +8,7 @@
     # name = "mine"
     # memory_gib = 96
     # memory_gb_per_s = 4000     # rate of its own memory
-    # price_per_hour = 2.5       # US dollars; peak_tflops: default by `name`, megalite/plan/peak_rates.py
+    # price_per_hour = 2.5       # US dollars; peak_tflops: default by `name`, megalite/plan/devices.toml
     # peak_tflops = { bf16 = 500, fp32 = 60 }
 
     [inside]                     # a link within a node; [between] nodes. Each default is the table's
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megalite.plan.peak_rates import SHORT, measure_cpu_peak, peak_of
+from megalite.plan.peak_rates import SHORT, TABLE, measure_cpu_peak, peak_of
 
 if TYPE_CHECKING:
     import torch
@@ -103,34 +103,23 @@ def _cpu_peak(dtype: "torch.dtype", local_ranks: int) -> float:
 
 
 def _link(label_gb_per_s: float, reached: float, latency_us: float) -> Link:
-    """`reached`: the share of the label that nccl-tests' bus bandwidth of large messages reaches."""
+    """`reached`: the share of the label that large messages reach."""
     return Link(latency_us * US, label_gb_per_s * reached * GB, label_gb_per_s * GB)
 
 
-def _this_machine() -> Device:
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Device("cpu", "", pages * size, 10 * GB, 0.05)  # the rate of two cores; calibration measures it
+def _device(name: str, known: Mapping[str, Any]) -> Device:
+    """One of the table; the memory of a CPU is this machine's."""
+    mib, own = known.get("memory_mib"), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rate, price = known["memory_gb_per_s"] * GB, known["price_per_hour"]
+    return Device(name, known.get("vendor_name", ""), mib * 2**20 if mib else own, rate, price)
 
 
-# Memory and its rate: the vendors' data sheets, memory as nvidia-smi shows it. Links: NVLink's label in one direction
-# (half of what is called bidirectional), and the share of it that ring collectives of large messages reach by
-# nccl-tests: 230 to 240 of 300 GB/s on an 8 x A100 node, 360 to 370 of 450 on 8 x H100 without the switch's own sums.
-# Network: 8 x 400 Gbit/s per DGX H100, H200 and B200 (50 GB/s per device), 8 x 200 per DGX A100, 4 x 100 for the 8
-# devices of a DGX-1V. Latency: one hop of a ring, with its kernel. Prices are examples, 2026-11.
-_CARDS = (  # name, vendor's name, MiB, GB/s of memory, price; links within a node of 8 and between nodes
-    ("a100", "NVIDIA A100-SXM4-80GB", 81920, 2039, 1.8, _link(300, 0.78, 4), _link(25, 0.85, 12)),
-    ("h100", "NVIDIA H100 80GB HBM3", 81559, 3350, 2.8, _link(450, 0.80, 3), _link(50, 0.88, 10)),
-    ("h200", "NVIDIA H200", 143771, 4800, 3.5, _link(450, 0.80, 3), _link(50, 0.88, 10)),
-    ("b200", "NVIDIA B200", 183359, 8000, 5.5, _link(900, 0.78, 3), _link(50, 0.88, 10)),
-    ("v100", "Tesla V100-SXM2-32GB", 32510, 900, 0.6, _link(150, 0.85, 5), _link(6.25, 0.85, 15)),
-)
 # name -> device, devices per node (0: any number), links within and between nodes
 DEVICES: Mapping[str, tuple[Device, int, Link, Link]] = MappingProxyType(
     {
-        name: (Device(name, vendor, mib * 2**20, gb_per_s * GB, price), 8, inside, between)
-        for name, vendor, mib, gb_per_s, price, inside, between in _CARDS
+        name: (_device(name, known), known["per_node"], _link(**known["inside"]), _link(**known["between"]))
+        for name, known in TABLE["devices"].items()
     }
-    | {"cpu": (_this_machine(), 0, _link(2, 1.0, 100), _link(1.25, 0.9, 60))}  # 10 Gbit/s Ethernet between machines
 )
 
 
