@@ -23,7 +23,7 @@ import functools
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -163,55 +163,50 @@ def read_cluster(path: Path) -> Cluster:
     return dataclasses.replace(base, device=_own_device(device) if own else base.device, **links)
 
 
-NUMBERS = {
-    "device": ("memory_gib", "memory_gb_per_s", "price_per_hour"),
-    "inside": ("gb_per_s", "latency_us"),
-    "between": ("gb_per_s", "latency_us"),
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_rates(value: Any) -> bool:
+    return isinstance(value, dict) and {*value} <= {*SHORT.values()} and all(map(_is_number, value.values()))
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, dict) or value in [*DEVICES]
+
+
+# kinds of values: the test of one, and what another one is not
+NUMBER, WHOLE = (_is_number, "a number above 0"), (lambda x: type(x) is int and x > 0, "a whole number above 0")
+WORDS, SECTION = (
+    (lambda x: isinstance(x, str), "a string; write it in quotes"),
+    (lambda x: isinstance(x, dict), "a table; write [inside] or [between]"),
+)
+RATES = (_is_rates, f"a table of numbers above 0 of {', '.join(SHORT.values())}, as {{ bf16 = 500 }}")
+DEVICE = (_is_device, f"in the table; give one of {', '.join(DEVICES)}, or a table [device]")
+LINK, SIZE = {"gb_per_s": NUMBER, "latency_us": NUMBER}, {"memory_gib": NUMBER, "memory_gb_per_s": NUMBER}
+KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "": {"device": DEVICE, "nodes": WHOLE, "per_node": WHOLE, "inside": SECTION, "between": SECTION},
+    "device": {"name": WORDS, **SIZE, "price_per_hour": NUMBER, "peak_tflops": RATES},
+    "inside": LINK,
+    "between": LINK,
 }
 
 
 def _problems(tables: dict[str, Any]) -> list[str]:
     """Everything that is wrong with a file's tables."""
-    problems = [
-        f"{key}={tables[key]!r} is not a whole number above 0"
-        for key in ("nodes", "per_node")
-        if key in tables and (type(tables[key]) is not int or tables[key] < 1)
-    ]
-    if unknown := tables.keys() - (keys := ("device", "nodes", "per_node", "inside", "between")):
-        problems.append(f"{', '.join(sorted(unknown))}: no such key; there are {', '.join(keys)}")
-    device = tables.get("device", "h100")
-    if not isinstance(device, dict) and (not isinstance(device, str) or device not in DEVICES):
-        problems.append(f"device={device!r} is not in the table; give one of {', '.join(DEVICES)}, or a table [device]")
-    for section, keys in NUMBERS.items():
-        given = tables.get(section, {})
-        if not isinstance(given, dict):
-            problems += [f"{section}={given!r} is not a table; write [{section}]"] * (section != "device")
-            continue
-        other = {"name", "peak_tflops"} if section == "device" else set()
-        problems += [
-            f"{section}.{key}: no such key; there are {', '.join(keys)}" for key in given.keys() - other - {*keys}
-        ]
-        problems += [
-            f"{section}.{key}={given[key]!r} is not a number above 0"
-            for key in keys
-            if key in given and not (type(given[key]) in (int, float) and 0 < given[key] < math.inf)
-        ]
-        if section == "device" and "device" in tables:
-            problems += _device_problems(given)
-    return problems
-
-
-def _device_problems(given: dict[str, Any]) -> list[str]:
-    """The problems of a table [device] beyond its numbers."""
-    needed = ("name", "memory_gib", "memory_gb_per_s")
-    problems = [f"device.{key} is missing; a device of your own needs it" for key in needed if key not in given]
-    if not isinstance(given.get("name", ""), str):
-        problems.append(f"device.name={given['name']!r} is not a string; write it in quotes")
-    peaks = given.get("peak_tflops", {})
-    if not isinstance(peaks, dict) or not all(type(v) in (int, float) and v > 0 for v in peaks.values()):
-        problems.append(f"device.peak_tflops={peaks!r} is not a table of numbers above 0, as {{ bf16 = 500 }}")
-    elif unknown := peaks.keys() - {*SHORT.values()}:
-        problems.append(f"device.peak_tflops.{unknown.pop()}: no such dtype; there are {', '.join(SHORT.values())}")
+    problems = []
+    for section, keys in KEYS.items():
+        given, place = tables.get(section, {}) if section else tables, f"{section}." * bool(section)
+        if isinstance(given, dict):
+            unknown, known = (
+                sorted(given.keys() - keys),
+                ((key, given[key], *keys[key]) for key in keys if key in given),
+            )
+            problems += [f"{place}{key}: no such key; there are {', '.join(keys)}" for key in unknown]
+            problems += [f"{place}{key}={value!r} is not {what}" for key, value, fits, what in known if not fits(value)]
+    if isinstance(own := tables.get("device"), dict):
+        missing = (key for key in ("name", *SIZE) if key not in own)
+        problems += [f"device.{key} is missing; a device of your own needs it" for key in missing]
     return problems
 
 
