@@ -19,7 +19,9 @@ Term = tuple[str, str, str | None, str]  # ! or ? or "", name, relation, other s
 def rules_of(part: str) -> tuple[tuple[list[list[Term]], str], ...]:
     """(conditions, each of which is some terms, and the text) of each rule of a part of the file."""
     file = Path(__file__).with_name("option_rules.txt").read_text(encoding="utf-8")
-    lines = file.partition(f"\n# {part}\n")[2].partition("\n# ")[0].replace("\n    ", "\t").split("\n")
+    lines = (
+        file.partition(f"\n# {part}\n")[2].partition("\n# ")[0].replace("\\\n", "").replace("\n    ", "\t").split("\n")
+    )
     rules = []
     for line in filter(None, lines):
         conditions, *text = line.split("\t")
