@@ -216,7 +216,7 @@ def lost_names(root: Path) -> Iterator[str]:
     """Words with an underscore or a capital in their middle, between backquotes, that are nowhere in the code."""
     sources = [*root.glob("*.py"), root / "pyproject.toml"]
     sources += [p for folder in ("megalite", "tools", "tests", "examples") for p in (root / folder).rglob("*.py")]
-    sources += (root / "examples").rglob("*.yaml")
+    sources += [*(root / "examples").rglob("*.yaml"), *(root / "megalite").rglob("*.toml")]
     texts = [p.read_text(encoding="utf-8") for p in sources if p.is_file() and p.name not in ("test_documents.py",)]
     words = {word for text in texts for word in re.findall(r"\w+", text)}
     for path in named(root):

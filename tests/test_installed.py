@@ -51,12 +51,16 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", clone, tmp_path_factory.mktemp("wheel"))
 
 
+DATA = """config/megatron_flags.txt config/option_rules.txt config/faults.toml config/help.toml config/refused.toml
+ plan/causes.toml plan/devices.toml completion.sh"""
+
+
 @RARELY
 def test_what_a_wheel_holds(clone: Path, wheel: Path, tmp_path: Path) -> None:
     """The package with its data, the programs below it, and nothing else; the same from a source distribution."""
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {str(p.relative_to(ROOT)) for p in (ROOT / "megalite").rglob("*.py")}
-    package |= {"megalite/config/megatron_flags.txt", "megalite/completion.sh"}
+    package |= {f"megalite/{name}" for name in DATA.split()}
     files = [p for p in (ROOT / "tools").rglob("*") if p.is_file() and p.suffix not in (".sh", ".pyc")]
     programs = {str(p.relative_to(ROOT)) for p in files} | {"pretrain_gpt.py"}
     assert {"megalite/config/console.py", "megalite/__main__.py"} <= package and "tools/bench/limited.py" in programs

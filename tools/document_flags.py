@@ -13,12 +13,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config import megatron_flags
-from megalite.config.field import base_type, facts_of, spellings
+from megalite.config.field import base_type, facts_of, refused, spellings
 from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION, REFUSED, WARNED, Flag
 from megalite.config.options import SECTIONS, options
 from tools.program import parser_of
 
-TAKES = {flag: facts_of(f) for _, f in options() for flag, value in spellings(f) if value is None}  # a value
+TAKES = {flag: f.name for _, f in options() for flag, value in spellings(f) if value is None}  # a value
 OUTSIDE = ("gone from Megatron-LM", "other programs of Megatron-LM", "DeepSpeed", "forks of Megatron-LM")
 
 
@@ -47,11 +47,8 @@ def flags_page() -> str:
 
 def verdict(name: str, flag: Flag) -> str:
     if flag.verdict == OPTION:
-        facts = TAKES.get(name)
-        if facts is None:
-            return "does"
-        refused = ", ".join(f"`{value}`" for value in facts.refused)
-        return f"does, but for {refused}: refused" if refused else "does"
+        others = ", ".join(f"`{value}`" for value in refused().get(TAKES.get(name, ""), ()))
+        return f"does, but for {others}: refused" if others else "does"
     if flag.verdict == DEPENDENT:
         return f"no effect here, because it only matters beside `{megatron_flags.first_of(flag.feature)}`"
     if flag.verdict == NO_EFFECT:

@@ -1,34 +1,23 @@
-"""Every contradiction in a configuration, all at once. Each is a Problem (problem.py). Pure, as options.py is."""
+"""Every contradiction in a configuration, all at once: those of option_rules.txt, and those that need more than its
+conditions. Each is a Problem (problem.py). Pure, as options.py is."""
 
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, replace
 
-from megalite.config.check_files import checkpoint_problems, data_problems, files_effects
 from megalite.config.check_model import layout_problems, model_effects, model_problems
 from megalite.config.check_sharing import context_problems, instances_problem, sharing_effects, sharing_problems
-from megalite.config.check_training import training_effects, training_problems
+from megalite.config.check_training import training_problems
 from megalite.config.field import facts_of, flag_of
-from megalite.config.options import Config, ModelConfig, options
-from megalite.config.pattern import read_batch_schedule
+from megalite.config.option_rules import broken
+from megalite.config.options import Config, DataConfig, ModelConfig, options
+from megalite.config.pattern import read_batch_schedule, read_split
 from megalite.config.problem import Problem, Say
 
 MOST_MICROBATCHES = 100_000  # of one rank and step
 MOST_NEAR = 4096  # how far off another number of ranks is looked for
-NEEDS = {  # option -> the one without which it has no effect
-    "num_query_groups": "group_query_attention",
-    "cp_comm_type": "context_parallel_size",
-    "zero_bubble_max_pending_backward": "split_backward",
-    "decoupled_min_lr": "decoupled_lr",
-    "grad_reduce_in_bf16": "bf16",
-    "data_parallel_sharding_strategy": "use_megatron_fsdp",
-    "save_interval": "save",
-    "use_pytorch_profiler": "profile",
-    "manual_gc_interval": "manual_gc",
-    "log_progress": "save",
-    **{f"log_{x}_to_tensorboard": "tensorboard_dir" for x in ("timers", "validation_ppl", "memory", "world_size")},
-}
+_PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
 def check(
@@ -42,16 +31,17 @@ def check(
         unclear |= {f.name for f in fields(ModelConfig) if facts_of(f).required and not getattr(config.model, f.name)}
     unclear |= wrong.keys()
     config = _made_plausible(config, unclear)
-    say, tp = Say(config), config.parallel.tensor_model_parallel_size
+    say, m = Say(config), config.model
+    complete = complete or (c.load is None and c.pretrained_checkpoint is None)
     problems = [
-        *model_problems(config.model, tp, say),
+        *broken("contradictions", say, complete=complete),
+        *model_problems(m, config.parallel.tensor_model_parallel_size, say),
         *layout_problems(config, say),
         *training_problems(config, say),
         *sharing_problems(config, say),
         *context_problems(config, say),
-        *checkpoint_problems(c, say),
-        *_machine(config, say),
-        *data_problems(config.data, tp, complete or (c.load is None and c.pretrained_checkpoint is None), say),
+        *_data(config.data, say),
+        *_run_name(config.log.name, say),
         *(_world(config, world_size, say) if world_size is not None else ()),
     ]
     return [*wrong.values(), *(problem for problem in problems if not problem.concerns(unclear))]
@@ -60,14 +50,7 @@ def check(
 def without_effect(config: Config) -> list[Problem]:
     """Options that do nothing, or less than expected, beside others; no errors, as Megatron-LM accepts them."""
     say = Say(config)
-    given = {f.name for _, f in options() if say.values[f.name] != f.default}
-    effects = [*model_effects(config.model, say), *training_effects(config, say)]
-    effects += [*files_effects(config, say), *sharing_effects(config, say)]
-    for name, needed in NEEDS.items():
-        if name in given and needed not in given:
-            shown = "{option}" if say.values[name] is True else "{=option}"
-            effects.append(say(f"{shown} has no effect without {{--{needed}}}", option=name))
-    return effects
+    return [*broken("without effect", say), *model_effects(config.model, say), *sharing_effects(config, say)]
 
 
 def _made_plausible(config: Config, unclear: Collection[str]) -> Config:
@@ -95,26 +78,27 @@ def _ranges(config: Config) -> Iterator[tuple[str, Problem]]:
         yield "lr", Problem("lr is not set; give --lr", ["lr"])
 
 
-def _machine(config: Config, say: Say) -> Iterator[Problem]:
-    p, o = config.parallel, config.operations
-    if config.log.name is not None and config.log.run_dir is not None:
-        yield say("{name} and {run_dir} exclude each other; give one")
-    if config.log.name is not None and not re.fullmatch(r"\w[\w.+=,-]{0,79}", config.log.name):
+def _run_name(name: str | None, say: Say) -> Iterator[Problem]:
+    if name is not None and not re.fullmatch(r"\w[\w.+=,-]{0,79}", name):
         yield say("{=name!r} cannot name a directory in runs; use at most 80 letters, digits and - _ . + = ,")
-    written = {"run_dir": config.log.run_dir, "data_cache_path": config.data.data_cache_path}
-    for name, value in {**written, "export_hf": config.checkpoint.export_hf}.items():
-        if value is not None and "://" in value:
-            yield say("{=option!r} is a URL; give a local directory", option=name)
-    if p.distributed_backend == "mpi":
-        yield say(
-            "{=distributed_backend} is in no torch wheel; mpirun starts ranks of nccl and gloo as well: remove it"
-        )
-    if p.distributed_backend == "nccl" and p.device == "cpu":
-        yield say("{=distributed_backend} does not run on {=device}; use gloo")
-    if config.train.as_rank is not None and not config.train.dry_run:
-        yield say("{=as_rank} is for a dry run, which it needs; add {--dry-run}")
-    if o.profile and o.profile_step_end <= o.profile_step_start:
-        yield say("{=profile_step_end} is not above {=profile_step_start}; raise it")
+
+
+def _data(d: DataConfig, say: Say) -> Iterator[Problem]:
+    if d.split is not None:
+        try:
+            read_split(d.split)
+        except ValueError as error:
+            yield say("{=split!r} {error}", error=error)
+    per_split = " ".join(n for n in _PER_SPLIT if getattr(d, n))
+    ways = [n for n in ("data_path", "data_args_path", "per_split_data_args_path", "mock_data") if getattr(d, n)]
+    ways += [per_split] if per_split else []
+    if not ways:
+        yield say("{data_path} is not set; give {--data-path} PREFIX, or {--mock-data}")
+    elif len(ways) > 1 and not (d.mock_data and d.data_path):
+        text = "{named} exclude each other; give the data in one way"
+        yield say(text, *" ".join(ways).split(), named=" and ".join(ways))
+    elif ways[0] in _PER_SPLIT[1:]:
+        yield say("{train_data_path} is not set beside {option}; give it", option=ways[0])
 
 
 def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:

@@ -1,15 +1,11 @@
 """Contradictions in the model's options and in the layout of its layers, and options of these without effect."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 from megalite.config.options import Config, ModelConfig
 from megalite.config.pattern import read_pattern
 from megalite.config.problem import Problem, Say
 from megalite.config.stage_layers import GIVEN, given_stages
-
-# Megatron-LM ignores or refuses these with yarn
-_NOT_YARN = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
 
 
 def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
@@ -37,51 +33,22 @@ def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
     if m.seq_length % tp:
         text = tp_breaks + "{=seq_length}: use {fit} for it, or another tp"
         yield say(text, fit=multiples(m.seq_length, tp))
-    if m.positions < m.seq_length:
-        yield say("{=max_position_embeddings} is below {=seq_length}; make it at least that")
+    if m.no_rope_freq is not None:
+        try:
+            read_pattern(m.no_rope_freq, m.num_layers)
+        except ValueError as error:
+            yield say("{=no_rope_freq} {error}", "num_layers", error=error)
     yield from _window(m, say)
-    if not 0 < m.rotary_percent <= 1:
-        yield say("{=rotary_percent} is not in (0, 1]; use 1.0")
-    yield from _positions(m, say)
 
 
 def model_effects(m: ModelConfig, say: Say) -> Iterator[Problem]:
-    if m.no_weight_decay_cond_type is not None and not m.qk_layernorm:
-        yield say("{=no_weight_decay_cond_type} needs {--qk-layernorm}")
-    if m.no_rope_freq is not None and m.position_embedding_type not in ("rope", "yarn"):
-        yield say("{=no_rope_freq} has no effect without {--position-embedding-type} rope")
-    for f in fields(ModelConfig) if m.position_embedding_type != "yarn" else ():
-        if f.name.startswith(("yarn_", "mscale", "rotary_scaling_factor")) and getattr(m, f.name) != f.default:
-            yield say("{=option} has no effect without {--position-embedding-type} yarn", option=f.name)
     if m.window_size is not None and len(m.window_size) == 2 and 0 < m.seq_length <= m.window_size[0] + 1:
         yield say("{=window_size} has no effect on sequences of {length} tokens", "seq_length", length=m.seq_length)
-
-
-def _positions(m: ModelConfig, say: Say) -> Iterator[Problem]:
-    kind, pattern = m.position_embedding_type, m.no_rope_freq
-    if kind == "learned_absolute" and not m.add_position_embedding:
-        yield say("{=add_position_embedding} with {=position_embedding_type}; use none, or rope")
-    if pattern is not None:
-        try:
-            read_pattern(pattern, m.num_layers)
-        except ValueError as error:
-            yield say("{=no_rope_freq} {error}", "num_layers", error=error)
-    if kind != "yarn":
-        return
-    for name in _NOT_YARN:
-        if getattr(m, name) != getattr(ModelConfig, name):
-            yield say("{=option} with {=position_embedding_type}, which does not take it; remove it", option=name)
-    if m.yarn_beta_fast <= m.yarn_beta_slow:
-        yield say("{=yarn_beta_fast:g} is not above {=yarn_beta_slow:g}; raise it")
-    if m.rotary_base == 1:
-        yield say("{=rotary_base} turns all channels alike; use 10000")
 
 
 def _window(m: ModelConfig, say: Say) -> Iterator[Problem]:
     size, pattern = m.window_size, m.window_attn_skip_freq
     if size is None:
-        if pattern is not None:
-            yield say("{=window_attn_skip_freq} has no effect; add {--window-size}")
         return
     if len(size) != 2:
         yield say("{=window_size} is not two numbers; give LEFT,RIGHT, as 4095,0")
@@ -114,10 +81,6 @@ def layout_problems(config: Config, say: Say) -> Iterator[Problem]:
         if stages is None and pp * chunks > m.num_layers:
             text = "{=pipeline_model_parallel_size} x {chunks} chunks is above {=num_layers}: use fewer"
             yield say(text, "num_virtual_stages_per_pipeline_rank", chunks=chunks)
-    size = p.microbatch_group_size_per_virtual_pipeline_stage
-    if size is not None and size < pp:
-        text = "{=microbatch_group_size_per_virtual_pipeline_stage} is below pipeline parallel {pp}; raise it"
-        yield say(text, "pipeline_model_parallel_size", pp=pp)
 
 
 def multiples(n: int, of: int) -> str:

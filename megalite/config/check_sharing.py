@@ -11,7 +11,7 @@ EXCHANGES = ("allgather", "a2a", "p2p")
 
 
 def sharing_problems(config: Config, say: Say) -> Iterator[Problem]:
-    p, stage = config.parallel, config.parallel.shared_out
+    p = config.parallel
     strategy = p.data_parallel_sharding_strategy
     if p.zero_stage is not None and p.use_megatron_fsdp:
         other = "use_megatron_fsdp" if strategy is None else "data_parallel_sharding_strategy"
@@ -19,17 +19,6 @@ def sharing_problems(config: Config, say: Say) -> Iterator[Problem]:
         if named != p.zero_stage:
             text = "{=zero_stage} and {=option}, which is stage {named}; give one"
             yield say(text, "use_megatron_fsdp", option=other, named=named)
-    if stage and not p.use_distributed_optimizer:
-        text = "{=use_distributed_optimizer} and ZeRO stage {stage}, which shares out the optimizer; give one"
-        yield say(text, "zero_stage", "use_megatron_fsdp", stage=stage)
-    if stage > 1 and config.train.cuda_graph_impl != "none":
-        text = "{=cuda_graph_impl} replays memory that stays, and at ZeRO stage {stage} it comes and goes; use "
-        yield say(text + "{--zero-stage} 1, or drop it", "use_megatron_fsdp", stage=stage)
-    if p.outer_dp_sharding_strategy == "optim" and p.num_distributed_optimizer_instances == 1:
-        yield say("{=outer_dp_sharding_strategy} needs {--num-distributed-optimizer-instances} above 1")
-    if p.param_cpu_offload and (stage < 3 or config.optim.offloaded < 1 or p.outer_dp_sharding_strategy == "optim"):
-        text = "{param_cpu_offload} needs {--zero-stage} 3, shared out once, and {--optimizer-cpu-offload} of all"
-        yield say(text, "optimizer_offload_fraction", "outer_dp_sharding_strategy")
 
 
 def context_problems(config: Config, say: Say) -> Iterator[Problem]:
@@ -65,9 +54,3 @@ def sharing_effects(config: Config, say: Say) -> Iterator[Problem]:
     p = config.parallel
     if "p2p" in config.model.cp_comm_type and p.context_parallel_size > 1:
         yield say("{=cp_comm_type} is taken as allgather, which moves the same bytes", cp_comm_type="p2p")
-    if p.param_cpu_offload and p.device == "cpu":
-        yield say("{param_cpu_offload} saves nothing with {=device}, where all memory is the host's")
-    if p.zero_hold != "auto" and p.shared_out < 3:
-        yield say("{=zero_hold} has no effect below ZeRO stage 3")
-    if p.num_distributed_optimizer_instances > 1 and not p.shared_out:
-        yield say("{=num_distributed_optimizer_instances} has no effect at ZeRO stage 0")

@@ -3,7 +3,7 @@
     MEGALITE_FAULT="step.after_reduce:1:3:kill"       rank 1 dies in step 3
     MEGALITE_FAULT="data.get:*:5:sleep=2.5"           every rank waits in step 5
 
-RANK and STEP may be *. POINTS says where each point is, and which value nan, inf and bitflip change there. A fault
+RANK and STEP may be *. faults.toml says where each POINT is, and which value nan, inf and bitflip change there. A fault
 strikes once per process, except where STEP is *; with MEGALITE_FAULT_ONCE=FOLDER once per run, restarts included, as a
 file in FOLDER records. Where none is set, a point costs one look-up in a dictionary.
 """
@@ -15,26 +15,13 @@ import resource
 import signal
 import sys
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 VARIABLE, ONCE = "MEGALITE_FAULT", "MEGALITE_FAULT_ONCE"
-POINTS = {
-    "init.storage": "before the test whether --save can be written to; step 0",
-    "init": "the ranks have met, nothing is built; step 0",
-    "init.collectives": "in the check of the collectives' results: what this rank sends; step 0",
-    "step.begin": "before a step, and before its look whether to stop",
-    "data.get": "before the wait for the batch of a step",
-    "pipeline.message": "before an activation or a gradient is sent: that tensor",
-    "step.after_forward_backward": "losses and gradients are there: the loss",
-    "step.after_reduce": "gradients are reduced: the first that this rank owns",
-    "step.after_update": "weights are updated and gathered: the first of this rank's copy",
-    "eval.begin": "before an evaluation",
-    "ckpt.shard_written": "this rank's file of a checkpoint is on disk, and listed",
-    "ckpt.before_commit": "a checkpoint is complete, under a temporary name; rank 0",
-    "ckpt.after_commit": "it has its name, and the tracker file does not name it yet; rank 0",
-}
+POINTS: Mapping[str, str] = tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))
 KINDS = ("kill", "stop", "term", "raise", "exit0", "sleep", "nan", "inf", "bitflip", "eio", "full")
 FORM = re.compile(
     rf"(?P<point>[a-z_.]+):(?P<rank>\d+|\*):(?P<step>\d+|\*):(?P<kind>{'|'.join(KINDS)})"

@@ -11,9 +11,11 @@
 import difflib
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 FREE, HOW, TRAINING, MODEL = "free", "how", "training", "model"
@@ -31,7 +33,6 @@ class Facts:
     """The facts of an option.
 
     flags      other spellings; "--x=VALUE" sets the field to VALUE
-    refused    values of other programs that are not among the choices, in lower case, and why
     required   0 means "not set"
     least      the smallest value; `above`: an exclusive lower bound
     below      (an exclusive upper bound, the message for a larger value); `most`: (the largest value, the same)
@@ -44,7 +45,6 @@ class Facts:
     help: str
     choices: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
     required: bool = False
     least: int = 0
     above: int | None = None
@@ -89,6 +89,15 @@ def base_type(f: Field[Any]) -> str:
     """int, float, bool, str, ints or strs."""
     name = str(f.type).replace(" | None", "")
     return {"tuple[int, ...]": "ints", "tuple[str, ...]": "strs"}.get(name, name)
+
+
+@cache
+def refused() -> Mapping[str, Mapping[str, str]]:
+    """Option -> value of other programs that is not among its choices -> why."""
+    table = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
+    return {
+        name: {value: why for values, why in rows.items() for value in values.split()} for name, rows in table.items()
+    }
 
 
 def flag_of(name: str) -> str:
@@ -171,7 +180,8 @@ def convert(f: Field[Any], value: Any) -> Any:
         except OverflowError:
             raise ValueError(f"{f.name}={shown} is beyond a float's range; give a smaller number") from None
     if kind == "str" and isinstance(value, str):
-        if (reason := facts.refused.get(value) or facts.refused.get(value.lower())) and value not in facts.choices:
+        other = refused().get(f.name, {})
+        if (reason := other.get(value) or other.get(value.lower())) and value not in facts.choices:
             raise ValueError(f"{f.name}={value} is not supported: {reason}")
         if facts.choices and value not in facts.choices:
             plain = {re.sub(r"[-_ ]", "", choice).lower(): choice for choice in facts.choices}

@@ -7,42 +7,16 @@ import functools
 import os
 import sys
 import textwrap
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megalite.config.field import base_type, facts_of, flag_of, spellings
 from megalite.config.options import SECTIONS, ConfigError, options
 
-FIRST = (
-    *("preset", "config", "data_path", "tokenizer_type", "tokenizer_model", "mock_data", "micro_batch_size"),
-    *("global_batch_size", "train_iters", "lr", "bf16", "nproc", "tensor_model_parallel_size", "save", "load"),
-)
-GROUPS = {
-    "model": "shape, attention, positions, dropout",
-    "parallel": "ranks and their layout, pipeline, overlap, kernels",
-    "train": "batch sizes, length, evaluation, recomputation, spikes",
-    "optim": "optimizer, learning rate, weight decay",
-    "precision": "bf16, fp16 and its loss scale",
-    "data": "token files, blends, splits, tokenizer",
-    "checkpoint": "what is saved, kept, loaded, exported",
-    "log": "lines, TensorBoard, W&B, profiles",
-    "operations": "restarts, health, time limits, checks while it runs",
-}
-EXAMPLES = (
-    ("try it, without data", "--preset tiny --mock-data --micro-batch-size 4 --train-iters 20 --eval-iters 0"),
-    (
-        "train on token files, on two processes, and continue by typing it again",
-        "--preset tiny --data-path data/mine_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
-        "tokenizer.json --micro-batch-size 4 --train-iters 1000 --nproc 2 --save runs/mine --save-interval 100 --load "
-        "runs/mine",
-    ),
-    (
-        "see the plan of a large run, without its machines",
-        "--preset llama3-8b --bf16 --nproc 64 --tp 8 --mock-data --micro-batch-size 1 --global-batch-size 512 "
-        "--train-iters 1000 --lr 3e-4 --dry-run",
-    ),
-)
+PAGES = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
 
 
 def asked_for(argv: Sequence[str]) -> str | None:
@@ -66,10 +40,10 @@ def help_text(topic: str, presets: Sequence[str]) -> str:
     parser.description = "Pretrain a GPT over a tensor x pipeline x data parallel mesh. Megatron-LM's flags."
     parser.epilog = "A switch --x is also --no-x and --x=false. More of Megatron-LM's flags: docs/megatron.md."
     if topic == "":
-        _add(parser.add_argument_group("to begin with"), FIRST, presets, short=True)
+        _add(parser.add_argument_group("to begin with"), PAGES["first"].split(), presets, short=True)
         parser.epilog = _rest(parser.prog)
     for section in SECTIONS if topic == "all" else [topic] if topic else ():
-        group = parser.add_argument_group(section, GROUPS[section])
+        group = parser.add_argument_group(section, PAGES["groups"][section])
         names = [f.name for of, f in options() if of == section]
         _add(group, ["preset", "config", *names] if section == "model" else names, presets)
     return parser.format_help().rstrip()
@@ -79,10 +53,14 @@ def _rest(prog: str) -> str:
     start = prog if prog.startswith("megalite") else f"python {os.path.relpath(sys.argv[0]) if sys.argv[0] else prog}"
     counts = Counter(section for section, _ in options())
     lines = ["examples:"]
-    for what, flags in EXAMPLES:
+    for what, flags in PAGES["examples"].items():
         words = textwrap.wrap(f"{start} {flags}", 110, break_long_words=False, break_on_hyphens=False)
         lines += [f"  # {what}", "  " + " \\\n      ".join(words)]
-    lines += ["", "more:", *(f"  --help {name:<13} {GROUPS[name]} ({counts[name]} options)" for name in SECTIONS)]
+    lines += [
+        "",
+        "more:",
+        *(f"  --help {name:<13} {about} ({counts[name]} options)" for name, about in PAGES["groups"].items()),
+    ]
     return "\n".join([*lines, f"  --help {'all':<13} every flag"])
 
 

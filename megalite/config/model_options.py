@@ -33,12 +33,6 @@ class ModelConfig:
         "gelu",
         "feed-forward activation; gelu is the tanh form, gelu_erf the exact one",
         choices=ACTIVATIONS,
-        refused={
-            **dict.fromkeys(("silu", "swish"), "it is available only with its gate; use swiglu"),
-            **dict.fromkeys(
-                ("relu", "geglu", "reglu", "quick_gelu", "mish", "tanh"), "use gelu, swiglu or squared_relu"
-            ),
-        },
         flags=("--swiglu=swiglu", "--squared-relu=squared_relu"),
     )
     bias_gelu_fusion: bool = model(True, "tanh form of gelu; off: exact, where none is named", through="activation")
@@ -50,7 +44,6 @@ class ModelConfig:
         "learned_absolute",
         "positions",
         choices=("learned_absolute", "rope", "yarn", "none"),
-        refused={"alibi": "use rope"},
         flags=("--use-rotary-position-embeddings=rope",),
     )
     add_position_embedding: bool = model(

@@ -64,16 +64,9 @@ def training_of(config: Config) -> dict[str, Any]:
     return values
 
 
-MEGATRON_LOG = (  # options that ask for something in Megatron-LM's log or TensorBoard
-    "log_throughput",
-    "log_params_norm",
-    "log_num_zeros_in_grad",
-    "log_progress",
-    "log_timers_to_tensorboard",
-    "log_validation_ppl_to_tensorboard",
-    "log_memory_to_tensorboard",
-    "log_world_size_to_tensorboard",
-)
+# options that ask for something in Megatron-LM's log or TensorBoard
+MEGATRON_LOG = ("log_throughput", "log_params_norm", "log_num_zeros_in_grad", "log_progress")
+MEGATRON_LOG += tuple(f"log_{what}_to_tensorboard" for what in ("timers", "validation_ppl", "memory", "world_size"))
 
 
 def resolved_style(config: Config, megatron_spelling: bool = False) -> str:

@@ -17,15 +17,7 @@ TO_THREE = (3, "is above 3; use 0, 1, 2 or 3")
 @dataclass(frozen=True)
 class ParallelConfig:
     nproc: int | None = how(None, "local processes to start where no launcher does; default: tp x pp x --dp, else 1")
-    device: str = how(
-        "auto",
-        "where to compute; auto: cuda where there is a card",
-        choices=("auto", "cpu", "cuda"),
-        refused={
-            **dict.fromkeys(("gpu", "nvidia"), "torch calls it cuda; use cuda"),
-            **dict.fromkeys(("mps", "xpu", "tpu", "xla", "npu"), "it has no kernels here; use cpu"),
-        },
-    )
+    device: str = how("auto", "where to compute; auto: cuda where there is a card", choices=("auto", "cpu", "cuda"))
     tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", flags=("--tp",), above=0)
     pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", flags=("--pp",), above=0)
     context_parallel_size: int = how(1, "cp: ranks that share the tokens of each sequence", flags=("--cp",), above=0)

@@ -5,7 +5,7 @@ from string import Formatter
 from typing import Any
 
 from megalite.config.field import flag_of
-from megalite.config.options import Config, options
+from megalite.config.options import SECTIONS, Config, options
 
 
 class Problem(str):
@@ -24,7 +24,7 @@ class Problem(str):
 
 class Say:
     """Makes problems from templates, in which {=lr} is an option's name and value, {lr} its name and {--lr} its flag;
-    other names are those of `more`. So a problem's options are those that its line names.
+    {.lr} its value alone; other names are those of `more`. So a problem's options are those that its line names.
 
     >>> problem = Say(Config())("{=min_lr} is above {=lr:g}; lower it or raise {--lr}", lr=0.5)
     >>> problem, sorted(problem.options)
@@ -32,7 +32,15 @@ class Say:
     """
 
     def __init__(self, config: Config):
+        self._config = config
         self.values = {f.name: getattr(getattr(config, section), f.name) for section, f in options()}
+
+    def value(self, name: str) -> Any:
+        """Of an option, or of a property of a section."""
+        if name in self.values:
+            return self.values[name]
+        section = next(section for section, cls in SECTIONS.items() if hasattr(cls, name))
+        return getattr(getattr(self._config, section), name)
 
     def __call__(self, template: str, *also: str, option: str = "", **more: Any) -> Problem:
         """`also`: options that it is about but does not name; `option`: the one that {option} stands for; `more` may
@@ -40,15 +48,17 @@ class Say:
         line, named = "", set(also)
         for text, key, spec, conversion in Formatter().parse(template):
             line += text
-            name = (key or "").lstrip("=-").replace("-", "_")
+            name = (key or "").lstrip("=-.").replace("-", "_")
             name = option if name == "option" else name
-            if key and name not in self.values:
+            if key and key[0] == ".":
+                line += format(self.value(name), spec or "")
+            elif key and name not in self.values:
                 line += format(more[key], spec or "")
             elif key:
                 named.add(name)
                 value = more.get(name, self.values[name])
                 if isinstance(value, tuple) and not conversion:
-                    value = ",".join(map(str, value))
+                    value, spec = (spec or ",").join(map(str, value)), ""
                 shown = repr(value) if conversion else format(value, spec or "")
                 line += f"{name}={shown}" if key[0] == "=" else flag_of(name) if key[0] == "-" else name
         return Problem(line, named)

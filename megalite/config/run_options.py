@@ -91,13 +91,6 @@ class OptimConfig:
         "adam",
         "adam is AdamW; muon updates matrices, and AdamW the rest; dist_muon is muon",
         choices=("adam", "sgd", "muon", "dist_muon", "lamb", "lars"),
-        refused={
-            "adamw": "adam is AdamW here; use adam",
-            **dict.fromkeys(
-                ("adafactor", "adagrad", "adaptive_muon", "lion", "rmsprop", "shampoo", "soap", "sophia"),
-                "there is AdamW, SGD, Muon, LAMB and LARS; use adam or muon",
-            ),
-        },
     )
     optimizer_impl: str = how("auto", "kind of AdamW; apex needs its CUDA extension", choices=("auto", "torch", "apex"))
     lr: float | None = training(None, "peak learning rate", stand_in=1.0, least=0)
@@ -190,10 +183,7 @@ class DataConfig:
     validation_set_names: tuple[str, ...] | None = free(None, "their names; default: the last part of each prefix")
     split: str | None = training(None, "parts of the documents for training, validation, test; default 969, 30, 1")
     dataloader_type: str = training(
-        "single",
-        "order of samples: each epoch is shuffled separately, also with cyclic",
-        choices=("single", "cyclic"),
-        refused={"external": "it takes a loader of your own; give --data-path"},
+        "single", "order of samples: each epoch is shuffled separately, also with cyclic", choices=("single", "cyclic")
     )
     data_cache_path: str | None = how(None, "directory of index caches")
     mmap_bin_files: bool = how(True, "map token files; off: read them, where maps are slow or files may shrink")
@@ -217,15 +207,7 @@ class DataConfig:
     fim_eod_token: str | None = training(None, "token at the end of a document; default: the tokenizer's own")
     fim_cut_tokens: bool = training(False, "cut documents between tokens instead of characters: faster, a little worse")
     tokenizer_type: str | None = training(
-        None,
-        "kind of tokenizer; with --vocab-file and --merge-file GPT2BPETokenizer",
-        choices=TOKENIZERS,
-        refused={
-            **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), "BERT's; use HuggingFaceTokenizer"),
-            "MultimodalTokenizer": "images are not supported; use the tokenizer of its text",
-            "NullMultimodalTokenizer": "images are not supported; use NullTokenizer",
-            "SFTTokenizer": "conversations are not supported; use HuggingFaceTokenizer on plain text",
-        },
+        None, "kind of tokenizer; with --vocab-file and --merge-file GPT2BPETokenizer", choices=TOKENIZERS
     )
     tokenizer_model: str | None = training(None, "tokenizer file")
     tiktoken_pattern: str | None = training(None, "how TikTokenizer splits text: v1, v2, gpt2, cl100k, o200k")

@@ -12,17 +12,11 @@ import re
 from megalite.config.options import ParallelConfig
 
 GIVEN = (  # the options that give it
-    "num_layers",
-    "pipeline_model_parallel_size",
-    "pipeline_model_parallel_layout",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
+    *("num_layers", "pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-
 LONGEST_LAYOUT = 100_000  # characters, once repeats are written out
 
 
@@ -30,35 +24,23 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
     """Layers of every stage, in order of the model; None: not given, so the layers are to be balanced over
     pp x num_virtual_stages_per_pipeline_rank stages (plan/partition.py).
 
-    Raises ValueError: `name=value breaks rule; remedy`.
+    Options that exclude each other (option_rules.txt) are not given together. Raises ValueError: `name=value breaks
+    rule; remedy`.
     """
     pp, chunk = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
     chunks = p.num_virtual_stages_per_pipeline_rank
-    if chunk is not None and chunks is not None:
-        both = f"num_layers_per_virtual_pipeline_stage={chunk} and num_virtual_stages_per_pipeline_rank={chunks}"
-        raise ValueError(f"{both}: give one")
     embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
     even = embedding or loss or chunk is not None
     first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
     uneven = first is not None or last is not None
     if p.pipeline_model_parallel_layout is not None:
-        if uneven or even or chunks is not None:
-            raise ValueError("pipeline_model_parallel_layout already sets all stages' layers; drop the other flags")
         return parse_layout(p.pipeline_model_parallel_layout, num_layers, pp)
-    if uneven and even:
-        raise ValueError(
-            "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers exclude "
-            "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split and "
-            "num_layers_per_virtual_pipeline_stage; use --pipeline-model-parallel-layout"
-        )
     places = num_layers + embedding + loss  # for layers, on all pipeline ranks
-    if places % pp and even:
-        raise ValueError(
-            f"num_layers={num_layers}{' + embedding' * embedding}{' + loss' * loss} is not a multiple of "
-            f"pipeline_model_parallel_size={pp}; change one"
-        )
     if places % pp and not uneven:
-        return None
+        if not even:
+            return None
+        layers = f"num_layers={num_layers}{' + embedding' * embedding}{' + loss' * loss}"
+        raise ValueError(f"{layers} is not a multiple of pipeline_model_parallel_size={pp}; change one")
     per_rank = _uneven(num_layers, pp, first, last) if uneven else [places // pp] * pp
     if chunk is not None and per_rank[0] % chunk:
         raise ValueError(

@@ -1,12 +1,14 @@
 """Names the cause by which a step, a run or a plan loses the most time, and its remedy.
 
-The caller gives shares of time by the names of CAUSES, measured (a run's report, tools/benchmark.py) or predicted
+The caller gives shares of time by the names of causes.toml, measured (a run's report, tools/benchmark.py) or predicted
 (tools/plan.py). The cause named is the one that is farthest above its `worth`, the share from which it is mentioned; if
 none is above, it is the computation itself. The figure of a remedy is planned, for the same run with another option.
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megalite.config.check import check
@@ -22,61 +24,9 @@ class Cause:
     remedy: str
 
 
-NEVER = float("inf")
-NETWORK = "a faster network"
 CAUSES = {
-    "data": Cause(
-        "waiting for tokens",
-        0.05,
-        "put --data-path and --data-cache-path on a faster disk, or leave a processor free for the thread that reads",
-    ),
-    "checkpoint": Cause("waiting for saves", 0.05, "save less often, or in the background (--asynchronous-save on)"),
-    "bubble": Cause(
-        "the bubble of the pipeline",
-        0.10,
-        "use more micro-batches per step (a larger --global-batch-size, or less dp), --split-backward, or "
-        "--num-virtual-stages-per-pipeline-rank",
-    ),
-    "communication": Cause(
-        "communication that nothing hides",
-        0.20,
-        "use more micro-batches per step, tensor parallelism within a machine only, --grad-reduce-in-bf16; or one rank "
-        "is slower than the others (--log-straggler)",
-    ),
-    **{
-        axis: Cause(
-            f"exposed communication of {axis}",
-            0.20,
-            f"use a smaller {axis}, keep its ranks on one machine, or larger micro-batches",
-        )
-        for axis in ("tp", "cp")
-    },
-    "dp": Cause(
-        "the sum of gradients and the gather of weights, once per step,",
-        0.20,
-        f"use more micro-batches per step (a larger --global-batch-size), --grad-reduce-in-bf16, or {NETWORK}",
-    ),
-    "pp": Cause(
-        "waiting between stages, beyond the bubble,",
-        0.20,
-        "a stage is slower than its FLOPs say, or messages are slow (tools/benchmark_comm.py measures them): use fewer "
-        f"stages or chunks, or {NETWORK}",
-    ),
-    "ranks": Cause("waiting for the slowest rank", 0.20, "look at its device (tools/check_cluster.py)"),
-    "optimizer": Cause(
-        "the update, once per step,", 0.15, "use a larger --global-batch-size, or more dp ranks to share the update"
-    ),
-    "evaluation": Cause("evaluation", 0.15, "evaluate less often (--eval-interval), or fewer batches (--eval-iters)"),
-    "start-up": Cause("the start", 0.50, "the run was short; a longer one pays for it"),
-    "fixed costs": Cause("the cost of any step, however small,", 0.15, "use a larger batch, or a larger model"),
-    "other": Cause(
-        "work outside all parts of a step",
-        0.15,
-        "use a larger --log-interval, fewer checks, a faster disk for logs; a profile (--profile) shows it",
-    ),
-    "recompute": Cause("computing activations again", NEVER, "recompute less, as far as memory allows"),
-    "kernels": Cause("computing below the peak of the device", NEVER, "use larger micro-batches"),
-    "compute": Cause("computing", NEVER, "use faster kernels, more devices, or a smaller model; waits do not limit it"),
+    name: Cause(**known)
+    for name, known in tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8")).items()
 }
 COMPUTING = ("compute", "kernels", "recompute")
 

@@ -1,4 +1,4 @@
-"""Devices, nodes and the links between them: a table, or the user's own TOML file.
+"""Devices, nodes and the links between them: those of devices.toml, or the user's own TOML file.
 
     device = "h100"              # a name of the table; for another device a section [device] in place of this line
     nodes = 16
@@ -8,7 +8,7 @@
     # name = "mine"
     # memory_gib = 96
     # memory_gb_per_s = 4000     # rate of its own memory
-    # price_per_hour = 2.5       # US dollars; peak_tflops: default by `name`, megalite/plan/peak_rates.py
+    # price_per_hour = 2.5       # US dollars; peak_tflops: default by `name`, megalite/plan/devices.toml
     # peak_tflops = { bf16 = 500, fp32 = 60 }
 
     [inside]                     # a link within a node; [between] nodes. Each default is the table's
@@ -23,13 +23,13 @@ import functools
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megalite.plan.peak_rates import SHORT, measure_cpu_peak, peak_of
+from megalite.plan.peak_rates import SHORT, TABLE, measure_cpu_peak, peak_of
 
 if TYPE_CHECKING:
     import torch
@@ -103,34 +103,23 @@ def _cpu_peak(dtype: "torch.dtype", local_ranks: int) -> float:
 
 
 def _link(label_gb_per_s: float, reached: float, latency_us: float) -> Link:
-    """`reached`: the share of the label that nccl-tests' bus bandwidth of large messages reaches."""
+    """`reached`: the share of the label that large messages reach."""
     return Link(latency_us * US, label_gb_per_s * reached * GB, label_gb_per_s * GB)
 
 
-def _this_machine() -> Device:
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Device("cpu", "", pages * size, 10 * GB, 0.05)  # the rate of two cores; calibration measures it
+def _device(name: str, known: Mapping[str, Any]) -> Device:
+    """One of the table; the memory of a CPU is this machine's."""
+    mib, own = known.get("memory_mib"), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rate, price = known["memory_gb_per_s"] * GB, known["price_per_hour"]
+    return Device(name, known.get("vendor_name", ""), mib * 2**20 if mib else own, rate, price)
 
 
-# Memory and its rate: the vendors' data sheets, memory as nvidia-smi shows it. Links: NVLink's label in one direction
-# (half of what is called bidirectional), and the share of it that ring collectives of large messages reach by
-# nccl-tests: 230 to 240 of 300 GB/s on an 8 x A100 node, 360 to 370 of 450 on 8 x H100 without the switch's own sums.
-# Network: 8 x 400 Gbit/s per DGX H100, H200 and B200 (50 GB/s per device), 8 x 200 per DGX A100, 4 x 100 for the 8
-# devices of a DGX-1V. Latency: one hop of a ring, with its kernel. Prices are examples, 2026-11.
-_CARDS = (  # name, vendor's name, MiB, GB/s of memory, price; links within a node of 8 and between nodes
-    ("a100", "NVIDIA A100-SXM4-80GB", 81920, 2039, 1.8, _link(300, 0.78, 4), _link(25, 0.85, 12)),
-    ("h100", "NVIDIA H100 80GB HBM3", 81559, 3350, 2.8, _link(450, 0.80, 3), _link(50, 0.88, 10)),
-    ("h200", "NVIDIA H200", 143771, 4800, 3.5, _link(450, 0.80, 3), _link(50, 0.88, 10)),
-    ("b200", "NVIDIA B200", 183359, 8000, 5.5, _link(900, 0.78, 3), _link(50, 0.88, 10)),
-    ("v100", "Tesla V100-SXM2-32GB", 32510, 900, 0.6, _link(150, 0.85, 5), _link(6.25, 0.85, 15)),
-)
 # name -> device, devices per node (0: any number), links within and between nodes
 DEVICES: Mapping[str, tuple[Device, int, Link, Link]] = MappingProxyType(
     {
-        name: (Device(name, vendor, mib * 2**20, gb_per_s * GB, price), 8, inside, between)
-        for name, vendor, mib, gb_per_s, price, inside, between in _CARDS
+        name: (_device(name, known), known["per_node"], _link(**known["inside"]), _link(**known["between"]))
+        for name, known in TABLE["devices"].items()
     }
-    | {"cpu": (_this_machine(), 0, _link(2, 1.0, 100), _link(1.25, 0.9, 60))}  # 10 Gbit/s Ethernet between machines
 )
 
 
@@ -174,55 +163,50 @@ def read_cluster(path: Path) -> Cluster:
     return dataclasses.replace(base, device=_own_device(device) if own else base.device, **links)
 
 
-NUMBERS = {
-    "device": ("memory_gib", "memory_gb_per_s", "price_per_hour"),
-    "inside": ("gb_per_s", "latency_us"),
-    "between": ("gb_per_s", "latency_us"),
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_rates(value: Any) -> bool:
+    return isinstance(value, dict) and {*value} <= {*SHORT.values()} and all(map(_is_number, value.values()))
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, dict) or value in [*DEVICES]
+
+
+# kinds of values: the test of one, and what another one is not
+NUMBER, WHOLE = (_is_number, "a number above 0"), (lambda x: type(x) is int and x > 0, "a whole number above 0")
+WORDS, SECTION = (
+    (lambda x: isinstance(x, str), "a string; write it in quotes"),
+    (lambda x: isinstance(x, dict), "a table; write [inside] or [between]"),
+)
+RATES = (_is_rates, f"a table of numbers above 0 of {', '.join(SHORT.values())}, as {{ bf16 = 500 }}")
+DEVICE = (_is_device, f"in the table; give one of {', '.join(DEVICES)}, or a table [device]")
+LINK, SIZE = {"gb_per_s": NUMBER, "latency_us": NUMBER}, {"memory_gib": NUMBER, "memory_gb_per_s": NUMBER}
+KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "": {"device": DEVICE, "nodes": WHOLE, "per_node": WHOLE, "inside": SECTION, "between": SECTION},
+    "device": {"name": WORDS, **SIZE, "price_per_hour": NUMBER, "peak_tflops": RATES},
+    "inside": LINK,
+    "between": LINK,
 }
 
 
 def _problems(tables: dict[str, Any]) -> list[str]:
     """Everything that is wrong with a file's tables."""
-    problems = [
-        f"{key}={tables[key]!r} is not a whole number above 0"
-        for key in ("nodes", "per_node")
-        if key in tables and (type(tables[key]) is not int or tables[key] < 1)
-    ]
-    if unknown := tables.keys() - (keys := ("device", "nodes", "per_node", "inside", "between")):
-        problems.append(f"{', '.join(sorted(unknown))}: no such key; there are {', '.join(keys)}")
-    device = tables.get("device", "h100")
-    if not isinstance(device, dict) and (not isinstance(device, str) or device not in DEVICES):
-        problems.append(f"device={device!r} is not in the table; give one of {', '.join(DEVICES)}, or a table [device]")
-    for section, keys in NUMBERS.items():
-        given = tables.get(section, {})
-        if not isinstance(given, dict):
-            problems += [f"{section}={given!r} is not a table; write [{section}]"] * (section != "device")
-            continue
-        other = {"name", "peak_tflops"} if section == "device" else set()
-        problems += [
-            f"{section}.{key}: no such key; there are {', '.join(keys)}" for key in given.keys() - other - {*keys}
-        ]
-        problems += [
-            f"{section}.{key}={given[key]!r} is not a number above 0"
-            for key in keys
-            if key in given and not (type(given[key]) in (int, float) and 0 < given[key] < math.inf)
-        ]
-        if section == "device" and "device" in tables:
-            problems += _device_problems(given)
-    return problems
-
-
-def _device_problems(given: dict[str, Any]) -> list[str]:
-    """The problems of a table [device] beyond its numbers."""
-    needed = ("name", "memory_gib", "memory_gb_per_s")
-    problems = [f"device.{key} is missing; a device of your own needs it" for key in needed if key not in given]
-    if not isinstance(given.get("name", ""), str):
-        problems.append(f"device.name={given['name']!r} is not a string; write it in quotes")
-    peaks = given.get("peak_tflops", {})
-    if not isinstance(peaks, dict) or not all(type(v) in (int, float) and v > 0 for v in peaks.values()):
-        problems.append(f"device.peak_tflops={peaks!r} is not a table of numbers above 0, as {{ bf16 = 500 }}")
-    elif unknown := peaks.keys() - {*SHORT.values()}:
-        problems.append(f"device.peak_tflops.{unknown.pop()}: no such dtype; there are {', '.join(SHORT.values())}")
+    problems = []
+    for section, keys in KEYS.items():
+        given, place = tables.get(section, {}) if section else tables, f"{section}." * bool(section)
+        if isinstance(given, dict):
+            unknown, known = (
+                sorted(given.keys() - keys),
+                ((key, given[key], *keys[key]) for key in keys if key in given),
+            )
+            problems += [f"{place}{key}: no such key; there are {', '.join(keys)}" for key in unknown]
+            problems += [f"{place}{key}={value!r} is not {what}" for key, value, fits, what in known if not fits(value)]
+    if isinstance(own := tables.get("device"), dict):
+        missing = (key for key in ("name", *SIZE) if key not in own)
+        problems += [f"device.{key} is missing; a device of your own needs it" for key in missing]
     return problems
 
 

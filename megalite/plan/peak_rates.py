@@ -1,4 +1,4 @@
-"""Dense peak rates, the denominator of MFU, from the vendors' data sheets: without sparsity, at boost clock.
+"""Dense peak rates, the denominator of MFU, from the vendors' data sheets: devices.toml.
 
 A CPU's peak is measured with a short matmul. An unknown card has no peak (MFU n/a) unless --peak-tflops gives it,
 because a wrong peak would give an MFU that looks right.
@@ -7,58 +7,17 @@ because a wrong peak would give an MFU that looks right.
 import math
 import re
 import time
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from megalite.launch.local_ranks import cores
 
-# (words of the device name, bf16, fp16, fp32): TFLOP/s of one device as torch counts devices, accumulating in fp32;
-# fp32 without TF32, torch's default. None: the device has no matmul units for it. The first match counts, so the longer
-# name of a family comes first. An MI250X appears as two devices, each with half of the card's rate.
-PEAKS: tuple[tuple[str, float | None, float, float], ...] = (
-    ("GB300", 2500.0, 2500.0, 83.3),
-    ("GB200", 2500.0, 2500.0, 80.0),
-    ("B300", 2250.0, 2250.0, 75.0),
-    ("B200", 2250.0, 2250.0, 75.0),
-    ("GH200", 989.4, 989.4, 66.9),
-    ("H200 NVL", 835.5, 835.5, 60.0),
-    ("H200", 989.4, 989.4, 66.9),
-    ("H100 NVL", 835.5, 835.5, 60.0),
-    ("H100 PCIe", 756.0, 756.0, 51.2),
-    ("H100", 989.4, 989.4, 66.9),
-    ("H800 PCIe", 756.0, 756.0, 51.2),
-    ("H800", 989.4, 989.4, 66.9),
-    ("H20", 148.0, 148.0, 44.0),
-    ("A100", 312.0, 312.0, 19.5),
-    ("A800", 312.0, 312.0, 19.5),
-    ("A40", 149.7, 149.7, 37.4),
-    ("A30", 165.0, 165.0, 10.3),
-    ("A10G", 70.0, 70.0, 35.0),
-    ("A10", 125.0, 125.0, 31.2),
-    ("L40S", 362.05, 362.05, 91.6),
-    ("L40", 181.05, 181.05, 90.5),
-    ("L4", 121.0, 121.0, 30.3),
-    ("V100S", None, 130.0, 16.4),
-    ("V100-PCIE", None, 112.0, 14.0),
-    ("V100", None, 125.0, 15.7),
-    ("T4", None, 65.0, 8.1),
-    ("RTX 6000 Ada", 364.25, 364.25, 91.1),
-    ("RTX A6000", 154.8, 154.8, 38.7),
-    ("RTX 5090", 209.5, 209.5, 104.8),
-    ("RTX 4090 D", 147.0, 147.0, 73.5),
-    ("RTX 4090", 165.2, 165.2, 82.6),
-    ("RTX 3090 Ti", 80.0, 80.0, 40.0),
-    ("RTX 3090", 71.0, 71.0, 35.6),
-    ("MI355X", 2516.6, 2516.6, 157.3),
-    ("MI350X", 2306.9, 2306.9, 144.2),
-    ("MI325X", 1307.4, 1307.4, 163.4),
-    ("MI300X", 1307.4, 1307.4, 163.4),
-    ("MI300A", 980.6, 980.6, 122.6),
-    ("MI250X", 191.5, 191.5, 47.9),
-    ("MI250", 181.05, 181.05, 45.3),
-)
+TABLE = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
+PEAKS: Mapping[str, Mapping[str, float]] = TABLE["peaks"]  # words of a device's name -> dtype -> TFLOP/s
 # words in the names of parts of a card, or of cards at a lower clock, that contain the card's name
 SLOWER = ("MIG", "Laptop", "Max-Q")
 
@@ -82,10 +41,9 @@ def peak_of(device_name: str, dtype: torch.dtype) -> Peak:
     unknown = Peak(None, f"{device_name} is not in the table; give --peak-tflops")
     if any(_holds(device_name, words) for words in SLOWER):
         return unknown
-    for words, bf16, fp16, fp32 in PEAKS:
+    for words, rates in PEAKS.items():
         if _holds(device_name, words):
-            tflops = {torch.bfloat16: bf16, torch.float16: fp16, torch.float32: fp32}.get(dtype)
-            if tflops is None:
+            if (tflops := rates.get(SHORT[dtype])) is None:
                 return Peak(None, f"no {SHORT[dtype]} peak is known for {device_name}; give --peak-tflops")
             return Peak(tflops, f"{device_name} {SHORT[dtype]} dense")
     return unknown

@@ -13,7 +13,9 @@ from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.field import PATHS, base_type, facts_of, spellings
 from megalite.config.megatron_flags import OPTION, known_flags
-from megalite.config.options import ConfigError, build, options, padded_vocab_size
+from megalite.config.option_rules import holds, rules_of
+from megalite.config.options import Config, ConfigError, DataConfig, ModelConfig, build, options, padded_vocab_size
+from megalite.config.problem import Say
 from megalite.config.toml import parse_toml, to_toml
 from megalite.models.families import PRESETS
 
@@ -157,6 +159,16 @@ def test_gpt2s_two_files_are_the_default_tokenizer() -> None:
     config, notes = cli.read([*GOOD.split(), *both.split(), "--tokenizer-type", "NullTokenizer"], PRESETS)
     said = [f"{x} has no effect with --tokenizer-type NullTokenizer" for x in ("vocab_file=v.json", "merge_file=m.txt")]
     assert config.data.tokenizer_type == "NullTokenizer" and notes == said
+
+
+@pytest.mark.parametrize("part,rows", [("contradictions", 80), ("without effect", 40)])
+def test_every_rule_names_options_and_can_be_said(part: str, rows: int) -> None:
+    """Whether it holds or not: a misspelt option of a rule that seldom holds would be found by a user."""
+    say = Say(Config(ModelConfig(seq_length=8), data=DataConfig(validation_set_names=("a", "b"))))
+    for conditions, text in rules_of(part):
+        assert not {holds(term, say, {"complete": True}) for terms in conditions for term in terms} - {True, False}
+        assert say(text, option=conditions[0][0][1]), text
+    assert len(rules_of(part)) > rows
 
 
 NULL, LLAMA2 = "--tokenizer-type NullTokenizer", "--tokenizer-type Llama2Tokenizer --tokenizer-model x.model"

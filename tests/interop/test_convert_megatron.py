@@ -365,7 +365,10 @@ def test_hostile_files_are_refused_and_run_nothing(attack: str, tmp_path: Path, 
 def test_copies_must_agree_and_no_rank_may_be_missing(tmp_path: Path, capsys) -> None:
     case = Case(fused=False)
     norm, word = "decoder.layers.0.input_layernorm.weight", "output_layer.weight"
-    copies = ("mp_rank_01_000", norm, rf"differs from {norm} in "), ("mp_rank_00_001", word, r"differs from embedding\.")
+    copies = (
+        ("mp_rank_01_000", norm, rf"differs from {norm} in "),
+        ("mp_rank_00_001", word, r"differs from embedding\."),
+    )
     for rank, name, reason in copies:
         folder = tmp_path / rank
         write(folder, case, 2, 2, attention_backend=None)
