@@ -237,14 +237,10 @@ class Reporter:
         """Log the end of the run: `rows`, the last losses, the paths of its files, and all warnings."""
         if self._bar is not None:
             self._bar.close()
-        where = {
-            "log": str(self._log.path),
-            "metrics": str(self._rows.path),
-            "TensorBoard": self.log.tensorboard_dir or "",
-        }
-        for path in map(self._log.path.with_name, ("report.json", "timeline.json", "trace")):
-            where[path.stem] = str(path) if path.exists() else ""
-        text = lines.table({**rows, **self._results, **{name: path for name, path in where.items() if path}})
+        where = {"log": self._log.path, "metrics": self._rows.path, "TensorBoard": self.log.tensorboard_dir}
+        others = map(self._log.path.with_name, ("report.json", "timeline.json", "trace"))
+        where |= {path.stem: path for path in others if path.exists()}
+        text = lines.table({**rows, **self._results, **{name: str(path) for name, path in where.items() if path}})
         self.say("\n".join([text, *(f"WARNING: {line}" for line in self._warnings)]))
 
     def _scalars(self, tags: dict[str, Any], step: int, samples: int | None = None) -> None:
