@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.console import complain, printable
 from megalite.config.packages import CODE, MissingPackage
 from megalite.train.tell.figures import table
-from megalite.train.tell.report import read_past, summary
+from megalite.train.tell.report import in_words, read_past, summary
 from megalite.train.tell.run_dir import write_atomically
 from tools.pictures.canvas import save
 from tools.pictures.page import DAMAGE, Page
@@ -32,7 +32,7 @@ def text(run: Run) -> str:
     if not report and not metrics.exists():
         return table({"outcome": f"{run.outcome}, before its first step"})
     if (past := read_past(run.folder, metrics.stat().st_mtime)) is not None:
-        rows["run so far"] = f"goodput {past}"
+        rows["run so far"] = f"goodput {in_words(past)}"
     return table(rows or {"outcome": run.outcome})
 
 

@@ -21,7 +21,7 @@ from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import Location
 from megalite.config.check import check
-from megalite.config.options import Config, ParallelConfig, build
+from megalite.config.options import ModelConfig, ParallelConfig, build
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
@@ -34,7 +34,6 @@ from megalite.models.specs import specs_of
 from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Piece
 from megalite.plan.arrangement import Arrangement, build_stages
 from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
@@ -48,7 +47,7 @@ class Generator:
 
     stage: Stage
     mesh: Mesh
-    config: Config
+    shape: ModelConfig
     tokenizer: Tokenizer
     stops: frozenset[int]
     step: int
@@ -79,10 +78,9 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
         if differences := tokenizer_differences(tokenizer, manifest):
             raise SetupError(f"{folder}: {differences[0]}; put back the tokenizer that it was trained with")
         rows = int(manifest.state.get("vocab_size", tokenizer.vocab_size))
-        config, stage, pieces = _empty(config, mesh, rows, dtype)
-        step = int(manifest.state["progress"]["step"])
-        generators[:] = [Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod]), step)]
-        return loader.Wanted(pieces)
+        stage, step = _empty(config.model, mesh, rows, dtype), int(manifest.state["progress"]["step"])
+        generators[:] = [Generator(stage, mesh, config.model, tokenizer, frozenset([tokenizer.eod]), step)]
+        return loader.Wanted(weight_pieces(stage, mesh))
 
     if loader.load(directory, mesh, wanted) is None:
         raise SetupError(f"load={str(directory)!r} holds no checkpoint; give the --save directory of a run")
@@ -94,28 +92,26 @@ def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generato
     options = usable(tokenizer_beside(theirs.folder), theirs.vocab_size)
     if not options:
         raise SetupError(f"{theirs.folder} has no tokenizer that fits; put its tokenizer.json there")
-    config, stage, pieces = _empty(build(theirs.options), mesh, theirs.vocab_size, dtype)
-    specs = specs_of(theirs.model, theirs.vocab_size)
-    fill = lambda: fill_from(theirs.tensors, pieces, specs, str(folder))  # noqa: E731
+    stage, specs = _empty(theirs.model, mesh, theirs.vocab_size, dtype), specs_of(theirs.model, theirs.vocab_size)
+    fill = lambda: fill_from(theirs.tensors, weight_pieces(stage, mesh), specs, str(folder))  # noqa: E731
     together(mesh, fill, f"reading the weights of {folder}")
     tokenizer = build_tokenizer(**options)
-    return Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod, *stop_ids(theirs.folder)]), 0)
+    stops = frozenset([tokenizer.eod, *stop_ids(theirs.folder)])
+    return Generator(stage, mesh, theirs.model, tokenizer, stops, 0)
 
 
-def _empty(config: Config, mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[Config, Stage, list[Piece]]:
-    """(configuration of this layout, stage, its pieces to fill)."""
+def _empty(model: ModelConfig, mesh: Mesh, rows: int, dtype: torch.dtype) -> Stage:
+    """This rank's stage, to be filled. Raises SetupError where the model cannot be divided like that."""
     tp, pp = mesh.tp.size, mesh.pp.size
     layout = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    config = replace(config, parallel=layout, train=replace(config.train, recompute_granularity=None))
-    length = config.model.positions  # a run's seq_length must divide by tp; a text need not
-    shape = replace(config.model, seq_length=-(-length // tp) * tp, max_position_embeddings=length + tp)
     bare = replace(build({"micro_batch_size": 1, "lr": 1.0}), parallel=layout)
-    problems = check(replace(bare, model=shape))
+    length = model.positions  # a run's seq_length must divide by tp; a text need not
+    shape = replace(model, seq_length=-(-length // tp) * tp, max_position_embeddings=length + tp)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    if wrong := [problem for problem in problems if problem.concerns(sizes)]:
+    if wrong := [problem for problem in check(replace(bare, model=shape)) if problem.concerns(sizes)]:
         raise SetupError("\n".join(wrong))
-    (stage,) = build_stages(Arrangement(replace(bare, model=config.model), tp * pp, rows), mesh, dtype)
-    return config, stage.eval(), weight_pieces(stage, mesh)
+    (stage,) = build_stages(Arrangement(replace(bare, model=model), tp * pp, rows), mesh, dtype)
+    return stage.eval()
 
 
 @torch.no_grad()
@@ -125,7 +121,7 @@ def continue_texts(
     """Up to `most` new tokens for each prompt, as far as there are positions; the same on all ranks; collective.
     `first`: number of the first prompt, a coordinate of the draws. Raises SetupError for a prompt that is empty or
     fills all positions."""
-    tp, limit = model.mesh.tp.size, model.config.model.positions
+    tp, limit = model.mesh.tp.size, model.shape.positions
     for number, prompt in enumerate(prompts, first):
         if not 0 < len(prompt) < limit:
             raise SetupError(f"prompt {number} has {len(prompt)} tokens, the model {limit} positions; shorten it")
@@ -164,12 +160,12 @@ def _logits(
     mesh, (S, B) = model.mesh, tokens_SB.shape
     cache.go_to(places_SB, mesh.device)
     tokens_SB, places_SB, chosen_B = (x.to(mesh.device) for x in (tokens_SB, cache.places_SB, chosen_B))
-    positions_SB = places_SB.clamp(max=model.config.model.positions - 1)  # padding may be after the last one
+    positions_SB = places_SB.clamp(max=model.shape.positions - 1)  # padding may be after the last one
     batch = Batch(tokens_SB, None, None, torch.zeros_like(chosen_B), 0, positions_SB)
     x_sBD = None
     if not mesh.pp.is_first:
         dtype = next(model.stage.parameters()).dtype
-        x_sBD = torch.empty(S // mesh.tp.size, B, model.config.model.hidden_size, dtype=dtype, device=mesh.device)
+        x_sBD = torch.empty(S // mesh.tp.size, B, model.shape.hidden_size, dtype=dtype, device=mesh.device)
         dist.recv(x_sBD, mesh.pp.ranks[mesh.pp.rank - 1], group=mesh.pp.group)
     with cache.used_by(model.stage):
         x_sBD = model.stage.hidden(x_sBD, batch)

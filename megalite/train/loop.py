@@ -24,8 +24,7 @@ from megalite.train.sources import NamedSet
 from megalite.train.start.resume import Start, resume, save
 from megalite.train.state import Loader, Run, StepResult
 from megalite.train.step import parameter_norm
-from megalite.train.tell.device_memory import memory_line, memory_of, memory_tags, memory_there
-from megalite.train.tell.figures import Interval
+from megalite.train.tell.device_memory import memory_figures, memory_line, memory_tags
 from megalite.train.tell.metrics import Reporter
 from megalite.train.tell.profiling import Collector, Profiler, write_timeline
 from megalite.train.tell.run_dir import Events, Exit
@@ -47,7 +46,7 @@ class Watch:
         p, log, o = config.parallel, config.log, config.operations
         timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
         limit_s = p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes
-        self.timers = Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing)
+        self.timers = Timers(log.timing_log_level if timed else -1, run.mesh, log.barrier_with_level_1_timing)
         self.profiler = Profiler(o, run.mesh, folder / "trace")
         self.collector = Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval)
         self.phases, self.events = phases, Events(folder, run.mesh.world.rank)
@@ -259,10 +258,11 @@ class Training:
         norm = parameter_norm(run) if log.log_params_norm and (due or point) else None
         if point:
             memory = memory_tags(run.mesh) if log.log_memory_to_tensorboard else {}
-            report.step(run.state, result, run.loss_scaler.scale, norm, memory)
+            report.step(figures_of(run, [result], norm), memory)
         if not due:
             return
-        report.train(summarise(run, self._since, norm))
+        figures = figures_of(run, self._since, norm) | memory_figures(run.mesh)
+        report.train(figures)
         self._lines += 1
         # at the second line the optimizer has its state
         early = self._lines <= 2 and resolved_style(self.config) == "megatron"
@@ -270,7 +270,7 @@ class Training:
             line = memory_line(run.mesh, step, log.log_device_memory_used)
             report.say(line) if run.mesh.world.is_first else show(line)
         self._tell_timers(self.watch.timers.of_step, len(self._since))
-        self._ill = self.watch.pulse.feel(self._since, step, memory_of(run.mesh)["max allocated"] / 2**30, report)
+        self._ill = self.watch.pulse.feel(self._since, step, figures["memory_gib"], report)
         self._since.clear()
 
     def _save(self, last: bool = False) -> None:
@@ -315,30 +315,23 @@ class Training:
             self.report.timers(self.run.state.step, seconds)
 
 
-def summarise(run: Run, since: list[StepResult], params_norm: float | None) -> Interval:
-    """The figures of a log line over the steps since the one before."""
-    n, last, used = len(since), since[-1], [r for r in since if not r.skipped]
-    memory, limit = memory_of(run.mesh), memory_there(run.mesh.device)
-    return Interval(
-        step=run.state.step,
-        last_step=run.last_step,
-        consumed_samples=run.state.consumed_samples,
-        consumed_tokens=run.state.consumed_tokens,
-        batch_size=last.batch_size,
-        loss=sum(r.loss for r in used) / len(used) if used else None,
-        z_loss=sum(r.z_loss for r in used) / len(used) or None if used else None,  # 0 only where it is off
-        lr=last.lr,
-        grad_norm=last.grad_norm,
-        loss_scale=run.loss_scaler.scale,
-        skipped=n - len(used),
-        steps=n,
-        step_s=sum(r.step_s for r in since) / n,
-        data_s=sum(r.data_s for r in since) / n,
-        tokens_per_step=sum(r.batch_size for r in since) * run.seq_length // n,
-        memory_gib=memory["max allocated"] / 2**30,
-        memory_limit_gib=limit / 2**30,
-        reserved_gib=memory["max reserved"] / 2**30 if "max reserved" in memory else None,
-        nan=sum(not math.isfinite(r.loss) for r in since),
-        params_norm=params_norm,
-        zeros=last.zeros,
-    )
+def figures_of(run: Run, since: Sequence[StepResult], params_norm: float | None) -> dict[str, Any]:
+    """By name, over the steps since the last line: losses (nats per token) are means over those that updated, times
+    (seconds) over all; what is not named here is the last step's."""
+    n, used = len(since), [r for r in since if not r.skipped]
+    means = {name: sum(getattr(r, name) for r in used) / len(used) if used else None for name in ("loss", "z_loss")}
+    return {
+        **vars(since[-1]),
+        **run.state.to_json(),
+        **means,
+        "z_loss": means["z_loss"] or None,  # 0 only where it is off
+        "last_step": run.last_step,
+        "loss_scale": run.loss_scaler.scale,
+        "skipped": n - len(used),
+        "nan": sum(not math.isfinite(r.loss) for r in since),
+        "steps": n,
+        "step_s": sum(r.step_s for r in since) / n,
+        "data_s": sum(r.data_s for r in since) / n,
+        "tokens_per_step": sum(r.batch_size for r in since) * run.seq_length // n,
+        "params_norm": params_norm,
+    }

@@ -201,7 +201,7 @@ def _visit(run: Run, key: str, folder: Path) -> None:
     if key in GENERATED:
         assert run.tokenizer is not None
         config = cli.parse(COMMON.split(), PRESETS)
-        model = Generator(run.pipeline.stages[0], run.mesh, config, run.tokenizer, frozenset([93]), 0)  # type: ignore[arg-type]
+        model = Generator(run.pipeline.stages[0], run.mesh, config.model, run.tokenizer, frozenset([93]), 0)  # type: ignore[arg-type]
         continue_texts(model, [[1, 2, 3]], 1, Sampling())  # one token: ranks may draw different ones
         return
     if key in STARTED:

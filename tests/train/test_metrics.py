@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from train_cases import SMALL
@@ -18,42 +18,51 @@ from whole_runs import pretrain, status_of
 
 from megalite.config.options import Config, LogConfig, options
 from megalite.config.packages import missing_packages
+from megalite.train.loop import figures_of
 from megalite.train.sources import NamedSet
-from megalite.train.state import State, StepResult
+from megalite.train.state import Run, State, StepResult
 from megalite.train.tell import figures
-from megalite.train.tell.figures import Interval, Speed, columns, table
+from megalite.train.tell.figures import Speed, columns, table
 from megalite.train.tell.metrics import Reporter
 
 NOW = datetime.datetime(2026, 8, 22, 10, 15, 3, 123456)
-SEEN = Interval(
+SEEN: dict[str, Any] = {
     **dict(step=100, last_step=500_000, consumed_samples=25_600, consumed_tokens=25_600 * 2048, batch_size=256),
     **dict(loss=7.654321, lr=1.5e-4, grad_norm=1.2351, loss_scale=1.0, skipped=0, step_s=5.1324, data_s=0.0154),
-    **dict(tokens_per_step=256 * 2048, memory_gib=31.42, memory_limit_gib=79.6),
-)
+    **dict(tokens_per_step=256 * 2048, memory_gib=31.42, memory_limit_gib=79.6, nan=0, steps=1),
+}
 SET = NamedSet("", None)
 STEP = StepResult(loss=6.5, grad_norm=1.25, lr=1.5e-4, batch_size=256, skipped=False, stop=False, data_s=0, step_s=5)
-# 412.7 TFLOP/s per device in the interval above
+# 412.7 TFLOP/s per device in the line above
 SPEED = Speed(flops_per_token=412.7e12 * 8 * 5.1324 / (256 * 2048), devices=8, peak_tflops=989.4)
 
 
+def after(step: int, samples: int = 0, **more: Any) -> dict[str, Any]:
+    """The figures of one step."""
+    scaler = SimpleNamespace(scale=more.pop("scale", 1.0))
+    run = SimpleNamespace(state=State(step, samples), last_step=500_000, loss_scaler=scaler, seq_length=2048)
+    return figures_of(cast(Run, run), [replace(STEP, **more)], None)
+
+
 def test_megatrons_line_to_the_letter() -> None:
-    assert figures.megatron_line(SEEN, SPEED, NOW, throughput=True) == (
+    def line(throughput: bool = False, **more: Any) -> str:
+        return figures.megatron_line(SPEED.with_rates(SEEN | more), NOW, throughput)
+
+    assert line(throughput=True) == (
         " [2026-08-22 10:15:03.123456] iteration      100/  500000 | consumed samples:        25600 |"
         " elapsed time per iteration (ms): 5132.4 | throughput per GPU (TFLOP/s/GPU): 412.7 |"
         " learning rate: 1.500000E-04 | global batch size:   256 | lm loss: 7.654321E+00 | loss scale: 1.0 |"
         " grad norm: 1.235 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
-    line = figures.megatron_line(replace(SEEN, zeros=97, params_norm=356.7891), SPEED, NOW, throughput=False)
-    assert " | grad norm: 1.235 | num zeros: 97 | params norm: 356.789 | number of skipped iterations:   0 |" in line
-    line = figures.megatron_line(replace(SEEN, z_loss=0.00123), SPEED, NOW, throughput=False)
-    assert " | lm loss: 7.654321E+00 | z_loss: 1.230000E-03 | loss scale: 1.0 |" in line
-    odd = replace(SEEN, loss=None, skipped=3, nan=2, loss_scale=2.0**16)
-    line = figures.megatron_line(odd, SPEED, NOW, throughput=False)
-    assert "throughput" not in line and "lm loss" not in line
+    norms = " | grad norm: 1.235 | num zeros: 97 | params norm: 356.789 | number of skipped iterations:   0 |"
+    assert norms in line(zeros=97, params_norm=356.7891)
+    assert " | lm loss: 7.654321E+00 | z_loss: 1.230000E-03 | loss scale: 1.0 |" in line(z_loss=0.00123)
+    odd = line(loss=None, skipped=3, nan=2, loss_scale=2.0**16)
+    assert "throughput" not in odd and "lm loss" not in odd
     end = (
         " loss scale: 65536.0 | grad norm: 1.235 | number of skipped iterations:   3 | number of nan iterations:   2 |"
     )
-    assert line.endswith(end)
+    assert odd.endswith(end)
 
 
 def test_megatrons_other_lines() -> None:
@@ -95,15 +104,18 @@ def test_timers_in_megatrons_three_forms() -> None:
 
 
 def test_megalites_line_to_the_letter() -> None:
-    assert figures.megalite_line(SEEN, SPEED, NOW) == (
+    assert figures.megalite_line(SPEED.with_rates(SEEN), NOW) == (
         "10:15:03  step   100/500000  loss 7.6543  lr 1.5e-04  gnorm 1.24 | 12.8k tok/s/gpu  413 TF/s  MFU 41.7% | "
         "31.4/80 GiB | data 0.3% | eta 29d 16:41:26"
     )
-    slow = replace(SEEN, loss=None, skipped=2, loss_scale=1024.0, step_s=1000.0, step=499_999)
-    assert figures.megalite_line(slow, replace(SPEED, peak_tflops=None), NOW) == (
+    slow = SEEN | dict(loss=None, skipped=2, loss_scale=1024.0, step_s=1000.0, step=499_999)
+    assert figures.megalite_line(replace(SPEED, peak_tflops=None).with_rates(slow), NOW) == (
         "10:15:03  step 499999/500000  loss n/a  lr 1.5e-04  gnorm 1.24  scale 1024 | 66 tok/s/gpu  2.12 TF/s  MFU n/a | "
         "31.4/80 GiB | data 0.0% | eta 00:16:40 | skipped 2"
     )
+    more = SPEED.with_rates(SEEN | dict(z_loss=0.00123, params_norm=356.7891, zeros=97))
+    asked = "loss 7.6543  z-loss 1.23e-03  lr 1.5e-04  gnorm 1.24  pnorm 356.79  zeros 97 | 12.8k"
+    assert asked in figures.megalite_line(more, NOW)
 
 
 def test_validation_lines() -> None:
@@ -129,7 +141,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], style: str) -> None:
     for step in (100, 200):  # the second is a resumed run: it continues in the same files
         report = Reporter(tmp_path / "run", SPEED, LogConfig(log_style=style))
-        report.train(replace(SEEN, step=step))
+        report.train(SEEN | dict(step=step))
         report.validation(State(step, 25_600, 52_428_800), 7.5, SET)
         report.validation(State(step, 25_600, 52_428_800), 8.5, SET, " on test set")
         report.close()
@@ -153,10 +165,10 @@ def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_what_does_not_exist_is_null(tmp_path: Path) -> None:
     report = Reporter(tmp_path, replace(SPEED, peak_tflops=None), board(tmp_path / "tb"))
-    report.train(replace(SEEN, loss=None, grad_norm=math.inf, skipped=1, reserved_gib=40.0))
-    report.step(State(100), replace(STEP, loss=math.nan, skipped=True), 1.0, None, {})
-    report.train(replace(SEEN, step=200, loss=math.nan))
-    report.step(State(200), replace(STEP, loss=math.nan), 1.0, None, {})
+    report.train(SEEN | dict(loss=None, grad_norm=math.inf, skipped=1, reserved_gib=40.0))
+    report.step(after(100, loss=math.nan, skipped=True), {})
+    report.train(SEEN | dict(step=200, loss=math.nan))
+    report.step(after(200, loss=math.nan), {})
     report.close()
     first, second = rows(tmp_path)
     assert first["train/loss"] is first["perf/mfu"] is first["train/grad_norm"] is second["train/loss"] is None
@@ -179,14 +191,14 @@ def board(folder: Path, **options: Any) -> LogConfig:
 def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     report = Reporter(tmp_path, SPEED, board(tmp_path / "tb"))
     report.train(SEEN)
-    report.step(State(100, 25_600), STEP, 2.0, None, {})
+    report.step(after(100, 25_600, scale=2.0), {})
     report.validation(State(100, 25_600, 52_428_800), 7.5, SET)
     report.validation(State(100, 25_600, 52_428_800), 8.5, SET, " on test set")
     report.close()
     more: dict[str, Any] = {f"log_{n}_to_tensorboard": True for n in ("timers", "validation_ppl", "world_size")}
     log = board(tmp_path / "all", **more, log_loss_scale_to_tensorboard=False)
     report = Reporter(tmp_path, SPEED, replace(log, log_style="megatron"))
-    report.step(State(100, 25_600), replace(STEP, zeros=97, z_loss=0.1), 2.0, 356.7, {"mem-allocated-bytes": 5.0})
+    report.step(after(100, 25_600, zeros=97, z_loss=0.1) | {"params_norm": 356.7}, {"mem-allocated-bytes": 5.0})
     report.timers(100, {"forward-backward": [0.25, 0.5]})
     report.validation(State(100, 25_600, 52_428_800), 7.5, NamedSet("wiki", None, 4.0))
     report.close()
@@ -211,7 +223,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
 def test_a_figure_above_the_peak_is_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Reporter(tmp_path, replace(SPEED, peak_tflops=2.01e-05))
     for step in (100, 200):
-        report.train(replace(SEEN, step=step))
+        report.train(SEEN | dict(step=step))
     report.close()
     shown = capsys.readouterr().out
     assert shown.count("MFU n/a") == 2
@@ -221,8 +233,8 @@ def test_a_figure_above_the_peak_is_explained_once(tmp_path: Path, capsys: pytes
 
 def tell_all(report: Reporter) -> None:
     for step in (1, 2, 3):
-        report.train(replace(SEEN, step=step))
-        report.step(State(step, step), STEP, 1.0, None, {})
+        report.train(SEEN | dict(step=step))
+        report.step(after(step, step), {})
     report.warn("this is missing")
     report.validation(State(3, 3, 3), 7.5, SET)
     report.summary({"steps": "3"})
@@ -252,9 +264,9 @@ def test_a_disk_that_has_room_again_gets_whole_lines(tmp_path: Path) -> None:
     report.train(SEEN)
     real = report._rows.file
     report._rows.file = SimpleNamespace(write=lambda data: real.write(data[:20]), fileno=real.fileno)
-    report.train(replace(SEEN, step=200))  # torn
+    report.train(SEEN | dict(step=200))  # torn
     report._rows.file = real
-    report.train(replace(SEEN, step=300))
+    report.train(SEEN | dict(step=300))
     report.close()
     first, torn, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(first)["step"] == 100 and len(torn) == 20 and json.loads(last)["step"] == 300
@@ -326,7 +338,7 @@ def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = LogConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="team", wandb_save_dir="there")
     report = Reporter(tmp_path, SPEED, log, wandb_config={"train": {"seed": 1}})
-    report.train(replace(SEEN, loss=None))
+    report.train(SEEN | dict(loss=None))
     report.validation(State(100, 25_600, 52_428_800), 7.5, SET)
     report.close()
     where = {"entity": "team", "dir": "there"}

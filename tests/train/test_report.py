@@ -5,7 +5,6 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from whole_runs import pretrain
 from megalite.parallel.clock import NOTHING, Clock
 from megalite.plan.advice import too_few_cores
 from megalite.train.step import train_step
-from megalite.train.tell.report import Work, advise, make, read_past, summary, useful_seconds
+from megalite.train.tell.report import advise, make, read_past, summary, useful_seconds
 from megalite.train.tell.timers import Phases
 
 PLANNED = "20.0% as planned with 4 micro-batches over 2 stages"
 SIZES = dict(devices=4, pp=2, chunks=1, microbatches=4, steps=9, tokens=800, all_tokens=1000)
-WORK = Work(**SIZES, background_saves=False, flops=6e9, planned_bubble=PLANNED)  # type: ignore[arg-type]
+WORK = dict(**SIZES, background_saves=False, flops=6e9, planned_bubble=PLANNED, price_per_gpu_hour=None, unlike="")
 
 
 # ---- the clock
@@ -165,11 +164,10 @@ def test_time_that_a_crash_costs_is_lost_and_time_in_a_queue_is_not(tmp_path: Pa
         life(9040, "ended", 100, outcome="done"),
     )
     past = read_past(tmp_path, 1e9)
-    assert past is not None and (past.wall_s, past.processes, past.tokens) == (20 + 40 + 30 + 10, 4, 0)
-    assert past.goodput == pytest.approx(0.5)
+    assert past == dict(wall_s=20 + 40 + 30 + 10, processes=4, tokens=0, useful_s=50, goodput=pytest.approx(0.5))
     rows(events, life(500, "started", 0))  # killed, or still running
     past = read_past(tmp_path, 600.0)
-    assert past is not None and past.wall_s == 100.0
+    assert past is not None and past["wall_s"] == 100.0
 
 
 def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_refused(tmp_path: Path) -> None:
@@ -198,7 +196,7 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
 def test_the_bottleneck_is_named_with_advice(percent: dict[str, float], bottleneck: str, words: str) -> None:
     named, advice = advise(percent, WORK)
     assert named == bottleneck and words in advice
-    made = make(percent, replace(WORK, unlike="the run ended as hang"), None)
+    made = make(percent, WORK | {"unlike": "the run ended as hang"}, None)
     assert made["bottleneck"] is None and summary(made)["bottleneck"] == "not told: the run ended as hang"
 
 
@@ -209,7 +207,7 @@ def test_ranks_that_share_cores_wait_for_these() -> None:
 
 
 def test_a_price_gives_a_cost() -> None:
-    made = make({"forward": 30.0, "other": 10.0}, replace(WORK, price_per_gpu_hour=2.0), None)
+    made = make({"forward": 30.0, "other": 10.0}, WORK | {"price_per_gpu_hour": 2.0}, None)
     assert made["percent"] == {"forward": 75.0, "other": 25.0} and made["tokens_per_s"] == 20.0
     run = made["run"]
     assert run["gpu_hours"] == pytest.approx(4 * 40 / 3600) and run["cost"] == pytest.approx(8 * 40 / 3600)

@@ -24,7 +24,6 @@ from megalite.interop.hugging_face.config_json import choose_family
 from megalite.interop.hugging_face.write import write_model
 from megalite.models.specs import specs_of
 from megalite.parallel.comm import first_says
-from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
 from megalite.train.start.foreign_weights import named_by
 from megalite.train.start.resume import pieces_to_save
@@ -82,20 +81,22 @@ def export_family(config: Config) -> str:
     return choose_family(config.model, None, family_in(named_by(config)) or family_in(like_of(config.data)))
 
 
-def check_export(config: Config) -> None:
-    """Raises SetupError if no family has this model, or the target of --export-hf is not empty or cannot be written."""
+def export_problems(config: Config) -> list[str]:
+    """What stands against --export-hf: no family has this model; its target is not empty, or cannot be written."""
     if config.checkpoint.export_hf is None:
-        return
+        return []
     target = Path(config.checkpoint.export_hf)
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    wrong = ""
     try:
         export_family(config)
     except CheckpointError as error:
-        raise SetupError(f"export_hf={str(target)!r}: {error}") from None
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SetupError(f"export_hf={str(target)!r} is not empty; give a new directory")
-    above = next(folder for folder in target.absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise SetupError(f"export_hf={str(target)!r}: nothing can be written in {above}; give another directory")
+        wrong = f": {error}"
+    if not wrong and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        wrong = " is not empty; give a new directory"
+    elif not wrong and not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        wrong = f": nothing can be written in {above}; give another directory"
+    return [f"export_hf={str(target)!r}{wrong}"] if wrong else []
 
 
 def export(run: Run, config: Config, eod: int | None) -> str | None:

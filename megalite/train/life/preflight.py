@@ -10,15 +10,15 @@ from megalite.checkpoint.storage.location import parse
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.config.check import check
 from megalite.config.options import Config
-from megalite.config.packages import MissingPackage, missing_packages
+from megalite.config.packages import MissingPackage
 from megalite.data.errors import DataError
-from megalite.data.files.missing_files import absent, rehearsed
+from megalite.data.files.missing_files import rehearsed
 from megalite.kernels.dispatch import KernelError, choose, runs_triton
 from megalite.launch.local_ranks import cores
 from megalite.launch.ranks import LaunchError, Ranks, card_of
 from megalite.models.compiled import CompileError, check_compile
 from megalite.plan.arrangement import Arrangement, arrange
-from megalite.train.life.export_hf import check_export
+from megalite.train.life.export_hf import export_problems
 from megalite.train.setup import SetupError
 from megalite.train.sources import Sources, open_sources
 from megalite.train.tell.device_memory import memory_there
@@ -27,19 +27,10 @@ from megalite.train.tell.device_memory import memory_there
 def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
     """Open the data and arrange the run. Raises SetupError or DataError with all problems at once."""
     t = config.train
-    problems: list[str] = [*check(config, ranks.world, complete=True)]
-    elsewhere = t.as_rank is not None
-    data = rehearsed(config.data) if elsewhere else config.data
-    missing = [*absent(data, elsewhere), *(missing_packages(config.log) if not t.dry_run else ())]
+    if problems := [*check(config, ranks.world, complete=True), *export_problems(config)]:
+        raise SetupError("\n".join(problems))
     try:
-        check_export(config)
-    except SetupError as error:
-        problems.append(str(error))
-    if problems:
-        raise SetupError("\n".join([*problems, *missing]))
-    if missing:
-        raise DataError("\n".join(missing))
-    try:
+        data = rehearsed(config.data) if t.as_rank is not None else config.data
         sources = open_sources(data, config.model.seq_length, t.seed, t.eval_iters)
         return sources, arrange(config, ranks.world, sources.vocab_size)
     except DataError:

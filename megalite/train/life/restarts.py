@@ -87,14 +87,13 @@ class Restarts:
         self._refused = self._refused + 1 if refused else 0
         self._fruitless = self._fruitless + 1 if saved == self._newest and not refused else 0
         self._newest, self._times = saved, [t for t in self._times if t > now - WINDOW_S]
-        why = None
-        if self._refused >= self._most:
-            why = f"{self._most} restarts in a row were refused, as many as --max-restarts allows"
-        elif len(self._times) >= self._most:
-            why = f"{self._most} restarts within an hour, as many as --max-restarts allows"
-        elif self._fruitless >= FRUITLESS:
-            why = f"it died {FRUITLESS} times in a row without a new checkpoint"
-        if why is not None:
+        allowed = "as many as --max-restarts allows"
+        limits = {
+            f"{self._most} restarts in a row were refused, {allowed}": self._refused >= self._most,
+            f"{self._most} restarts within an hour, {allowed}": len(self._times) >= self._most,
+            f"it died {FRUITLESS} times in a row without a new checkpoint": self._fruitless >= FRUITLESS,
+        }
+        if why := next((why for why, reached in limits.items() if reached), None):
             self._events.add("gave-up", cause=end.cause, code=end.code, why=why)
             complain(f"pretrain_gpt.py: {end.cause}: no restart, {why}; see {self._folder / FOLDER}")
             return None

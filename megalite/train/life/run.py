@@ -10,7 +10,6 @@ from types import TracebackType
 import torch
 
 from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.storage.location import folder_of, is_url
 from megalite.config.console import complain
 from megalite.config.faults import fault
 from megalite.config.options import Config
@@ -37,7 +36,7 @@ from megalite.train.tell.metrics import Reporter, Silent
 from megalite.train.tell.overview import describe, facts
 from megalite.train.tell.rank_log import rank_log
 from megalite.train.tell.report import Account
-from megalite.train.tell.run_dir import Exit, leave_status, newest_saved, run_folder, save_roots
+from megalite.train.tell.run_dir import Exit, leave_status, newest_saved, run_folder
 from megalite.train.tell.timers import Phases, Timers
 from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Heartbeat, Watchdog
@@ -193,7 +192,7 @@ class Life:
                     "steps": f"{run.state.step:,} of {run.last_step:,}",
                     "tokens": f"{run.state.consumed_tokens:,}",
                     "time": lines.duration(time.monotonic() - watch.begin),
-                    "checkpoint": newest_checkpoint(config),
+                    "checkpoint": newest_saved(config)[1],
                     **({"to continue": to_continue(config)} if outcome in (Exit.REQUEUE, Exit.INTERRUPTED) else {}),
                     **(costs or {}),
                 }
@@ -202,25 +201,11 @@ class Life:
         if not run.mesh.world.is_first and outcome is not Exit.HANG:  # in a hang rank 0 may not get here
             return
         if outcome is Exit.INTERRUPTED:
-            where = f"interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)}"
+            where = f"interrupted at step {run.state.step}; checkpoint: {newest_saved(config)[1]}"
             complain(f"pretrain_gpt.py: {where}; to continue: {to_continue(config)}")
         if self.folder.is_dir():
             steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
             leave_status(self.folder, outcome.outcome, config, reason, resumes=self.ranks.resumes, **steps)
-
-
-def newest_checkpoint(config: Config) -> str:
-    """Where to continue from, in words; never raises."""
-    c = config.checkpoint
-    if c.save is None:
-        return "none, there is no --save"
-    if all(is_url(root) for root in save_roots(config)):
-        return f"see {c.save}"  # not asked: the run may have ended because it does not answer
-    try:
-        saved = newest_saved(config)
-    except OSError as error:
-        return f"{c.save} cannot be read: {error.strerror}"
-    return f"none in {c.save} yet" if saved is None else str(folder_of(saved[1], saved[0]))
 
 
 def to_continue(config: Config) -> str:

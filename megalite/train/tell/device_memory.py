@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import resource
+from typing import Any
 
 import torch
 
@@ -41,6 +42,13 @@ def memory_there(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_figures(mesh: Mesh) -> dict[str, Any]:
+    """Those of a log line (train/tell/figures.py)."""
+    held = {name: size / 2**30 for name, size in memory_of(mesh).items()}
+    there = memory_there(mesh.device) / 2**30
+    return {"memory_gib": held["max allocated"], "memory_limit_gib": there, "reserved_gib": held.get("max reserved")}
 
 
 def memory_tags(mesh: Mesh) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The figures of a log line and its two forms, megalite's and Megatron-LM's. Pure.
+"""The figures of a log line, a row of FIGURES each, and the lines of both styles, megalite's and Megatron-LM's. Pure.
 
 MFU is model FLOPs (causal, no recompute) per second over the dense peak of all devices. A figure that does not exist
 (the loss when every step was skipped, the MFU of an unknown card) is None, "n/a" in the line; never 0 or -1.
@@ -8,37 +8,54 @@ import datetime
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megalite.config.options import Config, options
 
+Values = Mapping[str, Any]  # figures by name; a name that is absent is None
 
-@dataclass(frozen=True)
-class Interval:
-    """Means and totals over the steps since the last line. Times in seconds; loss in nats per token, over the steps
-    that updated; `skipped` counts the others, `nan` those whose loss was not finite. `lr`, `grad_norm`, `loss_scale`,
-    `batch_size` and `zeros` are the last step's."""
 
-    step: int
-    last_step: int
-    consumed_samples: int
-    consumed_tokens: int
-    batch_size: int
-    loss: float | None
-    lr: float
-    grad_norm: float
-    loss_scale: float
-    skipped: int
-    step_s: float
-    data_s: float
-    tokens_per_step: int
-    memory_gib: float
-    memory_limit_gib: float
-    reserved_gib: float | None = None  # by the CUDA allocator
-    z_loss: float | None = None  # not part of `loss`
-    nan: int = 0
-    steps: int = 1
-    params_norm: float | None = None
-    zeros: int | None = None  # gradient elements that are 0
+class Figure(NamedTuple):
+    """Where a figure goes, "" for nowhere: its `key` in metrics.jsonl and W&B, its field in megalite's line (a group's
+    first begins with "| "), its field in Megatron-LM's and the `place` there, its TensorBoard `tag` of each step.
+    `optional`: not null and "n/a" where it is None, but absent. `usual`: a value that megalite's line leaves out."""
+
+    name: str
+    key: str
+    ours: str = ""
+    megatron: str = ""
+    place: int = 0
+    tag: str = ""
+    optional: bool = False
+    usual: float | None = None
+
+
+FIGURES = (  # in the order of megalite's line
+    Figure("loss", "train/loss", "loss {:.4f}", "lm loss: {:.6E}", 10, "lm loss"),
+    Figure("z_loss", "train/z_loss", "z-loss {:.2e}", "z_loss: {:.6E}", 10, "z_loss", optional=True),
+    Figure("lr", "train/lr", "lr {:.1e}", "learning rate: {:.6E}", 8, "learning-rate"),
+    Figure("grad_norm", "train/grad_norm", "gnorm {:.2f}", "grad norm: {:.3f}", 13, "grad-norm"),
+    Figure("loss_scale", "train/loss_scale", "scale {:.0f}", "loss scale: {:.1f}", 12, "loss-scale", usual=1.0),
+    Figure("params_norm", "train/params_norm", "pnorm {:.2f}", "params norm: {:.3f}", 15, "params-norm", optional=True),
+    Figure("zeros", "train/num_zeros", "zeros {}", "num zeros: {}", 14, "num-zeros", optional=True),
+    Figure("rates", "", "| {}"),
+    Figure("tokens_per_s", "perf/tokens_per_s_per_gpu"),
+    Figure("tflops", "perf/tflops_per_gpu", "", "throughput per GPU (TFLOP/s/GPU): {:.1f}", 6),
+    Figure("mfu", "perf/mfu"),
+    Figure("memory_gib", "mem/max_allocated_gib", "| {:.1f}/{memory_limit_gib:.0f} GiB"),
+    Figure("reserved_gib", "mem/max_reserved_gib", optional=True),  # by the CUDA allocator
+    Figure("data_s", "perf/data_s"),
+    Figure("data_share", "", "| data {:.1%}"),
+    Figure("eta", "", "| eta {}"),
+    Figure("skipped", "train/skipped", "| skipped {}", "number of skipped iterations: {:3d}", 16, usual=0),
+    Figure("nan", "", "", "number of nan iterations: {:3d}", 17),
+    Figure("consumed_samples", "", "", "consumed samples: {:12d}", 3),
+    Figure("consumed_tokens", "train/tokens"),
+    Figure("batch_size", "train/batch_size", "", "global batch size: {:5d}", 9, "batch-size"),
+    Figure("step_s", "perf/step_s"),
+    Figure("step_ms", "", "", "elapsed time per iteration (ms): {:.1f}", 5),
+    Figure("steps", "perf/steps"),  # of which all that is the mean
+)
 
 
 @dataclass(frozen=True)
@@ -49,20 +66,20 @@ class Speed:
     devices: int
     peak_tflops: float | None
 
-    def tokens_per_s(self, i: Interval) -> float:
-        return i.tokens_per_step / i.step_s / self.devices
-
-    def tflops(self, i: Interval) -> float:
-        return self.tokens_per_s(i) * self.flops_per_token / 1e12
-
-    def too_fast(self, i: Interval) -> bool:
-        """Whether the run is above the peak, which then is wrong: measured on a busy CPU, or given wrong."""
-        return self.peak_tflops is not None and self.tflops(i) > self.peak_tflops
-
-    def mfu(self, i: Interval) -> float | None:
-        if self.peak_tflops is None or self.too_fast(i):
-            return None
-        return self.tflops(i) / self.peak_tflops
+    def with_rates(self, v: Values) -> dict[str, Any]:
+        """The figures and those that follow from them. `too_fast`: the run is above the peak, which then is wrong:
+        measured on a busy CPU, or given wrong."""
+        step_s, peak = v["step_s"], self.peak_tflops
+        tokens = v["tokens_per_step"] / step_s / self.devices
+        tflops = tokens * self.flops_per_token / 1e12
+        too_fast = peak is not None and tflops > peak
+        mfu = None if peak is None or too_fast else tflops / peak
+        rate = f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
+        share = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
+        rates = f"{rate} tok/s/gpu  {f'{tflops:.0f}' if tflops >= 100 else f'{tflops:.3g}'} TF/s  MFU {share}"
+        more = dict(tokens_per_s=tokens, tflops=tflops, mfu=mfu, rates=rates, too_fast=too_fast, step_ms=1000 * step_s)
+        eta = duration((v["last_step"] - v["step"]) * step_s)
+        return {**v, **more, "data_share": v["data_s"] / step_s, "eta": eta}
 
 
 def duration(seconds: float) -> str:
@@ -81,47 +98,31 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-def rates(i: Interval, speed: Speed) -> str:
-    tokens, tflops, mfu = speed.tokens_per_s(i), speed.tflops(i), speed.mfu(i)
-    rate = f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
-    share = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
-    return f"{rate} tok/s/gpu  {f'{tflops:.0f}' if tflops >= 100 else f'{tflops:.3g}'} TF/s  MFU {share}"
+def row_of(v: Values) -> dict[str, Any]:
+    """The figures in metrics.jsonl."""
+    return {f.key: v.get(f.name) for f in FIGURES if f.key and not (f.optional and v.get(f.name) is None)}
 
 
-def megalite_line(i: Interval, speed: Speed, now: datetime.datetime) -> str:
-    loss = "n/a" if i.loss is None else f"{i.loss:.4f}"
-    loss += "" if i.z_loss is None else f"  z-loss {i.z_loss:.2e}"
-    scale = f"  scale {i.loss_scale:.0f}" if i.loss_scale != 1.0 else ""
-    scale += "" if i.params_norm is None else f"  pnorm {i.params_norm:.2f}"
-    scale += "" if i.zeros is None else f"  zeros {i.zeros}"
-    skipped = f" | skipped {i.skipped}" if i.skipped else ""
-    return (
-        f"{now:%H:%M:%S}  step {i.step:5d}/{i.last_step}  loss {loss}  lr {i.lr:.1e}  gnorm {i.grad_norm:.2f}{scale} | "
-        f"{rates(i, speed)} | {i.memory_gib:.1f}/{i.memory_limit_gib:.0f} GiB | "
-        f"data {100 * i.data_s / i.step_s:.1f}% | "
-        f"eta {duration((i.last_step - i.step) * i.step_s)}{skipped}"
-    )
+def tags_of(v: Values) -> dict[str, Any]:
+    """The figures in TensorBoard, at each step."""
+    return {f.tag: v.get(f.name) for f in FIGURES if f.tag}
 
 
-def megatron_line(i: Interval, speed: Speed, now: datetime.datetime, throughput: bool) -> str:
+def megalite_line(v: Values, now: datetime.datetime) -> str:
+    parts = [f"{now:%H:%M:%S}", f"step {v['step']:5d}/{v['last_step']}"]
+    for f in FIGURES:
+        if f.ours and (value := v.get(f.name)) is not None and value != f.usual:
+            parts.append(f.ours.format(value, **v))
+        elif f.ours and value is None and not f.optional:
+            parts.append(f"{f.ours.partition('{')[0]}n/a")
+    return "  ".join(parts).replace("  | ", " | ")
+
+
+def megatron_line(v: Values, now: datetime.datetime, throughput: bool) -> str:
     """Megatron-LM's training log line field by field, as users' scripts parse it."""
-    parts = [
-        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {i.step:8d}/{i.last_step:8d} |",
-        f" consumed samples: {i.consumed_samples:12d} |",
-        f" elapsed time per iteration (ms): {i.step_s * 1000:.1f} |",
-        f" throughput per GPU (TFLOP/s/GPU): {speed.tflops(i):.1f} |" if throughput else "",
-        f" learning rate: {i.lr:.6E} |",
-        f" global batch size: {i.batch_size:5d} |",
-        "" if i.loss is None else f" lm loss: {i.loss:.6E} |",
-        "" if i.z_loss is None else f" z_loss: {i.z_loss:.6E} |",
-        f" loss scale: {i.loss_scale:.1f} |",
-        f" grad norm: {i.grad_norm:.3f} |",
-        "" if i.zeros is None else f" num zeros: {i.zeros} |",
-        "" if i.params_norm is None else f" params norm: {i.params_norm:.3f} |",
-        f" number of skipped iterations: {i.skipped:3d} |",
-        f" number of nan iterations: {i.nan:3d} |",
-    ]
-    return "".join(parts)
+    there = [f for f in FIGURES if f.megatron and v.get(f.name) is not None and (throughput or f.name != "tflops")]
+    parts = [f" {f.megatron.format(v[f.name])} |" for f in sorted(there, key=lambda f: f.place)]
+    return "".join([f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {v['step']:8d}/{v['last_step']:8d} |", *parts])
 
 
 def megalite_validation_line(step: int, name: str, loss: float, bpb: float | None, now: datetime.datetime) -> str:

@@ -9,12 +9,13 @@ import datetime
 import functools
 import json
 import math
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megalite.config.console import Bar, complain, show
 from megalite.config.environment import variable
@@ -22,14 +23,17 @@ from megalite.config.options import LogConfig
 from megalite.config.own_file import opener
 from megalite.data.samples.validation_sets import bits_per_byte
 from megalite.train.sources import NamedSet
-from megalite.train.state import State, StepResult
+from megalite.train.state import State
 from megalite.train.tell import figures as lines
-from megalite.train.tell.figures import Interval, Speed, perplexity
+from megalite.train.tell.figures import Speed, Values, perplexity
 from megalite.train.tell.run_dir import AppendedFile
 
 PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
 FIRST_PROGRESS_S = 2.0
 TIME = "%Y-%m-%d %H:%M:%S"  # in progress.txt
+LINE = re.compile(  # of progress.txt: time, devices, what happened, FLOPs so far
+    r"^([-\d]{10} [:\d]{8})\t[^\t\n]*\t# GPUs: (\d+)\t([^\t\n]+)(?:.*\tFloating-point operations: ([\d.e+]+)\t)?", re.M
+)
 
 
 class ProgressLog:
@@ -74,19 +78,13 @@ class ProgressLog:
         """(beginning of the first of the latest jobs that all had this number of devices, the training's FLOPs then)"""
         begin: datetime.datetime | None = None
         then = latest = 0.0
-        with open(self.path, encoding="utf-8", errors="replace", opener=opener) as lines:
-            for line in lines:
-                fields = line.rstrip("\n").split("\t")
-                try:
-                    world, what = int(fields[2].partition(": ")[2]), fields[3]
-                    if len(fields) > 7:
-                        latest = float(fields[7].partition(": ")[2])
-                    if world != self.world:
-                        begin = None
-                    elif what == "Starting job" and begin is None:
-                        begin, then = datetime.datetime.strptime(fields[0], TIME), latest
-                except (ValueError, IndexError):
-                    continue  # torn by a crash
+        with open(self.path, encoding="utf-8", errors="replace", opener=opener) as file:
+            for time_, world, what, flops in LINE.findall(file.read()):  # not those torn by a crash
+                latest = float(flops or latest)
+                if int(world) != self.world:
+                    begin = None
+                elif what == "Starting job" and begin is None:
+                    begin, then = datetime.datetime.strptime(time_, TIME), latest
         return begin or datetime.datetime.fromtimestamp(self._begin), then
 
 
@@ -155,68 +153,35 @@ class Reporter:
         if self.megatron:
             self.say(lines.megatron_moment(what, datetime.datetime.now()))
 
-    def train(self, i: Interval) -> None:
-        speed, now = self.speed, datetime.datetime.now()
-        self._rates = f"{lines.rates(i, speed)}  {i.memory_gib:.1f}/{i.memory_limit_gib:.0f} GiB"
-        if speed.too_fast(i) and not self._too_fast:
+    def train(self, figures: Values) -> None:
+        v, speed, now = self.speed.with_rates(figures), self.speed, datetime.datetime.now()
+        self._rates = f"{v['rates']}  {v['memory_gib']:.1f}/{v['memory_limit_gib']:.0f} GiB"
+        if v["too_fast"] and not self._too_fast:
             self._too_fast = True
             self.say(
-                f"note: MFU is n/a: {speed.tflops(i):.3g} TFLOP/s is above the peak of {speed.peak_tflops:.3g}, which "
+                f"note: MFU is n/a: {v['tflops']:.3g} TFLOP/s is above the peak of {speed.peak_tflops:.3g}, which "
                 "was measured while the machine was busy or given wrong; give --peak-tflops"
             )
-        if self.megatron:
-            self.say(lines.megatron_line(i, speed, now, self.log.log_throughput))
-        else:
-            self.say(lines.megalite_line(i, speed, now))
-        if i.loss is not None:
-            self._results["training loss"] = f"{i.loss:.4f} at step {i.step:,}"
-        row = {
-            "train/loss": i.loss,
-            "train/lr": i.lr,
-            "train/grad_norm": i.grad_norm,
-            "train/tokens": i.consumed_tokens,
-            "train/batch_size": i.batch_size,
-            "train/loss_scale": i.loss_scale,
-            "train/skipped": i.skipped,
-            "perf/tokens_per_s_per_gpu": speed.tokens_per_s(i),
-            "perf/tflops_per_gpu": speed.tflops(i),
-            "perf/mfu": speed.mfu(i),
-            "perf/step_s": i.step_s,
-            "perf/steps": i.steps,  # of which that is the mean
-            "perf/data_s": i.data_s,
-            "mem/max_allocated_gib": i.memory_gib,
-        }
-        optional = {
-            "mem/max_reserved_gib": i.reserved_gib,
-            "train/z_loss": i.z_loss,
-            "train/params_norm": i.params_norm,
-            "train/num_zeros": i.zeros,
-        }
-        self._row(i.step, i.consumed_tokens, row | {k: v for k, v in optional.items() if v is not None})
-        self._scalars({"iteration-time": i.step_s, "throughput": speed.tflops(i)}, i.step)
+        self.say(lines.megatron_line(v, now, self.log.log_throughput) if self.megatron else lines.megalite_line(v, now))
+        if v["loss"] is not None:
+            self._results["training loss"] = f"{v['loss']:.4f} at step {v['step']:,}"
+        self._row(v["step"], v["consumed_tokens"], lines.row_of(v))
+        self._scalars({"iteration-time": v["step_s"], "throughput": v["tflops"]}, v["step"])
 
     def stepped(self, step: int, last_step: int, loss: float) -> None:
         """Move the bar at the bottom of a terminal: this step's loss, and rates and memory of the last log line."""
         self._bar = self._bar or Bar("step", last_step, done=step - 1)
         self._bar.at(step, f"loss {loss:.4f}  {self._rates}")
 
-    def step(
-        self, state: State, r: StepResult, loss_scale: float, params_norm: float | None, memory: dict[str, float]
-    ) -> None:
+    def step(self, figures: Values, memory: dict[str, float]) -> None:
         """One step in TensorBoard. `memory`: bytes by tag."""
-        tags = {
-            "learning-rate": r.lr,
-            "batch-size": r.batch_size,
-            "lm loss": None if r.skipped else r.loss,
-            "z_loss": r.z_loss or None,  # 0 only where it is off
-            "loss-scale": loss_scale if self.log.log_loss_scale_to_tensorboard else None,
-            "world-size": self.speed.devices if self.log.log_world_size_to_tensorboard else None,
-            "grad-norm": r.grad_norm,
-            "num-zeros": r.zeros,
-            "params-norm": params_norm,
-        }
-        self._scalars(tags, state.step, state.consumed_samples)
-        self._scalars(memory, state.step)
+        tags, step = lines.tags_of(figures), figures["step"]
+        if not self.log.log_loss_scale_to_tensorboard:
+            del tags["loss-scale"]
+        if self.log.log_world_size_to_tensorboard:
+            tags["world-size"] = self.speed.devices
+        self._scalars(tags, step, figures["consumed_samples"])
+        self._scalars(memory, step)
 
     def timers(self, step: int, seconds: dict[str, list[float]]) -> None:
         """Log the timers of all ranks, in seconds per step."""
@@ -256,9 +221,8 @@ class Reporter:
         self._row(step, state.consumed_tokens, row if bpb is None else {**row, f"{key}/bpb": bpb})
         if not test:
             tag = f"lm loss validation{'-' + name if name else ''}"
-            self._scalars({tag: loss}, step, state.consumed_samples)
-            if self.log.log_validation_ppl_to_tensorboard:
-                self._scalars({f"{tag} ppl": perplexity(loss)}, step, state.consumed_samples)
+            tags = {tag: loss, f"{tag} ppl": perplexity(loss) if self.log.log_validation_ppl_to_tensorboard else None}
+            self._scalars(tags, step, state.consumed_samples)
 
     def saving(self, state: State, background: bool) -> None:
         """A save was begun, so those before are complete; if it is not in the background, it is complete too."""
@@ -273,14 +237,10 @@ class Reporter:
         """Log the end of the run: `rows`, the last losses, the paths of its files, and all warnings."""
         if self._bar is not None:
             self._bar.close()
-        where = {
-            "log": str(self._log.path),
-            "metrics": str(self._rows.path),
-            "TensorBoard": self.log.tensorboard_dir or "",
-        }
-        for path in map(self._log.path.with_name, ("report.json", "timeline.json", "trace")):
-            where[path.stem] = str(path) if path.exists() else ""
-        text = lines.table({**rows, **self._results, **{name: path for name, path in where.items() if path}})
+        where = {"log": self._log.path, "metrics": self._rows.path, "TensorBoard": self.log.tensorboard_dir}
+        others = map(self._log.path.with_name, ("report.json", "timeline.json", "trace"))
+        where |= {path.stem: path for path in others if path.exists()}
+        text = lines.table({**rows, **self._results, **{name: str(path) for name, path in where.items() if path}})
         self.say("\n".join([text, *(f"WARNING: {line}" for line in self._warnings)]))
 
     def _scalars(self, tags: dict[str, Any], step: int, samples: int | None = None) -> None:
@@ -319,13 +279,7 @@ class Silent(Reporter):
     def __init__(self) -> None:
         super().__init__(Path(), Speed(0.0, 1, None))
 
-    def say(self, text: str) -> None: ...
-
-    def stepped(self, step: int, last_step: int, loss: float) -> None: ...
+    say = warn = stepped = _row = cast(Any, lambda *_: None)
 
     def evaluating(self, step: int, name: str, iters: int) -> Bar:
         return Bar(name, iters, quiet=True)
-
-    def warn(self, text: str) -> None: ...
-
-    def _row(self, step: int, tokens: int, values: dict[str, Any]) -> None: ...

@@ -91,7 +91,7 @@ class Collector:
     `around_evaluations`, around evaluations: ranks then pause at the same steps, and do not wait for each other."""
 
     def __init__(self, manual: bool = False, interval: int = 0, around_evaluations: bool = True):
-        self.manual, self.interval, self.around = manual, interval, around_evaluations
+        self.manual, self.interval, self.around = manual, interval, manual and around_evaluations
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -111,11 +111,10 @@ class Collector:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        collects = self.manual and self.around
-        if collects:
+        if self.around:
             gc.collect()
         yield
-        if collects:
+        if self.around:
             gc.collect(0)  # the evaluation's garbage
 
 

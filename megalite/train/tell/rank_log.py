@@ -110,17 +110,16 @@ def fails_first(ranks: Ranks, code: int, reason: str) -> bool:
     if ranks.shared is None:
         return True
     folder = Path(ranks.shared)
-    try:
-        with open(folder / FIRST_FAILURE, "x", encoding="utf-8") as file:
-            json.dump({"rank": ranks.rank, "code": int(code), "reason": reason}, file)
+    with contextlib.suppress(OSError):
+        try:
+            with open(folder / FIRST_FAILURE, "x", encoding="utf-8") as file:
+                json.dump({"rank": ranks.rank, "code": int(code), "reason": reason}, file)
+        except FileExistsError:
+            return False
         if (own := folder / str(ranks.local_rank)).is_dir():
             # torchrun shows the earliest whole second first: be before ranks that fail because of this one
             extra = {"timestamp": str(int(time.time()) - 1)}
             write_atomically(own / "error.json", json.dumps({"message": {"message": reason, "extraInfo": extra}}))
-    except FileExistsError:
-        return False
-    except OSError:
-        pass
     return True
 
 

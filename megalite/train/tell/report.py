@@ -11,7 +11,7 @@ import itertools
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +34,6 @@ ENOUGH = FIRST  # steps, all of them timed; the first is slower than all others
 IN_ORDER = (Exit.DONE.outcome, Exit.REQUEUE.outcome, Exit.INTERRUPTED.outcome)
 
 
-@dataclass(frozen=True)
-class Past:
-    """A run since it began at step 0. `tokens`: trained before."""
-
-    wall_s: float
-    useful_s: float
-    processes: int
-    tokens: int
-
-    def __str__(self) -> str:
-        lives = f"{self.processes} process{'es' * (self.processes > 1)}"
-        return f"{100 * self.goodput:.1f} % of {duration(self.wall_s)} in {lives}: steps that count, with their waits"
-
-    @property
-    def goodput(self) -> float:
-        return self.useful_s / self.wall_s if self.wall_s > 0 else 0.0
-
-
 def useful_seconds(metrics: Path) -> float:
     """Time of the steps that count. A row is the mean of `perf/steps` steps. Steps between a process's last row and the
     checkpoint that was resumed from are in no row: they count as long as those before them."""
@@ -68,8 +50,9 @@ def useful_seconds(metrics: Path) -> float:
     return sum(seconds for _, _, seconds in kept)
 
 
-def read_past(folder: Path, until: float) -> Past | None:
-    """None where events.jsonl has no start. `until`: when a process that still runs was last seen, as time.time()."""
+def read_past(folder: Path, until: float) -> dict[str, Any] | None:
+    """A run since it began at step 0: wall_s, useful_s, their goodput, processes, and the tokens trained before; None
+    where events.jsonl has no start. `until`: when a process that still runs was last seen, as time.time()."""
     lives: list[dict[str, Any]] = []
     for _, row in json_rows(folder / "events.jsonl"):
         if row.get("fresh"):
@@ -81,63 +64,53 @@ def read_past(folder: Path, until: float) -> Past | None:
         return None
     ends = [*(row["at"] for row in lives[1:]), until if lives[-1]["event"] == STARTED else lives[-1]["at"]]
     wall = sum(end - row["at"] for row, end in zip(lives, ends, strict=True) if row.get("outcome") not in IN_ORDER)
-    return Past(wall, useful_seconds(folder / "metrics.jsonl"), len(starts), starts[0].get("tokens", 0))
+    return past_of(wall, useful_seconds(folder / "metrics.jsonl"), len(starts), starts[0].get("tokens", 0))
 
 
-@dataclass(frozen=True)
-class Work:
-    """`tokens` and `flops` are this process's, `all_tokens` the run's."""
-
-    devices: int
-    pp: int
-    chunks: int  # per pipeline rank
-    microbatches: int
-    background_saves: bool
-    steps: int
-    tokens: int
-    all_tokens: int
-    flops: float
-    price_per_gpu_hour: float | None = None
-    planned_bubble: str = ""  # the planned bubble and its remedies, "" where it is small
-    unlike: str = ""  # why the times are not those of a healthy run
+def past_of(wall_s: float, useful_s: float, processes: int, tokens: int) -> dict[str, Any]:
+    goodput = useful_s / wall_s if wall_s > 0 else 0.0
+    return dict(wall_s=wall_s, useful_s=useful_s, goodput=goodput, processes=processes, tokens=tokens)
 
 
-def advise(percent: Mapping[str, float], work: Work) -> tuple[str | None, str]:
+def in_words(past: Mapping[str, Any]) -> str:
+    lives = f"{past['processes']} process{'es' * (past['processes'] > 1)}"
+    return f"{100 * past['goodput']:.1f} % of {duration(past['wall_s'])} in {lives}: steps that count, with their waits"
+
+
+def advise(percent: Mapping[str, float], work: Mapping[str, Any]) -> tuple[str | None, str]:
     """(bottleneck, advice), or (None, reason) where the times are not those of a healthy run."""
-    if work.unlike:
-        return None, work.unlike
+    if work["unlike"]:
+        return None, work["unlike"]
     shares = {phase: share / 100 for phase, share in percent.items()}
     shares["compute"] = sum(percent.get(phase, 0.0) for phase in COMPUTE) / 100
     limit = limit_of(shares)
-    figures = {"bubble": work.planned_bubble, "checkpoint": "in the background already" * work.background_saves}
+    figures = {"bubble": work["planned_bubble"], "checkpoint": "in the background already" * work["background_saves"]}
     return limit, sentence(limit, shares[limit], figures.get(limit, ""), "the time")
 
 
-def make(seconds: Mapping[str, float], work: Work, past: Past | None) -> dict[str, Any]:
-    """The report. `seconds`: this process's, by phase."""
+def make(seconds: Mapping[str, float], work: Mapping[str, Any], past: dict[str, Any] | None) -> dict[str, Any]:
+    """The report. `seconds`: this process's, by phase; `work`: of `Account.work`."""
     wall = sum(seconds.values())
     percent = {phase: round(100 * s / wall, 2) for phase, s in seconds.items()}
     bottleneck, advice = advise(percent, work)
     report: dict[str, Any] = dict(time=now(), wall_s=wall, seconds=dict(seconds), percent=percent)
-    report |= dict(bottleneck=bottleneck, advice=advice, **asdict(work), tokens_per_s=work.tokens / wall)
-    past = past or Past(wall, 0.0, 1, work.all_tokens - work.tokens)
-    report["run"] = dict(**asdict(past), goodput=past.goodput, gpu_hours=work.devices * past.wall_s / 3600)
-    if work.price_per_gpu_hour is not None:
-        cost, tokens = report["run"]["gpu_hours"] * work.price_per_gpu_hour, work.all_tokens - past.tokens
-        report["run"] |= dict(cost=cost, cost_per_million_tokens=1e6 * cost / tokens if tokens else None)
+    report |= dict(bottleneck=bottleneck, advice=advice, **work, tokens_per_s=work["tokens"] / wall)
+    past = past or past_of(wall, 0.0, 1, work["all_tokens"] - work["tokens"])
+    report["run"] = run = past | {"gpu_hours": work["devices"] * past["wall_s"] / 3600}
+    if work["price_per_gpu_hour"] is not None:
+        cost, tokens = run["gpu_hours"] * work["price_per_gpu_hour"], work["all_tokens"] - past["tokens"]
+        run |= dict(cost=cost, cost_per_million_tokens=1e6 * cost / tokens if tokens else None)
     return report
 
 
 def summary(report: Mapping[str, Any]) -> dict[str, str]:
     """The report in a few lines."""
-    shares = sorted(report["percent"].items(), key=lambda item: -item[1])
-    run = report["run"]
+    shares, run = sorted(report["percent"].items(), key=lambda item: -item[1]), report["run"]
     went = ", ".join(f"{phase} {share:.1f} %" for phase, share in shares if share >= 0.05)
-    past = Past(run["wall_s"], run["useful_s"], run["processes"], run["tokens"])
     rows = {
         "time went to": f"{went}; of the process's {duration(report['wall_s'])}",
         "computed": f"{report['flops']:.3g} FLOPs in {report['steps']:,} steps, {report['tokens_per_s']:,.0f} tokens/s",
-        "goodput": f"{past}, {run['gpu_hours']:.4g} device hours",
+        "goodput": f"{in_words(run)}, {run['gpu_hours']:.4g} device hours",
         "bottleneck": f"{report['bottleneck'] or 'not told'}: {report['advice']}",
     }
     if "cost" in run:
@@ -168,28 +141,30 @@ class Account:
 
     def close(self, outcome: Exit, saver: Saver | None) -> dict[str, str]:
         """Write report.json; returns its lines for the summary."""
-        run, state, begin = self.run, self.run.state, self._begin
-        self._events.add(ENDED, step=state.step, at=time.time(), outcome=outcome.outcome)
-        tokens, seconds = state.consumed_tokens - begin.consumed_tokens, self.phases.seconds()
-        micro_batch = self.config.train.micro_batch_size * run.mesh.dp.size
-        waits = seconds.get("bubble", 0.0) >= CAUSES["bubble"].worth * sum(seconds.values())
-        work = Work(
-            devices=run.mesh.world.size,
-            pp=run.mesh.pp.size,
-            chunks=len(run.pipeline.stages),
-            microbatches=run.batch_sizes.at(state.consumed_samples) // micro_batch,
-            background_saves=saver is not None and saver.background,
-            steps=state.step - begin.step,
-            tokens=tokens,
-            all_tokens=state.consumed_tokens,
-            flops=tokens * self.flops_per_token,
-            price_per_gpu_hour=self.config.operations.price_per_gpu_hour,
-            planned_bubble=about_the_bubble(self.plan) if waits else "",  # takes a second or two for a long plan
-            unlike=self._unlike(outcome, state.step - begin.step),
-        )
-        report = make(seconds, work, read_past(self.folder, time.time()))
+        self._events.add(ENDED, step=self.run.state.step, at=time.time(), outcome=outcome.outcome)
+        seconds = self.phases.seconds()
+        report = make(seconds, self.work(seconds, outcome, saver), read_past(self.folder, time.time()))
         write_atomically(self.folder / "report.json", json.dumps(report, indent=1) + "\n")
         return summary(report)
+
+    def work(self, seconds: Mapping[str, float], outcome: Exit, saver: Saver | None) -> dict[str, Any]:
+        """`chunks`: per pipeline rank. `tokens` and `flops` are this process's, `all_tokens` the run's.
+        `planned_bubble`: and its remedies, "" where it is small. `unlike`: why the times are no healthy run's."""
+        run, state, begin = self.run, self.run.state, self._begin
+        tokens, steps = state.consumed_tokens - begin.consumed_tokens, state.step - begin.step
+        micro_batch = self.config.train.micro_batch_size * run.mesh.dp.size
+        waits = seconds.get("bubble", 0.0) >= CAUSES["bubble"].worth * sum(seconds.values())
+        return {
+            "devices": run.mesh.world.size,
+            "pp": run.mesh.pp.size,
+            "chunks": len(run.pipeline.stages),
+            "microbatches": run.batch_sizes.at(state.consumed_samples) // micro_batch,
+            "background_saves": saver is not None and saver.background,
+            **dict(steps=steps, tokens=tokens, all_tokens=state.consumed_tokens, flops=tokens * self.flops_per_token),
+            "price_per_gpu_hour": self.config.operations.price_per_gpu_hour,
+            "planned_bubble": about_the_bubble(self.plan) if waits else "",  # takes a second or two for a long plan
+            "unlike": self._unlike(outcome, steps),
+        }
 
     def _unlike(self, outcome: Exit, steps: int) -> str:
         if outcome not in HEALTHY:

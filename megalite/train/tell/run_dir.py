@@ -94,20 +94,22 @@ def save_roots(config: Config) -> list[str]:
     return [root for root in (config.checkpoint.save_local, config.checkpoint.save) if root is not None]
 
 
-def newest_saved(config: Config) -> tuple[int, str] | None:
-    """(step, directory) of the newest complete checkpoint, URLs left out. Raises OSError."""
-    saved = [(step, root) for root in save_roots(config) if not is_url(root) for step in steps_in(root)]
-    return max(((s, root) for s, root in saved if Path(str(folder_of(root, s)), "COMPLETE").is_file()), default=None)
-
-
-def _to_resume(config: Config) -> dict[str, Any]:
-    save = config.checkpoint.save
+def newest_saved(config: Config) -> tuple[dict[str, Any], str]:
+    """The newest complete checkpoint, as status.json has it and in words. URLs are not asked: the run may have ended
+    because they do not answer."""
+    save, roots = config.checkpoint.save, save_roots(config)
+    if save is None:
+        return dict(checkpoint=None, checkpoint_step=None), "none, there is no --save"
     try:
-        saved = newest_saved(config)
-    except OSError:
-        return dict(checkpoint=save, checkpoint_step=None)
-    step, root = saved or (None, save if save is not None and is_url(save) else None)
-    return dict(checkpoint=root, checkpoint_step=step)
+        saved = [(step, root) for root in roots if not is_url(root) for step in steps_in(root)]
+        saved = [(step, root) for step, root in saved if Path(str(folder_of(root, step)), "COMPLETE").is_file()]
+    except OSError as error:
+        return dict(checkpoint=save, checkpoint_step=None), f"{save} cannot be read: {error.strerror}"
+    if saved:
+        step, root = max(saved)
+        return dict(checkpoint=root, checkpoint_step=step), str(folder_of(root, step))
+    words = f"see {save}" if all(map(is_url, roots)) else f"none in {save} yet"
+    return dict(checkpoint=save if is_url(save) else None, checkpoint_step=None), words
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -168,7 +170,8 @@ def leave_status(
     if not begun or (not step and outcome != "running"):  # it ended before it had loaded what it continues
         logged = trained(folder)
         step, tokens = max(step, logged.get("step", 0)), max(tokens, logged.get("tokens", 0))
-    _write_status(folder, dict(outcome=outcome, step=step, tokens=tokens, **_to_resume(config), reason=reason, **me))
+    saved, _ = newest_saved(config)
+    _write_status(folder, dict(outcome=outcome, step=step, tokens=tokens, **saved, reason=reason, **me))
 
 
 def settle_status(folder: Path, config: Config, end: tuple[int, str], since: float, resumes: bool = False) -> None:
@@ -193,7 +196,7 @@ def settle_status(folder: Path, config: Config, end: tuple[int, str], since: flo
         return
     last = max(({"step": 0, "tokens": 0}, status, trained(folder)), key=lambda known: known.get("step", -1))
     about = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED) | status
-    about |= {"step": last["step"], "tokens": last["tokens"]} | _to_resume(config)
+    about |= {"step": last["step"], "tokens": last["tokens"]} | newest_saved(config)[0]
     _write_status(folder, about)
 
 
