@@ -5,8 +5,10 @@ A step whose gradients overflow is skipped. Dynamic, counted as in Megatron-LM: 
 back. Fewer clean steps give none back, so that a scale on the edge comes down soon. fp32 and bf16: constant, 1.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 class ScaleExhausted(RuntimeError):
@@ -45,12 +47,16 @@ class LossScaler:
         """The moving numbers; `dynamic` says whether they mean anything."""
         return {name: getattr(self, name) for name in ("dynamic", "scale", "clean_steps", "patience")}
 
-    def from_json(self, state: Mapping[str, float | int | bool | None]) -> None:
-        """Go on from a saved state. The settings stay those of this run; a run that was not dynamic says nothing."""
-        if not (self.dynamic and state["dynamic"]):
+    def from_json(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state. The settings stay those of this run; a run that was not dynamic says nothing.
+        Raises KeyError, ValueError for a damaged one: a scale of NaN, for instance, would skip all steps."""
+        dynamic, scale = state["dynamic"], state["scale"]
+        clean_steps, patience = state["clean_steps"], state["patience"]
+        counts = [n for n in (clean_steps, patience or 0) if type(n) is not int or n < 0]
+        if type(dynamic) is not bool or type(scale) not in (int, float) or not 0 < scale < math.inf or counts:
+            raise ValueError(f"loss_scaler: {str(dict(state))[:160]}")
+        if not (self.dynamic and dynamic):
             return
-        scale, clean_steps, patience = state["scale"], state["clean_steps"], state["patience"]
-        assert scale is not None and clean_steps is not None
         self.scale = max(float(scale), self.minimum)
         self.clean_steps = min(int(clean_steps), self.window - 1)  # the window may have been shortened
         self.patience = None if patience is None else min(int(patience), self.hysteresis)

@@ -1,29 +1,28 @@
 """All-gather and reduce-scatter between ranks of one machine, through memory that they share; gloo synchronises them.
 
     rank 0                                     rank 1
-    copy x into a slot of its own       |      copy x into a slot of its own
-    start a tiny all-reduce             |      start a tiny all-reduce          "my slot is full"
+    copy piece k of x into slot k % 3   |      copy piece k of x into slot k % 3
+    start a tiny all-reduce             |      start a tiny all-reduce          "piece k is there"
     ... compute ...                     |      ... compute ...
-    wait for it; read all slots         |      wait for it; read all slots
+    wait for it; read from all ranks    |      wait for it; read from all ranks
 
 A copy between processes runs at the speed of memory, a message through gloo's sockets at a tenth of it. Because of the
 tiny all-reduce, a rank that died or hangs is an error on the others after the group's time-out. It also carries the
 operation and its size, so ranks that do different things get an error instead of each other's bytes.
 
-Each rank has SLOTS slots; what is larger than a slot goes piece by piece. A slot may be filled again when all ranks
-have read it. Every rank runs the same program and counts its own puts and reads, so a rank that has seen the others'
-put p knows that they are past all reads that come before p in the program. If that frees no slot, the oldest transfer
-is completed early, or one more tiny all-reduce brings the ranks together.
+A transfer begins when the one before it is complete, and piece k is put when piece k - 1 has come, perhaps before that
+is read. So a rank that sees piece k of the others knows that they have read piece k - 2, whose slot is the next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SLOTS = 4
-SLOT_BYTES = 2 << 20
+SLOTS = 3
+SLOT_BYTES = 2 << 20  # of one rank
 FOLDER = Path("/dev/shm")
 
 
@@ -59,196 +58,115 @@ class Transport(ABC):
         `out` may be that block of x."""
 
 
+class Transfer:
+    """A collective that has begun: `steps` wait for its pieces and read them."""
+
+    def __init__(self, steps: Iterator[None]):
+        self._steps = steps
+        next(steps, None)
+
+    def wait(self) -> None:
+        """Complete the transfer. Raises OrderError, and the errors of the group's backend."""
+        for _ in self._steps:
+            pass
+
+
 class SharedMemory(Transport):
     """The slots of all ranks of a group, in one mapping. Only one thread may use it."""
 
-    def __init__(self, group: Any, rank: int, size: int, memory: Tensor, slots: int):
+    def __init__(self, group: Any, rank: int, size: int, memory: Tensor):
         """memory: uint8, shared by all ranks."""
         self.group, self.rank, self.size = group, rank, size
-        self.slots = list(memory.view(size, slots, -1).unbind(1))  # each [size, bytes]
-        self._now = 0  # events of this rank's program: puts, reads and meetings
-        self._passed = 0  # all ranks are past this event
-        self._read_at: list[int | None] = [0] * slots  # when this rank read each slot; None: not yet
-        self.open_transfers: list[Transfer] = []
+        self.others = [q for q in range(size) if q != rank]
+        self._slots = itertools.cycle(memory.view(SLOTS, size, -1))  # each [size, bytes]
+        self._slot_bytes = len(memory) // SLOTS // size
+        self._last = Transfer(iter(()))
 
     @classmethod
-    def open(
-        cls, group: Any, rank: int, size: int, *, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES
-    ) -> SharedMemory | None:
+    def open(cls, group: Any, rank: int, size: int, slot_bytes: int = SLOT_BYTES) -> SharedMemory | None:
         """Map a new file on all ranks; collective over `group`, which has a CPU backend. None on all ranks if they are
         on several machines, or the machine has no room. The file has no name when this returns, so a killed process
         leaves nothing behind."""
-        path, mapped = None, None
-        names: list[Any] = [None]
-        if rank == 0:
-            path = _create(size * slots * slot_bytes)
-            names = [str(path) if path else None]
-        try:
+        names, mapped, total = list[Any]([None]), None, SLOTS * size * slot_bytes
+        with contextlib.ExitStack() as until_mapped:
+            if rank == 0:
+                with contextlib.suppress(OSError, AttributeError):
+                    made = until_mapped.enter_context(tempfile.NamedTemporaryFile(prefix="megalite-", dir=FOLDER))
+                    os.posix_fallocate(made.fileno(), 0, total)  # else a full file system would be a SIGBUS later
+                    names = [made.name]
             dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group)
             if names[0] is not None:
                 with contextlib.suppress(OSError, ValueError), open(names[0], "r+b") as file:
-                    mapped = mmap.mmap(file.fileno(), size * slots * slot_bytes)
+                    mapped = mmap.mmap(file.fileno(), total)
             able = torch.tensor(int(mapped is not None))
             dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
-        finally:
-            if path is not None:
-                path.unlink(missing_ok=True)
-        if not able or mapped is None:
-            return None
-        return cls(group, rank, size, torch.frombuffer(mapped, dtype=torch.uint8), slots)
+        return cls(group, rank, size, torch.frombuffer(mapped, dtype=torch.uint8)) if able and mapped else None
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> Transfer:
-        piece = self.slots[0].shape[1] // x.element_size()
         parts = out.view(self.size, -1)
 
-        def put(slot: Tensor, begin: int, end: int) -> None:
-            slot[self.rank].view(x.dtype)[: end - begin] = x[begin:end]
-            parts[self.rank, begin:end] = x[begin:end]
+        def put(slot: Tensor, a: int, b: int) -> None:
+            slot[self.rank].view(x.dtype)[: b - a] = parts[self.rank, a:b] = x[a:b]
 
-        def read(slot: Tensor, begin: int, end: int) -> None:
-            for q in range(self.size):
-                if q != self.rank:
-                    parts[q, begin:end] = slot[q].view(x.dtype)[: end - begin]
+        def read(slot: Tensor, a: int, b: int) -> None:
+            for q in self.others:
+                parts[q, a:b] = slot[q].view(x.dtype)[: b - a]
 
-        return self._start(1, x, x.numel(), piece, put, read)
+        return self._start(1, x, x.numel(), self._slot_bytes // x.element_size(), put, read)
 
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Transfer:
         """Half precision is summed in fp32, in the order of ranks: the same bits on whatever rank."""
-        piece = self.slots[0].shape[1] // x.element_size() // self.size
+        piece = self._slot_bytes // x.element_size() // self.size
         blocks = x.view(self.size, -1)
 
-        def put(slot: Tensor, begin: int, end: int) -> None:
-            target = slot[self.rank].view(x.dtype)[: self.size * piece].view(self.size, piece)
-            for q in range(self.size):
-                if q != self.rank:
-                    target[q, : end - begin] = blocks[q, begin:end]
+        def put(slot: Tensor, a: int, b: int) -> None:
+            for q in self.others:
+                slot[self.rank].view(x.dtype)[q * piece :][: b - a] = blocks[q, a:b]
 
-        def read(slot: Tensor, begin: int, end: int) -> None:
-            theirs = [
-                blocks[q, begin:end]
-                if q == self.rank
-                else slot[q].view(x.dtype)[self.rank * piece : self.rank * piece + end - begin]
-                for q in range(self.size)
-            ]
+        def read(slot: Tensor, a: int, b: int) -> None:
+            theirs = [slot[q].view(x.dtype)[self.rank * piece :][: b - a] for q in range(self.size)]
+            theirs[self.rank] = blocks[self.rank, a:b]
             if self.size == 2:
-                torch.add(theirs[0], theirs[1], out=out[begin:end])
+                torch.add(*theirs, out=out[a:b])
                 return
             wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
             total = theirs[0].to(wide, copy=True)
             for part in theirs[1:]:
                 total += part
-            out[begin:end] = total
+            out[a:b] = total
 
         return self._start(2, x, out.numel(), piece, put, read)
 
     def _start(
         self, kind: int, x: Tensor, elements: int, piece: int, put: Callable[..., None], read: Callable[..., None]
     ) -> Transfer:
+        self._last.wait()
         facts = torch.tensor([kind, elements, x.element_size()], dtype=torch.int64)
         spans = [(begin, min(begin + piece, elements)) for begin in range(0, elements, piece)]
-        transfer = Transfer(self, facts, spans, put, read)
-        if spans:
-            transfer.put_next()  # this may complete the oldest open transfer
-            self.open_transfers.append(transfer)
-        return transfer
+        self._last = Transfer(self._steps(torch.cat([facts, -facts]), spans, put, read))
+        return self._last
 
-    # ---- for Transfer
+    def _steps(
+        self, facts: Tensor, spans: list[tuple[int, int]], put: Callable[..., None], read: Callable[..., None]
+    ) -> Iterator[None]:
+        """Put the first piece; behind the `yield` read all, and put each next one while this one is read."""
 
-    def take(self) -> int:
-        """The number of a slot that all ranks have read, or never used."""
-        while True:
-            for number, at in enumerate(self._read_at):
-                if at is not None and at <= self._passed:
-                    self._read_at[number] = None
-                    return number
-            if self.has_room():
-                self.meet()
-            else:
-                self.open_transfers[0].wait()
+        def begin(span: tuple[int, int]) -> tuple[Tensor, Tensor, Any]:
+            slot, most = next(self._slots), facts.clone()
+            put(slot, *span)
+            return slot, most, dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def has_room(self) -> bool:
-        """Whether this rank has a slot that does not wait to be read by it."""
-        return any(at is not None for at in self._read_at)
-
-    def meet(self) -> None:
-        """Wait until all ranks are here, past every read that this rank has made."""
-        self._now += 1
-        _Arrival(torch.zeros(3, dtype=torch.int64), self.group).wait()
-        self._passed = self._now
-
-    def put_done(self) -> int:
-        self._now += 1
-        return self._now
-
-    def read_done(self, slot: int, put_at: int) -> None:
-        self._now += 1
-        self._read_at[slot] = self._now
-        self._passed = max(self._passed, put_at)
-
-
-class _Arrival:
-    """A tiny all-reduce, which shows that all ranks have come here with the same `facts`."""
-
-    def __init__(self, facts: Tensor, group: Any):
-        self._both = torch.cat([facts, -facts])
-        self._work = dist.all_reduce(self._both, dist.ReduceOp.MAX, group=group, async_op=True)
-
-    def wait(self) -> None:
-        self._work.wait()  # type: ignore[union-attr]
-        most, least = self._both.chunk(2)
-        if not torch.equal(most, -least):
-            raise OrderError(
-                "ranks do different collectives (1: all-gather, 2: reduce-scatter; elements; bytes of each): "
-                f"between {(-least).tolist()} and {most.tolist()}; the program must be the same on all ranks"
-            )
-
-
-class Transfer:
-    """A collective that has begun. All ranks must wait for their transfers in the same order."""
-
-    def __init__(
-        self,
-        memory: SharedMemory,
-        facts: Tensor,
-        spans: list[tuple[int, int]],
-        put: Callable[..., None],
-        read: Callable[..., None],
-    ):
-        self._memory, self._facts, self._left, self._put, self._read = memory, facts, spans, put, read
-        self._coming: list[tuple[tuple[int, int], int, int, _Arrival]] = []
-
-    def put_next(self) -> None:
-        span = self._left.pop(0)
-        slot = self._memory.take()
-        self._put(self._memory.slots[slot], *span)
-        self._coming.append((span, slot, self._memory.put_done(), _Arrival(self._facts, self._memory.group)))
-
-    def wait(self) -> None:
-        """Complete the transfer. Raises OrderError, and the errors of the group's backend."""
-        if not self._coming:
-            return
-        while self._coming or self._left:
-            if self._left and self._memory.has_room():  # the next piece travels while this one is read
-                self.put_next()
-            span, slot, put_at, arrival = self._coming.pop(0)
+        coming = begin(spans[0]) if spans else None
+        yield
+        for span, following in itertools.zip_longest(spans, spans[1:]):
+            assert coming is not None
+            slot, most, arrival = coming
             arrival.wait()
-            self._read(self._memory.slots[slot], *span)
-            self._memory.read_done(slot, put_at)
-        self._memory.open_transfers.remove(self)
-        del self._put, self._read  # they hold the tensors
-
-
-def _create(size: int) -> Path | None:
-    """Make a file of `size` bytes and reserve its pages; otherwise a full file system would be a SIGBUS later."""
-    try:
-        number, name = tempfile.mkstemp(prefix="megalite-", dir=FOLDER)
-    except OSError:
-        return None
-    try:
-        os.posix_fallocate(number, 0, size)
-    except (OSError, AttributeError):
-        os.unlink(name)
-        return None
-    finally:
-        os.close(number)
-    return Path(name)
+            if not torch.equal(most[:3], -most[3:]):
+                raise OrderError(
+                    "ranks do different collectives (1: all-gather, 2: reduce-scatter; elements; bytes of each): "
+                    f"between {(-most[3:]).tolist()} and {most[:3].tolist()}; the program must be the same on all ranks"
+                )
+            if following is not None:
+                coming = begin(following)
+            read(slot, *span)

@@ -76,7 +76,11 @@ def simulate(
     last, split = max(stages), Op.W in ops
     place = Placement(len(rows), -(-(last + 1) // len(rows)))
     takes = [{Op.F: f, Op.B: b if split else b + w, Op.W: w} for f, b, w in costs or [EQUAL] * (last + 1)]
-    come = _inputs(last, 1 + max(microbatches))
+    # when the hidden states that F needs, and the gradients that B needs, have come; a row more at each end, for what
+    # leaves the pipeline, and there the first F and the last B wait for nobody
+    come: dict[Op, list[list[float | None]]]
+    come = {op: [[None] * (1 + max(microbatches)) for _ in range(last + 3)] for op in (Op.F, Op.B)}
+    come[Op.F][0] = come[Op.B][last] = [0.0] * (1 + max(microbatches))
     earliest = [begin.get(stage, 0.0) for stage in range(last + 1)]
     starts: list[float] = []
     ends: dict[Action, float] = {}
@@ -106,13 +110,3 @@ def simulate(
     if stuck:
         raise ValueError(f"never runs: {', '.join(stuck)}")
     return Simulation(starts, ends, place)
-
-
-def _inputs(last: int, microbatches: int) -> dict[Op, dict[int, list[float | None]]]:
-    """Operation, stage, micro-batch -> when the hidden states that F needs, or the gradient that B needs, have come;
-    None: not yet known. The first F and the last B wait for nobody. Beside the stages there is one more at each end,
-    to which what leaves the pipeline goes."""
-    come: dict[Op, dict[int, list[float | None]]]
-    come = {op: {stage: [None] * microbatches for stage in range(-1, last + 2)} for op in (Op.F, Op.B)}
-    come[Op.F][0] = come[Op.B][last] = [0.0] * microbatches
-    return come

@@ -144,10 +144,8 @@ OF_THE_HOST = {
     "train/watch/hang.py Watchdog._watch: self._closing.wait(self.pace * POLL_S)",
     "parallel/comm.py Pending.wait: self._work.wait(limit)",  # over gloo
     # between processes that share memory, on CPUs
-    "parallel/shared_memory.py SharedMemory.take: self.open_transfers[0].wait()",
-    "parallel/shared_memory.py SharedMemory.meet: _Arrival(torch.zeros(3, dtype=torch.int64), self.group).wait()",
-    "parallel/shared_memory.py _Arrival.wait: self._work.wait()",
-    "parallel/shared_memory.py Transfer.wait: arrival.wait()",
+    "parallel/shared_memory.py SharedMemory._start: self._last.wait()",
+    "parallel/shared_memory.py SharedMemory._steps: arrival.wait()",
 }
 
 

@@ -42,7 +42,7 @@ def first_loss(folder: str, flags: str) -> tuple[float, list[str]]:
     """(loss of the first step of a run that begins with `folder`, the notes of its start) on this rank."""
 
     run = run_from(config := parse(folder, *flags.split()))
-    _, notes = foreign.start(run, config) or start_run(run, config)
+    _, notes = start_run(run, config)
     loss = train_step(run).loss
     return loss, notes
 

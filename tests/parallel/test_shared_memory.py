@@ -21,10 +21,8 @@ from megalite.parallel.shared_memory import OrderError, SharedMemory
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-def _open(slots: int, slot_bytes: int) -> SharedMemory:
-    group = dist.group.WORLD
-    memory = SharedMemory.open(group, dist.get_rank(), dist.get_world_size(), slots=slots, slot_bytes=slot_bytes)
-    return memory
+def _open(slot_bytes: int) -> SharedMemory:
+    return SharedMemory.open(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), slot_bytes)
 
 
 def _value(seed: int, rank: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -33,7 +31,7 @@ def _value(seed: int, rank: int, n: int, dtype: torch.dtype) -> Tensor:
 
 def _programs(seeds: range) -> int:
     """Collectives of random kinds and sizes, several under way, waited for in any order; wrong elements."""
-    wrong, memory = 0, _open(3, 192)
+    wrong, memory = 0, _open(192)
     rank, size = memory.rank, memory.size
     for seed in seeds:
         dice = random.Random(seed)  # the same on all ranks
@@ -70,7 +68,7 @@ def test_any_program_of_collectives(world: int) -> None:
 
 
 def _whole_numbers() -> list[Tensor]:
-    memory, sums = _open(2, 4096), []
+    memory, sums = _open(4096), []
     for dtype, value in ((torch.int32, 2**28 + 1), (torch.int64, 2**40 + 1)):
         out = torch.empty(5, dtype=dtype)
         memory.start_reduce_scatter(out, torch.full((memory.size * 5,), value, dtype=dtype)).wait()
@@ -84,7 +82,7 @@ def test_whole_numbers_are_summed_exactly() -> None:
 
 
 def _sums() -> tuple[Tensor, Tensor]:
-    memory = _open(2, 4096)
+    memory = _open(4096)
     torch.manual_seed(memory.rank)
     x = torch.randn(memory.size * 400).bfloat16()
     out = torch.empty(400, dtype=torch.bfloat16)
@@ -116,7 +114,7 @@ def test_the_same_bits_as_gloo() -> None:
 
 
 def _disagree() -> str:
-    memory = _open(2, 256)
+    memory = _open(256)
     x, whole = torch.zeros(4), torch.zeros(8)
     started = memory.start_all_gather(whole, x) if memory.rank else memory.start_reduce_scatter(x, whole)
     with pytest.raises(OrderError) as error:
@@ -130,7 +128,7 @@ def test_ranks_that_do_different_things_are_told_so() -> None:
 
 
 def _one_dies(path: str) -> None:
-    memory = _open(2, 256)
+    memory = _open(256)
     if memory.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):
@@ -164,8 +162,8 @@ def test_a_rank_that_dies_while_memory_is_opened_leaves_no_file(tmp_path: Path) 
 
 def _without_room() -> bool:
     disk = os.statvfs(shared_memory.FOLDER)
-    slot = disk.f_frsize * disk.f_blocks // 128 * 64  # four of which are twice what the file system has
-    too_large = SharedMemory.open(dist.group.WORLD, dist.get_rank(), 2, slots=2, slot_bytes=slot)
+    slot = disk.f_frsize * disk.f_blocks // 128 * 64  # half of what the file system has
+    too_large = SharedMemory.open(dist.group.WORLD, dist.get_rank(), 2, slot)
     shared_memory.FOLDER = Path("/nowhere")
     return too_large is None and SharedMemory.open(dist.group.WORLD, dist.get_rank(), 2) is None
 

@@ -26,12 +26,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Wanted:
-    """The pieces to fill from a checkpoint. `exact`: dtypes must agree, and are not converted; `problems`: why it must
-    not be loaded, one line each; `tell`: title of a long load in the log."""
+    """The pieces to fill from a checkpoint. `exact`: dtypes must agree, and are not converted; `tell`: title of a long
+    load in the log."""
 
     pieces: Sequence[Piece]
     exact: bool = False
-    problems: Sequence[str] = ()
     tell: str | None = None
 
 
@@ -64,7 +63,7 @@ def load(
             manifest, reason = _try(mesh, folder, False, partial(load_whole, folder))
             if manifest is not None:
                 want = wanted(folder, manifest)
-                lines = [*want.problems, *differences(manifest, want.pieces, want.exact)]
+                lines = differences(manifest, want.pieces, want.exact)
                 if reduce_number(len(lines), mesh):
                     kind, lines = (CheckpointError, lines) if lines else (ElsewhereError, ["see another rank"])
                     raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines))

@@ -27,7 +27,7 @@ from megalite.train.loop import Training, Watch
 from megalite.train.setup import SetupError
 from megalite.train.sources import Sources
 from megalite.train.start import foreign_weights as foreign
-from megalite.train.start.origin import begin_branch, continue_run, start_run
+from megalite.train.start.origin import begin_branch, start_run
 from megalite.train.start.resume import loaded_line, open_saver
 from megalite.train.state import Run
 from megalite.train.tell import figures as lines
@@ -134,7 +134,7 @@ class Life:
         account: Account | None = None
         self.ended = Exit.CRASH, ""
         try:
-            loaded, notes = continue_run(run, config, ranks) or foreign.start(run, config) or start_run(run, config)
+            loaded, notes = start_run(run, config, ranks.resumes)
             if t.skip_train:
                 run.last_step = run.state.step
             saved, of_branch = begin_branch(run, config, saver, loaded)

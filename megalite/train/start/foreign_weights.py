@@ -117,19 +117,15 @@ def with_source(config: Config) -> Config:
             config = with_model(config, theirs.model, str(folder))
         else:
             remedy = "; correct it, or give --use-checkpoint-args and drop the model's options"
-            problems += [line + remedy for line in _contradictions(config, theirs)]
+            lines = options_that_differ(config.model, theirs.model, str(theirs.folder))
+            own, other = config.model.positions, theirs.model.positions
+            if theirs.model.position_embedding_type == "learned_absolute" and own != other:
+                lines.append(f"max_position_embeddings: {own} here, {other} in {theirs.folder}")
+            problems += [line + remedy for line in lines]
     tokenizer, of_tokenizer = _tokenizer(config.data, theirs)
     if problems or of_tokenizer:
         raise SetupError("\n".join([*problems, *of_tokenizer]))
     return replace(config, data=replace(config.data, **tokenizer))
-
-
-def _contradictions(config: Config, theirs: Weights) -> list[str]:
-    lines = options_that_differ(config.model, theirs.model, str(theirs.folder))
-    own, other = config.model.positions, theirs.model.positions
-    if theirs.model.position_embedding_type == "learned_absolute" and own != other:
-        lines.append(f"max_position_embeddings: {own} here, {other} in {theirs.folder}")
-    return lines
 
 
 def _tokenizer(data: DataConfig, theirs: Weights) -> tuple[dict[str, Any], list[str]]:

@@ -11,19 +11,27 @@ from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse
-from megalite.config.options import CheckpointConfig, Config, training_of
+from megalite.config.options import Config, training_of
 from megalite.interop.megatron import rank_files as megatron
-from megalite.launch.ranks import Ranks
 from megalite.parallel.comm import first_says
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError
+from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.resume import Start, resume, saved_config
 from megalite.train.state import Run
 
 
-def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
-    """Begin as --load, --finetune and --pretrained-checkpoint say: (the checkpoint, notes); collective."""
-    c = config.checkpoint
+def start_run(run: Run, config: Config, resumes: bool = False) -> tuple[Location | None, list[str]]:
+    """Begin as --load, --finetune and --pretrained-checkpoint say, or, where the launcher starts it again (`resumes`),
+    with what this same training has saved: (the checkpoint, notes); collective."""
+    c, loaded = config.checkpoint, None
+    after = Start(weights_only=c.no_save_optim and (c.no_load_optim or c.finetune))  # with what this run has saved
+    if c.save is not None and started_again(run.mesh, config, c.save, c.save_local, resumes):
+        loaded = resume(run, c.save, config, after, c.save_local)
+    if loaded is not None:
+        return loaded[0], ["the run was started again", *loaded[1]]
+    if (theirs := foreign.start(run, config)) is not None:
+        return theirs
     if c.load is not None:
         # symbolic links may differ between machines
         in_save = c.save is not None and first_says(_same(c.load, c.save), run.mesh)
@@ -31,7 +39,7 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
         start = Start(c.ckpt_step, c.no_load_optim or config.train.skip_train, c.finetune)
         again = in_save and (c.finetune or c.ckpt_step is not None) and started_again(run.mesh, config, c.load, local)
         if again:
-            start = Start(1 if c.finetune else c.ckpt_step, _saves_weights_only(c), later=True)
+            start = replace(after, step=1 if c.finetune else c.ckpt_step, later=True)
         loaded = resume(run, c.load, config, start, local)
         if loaded is not None:
             notes = [f"this same training has saved that: it continues, {AGAIN}"] if again else []
@@ -75,20 +83,6 @@ def _none_was_left(directory: Location) -> None:
 
 
 AGAIN = "and does not begin again; for that, change an option of the training, or rename its checkpoints"
-
-
-def _saves_weights_only(c: CheckpointConfig) -> bool:
-    return c.no_save_optim and (c.no_load_optim or c.finetune)
-
-
-def continue_run(run: Run, config: Config, ranks: Ranks) -> tuple[Location | None, list[str]] | None:
-    """After a restart by the launcher, continue from what this same training has saved: (the checkpoint, notes). None
-    at a first start, and where it has saved nothing yet. Collective."""
-    c = config.checkpoint
-    if c.save is None or not started_again(run.mesh, config, c.save, c.save_local, ranks.resumes):
-        return None
-    loaded = resume(run, c.save, config, Start(weights_only=_saves_weights_only(c)), c.save_local)
-    return loaded and (loaded[0], ["the run was started again", *loaded[1]])
 
 
 def started_again(mesh: Mesh, config: Config, root: str, local: str | None, asked: bool = True) -> bool:

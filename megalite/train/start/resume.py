@@ -1,7 +1,6 @@
 """Saves a run in a checkpoint, and continues it from one."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,15 +18,17 @@ from megalite.config.toml import parse_toml
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.interop.convert import ANY_RUN
+from megalite.models.specs import specs_of
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import Rates
-from megalite.parallel.spec import Piece
+from megalite.parallel.spec import ParamSpec, Piece
 from megalite.train.setup import SetupError
 from megalite.train.sources import TOKENIZER
-from megalite.train.start.fit import MAIN, across_precisions, kinds_of, misfit
 from megalite.train.state import Run
 from megalite.train.watch.spikes import Spikes
 
+MOST = 3  # options that are named
+MAIN = "optimizer.main"
 Numbers = tuple[dict[str, int], int, LossScaler, Rates, Spikes]  # progress, updates, loss scaler, rates, spikes
 
 
@@ -148,13 +149,16 @@ def _wanted(
     if start.afresh:
         notes = [f"changed since the checkpoint: {line}" for line in [*options, *tokenizer]]
         options, tokenizer = [], []
-    pieces, own, saved = [entry.piece for entry in run.optimizer.pieces()], run.optimizer.kinds(), kinds_of(manifest)
-    states = {kind: dtype for kind, dtype in own.items() if kind not in ("model", MAIN)} if start.optimizer else {}
+    pieces, own = [entry.piece for entry in run.optimizer.pieces()], run.optimizer.kinds()
+    saved = {name.partition("/")[0]: whole.dtype for name, whole in manifest.tensors.items()}  # of the names KIND/NAME
+    states = _states(own) if start.optimizer else {}
     of_optimizer = _rate_problems(run.rates, theirs, config.checkpoint) if start.optimizer else []
     if states and not any(kind.startswith("optimizer.") for kind in saved):
         states, remedy = {}, "add --no-load-optim to continue without it, or --finetune to start afresh"
         of_optimizer.insert(0, f"{folder} holds no optimizer state: {remedy}")
-    why = misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, states)
+    specs = specs_of(config.model, run.vocab_size)
+    if why := _misfit(specs, manifest, options, tokenizer, (states, _states(saved))):
+        why.insert(0, f"{folder} does not fit this run:")
     if why or of_optimizer:
         raise SetupError("\n".join([*why, *of_optimizer]))
     if not start.optimizer:
@@ -163,6 +167,58 @@ def _wanted(
         pieces = across_precisions(pieces, own, saved)
         notes.append(f"saved in {saved['model']}: the main weights continue bit for bit, in {own['model']}")
     return loader.Wanted(pieces, start.optimizer, tell=_tell_load(run, config, folder, manifest)), notes
+
+
+def across_precisions(pieces: Sequence[Piece], kinds: Mapping[str, str], there: Mapping[str, str]) -> list[Piece]:
+    """The pieces under the names that they are read from, where a run continues in another precision: the fp32 weights,
+    which are the main weights, or in fp32 the model's, are read bit for bit, and weights in half precision are made of
+    them. `kinds`: of this run, `there`: of the checkpoint, KIND of KIND/NAME -> dtype."""
+    own, source = (MAIN if MAIN in known else "model" for known in (kinds, there))
+    kept = [piece for piece in pieces if own == "model" or not piece.name.startswith("model/")]
+    return [replace(p, name=p.name.replace(f"{own}/", f"{source}/", 1)) for p in kept]
+
+
+def _states(kinds: Mapping[str, str]) -> dict[str, str]:
+    return {kind: dtype for kind, dtype in kinds.items() if kind not in ("model", MAIN)}
+
+
+def _misfit(
+    specs: Mapping[str, ParamSpec],
+    manifest: Manifest,
+    options: Sequence[str],
+    tokenizer: Sequence[str],
+    states: Sequence[Mapping[str, str]],
+) -> list[str]:
+    """Why the checkpoint does not fit and what to do, in at most seven lines; [] where it fits. `options`, `tokenizer`:
+    their differences, a line each. `states`: of the optimizer, -> dtype, those wanted and those there. All ranks find
+    the same, as the answer is about whole tensors."""
+    own = {f"model/{name}": spec.stored_shape for name, spec in specs.items()}
+    saved = {name: whole.shape for name, whole in manifest.tensors.items() if name.startswith("model/")}
+    wrong = [name for name in sorted({*own, *saved}) if own.get(name) != saved.get(name)]
+    other = states[0] and states[0] != states[1]
+    if not (options or tokenizer or wrong or other):
+        return []
+    lines = [*options[:MOST], *tokenizer]
+    if (unnamed := len(options) - MOST) > 0:
+        lines.append(f"and {unnamed} more option{'s' * (unnamed > 1)}")
+    if wrong:
+        shapes = [str(shapes.get(wrong[0], "nothing")) for shapes in (own, saved)]
+        lines.append(f"{len(wrong)} tensors, as {wrong[0][6:]}: {shapes[0]} here, {shapes[1]} in the checkpoint")
+    if other:
+        named = [", ".join(f"{k.partition('.')[2]} {v}" for k, v in kinds.items()) for kinds in states]
+        lines.append(f"optimizer: {named[0]} here, {named[1]} in the checkpoint")
+    remedies = []
+    if options:
+        remedies.append("give its options (--use-checkpoint-args takes them over)")
+        if not wrong:
+            remedies.append("--finetune to begin afresh with its weights")
+    elif wrong:
+        remedies.append("give the options of its model, or another --load")
+    if tokenizer:
+        remedies.append("its tokenizer, or --finetune")
+    if other:
+        remedies.append("its optimizer, or --no-load-optim to continue without that state")
+    return [*(f"  {line}" for line in lines), "; ".join(remedies)]
 
 
 def _rate_problems(own: Rates, saved: Rates, c: CheckpointConfig) -> list[str]:
@@ -215,7 +271,6 @@ def _numbers(run: Run, folder: Location, manifest: Manifest, c: CheckpointConfig
     """The checkpoint's numbers, without changing the run. Raises CheckpointError."""
     scaler, spikes, state = replace(run.loss_scaler), replace(run.spikes), manifest.state
     try:
-        _check_scaler(state["loss_scaler"])
         progress = {name: int(state["progress"][name]) for name in run.state.to_json()}
         scaler.from_json(state["loss_scaler"])
         if "spikes" in state:
@@ -226,17 +281,6 @@ def _numbers(run: Run, folder: Location, manifest: Manifest, c: CheckpointConfig
     if c.override_opt_param_scheduler and rates.facts() != run.rates.facts():
         progress["skipped_samples"] = 0  # as in Megatron-LM: other rates count all consumed samples
     return progress, updates, scaler, rates, spikes
-
-
-def _check_scaler(saved: dict[str, Any]) -> None:
-    """A scale of NaN, for instance, would skip all steps. Raises KeyError, TypeError, ValueError."""
-    if type(saved["dynamic"]) is not bool:
-        raise TypeError(f"loss_scaler: dynamic is {str(saved['dynamic'])[:40]!r}")
-    scale, counts = saved["scale"], (saved["clean_steps"], saved["patience"] or 0)
-    if type(scale) not in (int, float) or not 0 < scale < math.inf:
-        raise ValueError(f"loss_scaler: scale is {str(scale)[:40]!r}, not a number above 0")
-    if any(type(n) is not int or n < 0 for n in counts):
-        raise ValueError(f"loss_scaler: {str(counts)[:80]} are not numbers from 0")
 
 
 def saved_config(manifest: Manifest, folder: Location) -> Config:
@@ -290,8 +334,18 @@ def with_checkpoint_args(config: Config) -> Config:
     if not c.use_checkpoint_args:
         return config
     source = c.load if c.load is not None and storage.steps_in(c.load) else c.pretrained_checkpoint
-    saved, passed = _newest_config(source, c.ckpt_step if source == c.load else None) if source else (None, [])
-    if saved is None:
+    steps = [] if source is None else storage.steps_in(source)
+    if c.ckpt_step is not None and source is not None and source == c.load:
+        steps = [c.ckpt_step]
+    passed: list[str] = []
+    for step in reversed(steps):
+        folder = storage.folder_of(source or "", step)
+        try:
+            saved = saved_config(manifests.load(folder), folder)
+            break
+        except CheckpointError as error:
+            passed.append(str(error))
+    else:
         why = f": none in it can be read: {'; '.join(passed)}" if passed else " holds no checkpoint"
         raise SetupError(f"use_checkpoint_args: load={source or c.load!r}{why}; give the model's options instead")
     for line in passed if config.train.dry_run else []:  # a run reports them as it loads
@@ -315,16 +369,3 @@ def with_model(config: Config, saved: ModelConfig, where: str) -> Config:
     if problems:
         raise SetupError("\n".join(problems))
     return replace(config, model=replace(config.model, **model))
-
-
-def _newest_config(directory: str, step: int | None) -> tuple[Config | None, list[str]]:
-    """(the newest configuration that can be read, errors of newer ones). Not collective."""
-    passed: list[str] = []
-    steps: Sequence[int] = storage.steps_in(directory) if step is None else [step]
-    for candidate in reversed(steps):
-        folder = storage.folder_of(directory, candidate)
-        try:
-            return saved_config(manifests.load(folder), folder), passed
-        except CheckpointError as error:
-            passed.append(str(error))
-    return None, passed

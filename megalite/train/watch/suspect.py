@@ -10,6 +10,7 @@ are called.
 The same micro-batches on the same ranks give the same bits: weights have not changed, and dropout has coordinates.
 """
 
+import bisect
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -188,20 +189,12 @@ def documents_of(run: Run, sample: int) -> list[str]:
     """`FILE, document 3` for each document that a sample has tokens of, in order; [] for generated data."""
     if (ledger := run.ledger) is None:
         return []
-
-    def name(position: int) -> str:
-        return ledger.blend.where(sample, position).partition(", token ")[0]
-
-    def after(a: int, first: str, b: int, last: str) -> list[str]:
-        """Those that begin in (a, b]."""
-        if first == last or b - a == 1:
-            return [last] if first != last else []
-        middle = (a + b) // 2
-        here = name(middle)
-        return [*after(a, first, middle, here), *after(middle, here, b, last)]
-
-    first, end = name(0), run.seq_length - 1
-    return [first, *after(0, first, end, name(end))]
+    name = lambda position: ledger.blend.where(sample, position).partition(", token ")[0]  # noqa: E731
+    places, at, positions = [name(0)], 0, range(run.seq_length)
+    while places[-1] != name(positions[-1]):
+        at += bisect.bisect_left(positions[at:], True, key=lambda position: name(position) != places[-1])
+        places.append(name(at))
+    return places
 
 
 @dataclass
