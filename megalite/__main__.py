@@ -37,7 +37,6 @@ COMMANDS = {  # name: (module below PROGRAMS, what it does)
     "data merge": ("tools.merge_datasets", "several token files to one"),
     "data index": ("tools.prepare_cache", "build the index cache of a run before it begins"),
     "data seen": ("tools.ledger", "what a checkpoint's run has trained on"),
-    "data picture": ("tools.plot_samples", "how documents become samples, drawn"),
     "data corpus": ("tools.python_corpus", "real text to try things out: Python's own source"),
     "plan": ("tools.plan", "which layouts fit a cluster, how fast they are, what a run takes and costs"),
     "cluster": ("tools.check_cluster", "check ranks, nodes and links before a run"),
