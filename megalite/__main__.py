@@ -35,7 +35,6 @@ COMMANDS = {  # name: (module below PROGRAMS, what it does)
     "logs": ("tools.logs", "what the ranks of a run said, and which failed first"),
     "data inspect": ("tools.inspect_data", "look into a token file, or verify it"),
     "data merge": ("tools.merge_datasets", "several token files to one"),
-    "data index": ("tools.prepare_cache", "build the index cache of a run before it begins"),
     "data seen": ("tools.ledger", "what a checkpoint's run has trained on"),
     "data corpus": ("tools.python_corpus", "real text to try things out: Python's own source"),
     "plan": ("tools.plan", "which layouts fit a cluster, how fast they are, what a run takes and costs"),
