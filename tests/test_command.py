@@ -64,7 +64,7 @@ def test_the_documents_list_every_command() -> None:
     assert {name: file.replace("/", ".") for name, file in listed} == MODULES
 
 
-@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"train", "data index"}))
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"train"}))
 def test_help_is_that_of_the_program(name: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """All its flags, under the name that was typed, and examples that can be typed where there is no clone."""
     said = said_by(name.split(), monkeypatch, capsys)
@@ -83,8 +83,6 @@ def test_help_of_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert first.startswith("usage: megalite train ") and "megalite train --preset" in first
     said = said_by(["train"], monkeypatch, capsys, "all")
     assert {flag for _, f in options() for flag in [spellings(f)[0][0]]} <= set(re.findall(r"--[\w-]+", said))
-    index = said_by(["data", "index"], monkeypatch, capsys)
-    assert "megalite data index --config run.toml" in index and "megalite train --help" in index
 
 
 def test_the_list_needs_few_modules_and_no_torch() -> None:

@@ -1,4 +1,4 @@
-"""The tools around token files, as a user runs them: merge, inspect and verify, prepare a cache, train a tokenizer."""
+"""The tools around token files, as a user runs them: merge, inspect and verify, train a tokenizer."""
 
 import json
 import re
@@ -15,19 +15,15 @@ from hypothesis import strategies as st
 from token_files import documents_of, limit_files
 
 from megalite.config.console import Bar
-from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.sidecar import read_info
-from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
-from megalite.train.sources import open_sources
 from tools import (
     convert_checkpoint,
     inspect_data,
     merge_datasets,
-    prepare_cache,
     preprocess_data,
     python_corpus,
     report,
@@ -276,105 +272,6 @@ def test_check_index_does_not_trust_the_reader(tmp_path: Path) -> None:
         setattr(data, name, change)
         with pytest.raises(DataError, match=reason):
             inspect_data.check_index(data)
-
-
-# ---- prepare_cache.py
-MODEL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 2 --seq-length 16 --lr 1e-3"
-MODEL += " --vocab-size 600"
-
-
-def flags(tmp_path: Path, *more: str) -> list[str]:
-    """A run of 4 epochs of one source, and of less than one of the other."""
-    for name, count in (("a", 60), ("b", 400)):
-        if not (tmp_path / f"{name}.idx").exists():
-            rng = np.random.default_rng(count)
-            write(tmp_path / name, [rng.integers(0, 500, n).tolist() for n in rng.integers(0, 40, count)], NULL)
-    words = MODEL.split() + ["--data-path", "0.5", str(tmp_path / "a"), "0.5", str(tmp_path / "b")]
-    return [*words, "--split", "8,1,1", "--train-iters", "50", "--eval-iters", "1", "--global-batch-size", "8", *more]
-
-
-def test_prepare_cache_builds_all_that_the_run_reads_and_only_once(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    words = flags(tmp_path, "--data-cache-path", str(cache))
-    got = run_tool("prepare_cache.py", *words, ok=True)
-    built = {path.name: path.read_bytes() for path in cache.glob("*.npy")}
-    assert f"{cache}: {len(built)} files built" in got.stdout and len(built) > 8
-    assert got.stdout.count(".order.npy") == got.stdout.count(".starts.npy") == len(built) / 2
-    again = run_tool("prepare_cache.py", *words)
-    assert again.returncode == 0 and f"{cache}: 0 files built" in again.stdout
-    assert again.stdout.count("nothing to build") == 6  # three splits of two files
-    # the run finds everything: it adds no file
-    paths = tuple(words[words.index("--data-path") + 1 :][:4])
-    data = DataConfig(data_path=paths, split="8,1,1", vocab_size=600, data_cache_path=str(cache))
-    sources = open_sources(data, 16, 1234, 8)
-    sources.train.samples(np.arange(400))
-    for one in (*sources.valid, *sources.test):
-        one.data.samples(np.arange(8))
-    assert {path.name: path.read_bytes() for path in cache.glob("*.npy")} == built
-
-
-@settings(max_examples=40)
-@given(
-    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12),
-    seq_length=st.integers(1, 9),
-    samples=st.integers(1, 60),
-    chunk=st.integers(1, 70),
-)
-def test_prepared_epochs_are_those_that_are_read(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, samples: int, chunk: int
-) -> None:
-    from megalite.data.samples import gpt_dataset
-
-    folder = tmp_path_factory.mktemp("prepare")
-    lengths = [*lengths, seq_length + 1]
-    prefix = write(folder / "a", [[1] * n for n in lengths])
-    found = []
-    for name in ("prepared", "read"):
-        data = IndexedDataset(prefix)
-        dataset = GptDataset(data, range(len(data)), seq_length, 3, "train", folder / name)
-        if name == "prepared":
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gpt_dataset, "CHUNK", chunk)
-                dataset.prepare(samples)
-        else:
-            dataset.samples(np.arange(samples))
-        found.append(sorted(path.name for path in (folder / name).glob("*.npy")))
-    assert found[0] == found[1]
-
-
-def test_prepare_cache_counts_the_samples_that_an_evaluation_reads(tmp_path: Path) -> None:
-    words = flags(tmp_path, "--data-cache-path", str(tmp_path / "cache"), "--eval-global-batch-size", "64")
-    got = run_tool("prepare_cache.py", *words, ok=True)
-    line = next(line for line in got.stdout.splitlines() if line.startswith("valid"))
-    tokens = int(line.split(" documents, ")[1].split()[0])
-    assert f", {64 // 2 * 16 / tokens:.2f} epochs," in line  # half of the samples, of 16 tokens
-
-
-@pytest.mark.parametrize(
-    "more,code,reason",
-    [
-        ("", 2, "data_cache_path is not set; give --data-cache-path DIR"),
-        ("--data-cache-path CACHE --seq-lenth 5", 2, "did you mean --seq-length?"),
-        ("--data-cache-path CACHE --data-path nowhere", 3, "nowhere.idx: No such file"),
-        ("--data-cache-path FILE", 3, "File exists"),
-        ("--data-cache-path CACHE --seq-length 4096", 3, "fewer than one sample of seq_length 4096"),
-    ],
-)
-def test_prepare_cache_says_what_is_wrong(tmp_path: Path, capsys, more: str, code: int, reason: str) -> None:
-    (tmp_path / "file").touch()
-    words = more.replace("CACHE", str(tmp_path / "cache")).replace("FILE", str(tmp_path / "file")).split()
-    assert prepare_cache.main(flags(tmp_path, *words)) == code
-    error = capsys.readouterr().err
-    assert reason in error and error.startswith("prepare_cache.py: ")
-
-
-def test_prepare_cache_needs_to_know_the_batch_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = flags(tmp_path)
-    at = words.index("--global-batch-size")
-    assert prepare_cache.main([*words[:at], *words[at + 2 :]]) == 2
-    assert "global_batch_size is not set" in capsys.readouterr().err
-    mock = [*MODEL.split(), "--mock-data", "--train-iters", "1", "--global-batch-size", "2", "--data-cache-path", "x"]
-    assert prepare_cache.main(mock) == 2 and "mock_data=True needs no index" in capsys.readouterr().err
 
 
 # ---- train_tokenizer.py

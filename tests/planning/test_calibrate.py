@@ -4,7 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-import programs
 import pytest
 from train_cases import config_from
 
@@ -13,7 +12,6 @@ from megalite.plan.cluster import DEVICES, Link, cluster
 from megalite.plan.cost import shape_of
 from megalite.plan.profile import DEFAULTS, default_profile, read_profile
 from megalite.plan.step_time import step_time
-from tools.bench import plan_accuracy
 from tools.planning.calibrate import calibrate
 
 TINY = (
@@ -74,26 +72,3 @@ def test_two_ranks_measure_every_part_and_the_plan_uses_it(tmp_path: Path) -> No
     f, b, _ = profile.blocks["layer"]
     (f0, b0, _), (f1, b1, _) = profile.blocks["embedding"], profile.blocks["head"]
     assert found.parts["compute"] == pytest.approx(made.microbatches * (4 * (f + b) + f0 + b0 + f1 + b1) / 2)
-
-
-def test_layouts_of_the_accuracy_bench_are_runs_that_can_be() -> None:
-    for layout in plan_accuracy.LAYOUTS:
-        chunks, microbatches = map(int, layout.split("x"))
-        made = arrange(config_from(plan_accuracy.flags_of(layout)), 2, plan_accuracy.VOCABULARY)
-        assert (made.pp, made.chunks, made.microbatches) == (2, chunks, microbatches)
-
-
-def test_pairs_that_are_equal_do_not_count_as_ranked() -> None:
-    times = ((1.0, 1.0), (2.0, 3.0), (0.9, 3.1))
-    rows = [{"tokens": 1, "predicted_s": predicted, "measured_s": measured} for predicted, measured in times]
-    assert plan_accuracy.ranked_alike(rows) == (1, 2)
-
-
-@pytest.mark.everything
-def test_the_accuracy_bench_calibrates_runs_and_compares(tmp_path: Path) -> None:
-    words = ["tools/bench/plan_accuracy.py", "--layouts", "1x2", "2x4", "--seconds", "2", "--steps", "2"]
-    out = tmp_path / "found.json"
-    done = programs.python(*words, "--json", str(out), timeout=110, ok=True)
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["layout"] for row in rows] == ["1x2", "2x4"] and all(row["measured_s"] > 0 for row in rows)
-    assert "pairs of layouts ranked alike" in done.stdout

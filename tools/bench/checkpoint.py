@@ -40,7 +40,7 @@ from megalite.launch.ranks import Ranks, process_group
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import Box, Piece
-from tools.bench.data_samples import peak_bytes
+from tools.bench.data import peak_bytes
 from tools.program import parser_of
 
 _CHUNK = 1 << 22  # bytes per raw write and read

@@ -1,34 +1,217 @@
 #!/usr/bin/env python
-"""What data costs: samples and batches beside their goals, and preprocessing beside the tokenizers' libraries.
+"""What data costs: the order of an epoch, opening a pair and random batches; or preprocessing a text.
 
-python tools/bench/data.py samples                  building an epoch's order, opening a pair, reading batches
-python tools/bench/data.py preprocess --help
+python tools/bench/data.py                               small, under 30 s
+python tools/bench/data.py --documents 5e7               the sizes of docs/performance.md: 1.2 GB of disk, 1.5 of memory
+python tools/bench/data.py --input TEXT.jsonl --tokenizer-model MODEL    beside the tokenizer's library
+
+Every measurement of samples runs in a process of its own, so that peaks of memory do not add up. Times are the best of
+several, because anything else that runs makes them longer and never shorter; of batches, where every call reads other
+samples, the median. Of a text, in turns: `library` encodes it, parsed and in memory before, on as many cores;
+`preprocess` is the whole work, from starting workers to the written pair; `gigatoken` the same over --times times the
+text by that package, where it is installed and makes the same ids. MB are of text.
 
 Exit code 0 when all was measured, 2 for a bad flag, 3 for bad input.
 """
 
 import argparse
+import collections
+import json
+import os
+import statistics
 import sys
+import tempfile
+import time
+import timeit
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench import data_preprocess, data_samples
-from tools.program import parser_of, refusing
+import numpy as np
+from numpy.typing import NDArray
 
-SUBJECTS = {"samples": data_samples, "preprocess": data_preprocess}
+from megalite.data.files import indexed
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.samples.batches import Batches
+from megalite.data.samples.gpt_dataset import GptDataset
+from megalite.data.samples.permutation import permutation
+from tools.preprocess.indexed_writer import IndexedWriter
+from tools.preprocess.token_run import preprocess
+from tools.preprocess.workers import Job
+from tools.program import parser_of, refusing, run_program
+
+MEAN = 760  # tokens per document: 38 G tokens in 50 M documents
+SEQ_LENGTH = 2048
+
+
+def some_lengths(n: int) -> NDArray[np.int32]:
+    """Exponentially distributed, mean MEAN; made in chunks, so that making them is not the peak of memory."""
+    out, rng = np.empty(n, np.int32), np.random.default_rng(0)
+    for a in range(0, n, 1 << 16):
+        part = out[a : a + (1 << 16)]
+        part[:] = np.minimum(rng.exponential(MEAN, len(part)), 200_000)
+    return out
+
+
+def write_hollow(prefix: str, n: int) -> None:
+    """A pair of n documents whose .bin is a hole: no tokens are needed to plan an epoch."""
+    lengths, pointers = some_lengths(n), np.zeros(n, np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+    pointers *= 2
+    with open(prefix + ".idx", "wb") as file:
+        file.write(indexed.MAGIC + indexed.HEADER.pack(indexed.VERSION, indexed.CODES[np.dtype(np.uint16)], n, n + 1))
+        for column in (lengths, pointers, np.arange(n + 1, dtype=np.int64)):
+            column.tofile(file)
+    with open(prefix + ".bin", "wb") as file:
+        file.truncate(int(pointers[-1]) + 2 * int(lengths[-1]))
+
+
+def write_random(prefix: str, documents: int) -> None:
+    rng = np.random.default_rng(0)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for _ in range(0, documents, 10_000):
+            lengths = some_lengths(10_000)
+            writer.add_many(rng.integers(0, 50_000, int(lengths.sum()), np.uint16), lengths)
+        writer.finish()
+
+
+def peak_bytes() -> int:
+    """Most that was resident; getrusage would count what the parent had when this process was made."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def best(repeats: int, call: Callable[[], object]) -> float:
+    return min(timeit.repeat(call, number=1, repeat=repeats))
+
+
+# --- each of these runs in a fresh process -------------------------------------------------------------------------
+
+
+def plan_epoch(prefix: str) -> tuple[float, int, int]:
+    """Seconds, bytes and tokens, from nothing to the first place of a training sample: open, shuffle, prefix sums."""
+    before, begin = peak_bytes(), time.perf_counter()
+    data = IndexedDataset(prefix)
+    dataset = GptDataset(data, range(len(data)), SEQ_LENGTH, 1)
+    dataset.where(0, 0)
+    return time.perf_counter() - begin, peak_bytes() - before, dataset.num_tokens
+
+
+def shuffle(n: int) -> tuple[float, float]:
+    """Seconds of the shuffle alone, and of numpy's of a table of that size, as Megatron-LM's builder does it."""
+    table = np.arange(n, dtype=np.int32)
+    computed = best(2, lambda: collections.deque(permutation(n, 1), maxlen=0))
+    return computed, best(1, lambda: np.random.RandomState(1).shuffle(table))
+
+
+def open_pair(prefix: str) -> tuple[float, float]:
+    """Seconds of the first time in a process, and of others."""
+    return best(1, lambda: IndexedDataset(prefix)), best(9, lambda: IndexedDataset(prefix))
+
+
+def read_batches(prefix: str, whole: bool, size: int) -> float:
+    """Tokens per second, the files being in memory; every call asks for other samples."""
+    data = IndexedDataset(prefix)
+    dataset = GptDataset(data, range(len(data)), SEQ_LENGTH, 1)
+    batches, times = Batches(dataset, size, 0, 1, 1 << 16), []
+    for a in range(0, data.num_tokens, 1 << 20):  # from disk into memory
+        data.tokens[a : a + (1 << 20)].max(initial=0)
+    for at in range(0, max(20 * size, 4096), size):
+        begin = time.perf_counter()
+        batches.at(at, size) if whole else dataset.samples(np.arange(at, at + size))
+        times.append(time.perf_counter() - begin)
+    return size * SEQ_LENGTH / statistics.median(times)
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def samples(folder: Path, documents: int) -> None:
+    pair, million = str(folder / "hollow"), documents / 1e6
+    write_hollow(pair, documents)
+    seconds, size, tokens = min(alone(plan_epoch, pair) for _ in range(3))
+    print(
+        f"order of an epoch, {million:g} M documents, {tokens / 1e9:.3g} G tokens: {seconds:.2f} s, {size / 1e9:.3g} GB"
+    )
+    ours, numpys = (million / taken for taken in alone(shuffle, documents))
+    print(
+        f"documents walked and shuffled: {million / seconds:.1f} M/s; shuffled alone: {ours:.1f}, by numpy {numpys:.1f}"
+    )
+    write_hollow(pair, documents // 5)
+    first, others = alone(open_pair, pair)
+    print(f"open a pair of {million / 5:g} M documents: {others * 1e3:.1f} ms, {first * 1e3:.1f} ms the first time")
+    write_random(pair, documents // 75)
+    for name, whole in (("samples", False), ("batches", True)):
+        rates = ", ".join(f"{alone(read_batches, pair, whole, size) / 1e6:.0f}" for size in (8, 64, 512))
+        print(f"random {name} of {SEQ_LENGTH}, 8, 64 and 512 at a time: {rates} M tokens/s")
+
+
+def library(model: str, workers: int) -> Callable[[list[str]], Any]:
+    """Batch encoding as the library offers it, results as its own Python objects."""
+    if model.endswith(".json"):
+        os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = str(workers), "true"
+        import tokenizers
+
+        bpe = tokenizers.Tokenizer.from_file(model)
+        return lambda texts: [encoding.ids for encoding in bpe.encode_batch_fast(texts)]
+    import sentencepiece
+
+    spm = sentencepiece.SentencePieceProcessor(model_file=model)
+    return lambda texts: spm.encode(texts, num_threads=workers)
+
+
+def text(folder: Path, args: argparse.Namespace) -> None:
+    with open(args.input, "rb") as file:
+        lines = file.readlines(args.max_bytes)
+    texts, workers = [json.loads(line)["text"] for line in lines], os.cpu_count() or 1
+    kind = "HuggingFaceTokenizer" if args.tokenizer_model.endswith(".json") else "SentencePieceTokenizer"
+    tokenizer = {"tokenizer_type": kind, "tokenizer_model": args.tokenizer_model}
+    encode = library(args.tokenizer_model, workers)
+    encode(texts[:50])
+    ways: dict[str, tuple[int, Callable[[], Any]]] = {"library": (1, lambda: encode(texts))}
+    for name, fast, times in (("preprocess", False, 1), ("gigatoken", True, args.times)):
+        path, job = folder / f"{name}.jsonl", Job(tokenizer, fast=fast)
+        path.write_bytes(b"".join(line.rstrip(b"\n") + b"\n" for line in lines) * times)
+        ways[name] = times, partial(preprocess, [str(path)], str(folder / "out"), job, workers=workers)
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(5):
+        for name, (times, work) in ways.items():
+            took[name].append(timeit.timeit(work, number=1) / times)
+    megabytes = sum(len(one.encode("utf-8")) for one in texts) / 1e6
+    print(f"{kind}: {len(texts)} documents, {megabytes:.1f} MB, {workers} workers, medians of 5")
+    for name, taken in took.items():
+        speed = statistics.median(a / b for a, b in zip(took["library"], taken, strict=True))
+        print(f"{name}: {megabytes / statistics.median(taken):.2f} MB/s, {speed:.2f} of the library")
+
+
+def number_of_documents(text: str) -> int:
+    if not 1000 <= float(text) <= 2e9:
+        raise argparse.ArgumentTypeError(f"{text} is not in 1000..2e9")
+    return int(float(text))
 
 
 @refusing(3, OSError, ValueError)  # a DataError is a ValueError
 def main(argv: list[str]) -> int:
-    parser, raw = parser_of(__doc__), argparse.RawDescriptionHelpFormatter
-    commands = parser.add_subparsers(dest="subject", required=True, metavar="|".join(SUBJECTS))
-    for name, module in SUBJECTS.items():
-        about = module.__doc__ or ""
-        module.add_flags(commands.add_parser(name, description=about, formatter_class=raw, allow_abbrev=False))
-    options = parser.parse_args(argv)
-    return SUBJECTS[options.subject].run(options)
+    parser = parser_of(__doc__)
+    parser.add_argument("--documents", type=number_of_documents, metavar="N", default=4_000_000)
+    parser.add_argument("--input", type=Path, help="measure preprocessing of this .jsonl file with the key text")
+    parser.add_argument("--tokenizer-model", help="a SentencePiece .model or a tokenizer.json")
+    parser.add_argument("--max-bytes", type=int, default=12_000_000, help="bytes of the input to read; default 12 MB")
+    parser.add_argument("--times", type=int, default=10, help="how often gigatoken gets the input")
+    args = parser.parse_args(argv)
+    if (args.input is None) != (args.tokenizer_model is None):
+        parser.error("--input and --tokenizer-model go together")
+    with tempfile.TemporaryDirectory(prefix="bench_data-") as folder:
+        samples(Path(folder), args.documents) if args.input is None else text(Path(folder), args)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

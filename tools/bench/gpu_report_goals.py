@@ -1,15 +1,20 @@
 """Goals for one H100 or H200, what was measured of each, and the page of tools/gpu_report.py."""
 
 import itertools
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-GOAL_SIZES = (4096, 8192)
-SEQUENCES = (4096, 32768)
-VOCABULARY = 128256
-MFU = {"llama3-8b-4096": 0.62, "llama3-8b-4096-mb4": 0.62, "gpt-1.3b-2048": 0.60, "gpt-1.3b-4096": 0.60}
+TABLE = tomllib.loads((Path(__file__).parent / "gpu_report.toml").read_text("utf-8"))
 NOISE = 0.02  # of a ratio of two medians of one run
+# of a kernel's figure: the goal in words, how it is shown, and whether more is better
+FIGURES = {
+    "of_copy": ("{:.0%} of the copy rate", "{:.1%}", True),
+    "tflops": ("{:.0f} TFLOP/s", "{:.0f} TFLOP/s", True),
+    "extra_mib": ("at most {:.0f} MiB beside inputs and gradients", "{:.0f} MiB", False),
+}
 Results = dict[str, dict[str, Any]]  # by part
 
 
@@ -37,49 +42,31 @@ class Goal:
 
 
 def kernel_goals(results: Results) -> Iterator[Goal]:
-    def row(kernel: str, shape: str, peer: str = "megalite", part: str = "kernels") -> dict[str, Any]:
-        rows = results.get(part, {}).get("rows", [])
-        return next((r for r in rows if (r["kernel"], r["shape"], r["peer"]) == (kernel, shape, peer)), {})
-
-    def of_copy(kernel: str, shape: str, bound: float, record: str = "") -> Goal:
-        measured, text = row(kernel, shape), f"{bound:.0%} of the copy rate{record}"
-        rate = f" ({measured['gb_s']:,.0f} GB/s)" if measured else ""
-        return Goal(f"{kernel}, {shape}", measured.get("of_copy"), bound, text, detail=rate)
-
-    def speed_over(whom: str, peers: tuple[str, ...], kernel: str, shape: str, part: str, detail: str = "") -> Goal:
-        """How much faster than the fastest of `peers`."""
-        ours, others = row(kernel, shape, part=part), [row(kernel, shape, peer, part) for peer in peers]
-        times = [other["us"] for other in others if other]
-        speed = min(times) / ours["us"] if ours and times else None
-        return Goal(f"{kernel}, {shape}: speed over {whom}", speed, 1 - NOISE, "1.0 x", "{:.2f} x", detail=detail)
-
-    halves, vocabulary = ("forward", "backward"), f"vocab_size {VOCABULARY}"
-    ops = ("layer_norm", "rope", "swiglu", "bias_gelu", "dropout_add")
-    for size in GOAL_SIZES:
-        yield of_copy("rms_norm forward", f"hidden_size {size}", 0.90, " (record 4,176 GB/s)")
-        yield of_copy("rms_norm backward", f"hidden_size {size}", 0.85, " (record 3,801 GB/s)")
-    for op, size, half in itertools.product(ops, GOAL_SIZES, halves):
-        yield of_copy(f"{op} {half}", f"hidden_size {size}", 0.80)
-    yield from (of_copy(f"cross_entropy {half}", vocabulary, 0.80) for half in halves)
-    same = [(f"{op} {half}", "hidden_size 4096") for op, half in itertools.product(ops, halves)]
-    same += [(f"cross_entropy {half}", vocabulary) for half in (*halves, "both")]
-    for kernel, shape in same:
-        yield speed_over("torch.compile, Liger", ("compile", "liger"), kernel, shape, "peers")
-    yield of_copy("adamw forward", f"numel {1 << 30}", 0.90)
-    head, name = row("linear_cross_entropy both", vocabulary), f"linear_cross_entropy both, {vocabulary}, D 4096"
-    yield Goal(name, head.get("tflops"), 650, "650 TFLOP/s (record 701)", "{:.0f} TFLOP/s")
-    extra = head.get("extra_mib")
-    yield Goal("the same: memory beside inputs and gradients", extra, 1024, "at most 1 GiB", "{:.0f} MiB", least=False)
-    for shape in (f"sequence {length}" for length in SEQUENCES):
-        for kernel in ("attention forward", "attention backward"):
-            reached = f" ({row(kernel, shape).get('tflops') or 0:.0f} TFLOP/s)"
-            yield speed_over("cuDNN", ("cudnn",), kernel, shape, "kernels", reached)
-        own = row("attention forward", shape, "triton").get("tflops")
-        yield Goal(f"attention forward in Triton, {shape}", own, 450, "450 TFLOP/s", "{:.0f} TFLOP/s")
+    rows = {(part, row["kernel"], row["shape"], row["peer"]): row for part in ("kernels", "peers")
+            for row in results.get(part, {}).get("rows", [])}  # fmt: skip
+    for goal in TABLE["kernels"]:
+        part, peer = goal.get("part", "kernels"), goal.get("peer", "megalite")
+        for op, size, half in itertools.product(
+            goal["ops"], goal["sizes"], goal.get("halves", ("forward", "backward"))
+        ):
+            kernel = f"{op} {half}"
+            name = f"{kernel}, {size}" + f", {peer}" * (peer != "megalite")
+            row = rows.get((part, kernel, size, peer), {})
+            if "over" in goal:
+                times = [rows[part, kernel, size, other]["us"] for other in goal["over"]
+                         if (part, kernel, size, other) in rows]  # fmt: skip
+                speed = min(times) / row["us"] if row and times else None
+                detail = f" ({row['tflops']:.0f} TFLOP/s)" if row.get("tflops") else ""
+                yield Goal(f"{name}: speed over {goal['whom']}", speed, 1 - NOISE, "1.0 x", "{:.2f} x", detail=detail)
+                continue
+            (text, show, more), bound = FIGURES[goal["figure"]], goal["least"]
+            text = text.format(bound) + (f" ({goal['note']})" if "note" in goal else "")
+            detail = f" ({row['gb_s']:,.0f} GB/s)" if row and goal["figure"] == "of_copy" else ""
+            yield Goal(name, row.get(goal["figure"]), bound, text, show, more, detail)
 
 
 def training_goals(results: Results) -> Iterator[Goal]:
-    for shape, mfu in MFU.items():
+    for shape, mfu in TABLE["mfu"].items():
         run, name = results.get(f"train {shape}", {}), f"training {shape}"
         layers = f"{run.get('layers')} of {run.get('of_layers')} layers, moments {run.get('moments')}"
         speed = f" ({run.get('tokens_per_s') or 0:,.0f} tokens/s, {layers})"

@@ -13,32 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tools.bench import gpu_report_tests
+from tools.bench import gpu_report_goals, gpu_report_tests
 from tools.program import read_json
 
 TOOLS = Path(__file__).resolve().parent.parent
-NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 --bf16"
-GPT = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --vocab-size 50257"
-SMALL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50257"
-SMALL += f" --seq-length 1024 --micro-batch-size 4 --global-batch-size 64 {NO_DROPOUT}"
-SHAPES = {
-    "llama3-8b-4096": "--preset llama3-8b --seq-length 4096 --micro-batch-size 1 --global-batch-size 16 --bf16",
-    # as where dp shards the optimizer's state: memory is left for larger micro-batches
-    "llama3-8b-4096-mb4": "--preset llama3-8b --seq-length 4096 --micro-batch-size 4 --global-batch-size 16 --bf16",
-    "gpt-1.3b-2048": f"{GPT} --seq-length 2048 --micro-batch-size 8 --global-batch-size 64 {NO_DROPOUT}",
-    "gpt-1.3b-4096": f"{GPT} --seq-length 4096 --micro-batch-size 4 --global-batch-size 32 {NO_DROPOUT}",
-    # over several cards: the weights must be drawn again for each layout
-    "llama-2b": "--preset llama3-8b --num-layers 8 --vocab-size 32000 --seq-length 4096 --micro-batch-size 1"
-    " --global-batch-size 32 --bf16",
-    # where the host's time for launching kernels counts
-    "gpt-125m-1024": SMALL,
-    "gpt-125m-1024-graphs": f"{SMALL} --cuda-graph-impl local",
-}
-TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --micro-batch-size 1"
-TINY += f" --global-batch-size 2 {NO_DROPOUT}"
-TINY_LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
-TINY_SHAPES = {"llama3-8b-4096": f"{TINY} {TINY_LLAMA} --ffn-hidden-size 96 --seq-length 32"}
-TINY_SHAPES["llama-2b"] = f"{TINY_SHAPES['llama3-8b-4096']} --num-layers 4"
+TABLE = gpu_report_goals.TABLE
+SHAPES, TINY_SHAPES = ({name: flags.format_map(TABLE["words"]) for name, flags in TABLE[table].items()}
+                       for table in ("shapes", "tiny_shapes"))  # fmt: skip
 ELEMENTWISE = "layer_norm,rms_norm,rope,swiglu,bias_gelu,dropout_add,cross_entropy,linear_cross_entropy"
 # few sizes of many kernels: under the checker a test takes tens of seconds
 SANITIZED = "on_a_card and (bfloat16 or 2049) and not attention and not partial and not erf"

@@ -20,15 +20,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from tools.bench import limited
-from tools.bench.gpu_report_parts import TINY_LLAMA
+from tools.bench.gpu_report_goals import TABLE
 from tools.program import parser_of, write_json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS, LEAST_TOKENS = 6, 4
 RUN = f"--train-iters {STEPS} --mock-data --tokenizer-type ByteTokenizer --lr 1e-3 --lr-decay-style constant"
 RUN += " --eval-iters 0 --log-interval 1 --micro-batch-size 1 --global-batch-size 8 --clip-grad 1000"
-DENSE = "--hidden-dropout 0 --attention-dropout 0"
 FP32, BF16 = 5e-3, 4e-2
+WORDS = TABLE["words"]
 
 
 @dataclass
@@ -51,34 +51,21 @@ class Case:
 def one_card(tiny: bool, device: str) -> list[Case]:
     shape = "--num-layers 2 --seq-length 32" if tiny else "--num-layers 4 --seq-length 256"
     shape += " --hidden-size 64 --num-attention-heads 4" if tiny else " --hidden-size 256 --num-attention-heads 4"
-    llama = f"{shape} {TINY_LLAMA} {DENSE} --group-query-attention --num-query-groups 2 --ffn-hidden-size 192"
-    here, cpu = f"--device {device}", "--device cpu --kernels torch"
-    scale = "--initial-loss-scale 1024"
-    cases = [
-        Case("cpu", f"{llama} {cpu}"),
-        Case("bf16", f"{llama} {here} --bf16", "cpu"),
-        Case("saved in the background", f"{llama} {here} --async-save --exit-interval 3", "cpu", FP32),
-        Case("fp32, torch", f"{llama} {here} --kernels torch", "cpu", FP32),
-        Case("cpu, GPT, dropout", f"{shape} {cpu}"),
-        Case("bf16, GPT, dropout", f"{shape} {here} --bf16", "cpu, GPT, dropout"),
-        Case("fp16", f"{llama} {here} --fp16 {scale}", "cpu"),
-        Case("graphs", f"{llama} {here} --bf16 --cuda-graph-impl local", "cpu"),
-        Case("compiled", f"{llama} {here} --bf16 --compile --kernels torch", "cpu"),
-        Case("resumed", f"{llama} {here}", "cpu", FP32, "saved in the background"),
-        Case("text, cpu", "", after="saved in the background"),
-        Case("text", "", "text, cpu", 0, "saved in the background"),
-    ]
-    if device == "cuda":
-        return cases
-    same = ("fp32, torch", "graphs", "compiled", "fp16", "text", "cpu, GPT, dropout", "bf16, GPT, dropout")
-    return [case for case in cases if case.name not in same]  # what would be a CPU beside itself, or needs a card
+    model = f"{shape} {WORDS['llama']} --group-query-attention --num-query-groups 2 --ffn-hidden-size 192"
+    words = {**WORDS, "shape": shape, "model": model, "here": f"--device {device}"}
+    cases = []
+    for row in TABLE["cases"]:
+        if not row.get("card") or device == "cuda":
+            known = {name: value for name, value in row.items() if name != "card"}
+            cases.append(Case(**known | {"flags": row.get("flags", "").format_map(words)}))
+    return cases
 
 
 def layouts(tiny: bool, device: str, cards: int) -> list[Case]:
     """Every axis alone with 2, 4 and 8 cards, and all of them together."""
     shape = "--hidden-size 64 --seq-length 32" if tiny else "--hidden-size 512 --seq-length 256"
     shape += f" --num-layers {max(4, cards)} --num-attention-heads 8 --ffn-hidden-size 256 --device {device}"
-    shape += f" {TINY_LLAMA} {DENSE} --untie-embeddings-and-output-weights"
+    shape += f" {WORDS['llama']} --untie-embeddings-and-output-weights"
     long = {"tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size", "dp": "dp"}
     ways = [{axis: n} for n in (2, 4, 8) if n <= cards for axis in long]
     ways += [{"tp": 2, "pp": 2, "dp": cards // 4}] if cards >= 4 else []  # of 4: dp 1

@@ -1,8 +1,6 @@
 """Cases of tools/bench/kernels.py: causal attention, by who computes it."""
 
 import contextlib
-import itertools
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from megalite.kernels import flash_attention
 from megalite.kernels.attention import attention
-from tools.bench.kernel_case import Case, Fn, Sizes, Tile, Work, call, entries
+from tools.bench.kernel_case import Case, Fn, Sizes, Swept, Work, entries
 
 GROUP = 4  # query heads to a key head, as in Llama 3
 TILE = {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
@@ -63,29 +61,21 @@ def work(formula: str, matmuls: int, sized: int) -> Work:
     return Work(formula, bytes_of, flops)
 
 
-def tiles(half: str) -> Any:
-    """The tiles to try. Backward has two kernels, whose tiles are tried one after the other."""
-    tables = {"": flash_attention.FORWARD}
+def tiles(s: Sizes, half: str) -> Swept:
+    """Backward has two kernels, whose tiles are tried one after the other."""
+    key, tables = flash_attention.unit(s.normal(1, 1, 1, s.head_size)), {"": flash_attention.FORWARD}
     if half == "backward":
         tables = {"q_": flash_attention.BACKWARD_Q, "kv_": flash_attention.BACKWARD_KV}
-
-    def make(s: Sizes) -> Iterator[tuple[Tile, Any]]:
-        given = inputs(s)
-        launch, key = call(own, given, half), flash_attention.unit(given[0])
-        return itertools.chain(*(
-            entries(table, key, {prefix + name: values for name, values in TILE.items()}, launch)
-            for prefix, table in tables.items()
-        ))  # fmt: skip
-
-    return make
+    for prefix, table in tables.items():
+        yield from entries(table, key, {prefix + name: values for name, values in TILE.items()})
 
 
 def attention_cases() -> list[Case]:
     forward = work("2 S S K B H FLOPs (causal); q, k, v, o once", 2, 2)
     backward = work("5 S S K B H FLOPs (causal); q, k, v, o, do, dq, dk, dv once", 5, 4)
     peers = {"triton": own, "cudnn": sdpa("cudnn"), "flash": sdpa("flash")}
-    how: dict[str, Any] = dict(axis="sequence", peers=peers, compiles=False)
+    how: dict[str, Any] = dict(axis="sequence", peers=peers, compiles=False, swept="triton")
     return [
-        Case("attention", half, amount, inputs, chosen, sdpa(None), tiles(half), **how)
+        Case("attention", half, amount, inputs, chosen, sdpa(None), partial(tiles, half=half), **how)
         for half, amount in (("forward", forward), ("backward", backward))
     ]

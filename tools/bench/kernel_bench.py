@@ -85,7 +85,7 @@ class Bench:
         """Every candidate tile of every launcher; the table's own first."""
         for case, s in cases:
             seen: set[tuple[str, ...]] = set()
-            for tile, fn in itertools.islice(case.tiles(s), most):
+            for tile, fn in itertools.islice(case.sweep(s), most):
                 first = tuple(tile) not in seen
                 seen.add(tuple(tile))
                 row = self.row(case, s, "megalite", lambda fn=fn: fn, tile=tile, table=first)
@@ -113,7 +113,7 @@ def build(share: str, cases: list[tuple[Case, Sizes]], most: int | None) -> None
     number = 0
     for case, s in cases:
         with contextlib.suppress(Exception):  # the sweep says so
-            for _, fn in itertools.islice(case.tiles(replace(s, numel=min(s.numel, 1 << 20))), most):
+            for _, fn in itertools.islice(case.sweep(replace(s, numel=min(s.numel, 1 << 20))), most):
                 number += 1
                 if number % jobs == part:
                     with contextlib.suppress(Exception):

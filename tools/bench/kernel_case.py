@@ -3,7 +3,8 @@
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class Sizes:
 
 
 Make = Callable[[Sizes], list[Tensor]]
-Tiles = Callable[[Sizes], Iterator[tuple[Tile, Callable[[], Any]]]]
+# the tiles worth trying, the table's own first: (its numbers, the names that hold it, what stands there)
+Swept = Iterator[tuple[Tile, dict[str, Any], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Case:
     direct    who is called as in forward all the same, since it is a function of its own: "ours", "all" or nobody
     axis      the field of Sizes that rows differ in
     wrap      is applied to plain and peers, after torch.compile
-    tiles     the table's tile and calls with others, for a sweep; the table's first
+    tiles     for a sweep, of the peer `swept`; what they replace is looked up at each call
     compiles  whether torch.compile of `plain` is a peer
     """
 
@@ -77,13 +79,14 @@ class Case:
     make: Make
     ours: Fn
     plain: Fn | None
-    tiles: Tiles
+    tiles: Callable[[Sizes], Swept]
     direct: str = ""
     axis: str = "hidden_size"
     wrap: Fn = field(default=lambda fn: fn)
     peers: Mapping[str, Fn] = field(default_factory=dict)
     own_inputs: Mapping[str, Make] = field(default_factory=dict)
     compiles: bool = True
+    swept: str = "megalite"
 
     @property
     def name(self) -> str:
@@ -91,6 +94,13 @@ class Case:
 
     def sizes(self, base: Sizes, values: Mapping[str, list[int]]) -> list[Sizes]:
         return [replace(base, **{self.axis: value}) for value in values[self.axis]]
+
+    def sweep(self, s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
+        """The table's tile and others, each with a call of the work in which it is the table's."""
+        ((_, prepare),) = peers_of(self, s, [self.swept])
+        launch = prepare()
+        for tile, place, values in self.tiles(s):
+            yield tile, partial(replaced, place, values, launch)
 
     def shape(self, s: Sizes) -> str:
         return f"{self.axis} {getattr(s, self.axis)}"
@@ -156,52 +166,39 @@ def call(fn: Fn, inputs: list[Tensor], half: str) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(kept, leaves, above, retain_graph=True)
 
 
-def blocks(
-    own: TileSizes, columns: int, walks: bool, launch: Callable[[TileSizes], Any]
-) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-    """The table's tile, then others around it: rows, columns (where a row may be cut), warps and, where a program
-    `walks` over many tiles, programs. A thread has 4 to 128 elements."""
+def own_first(own: Any, others: Iterable[Any]) -> list[Any]:
+    return [own, *(one for one in others if one != own)]
+
+
+def blocks(place: dict[str, Any], name: str, own: TileSizes, columns: int, walks: bool, put: Fn | None = None) -> Swept:
+    """Rows, columns (where a row may be cut), warps and, where a program `walks` over many tiles, programs. A thread
+    has 4 to 128 elements. `put`: what stands in the place, where it is not the tile itself."""
     whole = own.columns >= columns  # one program holds a row
-    widths = [own.columns] if whole else [512, 1024, 2048, 4096]
-    programs = [1, 2, 3, 4, 6, 8] if walks else [own.programs]
-    tried = [TileSizes(r, c, w, p) for r, c, w, p in
-             itertools.product((1, 2, 4) if whole else (own.rows,), widths, (2, 4, 8, 16, 32), programs)
-             if 4 <= r * c / (32 * w) <= 128]  # fmt: skip
-    for block in [own, *(b for b in tried if b != own)]:
-        tile = {"rows": block.rows, "columns": block.columns, "warps": block.warps, "programs": block.programs}
-        yield tile, lambda block=block: launch(block)
+    sizes = ((1, 2, 4), [own.columns]) if whole else ((own.rows,), [512, 1024, 2048, 4096])
+    grid = itertools.product(*sizes, (2, 4, 8, 16, 32), [1, 2, 3, 4, 6, 8] if walks else [own.programs])
+    tried = [TileSizes(*tile) for tile in grid if 4 <= tile[0] * tile[1] / (32 * tile[2]) <= 128]
+    for tile in own_first(own, tried):
+        yield asdict(tile), place, {name: put(tile) if put else tile}
 
 
-def replaced(
-    table: dict[str, Any], others: Iterable[dict[str, Any]], launch: Callable[[], Any]
-) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
-    """The same for a tile that is entries of a table: those that it has, then `others`, each there during its call."""
-    tried = list(others)
-    own = {name: table[name] for name in tried[0]}
-
-    def run(values: dict[str, Any]) -> Any:
-        table.update(values)
-        try:
-            return launch()
-        finally:
-            table.update(own)
-
-    for values in [own, *(one for one in tried if one != own)]:
-        yield values, lambda values=values: run(values)
+def constants(module: Any, tried: Mapping[str, tuple[int, ...]]) -> Swept:
+    """Constants of a kernel's module."""
+    grid = (dict(zip(tried, values, strict=True)) for values in itertools.product(*tried.values()))
+    for tile in own_first({name: vars(module)[name] for name in tried}, grid):
+        yield {name.lower(): value for name, value in tile.items()}, vars(module), tile
 
 
-def constants(
-    module: Any, tried: Mapping[str, tuple[int, ...]], launch: Callable[[], Any]
-) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-    """The same for constants of a kernel's module."""
-    tiles = (dict(zip(tried, values, strict=True)) for values in itertools.product(*tried.values()))
-    for tile, run in replaced(vars(module), tiles, launch):
-        yield {name.lower(): value for name, value in tile.items()}, run
+def entries(table: dict[str, Any], key: str, tried: Mapping[str, tuple[int, ...]]) -> Swept:
+    """One entry of a table; `tried` in the order of its numbers."""
+    for tile in own_first(table[key], itertools.product(*tried.values())):
+        yield dict(zip(tried, tile, strict=True)), table, {key: tile}
 
 
-def entries(
-    table: dict[str, Any], key: str, tried: Mapping[str, tuple[int, ...]], launch: Callable[[], Any]
-) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-    """The same for one entry that is a tile; `tried` in the order of its numbers."""
-    for tile, run in replaced(table, ({key: values} for values in itertools.product(*tried.values())), launch):
-        yield dict(zip(tried, tile[key], strict=True)), run
+def replaced(place: dict[str, Any], values: dict[str, Any], launch: Callable[[], Any]) -> Any:
+    """What `launch` returns with these values in their place."""
+    own = {name: place[name] for name in values}
+    place.update(values)
+    try:
+        return launch()
+    finally:
+        place.update(own)

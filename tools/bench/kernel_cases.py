@@ -1,7 +1,7 @@
 """The cases of tools/bench/kernels.py: kernels over [N, D] that are limited by memory, each with its peers."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from megalite.kernels import bias_gelu, dropout, norms, rope
 from megalite.kernels.activations import swiglu
 from megalite.kernels.dispatch import tile_for
 from tools.bench.kernel_attention_case import attention_cases
-from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, Tiles, blocks, streams
+from tools.bench.kernel_case import Case, Fn, Make, Sizes, Swept, blocks, streams
 from tools.bench.kernel_loss_cases import flat_cases, loss_cases
 
 EPS, P, KEY = 1e-5, 0.1, 0xC0FFEE01
@@ -76,25 +76,16 @@ def norm_cases(op: str, bias: bool, peers: Mapping[str, Fn], fused: Mapping[str,
     def inputs(added: bool) -> Make:
         return lambda s: [s.rows() for _ in range(1 + added)] + [s.normal(s.hidden_size) for _ in range(1 + bias)]
 
-    def tiles(added: bool, backward: bool) -> Tiles:
-        def make(s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-            x, *given = inputs(False)(s)
-            w, b = given if bias else (*given, None)
-            a, table = s.rows() if added else None, tile_for(norms.FORWARD, s.hidden_size)
-            if not backward:
-                return blocks(table, s.hidden_size, False, lambda tile: norms.forward(x, a, w, b, EPS, tile))
-            _, h, mean, r = norms.forward(x, None, w, b, EPS, table)
-            dy = s.rows()
-            table = tile_for(norms.BACKWARD_CENTRED if bias else norms.BACKWARD, s.hidden_size)
-            return blocks(table, s.hidden_size, True, lambda tile: norms.backward(dy, a, h, w, mean, r, tile))
-
-        return make
+    def tiles(s: Sizes, table: Any, walks: bool) -> Swept:
+        own = tile_for(table, s.hidden_size)
+        return blocks(norms.__dict__, "tile_for", own, s.hidden_size, walks, lambda tile: lambda table, columns: tile)
 
     def case(name: str, added: bool, backward: bool, factor: int, plain: Fn, others: Mapping[str, Fn]) -> Case:
         public: Fn = norms.add_norm if added else norms.norm
+        table = (norms.BACKWARD_CENTRED if bias else norms.BACKWARD) if backward else norms.FORWARD
         return Case(
             *(name, "backward" if backward else "forward", streams(factor), inputs(added)),
-            *(lambda *x: public(*x, *no_bias, EPS), plain, tiles(added, backward)),
+            *(lambda *x: public(*x, *no_bias, EPS), plain, functools.partial(tiles, table=table, walks=backward)),
             peers=others,
         )
 
@@ -124,17 +115,14 @@ def activation_cases(
     def ours_backward(da: Tensor, u: Tensor, *b: Tensor) -> Any:
         return module.backward(u, da, *b, *more, module.BACKWARD)
 
-    def tiles(s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-        x = inputs(s)
-        return blocks(module.FORWARD, s.hidden_size, False, lambda block: module.forward(*x, *more, block))
+    def tiles(s: Sizes, name: str) -> Swept:
+        own = vars(module)[name]
+        return blocks(vars(module), name, own, s.hidden_size, own.programs > 1)
 
-    def tiles_backward(s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-        (u, *b), da, own = inputs(s), s.rows(), module.BACKWARD
-        return blocks(own, s.hidden_size, own.programs > 1, lambda block: module.backward(u, da, *b, *more, block))
-
-    forward = Case(op, "forward", streams(1 + width), inputs, ours, PLAIN[op], tiles, peers=peers, own_inputs=own)
+    first, second = (functools.partial(tiles, name=name) for name in ("FORWARD", "BACKWARD"))
+    forward = Case(op, "forward", streams(1 + width), inputs, ours, PLAIN[op], first, peers=peers, own_inputs=own)
     work = streams(2 + 2 * width)
-    backward = Case(op, "backward", work, with_da(inputs), ours_backward, PLAIN[op], tiles_backward, direct="all")
+    backward = Case(op, "backward", work, with_da(inputs), ours_backward, PLAIN[op], second, direct="all")
     return [
         forward,
         replace(backward, wrap=both, peers=peers, own_inputs={name: with_da(make) for name, make in own.items()}),
@@ -151,40 +139,38 @@ def rope_cases() -> list[Case]:
         q, k = (s.normal(1, heads, s.tokens, s.head_size) for heads in (s.hidden_size // s.head_size, 1))
         return [q, k, *(torch.cat([t, t], -1)[None] for t in inputs(s)[1:])]
 
-    def tiles(sign: float) -> Tiles:
-        def make(s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-            x, cos, sin = inputs(s)
-            return blocks(rope.BLOCK, s.hidden_size, False, lambda block: rope.rotate(x, cos, sin, sign, block))
+    def tiles(s: Sizes) -> Swept:
+        return blocks(rope.__dict__, "BLOCK", rope.BLOCK, s.hidden_size, False)
 
-        return make
-
-    def case(half: str, sign: float, fn: Fn) -> Case:
+    def case(half: str, sign: float) -> Case:
         """Backward is the same pass with the other sign."""
+
+        def ours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            return rope.rotate(x, cos, sin, sign, rope.BLOCK)
+
         peers = {"liger": liger("LigerRopeFunction")} if half == "forward" else {}
         plain = functools.partial(rope.rotate_reference, sign=sign)
-        own = {"liger": ligers}
-        what = ("rope", half, streams(2), inputs, fn, plain, tiles(sign))
-        return Case(*what, direct="all", peers=peers, own_inputs=own)
+        what = ("rope", half, streams(2), inputs, ours, plain, tiles)
+        return Case(*what, direct="all", peers=peers, own_inputs={"liger": ligers})
 
-    return [case("forward", 1.0, rope.apply_rope), case("backward", -1.0, functools.partial(rope.rotate, sign=-1.0))]
+    return [case("forward", 1.0), case("backward", -1.0)]
 
 
 def dropout_cases() -> list[Case]:
     def inputs(s: Sizes) -> list[Tensor]:
         return [s.normal(s.tokens, 1, s.hidden_size) for _ in range(2)]
 
-    def ours(x: Tensor, a: Tensor) -> Tensor:
-        return dropout.dropout_add(x, a, P, KEY, torch.zeros(1, dtype=torch.int64, device=x.device))
-
-    def tiles(s: Sizes, backward: bool) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-        (x, a), ids = inputs(s), torch.zeros(1, dtype=torch.int64, device=s.device)
-        added = None if backward else a
-        return blocks(dropout.BLOCK, s.hidden_size, False, lambda block: dropout.drop(x, added, P, KEY, ids, 0, block))
+    def tiles(s: Sizes) -> Swept:
+        return blocks(dropout.__dict__, "BLOCK", dropout.BLOCK, s.hidden_size, False)
 
     def case(half: str, factor: int) -> Case:
-        backward = half == "backward"
-        launch = functools.partial(tiles, backward=backward)
-        return Case("dropout_add", half, streams(factor), inputs, ours, lambda x, a: F.dropout(x, P) + a, launch)
+        def ours(x: Tensor, a: Tensor) -> Tensor:
+            """Backward is the same pass over the gradient, and adds nothing."""
+            ids, added = torch.zeros(1, dtype=torch.int64, device=x.device), a if half == "forward" else None
+            return dropout.drop(x, added, P, KEY, ids, 0, dropout.BLOCK)
+
+        plain: Fn = lambda x, a: F.dropout(x, P) + a  # noqa: E731
+        return Case("dropout_add", half, streams(factor), inputs, ours, plain, tiles, direct="ours")
 
     return [case("forward", 3), case("backward", 2)]
 

@@ -1,7 +1,6 @@
 """Cases of tools/bench/kernels.py: cross entropy, also with the head's matmul; and the update of the weights and the
 gradient norm, over flat tensors."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from megalite.kernels import adamw, cross_entropy, grad_norm
 from megalite.nn import loss
 from megalite.parallel.mesh import Mesh
-from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, Tiles, Work, constants, replaced
+from tools.bench.kernel_case import Case, Fn, Sizes, Swept, Work, constants, own_first
 
 TILE = {"COLUMNS": (1024, 2048, 4096, 8192, 16384), "WARPS": (2, 4, 8, 16, 32)}
 
@@ -95,23 +94,15 @@ def ours_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     return loss.linear_cross_entropy(x_SBD, weight_VD, labels_SB, None, tp, weight_VD.shape[0], promised=1.0)
 
 
-def tiles(make: Make, launch: Fn) -> Tiles:
-    def made(s: Sizes) -> Iterator[tuple[Tile, Any]]:
-        inputs = make(s)
-        return constants(cross_entropy, TILE, lambda: launch(*inputs))
-
-    return made
+def tiles(s: Sizes) -> Swept:
+    return constants(cross_entropy, TILE)
 
 
-def chunks(s: Sizes) -> Iterator[tuple[Tile, Any]]:
+def chunks(s: Sizes) -> Swept:
     """The sizes of a chunk of the head's logits to try, in bytes."""
-    x, w, labels = with_head(s)
-    x.requires_grad_()
-    w.requires_grad_()
-    kind, sizes = s.device.type, (n << 20 for n in (128, 256, 512, 1024, 2048))
-    launch = lambda: torch.autograd.grad(ours_with_head(x, w, labels), x)  # noqa: E731
-    for tile, run in replaced(cross_entropy.CHUNK_BYTES, ({kind: size} for size in sizes), launch):
-        yield {"chunk_mib": tile[kind] >> 20}, run
+    sizes, kind = cross_entropy.CHUNK_BYTES, s.device.type
+    for size in own_first(sizes[kind], (n << 20 for n in (128, 256, 512, 1024, 2048))):
+        yield {"chunk_mib": size >> 20}, sizes, {kind: size}
 
 
 def loss_cases() -> list[Case]:
@@ -124,15 +115,15 @@ def loss_cases() -> list[Case]:
         lambda s: 6.0 * s.tokens * s.hidden_size * s.vocab_size,
     )
     return [
-        Case("cross_entropy", "forward", passes(1), logits, ours, plain, tiles(logits, ours), axis="vocab_size"),
+        Case("cross_entropy", "forward", passes(1), logits, ours, plain, tiles, axis="vocab_size"),
         Case(
-            *("cross_entropy", "backward", passes(2), logits, ours_gradient, plain, tiles(for_gradient, ours_gradient)),
+            *("cross_entropy", "backward", passes(2), logits, ours_gradient, plain, tiles),
             direct="ours",
             axis="vocab_size",
             own_inputs={"megalite": for_gradient},
         ),
         Case(  # Liger's forward makes the gradient too, so it can only stand beside both halves
-            *("cross_entropy", "both", passes(3), logits, ours_both, plain, tiles(for_both, ours_both)),
+            *("cross_entropy", "both", passes(3), logits, ours_both, plain, tiles),
             direct="ours",
             axis="vocab_size",
             peers={"liger": liger_cross_entropy},
@@ -178,23 +169,17 @@ def plain_adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor) -> Ten
 
 
 def adamw_case(name: str, moments: torch.dtype, per_weight: int, torchs: Fn | None) -> Case:
+    def tile(s: Sizes) -> Swept:
+        return constants(adamw, ADAMW_TILE)
+
     make = for_adamw(moments)
-
-    def tiles(s: Sizes) -> Iterator[tuple[Tile, Any]]:
-        inputs = make(s)
-        return constants(adamw, ADAMW_TILE, lambda: ours_adamw(*inputs))
-
     work = Work(f"{per_weight} bytes per weight", lambda s: per_weight * s.numel)
-    return Case(name, "forward", work, make, ours_adamw, torchs, tiles, axis="numel", compiles=False)
+    return Case(name, "forward", work, make, ours_adamw, torchs, tile, axis="numel", compiles=False)
 
 
 def flat_cases() -> list[Case]:
     def gradient(s: Sizes) -> list[Tensor]:
         return [torch.randn(s.numel, device=s.device)]
-
-    def tiles(s: Sizes) -> Iterator[tuple[Tile, Any]]:
-        (flat,) = gradient(s)
-        return constants(grad_norm, NORM_TILE, lambda: grad_norm.sum_of_squares(flat))
 
     work = Work("4 bytes per element", lambda s: 4 * s.numel)
     return [
@@ -202,7 +187,7 @@ def flat_cases() -> list[Case]:
         adamw_case("adamw bf16 moments", torch.bfloat16, 22, None),  # torch has none
         Case(
             *("grad_norm", "forward", work, gradient, grad_norm.sum_of_squares),
-            *(lambda flat: torch.linalg.vector_norm(flat).square(), tiles),
+            *(lambda flat: torch.linalg.vector_norm(flat).square(), lambda s: constants(grad_norm, NORM_TILE)),
             axis="numel",
             compiles=False,
         ),

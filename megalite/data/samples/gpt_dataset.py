@@ -18,7 +18,6 @@ from megalite.data.samples.permutation import fold
 from megalite.data.samples.source import Source
 from megalite.data.samples.token_line import Line
 
-CHUNK = 1 << 20  # samples placed at a time
 MANY_EPOCHS = 4  # up to here repeated data is nearly as good as new (arXiv:2305.16264, fig. 1)
 
 
@@ -71,15 +70,6 @@ class GptDataset(Source):
         stem = Path(self._data.prefix).name
         file = f"{stem}-{self._split}-{fold('epoch order 1', self._lengths_digest, len(self._lengths), key):016x}"
         return load_or_build(self._cache_path, file, self._lengths, lambda: build_epoch(self._lengths, key))
-
-    def prepare(self, samples: int) -> None:
-        for a in range(0, samples, CHUNK):
-            index = np.arange(a, min(a + CHUNK, samples)) + self._taken
-            starts = self._line.place(index, self.seq_length)
-            ends = np.array([starts.min(), starts.max() + self.seq_length])  # the last label may lie in the next epoch
-            first, last = self._line.cover(ends, 1)[0].tolist()
-            for number in range(first, last + 1):
-                self._epoch(number)
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         width = self.seq_length + 1

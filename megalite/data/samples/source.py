@@ -63,6 +63,3 @@ class Source(Dataset):
     def count(self, samples: range) -> tuple[int, int]:
         """(tokens, documents that begin) in the inputs of these samples."""
         raise NotImplementedError
-
-    def prepare(self, samples: int) -> None:
-        """Build, or find in the cache, the orders of the epochs that the first `samples` samples read."""
