@@ -58,9 +58,9 @@ def prepare(config: Config) -> tuple[int, int]:
     for name, dataset, samples in sets:
         assert isinstance(dataset, Blend)
         for source, count in zip(dataset.datasets, dataset.order.counts(samples), strict=True):
-            before, begin = set(folder.glob("*.npy")), time.perf_counter()
+            before, begin = set(folder.glob("*.epoch")), time.perf_counter()
             source.prepare(count)
-            new = sorted(set(folder.glob("*.npy")) - before)
+            new = sorted(set(folder.glob("*.epoch")) - before)
             files, size = files + len(new), size + sum(path.stat().st_size for path in new)
             made = ", ".join(path.name for path in new) or "nothing to build"
             print(f"{name}: {source.describe(count)}, {time.perf_counter() - begin:.1f} s: {made}", flush=True)

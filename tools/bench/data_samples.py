@@ -11,7 +11,6 @@ samples, the median. Files are made in --directory (default: the temporary direc
 """
 
 import argparse
-import collections
 import json
 import shutil
 import statistics
@@ -33,7 +32,7 @@ from megalite.data.files import indexed
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.batches import Batches
 from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.data.samples.permutation import permutation
+from megalite.data.samples.permutation import permute
 from tools.preprocess.indexed_writer import IndexedWriter
 
 MEAN = 760  # tokens per document: 38 G tokens in 50 M documents
@@ -99,7 +98,7 @@ def plan_epoch(prefix: str) -> dict[str, float]:
 def shuffle(n: int) -> dict[str, float]:
     """The shuffle alone, and numpy's of a table of the same size, which is what Megatron-LM's builder does."""
 
-    computed = best(2, lambda: collections.deque(permutation(n, 1), maxlen=0))
+    computed = best(2, lambda: permute(np.arange(n), n, 1))
     table = np.arange(n, dtype=np.int32)
     return {"computed": computed, "numpy": best(1, lambda: np.random.RandomState(1).shuffle(table))}
 
