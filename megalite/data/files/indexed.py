@@ -10,7 +10,6 @@ look outside the file. A .bin file that is truncated while it is mapped ends the
 in place, or read it with mmap_bin_files=False.
 """
 
-import contextlib
 import mmap
 import os
 import stat
@@ -61,8 +60,8 @@ class FileTokens:
 
     def __init__(self, path: str, dtype: np.dtype[Any]):
         self.dtype, self._path = dtype, path
-        self._file = _open(path)
-        self._length = os.fstat(self._file).st_size // dtype.itemsize
+        self._file = os.fdopen(_open(path), "rb", 0)
+        self._length = os.fstat(self._file.fileno()).st_size // dtype.itemsize
 
     def __len__(self) -> int:
         return self._length
@@ -73,20 +72,16 @@ class FileTokens:
             raise ValueError(f"tokens are read in steps of 1, not {step}")
         wanted = max(0, stop - start) * self.dtype.itemsize
         try:
-            raw = os.pread(self._file, wanted, start * self.dtype.itemsize)
+            raw = os.pread(self._file.fileno(), wanted, start * self.dtype.itemsize)
         except OSError as error:
             raise DataError(f"{self._path}: {error.strerror} at token {start}") from error
         if len(raw) != wanted:
-            now = os.fstat(self._file).st_size // self.dtype.itemsize
+            now = os.fstat(self._file.fileno()).st_size // self.dtype.itemsize
             raise DataError(
                 f"{self._path}: ends at token {now} of {self._length}; it was truncated while it was open: write the "
                 "pair again"
             )
         return np.frombuffer(raw, self.dtype)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
-            os.close(self._file)
 
 
 class IndexedDataset:

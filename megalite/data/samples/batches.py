@@ -126,8 +126,7 @@ class Batches:
                 f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size {self._micro} "
                 f"x data parallel {self._dp} = {per_micro}"
             )
-        micro, row = np.meshgrid(np.arange(global_batch_size // per_micro), np.arange(self._micro), indexing="ij")
-        ids_MB = consumed + micro * per_micro + self._rank * self._micro + row
+        ids_MB = consumed + np.arange(global_batch_size).reshape(-1, self._dp, self._micro)[:, self._rank]
         ids = ids_MB.reshape(-1)
         tokens = self.dataset.samples(ids)
         self._check(ids, tokens)

@@ -48,22 +48,16 @@ class BlendOrder:
         """(source, sample number within it) for each blend sample in `index`."""
         index = np.asarray(index, np.int64)
         periods, within = np.divmod(index, self.period)
-        if index.size:
-            self._extend(self.period if periods.max() > 0 else int(within.max()) + 1)
-        source = self._source[within].astype(np.int64)
-        number = self._rank[within].astype(np.int64)
-        if index.size and periods.max() > 0:  # the whole period is known here
-            number += periods * np.asarray(self._counts, np.int64)[source]
-        return source, number
+        self._extend(self.period if periods.any() else int(within.max(initial=-1)) + 1)
+        source = self._source[within].astype(np.int64)  # beyond a period all of it is known, and so its counts
+        return source, self._rank[within] + periods * np.asarray(self._counts, np.int64)[source]
 
     def counts(self, samples: int) -> list[int]:
         """How many of the first `samples` samples each source gives."""
         periods, within = divmod(samples, self.period)
         self._extend(self.period if periods else within)
         counts = np.bincount(self._source[:within], minlength=len(self._counts))
-        if periods:
-            counts = counts + periods * np.asarray(self._counts, np.int64)
-        return [int(n) for n in counts]
+        return (counts + periods * np.asarray(self._counts, np.int64)).tolist()
 
     def _extend(self, length: int) -> None:
         if length <= (done := len(self._source)):

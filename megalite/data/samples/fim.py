@@ -18,6 +18,7 @@ always cut between tokens: no text is lost or invented.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,13 +64,9 @@ class Fim:
         if self.no_prefix == "":
             raise DataError("fim_no_prefix is empty, and every text begins with nothing; drop --fim-no-prefix")
         marks = {"prefix": self.prefix, "middle": self.middle, "suffix": self.suffix, "eod": self.eod}
-        if self.split is not None:
-            marks["split_sample"] = self.split
-        seen: dict[int, str] = {}
-        for name, token in marks.items():
-            if token in seen and token != self.unknown:
-                raise DataError(f"fim_{name}_token and fim_{seen[token]}_token are both id {token}; they must differ")
-            seen[token] = name
+        for (one, a), (other, b) in combinations([*marks.items(), ("split_sample", self.split)], 2):
+            if a == b != self.unknown:
+                raise DataError(f"fim_{other}_token and fim_{one}_token are both id {a}; they must differ")
 
 
 def transform(
@@ -165,15 +162,12 @@ def _encode_within(text: str, codec: Tokenizer) -> list[int]:
     return both[len(before) :] if both[: len(before)] == before else codec.encode(text)
 
 
-def _is_packed(dataset: Dataset) -> bool:
-    return isinstance(dataset, PackedDataset) or any(_is_packed(part) for part in getattr(dataset, "datasets", ()))
-
-
 class FimDataset(Dataset):
     """`dataset` with its documents rearranged, sample by sample. `codec`: needed unless cuts are between tokens."""
 
     def __init__(self, dataset: Dataset, fim: Fim, seed: int, codec: Tokenizer | None = None):
-        if _is_packed(dataset):  # three tokens more per document would cut the documents that packing kept whole
+        # three tokens more per document would cut the documents that packing kept whole
+        if any(isinstance(part, PackedDataset) for part in (dataset, *getattr(dataset, "datasets", ()))):
             raise DataError("fill-in-the-middle and best-fit packing do not go together; leave one of them out")
         if codec is None and (fim.characters or fim.no_prefix is not None):
             raise DataError("fim between characters, or with fim_no_prefix, needs the tokenizer that made the data")

@@ -7,7 +7,6 @@ tokens     piece | piece | ... | padding     S + 1 of them, as from GptDataset; 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +16,6 @@ from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.packing import CHUNK, pack
 from megalite.data.samples.permutation import fold, mix32, permute
 from megalite.data.samples.source import Source
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The pieces of some samples, one sample after the other: those of row r are ends[r] : ends[r + 1]."""
-
-    ends: NDArray[np.int64]
-    document: NDArray[np.int64]
-    start: NDArray[np.int64]
-    length: NDArray[np.int64]
 
 
 class PackedDataset(Source):
@@ -62,26 +51,28 @@ class PackedDataset(Source):
     def count(self, samples: range) -> tuple[int, int]:
         tokens = documents = 0
         for a in range(samples.start, samples.stop, CHUNK):
-            rows = self._rows(np.arange(a, min(a + CHUNK, samples.stop)))
-            tokens += int(rows.length.sum())
-            documents += int((rows.start == 0).sum())
+            _, _, start, length = self._rows(np.arange(a, min(a + CHUNK, samples.stop)))
+            tokens += int(length.sum())
+            documents += int((start == 0).sum())
         return tokens, documents
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        rows = self._rows(index)
+        ends, document, start, length = self._rows(index)
         out = np.full((len(index), self.seq_length + 1), self.pad, np.int64)
-        begins = self._data.spans(rows.document + self._documents.start)[0] + rows.start
-        together = np.empty(int(rows.length.sum()), np.int64)
-        self._data.copy(begins, rows.length, together)
-        used = np.add.reduceat(rows.length, rows.ends[:-1]) if len(index) else rows.length
+        begins = self._data.spans(document + self._documents.start)[0] + start
+        together = np.empty(int(length.sum()), np.int64)
+        self._data.copy(begins, length, together)
+        used = np.add.reduceat(length, ends[:-1]) if len(index) else length
         out[np.arange(self.seq_length + 1) < used[:, None]] = together
         return out
 
     def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]]:
-        rows = self._rows(index)
-        return np.split(rows.length.astype(np.int32), rows.ends[1:-1]) if len(index) else []
+        ends, _, _, length = self._rows(index)
+        return np.split(length.astype(np.int32), ends[1:-1]) if len(index) else []
 
-    def _rows(self, index: NDArray[np.int64]) -> _Rows:
+    def _rows(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """The pieces of some samples, one sample after the other: (ends, document, first token in it, length); those of
+        row r are ends[r] : ends[r + 1] of the last three."""
         epochs, numbers = np.divmod(np.asarray(index, np.int64) + self._first, self.plan.num_bins)
         bins = np.empty_like(numbers)
         for e in np.unique(epochs).tolist():
@@ -96,16 +87,16 @@ class PackedDataset(Source):
             in_epoch = epochs[row] == e
             turn[in_epoch] = mix32(piece[in_epoch].astype(np.uint32), fold(self._key, "pieces", e))
         piece = piece[np.lexsort((piece, turn, row))]
-        return _Rows(ends, *self.plan.pieces.find(piece))
+        return ends, *self.plan.pieces.find(piece)
 
     def where(self, i: int, position: int) -> str:
-        rows = self._rows(np.array([i]))
-        ends = np.cumsum(rows.length)
+        _, document, start, length = self._rows(np.array([i]))
+        ends = np.cumsum(length)
         at = int(np.searchsorted(ends, position, side="right"))
         if at == len(ends):
             return f"{self._data.prefix}.bin, padding of sample {i}, position {position}"
-        token = int(rows.start[at]) + position - int(ends[at] - rows.length[at])
-        return f"{self._data.prefix}.bin, document {int(rows.document[at]) + self._documents.start}, token {token}"
+        token = int(start[at]) + position - int(ends[at] - length[at])
+        return f"{self._data.prefix}.bin, document {int(document[at]) + self._documents.start}, token {token}"
 
     def describe(self, samples: int) -> str:
         plan, cut = self.plan, cut_end_to_end(self._lengths, self.seq_length)

@@ -8,26 +8,21 @@ never a file. Special tokens that are written out in a text become their ids, as
 import json
 import re
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer
-from megalite.data.tokenizers.tokenizer import EOD_BYTE, ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from megalite.data.tokenizers.hugging_face_files import GPT2_EOD, HuggingFaceTokenizer
+from megalite.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _LITERAL = {"<": "<(?=0x[0-9A-F]{2}>)", ">": "(?<=<0x[0-9A-F]{2})>"}  # where a mark is unknown, no piece has it
 _SPACE = "\u2581"
 _NEVER = -1e6  # the score of a piece that no text is cut into
-END = "<|endoftext|>"
 NASTY = (
-    "",
-    " ",
-    "a",
+    *("", " ", "a", "a\u0000b", "trailing spaces   ", "  two  and   three", "\u00a0nbsp \u3000wide"),
     " a  b   c    d\t\te\n\nf\r\n\r\ng \n h\n ",
-    "trailing spaces   ",
     "\n\n\n   \t x = 1  # two  spaces\r\n",
     "I'm you're he'LL WE'VE 'S 'twas rock'n'roll it’s ''' 'd",
     "0 1 12 123 1234 12345 1.5e-3 0x1F 1,000,000 ²½Ⅷ ٣٤٥ ०१२ 五",
@@ -40,72 +35,44 @@ NASTY = (
     "a" * 3000,
     " " * 3000 + "x",
     "\n" * 500 + "=" * 500 + "1" * 500 + "é" * 500,
-    "  two  and   three",
-    "tab\there\r\nline",
-    "\u00a0nbsp \u3000wide",
     "\ufb01 \ufb00 \u00c5 \u212b \u2103 \u337f \uff76\uff9e \u00bd",
     "\u200e\u202e\u05e9\u05dctl\u202c",
-    "a\u0000b",
 )
 
 
-@dataclass(frozen=True)
 class SentencePieces:
-    """The fields of a .model file. `rows`: (piece, score, kind), the kind one of _NORMAL .. _BYTE."""
+    """What a .model file says, by field numbers and defaults as in sentencepiece_model.proto. `rows`: (piece, score,
+    kind), the kind one of _NORMAL .. _BYTE."""
 
-    rows: list[tuple[str, float, int]]
-    model_type: int
-    byte_fallback: bool
-    suffix: bool  # spaces stand behind words
-    charsmap: bytes
-    dummy_prefix: bool
-    trims: bool  # spaces at both ends, and all but one between
-    escapes: bool
+    def __init__(self, content: bytes):
+        parts = list(_fields(content))
+        pieces, trainers, normalizers = ([value for number, value in parts if number == n] for n in (1, 2, 3))
+        rows = map(dict, map(_fields, pieces))
+        self.rows = [(r[1].decode(), *struct.unpack("<f", r.get(2, bytes(4))), r.get(3, _NORMAL)) for r in rows]
+        trainer, normalizer = dict(_fields(b"".join(trainers))), dict(_fields(b"".join(normalizers)))
+        self.is_bpe, self.byte_fallback = trainer.get(3, _UNIGRAM) == _BPE, bool(trainer.get(35))
+        spaces_behind, unused = trainer.get(24), any(kind == _UNUSED for *_, kind in self.rows)
+        self.expressible = trainer.get(3, _UNIGRAM) in (_UNIGRAM, _BPE) and not spaces_behind and not unused
+        self.charsmap = normalizer.get(2, b"")
+        # a space before the text; spaces at both ends, and all but one between, removed; spaces shown as _SPACE
+        self.dummy_prefix, self.trims, self.escapes = (normalizer.get(n, 1) for n in (3, 4, 5))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of a protobuf message: an int, the bytes of what has a length, or those of a fixed size."""
+    """(number, value) of a protobuf message that is known to be one: an int, or the bytes of any other kind."""
     at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
     while at < len(data):
-        key = varint()
+        key, at = _varint(data, at)
         kind = key & 7
-        if kind == 0:
-            yield key >> 3, varint()
-            continue
-        length = {1: 8, 5: 4}.get(kind) or varint()
-        if kind not in (1, 2, 5) or at + length > len(data):
-            raise ValueError("not a protobuf message")
-        yield key >> 3, data[at : at + length]
-        at += length
+        value, at = _varint(data, at) if kind in (0, 2) else ({1: 8, 5: 4}[kind], at)
+        if kind:
+            value, at = data[at : at + value], at + value
+        yield key >> 3, value
 
 
-def read_sentencepiece(content: bytes) -> SentencePieces:
-    """Field numbers and defaults as in sentencepiece_model.proto. Raises ValueError."""
-    rows: list[tuple[str, float, int]] = []
-    trainer: dict[int, Any] = {}
-    normalizer: dict[int, Any] = {}
-    for number, value in _fields(content):
-        if number == 1:
-            piece = dict(_fields(value))
-            score = struct.unpack("<f", piece.get(2, b"\0\0\0\0"))[0]
-            rows.append((piece.get(1, b"").decode(), score, piece.get(3, _NORMAL)))
-        elif number in (2, 3):
-            (trainer if number == 2 else normalizer).update(_fields(value))
-    switches = [bool(normalizer.get(n, 1)) for n in (3, 4, 5)]
-    model_type, fallback, suffix = trainer.get(3, _UNIGRAM), bool(trainer.get(35, 0)), bool(trainer.get(24, 0))
-    return SentencePieces(rows, model_type, fallback, suffix, normalizer.get(2, b""), *switches)
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    end = next(i for i in range(at, len(data)) if data[i] < 128) + 1
+    return sum((data[i] & 127) << 7 * (i - at) for i in range(at, end)), end
 
 
 def _merges(model: SentencePieces) -> list[tuple[str, str]]:
@@ -122,7 +89,7 @@ def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
 
     ids = {piece: i for i, (piece, _, _) in enumerate(model.rows)}
     unknown = next((piece for piece, _, kind in model.rows if kind == _UNKNOWN), None)
-    if model.model_type == _BPE:
+    if model.is_bpe:
         options: dict[str, Any] = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": model.byte_fallback}
         inner: Any = models.BPE(ids, _merges(model), **options)
     else:
@@ -141,7 +108,7 @@ def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
     chosen = [piece for piece, _, kind in model.rows if kind == _USER]
     single = [piece for piece in chosen if cut_single and len(piece) == 1]
     apart = [re.escape(piece) for piece in single]
-    if model.model_type == _UNIGRAM and model.byte_fallback:  # so that "<0x41>" in a text is not the byte's piece
+    if model.byte_fallback and not model.is_bpe:  # so that "<0x41>" in a text is not the byte's piece
         apart += [cut for mark, cut in _LITERAL.items() if mark not in ids]
     if apart:
         library.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(apart)), "isolated")
@@ -156,21 +123,16 @@ def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
 
 
 def _bytes() -> Any:
-    """ByteTokenizer: a byte is its own id, and there are no merges."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    """ByteTokenizer: no character is a piece, so each falls back on its bytes, and these are their own ids."""
+    from tokenizers import Tokenizer, decoders, models
 
-    shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]  # GPT-2's printable names of bytes
-    hidden = [b for b in range(256) if b not in shown]
-    names = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
-    library: Any = Tokenizer(models.BPE({name: byte for byte, name in sorted(names.items())}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([END])
-    assert library.token_to_id(END) == EOD_BYTE
+    library: Any = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    library.add_special_tokens([GPT2_EOD])
     return library
 
 
-def differs(library: Any, tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:
+def _differs(library: Any, tokenizer: Tokenizer, texts: list[str]) -> str | None:
     """The first text for which `library` gives other ids; those that write out a special token are left out."""
     words = [token.content for token in library.get_added_tokens_decoder().values() if token.special]
     texts = [text for text in texts if not any(word in text for word in words)]
@@ -182,13 +144,10 @@ def differs(library: Any, tokenizer: Tokenizer, texts: Sequence[str]) -> str | N
 def as_tokenizer_json(tokenizer: Tokenizer) -> dict[str, str]:
     """tokenizer.json and tokenizer_config.json: name -> text. Raises DataError that says why there are none."""
     texts = list(NASTY)
-    ends: dict[str, str | None] = {"bos_token": None, "eos_token": END, "unk_token": None}
+    ends: dict[str, str | None] = {"bos_token": None, "eos_token": GPT2_EOD, "unk_token": None}
     if isinstance(tokenizer, SentencePieceTokenizer):
-        try:
-            model = read_sentencepiece(tokenizer.content)
-        except (ValueError, IndexError, TypeError, struct.error) as error:
-            raise DataError(f"{tokenizer.name}: its file cannot be read ({error})") from None
-        if model.model_type not in (_UNIGRAM, _BPE) or model.suffix or any(kind == _UNUSED for *_, kind in model.rows):
+        model = SentencePieces(tokenizer.content)
+        if not model.expressible:
             raise DataError(f"{tokenizer.name}: a kind of SentencePiece model that tokenizer.json cannot express")
         forms = [_from_sentencepiece(model, cut) for cut in (True, False)]
         texts += [piece.replace(_SPACE, " ") for piece, _, kind in model.rows if kind in (_NORMAL, _BYTE)]
@@ -196,10 +155,10 @@ def as_tokenizer_json(tokenizer: Tokenizer) -> dict[str, str]:
     elif isinstance(tokenizer, ByteTokenizer):
         forms = [_bytes()]
     elif isinstance(tokenizer, HuggingFaceTokenizer):
-        forms = [tokenizer.library_model(END)]
+        forms = [tokenizer.library_model(GPT2_EOD)]
     else:
         raise DataError(f"{tokenizer.name}: there is no tokenizer.json for a {type(tokenizer).__name__}")
-    wrong = [differs(form, tokenizer, texts) for form in forms]
+    wrong = [_differs(form, tokenizer, texts) for form in forms]
     if None not in wrong:
         raise DataError(f"{tokenizer.name}: tokenizer.json would give other ids, as of {wrong[0]!r:.60}")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **ends}
