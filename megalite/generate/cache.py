@@ -20,12 +20,11 @@ from megalite.models.gpt import Block, Stage
 
 
 class KeyValueCache:
-    """`length`: T, places per sample. `places_SB`: the first ones, see `go_to`."""
+    """`length`: T, places per sample. Before each forward pass `go_to` says which ones it has."""
 
-    def __init__(self, length: int, places_SB: Tensor):
+    def __init__(self, length: int):
         self.length = length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.go_to(places_SB, places_SB.device)
 
     def go_to(self, places_SB: Tensor, device: torch.device) -> None:
         """Set the places of the tokens in the next forward pass; on the CPU, so that nothing waits for a card."""

@@ -127,13 +127,14 @@ def continue_texts(
             raise SetupError(f"prompt {number} has {len(prompt)} tokens, the model {limit} positions; shorten it")
     rows = [list(prompt) for prompt in prompts]
     ends = [min(len(prompt) + most, limit) for prompt in prompts]
-    going = set(range(len(rows)))
-    longest = -(-max(map(len, rows)) // tp) * tp
-    tokens_SB = torch.tensor([row + [0] * (longest - len(row)) for row in rows]).T
-    places_SB = torch.arange(longest).unsqueeze(1).expand(-1, len(rows))
-    chosen_B = torch.tensor([len(row) - 1 for row in rows])
-    cache = KeyValueCache(max(ends) + tp, places_SB)
+    going, seen = set(range(len(rows))), [0] * len(rows)  # `seen`: tokens that the cache has
+    cache = KeyValueCache(max(ends) + tp)
     while going:
+        fresh = [row[n:] for row, n in zip(rows, seen, strict=True)]
+        longest = -(-max(map(len, fresh)) // tp) * tp
+        tokens_SB = torch.tensor([row + [0] * (longest - len(row)) for row in fresh]).T
+        places_SB = torch.tensor(seen) + torch.arange(longest).unsqueeze(1)
+        chosen_B = torch.tensor([len(row) - 1 for row in fresh])
         logits_BV = _logits(model, cache, tokens_SB, places_SB, chosen_B)
         new_B = torch.zeros(len(rows), dtype=torch.int64, device=model.mesh.device)
         if logits_BV is not None:
@@ -143,10 +144,7 @@ def continue_texts(
             rows[b].append(new[b])
             if new[b] in model.stops or len(rows[b]) == ends[b]:
                 going.remove(b)
-        tokens_SB = torch.zeros(tp, len(rows), dtype=torch.int64)
-        tokens_SB[0] = torch.tensor([row[-1] for row in rows])
-        places_SB = torch.tensor([len(row) - 1 for row in rows]) + torch.arange(tp).unsqueeze(1)
-        chosen_B = torch.zeros(len(rows), dtype=torch.int64)
+        seen = [len(row) - 1 for row in rows]
     return [
         Text(row, len(prompt), "eod" if row[-1] in model.stops else "length")
         for row, prompt in zip(rows, prompts, strict=True)

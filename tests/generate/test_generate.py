@@ -177,7 +177,7 @@ def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> N
     zero = torch.zeros(3, dtype=torch.int64)
     with torch.no_grad():
         want = stage(None, Batch(tokens_SB, None, None, zero, 0))
-        cache, got, begins = KeyValueCache(24, zero), [], torch.tensor([3, 9, 5])
+        cache, got, begins = KeyValueCache(24), [], torch.tensor([3, 9, 5])
         for i in range(11):
             places = torch.arange(12)[:, None].expand(-1, 3) if i == 0 else (begins + i)[None]
             cache.go_to(places, places.device)

@@ -87,10 +87,10 @@ class Restarts:
         self._refused = self._refused + 1 if refused else 0
         self._fruitless = self._fruitless + 1 if saved == self._newest and not refused else 0
         self._newest, self._times = saved, [t for t in self._times if t > now - WINDOW_S]
-        allowed = "as many as --max-restarts allows"
+        most = self._most
         limits = {
-            f"{self._most} restarts in a row were refused, {allowed}": self._refused >= self._most,
-            f"{self._most} restarts within an hour, {allowed}": len(self._times) >= self._most,
+            f"{most} restarts in a row were refused, as many as --max-restarts allows": self._refused >= most,
+            f"{most} restarts within an hour, as many as --max-restarts allows": len(self._times) >= most,
             f"it died {FRUITLESS} times in a row without a new checkpoint": self._fruitless >= FRUITLESS,
         }
         if why := next((why for why, reached in limits.items() if reached), None):

@@ -18,6 +18,7 @@ from megalite.train.tell import figures as lines
 from megalite.train.watch.fingerprint import facts_of_machine
 
 MOST_ROWS = 16  # of the table of memory
+STATE = ("weights", "gradients", "optimizer")
 
 
 def describe(
@@ -77,8 +78,7 @@ def describe(
 def facts(plan: Arrangement, sources: Sources, hosts: Sequence[str], device: torch.device) -> dict[str, Any]:
     """The same for programs, as JSON, for the page of a run. `layers`: from and to, of every stage; `memory`: bytes of
     a rank at each pipeline position; `hosts`: of all ranks."""
-    parts = ("weights", "gradients", "optimizer")
-    memory = [{part: getattr(held, part) for part in parts} for held in plan.holdings]
+    memory = [{part: getattr(held, part) for part in STATE} for held in plan.holdings]
     return {
         "command": sys.argv,
         "mesh": {"world": plan.world, "pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp},
@@ -121,34 +121,30 @@ def groups_of(plan: Arrangement, local_world: int) -> dict[str, str]:
     return rows
 
 
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
 def stage_rows(plan: Arrangement) -> list[tuple[str, ...]]:
     """GiB of the fullest rank at every ZeRO stage, with the table's head."""
-    rows: list[tuple[str, ...]] = [("ZeRO stage", "weights", "gradients", "optimizer", "all")]
+    rows: list[tuple[str, ...]] = [("ZeRO stage", *STATE, "all")]
     for stage, held in enumerate(by_stage(plan)):
         mark = " <- here" if stage == plan.config.parallel.shared_out else ""
-        sizes = (held.weights, held.gradients, held.optimizer, held.state)
-        rows.append((f"{stage}{mark}", *(f"{size / 2**30:.2f}" for size in sizes)))
+        rows.append((f"{stage}{mark}", *(_gib(getattr(held, part)) for part in (*STATE, "state"))))
     return rows
 
 
 def memory_rows(plan: Arrangement) -> list[tuple[str, ...]]:
     """GiB per pipeline rank, with the table's head; of more than MOST_ROWS only the largest, and the range of all."""
-    head = ("GiB per rank", "layers", "weights", "gradients", "optimizer", "activations", "in flight", "all")
-    holdings, activations = plan.holdings, plan.activations
-    totals = [held.state + size for held, size in zip(holdings, activations, strict=True)]
-    states = [[getattr(held, kind) for held in holdings] for kind in ("weights", "gradients", "optimizer")]
-    columns = [[f"{n / 2**30:.2f}" for n in column] for column in (*states, activations, totals)]
-    columns.insert(-1, list(map(str, plan.in_flight)))
-    if any(held.host for held in holdings):
-        head = (*head, "host")
-        columns.append([f"{held.host / 2**30:.2f}" for held in holdings])
-
-    def of_rank(i: int) -> tuple[str, ...]:
-        name = f"pipeline rank {i}" if plan.pp > 1 else ""
-        return name, runs(map(len, plan.stages[i :: plan.pp])), *(column[i] for column in columns)
-
+    hosts = ["host"] * any(held.host for held in plan.holdings)
+    rows: list[tuple[str, ...]] = []
+    totals = [held.state + size for held, size in zip(plan.holdings, plan.activations, strict=True)]
+    for i, (held, size, count) in enumerate(zip(plan.holdings, plan.activations, plan.in_flight, strict=True)):
+        name, layers = f"pipeline rank {i}" * (plan.pp > 1), runs(map(len, plan.stages[i :: plan.pp]))
+        state = (_gib(getattr(held, part)) for part in STATE)
+        rows.append((name, layers, *state, _gib(size), str(count), _gib(totals[i]), *(_gib(held.host) for _ in hosts)))
+    head = ("GiB per rank", "layers", *STATE, "activations", "in flight", "all", *hosts)
     if plan.pp <= MOST_ROWS:
-        return [head, *(of_rank(i) for i in range(plan.pp))]
-    ends = (f"{min(column, key=float)} - {max(column, key=float)}" for column in columns)
-    largest = max(range(plan.pp), key=totals.__getitem__)
-    return [head, of_rank(largest), (f"all {plan.pp}", "", *ends)]
+        return [head, *rows]
+    ends = (f"{min(column, key=float)} - {max(column, key=float)}" for column in list(zip(*rows, strict=True))[2:])
+    return [head, rows[totals.index(max(totals))], (f"all {plan.pp}", "", *ends)]
