@@ -2,12 +2,15 @@
 
                   whole                              held
     stays         always there                       this rank's part of it
-    comes, goes   from `come` to `go` (elastic.py)   memory of its own, always there, the device's or the host's
+    comes, goes   from `come` to `go` (Elastic)      memory of its own, always there, the device's or the host's
 
 What a rank owns is all that it holds, or where that is shared out once more (bucket_rule.py) a part of it.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +19,59 @@ from megalite.nn.parameter import write_initial
 from megalite.optim.bucket_rule import BucketRule
 from megalite.optim.host_memory import host_memory, pinned_bytes
 from megalite.optim.layout import Bucket, Kind, Layout, Part, Slot
-from megalite.parallel.elastic import Elastic
+
+
+class Watcher(Protocol):
+    """Is told when memory came, and before it goes, which is no operation of torch's: no dispatch mode sees it."""
+
+    def came(self, flat: Tensor) -> None: ...
+    def goes(self, flat: Tensor) -> None: ...
+
+
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextlib.contextmanager
+def listening(watcher: Watcher) -> Iterator[None]:
+    """Inside, `watcher` is told by every Elastic."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+class Elastic:
+    """A flat tensor [numel] whose memory can be freed and allocated again. Its views, and the views that autograd has
+    saved, share one storage object, so they are valid again as soon as it is, with the values that were written since.
+
+    A parameter's version counter is not that of the flat tensor that its data is part of, so autograd does not notice,
+    and backward uses the values that are there at that time. Nothing checks that the memory is there: reading a view
+    without it ends the process (SIGSEGV on a CPU).
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
+        self.flat = torch.empty(numel, dtype=dtype, device=device)
+        self._bytes = self.flat.untyped_storage().nbytes()
+
+    @property
+    def is_there(self) -> bool:
+        return self.flat.untyped_storage().nbytes() == self._bytes
+
+    def come(self) -> Tensor:
+        """Allocate the memory unless it is there, with arbitrary values; return the flat tensor."""
+        if not self.is_there:
+            self.flat.untyped_storage().resize_(self._bytes)
+            if (watcher := _watcher.get()) is not None:
+                watcher.came(self.flat)
+        return self.flat
+
+    def go(self) -> None:
+        """Free the memory. On CUDA the allocator may give it to the current stream at once, so wait first for any other
+        stream that still reads it (parallel/streams.py)."""
+        if self.is_there and (watcher := _watcher.get()) is not None:
+            watcher.goes(self.flat)
+        self.flat.untyped_storage().resize_(0)
 
 
 def main_dtype(weights: torch.dtype) -> torch.dtype:

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.parallel.calls import SEND, Call
-from megalite.parallel.mesh import Axis, Mesh
+from megalite.parallel.mesh import SEND, Axis, Call, Mesh
 
 # torch 2.13 renamed them; both names do the same
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

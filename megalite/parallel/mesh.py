@@ -13,7 +13,9 @@ passed explicitly: there is no module state. A planned mesh has only sizes and p
 """
 
 import datetime
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack
 
@@ -23,7 +25,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megalite.config.environment import override
-from megalite.parallel.calls import Call, Calls
 from megalite.parallel.clock import Clock
 from megalite.parallel.shared_memory import SharedMemory, Transport
 
@@ -35,8 +36,57 @@ AXES: Final = ("pp", "dp", "cp", "tp", "stage", "data", "shard", "replica") + (
     ("edp", "ep", "etp", "expert_shard", "expert_replica", "ends")
 )
 
+KEPT = 16  # calls
+SEND, RECEIVE = "send to", "receive from"
 # torch 2.15 has a public name for it, and warns about the private one
 set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+
+
+@dataclass(eq=False)
+class Call:
+    """One collective, or one message to or from the global rank `peer` (-1 for a collective), recorded for the thread
+    that looks for hangs. The rank enters it while it issues the call and while it waits for it. All ranks of an axis do
+    the same in the same order: collective 12 of one is that of all, message 12 to a neighbour its message 12 from here.
+    """
+
+    axis: "Axis"
+    op: str
+    peer: int
+    number: int
+    bytes: int
+    dtype: Any  # of its tensor
+
+    @property
+    def told(self) -> tuple[str, int, int, int]:
+        return self.op, self.peer, self.number, self.bytes
+
+    def __enter__(self) -> "Call":
+        self.axis.calls.waiting = self, time.monotonic()
+        if self.peer < 0:  # the pipeline has spans of its own for messages
+            phase = "agreement" if self.axis.name == "world" else "communication"
+            self._span = self.axis.clock.span(phase, self.op, self.axis.name)
+            self._span.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        if self.peer < 0:
+            self._span.__exit__(kind, *error)
+        if kind is None:  # after an error it stays, since that is where this rank was
+            self.axis.calls.waiting = None
+
+
+@dataclass(eq=False)
+class Calls:
+    """The calls of one rank on one axis.
+
+    waiting         the call that blocks the rank, and since when (time.monotonic)
+    message_limit   how long it waits for a message; None: the time-out that gloo was given when it made the group
+    """
+
+    last: deque[Call] = field(default_factory=lambda: deque(maxlen=KEPT))
+    waiting: tuple[Call, float] | None = None
+    numbers: dict[tuple[str, int], int] = field(default_factory=dict)
+    message_limit: datetime.timedelta | None = None
 
 
 @dataclass(frozen=True)
@@ -275,7 +325,10 @@ class _Groups:
             return self.axes[rank_sets]
         if planned:
             return axis
-        group = self._group(name, rank_sets, own)
+        group: Any = self.world.group
+        if len(rank_sets) > 1 or own:  # all ranks take part in the making of each
+            groups = [dist.new_group(list(ranks), timeout=self.timeout, group_desc=name) for ranks in rank_sets]
+            group = next((made for made, ranks in zip(groups, rank_sets, strict=True) if rank in ranks), None)
         if not places:
             return axis
         axis = replace(axis, transport=group)
@@ -284,13 +337,6 @@ class _Groups:
         if self.memory and name not in ("pp", "stage"):  # collective over the axis
             axis = replace(axis, transport=SharedMemory.open(group, axis.rank, size) or group)
         return self.axes.setdefault(rank_sets, axis)
-
-    def _group(self, name: str, rank_sets: Sequence[tuple[int, ...]], own: bool) -> Any:
-        """Make a group of each set, with all ranks taking part; return this rank's group, or None."""
-        if len(rank_sets) == 1 and not own:
-            return self.world.group
-        groups = [dist.new_group(list(ranks), timeout=self.timeout, group_desc=name) for ranks in rank_sets]
-        return next((group for group, ranks in zip(groups, rank_sets, strict=True) if self.world.rank in ranks), None)
 
 
 def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:

@@ -9,13 +9,12 @@ of floats may round the changed bit away.
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config.faults import fault
 from megalite.launch.ranks import LaunchError
 from megalite.parallel import comm
-from megalite.parallel.mesh import Axis, Mesh
+from megalite.parallel.mesh import RECEIVE, SEND, Axis, Mesh
 
 SMALL, LARGE = 1 << 10, 1 << 18  # elements of a whole tensor; NCCL has other protocols for large ones
 SHOWN = 8  # ranks whose reports the error holds
@@ -24,8 +23,7 @@ Outcome = tuple[str, Tensor, Tensor]  # operation, result, expected result
 
 
 def numbers(rank: int, n: int, device: torch.device, ranks: int = 1) -> Tensor:
-    """The int32 values [n] that global rank `rank` sends; or the sum of `ranks` ranks' values, if `rank` is the sum of
-    their numbers."""
+    """The int32 values [n] that global rank `rank` sends, or the sum of `ranks` ranks', if `rank` is that of theirs."""
     return (torch.arange(n, device=device) * 2654435761 % 1048573 * ranks + 40503 * rank).int()
 
 
@@ -72,12 +70,10 @@ def _outcomes(axis: Axis, n: int, mesh: Mesh) -> Iterator[Outcome]:
 def pass_on(axis: Axis, x: Tensor, step: int) -> Tensor:
     """Send `x` to the rank `step` places further; return what came from the other side. Even positions send first, so
     that no two neighbours both wait in a send."""
-    got, to, source = torch.empty_like(x), *(axis.ranks[(axis.rank + d) % axis.size] for d in (step, -step))
-    calls = [lambda: dist.isend(x, to, group=axis.group), lambda: dist.irecv(got, source, group=axis.group)]
-    for call in calls if axis.rank % 2 == 0 else reversed(calls):
-        work = call()
-        assert work is not None
-        work.wait()
+    got, to, source = torch.empty_like(x), *((axis.rank + d) % axis.size for d in (step, -step))
+    messages = [(x, axis, to, SEND), (got, axis, source, RECEIVE)]
+    for message in messages if axis.rank % 2 == 0 else reversed(messages):
+        comm.start_message(*message).wait()
     return got
 
 

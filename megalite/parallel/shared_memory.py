@@ -33,6 +33,7 @@ from torch import Tensor
 SLOTS = 3
 SLOT_BYTES = 2 << 20  # of one rank
 FOLDER = Path("/dev/shm")
+Copy = Callable[[Tensor, int, int], None]  # between a slot and a tensor, whose elements a..b it has
 
 
 class OrderError(RuntimeError):
@@ -54,8 +55,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
-        """x [size * n], out [n]: the sum over ranks of this rank's block of their x. x must not change before `wait`;
-        `out` may be that block of x."""
+        """x [size * n], out [n], which may be this rank's part of x: the sum of these parts. x stays until `wait`."""
 
 
 class Transfer:
@@ -85,8 +85,7 @@ class SharedMemory(Transport):
     @classmethod
     def open(cls, group: Any, rank: int, size: int, slot_bytes: int = SLOT_BYTES) -> SharedMemory | None:
         """Map a new file on all ranks; collective over `group`, which has a CPU backend. None on all ranks if they are
-        on several machines, or the machine has no room. The file has no name when this returns, so a killed process
-        leaves nothing behind."""
+        on several machines, or have no room. The file then has no name: a killed process leaves nothing behind."""
         names, mapped, total = list[Any]([None]), None, SLOTS * size * slot_bytes
         with contextlib.ExitStack() as until_mapped:
             if rank == 0:
@@ -137,18 +136,14 @@ class SharedMemory(Transport):
 
         return self._start(2, x, out.numel(), piece, put, read)
 
-    def _start(
-        self, kind: int, x: Tensor, elements: int, piece: int, put: Callable[..., None], read: Callable[..., None]
-    ) -> Transfer:
+    def _start(self, kind: int, x: Tensor, elements: int, piece: int, put: Copy, read: Copy) -> Transfer:
         self._last.wait()
         facts = torch.tensor([kind, elements, x.element_size()], dtype=torch.int64)
         spans = [(begin, min(begin + piece, elements)) for begin in range(0, elements, piece)]
         self._last = Transfer(self._steps(torch.cat([facts, -facts]), spans, put, read))
         return self._last
 
-    def _steps(
-        self, facts: Tensor, spans: list[tuple[int, int]], put: Callable[..., None], read: Callable[..., None]
-    ) -> Iterator[None]:
+    def _steps(self, facts: Tensor, spans: list[tuple[int, int]], put: Copy, read: Copy) -> Iterator[None]:
         """Put the first piece; behind the `yield` read all, and put each next one while this one is read."""
 
         def begin(span: tuple[int, int]) -> tuple[Tensor, Tensor, Any]:

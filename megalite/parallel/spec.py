@@ -130,8 +130,7 @@ class ParamSpec:
         return Box(tuple(start), tuple(stop))
 
     def stored_box(self, sizes: Mapping[str, int], ranks: Mapping[str, int]) -> Box:
-        """`box` without its rows of padding. These come last, so it is a prefix of the flattened `box`, and empty if
-        all rows are padding."""
+        """`box` without rows of padding, which come last: a prefix of the flattened `box`, empty if all are padding."""
         box = self.box(sizes, ranks)
         if self.rows is None:
             return box

@@ -74,8 +74,7 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside(stream: Stream | None, after: Event | None) -> Iterator[None]:
-    """Send the work inside to `stream`, after the event `after`. Other streams wait for it only through an event that
-    is `reached` inside."""
+    """Send the work inside to `stream`, after the event `after`. Others wait for it by an event `reached` inside."""
     if stream is None:
         yield
         return

@@ -15,7 +15,6 @@ with dp > 1 the eager ones take as much again.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,13 +22,6 @@ from torch import Tensor
 
 from megalite.parallel.streams import CudaGraph, Stream, on_stream
 from megalite.pipeline.runtime import Flight, Pipeline
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    batch: Any
-    losses: Tensor
-    graph: CudaGraph
 
 
 class GraphedPipeline(Pipeline):
@@ -55,8 +47,8 @@ class GraphedPipeline(Pipeline):
         self.graphs, self.begin_all, self.apart, self.stream = graphs, begin_all, apart, stream
         self.replays = True  # False, or a timeline that is wanted: steps are eager
         self._weight = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        self._seen: set[tuple[Any, ...]] = set()
-        self._recorded: dict[tuple[Any, ...], _Recorded] = {}
+        # shape -> static batch, losses, graph; None: seen once
+        self._recorded: dict[tuple[Any, ...], tuple[Any, Tensor, CudaGraph] | None] = {}
 
     def step(self, batches: Sequence[Any], loss_weight: float, more: bool = False) -> Tensor:
         inner = batches[1:-1] if self.apart else batches
@@ -77,20 +69,18 @@ class GraphedPipeline(Pipeline):
 
     def _replay(self, batch: Any, loss_weight: float) -> Tensor:
         shape = tuple(_shape(name, value) for name, value in _values(batch).items())
-        if shape not in self._seen:
-            self._seen.add(shape)
-            return super().step([batch], loss_weight, more=True)
         if shape not in self._recorded:
-            self._recorded[shape] = self._record(batch)
-        recorded = self._recorded[shape]
+            self._recorded[shape] = None
+            return super().step([batch], loss_weight, more=True)
+        static, losses, graph = self._recorded[shape] = self._recorded[shape] or self._record(batch)
         for name, value in _values(batch).items():
             if isinstance(value, Tensor):
-                getattr(recorded.batch, name).copy_(value)
+                getattr(static, name).copy_(value)
         with self.mesh.clock.span("graph", "replay"):
-            recorded.graph.replay()
-        return recorded.losses
+            graph.replay()
+        return losses
 
-    def _record(self, batch: Any) -> _Recorded:
+    def _record(self, batch: Any) -> tuple[Any, Tensor, CudaGraph]:
         tensors = {name: value.clone() for name, value in _values(batch).items() if isinstance(value, Tensor)}
         static, graph = dataclasses.replace(batch, **tensors), self.graphs()
         made: list[Tensor] = []
@@ -109,7 +99,7 @@ class GraphedPipeline(Pipeline):
             raise RuntimeError(text) from error
         finally:
             clock.timed = timed
-        return _Recorded(static, made[0], graph)
+        return static, made[0], graph
 
 
 def _values(batch: Any) -> dict[str, Any]:

@@ -25,9 +25,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.config.faults import fault
 from megalite.nn.later import Later
 from megalite.nn.parameter import GradientSink
-from megalite.parallel.calls import RECEIVE, SEND
 from megalite.parallel.comm import Pending, start_message
-from megalite.parallel.mesh import Axis, Mesh
+from megalite.parallel.mesh import RECEIVE, SEND, Axis, Mesh
 from megalite.parallel.streams import synchronize
 from megalite.pipeline.schedule import Action, Op, Placement, Sharing, Split, plan, with_sharing
 

@@ -47,8 +47,7 @@ ONE: Held = (1, 1)
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank of pp holds which stage: a loop, stage s on rank s % pp as its chunk s // pp of `vpp`. The only place
-    that knows it."""
+    """Which rank of pp holds which stage, known here alone: stage s is on rank s % pp as its chunk s // pp of `vpp`."""
 
     pp: int
     vpp: int = 1
@@ -117,13 +116,8 @@ def group_sizes(num_microbatches: int, pp: int, size: int | None = None) -> list
 def _order(rank: int, place: Placement, groups: Sequence[int], op: Op) -> list[Action]:
     """All F (or B) of one rank: a group of micro-batches runs through all chunks before the next group."""
     stages = place.stages(rank) if op is Op.F else place.stages(rank)[::-1]
-    stops = list(itertools.accumulate(groups))
-    return [
-        Action(op, stage, i)
-        for stop, size in zip(stops, groups, strict=True)
-        for stage in stages
-        for i in range(stop - size, stop)
-    ]
+    runs = [range(stop - size, stop) for stop, size in zip(itertools.accumulate(groups), groups, strict=True)]
+    return [Action(op, stage, i) for run in runs for stage in stages for i in run]
 
 
 def gpipe(rank: int, place: Placement, groups: Sequence[int]) -> list[Action]:
@@ -149,19 +143,13 @@ def one_f_one_b(rank: int, place: Placement, groups: Sequence[int]) -> list[Acti
     return actions + backwards[max(0, len(forwards) - warm_up) :]
 
 
-def forward_only(rank: int, place: Placement, groups: Sequence[int]) -> list[Action]:
-    """Evaluation."""
-    return _order(rank, place, groups, Op.F)
-
-
 SCHEDULES: Mapping[str, Callable[[int, Placement, Sequence[int]], list[Action]]] = MappingProxyType(
-    {"1f1b": one_f_one_b, "gpipe": gpipe, "breadth-first": breadth_first, "forward": forward_only}
-)
+    {"1f1b": one_f_one_b, "gpipe": gpipe, "breadth-first": breadth_first, "forward": functools.partial(_order, op=Op.F)}
+)  # the last is evaluation
 
 
 def in_flight(row: Sequence[Action], held: Sequence[Held] | None = None) -> float:
-    """The most that one rank holds at once of forwards whose backward, or the W of it, has not run; by default each
-    counts 1."""
+    """The most that one rank holds at once of forwards whose backward, or its W, has not run; by default each is 1."""
     split = any(a.op is Op.W for a in row)
     return max(itertools.accumulate(held_more(a.op, held[a.stage] if held else ONE, split) for a in row))
 
@@ -222,8 +210,7 @@ def with_sharing(row: tuple[Action, ...], sharing: Sharing) -> tuple[Action, ...
 
 
 def _runs(row: Sequence[Action], op: Op) -> list[range]:
-    """Of actions `op` of one stage, with whatever is between them but one of another stage; from the first to behind
-    the last."""
+    """Of actions `op` of one stage, with what is between them but one of another; from the first to behind the last."""
     own = [i for i, action in enumerate(row) if action.op is op]
     runs = (list(run) for _, run in itertools.groupby(own, lambda i: row[i].stage))
     return [range(run[0], run[-1] + 1) for run in runs]

@@ -63,8 +63,7 @@ def simulate(
     """Each action as soon as its rank is free and its input has arrived.
 
     costs  of every stage, as in schedule.Split
-    delay  of a message from one rank to another; a rank's messages in one direction go one after another, behind its
-           work
+    delay  of a message from one rank to another; a rank's in one direction go one after another, behind its work
     begin  stage -> when its first forward may start at the earliest
 
     Raises ValueError when a message or an input never comes.

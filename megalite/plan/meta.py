@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels.dispatch import Kernel, planning
-from megalite.parallel.elastic import listening
+from megalite.optim.flat_storage import listening
 
 META = torch.device("meta")
 aten: Any = torch.ops.aten

@@ -40,9 +40,7 @@ STOP_FILE = "stop"  # in the run directory: making it stops the run as a signal 
 class Watch:
     """Observers of a run. `hosts`: of all ranks. `dog`: runs since the start."""
 
-    def __init__(
-        self, config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str], dog: Watchdog
-    ) -> None:
+    def __init__(self, config: Config, run: Run, folder: Path, phases: Phases, hosts: list[str], dog: Watchdog) -> None:
         p, log, o = config.parallel, config.log, config.operations
         timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
         limit_s = p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes

@@ -23,9 +23,8 @@ from torch import Tensor
 import megalite
 from megalite.launch.ranks import Ranks
 from megalite.models.gpt import Stage
-from megalite.parallel.calls import SEND
 from megalite.parallel.comm import Pending
-from megalite.parallel.mesh import Mesh, plan_mesh
+from megalite.parallel.mesh import SEND, Mesh, plan_mesh
 from megalite.pipeline.schedule import Action
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.meta import META, Meta
@@ -141,11 +140,8 @@ def _stepped(run: Run, plan: Arrangement, shapes: Meta) -> Rehearsal:
     run.close()
     kept = [n for n in range(len(main.main)) if n not in main.host.kept]
     held = [x for n in kept for x in main.state[n].values()] + ([] if main.same else [main.main[n] for n in kept])
-    parts = {
-        "weights": weights.nbytes,
-        "gradients": run.buffer.grads.nbytes,
-        "optimizer": sum(x.nbytes for x in held),
-    }
+    optimizer = sum(x.nbytes for x in held)
+    parts = {"weights": weights.nbytes, "gradients": run.buffer.grads.nbytes, "optimizer": optimizer}
     if tables := sum(x.nbytes for stage in stages for x in stage.rope or ()):
         parts["rotary tables"] = tables
     return Rehearsal(

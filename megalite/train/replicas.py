@@ -1,5 +1,4 @@
-"""Checks that all replicas of shared values have the same bits. A replica that differs means a broken device or a bug,
-and every step makes it worse.
+"""Checks that replicas of shared values have the same bits: one that differs is a broken device's work, or a bug's.
 
     weights       all over data, those that are not split over tp, tied ones over the pipeline's ends (Megatron-LM
                   compares the first), those of experts over their own axes. Weights that ZeRO-3 shares out have copies
@@ -59,9 +58,8 @@ def check_replicas(run: Run, step: int, action: str = "stop", seen: bool = False
 
 def disagreement(run: Run) -> Tensor:
     """[2] in fp64, whose sum over the world is [0, 0] if replicas over data have the same bits, and main weights those
-    of their copies. For each home the first rank subtracts what the others add; below 2^53, so up to 2^21 ranks, sums
-    of whole numbers are exact. Reads all weights once, and those that this rank owns once more with their main weights,
-    without a wait for the device."""
+    of their copies. For each home the first rank subtracts what the others add; sums are exact below 2^53, so up to
+    2^21 ranks. Reads all weights once, what this rank owns once more with its main weights; the host does not wait."""
     buffer, optimizer = run.buffer, run.optimizer
     buffer.wait_gather()
     total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
@@ -95,10 +93,8 @@ def _differences(run: Run) -> tuple[str, Majority]:
     buffer.wait_gather()
     slots = [slot for bucket in layout.buckets for slot in bucket.slots]
     specs = [layout.entries[slot.entry].spec for slot in slots]
-    over = [
-        _copied_over(spec.home, buffer.weights.stays(layout.buckets[slot.bucket]))
-        for spec, slot in zip(specs, slots, strict=True)
-    ]
+    stay = [buffer.weights.stays(layout.buckets[slot.bucket]) for slot in slots]
+    over = [_copied_over(spec.home, stays) for spec, stays in zip(specs, stay, strict=True)]
     hashes: dict[int, int] = {}
     found, majority = _casts(run), []
     for name in ("data", "replica", "edp", "expert_replica", "tp", "ep", "etp", "ends"):

@@ -85,7 +85,12 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
         paths, part = lists[split], parts[split]
         if eval_iters <= 0 or not paths or part is None:
             continue
-        for name, own_paths in (_named(data, paths) if split == "valid" else {"": paths}).items():
+        each = {"": list(paths)}
+        if split == "valid" and data.multiple_validation_sets:
+            each = sets_of_each(each[""], data.validation_set_names)
+        elif split == "valid":
+            each = parse_named_sets(each[""], unnamed="")
+        for name, own_paths in each.items():
             try:
                 dataset = blend(own_paths, split, part)
             except DataError as error:
@@ -133,13 +138,6 @@ def true_vocab_size(data: DataConfig, tokenizer: Tokenizer | None) -> int:
     if rows is not None and rows < size:
         raise DataError(f"padded_vocab_size={rows} is below the vocabulary of {size}; give more, or leave it out")
     return size
-
-
-def _named(data: DataConfig, paths: Paths) -> dict[str, list[str]]:
-    """The validation sets by name; the name of a single one without a name is empty."""
-    if data.multiple_validation_sets:
-        return sets_of_each(list(paths), data.validation_set_names)
-    return parse_named_sets(list(paths), unnamed="")
 
 
 def read_paths(data: DataConfig) -> tuple[dict[str, Paths | None], dict[str, tuple[float, float] | None]]:

@@ -90,7 +90,7 @@ GENERATED = (
 STARTED = {
     "parallel/comm.py gather_texts: start_all_gather(row[None], axis).wait()": "",
     "parallel/self_test.py _outcomes: comm.start_reduce_scatter(sent.clone(), axis).wait()": "",
-    "parallel/self_test.py pass_on: work.wait()": PP,
+    "parallel/self_test.py pass_on: comm.start_message(*message).wait()": PP,
 }
 OF_REPLICAS = (
     "optim/grad_reduce.py GradReduce.finish: start_reduce_scatter_into(self.grads.owned(bucket), self.grads.held(bucket), outer).wait()",

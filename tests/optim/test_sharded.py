@@ -15,7 +15,7 @@ from torch import Tensor
 from megalite.config import cli
 from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from megalite.parallel.elastic import Elastic, listening
+from megalite.optim.flat_storage import Elastic, listening
 from megalite.train.rehearsal import issued
 from megalite.train.setup import build_run
 from megalite.train.state import Run

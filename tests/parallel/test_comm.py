@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks, wait_for
 
 from megalite.parallel import comm
-from megalite.parallel.calls import RECEIVE
-from megalite.parallel.mesh import PLANNED, Axis, Mesh, build_mesh
+from megalite.parallel.mesh import PLANNED, RECEIVE, Axis, Mesh, build_mesh
 from megalite.parallel.rng import initialize_
 from megalite.parallel.spec import ParamSpec
 

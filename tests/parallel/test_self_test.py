@@ -55,7 +55,7 @@ def _bend(what: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dist, "broadcast", wrong_place)
     elif what == "message":
         honest_isend = dist.isend
-        monkeypatch.setattr(dist, "isend", lambda x, to, group: honest_isend(x * 2, to, group=group))
+        monkeypatch.setattr(dist, "isend", lambda x, to, **how: honest_isend(x * 2, to, **how))
     else:  # the sum leaves rank 1's part out
         monkeypatch.setattr(self_test, "fault", lambda point, rank, step, x: x.zero_())
 

@@ -29,7 +29,7 @@ from megalite.config import cli  # noqa: E402
 from megalite.kernels import dispatch, weight_grad  # noqa: E402
 from megalite.launch.ranks import Ranks  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
-from megalite.parallel.elastic import listening  # noqa: E402
+from megalite.optim.flat_storage import listening  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
 from megalite.train.step import train_step  # noqa: E402
 

@@ -21,8 +21,7 @@ from train_cases import SMALL, TP2_PP2, config_from, run_from
 from whole_runs import ROOT, rows, running, status_of
 
 from megalite.parallel import comm
-from megalite.parallel.calls import RECEIVE, SEND
-from megalite.parallel.mesh import PLANNED, Mesh, build_mesh
+from megalite.parallel.mesh import PLANNED, RECEIVE, SEND, Mesh, build_mesh
 from megalite.parallel.shared_memory import OrderError
 from megalite.train.life.opening import many_evaluations
 from megalite.train.step import train_step

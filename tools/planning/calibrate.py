@@ -34,9 +34,8 @@ from megalite.nn.later import Later
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.zero1 import Zero1
-from megalite.parallel.calls import RECEIVE, SEND
 from megalite.parallel.comm import start_all_gather_into, start_message
-from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.mesh import RECEIVE, SEND, Mesh, build_mesh
 from megalite.parallel.streams import synchronize
 from megalite.plan.arrangement import Arrangement, build_stage
 from megalite.plan.cluster import DEVICES, Link, cluster

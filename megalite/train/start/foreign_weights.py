@@ -54,13 +54,15 @@ class Weights:
     tensors: Sequence[Foreign]
 
 
-def open_weights(folder: Path, seq_length: int | None, step: int | None) -> Weights:
-    """Raises CheckpointError. `step`: of Megatron-LM's checkpoints; None: the one that it would load."""
+def open_weights(config: Config, folder: Path) -> Weights:
+    """Of Megatron-LM's checkpoints that of --ckpt-step, or the one that it would load. Raises CheckpointError."""
+    c = config.checkpoint
+    step = c.ckpt_step if c.load is not None and Path(c.load) == folder else None
     release = None if (folder / "config.json").is_file() else megatron.find(folder, step)
     if release is None:
-        model = open_model(folder, seq_length)
-        tokenizer = usable(tokenizer_beside(folder), model.vocab_size)
+        model = open_model(folder, config.model.seq_length or None)
         rows = model.vocab_size
+        tokenizer = usable(tokenizer_beside(folder), rows)
         return Weights(folder, model.family, model.model, rows, rows, False, model.dtype, tokenizer, model.tensors)
     theirs = open_checkpoint(release, lambda line: None)
     rows = theirs.padded_vocab_size
@@ -89,12 +91,6 @@ def source_of(config: Config) -> Path | None:
     return None if missing and c.exit_on_missing_checkpoint else folder
 
 
-def _opened(config: Config, folder: Path) -> Weights:
-    c = config.checkpoint
-    step = c.ckpt_step if c.load is not None and Path(c.load) == folder else None
-    return open_weights(folder, config.model.seq_length or None, step)
-
-
 def with_source(config: Config) -> Config:
     """`config` completed from the checkpoint or the other program's directory: the model with --use-checkpoint-args,
     of the directory also vocabulary and tokenizer. Raises SetupError with all contradictions at once."""
@@ -104,7 +100,7 @@ def with_source(config: Config) -> Config:
     if folder is None:
         return with_checkpoint_args(config)
     try:
-        theirs = _opened(config, folder)
+        theirs = open_weights(config, folder)
     except CheckpointError as error:
         raise SetupError(str(error)) from None
     problems: list[str] = []
@@ -172,7 +168,7 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
     def read() -> tuple[Path, Weights]:
         if folder is None:
             raise CheckpointError("it does not exist here, but rank 0 sees it: share it, or copy it to all nodes")
-        theirs = _opened(config, folder)
+        theirs = open_weights(config, folder)
         pieces = [entry.piece for entry in run.optimizer.pieces()]
         main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # exact where weights are not
         wanted = main or [piece for piece in pieces if piece.name.startswith("model/")]
@@ -189,8 +185,6 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
     if theirs.vocab_size is None and run.vocab_size == theirs.rows:
         notes.append(f"{UNKNOWN_VOCABULARY}; give the tokenizer, or --vocab-size")
     if config.checkpoint.load is not None and Path(config.checkpoint.load) == folder and config.checkpoint.save:
-        notes.append(
-            "a restart with this --load begins afresh again; to continue, give --load "
-            f"{config.checkpoint.save} --pretrained-checkpoint {folder}"
-        )
+        again = "a restart with this --load begins afresh again; to continue, give --load"
+        notes.append(f"{again} {config.checkpoint.save} --pretrained-checkpoint {folder}")
     return theirs.folder, notes

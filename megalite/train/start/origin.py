@@ -111,22 +111,18 @@ def _training(config: Config) -> dict[str, Any]:
     return training_of(replace(config, checkpoint=replace(c, load=None)) if in_save else config)
 
 
-def begin_branch(
-    run: Run, config: Config, saver: Saver | None, loaded: Location | None
-) -> tuple[int | None, list[str]]:
+def begin_branch(run: Run, config: Config, saver: Saver | None, found: Location | None) -> tuple[int | None, list[str]]:
     """Tell the saver where the run begins. Returns (the step of the loaded checkpoint, if it is in the directory of
     --save; on rank 0, notes). Collective. Raises CheckpointError."""
     if saver is None:
         return None, []
     step = run.state.step
-    saved = step if loaded and any(_same(loaded, place) for place in saver.places_of(step)) else None
+    saved = step if found and any(_same(found, place) for place in saver.places_of(step)) else None
     chosen = saved is None or config.checkpoint.ckpt_step == saved  # else later checkpoints were tried, and are damaged
     note = saver.begins_at(step, damaged=not chosen)
     return saved, [] if note is None else [note]
 
 
 def _same(a: str | Location, b: str | Location) -> bool:
-    first, second = parse(a), parse(b)
-    return (
-        first.resolve() == second.resolve() if isinstance(first, Path) and isinstance(second, Path) else first == second
-    )
+    first, second = (place.resolve() if isinstance(place, Path) else place for place in map(parse, (a, b)))
+    return first == second

@@ -98,19 +98,17 @@ def resume(
 ) -> tuple[Location, list[str]] | None:
     """Continue from the newest valid checkpoint of `directory`, or of `first`, or start from its weights: (it, notes);
     None where there is none; collective. Raises SetupError where it does not fit, and CheckpointError."""
-    seen: list[tuple[Numbers, list[str]]] = []  # numbers and notes of the last checkpoint looked at
+    notes: list[str] = []
 
     def wanted(folder: Location, manifest: Manifest) -> loader.Wanted:
-        numbers = _numbers(run, folder, manifest, config.checkpoint)
-        want, notes = _wanted(run, config, start, folder, manifest, numbers[3])
-        seen[:] = [(numbers, notes)]
-        return want
+        notes.clear()  # of the checkpoint looked at before
+        return _wanted(run, config, start, folder, manifest, notes)
 
     loaded = loader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
     if loaded is None:
         return None
     folder, manifest = loaded
-    (progress, updates, scaler, rates, spikes), notes = seen[0]
+    progress, updates, scaler, rates, spikes = _numbers(run, folder, manifest, config.checkpoint)
     run.optimizer.after_load(main_loaded=start.optimizer)
     if start.afresh:
         return folder, [*notes, "only the weights are loaded: step, optimizer and data begin afresh"]
@@ -138,16 +136,16 @@ def resume(
 
 
 def _wanted(
-    run: Run, config: Config, start: Start, folder: Location, manifest: Manifest, theirs: Rates
-) -> tuple[loader.Wanted, list[str]]:
-    """(the pieces to fill from this checkpoint, notes). Raises SetupError where it does not fit the run."""
-    notes: list[str] = []
+    run: Run, config: Config, start: Start, folder: Location, manifest: Manifest, notes: list[str]
+) -> loader.Wanted:
+    """The pieces to fill from this checkpoint; adds notes. Raises SetupError where it does not fit the run."""
+    theirs = _numbers(run, folder, manifest, config.checkpoint)[3]
     options = options_that_differ(config.model, saved_config(manifest, folder).model, "the checkpoint")
     if (rows := manifest.state.get("vocab_size", run.vocab_size)) != run.vocab_size:
         options.append(f"vocab_size: {run.vocab_size} here, {rows} in the checkpoint")
     tokenizer = tokenizer_differences(run.tokenizer, manifest)
     if start.afresh:
-        notes = [f"changed since the checkpoint: {line}" for line in [*options, *tokenizer]]
+        notes += [f"changed since the checkpoint: {line}" for line in [*options, *tokenizer]]
         options, tokenizer = [], []
     pieces, own = [entry.piece for entry in run.optimizer.pieces()], run.optimizer.kinds()
     saved = {name.partition("/")[0]: whole.dtype for name, whole in manifest.tensors.items()}  # of the names KIND/NAME
@@ -166,7 +164,7 @@ def _wanted(
     elif own["model"] != saved["model"]:
         pieces = across_precisions(pieces, own, saved)
         notes.append(f"saved in {saved['model']}: the main weights continue bit for bit, in {own['model']}")
-    return loader.Wanted(pieces, start.optimizer, tell=_tell_load(run, config, folder, manifest)), notes
+    return loader.Wanted(pieces, start.optimizer, tell=_tell_load(run, config, folder, manifest))
 
 
 def across_precisions(pieces: Sequence[Piece], kinds: Mapping[str, str], there: Mapping[str, str]) -> list[Piece]:

@@ -82,8 +82,7 @@ def _installed(*packages: str) -> str:
 
 
 def compare(facts: Facts, world: Axis, device: torch.device) -> tuple[list[str], list[str]]:
-    """(each rank's host, warnings). Collective over `world`: one gather where all agree. Raises LaunchError on all
-    ranks where a fact of EQUAL differs."""
+    """(hosts by rank, warnings); collective, one gather if all agree. Raises LaunchError if a fact of EQUAL differs."""
     names = (*EQUAL, *ALIKE)
     hashes = [hashlib.sha256(facts.get(name, "").encode()).hexdigest()[:16] for name in names]
     rows = gather_texts("\n".join([*hashes, socket.gethostname()]), world, device, room=17 * len(names) + HOST)
@@ -116,9 +115,8 @@ def describe(name: str, texts: list[str], hosts: list[str]) -> str:
 
 
 class Card:
-    """Facts and figures of this rank's card, from NVIDIA's management library, where the package nvidia-ml-py is
-    installed: `figures` and `facts`, a function for each. What a card does not have is absent; nothing here raises or
-    waits for the card."""
+    """Facts and figures of this rank's card, from NVIDIA's management library, where nvidia-ml-py is installed:
+    `figures` and `facts`, a function for each. What a card does not have is absent; nothing raises or waits for it."""
 
     def __init__(self, device: torch.device):
         self.figures: dict[str, Callable[[], float]] = {}

@@ -1,7 +1,6 @@
 """The watchdog: a thread per rank that notices a hang, and reports which rank causes it and why.
 
-Watchdogs talk through the store by which ranks met, over their own connections, as the main thread may be blocked in a
-collective for ever. A round:
+Watchdogs talk through the store by which ranks met, by connections of their own: main threads may block. A round:
 
     asked       by the first rank whose step takes too long, or whose collective is about to time out
     answered    by every rank that lives: where it is, what it has begun (diagnosis.py); stacks go to RUN/hang/
@@ -287,9 +286,8 @@ def _own_connection() -> Any:
 
 class Heartbeat:
     """Renews status.json every BEAT_S while a run lives, so that an old one means it is gone or hangs. A thread of rank
-    0 writes it, as one batch or file may take longer than that, and a disk that hangs must not block the run. It pauses
-    while the watchdog sees a hang. `resumes`: of `Ranks`. Another run's status stays until this one begins, which may
-    be refused."""
+    0 writes it, as one batch or file may take longer, and a disk that hangs must not block the run. It pauses while the
+    dog sees a hang. `resumes`: of `Ranks`. Another run's status stays until this one begins, which may be refused."""
 
     def __init__(self, folder: Path, run: Run, config: Config, dog: Watchdog, resumes: bool):
         self._folder, self._run, self._config, self._dog = folder, run, config, dog

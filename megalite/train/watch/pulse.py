@@ -3,9 +3,8 @@
     own time of a rank = its step - its waits for others    (parallel/clock.py)
 
 A step takes all ranks equally long, since they wait for each other; the slow one waits least. A rank is compared with
-those at its position in the pipeline, which have the same work: it is a straggler when the median of its last steps is
-above theirs by MARGIN, and by MATERIAL of a step, at LINES lines in a row. On a CPU the time that a rank queued for a
-processor is subtracted.
+those at its position in the pipeline, with the same work: it is a straggler when the median of its last steps is above
+theirs by MARGIN, and by MATERIAL of a step, at LINES lines in a row. On a CPU queueing for a processor is subtracted.
 
 One all-reduce gathers a row per rank, at log lines EVERY steps apart, or at each line where an option needs it. The
 rest is a function of that table, so all ranks find the same.
@@ -89,11 +88,8 @@ class Pulse:
         """(event, rank, text) of each new problem."""
         now = list(self._wrong(rows))
         self._streaks = Counter({(event, rank): self._streaks[event, rank] + 1 for event, rank, _, _ in now})
-        return [
-            (event, rank, f"rank {rank} on {self.hosts[rank]} {text}")
-            for event, rank, lines, text in now
-            if self._streaks[event, rank] == lines
-        ]
+        new = [finding for finding in now if self._streaks[finding[:2]] == finding[2]]
+        return [(event, rank, f"rank {rank} on {self.hosts[rank]} {text}") for event, rank, _, text in new]
 
     def _wrong(self, rows: Sequence[Row]) -> Iterator[tuple[str, int, int, str]]:
         """Problems at this line: event, rank, lines in a row that make it a finding, text."""

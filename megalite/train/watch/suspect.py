@@ -1,10 +1,8 @@
-"""Examines a step whose numbers are suspicious: computes it again, to tell bad data from a bad machine, and searches
-for the first number that is not finite. `Doubts` draws the consequences. In a good step only it and `reason_to_doubt`
-are called.
+"""Examines a step whose numbers are suspicious: computes it again, to tell bad data from a bad machine, and seeks the
+first number that is not finite. `Doubts` draws the consequences. In a good step only it and `reason_to_doubt` run.
 
     forward    the first module, in the order of the stages, whose output is not finite though its input was
-    backward   else the first parameter, in the order of backward, whose gradient is not finite on a rank, before
-               gradients are summed over ranks
+    backward   else the first parameter, in the order of backward, whose gradient on a rank alone is not finite
     reduced    else the same in the sums of the first computation, whose parts no longer exist
 
 The same micro-batches on the same ranks give the same bits: weights have not changed, and dropout has coordinates.
@@ -75,8 +73,7 @@ def _bits(buffer: ParamBuffer, losses: Tensor) -> list[int]:
 
 def compute_again(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding | None]:
     """Forward and backward once more: (losses, the first value that is not finite on this rank). Gradients are reduced
-    as in the first computation, but this rank's own are searched before. A timeline shows the first computation
-    alone."""
+    as in the first computation, but this rank's own are searched before. A timeline shows the first alone."""
     kept, run.pipeline.timeline = run.pipeline.timeline, None
     nominal, grads = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.data.size, run.buffer.grads
     gradients: list[Finding] = []
@@ -131,8 +128,7 @@ def _bad_gradients(run: Run, bucket: Bucket, kind: int, parts: Iterable[tuple[Sl
 
 @contextlib.contextmanager
 def _first_bad_output(run: Run) -> Iterator[list[Finding]]:
-    """Collects at most one finding: the first module of this rank, in time, that makes a finite input infinite or
-    NaN."""
+    """Collects at most one finding: the first module of this rank in time that makes a finite input infinite or NaN."""
     found: list[Finding] = []
     here: list[Any] = [None, False]  # the micro-batch, and whether what came in is finite
 

@@ -28,7 +28,7 @@ from card.simulator.memory import Memory, Side
 from card.simulator.tape import Dispatch
 from card.simulator.trace import Fact, HostAccess, HostRead, HostWait, Launch, Mark, Mixed, Span, Stream
 from megalite.checkpoint.run.saver import Saver
-from megalite.parallel.elastic import listening
+from megalite.optim.flat_storage import listening
 from megalite.pipeline.graphed import GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.train import loop, setup, step

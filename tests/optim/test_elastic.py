@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalite.nn.linear import gather_linear
 from megalite.nn.recompute import recompute
-from megalite.parallel.elastic import Elastic
+from megalite.optim.flat_storage import Elastic
 from megalite.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")
