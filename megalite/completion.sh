@@ -19,7 +19,7 @@ _megalite() {
     before+=("$word")
   done
   if [ "$_megalite_before" != "${before[*]}" ]; then
-    _megalite_words=$(_megalite_in_help "$("${COMP_WORDS[0]}" "${before[@]}" --help all 2>/dev/null </dev/null)")
+    _megalite_words=$(_megalite_in_help "$(COLUMNS=1000 "${COMP_WORDS[0]}" "${before[@]}" --help all 2>/dev/null </dev/null)")
     _megalite_before="${before[*]}"
   fi
   COMPREPLY=($(compgen -W "$_megalite_words" -- "$cur"))

@@ -68,10 +68,16 @@ def test_lists_make_every_combination() -> None:
         (["--sweep", "no-such-flag=1,2"], "unknown flag --no-such-flag"),
         (["--sweep", "micro-batch-size=3,5"], "global_batch_size=8 is not a multiple of micro_batch_size 3"),
         (["--sweep", "lr=1,2", "--out", "/proc/x"], "--out /proc/x cannot be written"),
+        (["--no-such-flag"], "benchmark.py: unknown flag --no-such-flag; see --help\n"),
+        (["--json", "/no/such/folder/x"], "benchmark.py: --json /no/such/folder/x cannot be written: No such file"),
+        (["--device", "cuda"], "benchmark.py: device=cuda but torch sees no card; use --device cpu\n"),
+        (["--device", "cuda", "--memory-gib", "2"], "memory_gib=2 is for a CPU; drop it, or use --device cpu\n"),
+        (["--nproc", "3"], "benchmark.py: global_batch_size=8 is not a multiple of"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(words: list[str], text: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(contender, "measure", None)  # is not reached
+    monkeypatch.setattr("torch.cuda.is_available", lambda: "--memory-gib" in words and "cuda" in words)
     try:
         code = benchmark.main([*TINY, *words])
     except SystemExit as end:

@@ -49,7 +49,6 @@ ILLNESS = {
     "smoke": "differs from cpu by",
     "layouts": "Fatal Python error: Aborted",
     "train llama3-8b-4096": "CUDA out of memory",
-    "train llama3-8b-4096, smaller": "CUDA out of memory",
     "nccl": "NCCL error: unhandled system error",
     "train llama-2b-tensor": "Fatal Python error: Aborted",
     "train llama-2b-dp": "Fatal Python error: Aborted",
@@ -83,7 +82,6 @@ def test_training_runs_on_a_simulated_card(tmp_path: Path) -> None:
 def test_every_part_runs_on_simulated_cards(tmp_path: Path) -> None:
     made, told = rehearse(tmp_path)
     states = {part["name"]: part["status"] for part in made["parts"]}
-    assert states.pop("sanitizer").startswith(("ok", "skipped"))
     assert states.pop("smoke") == "failed (exit code 1)"
     assert set(states.values()) == {"ok"}, told
     results = made["results"]
@@ -103,7 +101,6 @@ def test_every_part_runs_on_simulated_cards(tmp_path: Path) -> None:
 def test_what_goes_wrong_in_each_part_is_named(tmp_path: Path) -> None:
     made, told = rehearse(tmp_path, ILL)
     parts = {part["name"]: part for part in made["parts"] if not part["status"].startswith("skipped")}
-    parts.pop("sanitizer", None)
     assert set(parts) == set(ILLNESS)
     for name, word in ILLNESS.items():
         assert parts[name]["status"].startswith("failed"), (name, told)

@@ -219,13 +219,8 @@ def test_a_sweep_that_cannot_be_starts_nothing(words: str, said: str, tmp_path: 
     (tmp_path / "run.toml").write_text(TOML)
     done = typed("tools/sweep.py", "run.toml", *words.split(), cwd=tmp_path)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_sweep_of_a_file_that_is_not_there_says_so_once(tmp_path: Path) -> None:
-    done = typed("tools/sweep.py", "none.toml", "--lr", "1e-3,2e-3", "--seed", "1,2", cwd=tmp_path)
-    said = "sweep.py: config='none.toml' cannot be read (No such file or directory); give a TOML file\n"
-    assert (done.returncode, done.stderr) == (2, said)
+    done = typed("tools/sweep.py", "none.toml", *words.split(), cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
 def test_a_sweep_is_run_once_and_goes_on_where_it_was_left(tmp_path: Path) -> None:

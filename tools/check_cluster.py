@@ -29,16 +29,6 @@ from tools.bench.collectives import everywhere, on_ranks, over_groups, timed
 from tools.program import parser_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")
-# GB/s in one direction of one card within a node, from the vendors' data sheets: half of what they call bidirectional
-LINKS = (
-    ("B200", 900.0, "NVLink 5"),
-    ("H200", 450.0, "NVLink 4"),
-    ("H100 PCIe", 64.0, "PCIe 5 x16"),
-    ("H100", 450.0, "NVLink 4"),
-    ("A100-PCIE", 32.0, "PCIe 4 x16"),
-    ("A100", 300.0, "NVLink 3"),
-    ("V100-SXM", 150.0, "NVLink 2"),
-)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -110,7 +100,7 @@ def measure(mesh: Any, device: Any, args: argparse.Namespace) -> dict[str, Any]:
             for size in sizes:
                 rows += [over_groups(axis, kind, size, mesh, args.times) for kind in KINDS]
     of_pairs = pairs(mesh, device, max(sizes), args.times)
-    link = expected(mesh, device)
+    link = expected(device)
     usual = statistics.median(rate for _, _, rate in of_pairs)
     about = "ranks {} and {}: {:.3g} GB/s between them, the median pair has {:.3g}"
     slow = [about.format(a, b, rate, usual) for a, b, rate in of_pairs if rate < args.slow * usual]
@@ -145,15 +135,15 @@ def pairs(mesh: Any, device: Any, size: int, times: int) -> list[tuple[int, int,
     return rates
 
 
-def expected(mesh: Any, device: Any) -> str:
-    """The rate of a card's link by its data sheet, in words; empty where nothing is known."""
+def expected(device: Any) -> str:
+    """The rate of a card's link as its vendor states it, in words; empty where nothing is known."""
     import torch
 
-    if device.type != "cuda":
-        return ""
-    name = torch.cuda.get_device_name(device)
-    known = next((link for link in LINKS if link[0] in name), None)
-    return "" if known is None else f"{name}: {known[1]:g} GB/s in each direction over {known[2]}, by its data sheet"
+    from megalite.plan.cluster import DEVICES
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    rates = [link.label / 1e9 for card, _, link, _ in DEVICES.values() if name and card.vendor_name == name]
+    return f"{name}: {rates[0]:g} GB/s in each direction inside a node, by its data sheet" if rates else ""
 
 
 # ---- what people and programs read

@@ -7,6 +7,7 @@ python tools/checkpoint.py diff runs/a/iter_0000500 runs/b         first and lar
 python tools/checkpoint.py reshard runs/mine small/iter_0000500    in --files 1; --weights: without the optimizer
 python tools/checkpoint.py average OUT A B C                       the mean of the weights
 python tools/checkpoint.py prune runs/mine --keep-last 3           as a run does; --dry-run: only say
+python tools/checkpoint.py seen runs/mine                          tokens, documents and epochs of its training data
 
 A --save directory stands for the newest checkpoint in it; each may be a URL (s3://bucket/runs/mine). Exit codes: 0;
 1: it differs, or is damaged; 2: usage; 3: it cannot be read or written.
@@ -28,6 +29,8 @@ from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of
 from megalite.config.console import printable
+from megalite.data.errors import DataError
+from megalite.data.samples import ledger
 from tools.program import parser_of, refusing, run_program
 
 if TYPE_CHECKING:
@@ -58,6 +61,25 @@ def inspect(path: Location, tensors: bool) -> int:
     if "config" in manifest.state:
         print(printable(f"\n{manifest.state['config'].rstrip()}"))
     return 0
+
+
+def seen(path: Location) -> str:
+    """What a checkpoint's run has seen: tokens, documents and epochs of each source, and the blends on the way. Raises
+    CheckpointError, DataError."""
+    folder, manifest = manifests.newest(path)
+    saved = manifest.state.get("data")
+    if saved is None:
+        return f"{folder}: trained on generated data, nothing to account for"
+    eras, _, totals, consumed = ledger.read(saved)
+    width = max([6, *(len(total.name) for total in totals.values())])
+    lines = [f"{folder}: {consumed:,} samples", f"{'source':{width}}  {'tokens':>18}  {'documents':>14}  {'epochs':>8}"]
+    lines += [f"{t.name:{width}}  {t.tokens:18,}  {t.documents:14,}  {t.epochs:8.3f}" for t in totals.values()]
+    for number, era in enumerate(eras):
+        weights = sum(share.weight for share in era.sources)
+        blend = ", ".join(f"{share.weight / weights:.4f} {share.name}" for share in era.sources)
+        end = eras[number + 1].begin if number + 1 < len(eras) else consumed
+        lines.append(f"samples {era.begin:,} to {end:,}: {era.seq_length} tokens each, {blend}")
+    return "\n".join(lines)
 
 
 def verify(path: Location, every: bool) -> int:
@@ -195,7 +217,7 @@ def prune(path: Location, keep: int, retain: int | None, dry: bool) -> int:
     return 0
 
 
-@refusing(3, CheckpointError, OSError)
+@refusing(3, CheckpointError, DataError, OSError)
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -214,6 +236,7 @@ def main(argv: list[str]) -> int:
     command("inspect", "checkpoint").add_argument("--tensors", action="store_true", help="list every tensor")
     command("verify", "checkpoint").add_argument("--all", action="store_true", help="every checkpoint of a directory")
     command("diff", "a", "b")
+    command("seen", "checkpoint")
     one = command("reshard", "checkpoint", "out")
     one.add_argument("--files", type=count, default=1)
     one.add_argument("--weights", action="store_true", help="without the optimizer's state")
@@ -225,6 +248,9 @@ def main(argv: list[str]) -> int:
     one.add_argument("--save-retain-interval", type=count, default=None)
     one.add_argument("--dry-run", action="store_true")
     a = parser.parse_args(argv)
+    if a.command == "seen":
+        print(printable(seen(parse(a.checkpoint))))
+        return 0
     work: dict[str, Callable[[], int]] = {
         "inspect": lambda: inspect(parse(a.checkpoint), a.tensors),
         "verify": lambda: verify(parse(a.checkpoint), a.all),

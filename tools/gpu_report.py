@@ -11,7 +11,7 @@ Parts run one after the other, most valuable first, each in processes of its own
 crash, a hang, a full disk cost that part, and its last words with their traceback are in the report. Both files are
 written before and after each part, so a run that is killed leaves what it has; all that a part printed is in
 OUT/NAME/log.txt. After a part that failed the card is asked to compute a little: parts are not run while it cannot.
-Needs torch, triton, numpy and sentencepiece; pytest for the tests, compute-sanitizer (of the CUDA toolkit) for a part.
+Needs torch, triton, numpy and sentencepiece, and pytest for the tests.
 
 Exit code 0 when every part ran (whether goals were reached is in the report), 1 when one failed, 2 for a bad flag, 3
 without a CUDA device, 130 or 143 when it was ended.
@@ -42,7 +42,6 @@ LEAST_S = 10.0  # a part is not begun with less
 PROBE_S, ANSWER_S = 90.0, 30.0
 TOTAL_S = {False: 465.0, True: 585.0}  # on one card, on several
 SHOWN_LINES = 400  # of what a part printed
-KEPT_BYTES = 16 << 20  # larger files of a part are no results
 PROBE = [sys.executable, str(ROOT / "tools" / "bench" / "gpu_report_probe.py")]
 
 
@@ -51,17 +50,14 @@ def say(text: str, file: TextIO = sys.stdout) -> None:
         print(text, file=file, flush=True)
 
 
-def entry_of(part: Part) -> dict[str, Any]:
-    return {"name": part.name, "status": "waiting", "seconds": 0.0, "tail": [], "command": ""}
-
-
 class Report:
     """What is known so far; `write` puts it on disk, if the disk lets it."""
 
     def __init__(self, out: Path, facts: dict[str, Any], parts: list[Part], setting: Setting):
         self.out, self.facts, self.setting = out, facts, setting
         self.results: dict[str, dict[str, Any]] = {}
-        self.parts = [entry_of(part) for part in parts]
+        waiting = {"status": "waiting", "seconds": 0.0, "tail": [], "command": ""}
+        self.parts: list[dict[str, Any]] = [{"name": part.name, **waiting} for part in parts]
         self.sick = False  # the card did not answer when it was last asked
 
     def render(self) -> tuple[dict[str, Any], str]:
@@ -140,7 +136,7 @@ def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> No
     entry |= {"status": "running", "command": " ".join(command)}
     report.write()
     begin = time.monotonic()
-    environment = part.environment | ({"CUDA_VISIBLE_DEVICES": ""} if report.setting.cpu else {})
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if report.setting.cpu else {}
     try:
         entry["status"], entry["tail"] = limited.run(command, folder / "log.txt", seconds, environment)
         if entry["status"] == "ok":
@@ -154,10 +150,6 @@ def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> No
     finally:
         entry["seconds"] = time.monotonic() - begin
         report.take(part, entry, folder)
-        for file in folder.rglob("*"):
-            with contextlib.suppress(OSError):
-                if file.is_file() and file.stat().st_size > KEPT_BYTES:
-                    file.unlink()
     if entry["status"] != "ok":
         report.card_answers(f"after {part.name}")
 
@@ -174,12 +166,8 @@ def attempt(part: Part, entry: dict[str, Any], report: Report, end: float) -> No
 def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
     """Every part until the clock says `end`; the finished report."""
     try:
-        for part, entry in zip(parts, list(report.parts), strict=True):
+        for part, entry in zip(parts, report.parts, strict=True):
             attempt(part, entry, report, end)
-            if part.smaller is not None and any("out of memory" in line.lower() for line in entry["tail"]):
-                again = entry_of(part.smaller) | {"name": f"{part.name}, smaller"}
-                report.parts.insert(report.parts.index(entry) + 1, again)
-                attempt(part.smaller, again, report, end)
     finally:
         content = report.write()
     return content

@@ -171,7 +171,6 @@ def clock_and_probe(card: Card, folder: Path) -> Found:
     x = torch.zeros(1 << 14, device=card.device)
     with contextlib.redirect_stdout(io.StringIO()):
         row = bench.row(_case(), _sizes(card.device), "torch", lambda: lambda: (x * 2).sum())
-    kernel_bench.build("0/1", [], None)
     return {"rates": [bench.copy_gb_s, bench.matmul_tflops], "row": row, "errors": bench.errors} | {
         "facts": gpu_report_probe.facts()
     }
@@ -187,21 +186,6 @@ def _case() -> Any:
     from tools.bench.kernels import CASES
 
     return next(case for case in CASES if case.op == "rms_norm")
-
-
-def kernels_tool(card: Card, folder: Path) -> Found:
-    """tools/bench/kernels.py itself, with Triton's interpreter."""
-    from megalite.kernels import dispatch
-    from tools.bench import kernel_bench, kernels
-
-    kernel_bench.WARM_UP_S = 0.0
-    dispatch.runs_triton.cache_clear()
-    words = "--only softmax_never --list".split()
-    found = {"refused": kernels.main(words)}
-    words = f"--only rms_norm --hidden-sizes 128 --tokens 8 --tiny --repeats 1 --peers torch --json {folder}/rows.json".split()
-    with mock.patch.object(kernels, "missing", lambda device: []), contextlib.redirect_stdout(io.StringIO()) as said:
-        found["code"] = kernels.main(words)
-    return found | {"said": said.getvalue(), "rows": json.loads((folder / "rows.json").read_text())}
 
 
 def _task(folder: Path) -> dict[str, Any]:
@@ -303,7 +287,7 @@ def planned(card: Card, folder: Path) -> Found:
 
 
 RUNS = (everything_on, graphs, eager, no_memory_for_a_copy, two_ranks)
-OTHERS = (who_computes, refused, clock_and_probe, kernels_tool, benchmark, timeline, peer, quickstart, cluster, planned)
+OTHERS = (who_computes, refused, clock_and_probe, benchmark, timeline, peer, quickstart, cluster, planned)
 CASES = {case.__name__: case for case in RUNS + OTHERS}
 
 

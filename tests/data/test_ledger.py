@@ -12,8 +12,7 @@ from token_files import numbered
 
 from megalite.data.errors import DataError
 from megalite.data.samples.blend import build_blend
-from megalite.data.samples.ledger import Ledger, Total
-from tools.ledger import table
+from megalite.data.samples.ledger import Ledger
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +127,3 @@ def test_another_seed_and_a_damaged_ledger_are_refused(files: tuple[str, str, st
     for damage in ({"version": 9}, {"consumed": -1}, {"sources": []}, {"sources": [{}]}, *odd):
         with pytest.raises(DataError, match="ledger is damaged"):
             ledger([a], 8).go_on({**good, **damage})
-
-
-def test_table() -> None:
-    rows = table([Total("data/a", 1_000_000, 320, 0.5), Total("b", 12, 1, 3.25)]).splitlines()
-    want = ("source tokens documents epochs", "data/a 1,000,000 320 0.500", "b 12 1 3.250")
-    assert [line.split() for line in rows] == [line.split() for line in want]

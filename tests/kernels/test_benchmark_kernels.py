@@ -57,7 +57,7 @@ def test_list_needs_no_card(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_sweep_times_other_tiles_than_the_table(tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
-    words = "--device cpu --sweep --tiles 2 --jobs 2 --repeats 1 --only attention,grad_norm"
+    words = "--device cpu --sweep --tiles 2 --repeats 1 --only attention,grad_norm"
     done = run(str(BENCH / "kernels.py"), *words.split(), "--json", str(file))
     assert done.returncode == 0, done.stderr
     made = json.loads(file.read_text())

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,42 +24,11 @@ LLAMA = GPT + (
     "--ffn-hidden-size 192 --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
 )
-DEEP, FULL, CHUNKS = "--num-layers", "--recompute-granularity full", "--num-virtual-stages-per-pipeline-rank"
-AGAIN = "--recompute-granularity selective --recompute-modules mlp layernorm"
-ONE_GROUP = " --num-query-groups 1"
 WIDE = LLAMA + "--hidden-size 256 --ffn-hidden-size 512 --num-query-groups 4 --micro-batch-size 1"  # the update is most
-LAYOUTS = [
-    (1, GPT + "--global-batch-size 4"),
-    (1, LLAMA + "--global-batch-size 4"),
-    (1, LLAMA + "--global-batch-size 4 --vocab-size 4096"),
-    (1, LLAMA + "--global-batch-size 4 --recompute-granularity full --recompute-method uniform"),
-    (1, LLAMA + "--global-batch-size 4 --recompute-granularity selective --recompute-modules mlp layernorm"),
-    (2, LLAMA + "--global-batch-size 8"),
-    (2, LLAMA + "--global-batch-size 4 --tp 2"),
-    (2, LLAMA + "--global-batch-size 4 --tp 2 --vocab-size 4096"),
-    (2, GPT + "--global-batch-size 8 --pp 2"),
-    (2, LLAMA + "--global-batch-size 24 --pp 2"),
-    (2, LLAMA + "--global-batch-size 16 --pp 2 --num-virtual-stages-per-pipeline-rank 2"),
-    (2, LLAMA + "--global-batch-size 8 --pp 2 --split-backward"),
-    (2, LLAMA + "--global-batch-size 8 --pp 2 --pipeline-schedule gpipe"),
-    (4, LLAMA + "--global-batch-size 8 --pp 2 --tp 2 --split-backward"),
-    (4, LLAMA + "--global-batch-size 16 --pp 2 --tp 2"),
-    (4, LLAMA + "--global-batch-size 16 --pp 4"),
-    (2, LLAMA.replace("--swiglu", "--squared-relu --parallel-residual") + f"{ONE_GROUP} --global-batch-size 4 --tp 2"),
-    (2, LLAMA + f"--global-batch-size 8 --pp 2 --split-backward {FULL} --recompute-method block"),
-    (2, LLAMA + f"--global-batch-size 8 --pp 2 {FULL} --recompute-method uniform --recompute-num-layers 2"),
-    (1, LLAMA + "--global-batch-size 4 --qk-layernorm --window-size 8,0"),
-    (1, GPT + "--global-batch-size 4 --hidden-dropout 0.1 --attention-dropout 0.1"),
-    (4, LLAMA + f"{DEEP} 12 --global-batch-size 16 --tp 2 --pp 2 {CHUNKS} 3 {AGAIN}"),
-    (2, LLAMA + f"{DEEP} 8 --global-batch-size 16 --pp 2"),
-    (2, LLAMA + f"{DEEP} 5 --global-batch-size 16 --pp 2 --window-size 4,0 --window-attn-skip-freq [0,0,1,1,1]"),
-    (2, f"{LLAMA} --global-batch-size 8 --zero-stage 2"),
-    (2, f"{LLAMA} --global-batch-size 8 --zero-stage 3"),
-    (2, f"{LLAMA} --global-batch-size 8 --zero-stage 3 --recompute-granularity full --recompute-method uniform"),
-    (4, f"{LLAMA} {DEEP} 8 --global-batch-size 16 --pp 2 {CHUNKS} 2 --zero-stage 3 --zero-hold chunk"),
-    (1, f"{WIDE} --global-batch-size 2 --optimizer muon"),
-    (4, f"{WIDE} --global-batch-size 4 --tp 2 --optimizer muon"),
-]
+ODD = LLAMA.replace("--swiglu", "--squared-relu --parallel-residual")
+WORDS = {"gpt": GPT, "llama": LLAMA, "wide": WIDE, "odd": ODD}
+TABLE = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))
+LAYOUTS = [(world, flags.format_map(WORDS)) for world, flags in TABLE["layouts"]]
 
 
 def made(flags: Iterable[str], world: int, vocab_size: int | None = None) -> Arrangement:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tools import benchmark
 from tools.bench import contender, tables
@@ -45,27 +44,6 @@ def test_a_run_that_is_late_says_so_and_where_it_was(tmp_path: Path, capsys: pyt
     assert not where or where[0].startswith("Fatal Python error: Aborted")
     [row] = json.loads(file.read_text())["rows"]
     assert row["status"] == "out of time" and row["runs"] == []
-
-
-@pytest.mark.parametrize(
-    "words,text",
-    [
-        (["--no-such-flag"], "benchmark.py: unknown flag --no-such-flag; see --help"),
-        (["--json", "/no/such/folder/x"], "benchmark.py: --json /no/such/folder/x cannot be written: No such file"),
-        (["--device", "cuda"], "benchmark.py: device=cuda but torch sees no card; use --device cpu"),
-        (
-            ["--device", "cuda", "--memory-gib", "2"],
-            "benchmark.py: memory_gib=2 is for a CPU; drop it, or use --device cpu",
-        ),
-        (["--nproc", "3"], "benchmark.py: global_batch_size=8 is not a multiple of"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(words: list[str], text: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: "--memory-gib" in words)
-    monkeypatch.setattr(contender, "measure", None)  # is not reached
-    assert benchmark.main([*TINY, *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(text)
 
 
 def test_a_peer_is_compared_with_what_was_measured_beside_it() -> None:

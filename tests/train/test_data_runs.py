@@ -44,7 +44,7 @@ def test_a_changed_blend_goes_on_with_what_is_left(files: tuple[str, str], tmp_p
     changed = ["--seq-length", "8", "--data-path", 3, b, 1, a]
     two = pretrain(*FLAGS, "--nproc", "2", *save, *steps, *changed, ok=True)
     assert "note: the blend changed: from sample 40 on" in two.stdout
-    shown = tool("ledger.py", tmp_path / "run", ok=True)
+    shown = tool("checkpoint.py", "seen", tmp_path / "run", ok=True)
     told = {line.split()[0]: line.split()[1:] for line in shown.stdout.splitlines()[2:4]}
     assert told == {a: ["368", told[a][1], "0.123"], b: ["464", told[b][1], "0.155"]}  # 20 * 16 + 6 * 8, 18 * 8
     assert 0 < int(told[a][1]) < 40
@@ -111,7 +111,7 @@ def test_packed_documents_under_any_layout_and_resumed(files: tuple[str, str], t
     assert half.returncode == 75, half.stderr
     pretrain(*four, "--nproc", "2", ok=True)
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    told = [tool("ledger.py", tmp_path / name).stdout.splitlines()[2:4] for name in ("one", "four")]
+    told = [tool("checkpoint.py", "seen", tmp_path / name).stdout.splitlines()[2:4] for name in ("one", "four")]
     assert told[0] == told[1] and len(told[0]) == 2
     plain = [f for f in four if f not in PACKED]
     switched = pretrain(*plain, "--train-iters", "8", "--lr-decay-iters", "6")
@@ -142,8 +142,8 @@ def test_fill_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_ledger_of_generated_data_and_of_nothing(tmp_path: Path) -> None:
-    missing = tool("ledger.py", tmp_path)
+    missing = tool("checkpoint.py", "seen", tmp_path)
     assert missing.returncode == 3 and "no checkpoint" in missing.stderr
     flags = [*SMALL, "--train-iters", "1", "--save", tmp_path, "--save-interval", "1"]
     assert pretrain(*flags).returncode == 0
-    assert "generated data" in tool("ledger.py", tmp_path / "iter_0000001").stdout
+    assert "generated data" in tool("checkpoint.py", "seen", tmp_path / "iter_0000001").stdout

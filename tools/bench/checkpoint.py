@@ -184,40 +184,26 @@ def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> No
             Path(out).write_text(json.dumps(table), encoding="utf-8")
 
 
-def summary(world: int, rows: list[dict[str, float]]) -> dict[str, float]:
-    def median(of: Callable[[dict[str, float]], float]) -> float:
-        return round(statistics.median(of(row) for row in rows), 4)
-
-    gib = rows[0]["bytes"] / 2**30
-    figures = {"ranks": world, "gib": round(gib, 3)}
+def figures(row: dict[str, float]) -> dict[str, float]:
+    """Of one round."""
+    gib = row["bytes"] / 2**30
+    found = {}
     for raw, ours in (("raw_write", "save"), ("raw_read", "load")):
-        figures[f"{raw}_gib_s"] = median(lambda r, raw=raw: gib / r[f"{raw}_s"])
-        figures[f"{ours}_gib_s"] = median(lambda r, ours=ours: gib / r[f"{ours}_s"])
-        figures[f"{ours}_of_raw"] = median(lambda r, raw=raw, ours=ours: r[f"{raw}_s"] / r[f"{ours}_s"])
-    return figures | {
-        "save_extra_of_state": median(lambda r: r["save_extra_bytes"] / r["rank_bytes"]),
-        "step_s": median(lambda r: r["step_s"]),
-        "step_beside": median(lambda r: r["beside_s"] / r["step_s"]),
-        "stall_s": median(lambda r: r["stall_s"]),
-        "stall_of_save": median(lambda r: r["stall_s"] / r["save_s"]),
-    }
+        found |= {f"{name}_gib_s": gib / row[f"{name}_s"] for name in (raw, ours)}
+        found[f"{ours}_of_raw"] = row[f"{raw}_s"] / row[f"{ours}_s"]
+    found["save_extra_of_state"] = row["save_extra_bytes"] / row["rank_bytes"]
+    found |= {"step_s": row["step_s"], "step_beside": row["beside_s"] / row["step_s"]}
+    return found | {"stall_s": row["stall_s"], "stall_of_save": row["stall_s"] / row["save_s"]}
 
 
-# of summary(): what is wanted, and whether a figure is as good
-GOALS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    **dict.fromkeys(("save_of_raw", "load_of_raw"), ("at least 0.85", lambda value: value >= 0.85)),
-    "save_extra_of_state": ("at most 0.10", lambda value: value <= 0.10),
-    "stall_of_save": ("at most 0.05", lambda value: value <= 0.05),
-}
+GOALS = {"save_of_raw": ("at least", 0.85), "load_of_raw": ("at least", 0.85)}
+GOALS |= {"save_extra_of_state": ("at most", 0.10), "stall_of_save": ("at most", 0.05)}
 
 
-def table(figures: dict[str, float]) -> str:
-    lines = [f"{figures.pop('ranks'):.0f} ranks, {figures.pop('gib'):.3f} GiB"]
-    for name, value in figures.items():
-        wanted, good = GOALS.get(name, ("", lambda _: True))
-        verdict = f"{wanted}: {'yes' if good(value) else 'NO'}" if wanted else ""
-        lines.append(f"  {name:22} {value:10.4f}  {verdict}".rstrip())
-    return "\n".join(lines)
+def line(name: str, value: float) -> str:
+    sign, bound = GOALS.get(name, ("", 0.0))
+    good = value >= bound if sign == "at least" else value <= bound
+    return f"  {name:22} {value:10.4f}" + (f"  {sign} {bound}: {'yes' if good else 'NO'}" if sign else "")
 
 
 def main(argv: list[str]) -> int:
@@ -226,7 +212,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--mib", type=int, default=256, help="state over all ranks, MiB (default 256)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of tables")
     a = parser.parse_args(argv)
     if a.mib < 8 * max(a.ranks) or min(a.ranks) < 1 or a.rounds < 1:
         small = f"--mib {a.mib} is too small for {max(a.ranks)} ranks, or a number is below 1"
@@ -243,8 +228,11 @@ def main(argv: list[str]) -> int:
             code = start_local(world, measure, arguments) if world > 1 else measure(Ranks(), *arguments)
             if code:
                 return 3
-            figures = summary(world, json.loads(out.read_text(encoding="utf-8")))
-            print(json.dumps(figures) if a.json else table(figures), flush=True)
+            rounds = json.loads(out.read_text(encoding="utf-8"))
+            each = [figures(row) for row in rounds]
+            print(f"{world} ranks, {rounds[0]['bytes'] / 2**30:.3f} GiB")
+            for name in each[0]:
+                print(line(name, statistics.median(one[name] for one in each)), flush=True)
             shutil.rmtree(place)
     finally:
         shutil.rmtree(a.dir, ignore_errors=True)

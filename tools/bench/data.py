@@ -1,23 +1,18 @@
 #!/usr/bin/env python
-"""What data costs: the order of an epoch, opening a pair and random batches; or preprocessing a text.
+"""What data costs: the order of an epoch, opening a pair, and random batches.
 
-python tools/bench/data.py                               small, under 30 s
-python tools/bench/data.py --documents 5e7               the sizes of docs/performance.md: 1.2 GB of disk, 1.5 of memory
-python tools/bench/data.py --input TEXT.jsonl --tokenizer-model MODEL    beside the tokenizer's library
+python tools/bench/data.py                    small, under 30 s
+python tools/bench/data.py --documents 5e7    the sizes of docs/performance.md: 1.2 GB of disk, 1.5 GB of memory
 
-Every measurement of samples runs in a process of its own, so that peaks of memory do not add up. Times are the best of
-several, because anything else that runs makes them longer and never shorter; of batches, where every call reads other
-samples, the median. Of a text, in turns: `library` encodes it, parsed and in memory before, on as many cores;
-`preprocess` is the whole work, from starting workers to the written pair; `gigatoken` the same over --times times the
-text by that package, where it is installed and makes the same ids. MB are of text.
+Every measurement runs in a process of its own, so that peaks of memory do not add up. Times are the best of several,
+because anything else that runs makes them longer and never shorter; of batches, where every call reads other samples,
+the median. tools/preprocess_data.py says how fast it is itself.
 
 Exit code 0 when all was measured, 2 for a bad flag, 3 for bad input.
 """
 
 import argparse
 import collections
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -25,7 +20,6 @@ import time
 import timeit
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -41,8 +35,6 @@ from megalite.data.samples.batches import Batches
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.permutation import permutation
 from tools.preprocess.indexed_writer import IndexedWriter
-from tools.preprocess.token_run import preprocess
-from tools.preprocess.workers import Job
 from tools.program import parser_of, refusing, run_program
 
 MEAN = 760  # tokens per document: 38 G tokens in 50 M documents
@@ -153,44 +145,6 @@ def samples(folder: Path, documents: int) -> None:
         print(f"random {name} of {SEQ_LENGTH}, 8, 64 and 512 at a time: {rates} M tokens/s")
 
 
-def library(model: str, workers: int) -> Callable[[list[str]], Any]:
-    """Batch encoding as the library offers it, results as its own Python objects."""
-    if model.endswith(".json"):
-        os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = str(workers), "true"
-        import tokenizers
-
-        bpe = tokenizers.Tokenizer.from_file(model)
-        return lambda texts: [encoding.ids for encoding in bpe.encode_batch_fast(texts)]
-    import sentencepiece
-
-    spm = sentencepiece.SentencePieceProcessor(model_file=model)
-    return lambda texts: spm.encode(texts, num_threads=workers)
-
-
-def text(folder: Path, args: argparse.Namespace) -> None:
-    with open(args.input, "rb") as file:
-        lines = file.readlines(args.max_bytes)
-    texts, workers = [json.loads(line)["text"] for line in lines], os.cpu_count() or 1
-    kind = "HuggingFaceTokenizer" if args.tokenizer_model.endswith(".json") else "SentencePieceTokenizer"
-    tokenizer = {"tokenizer_type": kind, "tokenizer_model": args.tokenizer_model}
-    encode = library(args.tokenizer_model, workers)
-    encode(texts[:50])
-    ways: dict[str, tuple[int, Callable[[], Any]]] = {"library": (1, lambda: encode(texts))}
-    for name, fast, times in (("preprocess", False, 1), ("gigatoken", True, args.times)):
-        path, job = folder / f"{name}.jsonl", Job(tokenizer, fast=fast)
-        path.write_bytes(b"".join(line.rstrip(b"\n") + b"\n" for line in lines) * times)
-        ways[name] = times, partial(preprocess, [str(path)], str(folder / "out"), job, workers=workers)
-    took: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(5):
-        for name, (times, work) in ways.items():
-            took[name].append(timeit.timeit(work, number=1) / times)
-    megabytes = sum(len(one.encode("utf-8")) for one in texts) / 1e6
-    print(f"{kind}: {len(texts)} documents, {megabytes:.1f} MB, {workers} workers, medians of 5")
-    for name, taken in took.items():
-        speed = statistics.median(a / b for a, b in zip(took["library"], taken, strict=True))
-        print(f"{name}: {megabytes / statistics.median(taken):.2f} MB/s, {speed:.2f} of the library")
-
-
 def number_of_documents(text: str) -> int:
     if not 1000 <= float(text) <= 2e9:
         raise argparse.ArgumentTypeError(f"{text} is not in 1000..2e9")
@@ -201,15 +155,9 @@ def number_of_documents(text: str) -> int:
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--documents", type=number_of_documents, metavar="N", default=4_000_000)
-    parser.add_argument("--input", type=Path, help="measure preprocessing of this .jsonl file with the key text")
-    parser.add_argument("--tokenizer-model", help="a SentencePiece .model or a tokenizer.json")
-    parser.add_argument("--max-bytes", type=int, default=12_000_000, help="bytes of the input to read; default 12 MB")
-    parser.add_argument("--times", type=int, default=10, help="how often gigatoken gets the input")
-    args = parser.parse_args(argv)
-    if (args.input is None) != (args.tokenizer_model is None):
-        parser.error("--input and --tokenizer-model go together")
+    documents = parser.parse_args(argv).documents
     with tempfile.TemporaryDirectory(prefix="bench_data-") as folder:
-        samples(Path(folder), args.documents) if args.input is None else text(Path(folder), args)
+        samples(Path(folder), documents)
     return 0
 
 

@@ -5,11 +5,10 @@ They come in the order of their worth: what the clock cuts off is what one can d
 """
 
 import os
-import shutil
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ TABLE = gpu_report_goals.TABLE
 SHAPES, TINY_SHAPES = ({name: flags.format_map(TABLE["words"]) for name, flags in TABLE[table].items()}
                        for table in ("shapes", "tiny_shapes"))  # fmt: skip
 ELEMENTWISE = "layer_norm,rms_norm,rope,swiglu,bias_gelu,dropout_add,cross_entropy,linear_cross_entropy"
-# few sizes of many kernels: under the checker a test takes tens of seconds
-SANITIZED = "on_a_card and (bfloat16 or 2049) and not attention and not partial and not erf"
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "message")
 FORWARD_AND_BACKWARD = ("forward", "backward")
 Result = dict[str, Any]
@@ -58,8 +55,6 @@ class Part:
     command: Callable[[Path, float], list[str]]
     read: Callable[[Path], Result]
     skip: str | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    smaller: "Part | None" = None  # what to run where memory was not enough
 
 
 def started(program: str, *words: object) -> list[str]:
@@ -100,9 +95,6 @@ def nccl(limit_s: float, setting: Setting) -> Part:
 def training(shape: str, limit_s: float, setting: Setting, layout: str = "", cards: int = 1) -> Part:
     """`limit_s` is mostly the time to draw the weights, on one core. `layout`: flags, on `cards` cards."""
     plan = setting.plans.get(shape)
-    smaller = None
-    if plan is not None and "smaller" in plan:
-        smaller = training(shape, limit_s, replace(setting, plans={shape: plan["smaller"]}), layout, cards)
 
     def command(folder: Path, seconds: float) -> list[str]:
         assert plan is not None
@@ -116,7 +108,7 @@ def training(shape: str, limit_s: float, setting: Setting, layout: str = "", car
 
     skip = None if plan is not None else "no plan for its memory could be made"
     name = "-".join([shape, *(word.removeprefix("--").partition("-")[0] for word in layout.split()[::2])])
-    return Part(f"train {name}", limit_s, command, read, skip, smaller=smaller)
+    return Part(f"train {name}", limit_s, command, read, skip)
 
 
 def training_result(written: Result, plan: Result) -> Result:
@@ -150,27 +142,6 @@ def tests(limit_s: float, setting: Setting) -> Part:
     return Part("tests", limit_s, command, gpu_report_tests.read)
 
 
-def sanitizer(limit_s: float) -> Part:
-    """Accesses outside of what was allocated, by NVIDIA's checker, over a few tests. Every tensor is an allocation of
-    its own, or a write beyond one would be a write into the next."""
-
-    def command(folder: Path, seconds: float) -> list[str]:
-        ended_s = max(10, seconds - 20)  # what the checker found is on disk when it has ended
-        script = started("bench/gpu_report_tests.py", folder, "--share", "0/1", "-k", SANITIZED, "--seconds", ended_s)
-        log = ["--log-file", str(folder / "memcheck.txt"), "--error-exitcode", "9"]
-        return ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", *log, *script]
-
-    def read(folder: Path) -> Result:
-        log, outcomes = folder / "memcheck.txt", gpu_report_tests.read(folder)
-        if not outcomes or not log.is_file():
-            return {}
-        text = log.read_text("utf-8", errors="replace")
-        return outcomes | {"invalid_accesses": text.count("= Invalid "), "log": text[-2000:]}
-
-    skip = None if shutil.which("compute-sanitizer") else "compute-sanitizer is not on the PATH"
-    return Part("sanitizer", limit_s, command, read, skip, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-
-
 def several(setting: Setting) -> tuple[Part, Part, list[Part]]:
     """Losses, messages and speed over several cards; skipped on one."""
     cards = min(8, 1 << (setting.cards.bit_length() - 1))
@@ -185,7 +156,7 @@ def several(setting: Setting) -> tuple[Part, Part, list[Part]]:
 
 
 def parts_of(setting: Setting) -> list[Part]:
-    peers = f"--hidden-sizes 4096 --peers megalite torch compile liger apex --only {ELEMENTWISE}"
+    peers = f"--hidden-sizes 4096 --peers megalite torch compile liger --only {ELEMENTWISE}"
     own = "--peers megalite triton cudnn flash"
     if setting.tiny:
         peers = "--only swiglu --peers megalite torch"
@@ -204,7 +175,6 @@ def parts_of(setting: Setting) -> list[Part]:
         kernels("kernels", 100, own, setting),
         *other_shapes[:2],
         kernels("peers", 150, peers, setting),
-        sanitizer(60),
         *other_shapes[2:],
     ]
     slow = 4 if setting.tiny else 1  # a machine may be, and figures do not count

@@ -6,7 +6,6 @@ This is a process of its own, so that the one that waits for the others holds no
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -26,9 +25,8 @@ from tools.program import write_json
 DATA = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style constant"
 BF16_MOMENTS = ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
 USABLE = 0.93  # of the card's memory: the rest is the driver's, the libraries' and the allocator's gaps
-SMALLER = 0.85  # of an estimate that turned out to be too small
 QUERY = ("name", "driver_version", "compute_mode", "mig.mode.current", "ecc.errors.uncorrected.volatile.total",
-         "utilization.gpu", "memory.used", "clocks_event_reasons.active", "temperature.gpu")  # fmt: skip
+         "utilization.gpu", "memory.used", "temperature.gpu")  # fmt: skip
 
 
 def facts() -> dict[str, Any]:
@@ -54,23 +52,14 @@ def facts() -> dict[str, Any]:
 
 
 def ask_driver() -> list[dict[str, str]]:
-    """QUERY of each card, without what this nvidia-smi does not know."""
-    tool = shutil.which("nvidia-smi")
-    fields: list[str] = [*QUERY]
-    while tool is not None and fields:
-        words = [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.SubprocessError):
-            return []
-        if done.returncode == 0:
-            lines = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-            return [dict(zip(fields, line, strict=False)) for line in lines]
-        unknown = [name for name in fields if f'"{name}"' in done.stdout + done.stderr]
-        if not unknown:
-            return []
-        fields.remove(unknown[0])
-    return []
+    """QUERY of each card, as nvidia-smi tells it; nothing where it cannot."""
+    words = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [dict(zip(QUERY, map(str.strip, line.split(",")), strict=False)) for line in lines if line.strip()]
 
 
 def warnings_of(machine: dict[str, Any]) -> list[str]:
@@ -127,8 +116,6 @@ def main(shapes: dict[str, str], file: Path) -> int:
     write_json(file, machine)
     free = min(USABLE * machine["memory"], machine.get("free", machine["memory"]))
     machine["plans"] = {name: choose(flags.split(), free) for name, flags in shapes.items()}
-    for name, plan in machine["plans"].items():  # for where the estimate was wrong
-        plan["smaller"] = choose(shapes[name].split(), SMALLER * min(plan["estimate"], machine["memory"]))
     write_json(file, machine)
     return 0
 

@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +46,13 @@ def cuda_is_broken() -> bool:
 
 
 class Share:
-    """A pytest plugin: keeps every n-th test, writes what becomes of it, and begins none after `seconds`, nor after a
-    fault of the card; those that `file` tells of are not run again."""
+    """A pytest plugin: keeps every n-th test but those that `file` tells of, writes what becomes of each, and begins
+    none after a fault of the card."""
 
-    def __init__(self, part: int, jobs: int, file: Path, seconds: float):
+    def __init__(self, part: int, jobs: int, file: Path):
         self.part, self.jobs, self.file = part, jobs, file
         self.done = {row["test"] for _, row in json_rows(file)}
-        self.end, self.stopped, self.broken = time.monotonic() + seconds, False, False
+        self.broken = False
 
     def write(self, **row: Any) -> None:
         with open(self.file, "a", encoding="utf-8") as out:
@@ -73,10 +72,6 @@ class Share:
             needs = re.search(r"No module named '(\w+)'", text)  # a package that is not installed is no failure
             outcome = "skipped" if needs and needs[1] not in ("megalite", "tools", "cases") else "failed"
             self.write(test=report.nodeid, outcome=outcome, text=text[-1500:])
-
-    def pytest_runtest_protocol(self, item: Any) -> None:
-        if time.monotonic() > self.end:
-            item.session.shouldstop, self.stopped = "the time is over", True
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write(test=nodeid, outcome="began")
@@ -112,8 +107,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--share", help="I/N: run this one here")
     parser.add_argument("--timed", action="store_true", help="with --share: run the files that measure times")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no test after this time")
-    parser.add_argument("-k", default="", help="run the tests whose names match, as pytest's -k")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("pytest") is None:
         print("pytest is not installed: pip install pytest", file=sys.stderr)
@@ -126,14 +119,12 @@ def main(argv: list[str]) -> int:
         untimed, timed = test_files()
         files = timed if args.timed else untimed + timed * (jobs == 1)
         words = ["-q", "-m", "gpu", "--continue-on-collection-errors", *files]
-        words += ["-k", args.k] if args.k else []
-        share = Share(part, jobs, args.folder / f"share{part}{'timed' * args.timed}.jsonl", args.seconds)
+        share = Share(part, jobs, args.folder / f"share{part}{'timed' * args.timed}.jsonl")
         code = int(pytest.main(words, plugins=[share]))
-        if share.broken and not share.stopped:
-            left = max(0.0, share.end - time.monotonic())
-            os.execv(sys.executable, [sys.executable, __file__, *argv, "--seconds", str(left)])
-        return 0 if share.stopped and code == pytest.ExitCode.INTERRUPTED else code
-    words = [sys.executable, __file__, str(args.folder), *(["-k", args.k] if args.k else [])]
+        if share.broken:
+            os.execv(sys.executable, [sys.executable, __file__, *argv])
+        return code
+    words = [sys.executable, __file__, str(args.folder)]
     running = [subprocess.Popen([*words, "--share", f"{i}/{args.jobs}"], cwd=ROOT) for i in range(args.jobs)]
     codes = [process.wait() for process in running]
     if args.jobs > 1:

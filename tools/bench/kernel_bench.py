@@ -1,13 +1,12 @@
 """How tools/bench/kernels.py takes time, the two rates that it holds figures against, and its rows: of one case after
 the other, of sweeps over tiles, and their best."""
 
-import contextlib
 import itertools
 import statistics
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -104,22 +103,6 @@ def best_of(rows: list[Row]) -> list[dict[str, Any]]:
         gain = None if table is None else table.us / best.us - 1
         found.append({"kernel": name, "shape": shape, "tile": best.tile, "table": table and table.tile, "gain": gain})
     return found
-
-
-def build(share: str, cases: list[tuple[Case, Sizes]], most: int | None) -> None:
-    """Launch one share of the tiles once, so that Triton's cache on disk has them. Flat tensors are short here: the
-    code is the same, and several processes have room."""
-    part, jobs = map(int, share.split("/"))
-    number = 0
-    for case, s in cases:
-        with contextlib.suppress(Exception):  # the sweep says so
-            for _, fn in itertools.islice(case.sweep(replace(s, numel=min(s.numel, 1 << 20))), most):
-                number += 1
-                if number % jobs == part:
-                    with contextlib.suppress(Exception):
-                        fn()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 WARM_UP_S = 0.03  # and three calls: the first one compiles, and a card that was idle raises its clock

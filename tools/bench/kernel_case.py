@@ -106,12 +106,9 @@ class Case:
         return f"{self.axis} {getattr(s, self.axis)}"
 
 
-PACKAGES = {"liger": "liger_kernel", "apex": "apex"}
-
-
 def absent(peers: list[str]) -> list[str]:
     """The packages that peers need and that are not installed."""
-    return [PACKAGES[name] for name in peers if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None]
+    return ["liger_kernel"] if "liger" in peers and importlib.util.find_spec("liger_kernel") is None else []
 
 
 def peers_of(case: Case, s: Sizes, wanted: list[str]) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:

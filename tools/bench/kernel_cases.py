@@ -59,14 +59,6 @@ def liger(name: str, *more: Any) -> Fn:
     return run
 
 
-def apex_norm(x: Tensor, w: Tensor, *b: Tensor) -> Tensor:
-    from apex.normalization import fused_layer_norm as apex  # type: ignore[import-not-found]
-
-    if b:
-        return apex.fused_layer_norm_affine(x, w, b[0], (x.shape[-1],), EPS)
-    return apex.fused_rms_norm_affine(x, w, (x.shape[-1],), EPS)
-
-
 # --- the rows of the table
 
 
@@ -175,9 +167,9 @@ def dropout_cases() -> list[Case]:
     return [case("forward", 3), case("backward", 2)]
 
 
-RMS = {"liger": liger("LigerRMSNormFunction", EPS, 0.0, "llama", False), "apex": apex_norm}
+RMS = {"liger": liger("LigerRMSNormFunction", EPS, 0.0, "llama", False)}
 ADD_RMS = {"liger": liger("LigerFusedAddRMSNormFunction", EPS, 0.0, "llama", False)}
-LAYER = {"liger": liger("LigerLayerNormFunction", EPS), "apex": apex_norm}
+LAYER = {"liger": liger("LigerLayerNormFunction", EPS)}
 SILU_MUL = {"liger": liger("LigerSiLUMulFunction")}
 CASES: list[Case] = [
     *norm_cases("rms_norm", False, RMS, ADD_RMS),

@@ -3,13 +3,13 @@
 
 python tools/bench/kernels.py                        every kernel, forward and backward, at large sizes
 python tools/bench/kernels.py --only rms_norm,rope   some of them
-python tools/bench/kernels.py --sweep --jobs 8       other tiles than the tables have: which is best
+python tools/bench/kernels.py --sweep                other tiles than the tables have: which is best
 python tools/bench/kernels.py --list                 what would be measured; needs no card
 python tools/bench/kernels.py --device cpu           tiny sizes in Triton's interpreter: whether it runs
 
 Bytes are those that must move (each input read once, each result written once), so GB/s of a kernel that reads twice is
 low, as it should be; FLOPs are those of the formula in --list. Peers do the same work on the same inputs: torch eager,
-torch.compile, and Liger-Kernel and apex where they are installed; of attention the own kernel (triton) and torch's by
+torch.compile, and Liger-Kernel where it is installed; of attention the own kernel (triton) and torch's by
 backend, "megalite" being what the dispatcher takes. The median of --repeats calls counts, each after the L2 cache was
 overwritten; a figure is as sure as its spread (quartiles, as a part of the median) is small.
 """
@@ -17,7 +17,6 @@ overwritten; a figure is as sure as its spread (quartiles, as a part of the medi
 import argparse
 import datetime
 import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -30,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megalite.config.packages import MissingPackage
 from megalite.kernels.dispatch import KernelError, installed, runs_triton
-from tools.bench.kernel_bench import Bench, Row, best_of, build
+from tools.bench.kernel_bench import Bench, Row, best_of
 from tools.bench.kernel_case import Case, Sizes, absent
 from tools.bench.kernel_cases import CASES
 from tools.program import parser_of, write_json
 
-PEERS = ("megalite", "torch", "compile", "liger", "apex", "triton", "cudnn", "flash")
+PEERS = ("megalite", "torch", "compile", "liger", "triton", "cudnn", "flash")
 # flag and field of Sizes: values on a card, and on a CPU
 SIZES = {
     "hidden_size": ([4096, 8192], [128]),
@@ -59,17 +58,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--sweep", action="store_true", help="time other tiles than the tables'")
     parser.add_argument("--tiles", type=int, metavar="N", help="most tiles to try per kernel and size in a sweep")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that compile a sweep's tiles first")
     parser.add_argument("--seconds", type=float, help="begin no measurement after this time")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, after each one")
     parser.add_argument("--list", action="store_true", help="list what would be measured")
-    parser.add_argument("--build", help=argparse.SUPPRESS)  # I/N: what --jobs starts
     args = parser.parse_args(argv)
     wanted = args.only.split(",") if args.only else None
     names = {case.op for case in CASES}
     problems = [f"--only {name} is unknown; there are {', '.join(sorted(names))}" for name in wanted or []
                 if name not in names]  # fmt: skip
-    numbers = {"tokens": args.tokens, "repeats": args.repeats, "tiles": args.tiles, "jobs": args.jobs}
+    numbers = {"tokens": args.tokens, "repeats": args.repeats, "tiles": args.tiles}
     numbers |= {f"{name.replace('_', '-')}s": v for name in SIZES for v in getattr(args, name) or []}
     problems += [f"--{name} {v} is below 1" for name, v in numbers.items() if v is not None and v < 1]
     problems += [f"--hidden-sizes {d} is not a multiple of 128" for d in args.hidden_size or [] if d % 128]
@@ -96,19 +93,11 @@ def main(argv: list[str]) -> int:
         for case, s in cases:
             print(f"{case.name:<26} {case.shape(s):<18} {case.work.bytes(s) / 1e6:>8.1f} MB  {case.work.formula}")
         return 0
-    if args.build:
-        build(args.build, cases, args.tiles)
-        return 0
-    return run(args, argv, device, cases)
+    return run(args, device, cases)
 
 
-def run(args: argparse.Namespace, argv: list[str], device: torch.device, cases: list[tuple[Case, Sizes]]) -> int:
+def run(args: argparse.Namespace, device: torch.device, cases: list[tuple[Case, Sizes]]) -> int:
     begin = time.monotonic()
-    if args.sweep and args.jobs > 1:
-        words = [sys.executable, __file__, *argv]
-        helpers = [subprocess.Popen([*words, "--build", f"{i}/{args.jobs}"]) for i in range(args.jobs)]
-        for helper in helpers:
-            helper.wait()
     bench = Bench(device, args.repeats, getattr(torch, args.dtype), args.tiny or device.type == "cpu")
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{card}: copy {bench.copy_gb_s:.0f} GB/s, matmul {bench.matmul_tflops:.0f} TFLOP/s")

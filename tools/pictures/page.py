@@ -8,7 +8,7 @@ import html
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megalite.checkpoint.storage.location import CheckpointError
+from megalite.checkpoint.storage.location import CheckpointError, parse
 from megalite.data.errors import DataError
 from megalite.models.families import PRESETS
 from megalite.train.tell.figures import duration
@@ -169,10 +169,10 @@ def _data(run: Run) -> Iterator[str]:
     if isinstance(told := run.about.get("data"), str):
         lines = told.splitlines()
         yield f'<p class="say">Asked for: {"<br>".join(escape(line) for line in lines[:50])}</p>'
-    from tools.ledger import show
+    from tools.checkpoint import seen as seen_by
 
     try:
-        seen = show(str(run.folder)).splitlines() if any(run.folder.glob("iter_*")) else []
+        seen = seen_by(parse(str(run.folder))).splitlines() if any(run.folder.glob("iter_*")) else []
     except (CheckpointError, DataError) as error:
         seen = [str(error)]
     if seen:

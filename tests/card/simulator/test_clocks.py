@@ -35,7 +35,6 @@ WEIGHTS, OWN, REST = Span(1, 0, 800), Span(1, 0, 400), Span(1, 400, 800)
 GRADS, X, Y, PINNED = Span(2, 0, 800), Span(3, 0, 64), Span(4, 0, 64), Span(5, 0, 800)
 ALLOCS: tuple[Fact, ...] = (Alloc(1, "card", 800), Alloc(2, "card", 800), Alloc(3, "card", 64), Alloc(4, "card", 64))
 NEXT = Alloc(9, "card", 64)
-UPDATE = Launch(0, "update", (GRADS,), (OWN,))
 
 SITUATIONS: dict[str, tuple[Fact, ...]] = {
     "a block is let go of after its reduction": (
