@@ -17,7 +17,6 @@ from megalite.config.problem import Problem, Say
 
 MOST_MICROBATCHES = 100_000  # of one rank and step
 MOST_NEAR = 4096  # how far off another number of ranks is looked for
-_PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
 def check(
@@ -89,16 +88,12 @@ def _data(d: DataConfig, say: Say) -> Iterator[Problem]:
             read_split(d.split)
         except ValueError as error:
             yield say("{=split!r} {error}", error=error)
-    per_split = " ".join(n for n in _PER_SPLIT if getattr(d, n))
+    per_split = " ".join(n for n in ("train_data_path", "valid_data_path", "test_data_path") if getattr(d, n))
     ways = [n for n in ("data_path", "data_args_path", "per_split_data_args_path", "mock_data") if getattr(d, n)]
     ways += [per_split] if per_split else []
-    if not ways:
-        yield say("{data_path} is not set; give {--data-path} PREFIX, or {--mock-data}")
-    elif len(ways) > 1 and not (d.mock_data and d.data_path):
+    if len(ways) > 1 and not (d.mock_data and d.data_path):
         text = "{named} exclude each other; give the data in one way"
         yield say(text, *" ".join(ways).split(), named=" and ".join(ways))
-    elif ways[0] in _PER_SPLIT[1:]:
-        yield say("{train_data_path} is not set beside {option}; give it", option=ways[0])
 
 
 def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:

@@ -68,11 +68,9 @@ def _add(group: Any, names: Sequence[str], presets: Sequence[str], short: bool =
     """Add the flags of these options. `short`: one line for each, with all its spellings that take a value."""
     fields = {f.name: f for _, f in options()}
     for name in names:
-        if name == "preset":
-            group.add_argument("--preset", metavar="NAME", help="model shape: " + ", ".join(presets))
-            continue
-        if name == "config":
-            group.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
+        if name in PAGES["first of all"]:
+            metavar, text = PAGES["first of all"][name]
+            group.add_argument(f"--{name}", metavar=metavar, help=text.format(presets=", ".join(presets)))
             continue
         f = fields[name]
         kind, facts = base_type(f), facts_of(f)

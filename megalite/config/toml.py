@@ -58,28 +58,21 @@ def parse_toml(text: str, path: str) -> dict[str, Any]:
     known = {f.name: section for section, f in options()}
     values: dict[str, Any] = {}
     problems = []
-
-    def take(name: str, value: Any, section: str | None) -> None:
-        name = name.replace("-", "_")
-        if name != "preset" and (name not in known or (section is not None and known[name] != section)):
-            near = nearest(f"--{name}", [f"--{other}" for other in known])
-            other = f"did you mean {near[2:]}?" if near else "docs/flags.md lists the options"
-            hint = f"it belongs in [{known[name]}]" if name in known else other
-            problems.append(f"config={path!r}: unknown key {name} in [{section or 'top level'}]; {hint}")
-        elif name in values:
-            problems.append(f"config={path!r}: {name} is given twice; keep one")
-        else:
-            values[name] = value
-
     for key, value in data.items():
-        if isinstance(value, dict):
-            if key not in SECTIONS:
-                problems.append(f"config={path!r}: unknown section [{key}]; sections are {', '.join(SECTIONS)}")
-                continue
-            for name, inner in value.items():
-                take(name, inner, key)
-        else:
-            take(key, value, None)
+        section, rows = (key, value) if isinstance(value, dict) else (None, {key: value})
+        if section is not None and section not in SECTIONS:
+            problems.append(f"config={path!r}: unknown section [{key}]; sections are {', '.join(SECTIONS)}")
+            continue
+        for name, inner in ((name.replace("-", "_"), inner) for name, inner in rows.items()):
+            if name != "preset" and (name not in known or (section is not None and known[name] != section)):
+                near = nearest(f"--{name}", [f"--{other}" for other in known])
+                other = f"did you mean {near[2:]}?" if near else "docs/flags.md lists the options"
+                hint = f"it belongs in [{known[name]}]" if name in known else other
+                problems.append(f"config={path!r}: unknown key {name} in [{section or 'top level'}]; {hint}")
+            elif name in values:
+                problems.append(f"config={path!r}: {name} is given twice; keep one")
+            else:
+                values[name] = inner
     if problems:
         raise ConfigError(problems)
     return values

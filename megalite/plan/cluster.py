@@ -108,10 +108,11 @@ def _link(label_gb_per_s: float, reached: float, latency_us: float) -> Link:
 
 
 def _device(name: str, known: Mapping[str, Any]) -> Device:
-    """One of the table; the memory of a CPU is this machine's."""
-    mib, own = known.get("memory_mib"), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    rate, price = known["memory_gb_per_s"] * GB, known["price_per_hour"]
-    return Device(name, known.get("vendor_name", ""), mib * 2**20 if mib else own, rate, price)
+    """One of the table, or of one's own. Where no memory is given, it is this machine's."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = int(known["memory_gib"] * GIB) if "memory_gib" in known else machine
+    rate, price, peaks = known["memory_gb_per_s"] * GB, known.get("price_per_hour", 0.0), known.get("peak_tflops", {})
+    return Device(name, known.get("vendor_name", name), memory, rate, price, peaks)
 
 
 # name -> device, devices per node (0: any number), links within and between nodes
@@ -160,7 +161,7 @@ def read_cluster(path: Path) -> Cluster:
     per_node = tables.get("per_node") or DEVICES[name][1] or 1
     base = cluster(name, per_node * tables.get("nodes", 1), per_node)
     links = {side: _own_link(tables.get(side, {}), getattr(base, side)) for side in ("inside", "between")}
-    return dataclasses.replace(base, device=_own_device(device) if own else base.device, **links)
+    return dataclasses.replace(base, device=_device(device["name"], device) if own else base.device, **links)
 
 
 def _is_number(value: Any) -> bool:
@@ -214,9 +215,3 @@ def _own_link(given: dict[str, Any], default: Link) -> Link:
     rate = given["gb_per_s"] * GB if "gb_per_s" in given else default.bytes_per_s
     latency = given["latency_us"] * US if "latency_us" in given else default.latency_s
     return Link(latency, rate, rate if "gb_per_s" in given else default.label)
-
-
-def _own_device(given: dict[str, Any]) -> Device:
-    memory, rate = int(given["memory_gib"] * GIB), given["memory_gb_per_s"] * GB
-    price, peaks = given.get("price_per_hour", 0.0), given.get("peak_tflops", {})
-    return Device(given["name"], given["name"], memory, rate, price, peaks)

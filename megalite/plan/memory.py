@@ -23,6 +23,7 @@ from megalite.plan.holding import Holding, Shares
 
 ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes, where no units come and go
 LARGEST_ERROR = 0.03  # in any layout that was ever counted
+EMBEDDING, HEAD = ["embedding"], ["head"]  # units of the ends of a model
 SHARED_PARTS = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, weights")  # by ZeRO stage
 
 
@@ -132,15 +133,17 @@ class _Walk:
     def __init__(self, made: Arrangement, rank: int):
         self.made, self.last, self.whole = made, len(made.stages) - 1, WholeUnits(made, rank)
         self.edge = made.edge
-        self.bills: dict[int, list[tuple[Bill, list[str]]]] = {}  # of each stage, with the units that each is of
+        self.parts: dict[int, list[tuple[Bill, list[str]]]] = {}  # of each stage: bills, and the units that each is of
         self.kept = self.most = 0
         self.messages = self.sent = 0
 
     def take(self, action: Action, last_of_run: bool) -> None:
         stage = action.stage
-        if stage not in self.bills:
-            layers = self.made.stages[stage]
-            self.bills[stage] = [(bill, [f"layers.{n}" for n in some]) for bill, some in self.made.layers.bills(layers)]
+        if stage not in self.parts:
+            costs = self.made.layers
+            layers = [(bill, [f"layers.{n}" for n in some]) for bill, some in costs.bills(self.made.stages[stage])]
+            first = [(costs.embedding, EMBEDDING)] if stage == 0 else []
+            self.parts[stage] = [*first, *layers, *([(costs.head, HEAD)] if stage == self.last else [])]
         if action.op is Op.F:
             self._forward(stage)
         elif action.op is Op.B:
@@ -150,7 +153,7 @@ class _Walk:
         elif action.op is Op.GATHER:
             self.whole.weights.update(self._blocks(stage))
         elif action.op is Op.FREE:
-            self.whole.weights.difference_update([*self._blocks(stage), "embedding", "head"])
+            self.whole.weights.difference_update([*self._blocks(stage), *EMBEDDING, *HEAD])
         elif action.op in (Op.RECV_F, Op.RECV_B):
             self.messages += 1
         elif action.op in (Op.SEND_F, Op.SEND_B):
@@ -158,65 +161,46 @@ class _Walk:
         self._reach(0)
 
     def _blocks(self, stage: int) -> list[str]:
-        return [unit for _, units in self.bills[stage] for unit in units]
+        return [unit for _, units in self.parts[stage] for unit in units if units not in (EMBEDDING, HEAD)]
 
     def _reach(self, moment: int) -> None:
         self.most = max(self.most, self.kept + self.messages * self.edge + moment + self.whole.bytes)
 
     def _forward(self, stage: int) -> None:
-        blocks = [*self._blocks(stage), *["head"] * (stage == self.last)]
-        behind = dict(zip(["embedding"] * (stage == 0) + blocks, blocks[stage != 0 :] + [None], strict=False))
-        if stage == 0:
-            self.whole.use(["embedding"], behind["embedding"])
-            self._reach(self.made.layers.embedding.moment["F"])
-            self.whole.leave(["embedding"])
-        else:
-            self.messages -= 1  # x had come, and is the first layer's
-        for bill, units in self.bills[stage]:
-            self.whole.use(units[-2:], behind[units[-1]])  # of several at most two at once
-            self._reach(self.edge + bill.moment["F"])
+        self.messages -= stage != 0  # x had come, and is the first layer's
+        parts = self.parts[stage]
+        for (bill, units), (_, behind) in zip(parts, [*parts[1:], (None, [None])], strict=True):
+            self.whole.use(units[-2:], behind[0])  # of several at most two at once
+            if units is HEAD:
+                self.whole.land("head")
+            self._reach(bill.moment["F"] + (self.edge if units is not EMBEDDING else 0))
             self.whole.leave(units)
-            self.kept += bill.saved
-        if stage == self.last:
-            self.whole.use(["head"])
-            self.whole.land("head")
-            self._reach(self.edge + self.made.layers.head.moment["F"])
-            self.whole.leave(["head"])
-            self.kept += self.made.layers.head.saved
-        else:
-            self.messages += 1  # y is to be sent
+            self.kept += bill.saved if units is not EMBEDDING else 0
+        self.messages += stage != self.last  # y is to be sent
 
     def _backward(self, stage: int, reduces: bool) -> None:
-        if stage == self.last:
-            self.kept -= self.made.layers.head.saved
-            if reduces:
-                self.whole.reduce("head")
-        else:
-            self.messages -= 1  # dy had come, and is the last layer's
-        bills = self.bills[stage]
-        for i in reversed(range(len(bills))):
-            bill, units = bills[i]
-            self.whole.use(units, bills[i - 1][1][-1] if i and len(units) == 1 else None)
+        self.messages -= stage != self.last  # dy had come, and is the last layer's
+        parts, ahead = self.parts[stage], [None, *(units for _, units in self.parts[stage])]
+        for (bill, units), before in reversed(list(zip(parts, ahead, strict=False))):
+            layers = units is not EMBEDDING and units is not HEAD
+            if layers:
+                self.whole.use(units, before[-1] if before and before is not EMBEDDING and len(units) == 1 else None)
             for unit in reversed(units):
-                if not self.made.split:
-                    self.whole.land(unit)
-                self._reach(self.edge + bill.moment["B"])
+                if units is not HEAD:  # whose gradients forward has computed
+                    if not (layers and self.made.split):
+                        self.whole.land(unit)
+                    self._reach(self.edge + bill.moment["B"])
                 if reduces:
                     self.whole.reduce(unit)
-            self.whole.leave(units)
-            self.kept += bill.waiting - bill.saved
-        if stage == 0:
-            self.whole.land("embedding")
-            self._reach(self.edge + self.made.layers.embedding.moment["B"])
-            if reduces:
-                self.whole.reduce("embedding")
-        else:
-            self.messages += 1  # dx is to be sent
+            if layers:
+                self.whole.leave(units)
+            self.kept += bill.waiting - bill.saved if units is not EMBEDDING else 0
+        self.messages += stage != 0  # dx is to be sent
 
     def _weights_gradients(self, stage: int, reduces: bool) -> None:
         for end in ["head"] * (stage == self.last) + ["embedding"] * (stage == 0) if reduces else []:
             self.whole.reduce(end)
-        for bill, units in reversed(self.bills[stage]):
+        for bill, units in reversed([part for part in self.parts[stage] if part[1] not in (EMBEDDING, HEAD)]):
             for unit in reversed(units):
                 self.whole.land(unit)
                 self._reach(bill.moment["W"])

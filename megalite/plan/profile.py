@@ -73,13 +73,13 @@ def _profile(values: dict[str, Any]) -> Profile:
     blocks = {name: tuple(map(float, times)) for name, times in values["blocks"].items()}
     if any(len(pair) != 2 for pair in pairs.values()) or any(len(times) != 3 for times in blocks.values()):
         raise ValueError("a list has the wrong length")
-    shares = [*(float(values[k]) for k in ("matmul", "head", "memory")), *pairs["attention"]]
-    rates = [link.bytes_per_s for link in links.values()]
-    amounts = [float(values.get(k, 0.0)) for k in ("kernel_s", "dispatch_s", "contention", "step_s", "sums", "tiles")]
-    amounts += [*pairs["attention_half"], *(t for block in blocks.values() for t in block)]
-    if not all(0 < n < math.inf for n in (*shares, *rates)) or not all(0 <= n < math.inf for n in amounts):
+    made = Profile(**{**values, **links, **pairs, "blocks": blocks})
+    shares = (made.matmul, made.head, made.memory, *made.attention, *(link.bytes_per_s for link in links.values()))
+    amounts = (made.kernel_s, made.dispatch_s, made.contention, made.step_s, made.sums, made.tiles)
+    times = (*amounts, *made.attention_half, *(t for block in blocks.values() for t in block))
+    if not all(0 < n < math.inf for n in shares) or not all(0 <= n < math.inf for n in times):
         raise ValueError("a share or rate is not above 0, or a time is below 0")
-    return Profile(**{**values, **links, **pairs, "blocks": blocks})
+    return made
 
 
 DEFAULTS: Mapping[str, Profile] = MappingProxyType(

@@ -27,14 +27,15 @@ def asked(*words: str) -> subprocess.CompletedProcess[str]:
 def test_the_first_page_holds_fifteen_flags_examples_and_groups() -> None:
     page = help.help_text("", sorted(PRESETS))
     begin, _, rest = page.partition("examples:")
-    assert flags_in(begin) == {flag_of(name) for name in help.FIRST}
-    assert len(help.FIRST) == 15 and "--tensor-model-parallel-size INT, --tp INT" in begin
+    first = help.PAGES["first"].split()
+    assert flags_in(begin) == {flag_of(name) for name in first}
+    assert len(first) == 15 and "--tensor-model-parallel-size INT, --tp INT" in begin
     examples = re.findall(r"^  # .*\n((?:.*\\\n)*.*)$", rest, re.MULTILINE)
     assert len(examples) == 3
     for example in examples:
         words = shlex.split(example.replace("\\\n", " "))
         cli.read(words[next(i for i, word in enumerate(words) if word.startswith("--")) :], PRESETS)  # raises if wrong
-    assert set(re.findall(r"--help (\w+)", rest)) == {*SECTIONS, "all"} == {*help.GROUPS, "all"}
+    assert set(re.findall(r"--help (\w+)", rest)) == {*SECTIONS, "all"} == {*help.PAGES["groups"], "all"}
 
 
 def test_each_flag_is_on_the_page_of_its_group_and_on_that_of_all() -> None:
