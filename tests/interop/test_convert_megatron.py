@@ -286,7 +286,7 @@ def test_what_is_written_is_what_megatron_writes(case: Case, tp: int, pp: int, i
                 assert torch.equal(file["model"][name], want[name]), name
             assert file["checkpoint_version"] == 3.0
     args = read_args(file["args"], "")
-    assert args.pop("kv_channels") == K and args == read_args(argparse.Namespace(**case.args), "")
+    assert build(args).model == build(read_args(argparse.Namespace(**case.args), "") | {"kv_channels": K}).model
     assert tool("--from-megatron", back, "--save", tmp_path / "again", "--vocab-size", V) == 0
     first, again = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
     for name in first.manifest.tensors:
@@ -365,7 +365,10 @@ def test_hostile_files_are_refused_and_run_nothing(attack: str, tmp_path: Path, 
 def test_copies_must_agree_and_no_rank_may_be_missing(tmp_path: Path, capsys) -> None:
     case = Case(fused=False)
     norm, word = "decoder.layers.0.input_layernorm.weight", "output_layer.weight"
-    copies = ("mp_rank_01_000", norm, rf"differs from {norm} in "), ("mp_rank_00_001", word, r"differs from embedding\.")
+    copies = (
+        ("mp_rank_01_000", norm, rf"differs from {norm} in "),
+        ("mp_rank_00_001", word, r"differs from embedding\."),
+    )
     for rank, name, reason in copies:
         folder = tmp_path / rank
         write(folder, case, 2, 2, attention_backend=None)
