@@ -9,7 +9,7 @@ import torch
 
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.offline import whole
-from megalite.checkpoint.run import foreground, loader
+from megalite.checkpoint.run import loader, saver
 from megalite.checkpoint.storage.location import Location, step_of
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, Piece
@@ -63,7 +63,7 @@ def row(mesh: Mesh, value: float, columns: int = 8) -> Piece:
 def save_steps(directory: str | Location | Path, *steps: int) -> None:
     """Each step's checkpoint is `filled` with its number."""
     for step in steps:
-        foreground.save(directory, step, filled(float(step)), {"step": step}, ALONE)
+        saver.save(directory, step, filled(float(step)), {"step": step}, ALONE)
 
 
 def flip(file: Path, bit: int = -1) -> None:

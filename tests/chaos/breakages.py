@@ -36,7 +36,7 @@ BREAKAGES = [
     Breakage(
         "the folder is not synced after the rename",
         "tests/checkpoint/test_saver.py::test_order_of_events_survives_a_power_cut",
-        (("            os.replace(part, final)\n        left_branch.sync(final.parent)\n", "            os.replace(part, final)\n"),),
+        (("        shutil.rmtree(old, ignore_errors=True)\n        to_disk(final.parent)\n", "        shutil.rmtree(old, ignore_errors=True)\n"),),
     ),
     Breakage(
         "the maximum of the norms is taken, which drops a NaN",
@@ -63,8 +63,8 @@ BREAKAGES = [
         "the rename comes before the manifest is on disk",
         "tests/checkpoint/test_saver.py::test_order_of_events_survives_a_power_cut",
         (
-            ('        for name in ("manifest.json", "COMPLETE"):\n            left_branch.sync(part / name)\n        left_branch.sync(part)\n', ""),
-            ("        left_branch.sync(final.parent)\n\n    def remove", '        for name in ("manifest.json", "COMPLETE"):\n            left_branch.sync(final / name)\n        left_branch.sync(final)\n        left_branch.sync(final.parent)\n\n    def remove'),
+            ('        for name in ("manifest.json", "COMPLETE"):\n            to_disk(part / name)\n        to_disk(part)\n', ""),
+            ("        to_disk(final.parent)\n\n    def remove", '        for name in ("manifest.json", "COMPLETE"):\n            to_disk(final / name)\n        to_disk(final)\n        to_disk(final.parent)\n\n    def remove'),
         ),
     ),
     Breakage(

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from loads import ALONE
 from loads import whole_piece as whole
 
-from megalite.checkpoint.format import blocks, reader, tensor_file, writer
 from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format import reader, tensor_file, writer
 from megalite.checkpoint.format.manifest import CheckpointError, cover
-from megalite.checkpoint.run import foreground, loader
+from megalite.checkpoint.run import loader, saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.rectangles import inside, rectangles
 from megalite.parallel.spec import Box, ParamSpec, Piece
@@ -66,7 +66,7 @@ def cut(values: torch.Tensor, name: str, dim: int, tp: int, dp: int) -> list[lis
 
 
 def save_all(folder: Path, ranks: list[list[Piece]], step: int, state: dict | None = None) -> Path:
-    """What `foreground.save` does on several ranks, here one after the other."""
+    """What `saver.save` does on several ranks, here one after the other."""
     part = folder / f".iter_{step:07d}.part"
     part.mkdir(parents=True)
     for rank, pieces in enumerate(ranks):
@@ -88,7 +88,7 @@ def test_saved_under_one_layout_loads_under_another(tmp_path_factory, shape, sav
     values = torch.randn(shape)
     with pytest.MonkeyPatch.context() as patch:  # blocks that end anywhere, reads of any size straight into a target
         patch.setattr(tensor_file.write, "__defaults__", (data.draw(st.sampled_from([8, 40, 1 << 22])),))
-        patch.setattr(blocks, "_DIRECT", data.draw(st.sampled_from([1, 24, 1 << 16])))
+        patch.setattr(reader, "_DIRECT", data.draw(st.sampled_from([1, 24, 1 << 16])))
         final = save_all(folder, cut(values, "w", dim, *saved), 7)
         loaded = manifests.load(final)
         assert cover(loaded.tensors["w"].shape, [p.box for p in loaded.tensors["w"].parts])
@@ -105,7 +105,7 @@ def test_saved_under_one_layout_loads_under_another(tmp_path_factory, shape, sav
 
 
 def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> None:
-    folder = foreground.save(tmp_path, 1, [whole(torch.ones(4, 2), "a"), whole(torch.ones(3), "b")], {}, ALONE)
+    folder = saver.save(tmp_path, 1, [whole(torch.ones(4, 2), "a"), whole(torch.ones(3), "b")], {}, ALONE)
     pieces = [whole(torch.zeros(4, 2), "a"), whole(torch.zeros(5), "b"), whole(torch.zeros(1), "c")]
     with pytest.raises(CheckpointError) as error:
         loads.fill(folder, manifests.load(folder), pieces, ALONE)

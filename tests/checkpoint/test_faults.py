@@ -22,7 +22,7 @@ from ranks import run_ranks
 from megalite.checkpoint.format import hashing, reader, tensor_file
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.run import foreground, loader
+from megalite.checkpoint.run import loader, saver
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.file_system import LocalFile, LocalStorage
@@ -117,7 +117,7 @@ def _one_rank_cannot_take_it(directory: str, gone: bool) -> tuple[float, list[fl
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     for step in (1, 2):
         target = row(mesh, 10.0 * step + mesh.world.rank, 1 << 10)
-        foreground.save(directory, step, [target], {"step": step}, mesh)
+        saver.save(directory, step, [target], {"step": step}, mesh)
     if mesh.world.rank == 1 and gone:
         real = LocalStorage.reading
 
@@ -140,12 +140,12 @@ def test_what_one_rank_cannot_take_sends_all_to_the_one_before(tmp_path: Path, g
 
 
 def test_no_memory_for_a_block_is_an_error_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    foreground.save(tmp_path, 1, pieces(1.0), {}, ALONE)
+    saver.save(tmp_path, 1, pieces(1.0), {}, ALONE)
 
     def no_memory(*_: Any) -> None:
         raise OSError("can't allocate memory")
 
-    monkeypatch.setattr("megalite.checkpoint.format.blocks.mmap.mmap", no_memory)
+    monkeypatch.setattr("megalite.checkpoint.format.reader.mmap.mmap", no_memory)
     with pytest.raises(CheckpointError, match="can't allocate memory"):
         loader.load(tmp_path, ALONE, lambda *_: loader.Wanted(pieces(9.0)))
 
@@ -153,7 +153,7 @@ def test_no_memory_for_a_block_is_an_error_of_the_checkpoint(tmp_path: Path, mon
 def test_every_byte_that_is_wanted_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     box = Box((0, 0), (64, 1 << 17))  # 32 MiB: 8 blocks and the header
     state = [Piece("model/w", box.stop, box, range(box.numel), torch.randn(box.numel))]
-    foreground.save(tmp_path, 1, state, {}, ALONE)
+    saver.save(tmp_path, 1, state, {}, ALONE)
     reads: list[tuple[int, int]] = []
     real = LocalFile.pread
     monkeypatch.setattr(LocalFile, "pread", lambda self, to, at: (reads.append((at, len(to))), real(self, to, at))[1])
@@ -168,7 +168,7 @@ def test_every_byte_that_is_wanted_is_read_once(tmp_path: Path, monkeypatch: pyt
 
 
 def test_files_of_two_checkpoints_swapped_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = (foreground.save(tmp_path, step, pieces(float(step)), {}, ALONE) for step in (1, 2))
+    one, two = (saver.save(tmp_path, step, pieces(float(step)), {}, ALONE) for step in (1, 2))
 
     def swap(name: str) -> None:
         (one / name).rename(tmp_path / "x")
@@ -190,7 +190,7 @@ def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("megalite.checkpoint.format.tensor_file.write.__defaults__", (256,))
     box = Box((0,), (500,))
     state = [Piece(f"model/{n}", (500,), box, range(500), torch.randn(500)) for n in range(6)]
-    folder = foreground.save(tmp_path, 1, state, {}, ALONE)
+    folder = saver.save(tmp_path, 1, state, {}, ALONE)
     loaded = manifests.load(folder)
     (file,) = (folder / name for name in loaded.files)
     places = {row.key: name for name, whole in loaded.tensors.items() for row in whole.parts}
@@ -242,7 +242,7 @@ def mutated(data: Any, rng: random.Random) -> Any:
 
 
 def test_five_hundred_hostile_manifests_are_refused_or_harmless(tmp_path: Path, monkeypatch) -> None:
-    folder = foreground.save(tmp_path, 1, pieces(1.0, rows=1)[:2], {"progress": {"step": 1}}, ALONE)
+    folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:2], {"progress": {"step": 1}}, ALONE)
     sealed = json.loads((folder / "manifest.json").read_text())
     opened: list[str] = []
     real = os.open
@@ -264,7 +264,7 @@ def test_five_hundred_hostile_manifests_are_refused_or_harmless(tmp_path: Path, 
 
 
 def test_manifests_that_are_bombs_are_refused(tmp_path: Path) -> None:
-    folder = foreground.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
+    folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
     good = json.loads((folder / "manifest.json").read_text())
     for text in ("[" * 200_000, '{"a":' * 50_000, "NaN", "\ufeff{}", '{"format": 2}', "null", "[]", "2"):
         reseal(folder, text)
@@ -282,7 +282,7 @@ def test_manifests_that_are_bombs_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dims", rarely([1, 2, 3], [2], str, guards=("megalite/checkpoint/format",)))
 def test_many_boxes_are_checked_in_a_tests_time(tmp_path: Path, dims: int) -> None:
     """90,000 boxes of one element, side by side in one row: pairs of them would take minutes."""
-    folder = foreground.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
+    folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
     data = json.loads((folder / "manifest.json").read_text())
     count, tensor = 90_000, data["tensors"]["model/0"]
     file, key = tensor["parts"][0][:2]
@@ -315,7 +315,7 @@ HEADERS = {
 @pytest.mark.parametrize("attack", sorted(HEADERS))
 def test_a_hostile_header_is_refused(tmp_path: Path, attack: str) -> None:
     """With hashes that fit: whoever wrote it wrote the manifest too."""
-    folder = foreground.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
+    folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
     file = folder / "rank-00000.safetensors"
     content = file.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")

@@ -23,7 +23,7 @@ from train_cases import SMALL
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format import reader, tensor_file, writer
-from megalite.checkpoint.run import foreground, loader, retention
+from megalite.checkpoint.run import loader, retention, saver
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import location, object_store
 from megalite.checkpoint.storage import protocol as storage
@@ -135,7 +135,7 @@ DAMAGE: dict[str, Any] = {
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
 def test_damage_is_named_and_the_one_before_is_taken(base: str, damage: str, capsys) -> None:
     for step in (1, 2):
-        foreground.save(base, step, pieces(float(step)), {}, ALONE)
+        saver.save(base, step, pieces(float(step)), {}, ALONE)
     for name in ("rank-00000.safetensors", "manifest.json", "COMPLETE"):
         url = f"{base}/iter_0000002/{name}"
         place = parse(url)
@@ -153,7 +153,7 @@ def test_damage_is_named_and_the_one_before_is_taken(base: str, damage: str, cap
 
 def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 7):
-        foreground.save(base, step, pieces(1.0), {}, ALONE)
+        saver.save(base, step, pieces(1.0), {}, ALONE)
     change(f"{base}/iter_0000001/KEEP", b"")
     change(f"{base}/iter_0000007/mp_rank_00/model_optim_rng.pt", b"of Megatron-LM")
     change(f"{base}/iter_0000008/notes.txt", b"of somebody")
@@ -182,7 +182,7 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
 
 def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
-        foreground.save(base, step, pieces(float(step)), {}, ALONE)
+        saver.save(base, step, pieces(float(step)), {}, ALONE)
     place, real, gone = parse(base), object_store.RemoteFile.pread, []
 
     def meanwhile(self: Any, target: memoryview, begin: int) -> None:
@@ -248,7 +248,7 @@ def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.M
     values = torch.randn(3 << 20)  # 12 MiB: two parts, since 4 MiB are handed over at a time
     box = Box((0,), (len(values),))
     piece = Piece("model/w", box.stop, box, range(len(values)), values)
-    folder = foreground.save(base, 1, [piece], {}, ALONE)
+    folder = saver.save(base, 1, [piece], {}, ALONE)
     name = next(iter(manifests.load(folder).files))
     if base.startswith("s3"):
         assert (folder / name).files.info((folder / name).path)["ETag"].strip('"').endswith("-2")
@@ -276,7 +276,7 @@ def test_the_tool_takes_urls(base: str, tmp_path: Path, capsys: pytest.CaptureFi
     from test_tool import tool
 
     for step in (1, 2):
-        foreground.save(base, step, pieces(float(step)), {"progress": {"step": step}}, ALONE)
+        saver.save(base, step, pieces(float(step)), {"progress": {"step": step}}, ALONE)
     assert tool.main(["inspect", base]) == 0 and "iter_0000002: step 2" in capsys.readouterr().out
     assert tool.main(["verify", base, "--all"]) == 0
     assert tool.main(["reshard", base, str(tmp_path), "--files", "2"]) == 0
@@ -299,7 +299,7 @@ def test_urls_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(CheckpointError, match=text):
             Saver(url, ALONE, 0)
     Saver(f"file://{tmp_path}/local", ALONE, 0).close()
-    foreground.save(f"file://{tmp_path}/local", 1, pieces(1.0), {}, ALONE)
+    saver.save(f"file://{tmp_path}/local", 1, pieces(1.0), {}, ALONE)
     assert (tmp_path / "local" / "iter_0000001" / "COMPLETE").is_file() and loaded(f"{tmp_path}/local") == 1.0
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(CheckpointError, match="needs the package fsspec; pip install fsspec"):

@@ -27,7 +27,7 @@ from megalite.checkpoint.format import reader, tensor_file, writer
 from megalite.checkpoint.format.hashing import BlockHash
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.run import agreement as shared
-from megalite.checkpoint.run import background_save, foreground, retention
+from megalite.checkpoint.run import background_save, retention, saver
 from megalite.checkpoint.run.save_clock import SaveClock
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import file_system
@@ -79,10 +79,10 @@ def peak_mib() -> float:
 
 def test_a_save_needs_no_second_copy_of_the_state(tmp_path: Path) -> None:
     state = [whole(torch.randn(16, 1 << 20), f"model/{i}") for i in range(2)]  # 128 MiB
-    foreground.save(tmp_path, 1, [whole(torch.ones(3))], {}, ALONE)  # what is imported late is there now
+    saver.save(tmp_path, 1, [whole(torch.ones(3))], {}, ALONE)  # what is imported late is there now
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
     before = peak_mib()
-    foreground.save(tmp_path, 2, state, {}, ALONE)
+    saver.save(tmp_path, 2, state, {}, ALONE)
     assert peak_mib() - before <= 0.1 * 128
     shutil.rmtree(tmp_path)
 
@@ -98,7 +98,7 @@ def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), real_replace(a, b)))
-    foreground.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
+    saver.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
     files = ["sync rank-00000.safetensors", *(f"rename {x}" for x in ("rank-00000.json", "manifest.json", "COMPLETE"))]
     files += ["sync manifest.json", "sync COMPLETE", "sync .iter_0000001.part", "rename iter_0000001"]
     assert events == [*files, f"sync {tmp_path.name}", f"rename {storage.TRACKER}"]
@@ -238,7 +238,7 @@ def test_what_unfinished_saves_and_deletions_have_left_is_swept(tmp_path: Path) 
 # ---- what is kept
 def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
     for step in range(1, 9):
-        foreground.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+        saver.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
     (tmp_path / "iter_backup").mkdir()
     (tmp_path / "iter_0000009").mkdir()  # not complete: neither counted nor touched
     os.truncate(tmp_path / "iter_0000008" / "rank-00000.safetensors", 8)  # damaged: neither
@@ -253,7 +253,7 @@ def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
 
 def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
-        foreground.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+        saver.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *a, **k: None)
         retention.Retention(tmp_path, 1).prune()
@@ -265,20 +265,20 @@ def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monke
 def test_the_one_just_saved_is_never_deleted(tmp_path: Path) -> None:
     """After a rollback it is not the newest by number."""
     for step in (10, 20, 30):
-        foreground.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+        saver.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
     one = Saver(tmp_path, ALONE, 0, keep_last=1)
     one.save(15, [whole(torch.ones(2))], {})
     one.close()
     assert storage.steps_in(tmp_path) == [15, 30]
     assert retention.Retention(tmp_path, 1).prune() == [15]  # and the only valid one stays for ever
     os.truncate(tmp_path / "iter_0000030" / "rank-00000.safetensors", 8)
-    foreground.save(tmp_path, 12, [whole(torch.ones(2))], {}, ALONE)
+    saver.save(tmp_path, 12, [whole(torch.ones(2))], {}, ALONE)
     assert retention.Retention(tmp_path, 1).prune() == []
 
 
 def test_killed_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two renames neither the old one nor the new is in its place: the next start puts the old one back."""
-    foreground.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
+    saver.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
     real = os.replace
 
     def killed(a: Path, b: Path) -> None:
@@ -288,7 +288,7 @@ def test_killed_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", killed)
-        foreground.save(tmp_path, 1, [whole(torch.zeros(2))], {}, ALONE)
+        saver.save(tmp_path, 1, [whole(torch.zeros(2))], {}, ALONE)
     assert storage.steps_in(tmp_path) == []
     Saver(tmp_path, ALONE, 0).close()
     assert load(tmp_path / "iter_0000001", whole(torch.zeros(2))).tolist() == [1.0, 1.0]

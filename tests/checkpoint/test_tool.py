@@ -11,7 +11,7 @@ from loads import ALONE, flip, whole_piece
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest
-from megalite.checkpoint.run import foreground, loader
+from megalite.checkpoint.run import loader, saver
 from megalite.checkpoint.storage import file_system
 from megalite.checkpoint.storage import protocol as storage
 from tools import checkpoint as tool
@@ -29,7 +29,7 @@ def make(folder: Path, step: int, scale: float = 1.0, bf16: bool = False, change
             pieces.append(whole_piece(values, name.replace("model", "optimizer.main")))
             values = values.bfloat16()
         pieces.append(whole_piece(values, name))
-    return foreground.save(folder, step, pieces, STATE, ALONE)
+    return saver.save(folder, step, pieces, STATE, ALONE)
 
 
 def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ def test_diff_sees_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """ "Equal to the bit" is said of bits: 0 and -0 are equal numbers, and a NaN is not even equal to itself."""
 
     def save(name: str, values: list[float]) -> Path:
-        return foreground.save(tmp_path / name, 1, [whole_piece(torch.tensor(values), "model/a")], STATE, ALONE)
+        return saver.save(tmp_path / name, 1, [whole_piece(torch.tensor(values), "model/a")], STATE, ALONE)
 
     a = save("a", [1.0, 0.0, float("nan")])
     assert tool.main(["diff", str(a), str(save("same", [1.0, 0.0, float("nan")]))]) == 0
@@ -138,7 +138,7 @@ def test_the_average_is_of_the_main_weights(tmp_path: Path, bf16: bool) -> None:
         got = found.read(name)
         assert got.dtype == (torch.bfloat16 if bf16 else torch.float32)
         torch.testing.assert_close(got, exact.to(got.dtype), rtol=1e-6, atol=0)
-    other = foreground.save(tmp_path / "d", 1, [whole_piece(torch.ones(1), "model/z")], {}, ALONE)
+    other = saver.save(tmp_path / "d", 1, [whole_piece(torch.ones(1), "model/z")], {}, ALONE)
     assert tool.main(["average", str(tmp_path / "m2"), str(sources[0]), str(other)]) == 3
     assert not list((tmp_path / "m2").glob("*iter_*"))
 
@@ -171,7 +171,7 @@ def test_no_secret_of_a_url_is_repeated_and_no_text_of_a_file_steers_the_termina
         said = capsys.readouterr().err
         assert "in its URL" in said and "hunter2" not in said
     state = {"config": "title = '\x1b]0;mine\x07'\n", "data": {"\x1b[2J": 1}}
-    folder = foreground.save(tmp_path, 1, [whole_piece(torch.zeros(2), "model/\x1b[2Ja")], state, ALONE)
+    folder = saver.save(tmp_path, 1, [whole_piece(torch.zeros(2), "model/\x1b[2Ja")], state, ALONE)
     other = make(tmp_path / "other", 1)
     for command in (["inspect", "--tensors", str(folder)], ["diff", str(folder), str(other)], ["verify", str(folder)]):
         tool.main(command)

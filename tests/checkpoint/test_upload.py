@@ -12,7 +12,7 @@ import pytest
 from loads import ALONE, BACKGROUND, filled, flip
 from train_cases import SMALL
 
-from megalite.checkpoint.run import foreground, saver, upload
+from megalite.checkpoint.run import saver, upload
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import file_system, object_store
 from megalite.checkpoint.storage import protocol as storage
@@ -108,7 +108,7 @@ def test_training_goes_on_when_an_upload_fails(kept: str, tmp_path: Path, broken
 def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = tmp_path / "fast"
     for step in range(1, 6):
-        foreground.save(fast, step, pieces(float(step)), {}, ALONE)
+        saver.save(fast, step, pieces(float(step)), {}, ALONE)
     sent: list[int] = []
     real = upload.Uploader._send
     monkeypatch.setattr(upload.Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])
@@ -123,7 +123,7 @@ def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypat
 
 def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> None:
     fast = tmp_path / "fast"
-    folder = foreground.save(fast, 1, pieces(1.0), {}, ALONE)
+    folder = saver.save(fast, 1, pieces(1.0), {}, ALONE)
     flip(folder / "rank-00000.safetensors")
     one = Saver(fast, ALONE, 0, upload_to=kept)
     one.begins_at(1)

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from train_cases import SMALL, config_from
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.run import foreground
+from megalite.checkpoint.run import saver
 from megalite.generate.cache import KeyValueCache
 from megalite.generate.generation import chosen_logits, continue_texts, load_model
 from megalite.generate.sampling import Sampling, choose, distribution, uniform
@@ -290,6 +290,6 @@ def test_a_run_without_a_tokenizer_is_refused(models, tmp_path: Path) -> None:
     theirs = open_model(models("gpt2")[1])
     toml = "num_layers = 2\nhidden_size = 32\nnum_attention_heads = 4\nseq_length = 48\nvocab_size = 93\n"
     assert theirs.model.num_layers == 2
-    foreground.save(tmp_path, 1, [], {"config": toml}, Mesh.alone())
+    saver.save(tmp_path, 1, [], {"config": toml}, Mesh.alone())
     with pytest.raises(SetupError, match="was trained without a tokenizer"):
         load_model(tmp_path, Mesh.alone())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import open_checkpoint
-from megalite.checkpoint.run import foreground
+from megalite.checkpoint.run import saver
 from megalite.config.options import ModelConfig, build
 from megalite.config.pattern import write_pattern
 from megalite.config.toml import parse_toml, to_toml
@@ -140,7 +140,7 @@ def test_main_weights_and_weights_stored_as_their_difference_from_one(tmp_path: 
         main = torch.randn(spec.shape)
         pieces += [whole_piece(main.bfloat16(), f"model/{name}"), whole_piece(main, f"optimizer.main/{name}")]
     text = "\n".join(f"{key} = {str(value).lower()}" for key, value in {**options, "vocab_size": 7}.items())
-    foreground.save(tmp_path / "ours", 1, pieces, {"config": text}, Mesh.alone())
+    saver.save(tmp_path / "ours", 1, pieces, {"config": text}, Mesh.alone())
     for dtype, kind in (("float32", "optimizer.main"), ("bfloat16", "model")):
         assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / dtype, "--dtype", dtype, "--check") == 0
         stored, found = {p.name: p.data for p in pieces}, tensors_in(tmp_path / dtype)
@@ -186,7 +186,7 @@ def saved_run(folder: Path, options: dict[str, Any], one_plus: bool, bf16: bool 
         data = 0.3 * torch.randn(spec.shape, generator=generator)
         data += 1 - one_plus if name.endswith("norm.weight") else 0
         pieces.append(whole_piece(data.bfloat16() if bf16 else data, f"model/{name}"))
-    foreground.save(folder, 1, pieces, {"config": to_toml(build(values)), "vocab_size": 9}, Mesh.alone())
+    saver.save(folder, 1, pieces, {"config": to_toml(build(values)), "vocab_size": 9}, Mesh.alone())
     return model
 
 

@@ -286,7 +286,7 @@ def test_what_is_written_is_what_megatron_writes(case: Case, tp: int, pp: int, i
                 assert torch.equal(file["model"][name], want[name]), name
             assert file["checkpoint_version"] == 3.0
     args = read_args(file["args"], "")
-    assert args.pop("kv_channels") == K and args == read_args(argparse.Namespace(**case.args), "")
+    assert build(args).model == build(read_args(argparse.Namespace(**case.args), "") | {"kv_channels": K}).model
     assert tool("--from-megatron", back, "--save", tmp_path / "again", "--vocab-size", V) == 0
     first, again = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
     for name in first.manifest.tensors:

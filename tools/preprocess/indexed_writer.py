@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.checkpoint.storage import left_branch
+from megalite.checkpoint.storage import file_system
 from megalite.config.own_file import opener
 from megalite.data.errors import DataError
 from megalite.data.files.index_rules import CHUNK
@@ -115,7 +115,7 @@ class IndexedWriter:
         if info is not None:
             os.replace(sidecar_partial, sidecar)
         os.replace(index_partial, index)
-        left_branch.sync(index.parent)  # the names survive a loss of power too, before what could make them again goes
+        file_system.to_disk(index.parent)  # the names survive a loss of power, before what could make them again goes
         self._lengths_partial.unlink()
         self.keep()  # the lock is held up to here
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from megalite.checkpoint.storage import left_branch
+from megalite.checkpoint.storage import file_system
 from megalite.config.own_file import opener
 from megalite.data.errors import DataError
 from tools.preprocess.text_input import Position
@@ -57,7 +57,7 @@ class Journal:
             self._file.truncate(whole)  # a cut line must not stand between whole ones
             if not self.last:
                 self._write(header)
-                left_branch.sync(path.parent)
+                file_system.to_disk(path.parent)
         except BaseException:
             self._file.close()
             raise

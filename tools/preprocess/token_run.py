@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.storage import left_branch
+from megalite.checkpoint.storage import file_system
 from megalite.config.console import Bar, complain
 from megalite.data.errors import DataError
 from megalite.data.files.sidecar import read_info
@@ -222,7 +222,7 @@ class TokenRun:
             writer.sync()
         if self._rejects and self._journal:
             self._rejects.sync()
-            left_branch.sync(self._rejects_path.parent)
+            file_system.to_disk(self._rejects_path.parent)
             self._journal.append(self.progress)
 
 

@@ -23,20 +23,10 @@ from megalite.checkpoint.storage.protocol import storage_of
 from megalite.parallel.rectangles import rectangles
 from megalite.parallel.spec import Box, Piece
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of weights
+_NAMES = {**CODES, **_INTEGERS, torch.bool: "BOOL"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-CODES = {dtype: name for dtype, name in _NAMES.items() if dtype.is_floating_point}  # of weights
 DTYPES = {name: dtype for dtype, name in CODES.items()}
 _PAGE = 4096  # the payload begins at a multiple of it: writes and reads then copy whole pages
 _HEADER = 100_000_000  # bytes; the limit of the format

@@ -7,7 +7,7 @@
 
 Behind a URL nothing can be renamed: the files are written to iter_0000500/ itself, and COMPLETE makes it exist. After a
 kill at any moment the checkpoint before is the newest. Files are streamed (tensor_file.py). How the ranks of a run
-agree on all this is in run/foreground.py and run/saver.py.
+agree on all this is in run/saver.py.
 """
 
 import contextlib

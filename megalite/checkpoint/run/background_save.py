@@ -130,7 +130,6 @@ class BackgroundSave:
             self.host.release()
             if self.mesh.world.is_first:
                 wait_for_lists(self.part, self.mesh.world.size, self.give_up, confirm=self.confirm)
-                self.confirm()
                 self.commit()
         except Exception as error:  # the saver's `wait` raises it, on all ranks
             self.error = error

@@ -1,16 +1,65 @@
 """Checkpoints of later steps than the one where a run begins: those of a branch that the run leaves.
 
 They exist after a rollback (--ckpt-step), after --finetune, and where a run saves to another run's directory. If they
-stayed, the next start would continue from them, and --keep-last would delete the new branch's checkpoints first.
+stayed, the next start would continue from them, and --keep-last would delete the new branch's checkpoints first. They
+must disappear as soon as the run has a checkpoint of its own, and no earlier: killed at any moment, one branch or the
+other is whole. Many folders cannot be renamed at once, so it takes two steps, either of which may be interrupted:
+
+    iter_0000300 -> .iter_0000300.left-at-0000200.for-0000250    hidden: nothing lists, counts or deletes it
+    iter_0000250 is committed
+    -> abandoned-iter_0000300-left-at-0000200                    or, where it was not committed, back
+
+They stay in the same directory: a read-only checkpoint can be renamed there, but not moved elsewhere, and relative
+links stay valid.
 """
 
 import contextlib
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megalite.checkpoint.storage import left_branch
+from megalite.checkpoint.storage.file_system import to_disk
 from megalite.checkpoint.storage.location import CheckpointError, Location, Url, folder_of
 from megalite.checkpoint.storage.protocol import storage_of
+
+_HIDDEN = re.compile(r"\.(iter_\d{7,})\.(left-at-\d{7,})\.for-(\d{7,})")
+
+
+def hide(places: Iterable[Path], begin: int, first: int) -> None:
+    """Hide the checkpoints of these directories that are of later steps than `begin`, where a run began that is about
+    to commit its first checkpoint, that of step `first`. Raises OSError; call `settle` afterwards in any case."""
+    todo = [folder_of(place, step) for place in places for step in reversed(_later(place, begin))]
+    taken = f"iter_{first:07d}"  # before the others, so that it exists again only when it is the new one
+    for folder in sorted(todo, key=lambda folder: folder.name != taken):
+        os.replace(str(folder), str(folder.parent / f".{folder.name}.left-at-{begin:07d}.for-{first:07d}"))
+    for place in places:
+        to_disk(place)
+
+
+def settle(*places: Location) -> dict[Path, dict[str, str]]:
+    """End the work of `hide` in those that are directories: {directory: {old name: new name}}. Where the checkpoint
+    that they were hidden for was committed, to the first one, they get new names, else their old ones, or new ones if
+    those are taken. Raises OSError."""
+    directories = [place for place in places if isinstance(place, Path)]
+    new: dict[Path, dict[str, str]] = {}
+    matches = [(d, path, _HIDDEN.fullmatch(path.name)) for d in directories for path in d.glob(".iter_*")]
+    hidden = [(directory, path, match.groups()) for directory, path, match in matches if match]
+    hidden.sort(key=lambda x: (x[2][0] == f"iter_{x[2][2]}", x[0] == directories[0], x[1]))  # last: see `hide`
+    committed = {first: (directories[0] / f"iter_{first}").exists() for _, _, (_, _, first) in hidden}
+    for directory, path, (name, left, first) in hidden:
+        if not committed[first] and not os.path.lexists(directory / name):
+            os.replace(path, directory / name)
+            continue
+        number, target = 1, directory / f"abandoned-{name}-{left}"
+        while os.path.lexists(target):
+            number += 1
+            target = directory / f"abandoned-{name}-{left}-{number}"
+        os.replace(path, target)
+        new.setdefault(directory, {})[name] = target.name
+    for directory in {directory for directory, _, _ in hidden}:
+        to_disk(directory)
+    return new
 
 
 class Branch:
@@ -52,13 +101,11 @@ class Branch:
             yield
             return
         try:
-            left = {path: reversed(_later(path, self._begin)) for path in self._paths}
-            names = {path: [folder_of(path, step).name for step in steps] for path, steps in left.items()}
-            left_branch.hide(names, self._begin, first)
+            hide(self._paths, self._begin, first)
             yield
         except BaseException:
             with contextlib.suppress(OSError):  # the next start does it
-                left_branch.settle(*self._paths)
+                settle(*self._paths)
             raise
         self.pending = False
         self._settle(tell)
@@ -66,7 +113,7 @@ class Branch:
     def _settle(self, tell: Callable[[str], None]) -> None:
         self.unsettled = True
         try:
-            for path, new in left_branch.settle(*self._paths).items():
+            for path, new in settle(*self._paths).items():
                 renamed = ", ".join(f"{name} to {other}" for name, other in new.items())
                 began = f"the run began at step {self._begin} and left the branch of later checkpoints"
                 tell(f"{began}: renamed in {path} {renamed}")

@@ -11,24 +11,22 @@ on that. A thread that fails leaves a file that ends rank 0's waiting; its rank 
 all-reduce, so that all ranks raise at the same step.
 """
 
-import contextlib
 import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from megalite.checkpoint.format import writer
-from megalite.checkpoint.run import foreground
+from megalite.checkpoint.format import tensor_file, writer
 from megalite.checkpoint.run.agreement import agree, check_shared, together
 from megalite.checkpoint.run.background_save import BackgroundSave, HostCopy
-from megalite.checkpoint.run.branch import Branch
+from megalite.checkpoint.run.branch import Branch, settle
 from megalite.checkpoint.run.retention import Retention
 from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, reason_of
 from megalite.checkpoint.storage.protocol import RunLock, Storage, folder_of, storage_of
+from megalite.config.faults import fault
 from megalite.parallel.comm import reduce_number
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
@@ -57,6 +55,7 @@ class Saver:
         self.directory, self.mesh, self.background = parse(directory), mesh, background
         self.storage: Storage = storage_of(self.directory)
         self.upload_to = None if upload_to is None else parse(upload_to)
+        self._places = [place for place in (self.directory, self.upload_to) if place is not None]
         self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
         self._kept = Retention(self.upload_to or self.directory, self.keep_last, retain_interval)
         self.waited_s = 0.0  # time that training waited for the last save
@@ -84,6 +83,7 @@ class Saver:
         self._lock = self.storage.lock(self.directory)
         if self.upload_to is not None:
             self._uploader = Uploader(self.directory, self._kept, self._news)
+        settle(*self._places)
         if left := self.storage.sweep(self.directory):
             self._news.append(f"deleted the remains of an unfinished save: {', '.join(left)}")
         self.storage.check_space(self.directory, self._bytes)
@@ -94,8 +94,7 @@ class Saver:
 
         def look() -> str | None:
             if self.mesh.world.is_first:
-                places = [place for place in (self.directory, self.upload_to) if place is not None]
-                self._branch = Branch(places, step, damaged)
+                self._branch = Branch(self._places, step, damaged)
                 self._kept.damaged = self._branch.damaged
                 if self._uploader is not None:
                     self._uploader.paused = self._branch.pending
@@ -114,31 +113,33 @@ class Saver:
         self.wait()
         begin = time.perf_counter()
         self._before_s = begin - asked
-        final = folder_of(self.directory, step)
-        if not self.background or last:
-            around = partial(self._replaced_by, step)
-            foreground.save(self.directory, step, pieces, state, self.mesh, self._confirm, around)
-            if self.mesh.world.is_first:
-                self._prune(step)
-            self.waited_s = time.perf_counter() - asked
-            took = time.perf_counter() - begin
-            self._news.append(f"saved {final.name} in {took:.2f} s{self._size(took)}{self._of_them()}")
-            self._tell_megatron(step)
-            return final
+        final, waits = folder_of(self.directory, step), last or not self.background
         part = self.storage.part_of(final)
-        foreground.begin_part(part, self.mesh, self._confirm)
         frozen = json.dumps(state) if self.mesh.world.is_first else ""  # the run changes its own meanwhile
 
         def commit() -> None:
-            with self._replaced_by(step):
+            self._confirm()
+            with self._branch.replaced_by(step, self._news.append):
                 writer.commit(part, final, json.loads(frozen), step, self.mesh.world.size)
+            if self._uploader is not None:
+                self._uploader.paused = self._branch.unsettled
             took = time.perf_counter() - begin
-            times = f"{took:.2f} s after it was scheduled{self._size(took)}"
-            waited = f"training waited {self.waited_s:.3f} s{self._of_them()}"
-            self._news.append(f"committed {final.name}, {times}; {waited}")
-            self._tell_megatron(step)
+            size = f" ({self._bytes / 2**30:.3g} GiB, {self._bytes / 2**30 / took:.2g} GiB/s)" if self._bytes else ""
+            before = f", {self._before_s:.3f} s of it for the save before" if self._before_s >= 0.0005 else ""
+            times = f"{took:.2f} s after it was scheduled{size}; training waited {self.waited_s:.3f} s"
+            done = f"saved {final.name} in {took:.2f} s{size}" if waits else f"committed {final.name}, {times}"
+            self._news.append(done + before)
+            if self.megatron:  # the log line that scripts of Megatron-LM's users look for
+                where = f"[ t 1/{self.mesh.tp.size}, p 1/{self.mesh.pp.size} ]"
+                line = f"  successfully saved checkpoint from iteration {step:7d} to {self.directory} {where}"
+                self._news.append(line)
             self._prune(step)
 
+        if waits:
+            save(self.directory, step, pieces, {}, self.mesh, self._confirm, commit)
+            self.waited_s = time.perf_counter() - asked
+            return final
+        _begin(part, self.mesh, self._confirm)
         self._host.begin()
         self._flight = BackgroundSave(
             part, step, self.mesh, self._host, list(pieces), commit, self._confirm, self._tell
@@ -170,27 +171,6 @@ class Saver:
         if self.megatron:
             return f"saving checkpoint at iteration {step:7d} to {self.directory} in megalite format"
         return f"saving checkpoint at step {step} to {self.directory}"
-
-    def _tell_megatron(self, step: int) -> None:
-        """The log line that scripts of Megatron-LM's users look for."""
-        if self.megatron:
-            where = f"[ t 1/{self.mesh.tp.size}, p 1/{self.mesh.pp.size} ]"
-            self._news.append(f"  successfully saved checkpoint from iteration {step:7d} to {self.directory} {where}")
-
-    def _size(self, took_s: float) -> str:
-        gib = self._bytes / 2**30
-        return f" ({gib:.3g} GiB, {gib / took_s:.2g} GiB/s)" if self._bytes else ""
-
-    def _of_them(self) -> str:
-        return f", {self._before_s:.3f} s of it for the save before" if self._before_s >= 0.0005 else ""
-
-    @contextlib.contextmanager
-    def _replaced_by(self, step: int) -> Iterator[None]:
-        """Around rank 0's commit."""
-        with self._branch.replaced_by(step, self._news.append):
-            yield
-        if self._uploader is not None:
-            self._uploader.paused = self._branch.unsettled
 
     @property
     def failed(self) -> bool:
@@ -237,7 +217,7 @@ class Saver:
 
     def places_of(self, step: int) -> list[Location]:
         """Where the checkpoint of a step is written, and where it is kept in the end."""
-        return [folder_of(self.directory, step), folder_of(self.upload_to or self.directory, step)]
+        return [folder_of(place, step) for place in (self._places[0], self._places[-1])]
 
     def _prune(self, step: int) -> None:
         if self._branch.unsettled:
@@ -250,3 +230,49 @@ class Saver:
                 self._kept.prune(step)
             except OSError as error:
                 self._news.append(f"could not delete an old checkpoint: {error}")
+
+
+def save(
+    directory: str | Location,
+    step: int,
+    pieces: Sequence[Piece],
+    state: dict[str, Any],
+    mesh: Mesh,
+    confirm: Callable[[], None] = lambda: None,
+    commit: Callable[[], None] | None = None,
+) -> Location:
+    """A save that training waits for; collective: every rank writes the pieces that it owns into one file, all agree
+    that every file is there, and rank 0 commits. Returns the folder of the checkpoint.
+
+    `confirm`: called on rank 0 before anything changes; its errors end the save. `commit`: what rank 0 does in the
+    end, in place of the commit alone. Raises CheckpointError on all ranks, and removes the folder.
+    """
+    final = folder_of(directory, step)
+    part = storage_of(final).part_of(final)
+    _begin(part, mesh, confirm)
+
+    def write() -> None:
+        rows, ordered = tensor_file.plan(pieces)
+        writer.write_rank(part, mesh.world.rank, rows, (p.data for p in ordered))
+        fault("ckpt.shard_written", mesh.world.rank, step)
+
+    commit = commit or (lambda: writer.commit(part, final, state, step, mesh.world.size))
+    try:
+        together(mesh, write, f"writing to {part}")
+        together(mesh, commit if mesh.world.is_first else lambda: None, f"committing {final}")
+    except CheckpointError:
+        if mesh.world.is_first:
+            writer.abandon(part)
+        raise
+    return final
+
+
+def _begin(part: Location, mesh: Mesh, confirm: Callable[[], None]) -> None:
+    """Make an empty folder to build a checkpoint in; collective."""
+
+    def begin() -> None:
+        if mesh.world.is_first:
+            confirm()
+            storage_of(part).begin(part)
+
+    together(mesh, begin, f"making {part}")

@@ -11,13 +11,11 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.hashing import BLOCK, BlockHash, Stamp
 from megalite.checkpoint.run.retention import Retention, is_complete
-from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage.location import CheckpointError, Location, reason_of
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
 
@@ -34,8 +32,6 @@ class Uploader:
         self._here, self._there = storage_of(source), storage_of(target)
         self._there.probe(target, 0)
         self._lock = self._there.lock(target)
-        if isinstance(target, Path) and isinstance(source, Path):
-            left_branch.settle(source, target)  # before `sweep`, which settles one directory alone
         self._there.sweep(target)
         self.paused = True  # until it is known where the run begins: a rollback may need what sending would prune
         self._news, self._wake, self._end = news, threading.Event(), threading.Event()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage.location import LOCK, Append, CheckpointError, is_megatron, step_of
 from megalite.config.console import complain
 from megalite.config.faults import fault
@@ -24,6 +23,15 @@ _BEGIN_WRITING = 1 << 22  # bytes
 def _size(count: int) -> str:
     units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
     return next((f"{count / size:,.1f} {unit}" for unit, size in units if count >= size), f"{count} bytes")
+
+
+def to_disk(path: Path) -> None:
+    """Write a file's bytes, or a directory's entries, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 class LocalStorage:
@@ -77,10 +85,10 @@ class LocalStorage:
         with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
         if sync:
-            left_branch.sync(temporary)
+            to_disk(temporary)
         os.replace(temporary, path)
         if sync:
-            left_branch.sync(path.parent)
+            to_disk(path.parent)
 
     def delete(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -89,7 +97,7 @@ class LocalStorage:
         return final.with_name(f".{final.name}.part")
 
     def begin(self, part: Path) -> None:
-        shutil.rmtree(part, ignore_errors=True)
+        self.discard(part)
         part.mkdir(parents=True)
 
     def discard(self, part: Path) -> None:
@@ -97,17 +105,15 @@ class LocalStorage:
 
     def publish(self, part: Path, final: Path) -> None:
         for name in ("manifest.json", "COMPLETE"):
-            left_branch.sync(part / name)
-        left_branch.sync(part)
+            to_disk(part / name)
+        to_disk(part)
+        old = final.with_name(f".{final.name}{_REPLACED}")
+        shutil.rmtree(old, ignore_errors=True)
         if final.exists():  # the same step again, after a rollback; see `sweep`
-            old = final.with_name(f".{final.name}{_REPLACED}")
-            shutil.rmtree(old, ignore_errors=True)
             os.replace(final, old)
-            os.replace(part, final)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(part, final)
-        left_branch.sync(final.parent)
+        os.replace(part, final)
+        shutil.rmtree(old, ignore_errors=True)
+        to_disk(final.parent)
 
     def remove(self, folder: Path) -> None:
         old = folder.with_name(f".{folder.name}.old")  # renamed first: `sweep` ends an interrupted deletion
@@ -116,7 +122,6 @@ class LocalStorage:
         shutil.rmtree(old, ignore_errors=True)
 
     def sweep(self, directory: Path) -> list[str]:
-        left_branch.settle(directory)
         left = [p for p in directory.glob(".iter_*") if p.suffix in (".part", ".old", _REPLACED) and p.is_dir()]
         for folder in left:
             final = folder.with_name(folder.stem[1:])
@@ -134,7 +139,7 @@ class LocalStorage:
             with open(test, "xb") as file:
                 file.write(b"megalite")
             fault("init.storage", rank, 0)
-            left_branch.sync(test)
+            to_disk(test)
             os.replace(test, test.with_suffix(".renamed"))
             test.with_suffix(".renamed").unlink()
         except OSError as error:

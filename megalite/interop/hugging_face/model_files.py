@@ -133,7 +133,7 @@ def _tensors(folder: Path, naming: Naming, wanted: Sequence[Recipe]) -> list[For
                 part = handle.get_slice(name)
                 shape, code = tuple(part.get_shape()), part.get_dtype()
                 load = partial(_read, handle, name, folder / file)
-                found[theirs] = Found(shape, DTYPES.get(code, code), f"{name} in {file}", load)
+                found[theirs] = Found(shape, DTYPES.get(code) or code, f"{name} in {file}", load)
     title = f"{folder} does not fit its config.json"
     return matched([(found, wanted)], title, "set tie_word_embeddings to false in it", problems)
 

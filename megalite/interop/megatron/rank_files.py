@@ -238,28 +238,26 @@ def _stages(file: Mapping[str, Any], path: Path) -> list[dict[str, Found]]:
     names = ["model"] if "model" in file else [f"model{i}" for i in range(len(file)) if f"model{i}" in file]
     if not names:
         raise CheckpointError(f"{path}: has no model; give the checkpoint of a model")
-    return [_named(_flat(file[name], path), path) for name in names]
+    return [_named(file[name], path) for name in names]
 
 
-def _flat(node: Any, path: Path, prefix: str = "", depth: int = 0) -> dict[str, Any]:
+def _named(node: Any, path: Path, prefix: str = "", depth: int = 0) -> dict[str, Found]:
+    """Core names -> tensors of nested dictionaries, whose keys are parts of a name."""
     if not isinstance(node, Mapping) or depth > 8:
         raise CheckpointError(f"{path}: {prefix or 'model'} is not a dictionary of tensors")
-    result: dict[str, Any] = {}
+    result: dict[str, Found] = {}
     for key, value in node.items():
         name = f"{prefix}{key}"
-        result |= _flat(value, path, name + ".", depth + 1) if isinstance(value, Mapping) else {name: value}
-    return result
-
-
-def _named(flat: dict[str, Any], path: Path) -> dict[str, Found]:
-    result: dict[str, Found] = {}
-    for name, value in flat.items():
-        if name.endswith(MEGATRON.ignored):
+        if isinstance(value, Mapping):
+            found = _named(value, path, name + ".", depth + 1)
+        elif name.endswith(MEGATRON.ignored):
             continue
-        name = core_name(name)
-        if not isinstance(value, Tensor):
+        elif not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: {name} is not a floating-point tensor")
-        if name in result:
-            raise CheckpointError(f"{path}: {name} is stored under two names")
-        result[name] = Found(tuple(value.shape), value.dtype, f"{name} in {path}", lambda value=value: value)
+        else:
+            load = lambda value=value: value  # noqa: E731
+            found = {core_name(name): Found(tuple(value.shape), value.dtype, f"{core_name(name)} in {path}", load)}
+        if twice := result.keys() & found.keys():
+            raise CheckpointError(f"{path}: {min(twice)} is stored under two names")
+        result |= found
     return result

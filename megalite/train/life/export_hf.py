@@ -12,7 +12,7 @@ from pathlib import Path
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
-from megalite.checkpoint.run import foreground
+from megalite.checkpoint.run import saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.config.options import Config, DataConfig
 from megalite.config.run_options import SENTENCEPIECE
@@ -111,7 +111,7 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     saved = folder is not None and "COMPLETE" in storage.storage_of(folder).entries(folder)
     temporary = target.with_name(f".{target.name}.weights")
     if folder is None or not first_says(saved, mesh):
-        folder = foreground.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
+        folder = saver.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
     if not mesh.world.is_first:
         return None
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like_of(config.data) or named_by(config))}
