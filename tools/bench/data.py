@@ -12,7 +12,6 @@ Exit code 0 when all was measured, 2 for a bad flag, 3 for bad input.
 """
 
 import argparse
-import collections
 import statistics
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from megalite.data.files import indexed
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.batches import Batches
 from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.data.samples.permutation import permutation
+from megalite.data.samples.permutation import permute
 from tools.preprocess.indexed_writer import IndexedWriter
 from tools.program import parser_of, refusing, run_program
 
@@ -97,7 +96,7 @@ def plan_epoch(prefix: str) -> tuple[float, int, int]:
 def shuffle(n: int) -> tuple[float, float]:
     """Seconds of the shuffle alone, and of numpy's of a table of that size, as Megatron-LM's builder does it."""
     table = np.arange(n, dtype=np.int32)
-    computed = best(2, lambda: collections.deque(permutation(n, 1), maxlen=0))
+    computed = best(2, lambda: permute(np.arange(n), n, 1))
     return computed, best(1, lambda: np.random.RandomState(1).shuffle(table))
 
 
