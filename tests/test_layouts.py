@@ -237,7 +237,6 @@ def features(item: Row) -> dict[str, Hashable]:
         "documents": "--reset-attention-mask" in words,
         "recompute": value("--recompute-granularity", "none"),
         "zero": value("--zero-stage", "1"),
-        "offload": OFFLOAD in words,
     }
 
 

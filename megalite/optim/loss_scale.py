@@ -52,8 +52,9 @@ class LossScaler:
         Raises KeyError, ValueError for a damaged one: a scale of NaN, for instance, would skip all steps."""
         dynamic, scale = state["dynamic"], state["scale"]
         clean_steps, patience = state["clean_steps"], state["patience"]
-        counts = [n for n in (clean_steps, patience or 0) if type(n) is not int or n < 0]
-        if type(dynamic) is not bool or type(scale) not in (int, float) or not 0 < scale < math.inf or counts:
+        counts = [n for n in (clean_steps, patience or 0) if type(n) is not int]  # patience falls below 0
+        wrong = type(dynamic) is not bool or type(scale) not in (int, float) or not 0 < scale < math.inf
+        if counts or wrong or clean_steps < 0:
             raise ValueError(f"loss_scaler: {str(dict(state))[:160]}")
         if not (self.dynamic and dynamic):
             return
