@@ -35,8 +35,8 @@ class LossScaler:
                 self.scale *= 2
             return
         self.clean_steps = 0
-        self.patience = (self.hysteresis if self.patience is None else self.patience) - 1
-        if self.patience <= 0:
+        self.patience = max(0, (self.hysteresis if self.patience is None else self.patience) - 1)
+        if self.patience == 0:
             if self.scale <= self.minimum:
                 raise ScaleExhausted(
                     f"min_loss_scale={self.minimum:g} is reached and gradients still overflow; lower --lr or use --bf16"
@@ -52,9 +52,8 @@ class LossScaler:
         Raises KeyError, ValueError for a damaged one: a scale of NaN, for instance, would skip all steps."""
         dynamic, scale = state["dynamic"], state["scale"]
         clean_steps, patience = state["clean_steps"], state["patience"]
-        counts = [n for n in (clean_steps, patience or 0) if type(n) is not int]  # patience falls below 0
-        wrong = type(dynamic) is not bool or type(scale) not in (int, float) or not 0 < scale < math.inf
-        if counts or wrong or clean_steps < 0:
+        counts = [n for n in (clean_steps, patience or 0) if type(n) is not int or n < 0]
+        if type(dynamic) is not bool or type(scale) not in (int, float) or not 0 < scale < math.inf or counts:
             raise ValueError(f"loss_scaler: {str(dict(state))[:160]}")
         if not (self.dynamic and dynamic):
             return
