@@ -505,6 +505,7 @@ MOVED = [
     row("gpt dp2, all parts recompute", 2, GPT, extra=f"{PARTS}core_attn layernorm mlp"),
     row("llama cp2, documents", 2, LLAMA + BORDERS, extra=CP2),
     row("neox tp2", 2, NEOX + " --bf16", tp=2),
+    row("gpt ZeRO-3 dp2, parameters offloaded", 2, GPT, extra=f"{ZERO3} {PARAMETERS}"),
     row("qwen cp2 a2a ZeRO-3", 2, QWEN, extra=f"{CP2}{A2A} {ZERO3}"),
 ]
 

@@ -15,13 +15,14 @@ import resource
 import signal
 import sys
 import time
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megalite.config.tables import table_beside
+
 VARIABLE, ONCE = "MEGALITE_FAULT", "MEGALITE_FAULT_ONCE"
-POINTS: Mapping[str, str] = tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))
+POINTS: Mapping[str, str] = table_beside(__file__, "faults")
 KINDS = ("kill", "stop", "term", "raise", "exit0", "sleep", "nan", "inf", "bitflip", "eio", "full")
 FORM = re.compile(
     rf"(?P<point>[a-z_.]+):(?P<rank>\d+|\*):(?P<step>\d+|\*):(?P<kind>{'|'.join(KINDS)})"

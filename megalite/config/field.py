@@ -11,12 +11,12 @@
 import difflib
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
+
+from megalite.config.tables import table_beside
 
 FREE, HOW, TRAINING, MODEL = "free", "how", "training", "model"
 URL = re.compile(r"(?<![a-z0-9+.-])([a-z0-9+.-]*)://((?:[^/@\s]*|[^/@\s:]*:(?!\d+/)[^@\s]*)@)?", re.IGNORECASE)
@@ -94,7 +94,7 @@ def base_type(f: Field[Any]) -> str:
 @cache
 def refused() -> Mapping[str, Mapping[str, str]]:
     """Option -> value of other programs that is not among its choices -> why."""
-    table = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
+    table = table_beside(__file__, "refused")
     return {
         name: {value: why for values, why in rows.items() for value in values.split()} for name, rows in table.items()
     }

@@ -7,16 +7,15 @@ import functools
 import os
 import sys
 import textwrap
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megalite.config.field import base_type, facts_of, flag_of, spellings
 from megalite.config.options import SECTIONS, ConfigError, options
+from megalite.config.tables import table_beside
 
-PAGES = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
+PAGES = table_beside(__file__, "help")
 
 
 def asked_for(argv: Sequence[str]) -> str | None:

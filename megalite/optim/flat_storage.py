@@ -103,10 +103,11 @@ class FlatStorage:
         self._parts: dict[Slot, Tensor] = {}
         self._gaps: dict[int, list[Tensor]] = {}  # padding of what comes and goes
         move = [b for b in layout.buckets if elastic and b.kind.unit and rules[b.kind].is_shared_out]
+        numbers = {b.number for b in move}
         sizes = [len(rules[b.kind].held(b)) * dtype.itemsize for b in move if on_host]
         self.host_bytes, room = pinned_bytes(sizes), host_memory(sizes, device)
         for bucket in layout.buckets:  # one by one: what a parameter had is let go of before the next
-            comes = bucket in move
+            comes = bucket.number in numbers
             if comes:
                 self._elastic[bucket.number] = memory = Elastic(bucket.size, dtype, device)
                 flat = memory.flat

@@ -52,11 +52,12 @@ class LossScaler:
         Raises KeyError, ValueError for a damaged one: a scale of NaN, for instance, would skip all steps."""
         dynamic, scale = state["dynamic"], state["scale"]
         clean_steps, patience = state["clean_steps"], state["patience"]
-        counts = [n for n in (clean_steps, patience or 0) if type(n) is not int or n < 0]
-        if type(dynamic) is not bool or type(scale) not in (int, float) or not 0 < scale < math.inf or counts:
+        counts = [n for n in (clean_steps, patience or 0) if type(n) is not int]
+        number = type(scale) in (int, float) and 0 < scale < math.inf
+        if type(dynamic) is not bool or not number or counts or clean_steps < 0:
             raise ValueError(f"loss_scaler: {str(dict(state))[:160]}")
         if not (self.dynamic and dynamic):
             return
         self.scale = max(float(scale), self.minimum)
         self.clean_steps = min(int(clean_steps), self.window - 1)  # the window may have been shortened
-        self.patience = None if patience is None else min(int(patience), self.hysteresis)
+        self.patience = None if patience is None else max(0, min(patience, self.hysteresis))  # older files have -1

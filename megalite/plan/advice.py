@@ -5,13 +5,12 @@ The caller gives shares of time by the names of causes.toml, measured (a run's r
 none is above, it is the computation itself. The figure of a remedy is planned, for the same run with another option.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from megalite.config.check import check
+from megalite.config.tables import table_beside
 from megalite.plan.arrangement import Arrangement
 
 
@@ -24,10 +23,7 @@ class Cause:
     remedy: str
 
 
-CAUSES = {
-    name: Cause(**known)
-    for name, known in tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8")).items()
-}
+CAUSES = {name: Cause(**known) for name, known in table_beside(__file__, "causes").items()}
 COMPUTING = ("compute", "kernels", "recompute")
 
 

@@ -7,16 +7,15 @@ because a wrong peak would give an MFU that looks right.
 import math
 import re
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from megalite.config.tables import table_beside
 from megalite.launch.local_ranks import cores
 
-TABLE = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
+TABLE = table_beside(__file__, "devices")
 PEAKS: Mapping[str, Mapping[str, float]] = TABLE["peaks"]  # words of a device's name -> dtype -> TFLOP/s
 # words in the names of parts of a card, or of cards at a lower clock, that contain the card's name
 SLOWER = ("MIG", "Laptop", "Max-Q")

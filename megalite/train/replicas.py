@@ -20,6 +20,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalite.checkpoint.format.hashing import fastest, maker
@@ -114,11 +115,15 @@ def _differences(run: Run) -> tuple[str, Majority]:
             if rest and axis.is_first:  # of two that differ nobody can say which is right
                 odd = [r for r, h in zip(axis.ranks, column, strict=True) if h != usual or times == rest[0][1]]
                 found.append(f"{specs[i].name} differs over {axis.name} on rank{'s' * (len(odd) > 1)} {odd}")
-    progress = json.dumps([run.state.to_json(), run.optimizer.updates, run.loss_scaler.to_json()])
-    mine = json.dumps([progress, mesh.describe(), found[:5]])
-    told = [json.loads(text) for text in gather_texts(mine, mesh.world, mesh.device)]
-    moved = len({place for place, _, _ in told}) > 1
-    words = [word for place, who, some in told for word in (*some, *[f"{who} is at {place[:200]}"] * moved)]
+    place = json.dumps([run.state.to_json(), run.optimizer.updates, run.loss_scaler.to_json()])
+    mine = _hash(torch.frombuffer(bytearray(place.encode()), dtype=torch.uint8))
+    numbers = torch.tensor([len(found), mine, -mine], dtype=torch.int64, device=mesh.device)
+    most, high, low = all_reduce_(numbers, mesh.world, dist.ReduceOp.MAX).tolist()
+    if high != -low:
+        found.append(f"{mesh.describe()} is at {place[:200]}")
+    if not most and high == -low:  # texts of all ranks would take gigabytes on thousands of them
+        return "", []
+    words = [word for text in gather_texts("\n".join(found[:5]), mesh.world, mesh.device) for word in text.splitlines()]
     return "; ".join(words[:5]) + (f"; and {len(words) - 5} more" if len(words) > 5 else ""), majority
 
 

@@ -69,7 +69,7 @@ AGREED = "megalite/train/loop.py"  # after the first and the second batch ranks 
 SYNCHRONIZED, TIMERS = "synchronize megalite/parallel/streams.py", "megalite/train/tell/timers.py"
 TOLD = {f"copy to the card {TIMERS}": 2, f"tolist {TIMERS}": 2}
 REPLICAS = "megalite/train/replicas.py"
-GATHER = {f"copy to the {where} megalite/parallel/comm.py": 1 for where in ("card", "host")}  # of texts
+NUMBERS = {f"copy to the card {REPLICAS}": 1, f"tolist {REPLICAS}": 1}  # of the agreement
 # flags -> what is waited for, by innermost mark
 EXPECTED: dict[str, tuple[str, dict[str, dict[str, int]]]] = {
     "figures of the log": ("--log-params-norm", {"log": {"item megalite/train/step.py": 2}}),
@@ -99,12 +99,12 @@ EXPECTED: dict[str, tuple[str, dict[str, dict[str, int]]]] = {
         "--optimizer-cpu-offload --check-weight-hash-across-dp-replicas-interval 2",
         {
             "step": {"synchronize megalite/optim/host_store.py": 2 * BUCKETS},
-            "replica check": {f"copy to the card {REPLICAS}": BUCKETS, f"item {REPLICAS}": BUCKETS, **GATHER},
+            "replica check": {**NUMBERS, f"copy to the card {REPLICAS}": 1 + BUCKETS, f"item {REPLICAS}": BUCKETS},
         },
     ),
     "replica checks": (  # of one rank: no weight has a copy
         "--check-weight-hash-across-dp-replicas-interval 2",
-        {"replica check": GATHER},
+        {"replica check": NUMBERS},
     ),
 }
 

@@ -87,7 +87,7 @@ def test_wrong_kinds_in_what_a_run_goes_on_from(tmp_path: Path, monkeypatch: pyt
             assert math.isfinite(run.loss_scaler.scale) and type(run.loss_scaler.clean_steps) is int
     numbers = [("scale", n) for n in (2**63, 2**200, 1e308, 0.5)]
     numbers += [(name, n) for name in ("clean_steps", "patience") for n in (2**63, 2**200)]
-    numbers += [("patience", None), ("dynamic", True), ("decoupled", None)]
+    numbers += [("patience", None), ("patience", -1), ("dynamic", True), ("decoupled", None)]
     no_effect = ("warm_up_init", "wsd", "start", "samples")  # of rates that are those of the options
     numbers += [(name, n) for name in no_effect for n in (2**63, 2**200, 1e308, 0.5)]
     assert sorted(map(str, accepted)) == sorted(map(str, numbers)) and tried > 150

@@ -287,7 +287,8 @@ def _own_connection() -> Any:
 class Heartbeat:
     """Renews status.json every BEAT_S while a run lives, so that an old one means it is gone or hangs. A thread of rank
     0 writes it, as one batch or file may take longer, and a disk that hangs must not block the run. It pauses while the
-    dog sees a hang. `resumes`: of `Ranks`. Another run's status stays until this one begins, which may be refused."""
+    watchdog sees a hang. `resumes`: of `Ranks`. Another run's status stays until this one begins, which may be refused.
+    """
 
     def __init__(self, folder: Path, run: Run, config: Config, dog: Watchdog, resumes: bool):
         self._folder, self._run, self._config, self._dog = folder, run, config, dog
