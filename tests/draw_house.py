@@ -14,7 +14,7 @@ HOLDS = {
     "plan": "what a run will be",
     "interop": "others' formats",
     "pipeline": "schedules, executor",
-    "optim": "flat buffers, ZeRO-1",
+    "optim": "flat buffers, ZeRO",
     "data": "text to samples",
     "checkpoint": "saved and loaded",
     "models": "GPT, families",
