@@ -92,7 +92,7 @@ def _check_folder(folder: str, needs: int, ranks: Ranks) -> None:
         text = f"optimizer_offload_folder={folder!r}: {error.strerror}; name a folder of a disk of each machine"
         raise LaunchError(text) from None
     if needs > has:
-        takes = f"{needs / 2**30:.1f} GiB per rank, and {has / 2**30:.1f} GiB are free"
+        takes = f"{needs / 2**30:.3g} GiB per rank, and {has / 2**30:.3g} GiB are free"
         raise LaunchError(f"optimizer_offload_folder={folder!r} is to hold {takes}: use another disk, or more machines")
 
 
