@@ -95,4 +95,4 @@ def expert_effects(config: Config, say: Say) -> Iterator[Problem]:
     if kinds not in (("aux_loss",), ("none",)) and not m.balancing:
         yield say("{=moe_router_load_balancing_type} has no effect with {=moe_aux_loss_coeff}; give one, as 0.01")
     if m.moe_router_force_load_balancing:
-        yield say("{moe_router_force_load_balancing}: experts are drawn by lot, so no router is trained")
+        yield say("{moe_router_force_load_balancing}: experts are drawn by lot, which is for benchmarks alone")

@@ -72,7 +72,11 @@ class Arrangement:
         """The sizes that parallel/mesh.py makes a mesh of."""
         p = self.config.parallel
         instances = p.num_distributed_optimizer_instances if p.shared_out else None
-        more = dict(dp_outermost=p.use_tp_pp_dp_mapping, stage=self.config.optim.sees_whole_tensors)
+        has_experts = any(self.config.model.experts)
+        stage = self.config.optim.sees_whole_tensors or has_experts  # routers' counts are summed over it
+        more = dict(dp_outermost=p.use_tp_pp_dp_mapping, stage=stage)
+        if has_experts:
+            more |= dict(ep=p.expert_model_parallel_size, etp=p.expert_tensor_parallel_size)
         return Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, **more)
 
     @property
