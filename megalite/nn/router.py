@@ -98,7 +98,7 @@ class Routing:
 
 def _best(scores: Tensor, k: int) -> Tensor:
     """The places of the k largest in the last dim, in order; topk leaves open which of equal ones comes first."""
-    return scores.sort(-1, descending=True, stable=True).indices[..., :k]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def _softmax_backward(P: Tensor, dP: Tensor) -> Tensor:
