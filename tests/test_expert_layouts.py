@@ -1,21 +1,23 @@
 """Experts train under every layout as one process does: losses, gradient norms and weights in fp64 to 1e-10, counts of
 choices and biases of routers bit for bit, auxiliary losses to 1e-10."""
 
+import json
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from cover import rarely
 from ranks import run_ranks
 from test_layouts import COMMON, DROP, FP64, LLAMA, NAME, PARTS, Row, row, weights_of
+from train_cases import config_from, run_from
 from whole import whole_of
 
-from megalite.config import cli
-from megalite.launch.ranks import Ranks
-from megalite.models.families import PRESETS
-from megalite.train.setup import build_run
+from megalite.config.toml import to_toml
+from megalite.train.setup import SetupError
+from megalite.train.start.origin import start_run
+from megalite.train.start.resume import open_saver, save
 from megalite.train.step import train_step
 
 STEPS = 3
@@ -23,9 +25,9 @@ MIXTRAL = f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coef
 QWEN = f"""{LLAMA} --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 12 --moe-router-pre-softmax
  --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --moe-layer-freq 2
  --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.1"""
-DEEPSEEK = f"""{LLAMA} {DROP} --num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 12 --moe-layer-freq [0,1,1,1]
+DEEPSEEK = f"""{LLAMA} {DROP} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 12 --moe-layer-freq [0,1,1,1]
  --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4
- --moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05
+ --moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.003
  --moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.05"""
 EP2, EP4, ETP2 = "--ep 2", "--ep 4", "--expert-tensor-parallel-size 2"
 CP2, ZERO2, ZERO3, SPLIT = "--cp 2", "--zero-stage 2", "--zero-stage 3", "--split-backward"
@@ -49,26 +51,30 @@ ROWS = [
         DEEPSEEK,
         extra=f"{EP2} --recompute-granularity full --recompute-method uniform",
     ),
+    row("mixtral pp2 dp2 ep2 split", 4, MIXTRAL, pp=2, extra=f"{EP2} {SPLIT}"),
+    row("qwen pp2 vpp2 dp2 ep2", 4, QWEN, pp=2, vpp=2, extra=EP2),
+    row("deepseek split tp2 pp2 vpp2 ep2 tied", 4, DEEPSEEK, tp=2, pp=2, vpp=2, extra=f"{EP2} {SPLIT}"),
     row("qwen ep2, all parts recompute", 2, QWEN, extra=f"{EP2} {PARTS}moe mlp layernorm"),
     row(
         "qwen tp2 ep2, norms and shared block recompute", 2, QWEN, tp=2, extra=f"{EP2} {PARTS}layernorm shared_experts"
     ),
 ]
-OFTEN = [r for r in ROWS if r.name.startswith(("mixtral ep2", "deepseek tp2", "qwen tp2 dp2", "deepseek cp2"))]
+OFTEN = [
+    r
+    for r in ROWS
+    if r.name.startswith(("mixtral ep2", "deepseek tp2", "qwen tp2 dp2", "deepseek cp2", "deepseek split"))
+]
 
 
 def _train(flags: str) -> tuple:
     """On one rank: losses and norms, pieces of weights, and of each router counts and auxiliary losses of the steps and
     its bias."""
-    config = cli.parse([*COMMON.split(), *flags.split()], PRESETS)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
-    run = build_run(config, ranks, torch.device("cpu"), dtype=torch.float64)
+    run = run_from(f"{COMMON} {flags}", dtype=torch.float64)
     routers, steps, results = run.balance.routers, [], []
     for _ in range(STEPS):
         results.append(train_step(run))
         steps.append((run.balance.counts_LE.tolist(), run.balance.losses_L3.tolist()))
     run.buffer.wait_gather()
-    run.data.close()
     of_routers = {
         router.name: (
             [counts[i] for counts, _ in steps],
@@ -107,3 +113,44 @@ def test_experts_train_as_in_one_process(item: Row) -> None:
         np.testing.assert_allclose(got[name], whole, rtol=0, atol=1e-9 * np.abs(whole).max(), err_msg=name)
     tokens, topk = 16 * 16, int(item.model.partition("--moe-router-topk ")[2].split()[0]) if "topk" in item.model else 2
     assert all(sum(step) == tokens * topk for counts, _, _ in routers.values() for step in counts)
+
+
+def _go_on(flags: str, steps: int) -> list:
+    """On one rank: load, train, save; the biases before and after, and the loss of the last step."""
+    config = config_from(f"{COMMON} {flags}")
+    run = run_from(config)
+    saver = open_saver(run, config)
+    if config.checkpoint.load:
+        start_run(run, config)
+
+    def biases() -> dict[str, list[float]]:
+        return {router.name: router.bias.tolist() for router in run.balance.routers}
+
+    before = biases()
+    loss = [train_step(run).loss for _ in range(steps)][-1]
+    if saver is not None:
+        save(run, saver, to_toml(config))
+        saver.close()
+    return [before, biases(), loss]
+
+
+def test_a_resume_may_change_how_experts_are_shared_out(tmp_path: Path) -> None:
+    """Biases are state that no gradient trains: a checkpoint has them once, whatever the layout."""
+    folders = [f"--save {tmp_path / name}" for name in "ab"]
+    first = run_ranks(4, _go_on, f"{DEEPSEEK} {EP4} {folders[0]}", 2)
+    assert all(any(bias) for bias in first[0][1].values())
+    load = folders[0].replace("save", "load")
+    ranks = run_ranks(4, _go_on, f"{DEEPSEEK} {EP2} {load} {folders[1]} --tp 2", 1)
+    alone = _go_on(f"{DEEPSEEK} {load}", 1)
+    for before, after, loss in ranks:
+        assert before == first[0][1] and after == alone[1] and loss == pytest.approx(alone[2], rel=1e-5)
+    without = DEEPSEEK.replace("--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.003", "")
+    with pytest.raises(SetupError, match="moe_router_enable_expert_bias"):
+        _go_on(f"{without} {load}", 1)
+
+
+def test_a_checkpoint_without_one_layers_experts_is_refused_by_its_name(tmp_path: Path) -> None:
+    _go_on(f"{DEEPSEEK} --save {tmp_path}", 1)
+    (manifest,) = tmp_path.glob("*/manifest.json")
+    content = json.loads(manifest.read_text())
+    print(content.keys())
