@@ -31,7 +31,7 @@ PLANNED_PROCESSORS = 132  # multiprocessors of the card that the meta device sta
 
 # The modules that have Triton kernels; the plan at start prints them.
 IN_TRITON = ("norms", "rope", "swiglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
-IN_TRITON += ("flash_attention",)
+IN_TRITON += ("flash_attention", "grouped_matmul", "route")
 
 
 class KernelError(Exception):
@@ -147,12 +147,19 @@ class Kernel:
 
     `kernel[grid](...)` launches it as Triton's own object does; one that a card has no room for raises KernelError. Its
     module names the language under TYPE_CHECKING only (`import triton.language as tl`). What Triton gets sees the names
-    of the module, the real language, and in the place of kernels that it calls what Triton made of them. `flops`: of a
-    launch with these arguments, where its matmuls depend on a mask; those of other kernels count as none.
+    of the module, the real language, and in the place of kernels that it calls what Triton made of them. Of a
+    launch with these arguments: `flops`, where its matmuls depend on a mask, or `product`, (rows, columns, depth) of a
+    plain matmul; those of other kernels count as none.
     """
 
-    def __init__(self, fn: Callable[..., Any], options: dict[str, Any], flops: Callable[..., float] | None = None):
-        self.fn, self.options, self.flops = fn, options, flops
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: dict[str, Any],
+        flops: Callable[..., float] | None = None,
+        product: Callable[..., tuple[float, ...]] | None = None,
+    ):
+        self.fn, self.options, self.flops, self.product = fn, options, flops, product
         self.jitted: Any = None
         self.refusals: tuple[type[Exception], ...] = ()
 
@@ -187,9 +194,17 @@ class Kernel:
         return self.jitted
 
 
-def kernel(fn: Callable[..., Any] | None = None, *, flops: Callable[..., float] | None = None, **options: Any) -> Any:
+def kernel(
+    fn: Callable[..., Any] | None = None,
+    *,
+    flops: Callable[..., float] | None = None,
+    product: Callable[..., tuple[float, ...]] | None = None,
+    **options: Any,
+) -> Any:
     """Decorate a Triton kernel; `options` are those of `triton.jit`."""
-    return functools.partial(kernel, flops=flops, **options) if fn is None else Kernel(fn, options, flops)
+    if fn is None:
+        return functools.partial(kernel, flops=flops, product=product, **options)
+    return Kernel(fn, options, flops, product)
 
 
 @dataclass(frozen=True)
@@ -247,6 +262,12 @@ def processors(device: torch.device) -> int:
 def generation(device: torch.device) -> int:
     """The first number of a card's compute capability; on CPU the one that the interpreter stands for."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
+def tensor_cores(device: torch.device) -> str:
+    """The unit that multiplies in half precision: that of compute capability 9 or 10, which reads operands from shared
+    memory, or that of 8 and 12, which needs them in registers (and most such cards have 99 KiB per block)."""
+    return {9: "wgmma", 10: "tcgen05"}.get(generation(device), "mma")
 
 
 def stat_dtype(x: Tensor) -> torch.dtype:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.blocked_attention import Drop
-from megalite.kernels.dispatch import ceil_div, generation, interpreted, kernel, power_of_two
+from megalite.kernels.dispatch import ceil_div, interpreted, kernel, power_of_two, tensor_cores
 from megalite.kernels.dropout import as_int32
 from megalite.kernels.flash_blocks import blocks_of_keys, count_masked, dot, first_key, kept_of, nth_masked, tile
 
@@ -66,12 +66,10 @@ def flops(*args: Any) -> float:
 
 
 def unit(x: Tensor) -> str:
-    """The unit that multiplies: tensor cores of compute capability 9 or 10, which read operands from shared memory,
-    those of 8 and 12, which need them in registers (and most such cards have 99 KiB per block), or none, for fp32,
-    where the width of a head decides."""
+    """The unit that multiplies: a card's tensor cores, or none, for fp32, where the width of a head decides."""
     if x.dtype == torch.float32:
         return "fp32" if x.shape[-1] <= 64 else "fp32 wide"
-    return {9: "wgmma", 10: "tcgen05"}.get(generation(x.device), "mma")
+    return tensor_cores(x.device)
 
 
 @kernel

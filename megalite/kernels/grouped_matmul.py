@@ -4,18 +4,46 @@
     dx_MD   = the same of dy and w.transpose(1, 2), a view
     dW_EFD[e] (+)= dy[group]^T x[group]         added where gradients are kept, in fp32 (fp64 for fp64)
 
-Groups may be empty. Rows of M that no group owns (from offsets[E] on) give zeros and take no part in gradients.
-On a CPU torch multiplies one group after the other.
+Groups may be empty. Rows of M that no group owns (from offsets[E] on) give zeros and take no part in gradients. FLOPs:
+2 M F D each. Bytes in bf16: 2 (M D + E F D + M F) forward, 2 M (F + D) + 8 E F D for gradients.
+
+The host never reads the offsets. Forward has as many programs as a card runs at once, and each takes every so many-th
+tile; which group a tile is of follows from the running sum of tiles per group, which a program holds. Tiles of a
+gradient are known without the offsets: one program each, whose loop is over the rows of the group, so that nothing is
+added by two. fp64, and all on a CPU, are torch's: one group after the other, for which the host reads the offsets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megalite.kernels.dispatch import (
+    as_rows,
+    ceil_div,
+    interpreted,
+    kernel,
+    power_of_two,
+    processors,
+    tensor_cores,
+    use_triton,
+)
+from megalite.kernels.flash_blocks import dot
 from megalite.kernels.weight_grad import accumulate_outer_
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# Rows and columns of a tile, depth of a turn, warps, stages, by what multiplies: as much as the assembler fits into
+# registers and shared memory of every such card. A gradient's tile is in registers twice, with the sum so far.
+FORWARD = {"wgmma": (128, 256, 64, 8, 4), "tcgen05": (128, 256, 64, 8, 4), "mma": (128, 128, 32, 8, 3)}
+FORWARD |= {"fp32": (64, 64, 32, 8, 2)}
+WEIGHT_GRAD = {"wgmma": (128, 128, 64, 8, 5), "tcgen05": (128, 128, 64, 8, 5), "mma": (128, 64, 32, 8, 5)}
+WEIGHT_GRAD |= {"fp32": (64, 64, 32, 8, 2)}
+BAND = 8  # rows of tiles that are done column by column: what they share stays in the cache
 
 
 def _groups(offsets: Tensor, M: int) -> Iterator[tuple[int, slice]]:
@@ -59,10 +87,123 @@ def grouped_weight_grad_reference_(
             grad_EFD[e] = 0
 
 
+@kernel
+def _place(tile, down, across, BAND: tl.constexpr):
+    """Row and column of a tile among down x across, in bands of rows."""
+    first = tile // (BAND * across) * BAND
+    within = tile % (BAND * across)
+    height = tl.minimum(down - first, BAND)
+    return first + within % height, within // height
+
+
+@kernel
+def _rows(INDEX, at, end, INDEXED: tl.constexpr):
+    """The rows to read for these of M; row 0 for those from `end` on."""
+    if INDEXED:
+        return tl.load(INDEX + at, mask=at < end, other=0).to(tl.int64)
+    return tl.where(at < end, at, 0).to(tl.int64)
+
+
+def _product(x: Tensor, w: Tensor, y: Tensor, *_: Any) -> tuple[float, float, float]:
+    return y.shape[0], y.shape[1], x.shape[1]
+
+
+@kernel(product=_product, do_not_specialize=["M"])
+def _forward(
+    X, W, Y, OFFSETS, INDEX, M, E, F, D, xs, we, wf, wd,
+    INDEXED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """WHOLE: tiles divide the columns, and turns the depth."""
+    group, inner, across = tl.arange(0, GROUPS), tl.arange(0, DEPTH), tl.cdiv(F, COLUMNS)
+    starts = tl.load(OFFSETS + group, mask=group <= E, other=M).to(tl.int32)
+    ends = tl.load(OFFSETS + group + 1, mask=group < E, other=M).to(tl.int32)  # group E: rows of none
+    tiles = tl.cumsum((ends - starts + ROWS - 1) // ROWS, 0) * across  # of the groups up to each
+    for tile in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):
+        e = tl.sum((tiles <= tile).to(tl.int32), 0)
+        start = tl.load(OFFSETS + e).to(tl.int32)
+        end = tl.load(OFFSETS + e + 1, mask=e < E, other=M).to(tl.int32)
+        before = tl.max(tl.where(tiles <= tile, tiles, 0), 0)
+        i, j = _place(tile - before, (end - start + ROWS - 1) // ROWS, across, BAND)
+        rows, columns = start + i * ROWS + tl.arange(0, ROWS), j * COLUMNS + tl.arange(0, COLUMNS)
+        x = X + _rows(INDEX, rows, end, INDEXED)[:, None] * xs + inner[None, :]
+        w = W + e.to(tl.int64) * we + columns.to(tl.int64)[:, None] * wf + inner[None, :] * wd
+        y = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for k in range(0, tl.where(e < E, D, 0), DEPTH):
+            if WHOLE:
+                y += dot(tl.load(x), tl.trans(tl.load(w)), WIDE)
+            else:
+                some = (inner < D - k)[None, :]
+                w_tile = tl.load(w, mask=some & (columns < F)[:, None], other=0.0)
+                y += dot(tl.load(x, mask=some, other=0.0), tl.trans(w_tile), WIDE)
+            x += DEPTH
+            w += DEPTH * wd
+        inside = (rows < end)[:, None] & (columns < F)[None, :]
+        tl.store(Y + rows.to(tl.int64)[:, None] * F + columns[None, :], y.to(Y.dtype.element_ty), mask=inside)
+
+
+def _gradients_product(grad: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, M: int, *_: Any) -> tuple[float, ...]:
+    """All gradients below each other; a group has M / E rows."""
+    E, F, D = grad.shape
+    return E * F, D, M / E
+
+
+@kernel(product=_gradients_product, do_not_specialize=["M"])
+def _weight_grad(
+    GRAD, DY, X, OFFSETS, M, DY_INDEX, X_INDEX, F, D, ys, xs, ge, gf, gd,
+    DY_INDEXED: tl.constexpr, X_INDEXED: tl.constexpr, BEGIN: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    down, across = tl.cdiv(F, ROWS), tl.cdiv(D, COLUMNS)
+    e = tl.program_id(0) // (down * across)
+    i, j = _place(tl.program_id(0) % (down * across), down, across, BAND)
+    start, end = tl.load(OFFSETS + e).to(tl.int32), tl.load(OFFSETS + e + 1).to(tl.int32)
+    if BEGIN | (start < end):
+        rows, columns = i * ROWS + tl.arange(0, ROWS), j * COLUMNS + tl.arange(0, COLUMNS)
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for first in range(start, end, DEPTH):
+            at = first + tl.arange(0, DEPTH)
+            dy = DY + _rows(DY_INDEX, at, end, DY_INDEXED)[:, None] * ys + rows[None, :]
+            x = X + _rows(X_INDEX, at, end, X_INDEXED)[:, None] * xs + columns[None, :]
+            dy = tl.load(dy, mask=(at < end)[:, None] & (rows < F)[None, :], other=0.0)
+            x = tl.load(x, mask=(at < end)[:, None] & (columns < D)[None, :], other=0.0)
+            total += dot(tl.trans(dy), x, WIDE)
+        to = GRAD + e.to(tl.int64) * ge + rows.to(tl.int64)[:, None] * gf + columns.to(tl.int64)[None, :] * gd
+        inside = (rows < F)[:, None] & (columns < D)[None, :]
+        if not BEGIN:
+            total += tl.load(to, mask=inside, other=0.0)
+        tl.store(to, total, mask=inside)
+
+
+def _unit(x: Tensor) -> str:
+    return "fp32" if x.dtype == torch.float32 else tensor_cores(x.device)
+
+
+def _by_triton(x: Tensor, *others: Tensor) -> bool:
+    return x.dtype != torch.float64 and all(use_triton(t) for t in (x, *others))
+
+
+def _wide(x: Tensor) -> bool:
+    """The interpreter multiplies bf16 as if it were whole numbers (triton 3.9)."""
+    return interpreted() and x.dtype == torch.bfloat16
+
+
 def grouped_matmul(x_RD: Tensor, w_EFD: Tensor, offsets: Tensor, rows: Tensor | None = None) -> Tensor:
     """y_MF of x and w in one dtype. `w_EFD`: any strides. offsets: int32 or int64 [E + 1], from 0; rows: int64 [M],
     the row of x for each of M; without it M = R. Not differentiable."""
-    return grouped_matmul_reference(x_RD, w_EFD, offsets, rows)
+    if not _by_triton(x_RD, w_EFD):
+        return grouped_matmul_reference(x_RD, w_EFD, offsets, rows)
+    (E, F, D), M = w_EFD.shape, len(x_RD if rows is None else rows)
+    x_RD, y_MF = as_rows(x_RD), torch.empty(M, F, dtype=x_RD.dtype, device=x_RD.device)
+    high, wide, deep, warps, stages = FORWARD[_unit(x_RD)]
+    programs = min(processors(x_RD.device), (ceil_div(M, high) + E) * ceil_div(F, wide))
+    _forward[(programs,)](
+        *(x_RD, w_EFD, y_MF, offsets, offsets if rows is None else rows, M, E, F, D, x_RD.stride(0), *w_EFD.stride()),
+        *(rows is not None, _wide(x_RD), power_of_two(E + 1), not (F % wide or D % deep), high, wide, deep, BAND),
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return y_MF
 
 
 def grouped_weight_grad_(
@@ -77,4 +218,15 @@ def grouped_weight_grad_(
 ) -> None:
     """grad[e] += dy[group]^T x[group], or that alone to begin with, which zeroes those of empty groups. `grad_EFD`:
     fp32 (fp64 for fp64), any strides; rows, dy_rows: int64 [M], the rows of x and of dy for each of M."""
-    grouped_weight_grad_reference_(grad_EFD, dy_MF, x_RD, offsets, rows, dy_rows=dy_rows, begin=begin)
+    if not _by_triton(x_RD, dy_MF):
+        return grouped_weight_grad_reference_(grad_EFD, dy_MF, x_RD, offsets, rows, dy_rows=dy_rows, begin=begin)
+    (E, F, D), M = grad_EFD.shape, len(x_RD if rows is None else rows)
+    dy_MF, x_RD = as_rows(dy_MF), as_rows(x_RD)
+    high, wide, deep, warps, stages = WEIGHT_GRAD[_unit(x_RD)]
+    _weight_grad[(E * ceil_div(F, high) * ceil_div(D, wide),)](
+        *(grad_EFD, dy_MF, x_RD, offsets, M, *(offsets if index is None else index for index in (dy_rows, rows))),
+        *(F, D, dy_MF.stride(0), x_RD.stride(0), *grad_EFD.stride(), dy_rows is not None, rows is not None, begin),
+        *(_wide(x_RD), high, wide, deep, BAND),
+        num_warps=warps,
+        num_stages=stages,
+    )

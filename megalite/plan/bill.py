@@ -10,7 +10,7 @@ to B, `waiting` from B to W, and the `moment` of each phase: its peak above the 
 run uses the Triton kernels of a card, whatever device the plan is made on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -151,6 +151,9 @@ class Recorder(Meta):
 
     def launched(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
         name = kernel.fn.__module__.rsplit(".", 1)[-1] + kernel.fn.__name__
+        if kernel.product is not None:
+            self._matmul([x for x in args if isinstance(x, Tensor)], *kernel.product(*args))
+            return
         self._stream(name, args)
         if kernel.flops is not None:
             self.add("scores", name, kernel.flops(*args))
@@ -164,10 +167,13 @@ class Recorder(Meta):
             self._stream(packet.__name__, [*args, *(x for some in lists for x in some), *kwargs.values(), *results])
             return
         a, b = args[MATMULS[packet] :][:2]
-        names = [self._names.get(storage_of(x), ("", False)) for x in (a, b, results[0])]
         depth = a.shape[-1] * (a.shape[0] if a.dim() > 2 else 1)
-        name = next((name for name, _ in names if name), "")
-        self.add("matmul", name, a.shape[-2], b.shape[-1], depth, names[2][1])
+        self._matmul((a, b, results[0]), a.shape[-2], b.shape[-1], depth)
+
+    def _matmul(self, tensors: Iterable[Tensor], *figures: float) -> None:
+        """With the name of the parameter among them, and whether the sum of its gradients is."""
+        known = [self._names[at] for x in tensors if (at := storage_of(x)) in self._names]
+        self.add("matmul", known[0][0] if known else "", *figures, any(is_sum for _, is_sum in known))
 
     def _stream(self, name: str, values: Any) -> None:
         tensors = [x for x in values if isinstance(x, Tensor)]

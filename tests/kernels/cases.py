@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.kernels import grouped_matmul as grouped
+from megalite.kernels import route
 from megalite.kernels.activation import activation_named
 from megalite.kernels.activations.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from megalite.kernels.attention import Documents, attention, attention_reference
@@ -187,6 +189,68 @@ def heads(S: int, B: int, H: int, G: int, K: int, document: int | None = None, s
     return make
 
 
+class _Grouped(torch.autograd.Function):
+    """A matmul of experts, differentiated by the functions that are tested: the gradient of the weights twice, into
+    what was never written and into that, by index and not. `pair`: the matmul, the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: tuple[Callable[..., Any], ...], x: Tensor, w: Tensor, *index: Tensor) -> Tensor:
+        ctx.pair = pair
+        ctx.save_for_backward(x, w, *index)
+        return pair[0](x, w, *index)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, w, offsets, *rows = ctx.saved_tensors
+        dx = ctx.pair[0](dy, w.transpose(1, 2), offsets)
+        if rows:
+            dx = x.new_zeros(x.shape, dtype=torch.float64).index_add_(0, rows[0], dx.double()).to(x.dtype)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dw = torch.empty(len(w), *w.shape[:0:-1], dtype=wide, device=w.device).transpose(1, 2)
+        ctx.pair[1](dw, dy, x, offsets, *rows, begin=True)
+        backwards = torch.arange(len(dy), device=dy.device).flip(0)
+        ctx.pair[1](dw, dy.flip(0), x, offsets, *rows, dy_rows=backwards, begin=False)
+        return None, dx, (dw / 2).to(w.dtype), *(None for _ in ctx.saved_tensors[2:])
+
+
+def grouping(fn: Callable[..., Tensor], grad_fn: Callable[..., None]) -> Callable[..., Tensor]:
+    return lambda *given: _Grouped.apply((fn, grad_fn), *given)
+
+
+def groups(sizes: tuple[int, ...], F: int, D: int, rows: int | None = None, none: int = 0) -> Make:
+    """x, w, offsets of groups of these sizes, and with `rows` of x what to read of them; `none` rows are of no group."""
+
+    def make() -> list[Tensor]:
+        M, offsets = sum(sizes) + none, torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        given = [normal(rows or M, D), normal(len(sizes), F, D, seed=1), offsets]
+        return given + ([torch.randint(rows, (M,), generator=torch.Generator().manual_seed(2))] if rows else [])
+
+    return make
+
+
+class _Combined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[..., Tensor], y: Tensor, slots: Tensor) -> Tensor:
+        ctx.slots, ctx.shape = slots, y.shape
+        return fn(y, slots)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        dy, here = dout.new_zeros(ctx.shape), ctx.slots >= 0
+        dy[ctx.slots[here]] = dout.repeat_interleave(ctx.slots.shape[1], 0).view(*ctx.slots.shape, -1)[here]
+        return None, dy, None
+
+
+def chosen(N: int, K: int, D: int, left_out: int) -> Make:
+    """Rows, and a place for each of N K choices but some."""
+
+    def make() -> list[Tensor]:
+        places = torch.randperm(N * K, generator=torch.Generator().manual_seed(3))
+        return [normal(N * K - left_out, D), places.where(places < N * K - left_out, -1).view(N, K)]
+
+    return make
+
+
 KEY = 0xC0FFEE01  # above 2^31: the key's sign must not matter
 WIDTHS = ((1, 1), (3, 8), (2, 5, 7), (37, 100), (5, 1, 1025))  # odd, ragged, several rows per program, several programs
 HEADS = ((1, 1, 1, 2), (5, 2, 3, 8), (3, 2, 5, 96), (9, 1, 2, 20))  # [S, B, H, K]
@@ -271,6 +335,19 @@ OPS: dict[str, Op] = {
         lambda x, a, ids: dropout_add(x, a, 0.1, KEY, ids, 2**20),
         lambda x, a, ids: dropout_add_reference(x, a, 0.1, KEY, ids, 2**20),
         tuple(numbered(s, s) for s in STREAMS),
+    ),
+    "grouped_matmul": Op(
+        grouping(grouped.grouped_matmul, grouped.grouped_weight_grad_),
+        grouping(grouped.grouped_matmul_reference, grouped.grouped_weight_grad_reference_),
+        (
+            *(groups((1,), 1, 1), groups((3,), 5, 7, rows=2), groups((0, 5, 0, 70, 0), 37, 70, none=3)),
+            *(groups((130, 0, 1), 256, 64, rows=20, none=70), groups((0, 530, 2), 70, 8), groups((0, 0), 4, 4, none=9)),
+        ),
+    ),
+    "combine": Op(
+        lambda y, slots: _Combined.apply(route.combine, y, slots),
+        lambda y, slots: _Combined.apply(route.combine_reference, y, slots),
+        (chosen(1, 1, 1, 0), chosen(7, 3, 100, 5), chosen(3, 2, 1050, 0)),
     ),
 }
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from megalite.kernels import dispatch, flash_attention
+from megalite.kernels import dispatch
 
 BARGAIN = 32  # bytes that the assembler spills by its own choice, so that one more block is resident
 
@@ -148,7 +148,7 @@ def recorded(run: Callable[[], Any], capability: int = 90) -> list[Launch]:
         return launch
 
     with (
-        mock.patch.object(flash_attention, "generation", lambda device: capability // 10),
+        mock.patch.object(dispatch, "generation", lambda device: capability // 10),
         mock.patch.object(dispatch.Kernel, "__getitem__", lambda self, grid: note(self.compiled(), grid)),
         mock.patch.object(dispatch, "runs_triton", lambda device_type: True),
     ):

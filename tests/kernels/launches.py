@@ -16,8 +16,10 @@ from megalite.kernels.cross_entropy import stats_and_grad_
 from megalite.kernels.dropout import dropout, dropout_add
 from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.grad_norm import sum_of_squares
+from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.norms import FORWARD, add_norm, norm
 from megalite.kernels.rope import apply_rope, rope_tables
+from megalite.kernels.route import combine
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = tuple(width for width, *_ in FORWARD)
@@ -103,6 +105,26 @@ def attention(head_size: int, dtype: torch.dtype) -> Work:
     return Work("attention", dtype, head_size, run)
 
 
+def experts(width: int, dtype: torch.dtype) -> Work:
+    """Rows by index and in place, weights as they are and transposed, a first gradient and one that is added."""
+
+    def run() -> None:
+        E, M, D = 8, 256, 2048
+        offsets, rows = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(M, dtype=torch.int64)
+        x, w = torch.zeros(ROWS, D, dtype=dtype), torch.zeros(E, width, D, dtype=dtype)
+        dy = grouped_matmul(x, w, offsets, rows)
+        grouped_matmul(dy, w.transpose(1, 2), offsets)
+        for begin in (True, False):
+            grouped_weight_grad_(torch.zeros(E, width, D), dy, x, offsets, rows, begin=begin)
+
+    return Work("grouped_matmul", dtype, width, run)
+
+
+def combined(width: int, dtype: torch.dtype) -> Work:
+    y, slots = torch.zeros(8 * ROWS, width, dtype=dtype), torch.zeros(ROWS, 8, dtype=torch.int64)
+    return Work("route", dtype, width, lambda: combine(y, slots))
+
+
 def loss(columns: int, dtype: torch.dtype) -> Work:
     def run() -> None:
         labels, above = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS)
@@ -128,6 +150,9 @@ def every() -> Iterator[Work]:
             yield from norms(width, dtype)
         for width in (96, 4096):  # several rows in a tile, and several tiles in a row
             yield from activations(width, dtype)
+            yield combined(width, dtype)
+        for width in (768, 1408):  # tiles divide it, and not
+            yield experts(width, dtype)
         for head_size in (64, 128):
             yield rope(head_size, dtype)
             yield attention(head_size, dtype)

@@ -11,7 +11,7 @@ import torch
 from cases import OPS, results
 from compiling import CARDS, Built, Launch, build, cache_folder, disassembled, recorded
 from cover import cover
-from launches import WIDTHS, Work, activations, attention, every, norms
+from launches import WIDTHS, Work, activations, attention, combined, every, experts, norms
 from machine_code import count
 from roofline import turns
 
@@ -68,12 +68,16 @@ def test_norms_fit_every_card(capability: int) -> None:
     assert [text for work in norms(4096, torch.bfloat16) for text in problems(work, capability)] == []
 
 
-def test_norms_and_activations_access_memory_in_16_bytes() -> None:
-    for work in (*norms(4096, torch.bfloat16), *activations(4096, torch.bfloat16)):
+def test_norms_activations_and_experts_access_memory_in_16_bytes() -> None:
+    made = (*norms(4096, torch.bfloat16), *activations(4096, torch.bfloat16))
+    for work in (*made, experts(768, torch.bfloat16), combined(4096, torch.bfloat16)):
         for launch in recorded(work.run):
             widths = narrow(build(launch, 90))
-            # one number per row is what a norm keeps, a dropped row's sample its number, and a column of a gradient
-            few = {"norms": 2, "columns": 1, "dropout": 2}.get(launch.name.split(".")[0], 0)
+            # one number per row is what a norm keeps, a dropped row's sample its number, and a column of a gradient;
+            # an expert's offsets and the numbers of its rows, and of each of 8 choices its place
+            few = {"norms": 2, "columns": 1, "dropout": 2, "grouped_matmul": 8, "route": 8}.get(
+                launch.name.split(".")[0], 0
+            )
             assert sum(widths.values()) <= few, f"{launch.name}: {dict(widths)}"
 
 
@@ -108,6 +112,14 @@ def test_every_tile_of_every_table_fits_every_card(work: Work, capability: int) 
 
 def test_widths_of_the_tables_are_all_there() -> None:
     assert max(WIDTHS) == 32768 and {work.size for work in every() if work.op == "layer_norm"} == set(WIDTHS)
+
+
+@pytest.mark.parametrize("width", [768, 1408])
+def test_experts_fit_and_use_the_tensor_cores(width: int) -> None:
+    work = experts(width, torch.bfloat16)
+    assert problems(work, 90) == [] and problems(work, 100) == []
+    for capability, unit in ((90, "wgmma"), (100, "tcgen05")):
+        assert all(unit in build(launch, capability).ptx for launch in recorded(work.run, capability))
 
 
 # --- planted: what the checks must find
