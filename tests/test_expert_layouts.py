@@ -124,7 +124,7 @@ def _go_on(flags: str, steps: int) -> list:
         start_run(run, config)
 
     def biases() -> dict[str, list[float]]:
-        return {router.name: router.bias.tolist() for router in run.balance.routers}
+        return {r.name: r.bias.tolist() for r in run.balance.routers if r.bias is not None}
 
     before = biases()
     loss = [train_step(run).loss for _ in range(steps)][-1]

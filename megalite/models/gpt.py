@@ -2,7 +2,7 @@
 
     tokens_SB -> Embedding -> Block * layers -> Head -> loss        a Stage holds a range of this line
 
-    Block:  x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))
+    Block:  x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))      mlp: or experts
     or, with a parallel residual:  x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))
 
 A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last stage). It does not know the schedule.
@@ -22,7 +22,7 @@ from megalite.kernels.dropout import dropout_add, fold
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
 from megalite.nn.attention import Attention, AttentionShape, Coordinates
 from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, first_position, vocabulary_spec
-from megalite.nn.experts import Experts
+from megalite.nn.experts import Experts, ExpertsShape
 from megalite.nn.later import Later
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import linear_cross_entropy
@@ -107,7 +107,7 @@ def _norm_of(model: ModelConfig) -> tuple[int, str, float, bool]:
 
 def routing_of(model: ModelConfig) -> Routing:
     """How the model's routers choose experts."""
-    coefficients = {**model.balancing, "z_loss": model.moe_z_loss_coeff}
+    coefficient = {**model.balancing, "z_loss": model.moe_z_loss_coeff}.get
     return Routing(
         model.num_experts or 0,
         model.moe_router_topk,
@@ -118,9 +118,14 @@ def routing_of(model: ModelConfig) -> Routing:
         model.moe_router_group_topk,
         bias=model.moe_router_enable_expert_bias,
         wide=model.moe_router_dtype == "fp64",
-        coefficients=tuple(coefficients.get(name, 0.0) for name in LOSSES),
+        coefficients=(coefficient(LOSSES[0], 0.0), coefficient(LOSSES[1], 0.0), coefficient(LOSSES[2], 0.0)),
         drawn=model.moe_router_force_load_balancing,
     )
+
+
+def _shape_of(model: ModelConfig, std: float, out_std: float) -> ExpertsShape:
+    shared = model.moe_shared_expert_intermediate_size, model.moe_shared_expert_gate
+    return ExpertsShape(model.hidden_size, model.expert_ffn_size, *shared, model.activation, std, out_std)
 
 
 class Block(nn.Module):
@@ -155,23 +160,22 @@ class Block(nn.Module):
         )
         self.attention = Attention(make, f"layers.{layer}.attention", shape, layer, "core_attn" in again)
         self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
-        name, how = f"layers.{layer}.mlp", dict(activation=model.activation, std=std, out_std=out_std)
+        name = f"layers.{layer}.mlp"
         if model.experts[layer]:
             self.mlp = Experts(
-                make,
-                name,
-                routing_of(model),
-                layer=layer,
-                hidden_size=model.hidden_size,
-                ffn_size=model.expert_ffn_size,
-                shared_size=model.moe_shared_expert_intermediate_size,
-                shared_gate=model.moe_shared_expert_gate,
-                shared_again="shared_experts" in again,
-                **how,
+                make, name, layer, routing_of(model), _shape_of(model, std, out_std), "shared_experts" in again
             )
         else:
-            sizes = dict(hidden_size=model.hidden_size, ffn_size=model.ffn_size)
-            self.mlp = MLP(make, name, bias=model.add_bias_linear, **sizes, **how)
+            self.mlp = MLP(
+                make,
+                name,
+                hidden_size=model.hidden_size,
+                ffn_size=model.ffn_size,
+                activation=model.activation,
+                std=std,
+                out_std=out_std,
+                bias=model.add_bias_linear,
+            )
 
     def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
         if self.training and (self.norms_again or self.mlp_again):
@@ -185,7 +189,7 @@ class Block(nn.Module):
         return self._add(self._feed(n_sBD, where), h_sBD, SITE_HIDDEN_2, where)
 
     def _feed(self, n_sBD: Tensor, where: Coordinates) -> Tensor:
-        return self.mlp(n_sBD, where if isinstance(self.mlp, Experts) else where.later)
+        return self.mlp(n_sBD, where) if isinstance(self.mlp, Experts) else self.mlp(n_sBD, where.later)  # an MLP
 
     def _forward_again(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
         """The same result, but norms or the feed-forward keep only their inputs for backward."""

@@ -1,7 +1,7 @@
 """A feed-forward block of experts, of which each token goes to the k that its router chooses; none is dropped.
 
     x_ND -> router -> ids_NK, probs_NK
-    x_RD      rows of the tokens that have experts here (exchange.py: each crosses once to a rank); alone R = N
+    x_RD      rows of the tokens that have experts here (token_exchange.py: each crosses once to a rank); alone R = N
     u_M2F     = x[rows] up[e]^T            M choices in the order of experts, rows read inside the matmul
     a_MF      = probs * act(u)             so no output of an expert is needed for the gradient of its probability
     y_RD      = sum over a row's choices of a down[e]^T, and back to the token's rank, where ranks are summed
@@ -11,6 +11,7 @@ Experts are split over ep and the width of each over etp: ranks of the same stag
 tokens go through, runs while rows travel.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,12 @@ from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.route import combine, slots_of, sort_by_expert
 from megalite.nn.attention import Coordinates
-from megalite.nn.exchange import Rows, exchange_back, start_exchange
 from megalite.nn.later import Later
 from megalite.nn.mlp import MLP
 from megalite.nn.parameter import GradientSink, Maker, sink_of
 from megalite.nn.recompute import recompute
 from megalite.nn.router import Router, Routing
+from megalite.nn.token_exchange import exchange_back, start_exchange
 from megalite.parallel.spec import Normal, ParamSpec
 
 
@@ -59,14 +60,14 @@ class _Compute(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        probs_RK: Tensor,
-        ids_RK: Tensor,
         up: Tensor,
         down: Tensor,
         activation: Activation,
-        choices: int | None,
         later: Later | None,
+        x: Tensor,
+        probs_RK: Tensor,
+        ids_RK: Tensor,
+        choices: int | None,
     ) -> Tensor:
         ctx.activation, ctx.later, ctx.sinks = activation, later, (sink_of(up), sink_of(down))
         (R, K), E, x_RD = ids_RK.shape, len(up), x.view(-1, x.shape[-1])
@@ -93,65 +94,64 @@ class _Compute(Function):
         add_up, add_down = ctx.sinks
         dup = _weight_grad(up, add_up, ctx.later, du, x_RD, offsets=offsets, rows=rows_M)
         ddown = _weight_grad(down, add_down, ctx.later, dy_RD, a_MF, offsets=offsets, dy_rows=rows_M)
-        return dx, dprobs.view_as(probs_RK), None, dup, ddown, None, None, None
+        return dup, ddown, None, None, dx, dprobs.view_as(probs_RK), None, None
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """ffn_size: the width of an expert; shared_size: of the block that all tokens go through, None: there is none;
+    shared_gate: whether its output is scaled by a sigmoid of the token, as in Qwen2-MoE."""
+
+    hidden_size: int
+    ffn_size: int
+    shared_size: int | None
+    shared_gate: bool
+    activation: str
+    std: float
+    out_std: float
 
 
 class Experts(nn.Module):
-    """`ffn_size`: width of an expert; `shared_size`: of the block that all tokens go through, None: there is none;
-    `shared_gate`: whether its output is scaled, as in Qwen2-MoE; `shared_again`: whether it is recomputed."""
+    """`shared_again`: whether the shared block is computed again in backward."""
 
-    def __init__(
-        self,
-        make: Maker,
-        name: str,
-        routing: Routing,
-        *,
-        layer: int,
-        hidden_size: int,
-        ffn_size: int,
-        shared_size: int | None,
-        shared_gate: bool,
-        shared_again: bool,
-        activation: str,
-        std: float,
-        out_std: float,
-    ):
+    def __init__(self, make: Maker, name: str, layer: int, routing: Routing, shape: ExpertsShape, shared_again: bool):
         super().__init__()
         self.peers, self.etp, self.shared_again = make.mesh.experts, make.mesh.etp, shared_again
-        self.activation = activation_named(activation)  # or compiled (models/compiled.py)
-        E, D, F = routing.experts, hidden_size, ffn_size
+        self.activation = activation_named(shape.activation)  # or compiled (models/compiled.py)
+        E, D, F, std = routing.experts, shape.hidden_size, shape.ffn_size, shape.std
         self.local = E // make.mesh.ep.size
         gated = self.activation.width == 2
-        up, middle = ("gate_up", (2, F)) if gated else ("up", (F,))
+        up, middle, at = ("gate_up", (2, F), 2) if gated else ("up", (F,), 1)
         expert = partial(ParamSpec, home="expert", block=1)
         self.router = Router(make, f"{name}.router", D, routing, std, layer)
-        shards = ((0, "ep"), (2 if gated else 1, "etp"))
+        shards = ((0, "ep"), (at, "etp"))
         self.up = make(expert(f"{name}.experts.{up}", (E, *middle, D), shards=shards, init=Normal(std)))
         shards = ((0, "ep"), (2, "etp"))
-        self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=shards, init=Normal(out_std)))
+        self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=shards, init=Normal(shape.out_std)))
         self.shared = self.shared_gate = None
-        if shared_size is not None:
-            sizes = dict(hidden_size=D, ffn_size=shared_size, activation=activation)
-            self.shared = MLP(make, f"{name}.shared", std=std, out_std=out_std, bias=False, **sizes)  # type: ignore[arg-type]
-            if shared_gate:
-                self.shared_gate = make(ParamSpec(f"{name}.shared_gate", (D,), partial=("tp",), init=Normal(std)))
+        if shape.shared_size is not None:
+            self.shared = MLP(
+                make,
+                f"{name}.shared",
+                hidden_size=D,
+                ffn_size=shape.shared_size,
+                activation=shape.activation,
+                std=std,
+                out_std=shape.out_std,
+                bias=False,
+            )
+        if shape.shared_gate:
+            self.shared_gate = make(ParamSpec(f"{name}.shared_gate", (D,), partial=("tp",), init=Normal(std)))
 
     def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
         probs_NK, ids_NK = self.router(x_sBD, where)
+        compute = partial(_Compute.apply, self.up, self.down, self.activation, where.later)
         if self.peers.size == 1:
-            return self._with_shared(self._compute(x_sBD, probs_NK, ids_NK, None, where), x_sBD, where)
-        sent = start_exchange(x_sBD, probs_NK, ids_NK, self.local, self.etp.size, self.peers)
-        shared_sBD = self._shared(x_sBD, where)
-        rows: Rows = sent.receive(x_sBD, probs_NK)
-        y_RD = self._compute(rows.x_RD, rows.probs_RK, rows.ids_RK, rows.choices, where)
-        y_sBD = exchange_back(y_RD, sent).view_as(x_sBD)
-        return y_sBD if shared_sBD is None else y_sBD + shared_sBD
-
-    def _compute(self, x: Tensor, probs_RK: Tensor, ids_RK: Tensor, choices: int | None, where: Coordinates) -> Tensor:
-        return _Compute.apply(x, probs_RK, ids_RK, self.up, self.down, self.activation, choices, where.later)  # type: ignore[return-value]
-
-    def _with_shared(self, y_sBD: Tensor, x_sBD: Tensor, where: Coordinates) -> Tensor:
-        shared_sBD = self._shared(x_sBD, where)
+            y_sBD, shared_sBD = compute(x_sBD, probs_NK, ids_NK, None), self._shared(x_sBD, where)
+        else:
+            sent = start_exchange(x_sBD, probs_NK, ids_NK, self.local, self.etp.size, self.peers)
+            shared_sBD = self._shared(x_sBD, where)
+            y_sBD = exchange_back(compute(*sent.receive(x_sBD, probs_NK)), sent).view_as(x_sBD)
         return y_sBD if shared_sBD is None else y_sBD + shared_sBD
 
     def _shared(self, x_sBD: Tensor, where: Coordinates) -> Tensor | None:

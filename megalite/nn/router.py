@@ -190,17 +190,16 @@ class Router(nn.Module):
             B, tokens = len(counts_BE), len(logits_NE) * self.tp.size * self.cp.size
             unit, F_BE = how.experts / how.topk, counts_BE.to(logits_NE.dtype)
             per_aux, per_seq = unit / tokens * F_BE.sum(0), unit * B / tokens * F_BE  # d loss / d P of a token
-            scores = logits_NE.sigmoid() if how.score_function == "sigmoid" else None
-            total = None if scores is None else scores.sum(-1, keepdim=True) + TINY
-            P_NE = logits_NE.softmax(-1) if scores is None else scores / total
+            sigmoid = how.score_function == "sigmoid"
+            scores_NE = logits_NE.sigmoid() if sigmoid else logits_NE.softmax(-1)
+            total_N1 = scores_NE.sum(-1, keepdim=True) + TINY
+            P_NE = scores_NE / total_N1 if sigmoid else scores_NE
             P_BE = P_NE.view(-1, B, how.experts).sum(0)
             self.losses[0] += (P_BE.sum(0) * per_aux).sum()
             self.losses[1] += (P_BE * per_seq).sum()
             dP_NE = (loss_weight * (aux * per_aux + seq * per_seq)).repeat(len(logits_NE) // B, 1)
-            if scores is None:
-                dlogits_NE += _softmax_backward(P_NE, dP_NE)
-            else:
-                dlogits_NE += (dP_NE - (dP_NE * P_NE).sum(-1, keepdim=True)) / total * scores * (1 - scores)
+            by_NE = _softmax_backward(P_NE, dP_NE)
+            dlogits_NE += by_NE * (1 - scores_NE) if sigmoid else by_NE
         if z:
             lse_N1 = logits_NE.logsumexp(-1, keepdim=True)
             self.losses[2] += lse_N1.square().sum()

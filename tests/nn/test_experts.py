@@ -1,5 +1,6 @@
 """Experts against their definition, token by token, in fp64: outputs, all gradients, counts and auxiliary losses."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.nn.attention import Coordinates
-from megalite.nn.experts import Experts
+from megalite.nn.experts import Experts, ExpertsShape
 from megalite.nn.later import Later
 from megalite.nn.parameter import Maker
 from megalite.nn.router import Routing
@@ -28,15 +29,13 @@ CASES: dict[str, tuple[Routing, dict[str, Any]]] = {
 }
 
 
-def make(name: str, mesh: Mesh | None = None) -> tuple[Experts, Routing]:
+def make(name: str) -> tuple[Experts, Routing]:
     routing, more = CASES[name]
-    how = dict(shared_size=None, shared_gate=False, shared_again=False, activation="swiglu") | more
-    maker = Maker(mesh or Mesh.alone(), torch.float64, seed=3)
-    experts = Experts(maker, "e", routing, layer=0, hidden_size=D, ffn_size=F, std=1.0, out_std=1.0, **how)
+    shape = replace(ExpertsShape(D, F, None, False, "swiglu", 1.0, 1.0), **more)
+    experts = Experts(Maker(Mesh.alone(), torch.float64, seed=3), "e", 0, routing, shape, False)
     if routing.bias:
         experts.router.bias = torch.linspace(-0.1, 0.1, routing.experts)
-    if name.startswith("never"):
-        experts.router.bias[-3:] = -100
+        experts.router.bias[-3:] -= 100.0 * name.startswith("never")
     return experts, routing
 
 
@@ -49,7 +48,7 @@ def chosen(logits: Tensor, r: Routing, bias: Tensor | None) -> tuple[list[int], 
     scores = logits.sigmoid() if r.score_function == "sigmoid" else logits.softmax(0) if r.pre_softmax else logits
     by = (scores if bias is None else scores + bias).tolist()
     allowed = set(range(r.experts))
-    if r.groups:
+    if r.groups and r.group_topk:
         size = r.experts // r.groups
         worth = [sum(sorted(by[g * size : (g + 1) * size])[-(r.topk // r.group_topk) :]) for g in range(r.groups)]
         best = sorted(range(r.groups), key=lambda g: -worth[g])[: r.group_topk]

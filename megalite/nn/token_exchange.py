@@ -25,7 +25,7 @@ from megalite.parallel.mesh import Axis
 
 
 class Rows(NamedTuple):
-    """Rows of tokens that have experts here, and how many choices these are."""
+    """Rows of tokens that have experts here, and of how many choices."""
 
     x_RD: Tensor
     probs_RK: Tensor
@@ -52,8 +52,8 @@ class Sent:
 
     def swap(self, rows: Tensor, back: bool) -> Pending:
         """Start to bring rows [S, ..] to the peers, or `back` [R, ..] from them; the result is flat."""
-        sizes = [[n * rows.shape[1] for n in each] for each in (self.given, self.got)]
-        return start_all_to_all(rows.reshape(-1), *(sizes[::-1] if back else sizes), self.peers)
+        given, got = ([n * rows.shape[1] for n in each] for each in (self.given, self.got))
+        return start_all_to_all(rows.reshape(-1), got if back else given, given if back else got, self.peers)
 
 
 def _pack(x_RD: Tensor, *more: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ def start_exchange(x_sBD: Tensor, probs_NK: Tensor, ids_NK: Tensor, local: int, 
     packed = _pack(x_sBD.flatten(0, 1)[token_S], probs_NK[token_S], ids_SK)
     slots_NP = slots_of(order_S, offsets, len(ids_NK), P)
     choices = sum(of_rank[peers.rank] for _, of_rank in table)
-    widths = [[n * packed.shape[1] for n in each] for each in (given, got)]
-    arriving = start_all_to_all(packed.view(-1), *widths, peers)
+    elements = ([n * packed.shape[1] for n in each] for each in (given, got))
+    arriving = start_all_to_all(packed.view(-1), next(elements), next(elements), peers)
     return Sent(peers, arriving, given, got, choices, token_S, slots_NP)
 
 
