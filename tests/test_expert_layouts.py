@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from cover import rarely
+from loads import reseal
 from ranks import run_ranks
 from test_layouts import COMMON, DROP, FP64, LLAMA, NAME, PARTS, Row, row, weights_of
 from train_cases import config_from, run_from
 from whole import whole_of
 
+from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.toml import to_toml
 from megalite.train.setup import SetupError
 from megalite.train.start.origin import start_run
@@ -149,8 +151,17 @@ def test_a_resume_may_change_how_experts_are_shared_out(tmp_path: Path) -> None:
         _go_on(f"{without} {load}", 1)
 
 
-def test_a_checkpoint_without_one_layers_experts_is_refused_by_its_name(tmp_path: Path) -> None:
-    _go_on(f"{DEEPSEEK} --save {tmp_path}", 1)
-    (manifest,) = tmp_path.glob("*/manifest.json")
-    content = json.loads(manifest.read_text())
-    print(content.keys())
+@pytest.mark.parametrize("what", ["experts.down", "router.bias"])
+def test_a_checkpoint_that_lacks_an_expert_or_a_bias_is_refused_by_its_name(tmp_path: Path, what: str) -> None:
+    run_ranks(2, _go_on, f"{DEEPSEEK} {EP2} --save {tmp_path}", 1)
+    (path,) = tmp_path.glob("*/manifest.json")
+    manifest = json.loads(path.read_text())
+    name = next(name for name in manifest["tensors"] if name.endswith(what))
+    parts = manifest["tensors"][name]["parts"]
+    if len(parts) > 1:
+        del parts[0]
+    else:
+        del manifest["tensors"][name]
+    reseal(path.parent, manifest)
+    with pytest.raises((CheckpointError, SetupError), match=name.partition("/")[2]):
+        _go_on(f"{DEEPSEEK} --load {tmp_path}", 1)
