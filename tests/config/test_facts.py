@@ -25,6 +25,7 @@ BESIDE = {
     "no_rope_freq": {"position_embedding_type": "rope"},
     "window_attn_skip_freq": {"window_size": (7, 0)},
     "moe_layer_freq": {"num_experts": 4},
+    "moe_ffn_hidden_size": {"num_experts": 4},
     "micro_batch_size": {"global_batch_size": None},
 }
 OTHER: dict[str, Any] = {
