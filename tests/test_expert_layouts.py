@@ -17,6 +17,7 @@ from whole import whole_of
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.toml import to_toml
+from megalite.train.balance import NAMES
 from megalite.train.setup import SetupError
 from megalite.train.start.origin import start_run
 from megalite.train.start.resume import open_saver, save
@@ -73,23 +74,18 @@ OFTEN = [
 
 
 def _train(flags: str) -> tuple:
-    """On one rank: losses and norms, pieces of weights, and of each router counts and auxiliary losses of the steps and
-    its bias."""
+    """On one rank: losses and norms; pieces of weights; of all layers counts, auxiliary losses, figures of the log, of
+    every step; biases of its own routers."""
     run = run_from(f"{COMMON} {flags}", dtype=torch.float64)
-    routers, steps, results = run.balance.routers, [], []
+    counts, losses, results = [], [], []
     for _ in range(STEPS):
         results.append(train_step(run))
-        steps.append((run.balance.counts_LE.tolist(), run.balance.losses_L3.tolist()))
+        counts.append(run.balance.counts_LE.tolist())
+        losses.append(run.balance.losses_L3.tolist())
     run.buffer.wait_gather()
-    of_routers = {
-        router.name: (
-            [counts[i] for counts, _ in steps],
-            [losses[i] for _, losses in steps],
-            None if router.bias is None else router.bias.tolist(),
-        )
-        for i, router in enumerate(routers)
-    }
-    return [(r.loss, r.grad_norm) for r in results], weights_of(run), of_routers
+    biases = {router.name: router.bias.tolist() for router in run.balance.routers if router.bias is not None}
+    numbers = [(r.loss, r.grad_norm, *(r.balance[name] or 0 for name in NAMES)) for r in results]
+    return numbers, weights_of(run), counts, losses, biases
 
 
 @cache
@@ -106,19 +102,18 @@ def test_experts_train_as_in_one_process(item: Row) -> None:
     ranks = run_ranks(item.world, _train, f"{item.model} {item.layout}")
     words = item.layout.split()
     micro = "--micro-batch-size 1" * ("--micro-batch-size" in words)
-    numbers, pieces, routers = alone(f"{item.model} {micro}")
-    for results, _, of_routers in ranks:
-        np.testing.assert_allclose(results, numbers, rtol=FP64, err_msg=f"{item.name}: loss, gradient norm")
-        for name, (counts, losses, bias) in of_routers.items():
-            assert (counts, bias) == (routers[name][0], routers[name][2]), name
-            np.testing.assert_allclose(losses, routers[name][1], rtol=FP64, err_msg=name)
-    assert set().union(*(rank[2] for rank in ranks)) == routers.keys()
+    numbers, pieces, counts, losses, biases = alone(f"{item.model} {micro}")
+    for results, _, *others in ranks:
+        np.testing.assert_allclose(results, numbers, rtol=FP64, err_msg=f"{item.name}: loss, gradient norm, figures")
+        np.testing.assert_allclose(others[1], losses, rtol=FP64, err_msg=item.name)
+        assert others[0] == counts and others[2].items() <= biases.items(), item.name
+    assert {name for rank in ranks for name in rank[4]} == biases.keys()
     got, want = _weights(ranks), _weights([(numbers, pieces)])
     assert got.keys() == want.keys()
     for name, whole in want.items():
         np.testing.assert_allclose(got[name], whole, rtol=0, atol=1e-9 * np.abs(whole).max(), err_msg=name)
     tokens, topk = 16 * 16, int(item.model.partition("--moe-router-topk ")[2].split()[0]) if "topk" in item.model else 2
-    assert all(sum(step) == tokens * topk for counts, _, _ in routers.values() for step in counts)
+    assert all(sum(layer) == tokens * topk for step in counts for layer in step)
 
 
 def _go_on(flags: str, steps: int) -> list:

@@ -10,7 +10,7 @@ python tools/plot.py agreement RUN_DIR RUN_DIR --out agreement.svg
 python tools/plot.py bench DIR --show scaling --out scaling.png   of tools/benchmark.py's --out: mfu, breakdown, scaling
 python tools/plot.py plan PLAN.json --out plan.png             of tools/plan.py --json; --show layout: who holds what
 
-Also steps (learning rate, gradient norm, tokens/s), time, memory, layout. The suffix of --out is the format.
+Also steps (learning rate, gradient norm, tokens/s), experts, time, memory, layout. The suffix of --out is the format.
 """
 
 import argparse
@@ -64,6 +64,8 @@ def lacking(picture: str, run: Run) -> str:
         return f"no loss in it yet{f' ({damaged})' * bool(damaged)}"
     if picture == "steps" and not any(run.curve(key) for key, _ in curves.STRIP):
         return "no steps in it yet"
+    if picture == "experts" and not run.loads:
+        return "no load of experts in it; it needs a run of a model that has experts"
     if picture == "time" and not shares.phases(run):
         return "report.json is not there; a run writes it at its end"
     if picture in ("memory", "layout") and getattr(shares, picture)(run) is None:
@@ -101,6 +103,7 @@ PICTURES: dict[str, tuple[str, Callable[[list[Run]], Picture | None], str | None
     "pipeline": ("measured beside planned", timeline, None),
     "loss": ("losses over tokens and steps", curves.loss, "+"),
     "steps": ("learning rate, gradient norm and tokens/s", curves.strip, "+"),
+    "experts": ("how many tokens each expert got", curves.experts, None),
     "time": ("where the time went", shares.time_split, "+"),
     "agreement": ("how far the losses of runs are apart", agreement, "+"),
     "memory": ("planned parts and measured peaks of ranks", lambda runs: shares.memory(runs[0]), None),

@@ -274,6 +274,7 @@ class LogConfig:
     log_loss_scale_to_tensorboard: bool = free(True, "the loss scale in TensorBoard")
     log_validation_ppl_to_tensorboard: bool = free(False, "perplexity of validation sets in TensorBoard")
     log_memory_to_tensorboard: bool = free(False, "memory of rank 0 in TensorBoard, bytes")
+    moe_per_layer_logging: bool = free(False, "the losses that balance experts, of each layer, in TensorBoard")
     log_world_size_to_tensorboard: bool = free(False, "the number of ranks in TensorBoard")
     wandb_project: str | None = free(None, "Weights & Biases project")
     wandb_exp_name: str | None = free(None, "Weights & Biases run name")

@@ -136,8 +136,8 @@ class _Route(Function):
 
 class Router(nn.Module):
     """bias_E: state that no gradient trains (train/balance.py); None: there is none. counts_E: choices of each expert
-    among this rank's tokens, losses_3: LOSSES without coefficients, as sums over tokens; both since they were set to
-    zero, of all backwards."""
+    among this rank's tokens, losses_3: LOSSES without coefficients, as sums over tokens, 0 of those that are off; both
+    since they were set to zero, of all backwards."""
 
     def __init__(self, make: Maker, name: str, hidden_size: int, routing: Routing, std: float, layer: int):
         super().__init__()
@@ -190,8 +190,8 @@ class Router(nn.Module):
             total_N1 = scores_NE.sum(-1, keepdim=True) + TINY
             P_NE = scores_NE / total_N1 if sigmoid else scores_NE
             P_BE = P_NE.view(-1, B, how.experts).sum(0)
-            self.losses[0] += (P_BE.sum(0) * per_aux).sum()
-            self.losses[1] += (P_BE * per_seq).sum()
+            self.losses[0] += (P_BE.sum(0) * per_aux).sum() if aux else 0.0
+            self.losses[1] += (P_BE * per_seq).sum() if seq else 0.0
             dP_NE = (weight * (aux * per_aux + seq * per_seq)).repeat(len(logits_NE) // B, 1)
             by_NE = _softmax_backward(P_NE, dP_NE)
             dlogits_NE += by_NE * (1 - scores_NE) if sigmoid else by_NE

@@ -72,8 +72,7 @@ class Arrangement:
         """The sizes that parallel/mesh.py makes a mesh of."""
         p, has_experts = self.config.parallel, any(self.config.model.experts)
         instances = p.num_distributed_optimizer_instances if p.shared_out else None
-        stage = self.config.optim.sees_whole_tensors or has_experts  # routers' counts are summed over it
-        more = dict(dp_outermost=p.use_tp_pp_dp_mapping, stage=stage)
+        more = dict(dp_outermost=p.use_tp_pp_dp_mapping, stage=self.config.optim.sees_whole_tensors)
         sizes = Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, **more)
         if has_experts:
             sizes |= Sizes(ep=p.expert_model_parallel_size, etp=p.expert_tensor_parallel_size)

@@ -1,32 +1,36 @@
-"""What the routers of a rank counted in a step, summed over the ranks of its stage, and the biases that follow it.
+"""What all routers of the model counted in a step, the biases that follow it, and the log's figures.
 
     count_E, losses   of every layer with experts: int64 counts of choices, and the auxiliary losses' sums over tokens
     bias_e += rate * sign(mean of the counts - count_e)       arXiv:2408.15664, after each step that updates weights
 
-The one all-reduce is in fp64, in which sums of integers are exact below 2^53: so biases have the same bits on all
-ranks and under every layout. A bias is state that no gradient trains: `pieces` are its place in a checkpoint.
+They are summed over the world in the step's one all-reduce (train/step.py), in fp64, in which sums of integers are
+exact below 2^53: so biases have the same bits on all ranks and under every layout. A bias is state that no gradient
+trains: `pieces` are its place in a checkpoint.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.models.gpt import Stage
-from megalite.nn.router import Router
-from megalite.parallel.comm import all_reduce_
+from megalite.nn.router import LOSSES, Router
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, Piece
 
+NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "router_z_loss")  # of LOSSES, in the log
+
 
 class Balance:
-    """routers: of this rank, in the order of layers. counts_LE, losses_L3: of the last step's whole batch; without
-    routers [0, 0]."""
+    """layers: the numbers of the model's L layers with E experts. routers: of this rank. counts_LE, losses_L3: of the
+    last step's whole batch, on every rank."""
 
-    def __init__(self, stages: Iterable[Stage], mesh: Mesh, rate: float):
+    def __init__(self, stages: Iterable[Stage], mesh: Mesh, rate: float, layers: Sequence[int], experts: int):
         self.routers = [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
-        self.mesh, self.rate = mesh, rate
-        self.counts_LE = self.losses_L3 = torch.zeros(0, 0)
+        self.mesh, self.rate, self.layers = mesh, rate, list(layers)
+        self.counts_LE = torch.zeros(len(self.layers), experts, dtype=torch.int64)
+        self.losses_L3 = torch.zeros(len(self.layers), len(LOSSES), dtype=torch.float64)
 
     def begin(self) -> None:
         """Before the first forward of a step, or of its computation once more."""
@@ -34,17 +38,43 @@ class Balance:
             router.counts.zero_()
             router.losses.zero_()
 
-    def agree(self) -> None:
-        """Sum what was counted over the ranks of the stage; collective over it where it has experts."""
-        if self.routers:
-            mine = torch.stack([torch.cat([router.counts.double(), router.losses]) for router in self.routers])
-            experts = self.routers[0].routing.experts
-            all_reduce_(mine, self.mesh.stage)
-            self.counts_LE, self.losses_L3 = mine[:, :experts].long(), mine[:, experts:]
+    def counted(self) -> Tensor:
+        """What this rank counted, in fp64: the summand of what `take` is given."""
+        L, E = self.counts_LE.shape
+        mine = torch.zeros(L, E + len(LOSSES), dtype=torch.float64, device=self.mesh.device)
+        for router in self.routers:
+            mine[self.layers.index(router.layer)] = torch.cat([router.counts.double(), router.losses])
+        return mine.flatten()
+
+    def take(self, summed: Tensor) -> None:
+        L, E = self.counts_LE.shape
+        counts, self.losses_L3 = summed.view(L, E + len(LOSSES)).split([E, len(LOSSES)], 1)
+        self.counts_LE = counts.long()
+
+    def figures(self, tokens: int) -> dict[str, Any]:
+        """Of the last step, which had so many tokens. The losses, without coefficients, are means over tokens and
+        layers, with their values of each layer in `by_layer`; None: that loss is off. moe_expert, moe_rank: of the
+        worst layer, the most choices of an expert, or of a rank of ep, over their mean. moe_load: the choices of each
+        expert in all layers, over their mean."""
+        if not self.layers:
+            return {}
+        by_expert = self.counts_LE.double().cpu()
+        by_rank = by_expert.unflatten(1, (self.mesh.ep.size, -1)).sum(2)
+        expert, rank = (float((some.amax(1) / some.mean(1)).max()) for some in (by_expert, by_rank))
+        load_E = by_expert.sum(0) / by_expert.sum(0).mean()
+        losses = dict(zip(NAMES, (self.losses_L3 / tokens).T.cpu().tolist(), strict=True))
+        found = {name: sum(of_layers) / len(of_layers) or None for name, of_layers in losses.items()}
+        by_layer = {
+            f"moe/{name.removeprefix('router_')}_layer_{self.layers[n]}": loss
+            for name, mean in found.items()
+            for n, loss in enumerate(losses[name] if mean is not None else ())
+        }
+        return {**found, "moe_expert": expert, "moe_rank": rank, "moe_load": load_E.tolist(), "by_layer": by_layer}
 
     def update(self) -> None:
         """Move the biases."""
-        for router, counts_E in zip(self.routers, self.counts_LE, strict=True):
+        for router in self.routers:
+            counts_E = self.counts_LE[self.layers.index(router.layer)]
             if router.bias is not None:
                 router.bias += self.rate * (counts_E.sum() - len(counts_E) * counts_E).sign()
 

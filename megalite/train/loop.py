@@ -320,6 +320,7 @@ def figures_of(run: Run, since: Sequence[StepResult], params_norm: float | None)
     means = {name: sum(getattr(r, name) for r in used) / len(used) if used else None for name in ("loss", "z_loss")}
     return {
         **vars(since[-1]),
+        **since[-1].balance,
         **run.state.to_json(),
         **means,
         "z_loss": means["z_loss"] or None,  # 0 only where it is off

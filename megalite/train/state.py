@@ -1,8 +1,9 @@
 """The parts of a run, the few numbers that a resume needs, and the results of a step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from megalite.data.samples.batches import Prefetcher
 from megalite.data.samples.ledger import Ledger
@@ -111,6 +112,7 @@ class StepResult:
     zeros: int | None = None  # elements of the gradient that are 0, where they were counted
     doubt: Doubt | None = None
     copies: str | None = None  # how replicas of weights differed
+    balance: Mapping[str, Any] = field(default_factory=dict)  # of experts (train/balance.py: figures)
 
 
 @dataclass

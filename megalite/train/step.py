@@ -1,8 +1,8 @@
 """One training step: get the batch, forward and backward, reduce, decide, update.
 
 One all-reduce over the world carries everything that the ranks must agree on: the squared gradient norm, the loss, the
-number of tokens that count, and whether some rank wants to stop. So all ranks decide alike at the same step, and rank 0
-knows the loss, which the last stage computes.
+number of tokens that count, whether some rank wants to stop, and what routers counted. So all ranks decide alike at the
+same step, and rank 0 knows the loss, which the last stage computes.
 """
 
 import time
@@ -62,7 +62,6 @@ def train_step(
     numbers, doubt, copies = _judge(run, batches, losses, agree)
     if not numbers.finite and run.check_finite and not run.loss_scaler.dynamic:
         raise _stopped(run, doubt, size)
-    run.balance.agree()
     stays = doubt is not None and not doubt.passed
     skipped = not numbers.finite or (stays and run.spikes.action != "log")
     if not skipped:
@@ -85,6 +84,7 @@ def train_step(
         zeros=None if numbers.zeros is None else round(numbers.zeros),
         doubt=doubt,
         copies=copies,
+        balance=run.balance.figures(nominal),
     )
 
 
@@ -129,8 +129,11 @@ def _agree(
     mesh = run.mesh
     fault("step.after_reduce", mesh.world.rank, run.state.step + 1, run.buffer.first_gradient)
     names = [*AGREED, *["zeros"] * count_zeros, *COPIES * bool(run.check_copies)]
-    packed = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
-    mine = dict(zip(names, packed.split(1), strict=True))  # views: writing to one does not wait for the device
+    counted = run.balance.counted()
+    packed = torch.zeros(len(names) + len(counted), dtype=torch.float64, device=mesh.device)
+    numbers, of_routers = packed.split([len(names), len(counted)])
+    of_routers.copy_(counted)
+    mine = dict(zip(names, numbers.split(1), strict=True))  # views: writing to one does not wait for the device
     with mesh.clock.span("optimizer", "gradient norm"):
         mine["norm_sq"].copy_(run.optimizer.local_norm_sq())
     if mesh.pp.is_last and mesh.tp.is_first:  # replicated values are counted once per data-parallel rank
@@ -141,8 +144,10 @@ def _agree(
     if count_zeros:
         mine["zeros"].copy_(run.optimizer.local_zeros())
     if run.check_copies:
-        packed[-len(COPIES) :] = disagreement(run)
-    agreed = dict(zip(names, all_reduce_(packed, mesh.world).tolist(), strict=True))
+        numbers[-len(COPIES) :] = disagreement(run)
+    all_reduce_(packed, mesh.world)
+    agreed = dict(zip(names, numbers.tolist(), strict=True))
+    run.balance.take(of_routers)
     return Numbers(
         **{name: agreed[name] for name in AGREED},
         unscale=nominal / (agreed["tokens"] * run.loss_scaler.scale) if agreed["tokens"] else 0.0,

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from train_cases import SMALL
+from train_cases import SMALL, config_from
+from train_cases import pretrain as pretrain_here
 from whole_runs import pretrain, status_of
 
 from megalite.config.options import Config, LogConfig, options
@@ -24,6 +25,8 @@ from megalite.train.state import Run, State, StepResult
 from megalite.train.tell import figures
 from megalite.train.tell.figures import Speed, columns, table
 from megalite.train.tell.metrics import Reporter
+from tools.pictures import curves
+from tools.pictures.run import read_runs
 
 NOW = datetime.datetime(2026, 8, 22, 10, 15, 3, 123456)
 SEEN: dict[str, Any] = {
@@ -356,3 +359,24 @@ def test_a_line_is_as_long_as_it_has_to_be() -> None:
     long = "and so on " * 30
     assert table({"outcome": long + "end", "data": "x\ny"}) == f"outcome  {long}end\ndata     x\n         y"
     assert columns([("run", "s"), ("a", "10"), ("b", "1")]) == "run   s\na    10\nb     1"
+
+
+def test_experts_have_figures_in_every_log(tmp_path: Path) -> None:
+    """Of layers with experts: what balances them, how even they are, and, where asked for, each layer."""
+    model = " --num-experts 4 --moe-layer-freq [0,1,0,0] --swiglu --disable-bias-linear --moe-per-layer-logging"
+    losses = " --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
+    where = f" --run-dir {tmp_path / 'run'} --tensorboard-dir {tmp_path / 'board'} --train-iters 3"
+    assert pretrain_here(config_from(" ".join(SMALL) + model + losses + where)) == 0
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    row = next(row for row in rows if row["step"] == 3)
+    assert sum(row["moe/load"]) == pytest.approx(4) and max(row["moe/load"]) == pytest.approx(row["moe/imbalance"])
+    assert row["moe/rank_imbalance"] == 1 and "moe/load_balancing_loss" not in row
+    assert 1 <= row["moe/seq_load_balancing_loss"] < 4 and row["moe/router_z_loss"] > 0
+    line = (tmp_path / "run" / "log.txt").read_text()
+    assert re.search(r"  seq-aux [\d.]+  router-z [\d.]+  lr .* \| experts [\d.]+ \| ", line)
+    board = events(tmp_path / "board")
+    for tag in ("seq_load_balancing_loss", "z_loss"):
+        assert [e.value for e in board.Scalars(tag)] == [e.value for e in board.Scalars(f"moe/{tag}_layer_1")]
+    assert not any("layer_0" in tag for tag in board.Tags()["scalars"])
+    picture = curves.experts(read_runs([tmp_path / "run"]))
+    assert picture is not None and len(picture.draw(6.0).axes[0].lines) == 4 + 2

@@ -138,6 +138,33 @@ def strip(runs: Sequence[Run]) -> Picture:
     return Picture("steps", "Learning rate, gradient norm before clipping, and tokens per second of all devices.", draw)
 
 
+def experts(runs: Sequence[Run]) -> Picture | None:
+    """The load of every expert of the first run over steps; None: it has none."""
+    steps, loads = zip(*runs[0].loads, strict=True) if runs[0].loads else ((), ())
+    if not steps:
+        return None
+
+    def draw(width: float) -> Any:
+        fig, (axis,) = figure(width, [2.4])
+        by_expert = [thin([(s, s, y) for s, y in zip(steps, some, strict=True)]) for some in zip(*loads, strict=True)]
+        order = sorted(range(len(by_expert)), key=lambda expert: by_expert[expert][-1][2])
+        for expert in order:
+            xs, _, ys = zip(*by_expert[expert], strict=True)
+            axis.plot(xs, ys, color=ink("line"), linewidth=1.0)
+        for number, (what, expert) in enumerate((("least", order[0]), ("most", order[-1]))):
+            _line(axis, by_expert[expert], 0, number, label=f"expert {expert}, with the {what} in the end")
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("steps")
+        axis.set_ylabel("choices, over their mean")
+        _numbers(axis, "x")
+        axis.margins(x=0.02)
+        legend(fig, axis, width)
+        return fig
+
+    told = "Choices of each expert in all layers, in the step of each log line, over their mean"
+    return Picture("experts", f"{told}: 1 is even.", draw)
+
+
 def agreement(runs: Sequence[Run]) -> Picture:
     """Distance of every run's training loss from the first run's."""
     first, *others = runs

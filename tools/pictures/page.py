@@ -127,6 +127,8 @@ class Page:
     def _steps(self) -> Iterator[str | Picture]:
         if any(run.curve(key) for run in self.runs for key, _ in curves.STRIP):
             yield curves.strip(self.runs)
+        if (picture := curves.experts(self.runs)) is not None:
+            yield picture
 
     def _time(self) -> Iterator[str | Picture]:
         told = [run for run in self.runs if shares.phases(run)]

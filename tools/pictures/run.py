@@ -141,6 +141,14 @@ class Run:
         told = [table(e.get("about")) for e in self.events if e.get("event") == "started"]
         return next((about for about in reversed(told) if about), {})
 
+    @cached_property
+    def loads(self) -> list[tuple[float, list[float]]]:
+        """(step, the load of every expert, over their mean) of a model that has experts."""
+        rows = {number(row.get("step")): [number(x) for x in listed(row.get("moe/load"))] for row in self.rows}
+        experts = max(map(len, rows.values()), default=0)
+        whole = ((step, [x for x in load if x is not None]) for step, load in rows.items() if step is not None)
+        return sorted((step, load) for step, load in whole if len(load) == experts > 0)
+
     @property
     def mesh(self) -> dict[str, int]:
         """Sizes; all 1 where they are not known."""

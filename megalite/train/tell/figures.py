@@ -30,14 +30,26 @@ class Figure(NamedTuple):
     usual: float | None = None
 
 
+def _balancing(name: str, ours: str, megatron: str = "") -> Figure:
+    """A loss that balances experts. `megatron`: its name there."""
+    there = megatron or name
+    return Figure(name, f"moe/{name}", f"{ours} {{:.3g}}", f"{there}: {{:.6E}}", 10, there, optional=True)
+
+
 FIGURES = (  # in the order of megalite's line
     Figure("loss", "train/loss", "loss {:.4f}", "lm loss: {:.6E}", 10, "lm loss"),
+    _balancing("load_balancing_loss", "aux"),
+    _balancing("seq_load_balancing_loss", "seq-aux"),
+    _balancing("router_z_loss", "router-z", "z_loss"),
     Figure("z_loss", "train/z_loss", "z-loss {:.2e}", "z_loss: {:.6E}", 10, "z_loss", optional=True),
     Figure("lr", "train/lr", "lr {:.1e}", "learning rate: {:.6E}", 8, "learning-rate"),
     Figure("grad_norm", "train/grad_norm", "gnorm {:.2f}", "grad norm: {:.3f}", 13, "grad-norm"),
     Figure("loss_scale", "train/loss_scale", "scale {:.0f}", "loss scale: {:.1f}", 12, "loss-scale", usual=1.0),
     Figure("params_norm", "train/params_norm", "pnorm {:.2f}", "params norm: {:.3f}", 15, "params-norm", optional=True),
     Figure("zeros", "train/num_zeros", "zeros {}", "num zeros: {}", 14, "num-zeros", optional=True),
+    Figure("moe_expert", "moe/imbalance", "| experts {:.2f}", optional=True),  # of a layer: most over mean
+    Figure("moe_rank", "moe/rank_imbalance", "ranks {:.2f}", optional=True, usual=1.0),
+    Figure("moe_load", "moe/load", optional=True),  # of every expert
     Figure("rates", "", "| {}"),
     Figure("tokens_per_s", "perf/tokens_per_s_per_gpu"),
     Figure("tflops", "perf/tflops_per_gpu", "", "throughput per GPU (TFLOP/s/GPU): {:.1f}", 6),
@@ -105,7 +117,7 @@ def row_of(v: Values) -> dict[str, Any]:
 
 def tags_of(v: Values) -> dict[str, Any]:
     """The figures in TensorBoard, at each step."""
-    return {f.tag: v.get(f.name) for f in FIGURES if f.tag}
+    return {f.tag: v[f.name] for f in FIGURES if f.tag and v.get(f.name) is not None}
 
 
 def megalite_line(v: Values, now: datetime.datetime) -> str:

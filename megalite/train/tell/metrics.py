@@ -177,7 +177,9 @@ class Reporter:
         """One step in TensorBoard. `memory`: bytes by tag."""
         tags, step = lines.tags_of(figures), figures["step"]
         if not self.log.log_loss_scale_to_tensorboard:
-            del tags["loss-scale"]
+            tags.pop("loss-scale", None)
+        if self.log.moe_per_layer_logging:
+            tags |= figures.get("by_layer", {})
         if self.log.log_world_size_to_tensorboard:
             tags["world-size"] = self.speed.devices
         self._scalars(tags, step, figures["consumed_samples"])
@@ -259,7 +261,8 @@ class Reporter:
         row = json.dumps({"step": step, "tokens": tokens, **finite})
         self.attempt(str(self._rows.path), self._rows.write, row)
         if self._wandb is not None:
-            there = {"tokens": tokens, **{k: v for k, v in finite.items() if v is not None}}
+            numbers = {k: v for k, v in finite.items() if v is not None and not isinstance(v, list)}
+            there = {"tokens": tokens, **numbers}
             self.attempt("W&B", functools.partial(self._wandb.log, there, step=step))
 
     def close(self) -> None:

@@ -61,6 +61,12 @@ def describe(
         by_heads = m.exchanges.count("a2a")
         rows["context"] = f"{m.seq_length // plan.cp:,} tokens of each sample on a rank of cp; "
         rows["context"] += f"attention gathers keys in {m.num_layers - by_heads} layers, exchanges heads in {by_heads}"
+    if m.expert_layers:
+        ep, etp = config.parallel.expert_model_parallel_size, config.parallel.expert_tensor_parallel_size
+        rows["experts"] = (
+            f"{m.num_experts} in {len(m.expert_layers)} of {m.num_layers} layers, {m.moe_router_topk} for "
+        )
+        rows["experts"] += f"a token; ep {ep} x etp {etp}"
     if windows:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
     if n := config.train.cpu_offloading_num_layers:
