@@ -175,7 +175,7 @@ def _weight_grad(
         tl.store(to, total, mask=inside)
 
 
-def _unit(x: Tensor) -> str:
+def unit(x: Tensor) -> str:
     return "fp32" if x.dtype == torch.float32 else tensor_cores(x.device)
 
 
@@ -195,7 +195,7 @@ def grouped_matmul(x_RD: Tensor, w_EFD: Tensor, offsets: Tensor, rows: Tensor | 
         return grouped_matmul_reference(x_RD, w_EFD, offsets, rows)
     (E, F, D), M = w_EFD.shape, len(x_RD if rows is None else rows)
     x_RD, y_MF = as_rows(x_RD), torch.empty(M, F, dtype=x_RD.dtype, device=x_RD.device)
-    high, wide, deep, warps, stages = FORWARD[_unit(x_RD)]
+    high, wide, deep, warps, stages = FORWARD[unit(x_RD)]
     programs = min(processors(x_RD.device), (ceil_div(M, high) + E) * ceil_div(F, wide))
     _forward[(programs,)](
         *(x_RD, w_EFD, y_MF, offsets, offsets if rows is None else rows, M, E, F, D, x_RD.stride(0), *w_EFD.stride()),
@@ -222,7 +222,7 @@ def grouped_weight_grad_(
         return grouped_weight_grad_reference_(grad_EFD, dy_MF, x_RD, offsets, rows, dy_rows=dy_rows, begin=begin)
     (E, F, D), M = grad_EFD.shape, len(x_RD if rows is None else rows)
     dy_MF, x_RD = as_rows(dy_MF), as_rows(x_RD)
-    high, wide, deep, warps, stages = WEIGHT_GRAD[_unit(x_RD)]
+    high, wide, deep, warps, stages = WEIGHT_GRAD[unit(x_RD)]
     _weight_grad[(E * ceil_div(F, high) * ceil_div(D, wide),)](
         *(grad_EFD, dy_MF, x_RD, offsets, M, *(offsets if index is None else index for index in (dy_rows, rows))),
         *(F, D, dy_MF.stride(0), x_RD.stride(0), *grad_EFD.stride(), dy_rows is not None, rows is not None, begin),
