@@ -24,6 +24,7 @@ from megalite.kernels.dispatch import runs_triton
 from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
 from megalite.train.setup import build_run
+from megalite.train.state import Run
 from megalite.train.step import train_step
 
 STEPS = 3
@@ -260,13 +261,14 @@ def _parts(flags: str, dtype: str | None) -> tuple[list[float], list[float], lis
     run = build_run(config, ranks, torch.device("cpu"), dtype=None if dtype is None else getattr(torch, dtype))
     results = [train_step(run) for _ in range(STEPS)]
     run.buffer.wait_gather()
-    pieces = []
-    for entry in run.optimizer.pieces():
-        piece = entry.piece
-        if entry.owned and piece.name.startswith("model/"):
-            pieces.append((piece.name, piece.shape, piece.box, piece.span, piece.data.double().clone()))
     run.data.close()
-    return [r.loss for r in results], [r.grad_norm for r in results], pieces
+    return [r.loss for r in results], [r.grad_norm for r in results], weights_of(run)
+
+
+def weights_of(run: Run) -> list[tuple]:
+    """The pieces of the weights that this rank owns, as `whole_of` takes them."""
+    owned = (entry.piece for entry in run.optimizer.pieces() if entry.owned)
+    return [(p.name, p.shape, p.box, p.span, p.data.double().clone()) for p in owned if p.name.startswith("model/")]
 
 
 def _assemble(parts: list[tuple]) -> Trained:

@@ -3,6 +3,7 @@ megatron_command_lines.jsonl: `refused` lists what is missing here. The names of
 made for the smallest world."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -50,13 +51,14 @@ def words_of(line: dict, places: dict[str, str]) -> list[str]:
 
 
 def world_of(words: list[str]) -> int:
-    """Of two data-parallel ranks."""
+    """Of two data-parallel ranks, or as many as share the experts."""
 
     def size(flag: str) -> int:
         return int(words[len(words) - words[::-1].index(flag)]) if flag in words else 1
 
     shards = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-    return 2 * size(shards[0]) * size(shards[1]) * size(shards[2])
+    stage, pp = 2 * size(shards[0]) * size(shards[2]), size(shards[1])
+    return pp * math.lcm(stage, size("--expert-model-parallel-size") * size("--expert-tensor-parallel-size"))
 
 
 @pytest.mark.parametrize("line", LINES, ids=[line["name"] for line in LINES])
@@ -104,8 +106,8 @@ def test_what_starts_is_what_is_claimed() -> None:
     gpt = [line for line in LINES if line["family"] == "gpt"]
     missing = {feature for line in LINES for feature in line["refused"]}
     assert len(gpt) == 79 and sum(not line["refused"] for line in gpt) >= 0.7 * len(gpt)
-    known = "experts|FP8 and FP4|multi-latent attention|multi-token prediction|FSDP|hybrid models"
+    known = "FP8 and FP4|multi-latent attention|multi-token prediction|FSDP|hybrid models"
     known += "|experimental attention|distillation|elastic models|architecture|offloading|layer specs"
     # Transformer Engine's; of experts and multi-latent attention; with a place for multi-token prediction
-    known += "|cuda_graph_impl|recompute_modules|pipeline_model_parallel_layout"
+    known += "|cuda_graph_impl|recompute_modules|moe_router_load_balancing_type|pipeline_model_parallel_layout"
     assert missing <= {*known.split("|")}, missing

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, replace
 
+from megalite.config.check_experts import expert_effects, expert_problems, expert_world_problems
 from megalite.config.check_model import layout_problems, model_effects, model_problems
 from megalite.config.check_sharing import context_problems, instances_problem, sharing_effects, sharing_problems
 from megalite.config.check_training import training_problems
@@ -39,6 +40,7 @@ def check(
         *training_problems(config, say),
         *sharing_problems(config, say),
         *context_problems(config, say),
+        *expert_problems(config, say),
         *_data(config.data, say),
         *_run_name(config.log.name, say),
         *(_world(config, world_size, say) if world_size is not None else ()),
@@ -49,7 +51,8 @@ def check(
 def without_effect(config: Config) -> list[Problem]:
     """Options that do nothing, or less than expected, beside others; no errors, as Megatron-LM accepts them."""
     say = Say(config)
-    return [*broken("without effect", say), *model_effects(config.model, say), *sharing_effects(config, say)]
+    effects = [*model_effects(config.model, say), *sharing_effects(config, say), *expert_effects(config, say)]
+    return [*broken("without effect", say), *effects]
 
 
 def _made_plausible(config: Config, unclear: Collection[str]) -> Config:
@@ -120,6 +123,7 @@ def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
     if config.train.as_rank is not None and config.train.as_rank >= world_size:
         yield say("{=as_rank} is not among {world} ranks; give 0 to {last}", world=world_size, last=world_size - 1)
     yield from instances_problem(config, dp, say)
+    yield from expert_world_problems(config, world_size, say)
     yield from _batch_sizes(config, dp, say)
 
 

@@ -1,6 +1,6 @@
 """Contradictions in the model's options and in the layout of its layers, and options of these without effect."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megalite.config.options import Config, ModelConfig
 from megalite.config.pattern import read_pattern
@@ -94,6 +94,10 @@ def divisors(n: int) -> list[int]:
 
 
 def any_divisor(n: int) -> str:
+    return any_of(divisors(n))
+
+
+def any_of(numbers: Iterable[int]) -> str:
     """In words."""
-    *some, last = map(str, divisors(n))
+    *some, last = map(str, numbers)
     return f"{', '.join(some)} or {last}" if some else last

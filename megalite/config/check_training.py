@@ -7,7 +7,7 @@ from megalite.config.pattern import read_batch_schedule
 from megalite.config.problem import Problem, Say
 
 RECOMPUTED = ("core_attn", "layernorm", "mlp")
-_OF_EXPERTS = ("moe", "shared_experts")  # Megatron-LM takes these of a dense model, which has none
+_OF_EXPERTS = ("moe", "shared_experts")  # taken of a dense model, too, as by Megatron-LM
 
 
 def training_problems(config: Config, say: Say) -> Iterator[Problem]:
@@ -16,7 +16,8 @@ def training_problems(config: Config, say: Say) -> Iterator[Problem]:
         yield from _rate(t, config.optim, say)
     yield from _batches(t, config.model.seq_length, say)
     for module in t.recompute_modules:
-        if module not in RECOMPUTED and module not in _OF_EXPERTS:
+        known = RECOMPUTED + _OF_EXPERTS + ("moe_act",) * bool(config.model.num_experts)  # which is always so
+        if module not in known:
             text = "{=recompute_modules} is not a part of a dense block; use {known}"
             yield say(text, recompute_modules=module, known=", ".join(RECOMPUTED))
 

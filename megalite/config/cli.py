@@ -16,13 +16,13 @@ from typing import Any
 from megalite.config import options as configs
 from megalite.config.check import check, without_effect
 from megalite.config.console import complain
-from megalite.config.field import base_type, masked, spellings
+from megalite.config.field import LISTS, base_type, masked, spellings
 from megalite.config.help import asked_for, help_text
 from megalite.config.megatron_flags import INSTEAD, OPTION, answer, known_flags, nearest
 from megalite.config.options import Config, ConfigError, options
 from megalite.config.toml import read_toml
 
-_TYPES = {"int": int, "float": float, "ints": int}  # what a text becomes
+_TYPES = {"int": int, "float": float, "ints": int, "floats": float}  # what a text becomes
 Also = Callable[[Config, list[str]], Sequence[str]]
 World = Callable[[Config], int | None]
 Presets = Mapping[str, Mapping[str, Any]]
@@ -105,7 +105,7 @@ def take_apart(argv: Sequence[str]) -> Words:
                 found.give(f.name, constant if holds else not constant if kind == "bool" else f.default)
         else:
             name = flag[2:] if f is None else f.name
-            lists = kind in ("ints", "strs")
+            lists = kind in LISTS
             while not equals and rest and not _is_flag(rest[0]) and (lists or not values):
                 values.append(rest.pop(0))
             if not values:

@@ -25,6 +25,7 @@ USERS = ("sftp", "ssh", "ftp", "ftps", "hdfs", "webhdfs", "smb", "abfs", "abfss"
 HARMLESS = re.compile(r"\?(versionId|generation|download)=\w+|#\d+")  # after ? and #: which version of a file
 LONGEST = 200  # characters of a value in an error
 PATHS = re.compile(r"\w+_(path|dir|file)|tokenizer_model|save|save_local|load|pretrained_checkpoint|export_hf")
+LISTS = ("ints", "floats", "strs")  # types of several values
 LONGEST_PATH, LONGEST_NAME = 4000, 240  # bytes; Linux takes 4095 and 255, with the suffixes that are appended
 
 
@@ -86,9 +87,9 @@ def facts_of(f: Field[Any]) -> Facts:
 
 
 def base_type(f: Field[Any]) -> str:
-    """int, float, bool, str, ints or strs."""
+    """int, float, bool, str, ints, floats or strs."""
     name = str(f.type).replace(" | None", "")
-    return {"tuple[int, ...]": "ints", "tuple[str, ...]": "strs"}.get(name, name)
+    return {"tuple[int, ...]": "ints", "tuple[float, ...]": "floats", "tuple[str, ...]": "strs"}.get(name, name)
 
 
 @cache
@@ -167,11 +168,11 @@ def convert(f: Field[Any], value: Any) -> Any:
         raise ValueError(f"{f.name} {reason}")
     shown = repr(value) if len(repr(value)) <= LONGEST else repr(value)[:LONGEST] + "..."
     bad = ValueError(f"{f.name}={shown} is not {'an' if kind[0] == 'i' else 'a'} {kind}; write it as one")
-    if kind in ("ints", "strs"):
-        item = int if kind == "ints" else str
+    if kind in LISTS:
+        item = {"ints": int, "floats": (int, float), "strs": str}[kind]
         if any(isinstance(v, bool) or not isinstance(v, item) for v in words):
             raise bad
-        return tuple(words)
+        return tuple(map(float, words) if kind == "floats" else words)
     if (kind == "bool" or kind == "int") and type(value).__name__ == kind:
         return value
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -90,6 +90,36 @@ class ModelConfig:
     cp_comm_type: tuple[str, ...] = how(
         ("allgather",), "cp: what attention exchanges: allgather keys and values, a2a heads; one, or one for each layer"
     )
+    num_experts: int | None = model(None, "experts E of each layer that has them; default, 0: a dense model", least=0)
+    moe_layer_freq: str = model(
+        "1",
+        "N: layers 0, N, 2 N ... have experts, the others are dense; or a list, 1: with, as [0]*3+[1]*9",
+        same_as="experts",
+    )
+    moe_router_topk: int = model(2, "experts k that each token goes to", above=0)
+    moe_ffn_hidden_size: int | None = model(
+        None, "feed-forward width of an expert; default ffn_hidden_size", same_as="expert_ffn_size"
+    )
+    moe_shared_expert_intermediate_size: int | None = model(
+        None, "width of a feed-forward block that all tokens go through beside their experts; default: there is none"
+    )
+    moe_shared_expert_gate: bool = model(False, "the shared block's output is scaled by a sigmoid of the token")
+    moe_router_score_function: str = model("softmax", "what becomes of logits", choices=("softmax", "sigmoid"))
+    moe_router_pre_softmax: bool = model(False, "softmax over all experts, not over the k that are chosen")
+    moe_router_topk_scaling_factor: float = model(1.0, "probabilities of the chosen experts are multiplied by this")
+    moe_router_num_groups: int | None = model(None, "groups of experts, of which a token's best ones remain")
+    moe_router_group_topk: int | None = model(None, "groups that remain; one is as good as its best k / this experts")
+    moe_router_enable_expert_bias: bool = model(
+        False, "balance without a loss: experts are chosen by score + bias, and the bias follows the load"
+    )
+    moe_router_bias_update_rate: float = training(1e-3, "by how much an expert's bias moves after a step", above=0)
+    moe_router_load_balancing_type: tuple[str, ...] = training(
+        ("aux_loss",), "losses that balance experts: aux_loss, of a micro-batch; seq_aux_loss, of each sample; or none"
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = training((0.0,), "the coefficient of each of these losses")
+    moe_z_loss_coeff: float = training(0.0, "z-loss of the router: this times log^2 of its softmax's sum")
+    moe_router_dtype: str = training("fp32", "dtype in which a router computes", choices=("fp32", "fp64"))
+    moe_router_force_load_balancing: bool = training(False, "experts are drawn, not chosen: for benchmarks alone")
 
     @property
     def head_size(self) -> int:
@@ -109,6 +139,25 @@ class ModelConfig:
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
         return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.activation == "swiglu" else 4 * self.hidden_size
+
+    @property
+    def experts(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        if not self.num_experts:
+            return (False,) * self.num_layers
+        if self.moe_layer_freq.strip().isdigit() and (period := int(self.moe_layer_freq)) > 0:
+            return tuple(layer % period == 0 for layer in range(self.num_layers))
+        return read_pattern(self.moe_layer_freq, self.num_layers)
+
+    @property
+    def expert_ffn_size(self) -> int:
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def balancing(self) -> dict[str, float]:
+        """The losses that balance experts, with their coefficients."""
+        given = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
+        return {kind: coeff for kind, coeff in given if kind != "none" and coeff}
 
     @property
     def positions(self) -> int:

@@ -21,6 +21,10 @@ class ParallelConfig:
     tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", flags=("--tp",), above=0)
     pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", flags=("--pp",), above=0)
     context_parallel_size: int = how(1, "cp: ranks that share the tokens of each sequence", flags=("--cp",), above=0)
+    expert_model_parallel_size: int = how(
+        1, "ep: ranks of dp x cp x tp that share the experts", flags=("--ep",), above=0
+    )
+    expert_tensor_parallel_size: int = how(1, "ranks of dp x cp x tp that share each expert", above=0)
     data_parallel_size: int | None = how(None, "dp: ranks that share the batch; default: all left", flags=("--dp",))
     num_layers_per_virtual_pipeline_stage: int | None = how(None, "layers per chunk of the interleaved schedule")
     num_virtual_stages_per_pipeline_rank: int | None = how(None, "chunks per pipeline rank of the interleaved schedule")

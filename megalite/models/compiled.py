@@ -31,6 +31,8 @@ from megalite.kernels.dispatch import asked_for, chosen, installed
 from megalite.kernels.dropout import drop_reference, dropout_add_by
 from megalite.models.gpt import Block, Stage
 from megalite.nn.attention import rotate
+from megalite.nn.experts import Experts
+from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm, add_and_normalise, normalise
 
 Backend = str | Callable[..., Any]
@@ -83,8 +85,9 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
     pair = blocks[0].mlp.activation
     activation = replace(pair, forward=compiled(pair.forward), backward=compiled(pair.backward))
     for block in blocks:
-        block.dropout_add, block.mlp.activation = add, activation
-        block.attention.rotate = rotation
+        block.dropout_add, block.attention.rotate = add, rotation
         for module in block.modules():
             if isinstance(module, Norm):
                 module.normalise, module.add_and_normalise = norms
+            elif isinstance(module, MLP | Experts):
+                module.activation = activation

@@ -2,7 +2,7 @@
 
     tokens_SB -> Embedding -> Block * layers -> Head -> loss        a Stage holds a range of this line
 
-    Block:  x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))
+    Block:  x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))      mlp: or experts
     or, with a parallel residual:  x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))
 
 A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last stage). It does not know the schedule.
@@ -22,6 +22,7 @@ from megalite.kernels.dropout import dropout_add, fold
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
 from megalite.nn.attention import Attention, AttentionShape, Coordinates
 from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, first_position, vocabulary_spec
+from megalite.nn.experts import Experts, ExpertsShape
 from megalite.nn.later import Later
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import linear_cross_entropy
@@ -30,6 +31,7 @@ from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker, Use, run_unit
 from megalite.nn.places import Places
 from megalite.nn.recompute import recompute, without_keeping
+from megalite.nn.router import LOSSES, Routing
 from megalite.parallel.spec import ParamSpec
 
 
@@ -103,6 +105,29 @@ def _norm_of(model: ModelConfig) -> tuple[int, str, float, bool]:
     return model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p
 
 
+def routing_of(model: ModelConfig) -> Routing:
+    """How the model's routers choose experts."""
+    coefficient = {**model.balancing, "z_loss": model.moe_z_loss_coeff}.get
+    return Routing(
+        model.num_experts or 0,
+        model.moe_router_topk,
+        model.moe_router_score_function,
+        model.moe_router_pre_softmax,
+        model.moe_router_topk_scaling_factor,
+        model.moe_router_num_groups,
+        model.moe_router_group_topk,
+        bias=model.moe_router_enable_expert_bias,
+        wide=model.moe_router_dtype == "fp64",
+        coefficients=(coefficient(LOSSES[0], 0.0), coefficient(LOSSES[1], 0.0), coefficient(LOSSES[2], 0.0)),
+        drawn=model.moe_router_force_load_balancing,
+    )
+
+
+def _shape_of(model: ModelConfig, std: float, out_std: float) -> ExpertsShape:
+    shared = model.moe_shared_expert_intermediate_size, model.moe_shared_expert_gate
+    return ExpertsShape(model.hidden_size, model.expert_ffn_size, *shared, model.activation, std, out_std)
+
+
 class Block(nn.Module):
     def __init__(self, make: Maker, model: ModelConfig, layer: int, again: tuple[str, ...] = ()):
         """`again`: the parts that are computed again in backward (Recompute.parts)."""
@@ -110,7 +135,7 @@ class Block(nn.Module):
         make = make.of(f"layers.{layer}")
         self.layer, self.seed, self.dropout_p = layer, make.seed, model.hidden_dropout
         self.tp, self.parallel = make.mesh.tp, model.parallel_residual
-        self.norms_again, self.mlp_again = "layernorm" in again, "mlp" in again
+        self.norms_again, self.mlp_again = "layernorm" in again, ("moe" if model.experts[layer] else "mlp") in again
         self.dropout_add: Callable[..., Tensor] = dropout_add  # or compiled (models/compiled.py)
         std = model.init_method_std
         out_std = std / math.sqrt(2.0 * model.num_layers)
@@ -135,16 +160,22 @@ class Block(nn.Module):
         )
         self.attention = Attention(make, f"layers.{layer}.attention", shape, layer, "core_attn" in again)
         self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
-        self.mlp = MLP(
-            make,
-            f"layers.{layer}.mlp",
-            hidden_size=model.hidden_size,
-            ffn_size=model.ffn_size,
-            activation=model.activation,
-            std=std,
-            out_std=out_std,
-            bias=model.add_bias_linear,
-        )
+        name = f"layers.{layer}.mlp"
+        if model.experts[layer]:
+            self.mlp = Experts(
+                make, name, layer, routing_of(model), _shape_of(model, std, out_std), "shared_experts" in again
+            )
+        else:
+            self.mlp = MLP(
+                make,
+                name,
+                hidden_size=model.hidden_size,
+                ffn_size=model.ffn_size,
+                activation=model.activation,
+                std=std,
+                out_std=out_std,
+                bias=model.add_bias_linear,
+            )
 
     def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
         if self.training and (self.norms_again or self.mlp_again):
@@ -155,7 +186,10 @@ class Block(nn.Module):
             n_sBD = self.mlp_norm(x_sBD if self.parallel else h_sBD)
         else:
             h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)
-        return self._add(self.mlp(n_sBD, where.later), h_sBD, SITE_HIDDEN_2, where)
+        return self._add(self._feed(n_sBD, where), h_sBD, SITE_HIDDEN_2, where)
+
+    def _feed(self, n_sBD: Tensor, where: Coordinates) -> Tensor:
+        return self.mlp(n_sBD, where) if isinstance(self.mlp, Experts) else self.mlp(n_sBD, where.later)  # an MLP
 
     def _forward_again(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
         """The same result, but norms or the feed-forward keep only their inputs for backward."""
@@ -164,11 +198,11 @@ class Block(nn.Module):
         h_sBD = self._add(a_sBD, x_sBD, SITE_HIDDEN_1, where)
         m_sBD = x_sBD if self.parallel else h_sBD
         if self.mlp_again and self.norms_again:
-            y_sBD = recompute(lambda m_sBD: self.mlp(self.mlp_norm(m_sBD), where.later), m_sBD)
+            y_sBD = recompute(lambda m_sBD: self._feed(self.mlp_norm(m_sBD), where), m_sBD)
         elif self.mlp_again:
-            y_sBD = recompute(self.mlp, self.mlp_norm(m_sBD), where.later)
+            y_sBD = recompute(self._feed, self.mlp_norm(m_sBD), where)
         else:
-            y_sBD = without_keeping(lambda: self.mlp_norm(m_sBD), lambda n_sBD: self.mlp(n_sBD, where.later))
+            y_sBD = without_keeping(lambda: self.mlp_norm(m_sBD), lambda n_sBD: self._feed(n_sBD, where))
         return self._add(y_sBD, h_sBD, SITE_HIDDEN_2, where)
 
     def _drops(self) -> bool:
@@ -308,4 +342,5 @@ class Stage(nn.Module):
             chosen = own if batch.positions_SB is None else batch.positions_SB
             rope = (self.rope[0][chosen], self.rope[1][chosen])
         places = batch.places, batch.places_S
-        return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.later, *places)
+        given = rope, batch.sample_ids_B, batch.step, batch.documents, batch.later, *places
+        return Coordinates(*given, loss_weight=batch.loss_weight)

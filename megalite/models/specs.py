@@ -11,6 +11,14 @@ from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
 
 
+def state_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the model's state that is no parameter: the biases of its routers."""
+    has = model.moe_router_enable_expert_bias
+    return {
+        f"layers.{n}.mlp.router.bias": (model.num_experts or 0,) for n, some in enumerate(model.experts) if some and has
+    }
+
+
 def specs_of(
     model: ModelConfig,
     vocab_size: int,

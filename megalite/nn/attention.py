@@ -40,6 +40,7 @@ class Coordinates:
     places        how the samples are cut over cp; None: they are whole
     places_S      the position in its sample of each of the rank's S tokens; None: 0 .. S - 1
     again         the layers are computed again in backward, as a whole
+    loss_weight   the gradient that the loss will get in backward; None: unknown
     """
 
     rope: tuple[Tensor, Tensor] | None
@@ -50,6 +51,7 @@ class Coordinates:
     places: Places | None = None
     places_S: Tensor | None = None
     again: bool = False
+    loss_weight: float | Tensor | None = None
 
 
 def rotate(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

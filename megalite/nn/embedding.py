@@ -17,7 +17,7 @@ from megalite.parallel.comm import scatter_seq
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Normal, ParamSpec
 
-SITE_EMBEDDING, SITE_ATTENTION, SITE_HIDDEN_1, SITE_HIDDEN_2 = range(4)  # the places of dropouts
+SITE_EMBEDDING, SITE_ATTENTION, SITE_HIDDEN_1, SITE_HIDDEN_2, SITE_ROUTER = range(5)  # where numbers are drawn
 
 
 def vocabulary_spec(name: str, padded: int, vocab_size: int, hidden_size: int, std: float, tied: bool) -> ParamSpec:

@@ -9,7 +9,7 @@ collectives than without. Only matmuls whose gradient goes to a sink wait.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,15 @@ def add_weight_grad(sink: GradientSink, dy: Tensor, x: Tensor) -> None:
     accumulate_outer_(grad.view(-1, grad.shape[-1]), dy.flatten(0, -2), x.flatten(0, -2), begin=begin)
 
 
+Add = Callable[[GradientSink, Tensor, Tensor], None]
+
+
 @dataclass(frozen=True)
 class _Entry:
     x: Tensor
     over: Axis | None  # the axis over which x is gathered, along dim 0
     parts: list[tuple[GradientSink, Tensor]]  # a sink, and its dy
+    add: Add
 
     def gather(self) -> Pending:
         return Pending(self.x) if self.over is None else start_all_gather(self.x, self.over)
@@ -41,10 +45,12 @@ class Later:
     def __init__(self) -> None:
         self._entries: deque[_Entry] = deque()
 
-    def leave(self, x: Tensor, over: Axis | None, parts: Iterable[tuple[GradientSink, Tensor]]) -> None:
+    def leave(
+        self, x: Tensor, over: Axis | None, parts: Iterable[tuple[GradientSink, Tensor]], add: Add = add_weight_grad
+    ) -> None:
         """Leave the gradients of matmuls with one input `x`: [S, B, ..] or, with `over`, this rank's positions of it.
-        `x` and each dy must not change from now on."""
-        self._entries.append(_Entry(x.detach(), over, list(parts)))  # without the graph that x came from
+        `x` and each dy must not change from now on. `add`: adds the gradient of a dy and x to a sink."""
+        self._entries.append(_Entry(x.detach(), over, list(parts), add))  # without the graph that x came from
 
     @property
     def sinks(self) -> Iterator[GradientSink]:
@@ -60,5 +66,5 @@ class Later:
             gathering = self._entries[0].gather() if self._entries else None
             x_SBD = x.wait()
             for sink, dy in entry.parts:
-                add_weight_grad(sink, dy, x_SBD)
+                entry.add(sink, dy, x_SBD)
                 sink.landed()

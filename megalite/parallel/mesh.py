@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PLANNED: Final = "planned"
 AXES: Final = ("pp", "dp", "cp", "tp", "stage", "data", "shard", "replica") + (
-    ("edp", "ep", "etp", "expert_shard", "expert_replica", "ends")
+    ("edp", "ep", "etp", "experts", "expert_shard", "expert_replica", "ends")
 )
 
 KEPT = 16  # calls
@@ -159,6 +159,7 @@ class Mesh:
     data              dp x cp: the ranks over which gradients are summed
     shard, replica    split data: ranks that shard the optimizer's state, and copies of such a set of ranks
     edp, ep, etp      the ranks of dp x cp x tp, for experts: copies, different experts, shards of each expert
+    experts           ep x etp: the ranks that have all experts together
     expert_shard, expert_replica    split edp as shard and replica split data
     pp_back           the ranks of pp, with a channel of its own for gradients
     ends              first and last stage, for tied embeddings
@@ -175,6 +176,7 @@ class Mesh:
     edp: Axis = field(default_factory=lambda: Axis("edp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))
     etp: Axis = field(default_factory=lambda: Axis("etp"))
+    experts: Axis = field(default_factory=lambda: Axis("experts"))
     expert_shard: Axis = field(default_factory=lambda: Axis("expert_shard"))
     expert_replica: Axis = field(default_factory=lambda: Axis("expert_replica"))
     pp_back: Axis = field(default_factory=lambda: Axis("pp_back"))
@@ -365,6 +367,7 @@ def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:
     add_data_axes(grid.flatten(1, 2), ("data", "replica", "shard"))
     add_data_axes(experts, ("edp", "expert_replica", "expert_shard"), planned=planned)
     axes |= {name: groups.along(name, experts, dim, planned=planned) for dim, name in ((2, "ep"), (3, "etp"))}
+    axes["experts"] = groups.along("experts", experts.flatten(2), 2, planned=planned)
     axes["stage"] = groups.along("stage", stage, 1, planned=not sizes.get("stage"))
     axes["pp_back"] = groups.along("pp_back", grid, 0, own=True)
     axes["ends"] = groups.along("ends", grid[[0, -1]] if pp > 1 else grid, 0, own=True)

@@ -70,10 +70,14 @@ class Arrangement:
     @property
     def sizes(self) -> Sizes:
         """The sizes that parallel/mesh.py makes a mesh of."""
-        p = self.config.parallel
+        p, has_experts = self.config.parallel, any(self.config.model.experts)
         instances = p.num_distributed_optimizer_instances if p.shared_out else None
-        more = dict(dp_outermost=p.use_tp_pp_dp_mapping, stage=self.config.optim.sees_whole_tensors)
-        return Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, **more)
+        stage = self.config.optim.sees_whole_tensors or has_experts  # routers' counts are summed over it
+        more = dict(dp_outermost=p.use_tp_pp_dp_mapping, stage=stage)
+        sizes = Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, **more)
+        if has_experts:
+            sizes |= Sizes(ep=p.expert_model_parallel_size, etp=p.expert_tensor_parallel_size)
+        return sizes
 
     @property
     def sharing(self) -> Sharing:

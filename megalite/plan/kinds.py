@@ -25,7 +25,7 @@ def kinds_of(model: ModelConfig) -> tuple[Kind, ...]:
     """The kind of every layer; layers of one kind share one object."""
 
     @functools.cache
-    def kind(window: int | None, rotary: bool, exchange: str) -> Kind:
+    def kind(window: int | None, rotary: bool, exchange: str, experts: bool) -> Kind:
         return replace(
             model,
             num_layers=1,
@@ -34,9 +34,11 @@ def kinds_of(model: ModelConfig) -> tuple[Kind, ...]:
             position_embedding_type=model.position_embedding_type if rotary else "none",
             no_rope_freq=None,
             cp_comm_type=(exchange,),
+            num_experts=model.num_experts if experts else None,
+            moe_layer_freq="1",
         )
 
-    return tuple(map(kind, model.windows, model.rotary, model.exchanges))
+    return tuple(map(kind, model.windows, model.rotary, model.exchanges, model.experts))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from megalite.parallel.streams import CudaGraph, cuda_graphs, new_stream, on_str
 from megalite.pipeline.graphed import GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.plan.arrangement import Arrangement, arrange, build_stages
+from megalite.train.balance import Balance
 from megalite.train.batch import host_batch
 from megalite.train.sources import NamedSet, Sources, open_sources
 from megalite.train.state import Loader, Run
@@ -150,6 +151,7 @@ def build_run(
     return Run(
         mesh=mesh,
         pipeline=pipeline,
+        balance=Balance(stages, mesh, m.moe_router_bias_update_rate),
         buffer=buffer,
         optimizer=Zero1(buffer, *update_rules(config), config.optim.offloaded, config.optim.optimizer_offload_folder),
         rates=rates(made),

@@ -14,6 +14,7 @@ from megalite.optim.zero1 import Zero1
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
 from megalite.plan.batch_size import BatchSizes
+from megalite.train.balance import Balance
 from megalite.train.batch import HostBatch
 from megalite.train.sources import NamedSet
 from megalite.train.watch.spikes import Spikes
@@ -118,6 +119,7 @@ class Run:
 
     mesh: Mesh
     pipeline: Pipeline
+    balance: Balance
     buffer: ParamBuffer
     optimizer: Zero1
     rates: Rates

@@ -50,6 +50,7 @@ def train_step(
     nominal = size * run.seq_length  # tokens if none were masked: keeps gradients in the range of the dtype
 
     with timers("forward-backward", 1):
+        run.balance.begin()
         losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)
     fault("step.after_forward_backward", mesh.world.rank, step, losses)
     with timers("all-grads-sync", 1):
@@ -61,6 +62,7 @@ def train_step(
     numbers, doubt, copies = _judge(run, batches, losses, agree)
     if not numbers.finite and run.check_finite and not run.loss_scaler.dynamic:
         raise _stopped(run, doubt, size)
+    run.balance.agree()
     stays = doubt is not None and not doubt.passed
     skipped = not numbers.finite or (stays and run.spikes.action != "log")
     if not skipped:
@@ -162,6 +164,7 @@ def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
             run.optimizer.step(scale=clip * unscale, **now)
         with timers("params-all-gather", 1):
             run.buffer.gather()
+    run.balance.update()
     fault("step.after_update", run.mesh.world.rank, run.state.step + 1, run.buffer.first_weights)
 
 

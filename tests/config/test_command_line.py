@@ -109,7 +109,7 @@ FAULTS = [
     ("--hidden-sise 4", "unknown flag --hidden-sise"),
     ("--learning-rate 4", "unknown flag --learning-rate"),
     ("--deepspeed", "a flag of DeepSpeed"),
-    ("--num-experts 8 --moe-router-topk 2", "mixtures of experts"),
+    ("--moe-use-upcycling --moe-upcycling-granularity 2", "a dense checkpoint is not made into experts"),
     ("--fp8-format hybrid --fp8-recipe delayed", "FP8 and FP4 are not supported"),
     ("--bf16=perhaps", "--bf16=perhaps is neither true nor false; give one, or no value"),
     ("--fp16 --loss-scale", "--loss-scale needs a value"),
@@ -167,14 +167,14 @@ def test_no_command_line_ends_in_a_traceback(words: list[str]) -> None:
 
 
 def test_a_feature_is_named_once_and_what_only_matters_beside_it_is_not_refused() -> None:
-    flags = [("--moe-router-topk", ["2"]), ("--moe-grouped-gemm", []), ("--expert-tensor-parallel-size", ["4"])]
+    flags = [("--moe-token-drop-policy", ["probs"]), ("--moe-pad-expert-input-to-capacity", [])]
     alone = answer(flags)
     assert not alone.problems and len(alone.notes) == 1 and "only with --" in alone.notes[0]
-    beside = answer([*flags, ("--num-experts", ["8"]), ("--expert-model-parallel-size", ["2"])])
-    lost = "--num-experts, --expert-model-parallel-size: mixtures of experts are not supported"
-    lost += " (yet); train a dense model"
+    beside = answer([*flags, ("--moe-expert-capacity-factor", ["1"]), ("--moe-expert-rank-capacity-factor", ["2"])])
+    lost = "--moe-expert-capacity-factor, --moe-expert-rank-capacity-factor: no token is dropped"
+    lost += ", whatever an expert gets; leave it out"
     assert beside.problems == [lost] and not beside.notes
-    assert not answer([("--expert-model-parallel-size", ["1"]), ("--main-grads-dtype", ["fp32"])]).problems
+    assert not answer([("--moe-input-jitter-eps", ["0"]), ("--main-grads-dtype", ["fp32"])]).problems
     assert [bool(answer([("--error-injection-rate", [rate])]).warnings) for rate in "30"] == [True, False]
 
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 16
  --train-iters 10 --lr 1e-3 --mock-data --vocab-size 100"""
 
+EXPERTS, GROUPS = "--disable-bias-linear --num-experts", "--moe-router-num-groups"
 VIRTUAL, YARN = "--num-layers-per-virtual-pipeline-stage 1", "--position-embedding-type yarn"
 POSITIVE = "num_layers tensor_model_parallel_size micro_batch_size log_interval vocab_size padded_vocab_size"
 OUT_OF_RANGE = [(name, 0) for name in [*POSITIVE.split(), "peak_tflops", "rotary_percent"]]
@@ -38,6 +39,36 @@ BAD: list[tuple[str, str]] = [
     ("--max-position-embeddings 16", "max_position_embeddings=16 is below seq_length=32; make it at least that"),
     ("--position-embedding-type rope --rotary-percent 0.2", "odd number"),
     ("--no-position-embedding", "position_embedding_type=learned_absolute; use none, or rope"),
+    ("--num-experts 8", "add_bias_linear=True with num_experts=8: experts have no biases; give --disable-bias-linear"),
+    (
+        f"{EXPERTS} 60 --ep 8",
+        "num_experts=60 is not a multiple of expert_model_parallel_size=8: use 1, 2, 3, 4, 5 or 6",
+    ),
+    (f"{EXPERTS} 8 --moe-router-topk 9", "moe_router_topk=9 is above num_experts=8; lower it"),
+    (f"{EXPERTS} 8 --moe-router-topk 1", "moe_router_topk=1: the softmax over one chosen expert is always 1"),
+    (f"{EXPERTS} 8 --moe-layer-freq [1,0]", "moe_layer_freq=[1,0] has 2 numbers for 4 layers; give one for each"),
+    (f"{EXPERTS} 8 --moe-layer-freq [0]*4", "moe_layer_freq=[0]*4 leaves no layer with experts; drop --num-experts"),
+    (f"{EXPERTS} 8 --moe-router-num-groups 4", "moe_router_num_groups=4 needs --moe-router-group-topk"),
+    (f"{EXPERTS} 8 {GROUPS} 3 --moe-router-group-topk 1", "moe_router_num_groups=3 does not divide num_experts=8"),
+    (f"{EXPERTS} 8 {GROUPS} 4 --moe-router-group-topk 5", "moe_router_group_topk=5 is above moe_router_num_groups=4"),
+    (f"{EXPERTS} 8 {GROUPS} 8 --moe-router-group-topk 2 --moe-router-topk 3", "does not divide moe_router_topk=3"),
+    (f"{EXPERTS} 8 {GROUPS} 4 --moe-router-group-topk 1 --moe-router-topk 3", "is above the 2 experts of"),
+    (f"{EXPERTS} 8 --moe-ffn-hidden-size 9 --expert-tensor-parallel-size 2", "does not divide moe_ffn_hidden_size=9"),
+    (
+        f"{EXPERTS} 8 --tp 2 --moe-shared-expert-intermediate-size 9",
+        "does not divide moe_shared_expert_intermediate_size",
+    ),
+    (
+        f"{EXPERTS} 8 --moe-router-load-balancing-type global_aux_loss",
+        "is not available (its counts run through a batch)",
+    ),
+    (f"{EXPERTS} 8 --moe-router-load-balancing-type none none --moe-aux-loss-coeff 0 0", "names one twice"),
+    (
+        f"{EXPERTS} 8 --moe-aux-loss-coeff 0.1 0.2",
+        "moe_aux_loss_coeff=0.1,0.2 has 2 for moe_router_load_balancing_type",
+    ),
+    (f"{EXPERTS} 8 --moe-aux-loss-coeff inf", "moe_aux_loss_coeff=inf is no finite number of 0 or more"),
+    (f"{EXPERTS} 8 --cuda-graph-impl local", "cuda_graph_impl=local with num_experts=8: the host reads"),
     ("--position-embedding-type mrope", "position_embedding_type='mrope' is not one of"),
     ("--position-embedding-type rope --no-rope-freq 0", "no_rope_freq=0 is below 1"),
     ("--position-embedding-type rope --no-rope-freq [1,0]", "no_rope_freq=[1,0] has 2 numbers for 4 layers"),

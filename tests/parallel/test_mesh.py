@@ -81,7 +81,7 @@ def test_an_axis_runs_through_the_ranks_that_differ_in_it_alone(shape: tuple[int
 def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, str]]:
     """By axis: its ranks, the sum of their numbers over its group, and which axis it is."""
     mesh = build_mesh(device=CPU, **sizes)
-    names = sorted({*DENSE, *EXPERT, *WIDE, *EXPERT_WIDE, "data", "ends", "pp_back"})
+    names = sorted({*DENSE, *EXPERT, *WIDE, *EXPERT_WIDE, "data", "experts", "ends", "pp_back"})
     shared = {name: mesh.axis(name) for name in names if mesh.axis(name).size > 1}
     number = torch.tensor(float(2**mesh.world.rank))
     sums = {name: float(all_reduce_(number.clone(), axis)) for name, axis in shared.items()}
@@ -92,7 +92,7 @@ def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, 
 @pytest.mark.parametrize(
     ("sizes", "same"),
     [
-        (dict(tp=2, cp=2, ep=2, etp=2), {"etp": "tp", "edp": "dp", "ep": "cp", "shard": "data"}),
+        (dict(tp=2, cp=2, ep=2, etp=2), {"etp": "tp", "edp": "dp", "ep": "cp", "shard": "data", "experts": "experts"}),
         (dict(tp=2, ep=4, instances=2), {"data": "dp"}),
         (dict(pp=2, tp=2, ep=2, instances=None), {"data": "dp", "replica": "dp", "ep": "tp", "edp": "dp"}),
     ],

@@ -18,10 +18,10 @@ from megalite.config.toml import parse_toml
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.interop.convert import ANY_RUN
-from megalite.models.specs import specs_of
+from megalite.models.specs import specs_of, state_shapes
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import Rates
-from megalite.parallel.spec import ParamSpec, Piece
+from megalite.parallel.spec import Piece
 from megalite.train.setup import SetupError
 from megalite.train.sources import TOKENIZER
 from megalite.train.state import Run
@@ -29,6 +29,7 @@ from megalite.train.watch.spikes import Spikes
 
 MOST = 3  # options that are named
 MAIN = "optimizer.main"
+OF_MODEL = ("model/", "state/")  # begins of names: parameters, and state of the model that is none
 Numbers = tuple[dict[str, int], int, LossScaler, Rates, Spikes]  # progress, updates, loss scaler, rates, spikes
 
 
@@ -51,7 +52,8 @@ class Start:
 def pieces_to_save(run: Run, optimizer: bool = True) -> list[Piece]:
     """The pieces that this rank writes; without the optimizer's state also without the main weights."""
     owned = [entry.piece for entry in run.optimizer.pieces() if entry.owned]
-    return [piece for piece in owned if optimizer or piece.name.startswith("model/")]
+    owned += [piece for piece, mine in run.balance.pieces() if mine]
+    return [piece for piece in owned if optimizer or piece.name.startswith(OF_MODEL)]
 
 
 def open_saver(run: Run, config: Config) -> Saver | None:
@@ -148,19 +150,21 @@ def _wanted(
         notes += [f"changed since the checkpoint: {line}" for line in [*options, *tokenizer]]
         options, tokenizer = [], []
     pieces, own = [entry.piece for entry in run.optimizer.pieces()], run.optimizer.kinds()
+    pieces += [piece for piece, _ in run.balance.pieces()]
     saved = {name.partition("/")[0]: whole.dtype for name, whole in manifest.tensors.items()}  # of the names KIND/NAME
     states = _states(own) if start.optimizer else {}
     of_optimizer = _rate_problems(run.rates, theirs, config.checkpoint) if start.optimizer else []
     if states and not any(kind.startswith("optimizer.") for kind in saved):
         states, remedy = {}, "add --no-load-optim to continue without it, or --finetune to start afresh"
         of_optimizer.insert(0, f"{folder} holds no optimizer state: {remedy}")
-    specs = specs_of(config.model, run.vocab_size)
-    if why := _misfit(specs, manifest, options, tokenizer, (states, _states(saved))):
+    shapes = {f"model/{name}": spec.stored_shape for name, spec in specs_of(config.model, run.vocab_size).items()}
+    shapes |= {f"state/{name}": shape for name, shape in state_shapes(config.model).items()}
+    if why := _misfit(shapes, manifest, options, tokenizer, (states, _states(saved))):
         why.insert(0, f"{folder} does not fit this run:")
     if why or of_optimizer:
         raise SetupError("\n".join([*why, *of_optimizer]))
     if not start.optimizer:
-        pieces = [piece for piece in pieces if piece.name.startswith("model/")]
+        pieces = [piece for piece in pieces if piece.name.startswith(OF_MODEL)]
     elif own["model"] != saved["model"]:
         pieces = across_precisions(pieces, own, saved)
         notes.append(f"saved in {saved['model']}: the main weights continue bit for bit, in {own['model']}")
@@ -177,21 +181,21 @@ def across_precisions(pieces: Sequence[Piece], kinds: Mapping[str, str], there: 
 
 
 def _states(kinds: Mapping[str, str]) -> dict[str, str]:
-    return {kind: dtype for kind, dtype in kinds.items() if kind not in ("model", MAIN)}
+    return {kind: dtype for kind, dtype in kinds.items() if kind.startswith("optimizer.") and kind != MAIN}
 
 
 def _misfit(
-    specs: Mapping[str, ParamSpec],
+    own: Mapping[str, tuple[int, ...]],
     manifest: Manifest,
     options: Sequence[str],
     tokenizer: Sequence[str],
     states: Sequence[Mapping[str, str]],
 ) -> list[str]:
-    """Why the checkpoint does not fit and what to do, in at most seven lines; [] where it fits. `options`, `tokenizer`:
+    """Why the checkpoint does not fit and what to do, in at most seven lines; [] where it fits. `own`: name -> shape of
+    what is of the model. `options`, `tokenizer`:
     their differences, a line each. `states`: of the optimizer, -> dtype, those wanted and those there. All ranks find
     the same, as the answer is about whole tensors."""
-    own = {f"model/{name}": spec.stored_shape for name, spec in specs.items()}
-    saved = {name: whole.shape for name, whole in manifest.tensors.items() if name.startswith("model/")}
+    saved = {name: whole.shape for name, whole in manifest.tensors.items() if name.startswith(OF_MODEL)}
     wrong = [name for name in sorted({*own, *saved}) if own.get(name) != saved.get(name)]
     other = states[0] and states[0] != states[1]
     if not (options or tokenizer or wrong or other):

@@ -83,6 +83,7 @@ def compute_again(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding |
         gradients.extend(_bad_gradients(run, bucket, BACKWARD, parts))
 
     run.buffer.grad_reduce.look = look
+    run.balance.begin()
     with _first_bad_output(run) as found:
         losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal, more=True)  # buckets that stay wait
         run.buffer.finish()

@@ -1,0 +1,162 @@
+"""A feed-forward block of experts, of which each token goes to the k that its router chooses; none is dropped.
+
+    x_ND -> router -> ids_NK, probs_NK
+    x_RD      rows of the tokens that have experts here (token_exchange.py: each crosses once to a rank); alone R = N
+    u_M2F     = x[rows] up[e]^T            M choices in the order of experts, rows read inside the matmul
+    a_MF      = probs * act(u)             so no output of an expert is needed for the gradient of its probability
+    y_RD      = sum over a row's choices of a down[e]^T, and back to the token's rank, where ranks are summed
+
+Experts are split over ep and the width of each over etp: ranks of the same stage, whatever they are in dp, cp and tp
+(arXiv:2504.14960). Saved: x, ids and probs of rows, u of choices; backward makes `a` again. The shared block, which all
+tokens go through, runs while rows travel.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from megalite.kernels.activation import Activation, activation_named
+from megalite.kernels.dispatch import stat_dtype
+from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
+from megalite.kernels.route import combine, slots_of, sort_by_expert
+from megalite.nn.attention import Coordinates
+from megalite.nn.later import Later
+from megalite.nn.mlp import MLP
+from megalite.nn.parameter import GradientSink, Maker, sink_of
+from megalite.nn.recompute import recompute
+from megalite.nn.router import Router, Routing
+from megalite.nn.token_exchange import exchange_back, start_exchange
+from megalite.parallel.spec import Normal, ParamSpec
+
+
+def _add(sink: GradientSink, dy: Tensor, x: Tensor, **where: Any) -> None:
+    """Add dy[group]^T x[group] to the sink's sum, for each expert."""
+    grad, begin = sink.open()
+    grouped_weight_grad_(grad.view(len(grad), -1, grad.shape[-1]), dy, x, begin=begin, **where)
+
+
+def _weight_grad(
+    weight: Tensor, sink: GradientSink | None, later: Later | None, dy: Tensor, x: Tensor, **where: Any
+) -> Tensor | None:
+    """Add the weight's gradient to its sink, now or later; without a sink return it to autograd."""
+    if sink is None:
+        grad = torch.empty(len(weight), dy.shape[-1], x.shape[-1], dtype=stat_dtype(x), device=x.device)
+        grouped_weight_grad_(grad, dy, x, begin=True, **where)
+        return grad.to(weight.dtype).view_as(weight)
+    if later is None:
+        _add(sink, dy, x, **where)
+    else:
+        later.leave(x, None, [(sink, dy)], partial(_add, **where))
+    return None
+
+
+class _Compute(Function):
+    """`choices` M: of the rows, those that are of experts here, where the host knows; None: all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        up: Tensor,
+        down: Tensor,
+        activation: Activation,
+        later: Later | None,
+        x: Tensor,
+        probs_RK: Tensor,
+        ids_RK: Tensor,
+        choices: int | None,
+    ) -> Tensor:
+        ctx.activation, ctx.later, ctx.sinks = activation, later, (sink_of(up), sink_of(down))
+        (R, K), E, x_RD = ids_RK.shape, len(up), x.view(-1, x.shape[-1])
+        order_M, offsets = sort_by_expert(ids_RK, E)
+        order_M = order_M[:choices]
+        u = grouped_matmul(x_RD, up.view(E, -1, up.shape[-1]), offsets, order_M // K)
+        a_MF = (activation.forward(u) * probs_RK.flatten()[order_M, None]).to(u.dtype)
+        y_RD = combine(grouped_matmul(a_MF, down, offsets), slots_of(order_M, offsets, R, K))
+        ctx.save_for_backward(x, probs_RK, order_M, offsets, u, up, down)
+        return y_RD.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, probs_RK, order_M, offsets, u, up, down = ctx.saved_tensors
+        (R, K), x_RD, dy_RD = probs_RK.shape, x.view(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        rows_M, probs_M1 = order_M // K, probs_RK.flatten()[order_M, None]
+        da_MF = grouped_matmul(dy_RD, down.transpose(1, 2), offsets, rows_M)
+        a_MF, du = ctx.activation.backward(u, (da_MF * probs_M1).to(u.dtype))
+        dprobs = torch.zeros_like(probs_RK).view(-1)
+        dprobs[order_M] = (da_MF.to(dprobs.dtype) * a_MF).sum(-1)
+        a_MF = (a_MF * probs_M1).to(u.dtype)
+        dx_MD = grouped_matmul(du, up.view(len(up), -1, up.shape[-1]).transpose(1, 2), offsets)
+        dx = combine(dx_MD, slots_of(order_M, offsets, R, K)).view_as(x)
+        add_up, add_down = ctx.sinks
+        dup = _weight_grad(up, add_up, ctx.later, du, x_RD, offsets=offsets, rows=rows_M)
+        ddown = _weight_grad(down, add_down, ctx.later, dy_RD, a_MF, offsets=offsets, dy_rows=rows_M)
+        return dup, ddown, None, None, dx, dprobs.view_as(probs_RK), None, None
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """ffn_size: the width of an expert; shared_size: of the block that all tokens go through, None: there is none;
+    shared_gate: whether its output is scaled by a sigmoid of the token, as in Qwen2-MoE."""
+
+    hidden_size: int
+    ffn_size: int
+    shared_size: int | None
+    shared_gate: bool
+    activation: str
+    std: float
+    out_std: float
+
+
+class Experts(nn.Module):
+    """`shared_again`: whether the shared block is computed again in backward."""
+
+    def __init__(self, make: Maker, name: str, layer: int, routing: Routing, shape: ExpertsShape, shared_again: bool):
+        super().__init__()
+        self.peers, self.etp, self.shared_again = make.mesh.experts, make.mesh.etp, shared_again
+        self.activation = activation_named(shape.activation)  # or compiled (models/compiled.py)
+        E, D, F, std = routing.experts, shape.hidden_size, shape.ffn_size, shape.std
+        self.local = E // make.mesh.ep.size
+        gated = self.activation.width == 2
+        up, middle, at = ("gate_up", (2, F), 2) if gated else ("up", (F,), 1)
+        expert = partial(ParamSpec, home="expert", block=1)
+        self.router = Router(make, f"{name}.router", D, routing, std, layer)
+        shards = ((0, "ep"), (at, "etp"))
+        self.up = make(expert(f"{name}.experts.{up}", (E, *middle, D), shards=shards, init=Normal(std)))
+        shards = ((0, "ep"), (2, "etp"))
+        self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=shards, init=Normal(shape.out_std)))
+        self.shared = self.shared_gate = None
+        if shape.shared_size is not None:
+            self.shared = MLP(
+                make,
+                f"{name}.shared",
+                hidden_size=D,
+                ffn_size=shape.shared_size,
+                activation=shape.activation,
+                std=std,
+                out_std=shape.out_std,
+                bias=False,
+            )
+        if shape.shared_gate:
+            self.shared_gate = make(ParamSpec(f"{name}.shared_gate", (D,), partial=("tp",), init=Normal(std)))
+
+    def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
+        probs_NK, ids_NK = self.router(x_sBD, where)
+        compute = partial(_Compute.apply, self.up, self.down, self.activation, where.later)
+        if self.peers.size == 1:
+            y_sBD, shared_sBD = compute(x_sBD, probs_NK, ids_NK, None), self._shared(x_sBD, where)
+        else:
+            sent = start_exchange(x_sBD, probs_NK, ids_NK, self.local, self.etp.size, self.peers)
+            shared_sBD = self._shared(x_sBD, where)
+            y_sBD = exchange_back(compute(*sent.receive(x_sBD, probs_NK)), sent).view_as(x_sBD)
+        return y_sBD if shared_sBD is None else y_sBD + shared_sBD
+
+    def _shared(self, x_sBD: Tensor, where: Coordinates) -> Tensor | None:
+        if self.shared is None:
+            return None
+        again = self.shared_again and self.training
+        y_sBD = recompute(self.shared, x_sBD, where.later) if again else self.shared(x_sBD, where.later)
+        return y_sBD if self.shared_gate is None else y_sBD * (x_sBD @ self.shared_gate)[..., None].sigmoid()

@@ -1,0 +1,206 @@
+"""Chooses k of E experts for each token, and with what probability their outputs count.
+
+    logits_NE = x W^T in fp32 (fp64)     scores = softmax | sigmoid | logits      chosen = top k of scores + bias
+    softmax    probs = softmax over the chosen k; pre_softmax: the chosen scores of the softmax over all E
+    sigmoid    probs = chosen scores / their sum (k > 1)                            all times `scaling`
+
+Every tp and cp rank routes the tokens that it has. The lower expert wins a tie, on every device. With groups
+(arXiv:2412.19437, sec. 2.1.2) only experts of a token's best groups can be chosen.
+
+Auxiliary losses come with the loss's weight, so that they are means over tokens as the loss is, whatever the layout.
+With T tokens of a micro-batch over all ranks of tp and cp, S of each sample, F_i the choices of expert i among them:
+    aux_loss        T * E / (k T^2) sum_i F_i sum_n P_ni        P: softmax, or sigmoid over its sum    arXiv:2101.03961
+    seq_aux_loss    S * E / (k S^2) sum_i F_bi sum_n P_ni       of each sample b                       arXiv:2412.19437
+    z-loss          sum_n log(sum_i exp(logits_ni))^2                                                  arXiv:2202.08906
+Only F needs other ranks. Their gradients, their sums and the counts of choices are made in backward, which runs once
+for each micro-batch: neither recomputation nor evaluation counts twice. Logits are computed again there, not saved.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from megalite.kernels.dispatch import stat_dtype
+from megalite.kernels.dropout import fold, hash_coordinates
+from megalite.kernels.weight_grad import accumulate_outer_
+from megalite.nn.attention import Coordinates
+from megalite.nn.embedding import SITE_ROUTER, first_position
+from megalite.nn.parameter import Maker, sink_of
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.spec import Normal, ParamSpec
+
+LOSSES = ("aux_loss", "seq_aux_loss", "z_loss")
+TINY = 1e-20  # added to sums of sigmoids, which may all be 0
+
+
+@dataclass(frozen=True)
+class Routing:
+    """E experts, of which each token gets k. score_function: softmax or sigmoid. groups, group_topk: of E, and how many
+    remain. bias: whether choices have one. wide: compute in fp64. coefficients: of LOSSES. drawn: experts are drawn by
+    lot."""
+
+    experts: int
+    topk: int
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    scaling: float = 1.0
+    groups: int | None = None
+    group_topk: int | None = None
+    bias: bool = False
+    wide: bool = False
+    coefficients: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    drawn: bool = False
+
+    def scores(self, logits_NE: Tensor) -> Tensor:
+        """What choices are made by."""
+        if self.score_function == "sigmoid":
+            return logits_NE.sigmoid()
+        return logits_NE.softmax(-1) if self.pre_softmax else logits_NE
+
+    def choose(self, scores_NE: Tensor, bias_E: Tensor | None) -> Tensor:
+        """ids_NK, the best first."""
+        if bias_E is not None:
+            scores_NE = scores_NE + bias_E
+        if self.groups is not None and self.group_topk is not None:
+            by_group = scores_NE.unflatten(-1, (self.groups, -1))
+            of_groups = by_group.topk(self.topk // self.group_topk, -1).values.sum(-1)
+            left_out = _best(of_groups, self.groups)[:, self.group_topk :]
+            scores_NE = by_group.scatter(1, left_out[..., None].expand(-1, -1, by_group.shape[2]), -torch.inf).flatten(
+                1
+            )
+        return _best(scores_NE, self.topk)
+
+    def probabilities(self, scores_NE: Tensor, ids_NK: Tensor) -> Tensor:
+        chosen = scores_NE.gather(1, ids_NK)
+        if self.score_function == "sigmoid":
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + TINY) if self.topk > 1 else chosen
+        elif not self.pre_softmax:
+            chosen = chosen.softmax(-1)
+        return chosen * self.scaling
+
+    def backward(self, logits_NE: Tensor, ids_NK: Tensor, dprobs_NK: Tensor) -> Tensor:
+        """dlogits_NE."""
+        scores_NE, given = self.scores(logits_NE), dprobs_NK * self.scaling
+        chosen, nothing = scores_NE.gather(1, ids_NK), torch.zeros_like(logits_NE)
+        if self.score_function == "sigmoid":
+            if self.topk > 1:
+                total = chosen.sum(-1, keepdim=True) + TINY
+                given = (given - (given * chosen).sum(-1, keepdim=True) / total) / total
+            return nothing.scatter_(1, ids_NK, given * chosen * (1 - chosen))
+        if not self.pre_softmax:
+            chosen = chosen.softmax(-1)
+            return nothing.scatter_(1, ids_NK, chosen * (given - (given * chosen).sum(-1, keepdim=True)))
+        return _softmax_backward(scores_NE, nothing.scatter_(1, ids_NK, given))
+
+
+def _best(scores: Tensor, k: int) -> Tensor:
+    """The places of the k largest in the last dim, in order; topk leaves open which of equal ones comes first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _softmax_backward(P: Tensor, dP: Tensor) -> Tensor:
+    return P * (dP - (dP * P).sum(-1, keepdim=True))
+
+
+class _Route(Function):
+    @staticmethod
+    def forward(ctx: Any, x_sBD: Tensor, weight: Tensor, router: "Router", where: Coordinates) -> tuple[Tensor, Tensor]:
+        ctx.router, ctx.loss_weight, ctx.sink = router, where.loss_weight, sink_of(weight)
+        how, logits_NE = router.routing, router.logits(x_sBD, weight)
+        scores_NE = how.scores(logits_NE)
+        ids_NK = how.choose(router.lots(x_sBD, where) if how.drawn else scores_NE, None if how.drawn else router.bias)
+        ctx.save_for_backward(x_sBD, weight, ids_NK)
+        ctx.mark_non_differentiable(ids_NK)
+        return how.probabilities(scores_NE, ids_NK), ids_NK
+
+    @staticmethod
+    def backward(ctx: Any, dprobs_NK: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_sBD, weight, ids_NK = ctx.saved_tensors
+        logits_NE = ctx.router.logits(x_sBD, weight)
+        dlogits_NE = ctx.router.routing.backward(logits_NE, ids_NK, dprobs_NK)
+        counts_BE = ctx.router.count_(ids_NK, x_sBD.shape[1])
+        if ctx.loss_weight is not None:
+            ctx.router.add_losses_(dlogits_NE, logits_NE, counts_BE, ctx.loss_weight)
+        dx_sBD = (dlogits_NE @ weight.to(dlogits_NE.dtype)).to(x_sBD.dtype).view_as(x_sBD)
+        if ctx.sink is None:
+            dweight = (dlogits_NE.T @ x_sBD.flatten(0, 1).to(dlogits_NE.dtype)).to(weight.dtype)
+        else:
+            grad, begin = ctx.sink.open()
+            wide = (given.to(grad.dtype) for given in (dlogits_NE, x_sBD.flatten(0, 1)))
+            accumulate_outer_(grad, *wide, begin=begin)
+            dweight = None
+        return dx_sBD, dweight, None, None
+
+
+class Router(nn.Module):
+    """bias_E: state that no gradient trains (train/balance.py); None: there is none. counts_E: choices of each expert
+    among this rank's tokens, losses_3: LOSSES without coefficients, as sums over tokens; both since they were set to
+    zero, of all backwards."""
+
+    def __init__(self, make: Maker, name: str, hidden_size: int, routing: Routing, std: float, layer: int):
+        super().__init__()
+        self.name, self.routing, self.layer, self.seed = name, routing, layer, make.seed
+        self.tp, self.cp = make.mesh.tp, make.mesh.cp
+        E, device = routing.experts, torch.device("meta") if make.meta else make.mesh.device
+        self.weight = make(ParamSpec(name, (E, hidden_size), partial=("tp",), init=Normal(std)))
+        self.bias = torch.zeros(E, dtype=torch.float32, device=device) if routing.bias else None
+        self.counts = torch.zeros(E, dtype=torch.int64, device=device)
+        self.losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
+
+    def forward(self, x_sBD: Tensor, where: Coordinates) -> tuple[Tensor, Tensor]:
+        """(probs_NK in fp32 or fp64, ids_NK) of this rank's tokens N = s * B. where.loss_weight None: there are no
+        auxiliary losses."""
+        return _Route.apply(x_sBD, self.weight, self, where)  # type: ignore[return-value]
+
+    def logits(self, x_sBD: Tensor, weight: Tensor) -> Tensor:
+        dtype = torch.float64 if self.routing.wide else stat_dtype(x_sBD)
+        return x_sBD.flatten(0, 1).to(dtype) @ weight.to(dtype).T
+
+    def lots(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
+        """A number for each token and expert, by the token's place in the run alone: [N, E]."""
+        s, device = x_sBD.shape[0], x_sBD.device
+        at = first_position(self.tp.share_of(s), where.places_S)
+        at_s = at if isinstance(at, Tensor) else torch.arange(at, at + s, device=device)
+        experts = torch.arange(self.routing.experts, device=device)
+        key = fold(self.seed, where.step, self.layer, SITE_ROUTER)
+        lots_sBE = hash_coordinates(key, at_s[:, None, None], where.sample_ids_B[None, :, None], experts)
+        return lots_sBE.flatten(0, 1)
+
+    def count_(self, ids_NK: Tensor, samples: int) -> Tensor:
+        """Add to the counts; returns those of each sample, [B, E]."""
+        E = self.routing.experts
+        sample_N = torch.arange(len(ids_NK), device=ids_NK.device) % samples
+        choices = (sample_N[:, None] * E + ids_NK).flatten()
+        counts_BE = self.counts.new_zeros(samples * E).scatter_add_(0, choices, torch.ones_like(choices))
+        counts_BE = counts_BE.view(samples, E)
+        self.counts += counts_BE.sum(0)
+        return counts_BE
+
+    def add_losses_(
+        self, dlogits_NE: Tensor, logits_NE: Tensor, counts_BE: Tensor, loss_weight: float | Tensor
+    ) -> None:
+        """Add the gradients of the auxiliary losses to `dlogits`, and the losses to their sums."""
+        how, (aux, seq, z) = self.routing, self.routing.coefficients
+        if aux or seq:
+            for axis in (self.tp, self.cp):
+                counts_BE = all_reduce_(counts_BE.clone(), axis)  # those of this rank have been added already
+            B, tokens = len(counts_BE), len(logits_NE) * self.tp.size * self.cp.size
+            unit, F_BE = how.experts / how.topk, counts_BE.to(logits_NE.dtype)
+            per_aux, per_seq = unit / tokens * F_BE.sum(0), unit * B / tokens * F_BE  # d loss / d P of a token
+            sigmoid = how.score_function == "sigmoid"
+            scores_NE = logits_NE.sigmoid() if sigmoid else logits_NE.softmax(-1)
+            total_N1 = scores_NE.sum(-1, keepdim=True) + TINY
+            P_NE = scores_NE / total_N1 if sigmoid else scores_NE
+            P_BE = P_NE.view(-1, B, how.experts).sum(0)
+            self.losses[0] += (P_BE.sum(0) * per_aux).sum()
+            self.losses[1] += (P_BE * per_seq).sum()
+            dP_NE = (loss_weight * (aux * per_aux + seq * per_seq)).repeat(len(logits_NE) // B, 1)
+            by_NE = _softmax_backward(P_NE, dP_NE)
+            dlogits_NE += by_NE * (1 - scores_NE) if sigmoid else by_NE
+        if z:
+            lse_N1 = logits_NE.logsumexp(-1, keepdim=True)
+            self.losses[2] += lse_N1.square().sum()
+            dlogits_NE += 2 * z * loss_weight * lse_N1 * (logits_NE - lse_N1).exp()

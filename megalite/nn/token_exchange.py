@@ -1,0 +1,125 @@
+"""Sends tokens to the ranks that have their experts, and brings the sums of their outputs back.
+
+    ids_NK, probs_NK, x_ND --pack--> [S, D | probs K | ids K] --all-to-all--> x_RD, probs_RK, ids_RK
+    y_RD --all-to-all--> y_SD --sum of each token's rows--> y_ND
+
+The peers are ep x etp ranks that have all experts together. A token goes once to each that has one of its experts,
+however many of them it has; where an expert's width is split, to all that have a part of it, whose parts of the output
+are summed as those of its other experts are. Rows, probabilities and ids travel together, as bits in the dtype of x.
+ids_RK are those of the receiver's experts, from 0, and -1 for other ranks' experts.
+
+Before rows travel, ranks tell each other how many there will be: the only numbers of a layer that the host reads.
+Bytes to other ranks, of a layer and micro-batch: 4 S' D e with the S' rows that do not stay, forward and backward.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megalite.kernels.route import combine, slots_of, sort_by_expert
+from megalite.parallel.comm import Pending, start_all_gather, start_all_to_all
+from megalite.parallel.mesh import Axis
+
+
+class Rows(NamedTuple):
+    """Rows of tokens that have experts here, and of how many choices."""
+
+    x_RD: Tensor
+    probs_RK: Tensor
+    ids_RK: Tensor
+    choices: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Rows under way. given, got: rows to and from each peer; token_S: the token of each row that was sent; slots_NP:
+    the row of each token and peer, -1 where there is none."""
+
+    peers: Axis
+    arriving: Pending
+    given: list[int]
+    got: list[int]
+    choices: int
+    token_S: Tensor
+    slots_NP: Tensor
+
+    def receive(self, x_sBD: Tensor, probs_NK: Tensor) -> Rows:
+        """What was sent, which was `x` and `probs`."""
+        return Rows(*_Receive.apply(x_sBD, probs_NK, self), self.choices)  # type: ignore[misc]
+
+    def swap(self, rows: Tensor, back: bool) -> Pending:
+        """Start to bring rows [S, ..] to the peers, or `back` [R, ..] from them; the result is flat."""
+        given, got = ([n * rows.shape[1] for n in each] for each in (self.given, self.got))
+        return start_all_to_all(rows.reshape(-1), got if back else given, given if back else got, self.peers)
+
+
+def _pack(x_RD: Tensor, *more: Tensor) -> Tensor:
+    """[R, W]: x and the bits of `more`, in the dtype of x."""
+    return torch.cat([x_RD, *(each.view(x_RD.dtype) for each in more)], 1)
+
+
+def _unpack(flat: Tensor, width: int, dtype: torch.dtype, K: int, parts: int) -> tuple[Tensor, ...]:
+    """x [R, width] of rows that were packed, a view, and the `parts` [R, K] of `dtype` behind it."""
+    rows = flat.view(-1, width + parts * K * dtype.itemsize // flat.dtype.itemsize)
+    more = rows[:, width:].contiguous().view(dtype)
+    return rows[:, :width], *(part.contiguous() for part in more.split(K, 1))
+
+
+@torch.no_grad()
+def start_exchange(x_sBD: Tensor, probs_NK: Tensor, ids_NK: Tensor, local: int, etp: int, peers: Axis) -> Sent:
+    """Start to send each token to its peers, of which every `etp` have the same `local` experts."""
+    P, device = peers.size, ids_NK.device
+    ep_rank_P = torch.arange(P, device=device) // etp
+    owned_NKP = (ids_NK // local)[..., None] == ep_rank_P
+    peer_NP = torch.where(owned_NKP.any(1), torch.arange(P, device=device), -1)
+    order_S, offsets = sort_by_expert(peer_NP, P)
+    facts = torch.stack([offsets.diff().long(), owned_NKP.sum((0, 1))])
+    table = start_all_gather(facts[None], peers).wait().tolist()
+    given, got = table[peers.rank][0], [rows[peers.rank] for rows, _ in table]
+    order_S = order_S[: sum(given)]
+    token_S = order_S // P
+    ids_SK = ids_NK[token_S] - local * ep_rank_P[order_S % P, None]
+    ids_SK = torch.where((ids_SK >= 0) & (ids_SK < local), ids_SK, -1).to(probs_NK.dtype)
+    packed = _pack(x_sBD.flatten(0, 1)[token_S], probs_NK[token_S], ids_SK)
+    slots_NP = slots_of(order_S, offsets, len(ids_NK), P)
+    choices = sum(of_rank[peers.rank] for _, of_rank in table)
+    elements = ([n * packed.shape[1] for n in each] for each in (given, got))
+    arriving = start_all_to_all(packed.view(-1), next(elements), next(elements), peers)
+    return Sent(peers, arriving, given, got, choices, token_S, slots_NP)
+
+
+class _Receive(Function):
+    @staticmethod
+    def forward(ctx: Any, x_sBD: Tensor, probs_NK: Tensor, sent: Sent) -> tuple[Tensor, ...]:
+        ctx.sent, ctx.shape = sent, x_sBD.shape
+        x_RD, probs_RK, ids = _unpack(sent.arriving.wait(), x_sBD.shape[-1], probs_NK.dtype, probs_NK.shape[1], 2)
+        ids_RK = ids.long()
+        ctx.mark_non_differentiable(ids_RK)
+        return x_RD, probs_RK, ids_RK
+
+    @staticmethod
+    def backward(ctx: Any, dx_RD: Tensor, dprobs_RK: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        sent: Sent = ctx.sent
+        flat = sent.swap(_pack(dx_RD, dprobs_RK), back=True).wait()
+        dx_SD, dprobs_SK = _unpack(flat, dx_RD.shape[1], dprobs_RK.dtype, dprobs_RK.shape[1], 1)
+        return combine(dx_SD, sent.slots_NP).view(ctx.shape), combine(dprobs_SK, sent.slots_NP), None
+
+
+class _Back(Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, sent: Sent) -> Tensor:
+        ctx.sent = sent
+        return combine(sent.swap(y_RD, back=True).wait().view(-1, y_RD.shape[1]), sent.slots_NP)
+
+    @staticmethod
+    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        sent: Sent = ctx.sent
+        return sent.swap(dy_ND[sent.token_S], back=False).wait().view(-1, dy_ND.shape[1]), None
+
+
+def exchange_back(y_RD: Tensor, sent: Sent) -> Tensor:
+    """The outputs of rows, summed over the peers of each token, in the order of the ranks: y_ND."""
+    return _Back.apply(y_RD, sent)  # type: ignore[return-value]
