@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megalite.kernels import grouped_matmul as grouped
+from megalite.kernels.dispatch import unit_of
 from tools.bench.kernel_case import Case, Sizes, Swept, Work, entries
 
 TILE = {"rows": (64, 128, 256), "columns": (64, 128, 256), "depth": (32, 64), "warps": (4, 8), "stages": (3, 4, 5)}
@@ -52,7 +53,7 @@ def work(formula: str, matmuls: int, moved: Any) -> Work:
 
 
 def tiles(s: Sizes, table: dict[str, Any]) -> Swept:
-    return entries(table, grouped.unit(s.normal(1)), TILE)
+    return entries(table, unit_of(s.normal(1)), TILE)
 
 
 def expert_cases() -> list[Case]:
