@@ -8,7 +8,7 @@
 
 The result of --save is a checkpoint of step 0 without optimizer states: the start of a run. --load takes a --save
 directory (its newest valid checkpoint) or one checkpoint in it, saved under any layout. Names of families and of their
-tensors: megalite/models/families.py. What cannot be converted exactly is refused by name.
+tensors: megalite/models/families.toml. What cannot be converted exactly is refused by name.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Foreign tensors as rectangles of ours: the rules of a family (models/families.py) applied to a model's shapes. Pure.
+"""Foreign tensors as rectangles of ours: the rules of a family (models/families.toml) at a model's shapes. Pure.
 
     theirs c_attn.weight [D, 3 D]  = columns of   q [D, D]   kv[0] [D, D]   kv[1] [D, D]      GPT-2
     theirs query_key_value [G (H/G + 2) K, D]  = per group   H/G queries, a key, a value      NeoX, Megatron-LM

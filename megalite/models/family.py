@@ -1,11 +1,11 @@
 """The description of a family of published models: how its files name the tensors, and what its config.json means.
 
 Pure data. Rules and keys are tables that are read in both directions, from their names to ours and back. The families
-themselves are in families.py.
+themselves are in families.toml.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -89,7 +89,7 @@ class Family(Naming):
     activation_key: str = "hidden_act"
     activations: Mapping[str, str]
     optional: Mapping[str, Any] = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     written: Mapping[str, str] = field(default_factory=dict)
     tied_by_default: bool = False
     scalings: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """A second reading of foreign files, to check a conversion with: does a layer of theirs compute what ours computes?
 
-The tables that convert (models/families.py, megatron/names.py, rules.py, ParamSpec) are not used: names, the order of
+The tables that convert (models/families.toml, megatron/names.py, rules.py, ParamSpec) are not used: names, the order of
 rows and what is stored as a difference stand here (names in second_reading.toml) once more, in another form, so that a
 mistake in one of them shows.
 Layer after layer is filled from the files and run in fp64 beside ours, on the same states; embedding, final norm and

@@ -1,6 +1,6 @@
 """config.json of Hugging Face <-> options of the model. Values that cannot be expressed exactly are refused by name.
 
-models/families.py has the meaning of each family's keys. This module names no family, and has what tables cannot say:
+models/families.toml has the meaning of each family's keys. This module names no family, and has what tables cannot say:
 groups, rotary positions and sliding windows. A family has one of two kinds of windows, or none:
 
     key j is seen by query i   where i - sliding_window < j <= i, itself included: window_size = sliding_window - 1, 0
@@ -57,9 +57,9 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
         raise CheckpointError(f"{where}: model_type={kind!r} is not one of {known}; convert a model of one of these")
     options: Json = dict(family.fixed)
 
-    def get(key: str, default: Any = ...) -> Any:
-        value = config.get(key, family.optional.get(key, default))
-        if value is ... or (value is None and key != "n_inner"):  # whose null is 4 times the width
+    def get(key: str) -> Any:
+        value = config.get(key, family.optional.get(key))
+        if value is None and key != "n_inner":  # whose null is 4 times the width
             problems.append(f"{key} is missing")
             return None
         return value
@@ -235,7 +235,7 @@ def _read_window(config: Json, family: Family, layers: Any) -> tuple[Json, list[
         return {}, [f"layer_types has {', '.join(map(repr, sorted(odd)))}, which {family.name} does not have"]
     by_layer = family.windows == "by layer"
     used = family.windows == "all" or (by_layer and config.get("use_sliding_window", False))
-    window = config.get("sliding_window", 4096) if used else None
+    window = config.get("sliding_window", family.optional.get("sliding_window")) if used else None
     if window is not None and (type(window) is not int or window < 2):
         return {}, [f"sliding_window={window!r} is not a number of 2 or more keys"]
     if kinds is not None:
