@@ -41,9 +41,10 @@ def _families() -> dict[str, Family]:
         values: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
         }
-        if "rules" in values:
-            parts = [_TABLES["rules"][part] for part in values["rules"]]
-            values["rules"] = tuple(rule for part in parts for rule in rules(part["lines"], part["layer"]))
+        for key in ("rules", "others"):
+            if key in values:
+                parts = [_TABLES["rules"][part] for part in values[key]]
+                values[key] = tuple(rule for part in parts for rule in rules(part["lines"], part["layer"]))
         base = families[values.pop("like")] if "like" in values else None
         values |= {key: {**getattr(base, key), **values[key]} for key in _ADDED if base and key in values}
         values["name"] = name
@@ -53,3 +54,4 @@ def _families() -> dict[str, Family]:
 
 # in the order in which an export tries them
 FAMILIES: Mapping[str, Family] = MappingProxyType(_families())
+REFUSED: Mapping[str, str] = MappingProxyType(_TABLES["refused"])  # model type -> why it cannot be expressed

@@ -10,13 +10,12 @@ ranks and under every layout. A bias is state that no gradient trains: `pieces` 
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from megalite.models.gpt import Stage
 from megalite.nn.router import Router
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Piece
 
 
 class Balance:
@@ -51,9 +50,4 @@ class Balance:
     def pieces(self) -> list[tuple[Piece, bool]]:
         """(a bias, whether this rank is the one that saves it); views that loading may write."""
         mine = self.mesh.tp.is_first and self.mesh.data.is_first
-        biases = [(f"state/{router.name}.bias", router.bias) for router in self.routers]
-        return [(_whole(name, bias), mine) for name, bias in biases if bias is not None]
-
-
-def _whole(name: str, value: Tensor) -> Piece:
-    return Piece(name, tuple(value.shape), Box((0,), tuple(value.shape)), range(len(value)), value)
+        return [(piece, mine) for router in self.routers for piece in router.state_pieces()]
