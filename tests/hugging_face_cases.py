@@ -15,6 +15,7 @@ SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 1.5, "beta_slow": 0.1}
 YARN["original_max_position_embeddings"] = 12
 MAGNITUDES = {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}
+SPARSE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": S}
 # name -> (class of the configuration, its values); the name begins with the model type
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,6 +41,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2Config", {**SHAPE, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**SHAPE, "num_key_value_heads": 2, "head_dim": 16}),
+    "mixtral": ("MixtralConfig", {**SHAPE, "num_key_value_heads": 2, "num_local_experts": 5, "sliding_window": 9}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**SHAPE, **SPARSE, "num_key_value_heads": 2, "shared_expert_intermediate_size": 28, "mlp_only_layers": [0]},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**SHAPE, **SPARSE, "num_hidden_layers": 3, "decoder_sparse_step": 2, "head_dim": 16, "norm_topk_prob": True},
+    ),
     "gpt_neox": ("GPTNeoXConfig", SHAPE),
     "gpt_neox one after the other": (
         "GPTNeoXConfig",
@@ -58,7 +68,7 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     transformers.logging.disable_progress_bar()  # what tests capture should be ours
     cls, values = MODELS[name]
     config = getattr(transformers, cls)(**{**values, **changes}, bos_token_id=1, eos_token_id=2)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(len(name))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

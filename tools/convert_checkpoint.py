@@ -8,7 +8,7 @@
 
 The result of --save is a checkpoint of step 0 without optimizer states: the start of a run. --load takes a --save
 directory (its newest valid checkpoint) or one checkpoint in it, saved under any layout. Names of families and of their
-tensors: megalite/models/families.py. What cannot be converted exactly is refused by name.
+tensors: megalite/models/families.toml. What cannot be converted exactly is refused by name.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from megalite.interop.hugging_face.write import write_model
 from megalite.interop.megatron import rank_files as megatron
 from megalite.interop.megatron import torch_dist as megatron_dist
 from megalite.models.families import FAMILIES
-from megalite.models.specs import specs_of
+from megalite.models.specs import specs_of, stored_specs
 from megalite.optim.loss_scale import LossScaler
 from megalite.train.life.export_hf import family_in, like_of, tokenizer_files
 from megalite.train.sources import TOKENIZER, open_tokenizer
@@ -198,7 +198,7 @@ def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool)
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
     tokenizer["vocab_size"] = vocab_size
     state = start_state({**theirs.options, "vocab_size": vocab_size}, theirs.dtype, tokenizer)
-    written = write_import(save, theirs.tensors, specs_of(theirs.model, vocab_size), state)
+    written = write_import(save, theirs.tensors, stored_specs(theirs.model, vocab_size), state)
     print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {rows} rows")
     if unknown:
         complain(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size")
@@ -272,7 +272,7 @@ def agrees(weight: second_reading.Weight, theirs: ModelConfig, ours: Ours, vocab
 
 
 def report(theirs: hugging_face.HuggingFaceModel | megatron.MegatronModel, ours: Ours, vocab_size: int) -> bool:
-    verdict = compare(theirs.tensors, ours, specs_of(theirs.model, vocab_size))
+    verdict = compare(theirs.tensors, ours, stored_specs(theirs.model, vocab_size))
     print(verdict)
     return not verdict.differing
 

@@ -33,12 +33,12 @@ def write_import(
         raise CheckpointError(f"save={str(directory)!r} already holds checkpoints; give another directory")
     items = []
     for one in foreign:
-        boxes = [(f"model/{spec.name}", unpadded(box, specs[spec.name])) for spec, box in one.recipe.parts]
+        boxes = [(spec.stored_name, unpadded(box, specs[spec.name])) for spec, box in one.recipe.parts]
         if parts := [(name, box) for name, box in boxes if box is not None]:
             items.append(Item(one.dtype, parts, lambda one=one: (values for _, _, values in kept(one, specs))))
     files = [[items[i] for i in chosen] for chosen in cut([item.bytes for item in items], file_bytes)]
     folder = folder_of(directory, 0)
-    write_checkpoint(folder, files, {f"model/{name}": spec.stored_shape for name, spec in specs.items()}, state)
+    write_checkpoint(folder, files, {spec.stored_name: spec.stored_shape for spec in specs.values()}, state)
     return folder
 
 

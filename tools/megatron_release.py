@@ -22,7 +22,7 @@ from megalite.interop.convert import Ours, new_directory
 from megalite.interop.megatron.args import FLAGGED, SAME
 from megalite.interop.megatron.names import FUSED, MEGATRON
 from megalite.interop.megatron.rank_files import FILES, TRACKER
-from megalite.interop.rules import join, recipes
+from megalite.interop.rules import box_on, join, recipes
 from megalite.models.specs import specs_of
 from megalite.parallel.spec import Box, ParamSpec
 from tools.foreign_import import unpadded
@@ -63,7 +63,7 @@ def write_megatron(
         for p, layers in enumerate(stages):
             specs = specs_of(model, vocab_size, padded=padded, stages=stages, number=p)
             for t in range(tp):
-                wanted = recipes(MEGATRON, specs, model.groups, layers, tp=tp, rank=t)
+                wanted = recipes(MEGATRON, specs, model.groups // tp, layers, box_of=box_on({"tp": tp}, {"tp": t}))
                 twice = {recipe.parts for recipe in wanted if recipe.copy}  # the first stage names it as itself
                 weights = OrderedDict(
                     (name_of(recipe.theirs), join(recipe, lambda spec, box: _padded(ours, spec, box)))
@@ -93,11 +93,13 @@ def write_args(
     for which it has no argument. `tokenizer`: the options that name it, None where one is not given. Raises
     CheckpointError.
     """
+    if any(model.experts):
+        raise CheckpointError(f"num_experts={model.num_experts}: experts are not written for Megatron-LM, only read")
     if model.parallel_residual:
         raise CheckpointError("parallel_residual=True is not in Megatron-LM; export to Hugging Face instead")
     if model.activation not in (*FLAGGED, "gelu", "gelu_erf"):
         raise CheckpointError(f"activation={model.activation} is not in Megatron-LM; keep megalite's own checkpoint")
-    values = {name: getattr(model, name) for name in SAME}
+    values = {name: getattr(model, name) for name in SAME if not name.startswith("moe_")}
     if model.position_embedding_type != "yarn":
         values |= {name: None for name in SAME if name.startswith("yarn_")}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_size, "num_query_groups": model.groups}

@@ -51,13 +51,13 @@ def read_split(text: str) -> list[float]:
     return parts + [0.0] * (3 - len(parts))
 
 
-def write_pattern(bits: Sequence[bool]) -> str:
-    """The shortest text that `read_pattern` reads as these bits.
+def write_pattern(bits: Sequence[bool], periods: bool = True) -> str:
+    """The shortest text that `read_pattern` reads as these bits; without `periods` a list.
 
     >>> write_pattern([True, True, False] * 4), write_pattern([False] * 28 + [True] * 2)
     ('3', '[0]*28+[1,1]')
     """
-    for period in range(1, len(bits) + 1):
+    for period in range(1, len(bits) + 1) if periods else ():
         if tuple(bits) == read_pattern(str(period), len(bits)):
             return str(period)
     for period in range(1, len(bits) // 2 + 1):

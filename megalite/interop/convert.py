@@ -28,6 +28,7 @@ from megalite.parallel.spec import Box, Piece
 
 # options of a run beside its model, so that `check` finds the model's problems alone
 ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
+MOST_LAYERS, MOST_EXPERTS = 10_000, 300_000  # of all layers; more is a damaged file, and would take long to refuse
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ def model_of(options: dict[str, Any], where: str) -> ModelConfig:
         raise CheckpointError(f"{where}: {'; '.join(error.problems)}; it is damaged") from None
     values = {f.name: getattr(model, f.name) for f in fields(model)}
     large = [f"{name}={value}" for name, value in values.items() if isinstance(value, int) and value >= 1 << 31]
+    if model.num_layers > MOST_LAYERS or model.num_layers * (model.num_experts or 1) > MOST_EXPERTS:
+        large += [f"num_layers={model.num_layers}", f"num_experts={model.num_experts}"]
     problems = [f"{', '.join(large)} is out of range"] if large else check(replace(build(ANY_RUN), model=model))
     if problems:
         raise CheckpointError(f"{where}: {'; '.join(problems)}; it is damaged")
@@ -182,8 +185,9 @@ class Ours:
     used: Specs | None = None
 
     def _key(self, name: str) -> str:
-        main = f"optimizer.main/{name}"
-        return main if self.dtype == torch.float32 and main in self.source.manifest.tensors else f"model/{name}"
+        kinds = ("state", "optimizer.main") if self.dtype == torch.float32 else ("state",)
+        keys = [key for kind in kinds if (key := f"{kind}/{name}") in self.source.manifest.tensors]
+        return keys[0] if keys else f"model/{name}"
 
     def dtype_of(self, name: str) -> torch.dtype:
         return self.dtype or self.source.dtype(self._key(name))

@@ -1,11 +1,11 @@
 """The description of a family of published models: how its files name the tensors, and what its config.json means.
 
 Pure data. Rules and keys are tables that are read in both directions, from their names to ours and back. The families
-themselves are in families.py.
+themselves are in families.toml.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,12 +14,15 @@ from typing import Any, Literal
 class TensorRule:
     """One tensor of a foreign checkpoint and our parameters that it is made of.
 
-    theirs  its name; {n} is the layer's number
-    ours    our parameters in the order of its rows; NAME[i] is the i-th half of a stacked one (kv, gate_up)
+    theirs  its name; {n} is the layer's number, {e} the expert's
+    ours    our parameters in the order of its rows; NAME[i] is the i-th half of a stacked one (kv, gate_up), NAME[{e}]
+            one expert of all, NAME[{e},i] its i-th half
     form    "rows": our parameters one below the other
             "columns": the same, transposed ([in, out] instead of [out, in])
             "groups": the rows of q, kv[0], kv[1] by key/value group [G, H/G + 2, K]: the queries of a group, its key,
             its value
+            "experts": a matrix for each expert, [E, rows, in]
+            "row": a vector as a matrix of one row
     copied  the parameter that it repeats in a model without `ours`, as a tied head repeats the embedding. Files may
             lack it then
     """
@@ -56,12 +59,14 @@ QKV = "our.attention.q* + our.attention.kv*[0] + our.attention.kv*[1]"  # in one
 class Naming:
     """The tensor names of a family. A rule applies if the model has its parameters (a bias, a head of its own).
 
+    others    rules that take the place of those for the same parameters where a file has their names
     prefix    start of the names, which some files leave out
     ignored   ends of the names of tensors that are no weights, such as computed tables
     """
 
     name: str
     rules: tuple[TensorRule, ...]
+    others: tuple[TensorRule, ...] = ()
     prefix: str = ""
     ignored: tuple[str, ...] = ()
 
@@ -71,7 +76,7 @@ class Family(Naming):
     """A `model_type` of config.json. Defaults are those of the family's class in transformers, because old files leave
     keys out.
 
-    keys        option -> key; `optional`: key -> default
+    keys        option -> key, or several, of which the first is written; `optional`: key -> default
     fixed       option -> value: set on import, required on export
     only        key -> values that are supported, the default first
     activations value of `activation_key` -> our name; of several with one name the first is written
@@ -80,6 +85,8 @@ class Family(Naming):
                 only a part of the channels may be rotated; all keys of add_bias_linear must agree
     scalings    values of rope_type for stretched rotary waves, in addition to "default"
     windows     which layers may have a sliding window: "all" or none of them, or each "by layer"; "": none
+    sparse_layers   some layers may have experts and the others none, and the probabilities of the chosen experts need
+                not add up to 1
     even_heads  hidden_size must be a multiple of the number of heads
     """
 
@@ -89,11 +96,12 @@ class Family(Naming):
     activation_key: str = "hidden_act"
     activations: Mapping[str, str]
     optional: Mapping[str, Any] = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     written: Mapping[str, str] = field(default_factory=dict)
     tied_by_default: bool = False
     scalings: tuple[str, ...] = ()
     windows: Literal["", "all", "by layer"] = ""
+    sparse_layers: bool = False
     even_heads: bool = False
 
     @property

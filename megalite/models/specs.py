@@ -11,14 +11,6 @@ from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
 
 
-def state_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the model's state that is no parameter: the biases of its routers."""
-    has = model.moe_router_enable_expert_bias
-    return {
-        f"layers.{n}.mlp.router.bias": (model.num_experts or 0,) for n, some in enumerate(model.experts) if some and has
-    }
-
-
 def specs_of(
     model: ModelConfig,
     vocab_size: int,
@@ -33,3 +25,10 @@ def specs_of(
     cut = [range(model.num_layers)] if stages is None else stages
     stage = Stage(make, model, cut, number, vocab_size=vocab_size, padded_vocab_size=rows)
     return {spec.name: spec for spec, _ in named_specs(stage)}
+
+
+def stored_specs(model: ModelConfig, vocab_size: int, padded: int | None = None) -> dict[str, ParamSpec]:
+    """Name -> spec of all that a checkpoint holds of a model: its parameters, and the biases of its routers."""
+    layers = [n for n, some in enumerate(model.experts) if some and model.moe_router_enable_expert_bias]
+    biases = [ParamSpec(f"layers.{n}.mlp.router.bias", (model.num_experts or 0,), trained=False) for n in layers]
+    return {**specs_of(model, vocab_size, padded=padded), **{spec.name: spec for spec in biases}}

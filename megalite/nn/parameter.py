@@ -90,13 +90,14 @@ def named_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
 
 
 def weight_pieces(module: nn.Module, mesh: Mesh) -> list[Piece]:
-    """This rank's weights as a checkpoint holds them, each parameter once, as views that loading may write."""
+    """This rank's weights as a checkpoint holds them, each parameter once, as views that loading may write; and the
+    state that is none, which a module gives as `state_pieces`."""
     pieces = []
     for spec, parameter in {spec.name: (spec, p) for spec, p in named_specs(module)}.values():
         box = spec.stored_box(mesh.sizes, mesh.position)
         data = parameter.data.view(-1)[: box.numel]
-        pieces.append(Piece(f"model/{spec.name}", spec.stored_shape, box, range(box.numel), data))
-    return pieces
+        pieces.append(Piece(spec.stored_name, spec.stored_shape, box, range(box.numel), data))
+    return pieces + [piece for part in module.modules() for piece in getattr(part, "state_pieces", list)()]
 
 
 class Use(Protocol):

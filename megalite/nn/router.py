@@ -30,7 +30,7 @@ from megalite.nn.attention import Coordinates
 from megalite.nn.embedding import SITE_ROUTER, first_position
 from megalite.nn.parameter import Maker, sink_of
 from megalite.parallel.comm import all_reduce_
-from megalite.parallel.spec import Normal, ParamSpec
+from megalite.parallel.spec import Box, Normal, ParamSpec, Piece
 
 LOSSES = ("aux_loss", "seq_aux_loss", "z_loss")
 TINY = 1e-20  # added to sums of sigmoids, which may all be 0
@@ -153,6 +153,13 @@ class Router(nn.Module):
         """(probs_NK in fp32 or fp64, ids_NK) of this rank's tokens N = s * B. where.loss_weight None: there are no
         auxiliary losses."""
         return _Route.apply(x_sBD, self.weight, self, where)  # type: ignore[return-value]
+
+    def state_pieces(self) -> list[Piece]:
+        """The bias, which every rank has whole, as a checkpoint holds it: a view that loading may write."""
+        if self.bias is None:
+            return []
+        shape = tuple(self.bias.shape)
+        return [Piece(f"state/{self.name}.bias", shape, Box((0,), shape), range(len(self.bias)), self.bias)]
 
     def logits(self, x_sBD: Tensor, weight: Tensor) -> Tensor:
         dtype = torch.float64 if self.routing.wide else stat_dtype(x_sBD)

@@ -66,6 +66,7 @@ class ParamSpec:
             and only when the pipeline has more than one rank
     stacked dim 0 counts matrices that are used as one, [2, F, D] for gate and up: split, drawn and known to other
             programs along dim 1, where the rows are
+    trained whether it is a parameter, and not state that follows another rule, as the bias of a router
     offset  added to what is stored wherever it is used: 1 for norm weights that are stored as their difference from 1
     block   how many indices along `block_dim` share a generator of initial values (parallel/rng.py)
     rows    how many rows of dim 0 are vocabulary; the others pad it so that it can be split. Padding depends on the
@@ -85,6 +86,7 @@ class ParamSpec:
     stacked: bool = False
     block: int = 128
     rows: int | None = None
+    trained: bool = True
     offset: float = 0.0
 
     @property
@@ -107,6 +109,11 @@ class ParamSpec:
         """Whether its last two dims are a matrix that something is multiplied by, and all before count such. Not the
         word embedding, the head and positions."""
         return self.is_2d and not (self.vocabulary or self.looked_up)
+
+    @property
+    def stored_name(self) -> str:
+        """Its name in a checkpoint."""
+        return f"{'model' if self.trained else 'state'}/{self.name}"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megalite.models.gpt import Stage
 from megalite.nn.router import LOSSES, Router
 from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Piece
 
 NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "router_z_loss")  # of LOSSES, in the log
 
@@ -81,9 +80,4 @@ class Balance:
     def pieces(self) -> list[tuple[Piece, bool]]:
         """(a bias, whether this rank is the one that saves it); views that loading may write."""
         mine = self.mesh.tp.is_first and self.mesh.data.is_first
-        biases = [(f"state/{router.name}.bias", router.bias) for router in self.routers]
-        return [(_whole(name, bias), mine) for name, bias in biases if bias is not None]
-
-
-def _whole(name: str, value: Tensor) -> Piece:
-    return Piece(name, tuple(value.shape), Box((0,), tuple(value.shape)), range(len(value)), value)
+        return [(piece, mine) for router in self.routers for piece in router.state_pieces()]

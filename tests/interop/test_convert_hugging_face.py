@@ -514,6 +514,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "nested": (lambda f: (f / "config.json").write_text("[" * 100_000), "cannot be read"),
     "list": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
     "many layers": (lambda f: _config(f, num_hidden_layers=1 << 30), "num_layers=1073741824"),
+    "many experts": (lambda f: _config(f, model_type="qwen3_moe", num_experts=1 << 30), "num_experts=1073741824 is out of"),
     "text": (lambda f: _config(f, hidden_size="32"), "hidden_size='32' is not an int"),
     "no vocabulary": (lambda f: _config(f, vocab_size=None), "vocab_size"),
     "heads": (lambda f: _config(f, num_key_value_heads=3), "num_query_groups=3"),

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
@@ -25,7 +26,10 @@ PUBLISHED = {
     "mistral-7b": 7_241_732_096,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
+ACTIVE = {"mixtral-8x7b": 12_879_925_248, "qwen3-30b-a3b": 3_353_032_704}  # 12.9 and 3.3 billion are published
 
 
 def num_parameters(config: Config, vocab_size: int) -> int:
@@ -37,6 +41,22 @@ def test_the_count_is_the_published_one(name: str) -> None:
     config = build(PRESETS[name])
     assert config.data.vocab_size
     assert num_parameters(config, config.data.vocab_size) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVE))
+def test_a_token_meets_as_many_parameters_as_published(name: str) -> None:
+    config = build(PRESETS[name])
+    E, vocab_size = config.model.num_experts, config.data.vocab_size
+    assert E and vocab_size
+    share = {"expert": Fraction(config.model.moe_router_topk, E), "dense": 1}
+    specs = specs_of(config.model, vocab_size).values()
+    assert sum(math.prod(spec.shape) * share[spec.home] for spec in specs) == ACTIVE[name]
+
+
+def test_tiny_moe_computes_as_much_as_tiny() -> None:
+    dense, experts = (build(PRESETS[name]).model for name in ("tiny", "tiny-moe"))
+    assert experts.expert_ffn_size * experts.moe_router_topk == dense.ffn_size
+    assert {**PRESETS["tiny-moe"], **PRESETS["tiny"]}.items() == PRESETS["tiny-moe"].items()
 
 
 def test_gpt3_is_175_billion() -> None:

@@ -44,7 +44,9 @@ LAYOUTS = {
     "tp2 dp2": "--tensor-model-parallel-size 2",
     "pp2 vpp2 dp2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
 }
-FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "qwen3")
+FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "qwen3", "qwen3_moe")
+EXPERTS = ["--tensor-model-parallel-size 2 --expert-model-parallel-size 2"]
+EXPERTS += [EXPERTS[0] + " --expert-tensor-parallel-size 2"]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_the_first_loss_is_that_of_transformers_under_every_layout(models, name:
     assert want > 1.05 * torch.tensor(float(V)).log()  # nothing that random weights of ours would give
     assert loss == pytest.approx(want, rel=2e-6)
     layouts = [flags for flags in LAYOUTS.values() if name == "llama" or flags == LAYOUTS["tp2 pp2"]]
-    layouts += ["--tensor-model-parallel-size 4"]
+    layouts += EXPERTS if name == "qwen3_moe" else ["--tensor-model-parallel-size 4"]
     for losses in run_ranks(4, _first_steps, str(folder), layouts):
         assert losses == pytest.approx([want] * len(layouts), rel=1e-5)
 

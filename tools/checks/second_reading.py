@@ -1,12 +1,13 @@
 """A second reading of foreign files, to check a conversion with: does a layer of theirs compute what ours computes?
 
-The tables that convert (models/families.py, megatron/names.py, rules.py, ParamSpec) are not used: names, the order of
+The tables that convert (models/families.toml, megatron/names.py, rules.py, ParamSpec) are not used: names, the order of
 rows and what is stored as a difference stand here (names in second_reading.toml) once more, in another form, so that a
 mistake in one of them shows.
 Layer after layer is filled from the files and run in fp64 beside ours, on the same states; embedding, final norm and
 head are one more layer. One layer of each is in memory at a time, and transformers is not needed.
 """
 
+import contextlib
 import math
 import tomllib
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
 from megalite.config.options import ModelConfig
 from megalite.models.gpt import Batch, Stage
-from megalite.nn.parameter import Maker, named_specs
+from megalite.nn.parameter import Maker, weight_pieces
 from megalite.parallel.mesh import Mesh
 from tools.checks.conversion import fill_stage
 
@@ -30,7 +31,7 @@ EXACT, ROUNDED = 1e-9, 8  # largest difference that is none, relative: of fp64 s
 
 Weight = Callable[[str, int], Tensor]  # (our name within a layer, or outside of them; the layer) -> what is used
 
-LLAMA, ENDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).values()
+LLAMA, MIXTRAL, IN_MEMORY, ENDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).values()
 
 
 def _end(name: str, kind: str) -> str:
@@ -59,14 +60,18 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
         return places[name].get_tensor(name)
 
     kind = family if family in ("gpt2", "gpt_neox") else "llama"
+    names = LLAMA | (MIXTRAL if family == "mixtral" else {})
+    if any(name.endswith("experts.gate_up_proj") for name in places):
+        names |= IN_MEMORY
     H, K = model.num_attention_heads, model.head_size
 
     def weight(name: str, n: int) -> Tensor:
         if not name.startswith(("attention.", "mlp.")):
             return get(_end(name, kind))
         if kind == "llama":
-            found = [get(f"model.layers.{n}.{theirs}") for theirs in LLAMA[name].split()]
-            return torch.stack(found) if len(found) > 1 else found[0]
+            every = range(model.num_experts or 0) if "{e}" in names[name] else (0,)
+            parts = [get(f"model.layers.{n}.{theirs.format(e=e)}") for e in every for theirs in names[name].split()]
+            return torch.stack(parts) if len(parts) > 1 else parts[0]
         if kind == "gpt2":
             at = f"transformer.h.{n}."
             if ".norm." in name:
@@ -90,34 +95,54 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
     return weight
 
 
-def megatron(shards: Callable[[str, int], list[Tensor]], args: Any, model: ModelConfig) -> Weight:
-    """The weights of Megatron core's tensors. `shards(name within the layer, layer)`: of each tp rank."""
+def megatron(shards: Callable[..., list[Tensor]], args: Any, model: ModelConfig) -> Weight:
+    """The weights of Megatron core's tensors. `shards`: MegatronModel.shards."""
     which = {name: "self_attention.linear_qkv" for name in ("attention.q", "attention.kv")}
     which |= {"attention.out": "self_attention.linear_proj", "mlp.down": "mlp.linear_fc2"}
     which |= {"mlp.up": "mlp.linear_fc1", "mlp.gate_up": "mlp.linear_fc1"}
     norms = {"attention.norm": "input_layernorm", "mlp.norm": "pre_mlp_layernorm", "final_norm": ENDS["megatron"][2]}
     norms |= {f"attention.{x}_norm": f"self_attention.{x}_layernorm" for x in "qk"}
+    single = {"mlp.router": "mlp.router.weight", "mlp.router.bias": "mlp.router.expert_bias"}
+    single["mlp.shared_gate"] = "mlp.shared_experts.gate_weight"
+    single["embedding.position"] = _end("embedding.position", "megatron")
+    ep = getattr(args, "expert_model_parallel_size", None) or 1
+
+    def feed_forward(name: str, found: list[Tensor]) -> Tensor:
+        if name.startswith("mlp.gate_up"):
+            return torch.stack([torch.cat([one.chunk(2)[half] for one in found]) for half in (0, 1)])
+        return torch.cat(found, 1 if name == "mlp.down" else 0)
+
+    def experts(name: str, n: int) -> Tensor:
+        theirs = _linear(name, which).removeprefix("mlp.")
+        with contextlib.suppress(KeyError):  # torch_dist
+            return shards(f"mlp.experts.experts.{theirs}", n)[0]
+        places = [(i, e) for e in range(ep) for i in range((model.num_experts or 0) // ep)]
+        each = [shards(f"mlp.experts.local_experts.{i}.{theirs}", n, e) for i, e in places]
+        return torch.stack([feed_forward(name, found) for found in each])
 
     def weight(name: str, n: int) -> Tensor:
         first, _, last = name.rpartition(".")
         if first in norms:  # Transformer Engine's zero_centered_gamma, for every norm that there is
             less = 1 if last == "weight" and getattr(args, "apply_layernorm_1p", False) else 0
             return shards(f"{norms[first]}.{last}", n)[0].double() + less
-        if name == "embedding.position":
-            return shards(_end(name, "megatron"), n)[0]
+        if name in single:
+            return shards(single[name], n)[0]
         if not name.startswith(("attention.", "mlp.")):
             return torch.cat(shards(_end(name, "megatron"), n))
         if name == "attention.sink":
             return torch.cat(shards("self_attention.core_attention.softmax_offset", n))
+        if name.startswith("mlp.experts."):
+            return experts(name.replace("experts.", ""), n)
+        if name.startswith("mlp.shared."):
+            name = name.replace("shared.", "")
+            return feed_forward(name, shards(_linear(name, which).replace("mlp.", "mlp.shared_experts."), n))
         found = shards(_linear(name, which), n)
         if name in ("attention.out_bias", "mlp.down_bias"):
             return found[0]
-        if name in ("attention.out", "mlp.down"):
+        if name == "attention.out":
             return torch.cat(found, 1)
-        if name.startswith("mlp.gate_up"):
-            return torch.stack([torch.cat([one.chunk(2)[half] for one in found]) for half in (0, 1)])
-        if name.startswith("mlp.up"):
-            return torch.cat(found)
+        if name.startswith("mlp."):
+            return feed_forward(name, found)
         each, K = model.num_attention_heads // model.groups, model.head_size
         groups = torch.cat(found).unflatten(0, (model.groups, each + 2, K))
         if ".q" in name:
@@ -172,11 +197,12 @@ def compare_layers(
         fill_stage(mine, source, main_weights)
         other = _stage(replace(theirs, apply_layernorm_1p=False), n, vocab_size, S)
         try:
-            for spec, parameter in named_specs(other):
-                used = weight(spec.name.removeprefix(f"layers.{n}."), n)
-                if spec.name in ("embedding.word", "head"):
+            for piece in weight_pieces(other, Mesh.alone()):
+                name = piece.name.partition("/")[2]
+                used = weight(name.removeprefix(f"layers.{n}."), n)
+                if name in ("embedding.word", "head"):
                     used = used[:vocab_size]
-                parameter.copy_(used.view(parameter.shape))
+                piece.data.copy_(used.reshape(piece.data.shape))
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"the second reading stops at layer {n}: {error}; give complete files") from None
         want, got = mine(x_SBD, batch), other(x_SBD, batch)

@@ -1,7 +1,8 @@
 """config.json of Hugging Face <-> options of the model. Values that cannot be expressed exactly are refused by name.
 
-models/families.py has the meaning of each family's keys. This module names no family, and has what tables cannot say:
-groups, rotary positions and sliding windows. A family has one of two kinds of windows, or none:
+models/families.toml has the meaning of each family's keys. This module names no family, and has what tables cannot say:
+groups, rotary positions, which layers have experts, and sliding windows. A family has one of two kinds of windows, or
+none:
 
     key j is seen by query i   where i - sliding_window < j <= i, itself included: window_size = sliding_window - 1, 0
     "all" (Mistral)            sliding_window, in all layers; null: in none
@@ -21,7 +22,7 @@ from megalite.config.options import ModelConfig, build
 from megalite.config.pattern import LONGEST, write_pattern
 from megalite.interop.convert import refuse
 from megalite.kernels.rope import RopeScaling, Yarn
-from megalite.models.families import FAMILIES
+from megalite.models.families import FAMILIES, REFUSED
 from megalite.models.family import Family
 from megalite.models.gpt import rope_scaling
 
@@ -53,13 +54,14 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        known = ", ".join(FAMILIES)
-        raise CheckpointError(f"{where}: model_type={kind!r} is not one of {known}; convert a model of one of these")
+        known = REFUSED.get(str(kind), f"is not one of {', '.join(FAMILIES)}; convert a model of one of these")
+        raise CheckpointError(f"{where}: model_type={kind!r} {known}")
     options: Json = dict(family.fixed)
 
-    def get(key: str, default: Any = ...) -> Any:
-        value = config.get(key, family.optional.get(key, default))
-        if value is ... or (value is None and key != "n_inner"):  # whose null is 4 times the width
+    def get(keys: str) -> Any:
+        key = next((key for key in keys.split() if key in config), keys.split()[0])
+        value = config.get(key, family.optional.get(key))
+        if value is None and key != "n_inner":  # whose null is 4 times the width
             problems.append(f"{key} is missing")
             return None
         return value
@@ -97,9 +99,10 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     options["seq_length"] = seq_length or positions
     if isinstance(positions, int) and seq_length is not None and seq_length > positions:
         problems.append(f"seq_length={seq_length} is above the model's {positions} positions")
-    window, wrong = _read_window(config, family, options["num_layers"])
-    options |= window
-    problems += wrong
+    for read in (_read_window, _read_experts):
+        more, wrong = read(config, family, options["num_layers"])
+        options |= more
+        problems += wrong
     refuse(problems, f"{where} describes a model that megalite cannot express")
     return family.name, {name: value for name, value in options.items() if value is not None}
 
@@ -111,7 +114,9 @@ def _read_rope(config: Json, options: Json, family: Family) -> list[str]:
         if isinstance(config.get(key), dict):
             rope |= config[key]
     kind = rope.get("rope_type", rope.get("type", "default"))
-    options["rotary_base"] = rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))
+    options["rotary_base"] = rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base")))
+    if options["rotary_base"] is None:
+        options["rotary_base"] = family.optional.get("rope_theta", 10000.0)
     part = rope.get("partial_rotary_factor", config.get("rotary_pct", config.get("partial_rotary_factor")))
     if "rotary_pct" in family.written:
         options["rotary_percent"] = family.optional["rotary_pct"] if part is None else part
@@ -155,6 +160,8 @@ def _read_yarn(rope: Json, options: Json) -> list[str]:
 def misfits(model: ModelConfig, family: Family) -> list[str]:
     """The reasons why `family` cannot express `model`: how the model that is read from its config.json differs."""
     written = write_config(model, family.name, 1, "", {})
+    if lacking := [option for option, key in family.keys.items() if written[key.split()[0]] is None]:
+        return [f"{option}={getattr(model, option)}, but {family.name} has some" for option in lacking]
     again = build(read_config(written, None, family.name)[1]).model
     mine, theirs, lines = _effects(model), _effects(again), []
     for option in [option for option in mine if mine[option] != theirs.get(option, mine[option])]:
@@ -175,6 +182,10 @@ def _effects(model: ModelConfig) -> Json:
     rotates = any(model.rotary)
     effects |= dict.fromkeys(_STRETCH, rope_scaling(model) if rotates else None)
     unused = {name for name in effects if facts[name].through or (name.startswith("rotary_") and not rotates)}
+    if all(model.experts):
+        unused.add("ffn_hidden_size")
+    if not any(model.experts):
+        effects |= dict.fromkeys(name for name in effects if name == "num_experts" or name.startswith("moe_"))
     return {name: effect for name, effect in effects.items() if name not in unused | {"apply_layernorm_1p"}}
 
 
@@ -197,15 +208,16 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     fitting = [key for key, ours in family.activations.items() if ours == model.activation]
     config: Json = {"architectures": [family.architecture], "model_type": name, "vocab_size": vocab_size}
     values = {**{option: getattr(model, option) for option in family.keys}, "ffn_hidden_size": model.ffn_size}
-    values["max_position_embeddings"] = model.positions
-    config |= {key: values[option] for option, key in family.keys.items()}
+    values |= {"max_position_embeddings": model.positions, "moe_ffn_hidden_size": model.expert_ffn_size}
+    values["num_experts"] = model.num_experts or None
+    config |= {key.split()[0]: values[option] for option, key in family.keys.items()}
     config |= {key: getattr(model, attribute) for key, attribute in family.written.items()}
     config |= {key: allowed[0] for key, allowed in family.only.items()}
     config[family.activation_key] = (fitting or list(family.activations))[0]
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     if family.scalings:
         config["rope_scaling"] = _write_scaling(model)
-    config |= _write_window(model, family)
+    config |= _write_window(model, family) | _write_experts(model, family)
     return config | {"bos_token_id": None, "eos_token_id": None} | dict(tokens) | {"torch_dtype": dtype}
 
 
@@ -235,7 +247,7 @@ def _read_window(config: Json, family: Family, layers: Any) -> tuple[Json, list[
         return {}, [f"layer_types has {', '.join(map(repr, sorted(odd)))}, which {family.name} does not have"]
     by_layer = family.windows == "by layer"
     used = family.windows == "all" or (by_layer and config.get("use_sliding_window", False))
-    window = config.get("sliding_window", 4096) if used else None
+    window = config.get("sliding_window", family.optional.get("sliding_window") or None) if used else None
     if window is not None and (type(window) is not int or window < 2):
         return {}, [f"sliding_window={window!r} is not a number of 2 or more keys"]
     if kinds is not None:
@@ -269,3 +281,22 @@ def _write_window(model: ModelConfig, family: Family) -> Json:
         keys["max_window_layers"] = full if None not in windows[full:] else model.num_layers  # the older key
         keys["layer_types"] = [FULL if window is None else SLIDING for window in windows]
     return keys
+
+
+def _read_experts(config: Json, family: Family, layers: Any) -> tuple[Json, list[str]]:
+    """(options, problems). `layers`: as in `_read_window`."""
+    if not family.sparse_layers or type(layers) is not int or not 0 < layers <= LONGEST:
+        return {}, []
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if type(step) is not int or step < 1 or not isinstance(dense, list) or any(type(n) is not int for n in dense):
+        return {}, [f"decoder_sparse_step={step!r}, mlp_only_layers={dense!r} are not a step and a list of layers"]
+    bits = [(n + 1) % step == 0 and n not in dense for n in range(layers)]
+    freq = "1" if all(bits) else write_pattern(bits, periods=False)
+    return {"moe_layer_freq": freq, "moe_router_pre_softmax": not config.get("norm_topk_prob", False)}, []
+
+
+def _write_experts(model: ModelConfig, family: Family) -> Json:
+    if not family.sparse_layers:
+        return {}
+    dense = [n for n, has in enumerate(model.experts) if not has]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense, "norm_topk_prob": not model.moe_router_pre_softmax}

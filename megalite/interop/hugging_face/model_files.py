@@ -7,7 +7,6 @@ configuration asks for, in their shapes. Only safetensors is read, since the oth
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from megalite.checkpoint.format.tensor_file import DTYPES
 from megalite.config.options import ModelConfig
 from megalite.interop.convert import Foreign, Found, matched, model_of, usual_dtype
 from megalite.interop.hugging_face.config_json import Json, read_config
-from megalite.interop.rules import Recipe, recipes
+from megalite.interop.rules import recipes
 from megalite.models.families import FAMILIES
 from megalite.models.family import Naming
 from megalite.models.specs import specs_of
@@ -42,7 +41,6 @@ COMPANIONS = (
 )
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LARGEST_JSON = 1 << 28  # bytes
-_MOST_LAYERS = 10_000  # more is a damaged file, and would take long to refuse
 
 
 def read_json(path: Path) -> Json:
@@ -78,11 +76,9 @@ def open_model(folder: Path, seq_length: int | None = None) -> HuggingFaceModel:
     path = folder / "config.json"
     family, options = read_config(read_json(path), seq_length, str(path))
     model, vocab_size = model_of(options, str(path)), options["vocab_size"]
-    if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31 or model.num_layers > _MOST_LAYERS:
-        sizes = f"vocab_size={vocab_size!r} or num_layers={model.num_layers}"
-        raise CheckpointError(f"{path}: {sizes} is out of range; it is damaged")
-    wanted = recipes(FAMILIES[family], specs_of(model, vocab_size), model.groups, range(model.num_layers))
-    tensors = _tensors(folder, FAMILIES[family], wanted)
+    if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31:
+        raise CheckpointError(f"{path}: vocab_size={vocab_size!r} is out of range; it is damaged")
+    tensors = _tensors(folder, FAMILIES[family], model, vocab_size)
     return HuggingFaceModel(folder, family, options, model, vocab_size, usual_dtype(tensors), tensors)
 
 
@@ -120,11 +116,14 @@ def _open(path: Path) -> Any:
         raise CheckpointError(f"{path}: not a complete safetensors file ({error}); fetch the model again") from None
 
 
-def _tensors(folder: Path, naming: Naming, wanted: Sequence[Recipe]) -> list[Foreign]:
-    """Every wanted tensor, in the order of the files. Raises CheckpointError with all problems."""
+def _tensors(folder: Path, naming: Naming, model: ModelConfig, vocab_size: int) -> list[Foreign]:
+    """Every tensor of the model, in the order of the files. Raises CheckpointError with all problems."""
+    handles = {file: _open(folder / file) for file in _files(folder)}
+    there = {start + name for handle in handles.values() for name in handle.keys() for start in ("", naming.prefix)}  # noqa: SIM118
+    specs, layers = specs_of(model, vocab_size), range(model.num_layers)
+    wanted = recipes(naming, specs, model.groups, layers, found=there)
     found, problems, known = dict[str, Found](), [], {recipe.theirs for recipe in wanted}
-    for file in _files(folder):
-        handle = _open(folder / file)
+    for file, handle in handles.items():
         for name in sorted(handle.keys()):
             theirs = name if name in known else naming.prefix + name
             if theirs in found:

@@ -17,14 +17,17 @@ from megalite.interop.convert import refuse
 _OTHERWISE = {"num_query_groups", "norm_epsilon", "activation", "bias_gelu_fusion", "openai_gelu", "parallel_residual"}
 _OTHERWISE |= {"add_position_embedding", "rotary_base", "rotary_seq_len_interpolation_factor", "no_rope_freq"}
 _OTHERWISE |= {"window_size", "window_attn_skip_freq", "make_vocab_size_divisible_by"}
-_OTHERWISE |= {"no_weight_decay_cond_type", "cp_comm_type"}
+_OTHERWISE |= {"no_weight_decay_cond_type", "cp_comm_type", "moe_layer_freq"}
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
 SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _OTHERWISE)
 # activations with a flag of their own there; the others are forms of gelu
 FLAGGED = ("swiglu", "squared_relu")
 # argument -> the values with no effect
 _ONLY: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0),
+    "moe_latent_size": (None,),
+    "moe_apply_probs_on_input": (None, False),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
     "multi_latent_attention": (None, False),
     "mtp_num_layers": (None, 0),
     "apply_residual_connection_post_layernorm": (None, False),
@@ -40,15 +43,19 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
     problems: list[str] = []
     options: dict[str, Any] = {}
     for name in SAME:
+        if name.startswith("moe_") and not getattr(args, "num_experts", None):
+            continue
         if (value := getattr(args, name, None)) is not None:
             options[name] = value
         elif name in _REQUIRED and not hasattr(args, name):
             problems.append(f"{name} is missing")
+    if options.get("num_experts"):
+        options["moe_layer_freq"] = str(given(args, "moe_layer_freq", 1)).replace(" ", "")
     if options.get("group_query_attention"):
         options["num_query_groups"] = getattr(args, "num_query_groups", None)
     options["norm_epsilon"] = getattr(args, "norm_epsilon", getattr(args, "layernorm_epsilon", 1e-5))
     options["rotary_base"] = float(getattr(args, "rotary_base", 10000.0))
-    options["rotary_seq_len_interpolation_factor"] = float(_given(args, "rotary_seq_len_interpolation_factor", 1.0))
+    options["rotary_seq_len_interpolation_factor"] = float(given(args, "rotary_seq_len_interpolation_factor", 1.0))
     options["activation"] = _activation(args)
     try:
         options |= _read_patterns(args, options.get("num_layers"))
@@ -65,13 +72,13 @@ def _read_patterns(args: Namespace, layers: Any) -> dict[str, Any]:
     """The options of which layers have a window and rotary positions. No layer has a window if the left side is -1 or
     every bit of the pattern is 0. ValueError: what is wrong."""
     options: dict[str, Any] = {}
-    given, skipped, bare = (
+    window, skipped, bare = (
         getattr(args, name, None) for name in ("window_size", "window_attn_skip_freq", "no_rope_freq")
     )
-    size = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    size = tuple(window) if isinstance(window, (list, tuple)) else (window,)
     if size not in ((None,), (-1, 0), (-1, -1)):
         if len(size) != 2 or type(size[0]) is not int or size[0] < 1 or size[1] != 0:
-            raise ValueError(f"window_size={given!r}")
+            raise ValueError(f"window_size={window!r}")
         bits = _bits("window_attn_skip_freq", skipped, layers) if skipped is not None else (True,)
         if any(bits):
             options["window_size"] = size
@@ -90,7 +97,8 @@ def _bits(name: str, pattern: Any, layers: Any) -> tuple[bool, ...]:
     raise ValueError(f"{name}={pattern!r}")
 
 
-def _given(args: Namespace, name: str, default: Any) -> Any:
+def given(args: Namespace, name: str, default: Any) -> Any:
+    """An argument, or `default` where it is missing or None."""
     value = getattr(args, name, None)
     return default if value is None else value
 
@@ -100,4 +108,4 @@ def _activation(args: Namespace) -> str:
         if getattr(args, name, False):
             return name
     flags = {"add_bias_linear": True, "bias_gelu_fusion": True, "openai_gelu": False}
-    return gelu_form(**{name: _given(args, name, default) for name, default in flags.items()})
+    return gelu_form(**{name: given(args, name, default) for name, default in flags.items()})

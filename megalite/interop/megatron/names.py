@@ -18,12 +18,30 @@ _CORE_RULES = rules(
     layer.mlp.linear_fc1.* = our.mlp.up*
     layer.mlp.linear_fc1.* = our.mlp.gate_up*
     layer.mlp.linear_fc2.* = our.mlp.down*
+    layer.mlp.router.weight = our.mlp.router
+    layer.mlp.router.expert_bias = our.mlp.router.bias
+    layer.mlp.experts.local_experts.{{e}}.linear_fc1.weight = our.mlp.experts.up[{{e}}]
+    layer.mlp.experts.local_experts.{{e}}.linear_fc1.weight = our.mlp.experts.gate_up[{{e}}]
+    layer.mlp.experts.local_experts.{{e}}.linear_fc2.weight = our.mlp.experts.down[{{e}}]
+    layer.mlp.shared_experts.linear_fc1.weight = our.mlp.shared.up
+    layer.mlp.shared_experts.linear_fc1.weight = our.mlp.shared.gate_up
+    layer.mlp.shared_experts.linear_fc2.weight = our.mlp.shared.down
+    layer.mlp.shared_experts.gate_weight = our.mlp.shared_gate (row)
     decoder.final_layernorm.* = final_norm.*
     output_layer.weight = head | embedding.word
     """,
     "decoder.layers.{n}.",
 )
-MEGATRON = Naming(name="megatron", rules=_CORE_RULES, ignored=("._extra_state", ".inv_freq"))
+_DIST_RULES = rules(  # of torch_dist, where all experts are one tensor
+    """
+    layer.linear_fc1.weight = our.mlp.experts.up (experts)
+    layer.linear_fc1.weight = our.mlp.experts.gate_up (experts)
+    layer.linear_fc2.weight = our.mlp.experts.down (experts)
+    """,
+    "decoder.layers.{n}.mlp.experts.experts.",
+)
+MEGATRON = Naming(name="megatron", rules=_CORE_RULES, others=_DIST_RULES, ignored=("._extra_state", ".inv_freq"))
+GROUPED = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")  # an expert of Transformer Engine's layers
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # numbered
 STACKED_LAYERS = re.compile(r"decoder\.layers\.(?!\d)")  # [L, ...] under one name
 WORD = "embedding.word_embeddings.weight"
@@ -57,4 +75,4 @@ def core_name(name: str) -> str:
     """Megatron core's name of a tensor of any release."""
     for other, core in SYNONYMS:
         name = name.replace(other, core)
-    return name
+    return GROUPED.sub(r".mlp.experts.local_experts.\2.\1.weight", name)

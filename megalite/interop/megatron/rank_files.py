@@ -1,7 +1,7 @@
-"""Megatron-LM's checkpoints of one file per (tp, pp) rank, read without Megatron-LM; tools/megatron_release.py writes.
+"""Megatron-LM's checkpoints of one file per rank, read without Megatron-LM; tools/megatron_release.py writes them.
 
     DIR/latest_checkpointed_iteration.txt        a number, or "release"
-    DIR/iter_0000500/mp_rank_00/model_optim_rng.pt            mp_rank_TT, or mp_rank_TT_PPP where pp > 1
+    DIR/iter_0000500/mp_rank_00/model_optim_rng.pt            mp_rank_TT[_PPP][_EEE], PPP where pp > 1, EEE where ep > 1
         args, checkpoint_version, model (or model0, model1, .. with virtual stages): name -> tensor
 
 The files are pickles. They are opened with torch's restricted loader and an exact list of names: tensors, plain
@@ -14,7 +14,7 @@ import itertools
 import pickle  # its error only; torch's restricted loader does the reading
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,18 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.storage.location import TRACKER, is_megatron
 from megalite.config.options import ModelConfig
 from megalite.interop.convert import Foreign, Found, matched, model_of, usual_dtype
-from megalite.interop.megatron.args import read_args
+from megalite.interop.megatron.args import given, read_args
 from megalite.interop.megatron.names import LAYER, MEGATRON, WORD, core_name
-from megalite.interop.rules import recipes
-from megalite.models.specs import specs_of
+from megalite.interop.rules import box_on, recipes
+from megalite.models.specs import stored_specs
 
+Ranks = Mapping[tuple[int, int], Mapping[str, Found]]  # (tp, ep) rank -> its tensors
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 # errors of the restricted loader for damaged files, as mutated files have shown
 DAMAGED = (OSError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError)
 DAMAGED += (RuntimeError, TypeError, ValueError)
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_RANK = re.compile(r"mp_rank_(\d{2,}(?:_\d{3,}){0,2})")
+_ONE_MATRIX = re.compile(r".*\.mlp\.experts\.weight[12]")
 
 
 class Inert:
@@ -82,7 +84,8 @@ INERT = (
 class MegatronModel:
     """An opened checkpoint: `padded_vocab_size` rows in embedding and head, `args` as they were saved.
 
-    shards(name within its layer, layer), or (name, -1) outside the layers: the tensor of each tp rank. KeyError.
+    shards(name within its layer, layer), or (name, -1) outside the layers: the tensor of each tp rank; a third argument
+    is the ep rank. KeyError.
     """
 
     folder: Path
@@ -92,7 +95,7 @@ class MegatronModel:
     dtype: torch.dtype
     tensors: list[Foreign]
     args: Namespace
-    shards: Callable[[str, int], list[Tensor]]
+    shards: Callable[..., list[Tensor]]
 
 
 def load_pickle(path: Path, say: Callable[[str], object]) -> dict[str, Any]:
@@ -161,68 +164,93 @@ def true_vocab_size(args: Namespace, rows: int, tokenizer: int | None = None) ->
     return next((n for n in known if type(n) is int and 0 < n <= rows), None)
 
 
-def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """(tp rank, pp rank) -> file. Raises CheckpointError where one is missing."""
-    files: dict[tuple[int, int], Path] = {}
+def rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
+    """The numbers in the name of a rank's folder -> its file. Raises CheckpointError where there is none."""
+    files: dict[tuple[int, ...], Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _RANK.fullmatch(path.name)
         file = next((path / name for name in FILES if (path / name).is_file()), None)
         if match is not None:
             if file is None:
                 raise CheckpointError(f"{path}: has no {FILES[0]}; the checkpoint is incomplete: copy it again")
-            files[int(match[1]), int(match[2] or 0)] = file
+            files[tuple(map(int, match[1].split("_")))] = file
     if not files:
         raise CheckpointError(f"{folder}: has no folder mp_rank_00; give the directory of a checkpoint")
-    tp, pp = (1 + max(key[i] for key in files) for i in (0, 1))
-    for t, p in itertools.product(range(tp), range(pp)):
-        if (t, p) not in files:
-            raise CheckpointError(f"{folder}: tp rank {t}, pp rank {p} of {tp} x {pp} is missing; copy it again")
     return files
+
+
+def _places(
+    names: Iterable[tuple[int, ...]], args: Namespace, folder: Path
+) -> dict[tuple[int, int, int], tuple[int, ...]]:
+    """(tp, pp, ep) rank -> the numbers in its name: of pp and ep only where they are above 1. Raises CheckpointError
+    where a rank is missing, or the experts are cut in another way than by these."""
+    result, ep = dict[tuple[int, int, int], tuple[int, ...]](), given(args, "expert_model_parallel_size", 1)
+    for name in names:
+        t, *rest = name
+        e = rest.pop() if ep != 1 or len(rest) > 1 else 0
+        result[t, rest[0] if rest else 0, e] = name
+    sizes = [1 + max(place[i] for place in result) for i in range(3)]
+    for place in itertools.product(*map(range, sizes)):
+        if place not in result:
+            t, p, e = place
+            rank = f"tp rank {t}, pp rank {p}" + (f", ep rank {e}" if sizes[2] > 1 else "")
+            of = " x ".join(map(str, sizes if sizes[2] > 1 else sizes[:2]))
+            raise CheckpointError(f"{folder}: {rank} of {of} is missing; copy it again")
+    if getattr(args, "num_experts", None) and (etp := given(args, "expert_tensor_parallel_size", sizes[0])) != sizes[0]:
+        cut = f"expert_tensor_parallel_size={etp} is not tensor_model_parallel_size={sizes[0]}"
+        raise CheckpointError(f"{folder}: {cut}, which files by rank cannot tell; save it as torch_dist")
+    return result
 
 
 def open_megatron(directory: Path, say: Callable[[str], object] = print) -> MegatronModel:
     """Read args and the names of all tensors. Raises CheckpointError with all problems."""
     folder = folder_of(directory)
     files = rank_files(folder)
-    loaded = {key: load_pickle(path, say) for key, path in files.items()}
-    args, version = args_of(loaded[0, 0], files[0, 0]), loaded[0, 0].get("checkpoint_version", 0)
+    loaded, first = {name: load_pickle(path, say) for name, path in files.items()}, min(files)
+    args, version = args_of(loaded[first], files[first]), loaded[first].get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < 2:
         old = f"checkpoint_version={version!r} is below 2, when qkv had another order"
-        raise CheckpointError(f"{files[0, 0]}: {old}; save it again with a newer Megatron-LM")
-    return model_in(folder, args, files[0, 0], _tp_ranks({key: _stages(loaded[key], files[key]) for key in files}))
+        raise CheckpointError(f"{files[first]}: {old}; save it again with a newer Megatron-LM")
+    places = _places(files, args, folder).items()
+    return model_in(folder, args, files[first], _depths({at: _stages(loaded[n], files[n]) for at, n in places}))
 
 
-def model_in(folder: Path, args: Namespace, where: Path, ranks: Sequence[Mapping[str, Found]]) -> MegatronModel:
-    """The model of the args in the file `where`, of which each tp rank has `ranks`, Megatron core's names -> tensors.
-    Raises CheckpointError with all problems."""
-    tp, options = len(ranks), read_args(args, str(where))
+def model_in(folder: Path, args: Namespace, where: Path, ranks: Ranks) -> MegatronModel:
+    """The model of the args in the file `where`, of which each rank of tp and ep has `ranks`, Megatron core's names ->
+    tensors. Raises CheckpointError with all problems."""
+    (tp, ep), options = (1 + n for n in max(ranks)), read_args(args, str(where))
     model = model_of(options, str(where))
     if model.groups % tp or model.num_attention_heads % model.groups:
         raise CheckpointError(f"{folder}: num_query_groups={model.groups} does not split over tp={tp}")
-    word = ranks[0].get(WORD)
+    if (model.num_experts or 0) % ep:
+        raise CheckpointError(f"{folder}: num_experts={model.num_experts} does not split over ep={ep}")
+    word = ranks[0, 0].get(WORD)
     if word is None or len(word.shape) != 2:
         raise CheckpointError(f"{where}: has no word embeddings; it is not the first stage of a GPT")
     padded, layers = word.shape[0] * tp, range(model.num_layers)
-    specs = specs_of(model, padded)
-    wanted = [recipes(MEGATRON, specs, model.groups, layers, tp=tp, rank=t) for t in range(tp)]
-    pairs = list(zip(ranks, wanted, strict=True))
+    specs, sizes = stored_specs(model, padded), {"tp": tp, "ep": ep, "etp": tp}
+    boxes = {(t, e): box_on(sizes, {"tp": t, "ep": e, "etp": t}) for t, e in ranks}
+    pairs = [
+        (rank, recipes(MEGATRON, specs, model.groups // tp, layers, box_of=boxes[at], found=rank))
+        for at, rank in ranks.items()
+    ]
     tensors = matched(pairs, f"{folder}: the tensors do not fit the args", "copy the checkpoint again")
 
-    def shards(name: str, layer: int) -> list[Tensor]:
+    def shards(name: str, layer: int, ep_rank: int = 0) -> list[Tensor]:
         full = name if layer < 0 else f"decoder.layers.{layer}.{name}"
-        return [rank[full].load() for rank in ranks]
+        return [rank[full].load() for (_, e), rank in ranks.items() if e == ep_rank]
 
     return MegatronModel(folder, options, model, padded, usual_dtype(tensors), tensors, args, shards)
 
 
-def _tp_ranks(stages: Mapping[tuple[int, int], Sequence[Mapping[str, Found]]]) -> list[dict[str, Found]]:
-    """The tensors of all stages on each tp rank; their layers are counted in the model."""
-    tp, pp = (1 + max(key[i] for key in stages) for i in (0, 1))
-    ranks, begin = [dict[str, Found]() for _ in range(tp)], 0
+def _depths(stages: Mapping[tuple[int, int, int], Sequence[Mapping[str, Found]]]) -> Ranks:
+    """The tensors of all stages on each rank of tp and ep; their layers are counted in the model."""
+    ranks, begin = {(t, e): dict[str, Found]() for t, _, e in sorted(stages)}, 0
+    pp = 1 + max(p for _, p, _ in stages)
     for chunk, p in itertools.product(range(max(map(len, stages.values()))), range(pp)):
         end = begin
-        for t, rank in enumerate(ranks):
-            for name, one in stages[t, p][chunk].items() if chunk < len(stages[t, p]) else ():
+        for (t, e), rank in ranks.items():
+            for name, one in stages[t, p, e][chunk].items() if chunk < len(stages[t, p, e]) else ():
                 if layer := LAYER.match(name):
                     end = max(end, begin + int(layer[1]) + 1)
                     name = f"decoder.layers.{begin + int(layer[1])}.{name[layer.end() :]}"
@@ -248,6 +276,8 @@ def _named(node: Any, path: Path, prefix: str = "", depth: int = 0) -> dict[str,
     result: dict[str, Found] = {}
     for key, value in node.items():
         name = f"{prefix}{key}"
+        if _ONE_MATRIX.fullmatch(name):
+            raise CheckpointError(f"{path}: {name} is all experts of a GroupedMLP in one matrix; save it as torch_dist")
         if isinstance(value, Mapping):
             found = _named(value, path, name + ".", depth + 1)
         elif name.endswith(MEGATRON.ignored):

@@ -127,7 +127,7 @@ def open_dist(folder: Path, say: Callable[[str], object] = print) -> MegatronMod
             one = lambda key=key, stored=stored, box=box: read(key, stored, box)[0]  # noqa: E731
             layer = f"decoder.layers.{n}.{name[stacked.end() :]}"
             found[layer] = Found(shape[1:], stored.dtype, f"{key}[{n}] in {folder}", one)
-    return model_in(folder, args, common, [found])  # whole tensors, whatever tp was
+    return model_in(folder, args, common, {(0, 0): found})  # whole tensors, whatever tp was
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:

@@ -28,7 +28,7 @@ from megalite.interop.hugging_face.model_files import open_model
 from megalite.interop.megatron import rank_files as megatron
 from megalite.interop.megatron.rank_files import true_vocab_size
 from megalite.interop.megatron.torch_dist import open_checkpoint
-from megalite.models.specs import specs_of
+from megalite.models.specs import stored_specs
 from megalite.parallel.comm import first_says
 from megalite.train.setup import SetupError
 from megalite.train.sources import TOKENIZER, open_tokenizer
@@ -172,10 +172,11 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
         pieces = [entry.piece for entry in run.optimizer.pieces()]
         main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # exact where weights are not
         wanted = main or [piece for piece in pieces if piece.name.startswith("model/")]
+        wanted += [piece for piece, _ in run.balance.pieces()]
         rows = run.vocab_size if theirs.padded else theirs.rows
         if mesh.world.is_first:
             show(f"loading {theirs.folder} ({len(theirs.tensors)} tensors)")
-        fill_from(theirs.tensors, wanted, specs_of(theirs.model, rows), str(folder), mesh.world.is_first)
+        fill_from(theirs.tensors, wanted, stored_specs(theirs.model, rows), str(folder), mesh.world.is_first)
         return folder, theirs
 
     folder, theirs = together(mesh, read, f"reading the weights of {folder}")

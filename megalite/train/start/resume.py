@@ -18,7 +18,7 @@ from megalite.config.toml import parse_toml
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.interop.convert import ANY_RUN
-from megalite.models.specs import specs_of, state_shapes
+from megalite.models.specs import stored_specs
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import Rates
 from megalite.parallel.spec import Piece
@@ -157,8 +157,7 @@ def _wanted(
     if states and not any(kind.startswith("optimizer.") for kind in saved):
         states, remedy = {}, "add --no-load-optim to continue without it, or --finetune to start afresh"
         of_optimizer.insert(0, f"{folder} holds no optimizer state: {remedy}")
-    shapes = {f"model/{name}": spec.stored_shape for name, spec in specs_of(config.model, run.vocab_size).items()}
-    shapes |= {f"state/{name}": shape for name, shape in state_shapes(config.model).items()}
+    shapes = {spec.stored_name: spec.stored_shape for spec in stored_specs(config.model, run.vocab_size).values()}
     if why := _misfit(shapes, manifest, options, tokenizer, (states, _states(saved))):
         why.insert(0, f"{folder} does not fit this run:")
     if why or of_optimizer:

@@ -1,0 +1,301 @@
+"""Mixtures of experts from and to Hugging Face, and from Megatron-LM's files; the fixtures of these are written here."""
+
+import argparse
+import itertools
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hugging_face_cases import SHAPE, SPARSE, collection, copied
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_convert_megatron import Case, D, F, L, refused, stage, tool, whole
+from test_convert_megatron import V as TOKENS
+from torch import Tensor
+from train_cases import config_from, run_from
+
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.offline import open_checkpoint
+from megalite.config.options import build
+from megalite.interop.hugging_face import model_files
+from megalite.interop.hugging_face.config_json import choose_family, misfits, read_config
+from megalite.models.families import FAMILIES
+from megalite.train.start import foreign_weights as foreign
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    return collection(tmp_path_factory.mktemp("hf"))
+
+
+# ---- Hugging Face
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_in_one_tensor_are_those_of_many(models, name: str, tmp_path: Path) -> None:
+    theirs, folder = models(name)
+    theirs.save_pretrained(tmp_path / "memory", save_original_format=False)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(tmp_path / "memory" / "model.safetensors")
+    for form, source in (("many", folder), ("one", tmp_path / "memory")):
+        assert tool("--from-hf", source, "--save", tmp_path / form, "--check-bits") == 0
+    many, one = open_checkpoint(tmp_path / "many"), open_checkpoint(tmp_path / "one")
+    assert many.manifest.tensors.keys() == one.manifest.tensors.keys()
+    assert all(torch.equal(many.read(key), one.read(key)) for key in many.manifest.tensors)
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    [
+        (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), "layers.1.mlp.experts.3.up_proj.weight is missing"),
+        (lambda t: t.update({"model.layers.1.mlp.experts.6.up_proj.weight": torch.ones(20, 32)}), "not a tensor of this model"),
+        (lambda t: t.update({"model.layers.0.mlp.gate.weight": torch.ones(6, 32)}), "layers.0.mlp.gate.weight in .*: not a tensor"),
+        (lambda t: t.pop("model.layers.1.mlp.shared_expert_gate.weight"), "shared_expert_gate.weight is missing"),
+    ],
+)  # fmt: skip
+def test_an_expert_too_few_or_too_many_is_named(models, change: Callable, reason: str, tmp_path: Path) -> None:
+    folder = copied(models("qwen2_moe")[1], tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=reason):
+        model_files.open_model(folder)
+
+
+def test_the_second_reading_sees_experts_that_are_exchanged(models, tmp_path: Path, monkeypatch, capsys) -> None:
+    real = model_files.recipes
+
+    def exchanged(*args: Any, **kwargs: Any) -> list[Any]:
+        other = {"experts.0.": "experts.1.", "experts.1.": "experts.0."}
+        renamed = lambda name: re.sub(r"experts\.[01]\.", lambda found: other[found[0]], name)  # noqa: E731
+        return [replace(recipe, theirs=renamed(recipe.theirs)) for recipe in real(*args, **kwargs)]
+
+    monkeypatch.setattr(model_files, "recipes", exchanged)
+    assert tool("--from-hf", models("mixtral")[1], "--save", tmp_path / "ours", "--check-bits") == 1
+    out = capsys.readouterr().out
+    assert "all bits equal" in out and "layer 0, read a second way, computes something else" in out
+
+
+CONFIG = {**SHAPE, **SPARSE, "model_type": "qwen3_moe"}
+REFUSED = {
+    "model_type='olmoe' norms queries and keys over all heads at once": {"model_type": "olmoe"},
+    "decoder_sparse_step=0, mlp_only_layers=[]": {"decoder_sparse_step": 0},
+    "mlp_only_layers=['a']": {"mlp_only_layers": ["a"]},
+    "use_sliding_window=True is not False": {"use_sliding_window": True},
+    "qkv_bias=False is not True": {"model_type": "qwen2_moe", "qkv_bias": False},
+    "router_jitter_noise=0.1 is not 0.0": {"model_type": "mixtral", "router_jitter_noise": 0.1},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_expressed_is_refused_by_name(reason: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        read_config({**CONFIG, **REFUSED[reason]}, None, "config.json")
+    assert reason in str(error.value)
+
+
+@settings(max_examples=40)
+@given(step=st.integers(1, 4), dense=st.lists(st.integers(0, 8)), layers=st.integers(1, 8), whole=st.booleans())
+def test_layers_with_experts_are_those_of_transformers(step: int, dense: list[int], layers: int, whole: bool) -> None:
+    keys = {"decoder_sparse_step": step, "mlp_only_layers": dense, "num_hidden_layers": layers}
+    model = build(read_config({**CONFIG, **keys, "norm_topk_prob": whole}, None, "")[1]).model
+    assert model.experts == tuple(n not in dense and (n + 1) % step == 0 for n in range(layers))
+    assert model.moe_router_pre_softmax == (not whole)
+    assert not misfits(model, FAMILIES["qwen3_moe"])
+    if any(model.experts):
+        assert choose_family(model, None, None) == "qwen3_moe"
+
+
+def test_keys_that_are_left_away_have_the_values_of_transformers() -> None:
+    import transformers
+
+    for name, cls in (("mixtral", "MixtralConfig"), ("qwen2_moe", "Qwen2MoeConfig"), ("qwen3_moe", "Qwen3MoeConfig")):
+        theirs = getattr(transformers, cls)(**SHAPE)
+        want = build(read_config(theirs.to_dict(), None, "")[1]).model
+        given = SHAPE | {"num_key_value_heads": theirs.num_key_value_heads}
+        got = build(read_config({**given, "model_type": name}, None, "")[1]).model
+        assert got == want and got.num_experts == theirs.num_experts
+
+
+MOE: dict[str, Any] = {
+    **{"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4, "add_bias_linear": False},
+    **{"normalization": "RMSNorm", "activation": "swiglu", "position_embedding_type": "rope", "hidden_dropout": 0.0},
+    **{"num_experts": 4, "moe_ffn_hidden_size": 12},
+}
+NO_EXPORT: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "llama", "num_experts=4 is not None"),
+    ({"num_experts": 0}, "mixtral", "num_experts=0, but mixtral has some"),
+    ({}, "qwen2_moe", "shared_expert_intermediate_size=None, but qwen2_moe has some"),
+    ({"moe_layer_freq": "2"}, "mixtral", "moe_layer_freq=2 is not 1"),
+    ({"moe_router_pre_softmax": True}, "mixtral", "moe_router_pre_softmax=True is not False"),
+    ({"moe_router_score_function": "sigmoid"}, "mixtral", "moe_router_score_function=sigmoid is not softmax"),
+    ({"moe_router_topk_scaling_factor": 2.5}, "mixtral", "moe_router_topk_scaling_factor=2.5 is not 1.0"),
+    ({"moe_router_enable_expert_bias": True}, "mixtral", "moe_router_enable_expert_bias=True is not False"),
+    ({"moe_shared_expert_intermediate_size": 8}, "mixtral", "moe_shared_expert_intermediate_size=8 is not None"),
+    ({"moe_shared_expert_intermediate_size": 8, "add_qkv_bias": True}, "qwen2_moe", "shared_expert_gate=False is not True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options,family,line", NO_EXPORT)
+def test_what_a_family_has_not_is_refused_at_export(options: dict, family: str, line: str) -> None:
+    assert choose_family(build(MOE).model, None, None) == "mixtral"
+    with pytest.raises(CheckpointError, match=f"(?s)family={family} cannot express.*{line}"):
+        choose_family(build(MOE | options).model, family, None)
+
+
+# ---- Megatron-LM
+E, WIDTH, SHARED = 4, 12, 8
+CASE = Case(groups=2, llama=True, tied=False)
+SOME, ALL = [0, 1, 0, 1], [1, 1, 1, 1]
+SIZES = {"mlp.router": (E, D), "mlp.router.bias": (E,), "mlp.experts.gate_up": (E, 2, WIDTH, D)}
+SIZES |= {"mlp.experts.down": (E, D, WIDTH), "mlp.shared.gate_up": (2, SHARED, D), "mlp.shared.down": (D, SHARED)}
+SIZES["mlp.shared_gate"] = (D,)
+Names = dict[str, Tensor]
+
+
+def weights_of(freq: list[int]) -> Names:
+    """Random weights under our names, in our shapes."""
+    weights, generator = whole(CASE), torch.Generator().manual_seed(4)
+    for n in (n for n in range(L) if freq[n]):
+        del weights[f"layers.{n}.mlp.gate_up"], weights[f"layers.{n}.mlp.down"]
+        weights |= {f"layers.{n}.{name}": torch.randn(size, generator=generator) for name, size in SIZES.items()}
+    return weights
+
+
+def expert_stage(freq: list[int], layers: range, form: str, tp: int = 1, t: int = 0, ep: int = 1, e: int = 0) -> Names:
+    """One stage of (tp, ep) rank (t, e), under Megatron core's names."""
+    weights = weights_of(freq)
+    names = stage(CASE, whole(CASE) | weights, tp, t, layers)
+
+    def add(at: str, up: str, down: str, gate_up: Tensor, down_DF: Tensor) -> None:
+        names[at + up] = torch.cat([half.chunk(tp)[t] for half in gate_up])
+        names[at + down] = down_DF.chunk(tp, 1)[t]
+
+    for local, n in ((local, n) for local, n in enumerate(layers) if freq[n]):
+        at, own = f"decoder.layers.{local}.mlp.", {name[4:]: weights[f"layers.{n}.{name}"] for name in SIZES}
+        names[at.replace("mlp.", "pre_mlp_layernorm.weight")] = names.pop(f"{at}linear_fc1.layer_norm_weight")
+        del names[f"{at}linear_fc1.weight"], names[f"{at}linear_fc2.weight"]
+        names |= {f"{at}router.weight": own["router"], f"{at}router.expert_bias": own["router.bias"]}
+        names[f"{at}shared_experts.gate_weight"] = own["shared_gate"][None]
+        linears = "linear_fc1.weight", "linear_fc2.weight"
+        add(f"{at}shared_experts.", *linears, own["shared.gate_up"], own["shared.down"])
+        up, down = own["experts.gate_up"], own["experts.down"]
+        if form == "dist":
+            names[f"{at}experts.experts.linear_fc1.weight"] = up.flatten(1, 2)
+            names[f"{at}experts.experts.linear_fc2.weight"] = down
+            continue
+        for i in range(E // ep):
+            which = (f"{at}experts.local_experts.{i}.", *linears)
+            if form == "grouped":
+                which = (f"{at}experts.", *(f"{name}{i}" for name in linears))
+            add(*which, up[e * E // ep + i], down[e * E // ep + i])
+    return names
+
+
+def write(folder: Path, freq: list[int], tp: int = 1, pp: int = 1, ep: int = 1, form: str = "grouped") -> Path:
+    target, given = folder / "iter_0000007", {"num_experts": E, "moe_layer_freq": freq, "moe_ffn_hidden_size": WIDTH}
+    given |= {"moe_shared_expert_intermediate_size": SHARED, "moe_shared_expert_gate": True, "moe_aux_loss_coeff": 0.01}
+    given |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_z_loss_coeff": None}
+    given |= {"moe_router_load_balancing_type": "seq_aux_loss", "moe_router_dtype": "fp64", "moe_router_topk": 2}
+    sizes = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": tp}
+    args = argparse.Namespace(**CASE.args, **given, **sizes)
+    target.mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    if form == "dist":
+        _save_dist(target, expert_stage(freq, range(L), form), all(freq))
+        torch.save({"args": args, "iteration": 7}, target / "common.pt")
+        return target
+    for t, p, e in itertools.product(range(tp), range(pp), range(ep)):
+        name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+        (target / name).mkdir()
+        model = expert_stage(freq, range(p * L // pp, (p + 1) * L // pp), form, tp, t, ep, e)
+        torch.save({"args": args, "checkpoint_version": 3.0, "model": model}, target / name / "model_optim_rng.pt")
+    return target
+
+
+def _save_dist(target: Path, names: Names, stacked: bool) -> None:
+    """`stacked`: layers of one kind are one tensor."""
+    if stacked:
+        every = {name.replace(".layers.0.", ".layers.") for name in names if ".layers.0." in name}
+        layers = {key: [names.pop(key.replace(".layers.", f".layers.{n}.")) for n in range(L)] for key in every}
+        names |= {key: torch.stack(values) for key, values in layers.items()}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(dict(names), checkpoint_id=target, no_dist=True)
+
+
+LAYOUTS = [(SOME, 1, 1, 1, "sequential"), (ALL, 2, 1, 2, "sequential"), (SOME, 1, 1, 4, "grouped")]
+LAYOUTS += [(SOME, 2, 2, 2, "grouped"), (SOME, 1, 1, 1, "dist"), (ALL, 1, 1, 1, "dist")]
+
+
+@pytest.mark.parametrize("freq,tp,pp,ep,form", LAYOUTS)
+def test_experts_are_read_bit_for_bit(freq, tp: int, pp: int, ep: int, form: str, tmp_path: Path, capsys) -> None:
+    write(tmp_path / "theirs", freq, tp, pp, ep, form)
+    words = ["--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", TOKENS]
+    assert tool(*words, "--check") == 0
+    assert "read a second way compute the same" in capsys.readouterr().out
+    source = open_checkpoint(tmp_path / "ours")
+    want = {f"{'state' if name.endswith('r.bias') else 'model'}/{name}": w for name, w in weights_of(freq).items()}
+    assert source.manifest.tensors.keys() == want.keys()
+    for key, values in want.items():
+        rows = TOKENS if key in ("model/embedding.word", "model/head") else len(values)
+        assert torch.equal(source.read(key)[:rows], values[:rows]), key
+
+
+def test_a_run_begins_with_their_experts_and_biases(tmp_path: Path) -> None:
+    write(tmp_path, SOME, form="dist")
+    words = "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --device cpu --vocab-size 50"
+    config = foreign.with_source(config_from([*words.split(), "--load", str(tmp_path), "--use-checkpoint-args"]))
+    run, want = run_from(config), weights_of(SOME)
+    assert foreign.start(run, config) is not None
+    assert [router.layer for router in run.balance.routers] == [1, 3]
+    for router in run.balance.routers:
+        assert router.bias is not None and torch.equal(router.bias, want[f"layers.{router.layer}.mlp.router.bias"])
+        assert torch.equal(router.weight, want[f"layers.{router.layer}.mlp.router"])
+
+
+def _change(folder: Path, rank: str, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "iter_0000007" / rank / "model_optim_rng.pt"
+    data = torch.load(path, weights_only=False)
+    change(data)
+    torch.save(data, path)
+
+
+EXPERT, ROUTER = "decoder.layers.3.mlp.experts.linear_fc2.weight1", "decoder.layers.1.mlp.router.weight"
+BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no expert": (lambda d: d["model"].pop(EXPERT), "layers.3.mlp.experts.local_experts.1.linear_fc2.weight is missing"),
+    "more experts": (lambda d: d["model"].update({EXPERT[:-1] + "2": torch.ones(D, WIDTH)}), "local_experts.2.* not a tensor"),
+    "no bias": (lambda d: d["model"].pop("decoder.layers.1.mlp.router.expert_bias"), "layers.1.mlp.router.expert_bias is missing"),
+    "another copy": (lambda d: d["model"].update({ROUTER: torch.ones(E, D)}), f"{ROUTER} in .* differs from {ROUTER} in "),
+    "one matrix": (lambda d: d["model"].update({"decoder.layers.1.mlp.experts.weight1": torch.ones(D, F)}), "weight1 is all experts of a GroupedMLP"),
+}  # fmt: skip
+ARGS = {
+    "expert_tensor_parallel_size=2 is not tensor_model_parallel_size=1": {"expert_tensor_parallel_size": 2},
+    "num_experts=3 does not split over ep=2": {"num_experts": 3},
+    "moe_latent_size=8": {"moe_latent_size": 8},
+    "moe_mlp_glu_interleave_size=32": {"moe_mlp_glu_interleave_size": 32},
+}
+
+
+@pytest.mark.parametrize("kind", [*BAD, *ARGS])
+def test_what_does_not_fit_is_named(kind: str, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "theirs"
+    write(folder, SOME, ep=2)
+    change, reason = BAD.get(kind, (lambda d: [setattr(d["args"], *pair) for pair in ARGS[kind].items()], kind))
+    _change(folder, "mp_rank_00_001" if kind in BAD else "mp_rank_00_000", change)
+    refused(folder, capsys, reason)
+
+
+def test_a_rank_that_is_missing_and_an_export_are_refused(tmp_path: Path, capsys) -> None:
+    folder = write(tmp_path / "theirs", SOME, tp=2, ep=2)
+    (folder / "mp_rank_00_001").rename(folder / "gone")
+    refused(tmp_path / "theirs", capsys, "tp rank 0, pp rank 0, ep rank 1 of 2 x 1 x 2 is missing")
+    (folder / "gone").rename(folder / "mp_rank_00_001")
+    assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", TOKENS) == 0
+    assert tool("--load", tmp_path / "ours", "--to-megatron", tmp_path / "back") == 3
+    assert "num_experts=4: experts are not written for Megatron-LM" in capsys.readouterr().err
+    assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / "hf") == 3
+    assert "moe_router_enable_expert_bias=True is not False" in capsys.readouterr().err
