@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.models.gpt import Stage
 from megalite.nn.router import LOSSES, Router
