@@ -119,17 +119,17 @@ def _forward(
     starts = tl.load(OFFSETS + group, mask=group <= E, other=M).to(tl.int32)
     ends = tl.load(OFFSETS + group + 1, mask=group < E, other=M).to(tl.int32)  # group E: rows of none
     tiles = tl.cumsum((ends - starts + ROWS - 1) // ROWS, 0) * across  # of the groups up to each
-    for tile in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):  # type: ignore
         e = tl.sum((tiles <= tile).to(tl.int32), 0)
         start = tl.load(OFFSETS + e).to(tl.int32)
         end = tl.load(OFFSETS + e + 1, mask=e < E, other=M).to(tl.int32)
         before = tl.max(tl.where(tiles <= tile, tiles, 0), 0)
-        i, j = _place(tile - before, (end - start + ROWS - 1) // ROWS, across, BAND)
+        i, j = _place(tile - before, (end - start + ROWS - 1) // ROWS, across, BAND)  # type: ignore
         rows, columns = start + i * ROWS + tl.arange(0, ROWS), j * COLUMNS + tl.arange(0, COLUMNS)
         x = X + _rows(INDEX, rows, end, INDEXED)[:, None] * xs + inner[None, :]
         w = W + e.to(tl.int64) * we + columns.to(tl.int64)[:, None] * wf + inner[None, :] * wd
         y = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for k in range(0, tl.where(e < E, D, 0), DEPTH):
+        for k in range(0, D * (e < E), DEPTH):
             if WHOLE:
                 y += dot(tl.load(x), tl.trans(tl.load(w)), WIDE)
             else:

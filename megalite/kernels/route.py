@@ -28,8 +28,8 @@ BLOCK = TileSizes(1, 1024, 4)  # 8 elements per thread: of each choice one 16-by
 def sort_by_expert(ids_NK: Tensor, E: int) -> tuple[Tensor, Tensor]:
     """(order_M int64, offsets int32 [E + 1]) of experts 0 to E - 1. M = N K; choices with an id of -1 or E are left
     out: they come last, from offsets[E] on."""
-    ids = torch.where(ids_NK < 0, E, ids_NK).flatten().to(torch.int16)  # a card sorts 16 bits in a quarter of the turns
-    ids, order_M = ids.sort(stable=True)
+    ids = ids_NK.to(torch.int16, copy=True).flatten()  # a card sorts 16 bits in a quarter of the turns of 64
+    ids, order_M = ids.masked_fill_(ids < 0, E).sort(stable=True)
     first = torch.arange(E + 1, dtype=ids.dtype, device=ids.device)
     return order_M, torch.searchsorted(ids, first, out_int32=True)
 
@@ -37,7 +37,7 @@ def sort_by_expert(ids_NK: Tensor, E: int) -> tuple[Tensor, Tensor]:
 def slots_of(order_M: Tensor, offsets: Tensor, N: int, K: int) -> Tensor:
     """slots_NK int64: where each choice is in M, -1 for those that are left out. `order_M` may end at offsets[E]."""
     place_M = torch.arange(len(order_M), device=order_M.device)
-    place_M = torch.where(place_M < offsets[-1], place_M, -1)
+    place_M.masked_fill_(place_M >= offsets[-1], -1)
     return place_M.new_full((N * K,), -1).scatter_(0, order_M, place_M).view(N, K)
 
 
@@ -56,7 +56,7 @@ def _combine(
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((ROWS, COLUMNS), dtype=wide)
-    for k in tl.static_range(CHOICES):
+    for k in tl.static_range(CHOICES):  # type: ignore
         slot = tl.load(SLOTS + token * CHOICES + k, mask=token < tokens, other=-1)
         total += tl.load(Y + slot * stride + at, mask=(slot >= 0) & (at < columns), other=0.0).to(wide)
     tl.store(OUT + token * columns + at, total.to(OUT.dtype.element_ty), mask=(token < tokens) & (at < columns))

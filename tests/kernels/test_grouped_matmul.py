@@ -1,0 +1,135 @@
+"""Experts' matmuls and the way of rows to them and back, against their definitions in fp64; what a plan counts of them.
+Their Triton kernels are rows of tests/kernels/cases.py."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
+from megalite.kernels.route import combine, slots_of, sort_by_expert
+from megalite.parallel.spec import ParamSpec
+from megalite.plan.bill import Recorder
+from megalite.plan.meta import Meta
+
+EXACT = dict(rtol=1e-12, atol=1e-12)
+small = st.integers(1, 9)
+sizes_of_groups = st.lists(st.sampled_from([0, 0, 1, 2, 7]), min_size=1, max_size=5)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def strided(x_EFD: Tensor, order: list[int]) -> Tensor:
+    """The same values with dimensions in memory in this order, and gaps between."""
+    there = torch.full([2 * x_EFD.shape[dim] for dim in order], torch.nan, dtype=x_EFD.dtype)
+    view = there[tuple(slice(None, None, 2) for _ in order)].permute([order.index(dim) for dim in range(3)])
+    return view.copy_(x_EFD)
+
+
+def picked(M: int, R: int, seed: int) -> Tensor:
+    return torch.randint(R, (M,), generator=torch.Generator().manual_seed(seed))
+
+
+@given(sizes_of_groups, st.integers(0, 3), small, small, st.booleans(), st.permutations([0, 1, 2]))
+def test_every_row_meets_the_weight_of_its_expert(
+    sizes: list[int], none: int, F: int, D: int, indexed: bool, order: list[int]
+) -> None:
+    M, E = sum(sizes) + none, len(sizes)
+    offsets = torch.tensor([0, *sizes]).cumsum(0)
+    rows = picked(M, 4, 1) if indexed else None
+    x, w = normal(4 if indexed else M, D), normal(E, F, D, seed=1)
+    expert_M = torch.repeat_interleave(torch.arange(E + 1), torch.tensor([*sizes, none]))
+    weights = torch.cat([w, torch.zeros(1, F, D, dtype=w.dtype)])[expert_M]
+    want = torch.einsum("mfd,md->mf", weights, x if rows is None else x[rows])
+    got = grouped_matmul(x, strided(w, order), offsets.to(torch.int32 if indexed else torch.int64), rows)
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+@given(sizes_of_groups, st.integers(0, 3), small, small, *[st.booleans()] * 3, st.permutations([0, 1, 2]))
+def test_a_gradient_is_added_or_begun(
+    sizes: list[int], none: int, F: int, D: int, begin: bool, indexed: bool, dy_indexed: bool, order: list[int]
+) -> None:
+    M, E = sum(sizes) + none, len(sizes)
+    rows, dy_rows = (picked(M, 4, seed) if some else None for seed, some in ((1, indexed), (2, dy_indexed)))
+    x, dy = normal(4 if indexed else M, D), normal(4 if dy_indexed else M, F, seed=1)
+    sums = torch.full((E, F, D), torch.nan, dtype=torch.float64) if begin else normal(E, F, D, seed=2)
+    want, first = torch.zeros_like(sums) if begin else sums.clone(), 0
+    for e, size in enumerate(sizes):
+        for m in range(first, first + size):
+            want[e] += torch.outer(dy[m if dy_rows is None else dy_rows[m]], x[m if rows is None else rows[m]])
+        first += size
+    got, offsets = strided(sums, order), torch.tensor([0, *sizes]).cumsum(0)
+    grouped_weight_grad_(got, dy, x, offsets, rows, dy_rows=dy_rows, begin=begin)
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_are_kept_in_fp32(dtype: torch.dtype) -> None:
+    """1 and then 2^-12, which half precision would lose."""
+    ones, sums = torch.ones(2, 1, dtype=dtype), torch.full((2, 1, 1), torch.nan)
+    offsets = torch.tensor([0, 1, 2])
+    grouped_weight_grad_(sums, ones, ones, offsets, begin=True)
+    grouped_weight_grad_(sums, ones, ones * 2.0**-12, offsets, begin=False)
+    assert sums.flatten().tolist() == [1 + 2.0**-12] * 2
+
+
+choices = st.integers(1, 4).flatmap(
+    lambda K: st.lists(st.lists(st.integers(-1, 3), min_size=K, max_size=K), max_size=9)
+)
+
+
+@given(choices, st.booleans())
+def test_rows_go_to_their_experts_and_back(ids: list[list[int]], cut: bool) -> None:
+    """Experts 0 to 2; -1 and 3 are left out. With the order `cut` there, and as it is."""
+    E, N, K = 3, len(ids), len(ids[0]) if ids else 2
+    order, offsets = sort_by_expert(torch.tensor(ids, dtype=torch.int64).view(N, K), E)
+    flat = [e for row in ids for e in row]
+    wanted = [[m for m, e in enumerate(flat) if e == expert] for expert in range(E)]
+    assert offsets.tolist() == [sum(map(len, wanted[:e])) for e in range(E + 1)]
+    assert order[: offsets[-1]].tolist() == sum(wanted, []) and sorted(order.tolist()) == list(range(N * K))
+    order = order[: offsets[-1]] if cut else order
+    slots = slots_of(order, offsets, N, K)
+    y = normal(len(order), 5)
+    want = torch.zeros(N, 5, dtype=torch.float64)
+    for m, at in enumerate(order[: offsets[-1]].tolist()):
+        assert slots[at // K, at % K] == m
+        want[at // K] += y[m]
+    assert int((slots < 0).sum()) == N * K - int(offsets[-1])
+    torch.testing.assert_close(combine(y, slots), want, **EXACT)
+
+
+def test_a_sum_is_rounded_once() -> None:
+    """256 and eight times 1: in bf16 one by one it would stay 256."""
+    y = torch.tensor([[256.0]] + [[1.0]] * 8, dtype=torch.bfloat16)
+    assert combine(y, torch.arange(9).view(1, 9)).item() == 264
+
+
+def test_a_plan_counts_one_product_for_all_experts_and_reads_nothing_of_a_card() -> None:
+    """On the meta device, where each read would be an error."""
+    E, N, K, F, D = 4, 32, 2, 16, 8
+    model = nn.Module()
+    model.w = nn.Parameter(torch.empty(E, F, D, dtype=torch.bfloat16, device="meta"))
+    model.w.spec = ParamSpec("layers.0.mlp.experts.up", (E, F, D))  # type: ignore[union-attr]
+    with torch.no_grad(), Recorder() as seen:
+        w, grad = seen.own(model).w, model.w.sink.grad  # type: ignore[union-attr]
+        ids, x = torch.empty(N, K, dtype=torch.int64, device="meta"), torch.empty(N, D, dtype=w.dtype, device="meta")
+        seen.phase = "F"
+        order, offsets = sort_by_expert(ids, E)
+        rows = order // K
+        y = grouped_matmul(x, w, offsets, rows)
+        dx = grouped_matmul(y, w.transpose(1, 2), offsets)
+        grouped_weight_grad_(grad, y, x, offsets, rows, begin=False)
+        assert combine(dx, slots_of(order, offsets, N, K)).shape == (N, D)
+    M = N * K
+    wanted = [("up", (M, F, D, False)), ("up", (M, D, F, False)), ("up", (E * F, D, M / E, True))]
+    assert [(event.name, event.figures) for event in seen.trace if event.what == "matmul"] == wanted
+    moved = {event.name: event.figures[0] for event in seen.trace if event.what == "stream"}
+    assert moved["route_combine"] == 2 * (M * D + N * D) + 8 * N * K
+    assert not any(name.startswith("grouped_matmul") for name in moved)
+    with torch.no_grad(), Meta("cpu"):  # a rehearsal on a CPU
+        y = grouped_matmul(x, w, offsets, rows)
+        grouped_weight_grad_(grad, y, x, offsets, rows, begin=True)
+        assert y.shape == (M, F) and combine(y, slots_of(order, offsets, N, K)).shape == (N, F)
