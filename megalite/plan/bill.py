@@ -2,7 +2,7 @@
 
     matmul    rows, columns, depth of a product       scores   FLOPs that an attention kernel states (Kernel.flops)
     stream    bytes of an operation or a launch: each of its tensors is read or written once
-    begin     a collective over tp or cp, its bytes   wait     a wait for the collective with this number
+    begin     a collective of the layer, its bytes    wait     a wait for the collective with this number
 
 These events are in the order of the rank's work, in three phases: F, the forward; B, the backward to the input with all
 that is computed again; W, the weights' gradients, unless backward computes them at once, in B. Bytes are `saved` from F
@@ -10,7 +10,7 @@ to B, `waiting` from B to W, and the `moment` of each phase: its peak above the 
 run uses the Triton kernels of a card, whatever device the plan is made on.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -34,8 +34,9 @@ FREE |= {aten.detach, aten.lift_fresh}
 
 
 class Event(NamedTuple):
-    """figures: (rows, columns, depth, whether it adds to a gradient's sum) of a matmul, (bytes) of a stream, (FLOPs)
-    of scores, (bytes, number) of a collective, (number) of a wait."""
+    """figures: (rows, columns, depth, whether it adds to a gradient's sum, groups that share out the rows, each with a
+    matrix of its own, bytes of an operand's element) of a matmul, (bytes) of a stream, (FLOPs) of scores, (bytes,
+    number) of a collective, (number) of a wait."""
 
     phase: str
     what: str
@@ -58,7 +59,7 @@ class Bill:
         sums = {"F": 0.0, "B": 0.0, "W": 0.0}
         for phase, what, _, figures in self.trace:
             if what == "matmul":
-                rows, columns, depth, sinks = figures
+                rows, columns, depth, sinks, *_ = figures
                 sums["W" if sinks and phase == "B" else phase] += 2 * rows * columns * depth
             elif what == "scores":
                 sums[phase] += figures[0]
@@ -124,13 +125,14 @@ class Recorder(Meta):
         self.moment: dict[str, int] = {}
         self._names: dict[int, tuple[str, bool]] = {}  # storage -> parameter's name, whether it is the gradients' sum
 
-    def mesh(self, tp: int, cp: int = 1) -> Mesh:
-        """The mesh of the first rank of `tp` and `cp`, whose collectives are recorded."""
+    def mesh(self, tp: int, cp: int = 1, ep: int = 1, etp: int = 1) -> Mesh:
+        """The mesh of the first rank of axes of these sizes, whose collectives are recorded."""
 
         def axis(name: str, size: int, before: str) -> Axis:
             return Axis(name, size, 0, _Counted(self, before), tuple(range(size))) if size > 1 else Axis(name)
 
-        return Mesh(tp=axis("tp", tp, ""), cp=axis("cp", cp, "cp "), device=META)
+        experts = {name: axis(name, size, f"{name} ") for name, size in dict(ep=ep, etp=etp, experts=ep * etp).items()}
+        return Mesh(tp=axis("tp", tp, ""), cp=axis("cp", cp, "cp "), **experts, device=META)
 
     def own(self, module: M) -> M:
         """Leave out the bytes of the parameters and of the sums of their gradients."""
@@ -152,7 +154,8 @@ class Recorder(Meta):
     def launched(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
         name = kernel.fn.__module__.rsplit(".", 1)[-1] + kernel.fn.__name__
         if kernel.product is not None:
-            self._matmul([x for x in args if isinstance(x, Tensor)], *kernel.product(*args))
+            rows, columns, depth, *groups = kernel.product(*args)
+            self._matmul([x for x in args if isinstance(x, Tensor)], rows, columns, depth, *groups or [1])
             return
         self._stream(name, args)
         if kernel.flops is not None:
@@ -168,12 +171,14 @@ class Recorder(Meta):
             return
         a, b = args[MATMULS[packet] :][:2]
         depth = a.shape[-1] * (a.shape[0] if a.dim() > 2 else 1)
-        self._matmul((a, b, results[0]), a.shape[-2], b.shape[-1], depth)
+        self._matmul([a, b, results[0]], a.shape[-2], b.shape[-1], depth, 1)
 
-    def _matmul(self, tensors: Iterable[Tensor], *figures: float) -> None:
-        """With the name of the parameter among them, and whether the sum of its gradients is."""
+    def _matmul(self, tensors: list[Tensor], rows: float, columns: float, depth: float, groups: float) -> None:
+        """With the name of the parameter among them, and whether the sum of its gradients is. The operand with the
+        smallest elements is no sum."""
         known = [self._names[at] for x in tensors if (at := storage_of(x)) in self._names]
-        self.add("matmul", known[0][0] if known else "", *figures, any(is_sum for _, is_sum in known))
+        sinks, size = any(is_sum for _, is_sum in known), min(x.element_size() for x in tensors)
+        self.add("matmul", known[0][0] if known else "", rows, columns, depth, sinks, groups, size)
 
     def _stream(self, name: str, values: Any) -> None:
         tensors = [x for x in values if isinstance(x, Tensor)]

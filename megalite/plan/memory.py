@@ -19,7 +19,7 @@ from megalite.pipeline.runtime import SENT
 from megalite.pipeline.schedule import Action, Op, with_sharing
 from megalite.plan.arrangement import Arrangement, build_stages
 from megalite.plan.bill import Bill
-from megalite.plan.holding import Holding, Shares
+from megalite.plan.holding import Holding
 
 ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes, where no units come and go
 LARGEST_ERROR = 0.03  # in any layout that was ever counted
@@ -59,7 +59,7 @@ def by_stage(made: Arrangement) -> list[Holding]:
         config = replace(made.config, parallel=(p := replace(made.config.parallel, zero_stage=stage)))
         mesh = replace(made, config=config).mesh_of(made.worst)
         _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=stage > 1, **config.optim.apart)
-        found.append(Holding.of(layout, mesh, Shares.of(p, mesh), made.bytes_of_element, config))
+        found.append(Holding.of(layout, mesh, made.bytes_of_element, config))
     return found
 
 
@@ -78,7 +78,8 @@ class WholeUnits:
     """Bytes of weights and gradients that are whole for a moment on a pipeline rank, where they come and go (ZeRO-2 and
     3), in the order of events that optim/param_gather.py and optim/grad_reduce.py have. A unit's weights are whole
     while it is used, and those of the next are on their way; its gradient from the first one that lands to the end of
-    its reduction, for which the next unit's waits. A unit is known by its name: "embedding", "layers.17", "head"."""
+    its reduction, for which the next waits: of experts, which are a bucket of their own, in the unit's backward. A unit
+    is known by its name: "embedding", "layers.17", "head"."""
 
     def __init__(self, made: Arrangement, rank: int):
         p = made.config.parallel
@@ -89,13 +90,14 @@ class WholeUnits:
         self.rounded = 2 if p.grad_reduce_in_bf16 and made.config.precision.bf16 else 0
         self.overlap = p.overlap_grad_reduce
         self.weights: set[str] = set()
-        self.gradients: set[str] = set()
-        self.reducing: str | None = None
+        self.gradients: set[tuple[str, int]] = set()  # buckets: the unit, and which of its
+        self.reducing: tuple[str, int] | None = None
 
     @property
     def bytes(self) -> int:
-        weights, gradients = (sum(self.units.get(unit, 0) for unit in some) for some in (self.weights, self.gradients))
-        copies = self.units.get(self.reducing or "", 0) * self.rounded
+        weights = sum(sum(self.units.get(unit, ())) for unit in self.weights)
+        gradients = sum(self.units[unit][n] for unit, n in self.gradients)
+        copies = self.units[self.reducing[0]][self.reducing[1]] * self.rounded if self.reducing else 0
         return weights * self.weight + gradients * self.gradient + copies
 
     def use(self, units: Sequence[str], ahead: str | None = None) -> None:
@@ -109,16 +111,20 @@ class WholeUnits:
 
     def land(self, unit: str) -> None:
         """The first gradient of a run."""
-        if unit == self.reducing:
+        if self.reducing is not None and unit == self.reducing[0]:
             self._settle()
-        self.gradients.add(unit)
+        self.gradients.update(self._buckets(unit))
 
     def reduce(self, unit: str) -> None:
-        self._settle()
-        self.gradients.add(unit)
-        self.reducing = unit
+        self.gradients.update(self._buckets(unit))
+        for bucket in self._buckets(unit):
+            self._settle()
+            self.reducing = bucket
         if not self.overlap:
             self._settle()
+
+    def _buckets(self, unit: str) -> list[tuple[str, int]]:
+        return [(unit, n) for n in range(len(self.units.get(unit, ())))]
 
     def _settle(self) -> None:
         if self.reducing is not None:
