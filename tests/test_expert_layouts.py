@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from cover import rarely
+from loads import reseal
 from ranks import run_ranks
 from test_layouts import COMMON, DROP, FP64, LLAMA, NAME, PARTS, Row, row, weights_of
 from train_cases import config_from, run_from
 from whole import whole_of
 
+from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.toml import to_toml
 from megalite.train.setup import SetupError
 from megalite.train.start.origin import start_run
@@ -51,6 +53,10 @@ ROWS = [
         DEEPSEEK,
         extra=f"{EP2} --recompute-granularity full --recompute-method uniform",
     ),
+    row("mixtral cp2, experts split", 2, MIXTRAL, extra=f"{CP2} {ETP2}"),
+    row("qwen cp2 pp2 dp2 vpp2 ep2 ZeRO-3 split", 8, QWEN, pp=2, vpp=2, extra=f"{EP2} {CP2} {ZERO3} {SPLIT}"),
+    row("qwen muon tp2 dp2 ep2, experts split, too", 4, QWEN + " --optimizer muon", tp=2, extra=f"{EP2} {ETP2}"),
+    row("mixtral drawn ep2", 2, MIXTRAL + " --moe-router-force-load-balancing", extra=EP2),
     row("mixtral pp2 dp2 ep2 split", 4, MIXTRAL, pp=2, extra=f"{EP2} {SPLIT}"),
     row("qwen pp2 vpp2 dp2 ep2", 4, QWEN, pp=2, vpp=2, extra=EP2),
     row("deepseek split tp2 pp2 vpp2 ep2 tied", 4, DEEPSEEK, tp=2, pp=2, vpp=2, extra=f"{EP2} {SPLIT}"),
@@ -149,8 +155,17 @@ def test_a_resume_may_change_how_experts_are_shared_out(tmp_path: Path) -> None:
         _go_on(f"{without} {load}", 1)
 
 
-def test_a_checkpoint_without_one_layers_experts_is_refused_by_its_name(tmp_path: Path) -> None:
-    _go_on(f"{DEEPSEEK} --save {tmp_path}", 1)
-    (manifest,) = tmp_path.glob("*/manifest.json")
-    content = json.loads(manifest.read_text())
-    print(content.keys())
+@pytest.mark.parametrize("what", ["experts.down", "router.bias"])
+def test_a_checkpoint_that_lacks_an_expert_or_a_bias_is_refused_by_its_name(tmp_path: Path, what: str) -> None:
+    run_ranks(2, _go_on, f"{DEEPSEEK} {EP2} --save {tmp_path}", 1)
+    (path,) = tmp_path.glob("*/manifest.json")
+    manifest = json.loads(path.read_text())
+    name = next(name for name in manifest["tensors"] if name.endswith(what))
+    parts = manifest["tensors"][name]["parts"]
+    if len(parts) > 1:
+        del parts[0]
+    else:
+        del manifest["tensors"][name]
+    reseal(path.parent, manifest)
+    with pytest.raises((CheckpointError, SetupError), match=name.partition("/")[2]):
+        _go_on(f"{DEEPSEEK} --load {tmp_path}", 1)

@@ -151,7 +151,8 @@ class ModelConfig:
 
     @property
     def expert_ffn_size(self) -> int:
-        return self.moe_ffn_hidden_size or self.ffn_size
+        """0 in a dense model."""
+        return (self.moe_ffn_hidden_size or self.ffn_size) if self.num_experts else 0
 
     @property
     def balancing(self) -> dict[str, float]:

@@ -43,9 +43,7 @@ class TrainConfig:
         choices=("selective", "full"),
         flags=("--recompute-activations=selective",),
     )
-    recompute_modules: tuple[str, ...] = how(
-        ("core_attn",), "selective: core_attn (scores, softmax), layernorm, mlp, moe"
-    )
+    recompute_modules: tuple[str, ...] = how(("core_attn",), "selective: core_attn (softmax), layernorm, mlp, moe")
     recompute_method: str | None = how(None, "full: groups of layers, or single layers", choices=("uniform", "block"))
     recompute_num_layers: int | None = how(None, "uniform: layers per group; block: layers per stage")
     cpu_offloading_num_layers: int = how(0, "first layers of a stage whose activations lie in host memory")

@@ -31,7 +31,7 @@ from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker, Use, run_unit
 from megalite.nn.places import Places
 from megalite.nn.recompute import recompute, without_keeping
-from megalite.nn.router import LOSSES, Routing
+from megalite.nn.router import Routing
 from megalite.parallel.spec import ParamSpec
 
 
@@ -107,7 +107,7 @@ def _norm_of(model: ModelConfig) -> tuple[int, str, float, bool]:
 
 def routing_of(model: ModelConfig) -> Routing:
     """How the model's routers choose experts."""
-    coefficient = {**model.balancing, "z_loss": model.moe_z_loss_coeff}.get
+    aux, seq = (model.balancing.get(name, 0.0) for name in ("aux_loss", "seq_aux_loss"))
     return Routing(
         model.num_experts or 0,
         model.moe_router_topk,
@@ -118,7 +118,7 @@ def routing_of(model: ModelConfig) -> Routing:
         model.moe_router_group_topk,
         bias=model.moe_router_enable_expert_bias,
         wide=model.moe_router_dtype == "fp64",
-        coefficients=(coefficient(LOSSES[0], 0.0), coefficient(LOSSES[1], 0.0), coefficient(LOSSES[2], 0.0)),
+        coefficients=(aux, seq, model.moe_z_loss_coeff),
         drawn=model.moe_router_force_load_balancing,
     )
 

@@ -122,12 +122,11 @@ class Experts(nn.Module):
         self.local = E // make.mesh.ep.size
         gated = self.activation.width == 2
         up, middle, at = ("gate_up", (2, F), 2) if gated else ("up", (F,), 1)
-        expert = partial(ParamSpec, home="expert", block=1)
+        expert, of_ep, normal = partial(ParamSpec, home="expert", block=1), (0, "ep"), Normal(shape.out_std)
         self.router = Router(make, f"{name}.router", D, routing, std, layer)
-        shards = ((0, "ep"), (at, "etp"))
+        shards = (of_ep, (at, "etp"))
         self.up = make(expert(f"{name}.experts.{up}", (E, *middle, D), shards=shards, init=Normal(std)))
-        shards = ((0, "ep"), (2, "etp"))
-        self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=shards, init=Normal(shape.out_std)))
+        self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=(of_ep, (2, "etp")), init=normal))
         self.shared = self.shared_gate = None
         if shape.shared_size is not None:
             self.shared = MLP(

@@ -12,8 +12,8 @@ With T tokens of a micro-batch over all ranks of tp and cp, S of each sample, F_
     aux_loss        T * E / (k T^2) sum_i F_i sum_n P_ni        P: softmax, or sigmoid over its sum    arXiv:2101.03961
     seq_aux_loss    S * E / (k S^2) sum_i F_bi sum_n P_ni       of each sample b                       arXiv:2412.19437
     z-loss          sum_n log(sum_i exp(logits_ni))^2                                                  arXiv:2202.08906
-Only F needs other ranks. Their gradients, their sums and the counts of choices are made in backward, which runs once
-for each micro-batch: neither recomputation nor evaluation counts twice. Logits are computed again there, not saved.
+Only F needs other ranks. Their gradients and sums and the counts of choices are made in backward, which runs once for
+each micro-batch, so neither recomputation nor evaluation counts. Logits are computed again there, not saved.
 """
 
 from dataclasses import dataclass
@@ -38,9 +38,8 @@ TINY = 1e-20  # added to sums of sigmoids, which may all be 0
 
 @dataclass(frozen=True)
 class Routing:
-    """E experts, of which each token gets k. score_function: softmax or sigmoid. groups, group_topk: of E, and how many
-    remain. bias: whether choices have one. wide: compute in fp64. coefficients: of LOSSES. drawn: experts are drawn by
-    lot."""
+    """E experts, of which each token gets k. groups, group_topk: of E, and how many remain. bias: whether choices have
+    one. wide: compute in fp64. coefficients: of LOSSES. drawn: experts are drawn by lot."""
 
     experts: int
     topk: int
@@ -166,23 +165,19 @@ class Router(nn.Module):
         at_s = at if isinstance(at, Tensor) else torch.arange(at, at + s, device=device)
         experts = torch.arange(self.routing.experts, device=device)
         key = fold(self.seed, where.step, self.layer, SITE_ROUTER)
-        lots_sBE = hash_coordinates(key, at_s[:, None, None], where.sample_ids_B[None, :, None], experts)
-        return lots_sBE.flatten(0, 1)
+        return hash_coordinates(key, at_s[:, None, None], where.sample_ids_B[:, None], experts).flatten(0, 1)
 
     def count_(self, ids_NK: Tensor, samples: int) -> Tensor:
         """Add to the counts; returns those of each sample, [B, E]."""
         E = self.routing.experts
         sample_N = torch.arange(len(ids_NK), device=ids_NK.device) % samples
         choices = (sample_N[:, None] * E + ids_NK).flatten()
-        counts_BE = self.counts.new_zeros(samples * E).scatter_add_(0, choices, torch.ones_like(choices))
-        counts_BE = counts_BE.view(samples, E)
-        self.counts += counts_BE.sum(0)
+        counts = self.counts.new_zeros(samples * E).scatter_add_(0, choices, torch.ones_like(choices))
+        self.counts += (counts_BE := counts.view(samples, E)).sum(0)
         return counts_BE
 
-    def add_losses_(
-        self, dlogits_NE: Tensor, logits_NE: Tensor, counts_BE: Tensor, loss_weight: float | Tensor
-    ) -> None:
-        """Add the gradients of the auxiliary losses to `dlogits`, and the losses to their sums."""
+    def add_losses_(self, dlogits_NE: Tensor, logits_NE: Tensor, counts_BE: Tensor, weight: float | Tensor) -> None:
+        """Add the gradients of the auxiliary losses, times `weight`, to `dlogits`, and the losses to their sums."""
         how, (aux, seq, z) = self.routing, self.routing.coefficients
         if aux or seq:
             for axis in (self.tp, self.cp):
@@ -197,10 +192,10 @@ class Router(nn.Module):
             P_BE = P_NE.view(-1, B, how.experts).sum(0)
             self.losses[0] += (P_BE.sum(0) * per_aux).sum()
             self.losses[1] += (P_BE * per_seq).sum()
-            dP_NE = (loss_weight * (aux * per_aux + seq * per_seq)).repeat(len(logits_NE) // B, 1)
+            dP_NE = (weight * (aux * per_aux + seq * per_seq)).repeat(len(logits_NE) // B, 1)
             by_NE = _softmax_backward(P_NE, dP_NE)
             dlogits_NE += by_NE * (1 - scores_NE) if sigmoid else by_NE
         if z:
             lse_N1 = logits_NE.logsumexp(-1, keepdim=True)
             self.losses[2] += lse_N1.square().sum()
-            dlogits_NE += 2 * z * loss_weight * lse_N1 * (logits_NE - lse_N1).exp()
+            dlogits_NE += 2 * z * weight * lse_N1 * (logits_NE - lse_N1).exp()

@@ -15,7 +15,7 @@ Bytes to other ranks, of a layer and micro-batch: 4 S' D e with the S' rows that
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +24,6 @@ from torch.autograd import Function
 from megalite.kernels.route import combine, slots_of, sort_by_expert
 from megalite.parallel.comm import Pending, start_all_gather, start_all_to_all
 from megalite.parallel.mesh import Axis
-
-
-class Rows(NamedTuple):
-    """Rows of tokens that have experts here, and of how many choices."""
-
-    x_RD: Tensor
-    probs_RK: Tensor
-    ids_RK: Tensor
-    choices: int
 
 
 @dataclass(frozen=True)
@@ -60,9 +51,9 @@ class Sent:
     token_S: Tensor
     slots_NP: Tensor
 
-    def receive(self, x_sBD: Tensor, probs_NK: Tensor) -> Rows:
-        """What was sent, which was `x` and `probs`."""
-        return Rows(*_Receive.apply(x_sBD, probs_NK, self), self.choices)  # type: ignore[misc]
+    def receive(self, x_sBD: Tensor, probs_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        """x_RD, probs_RK, ids_RK of tokens with experts here, and how many choices. `x`, `probs`: what was sent."""
+        return *_Receive.apply(x_sBD, probs_NK, self), self.choices  # type: ignore[misc, return-value]
 
 
 def even_routing(tokens: int, experts: int, topk: int, ep: int) -> tuple[int, int]:

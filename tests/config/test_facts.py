@@ -25,9 +25,15 @@ BESIDE = {
     "no_rope_freq": {"position_embedding_type": "rope"},
     "window_attn_skip_freq": {"window_size": (7, 0)},
     "moe_layer_freq": {"num_experts": 4},
+    "moe_ffn_hidden_size": {"num_experts": 4},
     "micro_batch_size": {"global_batch_size": None},
 }
-OTHER: dict[str, Any] = {"no_rope_freq": "2", "window_attn_skip_freq": "2", "window_size": (7, 0), "moe_layer_freq": "2"}
+OTHER: dict[str, Any] = {
+    "no_rope_freq": "2",
+    "window_attn_skip_freq": "2",
+    "window_size": (7, 0),
+    "moe_layer_freq": "2",
+}
 # they decide the meaning of others, which are what is compared
 THROUGH = {f.name for _, f in options() if facts_of(f).through is not None}
 
