@@ -63,7 +63,7 @@ class Holding:
     weights: int
     gradients: int
     optimizer: int
-    units: Mapping[str, Sequence[int]]  # elements of the buckets that come and go, in order, by unit of the model
+    units: Mapping[str, Mapping[str, int]]  # elements of what comes and goes by unit of the model, in order by home
     matrices: "WholeMatrices | None" = None
     host: int = 0  # beside the device's
     disk: int = 0
@@ -74,7 +74,7 @@ class Holding:
     ) -> "Holding":
         """What stays of weights and gradients is whole. `element`: its bytes, of a matrix or not."""
         o, p, shares = config.optim, config.parallel, Shares.of(config.parallel, mesh)
-        units, elements, held = dict[str, list[int]](), dict.fromkeys(shares, 0), list[int]()
+        units, elements, held = dict[str, dict[str, int]](), dict.fromkeys(shares, 0), list[int]()
         weights = gradients = owned = 0
         for bucket in layout.buckets:
             by = shares[bucket.kind.home] if (unit := bucket.kind.unit) else Shares(1, 1, 1)
@@ -85,7 +85,7 @@ class Holding:
             gradients += bucket.size // by.gradients
             owned += bucket.size // mesh.axis(OWNERS[bucket.kind.home][0]).size
             if by.gradients > 1:
-                units.setdefault(unit, []).append(bucket.size)
+                units.setdefault(unit, {})[bucket.kind.home] = bucket.size
         (weight, gradient, state), away = element(False), moved(layout, o.offloaded)
         state += gradient * (weight == gradient)  # of the host, which always has main weights of its own
         kept = [b.size // shares[b.kind.home].optimizer for b in layout.buckets]

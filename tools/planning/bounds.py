@@ -79,14 +79,16 @@ def least_memory(made: Arrangement, modules: ModuleBytes) -> float:
     m, last, edge = made.config.model, made.placement.num_stages - 1, made.edge
     if pp == 1 and not m.untie_embeddings_and_output_weights:
         modules = modules._replace(head=0.0)  # its weights are the embedding's
-    held, (unit, head_unit), moment = made.layers.saved_of(counts), _whole(made), made.layers.least_moment
+    held, (weights, gradients, head_unit) = made.layers.saved_of(counts), _whole(made)
+    moment, last_part = made.layers.least_moments
+    moment = weights + max(moment, last_part + gradients)
     most = np.zeros(len(counts))
     for rank in {0, min(1, pp - 1), pp - 1}:
         stages = list(place.stages(rank))
         whole = modules.of(counts, rank, place)
         alive = held[:, stages] @ _in_flight(made, rank, None)
         head = made.layers.head.saved * (rank == pp - 1)
-        most = np.maximum(most, whole + alive + np.where(counts[:, stages].any(1), moment + unit - head, 0.0))
+        most = np.maximum(most, whole + alive + np.where(counts[:, stages].any(1), moment - head, 0.0))
         if rank == pp - 1:
             alive = held[:, stages] @ _in_flight(made, rank, last)
             more = edge + head_unit + made.layers.head.moment["F"] - made.layers.head.saved
@@ -94,15 +96,16 @@ def least_memory(made: Arrangement, modules: ModuleBytes) -> float:
     return float(most.min())
 
 
-def _whole(made: Arrangement) -> tuple[float, float]:
-    """Bytes of a unit that are whole in its backward, of the smallest block, and in that of the head, where weights or
-    gradients come and go. A split backward has the gradients later."""
+def _whole(made: Arrangement) -> tuple[float, float, float]:
+    """Bytes of weights and of gradients that are whole in backward of the smallest block, and of both in the head's,
+    where they come and go. A split backward has the gradients later."""
     weight, gradient, _ = made.bytes_of_element()
     weight, mesh = weight * (made.config.parallel.shared_out > 2), made.mesh_of(0)
     come = tuple(made.sharing.every_run and mesh.axis(OWNERS[home][0]).size > 1 for home in HOMES)
     own = made.config.model.untie_embeddings_and_output_weights or made.pp > 1
     head = made.padded_vocab // made.tp * made.config.model.hidden_size * (weight + gradient) * own
-    return _least_matrices(made.layers, come) * (weight + gradient * (not made.splits_backward)), come[0] * head
+    least = _least_matrices(made.layers, come)
+    return least * weight, least * gradient * (not made.splits_backward), come[0] * head
 
 
 @functools.lru_cache(maxsize=256)
