@@ -150,7 +150,7 @@ class Kernel:
     module names the language under TYPE_CHECKING only (`import triton.language as tl`). What Triton gets sees the names
     of the module, the real language, and in the place of kernels that it calls what Triton made of them. Of a
     launch with these arguments: `flops`, where its matmuls depend on a mask, or `product`, (rows, columns, depth) of a
-    plain matmul; those of other kernels count as none.
+    plain matmul, and how many groups of its rows have each a matrix of its own; those of other kernels count as none.
     """
 
     def __init__(self, fn: Fn, options: dict[str, Any], flops: Fn | None = None, product: Fn | None = None):

@@ -95,8 +95,8 @@ def _rows(INDEX, at, end, INDEXED: tl.constexpr):
     return tl.where(at < end, at, 0).to(tl.int64)
 
 
-def _product(x: Tensor, w: Tensor, y: Tensor, *_: Any) -> tuple[float, float, float]:
-    return y.shape[0], y.shape[1], x.shape[1]
+def _product(x: Tensor, w: Tensor, y: Tensor, *_: Any) -> tuple[float, ...]:
+    return y.shape[0], y.shape[1], x.shape[1], len(w)
 
 
 @kernel(product=_product, do_not_specialize=["M"])

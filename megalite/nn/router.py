@@ -29,7 +29,7 @@ from megalite.kernels.weight_grad import accumulate_outer_
 from megalite.nn.attention import Coordinates
 from megalite.nn.embedding import SITE_ROUTER, first_position
 from megalite.nn.parameter import Maker, sink_of
-from megalite.parallel.comm import all_reduce_
+from megalite.parallel.comm import start_all_gather
 from megalite.parallel.spec import Box, Normal, ParamSpec, Piece
 
 LOSSES = ("aux_loss", "seq_aux_loss", "z_loss")
@@ -188,7 +188,7 @@ class Router(nn.Module):
         how, (aux, seq, z) = self.routing, self.routing.coefficients
         if aux or seq:
             for axis in (self.tp, self.cp):
-                counts_BE = all_reduce_(counts_BE.clone(), axis)  # those of this rank have been added already
+                counts_BE = start_all_gather(counts_BE[None], axis).wait().sum(0)
             B, tokens = len(counts_BE), len(logits_NE) * self.tp.size * self.cp.size
             unit, F_BE = how.experts / how.topk, counts_BE.to(logits_NE.dtype)
             per_aux, per_seq = unit / tokens * F_BE.sum(0), unit * B / tokens * F_BE  # d loss / d P of a token

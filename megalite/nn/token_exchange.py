@@ -8,10 +8,12 @@ however many of them it has; where an expert's width is split, to all that have 
 are summed as those of its other experts are. Rows, probabilities and ids travel together, as bits in the dtype of x.
 ids_RK are those of the receiver's experts, from 0, and -1 for other ranks' experts.
 
-Before rows travel, ranks tell each other how many there will be: the only numbers of a layer that the host reads.
+Before rows travel, ranks tell each other how many there will be: the only numbers of a layer that the host reads. On
+the meta device, where nothing can be read, a plan stands on `even_routing`.
 Bytes to other ranks, of a layer and micro-batch: 4 S' D e with the S' rows that do not stay, forward and backward.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +27,26 @@ from megalite.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Rows under way. given, got: rows to and from each peer; token_S: the token of each row that was sent; slots_NP:
-    the row of each token and peer, -1 where there is none."""
+class Travel:
+    """given, got: rows to and from each peer."""
 
     peers: Axis
-    arriving: Pending
     given: list[int]
     got: list[int]
+
+    def swap(self, rows: Tensor, back: bool) -> Pending:
+        """Start to bring rows [S, ..] to the peers, or `back` [R, ..] from them; the result is flat."""
+        given, got = ([n * rows.shape[1] for n in each] for each in (self.given, self.got))
+        return start_all_to_all(rows.reshape(-1), got if back else given, given if back else got, self.peers)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Rows under way. token_S: the token of each row that was sent; slots_NP: the row of each token and peer, -1 where
+    there is none. The graph saves these two alone, as tensors, so that nothing else stays where they are recomputed."""
+
+    travel: Travel
+    arriving: Pending
     choices: int
     token_S: Tensor
     slots_NP: Tensor
@@ -41,10 +55,15 @@ class Sent:
         """x_RD, probs_RK, ids_RK of tokens with experts here, and how many choices. `x`, `probs`: what was sent."""
         return *_Receive.apply(x_sBD, probs_NK, self), self.choices  # type: ignore[misc, return-value]
 
-    def swap(self, rows: Tensor, back: bool) -> Pending:
-        """Start to bring rows [S, ..] to the peers, or `back` [R, ..] from them; the result is flat."""
-        given, got = ([n * rows.shape[1] for n in each] for each in (self.given, self.got))
-        return start_all_to_all(rows.reshape(-1), got if back else given, given if back else got, self.peers)
+
+def even_routing(tokens: int, experts: int, topk: int, ep: int) -> tuple[int, int]:
+    """(rows, choices) that a rank's tokens mean for each peer, were all sets of `topk` experts as likely.
+
+    >>> even_routing(4096, 8, 2, 8), even_routing(4096, 128, 8, 8), even_routing(4096, 4, 4, 2)
+    ((1024, 1024), (2727, 4096), (4096, 8192))
+    """
+    none = math.comb(experts - experts // ep, topk) / math.comb(experts, topk)
+    return round(tokens * (1 - none)), round(tokens * topk / ep)
 
 
 def _pack(x_RD: Tensor, *more: Tensor) -> Tensor:
@@ -68,7 +87,12 @@ def start_exchange(x_sBD: Tensor, probs_NK: Tensor, ids_NK: Tensor, local: int, 
     peer_NP = torch.where(owned_NKP.any(1), torch.arange(P, device=device), -1)
     order_S, offsets = sort_by_expert(peer_NP, P)
     facts = torch.stack([offsets.diff().long(), owned_NKP.sum((0, 1))])
-    table = start_all_gather(facts[None], peers).wait().tolist()
+    gathered = start_all_gather(facts[None], peers).wait()
+    if gathered.is_meta:
+        ep = P // etp
+        table = [[[n] * P for n in even_routing(len(ids_NK), local * ep, ids_NK.shape[1], ep)]] * P
+    else:
+        table = gathered.tolist()
     given, got = table[peers.rank][0], [rows[peers.rank] for rows, _ in table]
     order_S = order_S[: sum(given)]
     token_S = order_S // P
@@ -77,15 +101,15 @@ def start_exchange(x_sBD: Tensor, probs_NK: Tensor, ids_NK: Tensor, local: int, 
     packed = _pack(x_sBD.flatten(0, 1)[token_S], probs_NK[token_S], ids_SK)
     slots_NP = slots_of(order_S, offsets, len(ids_NK), P)
     choices = sum(of_rank[peers.rank] for _, of_rank in table)
-    elements = ([n * packed.shape[1] for n in each] for each in (given, got))
-    arriving = start_all_to_all(packed.view(-1), next(elements), next(elements), peers)
-    return Sent(peers, arriving, given, got, choices, token_S, slots_NP)
+    travel = Travel(peers, given, got)
+    return Sent(travel, travel.swap(packed, back=False), choices, token_S, slots_NP)
 
 
 class _Receive(Function):
     @staticmethod
     def forward(ctx: Any, x_sBD: Tensor, probs_NK: Tensor, sent: Sent) -> tuple[Tensor, ...]:
-        ctx.sent, ctx.shape = sent, x_sBD.shape
+        ctx.travel, ctx.shape = sent.travel, x_sBD.shape
+        ctx.save_for_backward(sent.slots_NP)
         x_RD, probs_RK, ids = _unpack(sent.arriving.wait(), x_sBD.shape[-1], probs_NK.dtype, probs_NK.shape[1], 2)
         ids_RK = ids.long()
         ctx.mark_non_differentiable(ids_RK)
@@ -93,22 +117,23 @@ class _Receive(Function):
 
     @staticmethod
     def backward(ctx: Any, dx_RD: Tensor, dprobs_RK: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        sent: Sent = ctx.sent
-        flat = sent.swap(_pack(dx_RD, dprobs_RK), back=True).wait()
+        (slots_NP,) = ctx.saved_tensors
+        flat = ctx.travel.swap(_pack(dx_RD, dprobs_RK), back=True).wait()
         dx_SD, dprobs_SK = _unpack(flat, dx_RD.shape[1], dprobs_RK.dtype, dprobs_RK.shape[1], 1)
-        return combine(dx_SD, sent.slots_NP).view(ctx.shape), combine(dprobs_SK, sent.slots_NP), None
+        return combine(dx_SD, slots_NP).view(ctx.shape), combine(dprobs_SK, slots_NP), None
 
 
 class _Back(Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, sent: Sent) -> Tensor:
-        ctx.sent = sent
-        return combine(sent.swap(y_RD, back=True).wait().view(-1, y_RD.shape[1]), sent.slots_NP)
+        ctx.travel = sent.travel
+        ctx.save_for_backward(sent.token_S)
+        return combine(sent.travel.swap(y_RD, back=True).wait().view(-1, y_RD.shape[1]), sent.slots_NP)
 
     @staticmethod
     def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        sent: Sent = ctx.sent
-        return sent.swap(dy_ND[sent.token_S], back=False).wait().view(-1, dy_ND.shape[1]), None
+        (token_S,) = ctx.saved_tensors
+        return ctx.travel.swap(dy_ND[token_S], back=False).wait().view(-1, dy_ND.shape[1]), None
 
 
 def exchange_back(y_RD: Tensor, sent: Sent) -> Tensor:

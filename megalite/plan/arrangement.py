@@ -11,6 +11,7 @@ a moment; memory of CUDA and NCCL is not counted.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,12 +29,12 @@ from megalite.models.specs import specs_of
 from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import lay_out_chunks
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
-from megalite.parallel.spec import ParamSpec
+from megalite.parallel.spec import HOMES, ParamSpec
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, kept_of, sharing
-from megalite.plan.kinds import Setting
+from megalite.plan.kinds import Kind, Setting
 from megalite.plan.partition import evenly, fastest, ranges, splits
 from megalite.plan.stage_costs import StageCosts, stage_costs
 from megalite.plan.sums import Sums
@@ -63,6 +64,18 @@ class Arrangement:
     def pp(self) -> int:
         return self.config.parallel.pipeline_model_parallel_size
 
+    @cached_property
+    def has_experts(self) -> bool:
+        return any(self.config.model.experts)
+
+    @property
+    def ep(self) -> int:
+        return self.config.parallel.expert_model_parallel_size if self.has_experts else 1
+
+    @property
+    def etp(self) -> int:
+        return self.config.parallel.expert_tensor_parallel_size if self.has_experts else 1
+
     @property
     def dp(self) -> int:
         return self.world // self.config.parallel.model_parallel_size
@@ -70,13 +83,11 @@ class Arrangement:
     @property
     def sizes(self) -> Sizes:
         """The sizes that parallel/mesh.py makes a mesh of."""
-        p, has_experts = self.config.parallel, any(self.config.model.experts)
+        p = self.config.parallel
         instances = p.num_distributed_optimizer_instances if p.shared_out else None
         more = dict(dp_outermost=p.use_tp_pp_dp_mapping, stage=self.config.optim.sees_whole_tensors)
         sizes = Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, **more)
-        if has_experts:
-            sizes |= Sizes(ep=p.expert_model_parallel_size, etp=p.expert_tensor_parallel_size)
-        return sizes
+        return sizes | Sizes(ep=self.ep, etp=self.etp) if self.has_experts else sizes
 
     @property
     def sharing(self) -> Sharing:
@@ -182,7 +193,7 @@ class Arrangement:
     @cached_property
     def layers(self) -> StageCosts:
         micro, parts = self.config.train.micro_batch_size, self.recompute.parts
-        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts, self.cp)
+        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts, self.cp, self.ep, self.etp)
         vocabulary = self.vocab_size, self.padded_vocab
         return stage_costs(self.config.model, self.recompute, setting, *vocabulary, self.config.train.z_loss_coeff)
 
@@ -223,10 +234,22 @@ class Arrangement:
         return max(range(self.pp), key=lambda r: self.holdings[r].state)
 
     @cached_property
+    def of_homes(self) -> Counter[str]:
+        """The number of parameters of the whole model by their home, each counted once, without padding."""
+        found, specs = Counter[str](), specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab)
+        for spec in specs.values():
+            found[spec.home] += math.prod(spec.stored_shape)
+        return found
+
+    @property
     def parameters(self) -> int:
-        """The number of parameters of the whole model, each counted once, without padding."""
-        specs = specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab)
-        return sum(math.prod(spec.stored_shape) for spec in specs.values())
+        return self.of_homes.total()
+
+    @property
+    def active(self) -> int:
+        """Of these, how many a token goes through."""
+        m = self.config.model
+        return self.of_homes["dense"] + self.of_homes["expert"] * m.moe_router_topk // (m.num_experts or 1)
 
     @property
     def splits_backward(self) -> bool:
@@ -305,13 +328,18 @@ class Arrangement:
         mesh, p = self.mesh_of(rank), self.config.parallel
         chunks = build_stages(self, mesh, self.dtype, meta=True)
         _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=p.shared_out > 1, **self.config.optim.apart)
-        return Holding.of(layout, mesh, Shares.of(p, mesh), self.bytes_of_element, self.config)
+        return Holding.of(layout, mesh, self.bytes_of_element, self.config)
 
     @cached_property
-    def elements(self) -> tuple[int, ...]:
-        """The number of elements of each layer's parameters on a rank."""
+    def elements(self) -> tuple[tuple[int, ...], ...]:
+        """The number of elements of each layer's parameters on a rank, by home in the order of HOMES."""
         make = Maker(self.mesh_of(0), self.dtype, 0, meta=True)
-        return tuple(self.layers.each(lambda kind: sum(p.numel() for p in Block(make, kind, 0).parameters())))
+
+        def of(kind: Kind) -> tuple[int, ...]:
+            specs = named_specs(Block(make, kind, 0))
+            return tuple(sum(p.numel() for spec, p in specs if spec.home == home) for home in HOMES)
+
+        return tuple(self.layers.each(of))
 
     @cached_property
     def module_bytes(self) -> ModuleBytes:
@@ -323,7 +351,7 @@ class Arrangement:
         def each(spec: ParamSpec) -> float:
             weight, gradient, state = self.bytes_of_element(spec.is_matrix)
             weight *= not (self.config.parallel.param_cpu_offload and spec.is_2d)
-            return shares.bytes_of(weight, gradient, state * (1 - self.config.optim.offloaded))
+            return shares[spec.home].bytes_of(weight, gradient, state * (1 - self.config.optim.offloaded))
 
         def of(module: nn.Module | None) -> float:
             return sum(each(spec) * p.numel() for spec, p in named_specs(module)) if module else 0.0

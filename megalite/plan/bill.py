@@ -2,17 +2,18 @@
 
     matmul    rows, columns, depth of a product       scores   FLOPs that an attention kernel states (Kernel.flops)
     stream    bytes of an operation or a launch: each of its tensors is read or written once
-    begin     a collective over tp or cp, its bytes   wait     a wait for the collective with this number
+    begin     a collective of the layer, its bytes    wait     a wait for the collective with this number
 
 These events are in the order of the rank's work, in three phases: F, the forward; B, the backward to the input with all
 that is computed again; W, the weights' gradients, unless backward computes them at once, in B. Bytes are `saved` from F
-to B, `waiting` from B to W, and the `moment` of each phase: its peak above the bytes that were there when it began. The
-run uses the Triton kernels of a card, whatever device the plan is made on.
+to B, `waiting` from B to W, and the `moment` of each phase: its peak above the bytes that were there when it began, and
+in `parts`, which begin where the first gradient of dense matrices, or of experts, lands. The run uses Triton kernels
+of a card, whatever device the plan is made on.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from megalite.nn.parameter import spec_of
 from megalite.optim.flat_storage import main_dtype
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.shared_memory import Transport
+from megalite.parallel.spec import ParamSpec
 from megalite.plan.meta import MATMULS, META, Meta, aten, storage_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -34,8 +36,9 @@ FREE |= {aten.detach, aten.lift_fresh}
 
 
 class Event(NamedTuple):
-    """figures: (rows, columns, depth, whether it adds to a gradient's sum) of a matmul, (bytes) of a stream, (FLOPs)
-    of scores, (bytes, number) of a collective, (number) of a wait."""
+    """figures: (rows, columns, depth, whether it adds to a gradient's sum, groups that share out the rows, each with a
+    matrix of its own, bytes of an operand's element) of a matmul, (bytes) of a stream, (FLOPs) of scores, (bytes,
+    number) of a collective, (number) of a wait."""
 
     phase: str
     what: str
@@ -45,12 +48,17 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Bill:
-    """Bytes and FLOPs of a micro-batch on one rank. `moment`: by phase."""
+    """Bytes and FLOPs of a micro-batch on one rank. `parts`: of each phase, in order, the home of what lands, "" until
+    something does, and the peak until the next."""
 
     trace: tuple[Event, ...]
     saved: int
     waiting: int
-    moment: Mapping[str, int]
+    parts: Mapping[str, Mapping[str, int]]
+
+    @cached_property
+    def moment(self) -> Mapping[str, int]:
+        return {phase: max(parts.values()) for phase, parts in self.parts.items()}
 
     @cached_property
     def flops(self) -> tuple[float, float, float]:
@@ -58,7 +66,7 @@ class Bill:
         sums = {"F": 0.0, "B": 0.0, "W": 0.0}
         for phase, what, _, figures in self.trace:
             if what == "matmul":
-                rows, columns, depth, sinks = figures
+                rows, columns, depth, sinks, *_ = figures
                 sums["W" if sinks and phase == "B" else phase] += 2 * rows * columns * depth
             elif what == "scores":
                 sums[phase] += figures[0]
@@ -106,10 +114,11 @@ class _Counted(Transport):
 class _Sink:
     """The sum of a parameter's gradients, which is always in memory."""
 
-    def __init__(self, p: nn.Parameter):
-        self.grad = torch.empty(p.shape, dtype=main_dtype(p.dtype), device=META)
+    def __init__(self, p: nn.Parameter, lands: Callable[[ParamSpec], None]):
+        self.grad, self.lands = torch.empty(p.shape, dtype=main_dtype(p.dtype), device=META), partial(lands, spec_of(p))
 
     def open(self) -> tuple[Tensor, bool]:
+        self.lands()
         return self.grad, False
 
     def landed(self) -> None:
@@ -121,21 +130,23 @@ class Recorder(Meta):
         super().__init__("cuda")
         self.trace: list[Event] = []
         self.phase = ""
-        self.moment: dict[str, int] = {}
+        self.parts: dict[str, dict[str, int]] = {}
+        self.start = 0
         self._names: dict[int, tuple[str, bool]] = {}  # storage -> parameter's name, whether it is the gradients' sum
 
-    def mesh(self, tp: int, cp: int = 1) -> Mesh:
-        """The mesh of the first rank of `tp` and `cp`, whose collectives are recorded."""
+    def mesh(self, tp: int, cp: int = 1, ep: int = 1, etp: int = 1) -> Mesh:
+        """The mesh of the first rank of axes of these sizes, whose collectives are recorded."""
 
         def axis(name: str, size: int, before: str) -> Axis:
             return Axis(name, size, 0, _Counted(self, before), tuple(range(size))) if size > 1 else Axis(name)
 
-        return Mesh(tp=axis("tp", tp, ""), cp=axis("cp", cp, "cp "), device=META)
+        experts = {name: axis(name, size, f"{name} ") for name, size in dict(ep=ep, etp=etp, experts=ep * etp).items()}
+        return Mesh(tp=axis("tp", tp, ""), cp=axis("cp", cp, "cp "), **experts, device=META)
 
     def own(self, module: M) -> M:
         """Leave out the bytes of the parameters and of the sums of their gradients."""
         for p in module.parameters():
-            p.sink = _Sink(p)  # type: ignore[attr-defined]
+            p.sink = _Sink(p, self.lands)  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
             name = spec_of(p).name.rsplit(".", 1)[-1]
             self._names[storage_of(p)] = name, False
@@ -152,7 +163,8 @@ class Recorder(Meta):
     def launched(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
         name = kernel.fn.__module__.rsplit(".", 1)[-1] + kernel.fn.__name__
         if kernel.product is not None:
-            self._matmul([x for x in args if isinstance(x, Tensor)], *kernel.product(*args))
+            rows, columns, depth, *groups = kernel.product(*args)
+            self._matmul([x for x in args if isinstance(x, Tensor)], rows, columns, depth, *groups or [1])
             return
         self._stream(name, args)
         if kernel.flops is not None:
@@ -168,12 +180,14 @@ class Recorder(Meta):
             return
         a, b = args[MATMULS[packet] :][:2]
         depth = a.shape[-1] * (a.shape[0] if a.dim() > 2 else 1)
-        self._matmul((a, b, results[0]), a.shape[-2], b.shape[-1], depth)
+        self._matmul([a, b, results[0]], a.shape[-2], b.shape[-1], depth, 1)
 
-    def _matmul(self, tensors: Iterable[Tensor], *figures: float) -> None:
-        """With the name of the parameter among them, and whether the sum of its gradients is."""
+    def _matmul(self, tensors: list[Tensor], rows: float, columns: float, depth: float, groups: float) -> None:
+        """With the name of the parameter among them, and whether the sum of its gradients is. The operand with the
+        smallest elements is no sum."""
         known = [self._names[at] for x in tensors if (at := storage_of(x)) in self._names]
-        self.add("matmul", known[0][0] if known else "", *figures, any(is_sum for _, is_sum in known))
+        sinks, size = any(is_sum for _, is_sum in known), min(x.element_size() for x in tensors)
+        self.add("matmul", known[0][0] if known else "", rows, columns, depth, sinks, groups, size)
 
     def _stream(self, name: str, values: Any) -> None:
         tensors = [x for x in values if isinstance(x, Tensor)]
@@ -181,10 +195,21 @@ class Recorder(Meta):
         self.add("stream", name, sum(places.values()))
 
     def time(self, phase: str, act: Callable[[], Any]) -> Any:
-        start, self.phase, self.peak = self.live, phase, self.live
+        self.start, self.phase, self.peak, self.parts[phase] = self.live, phase, self.live, {"": 0}
         result = act()
-        self.phase, self.moment[phase] = "", self.peak - start
+        self._part_ends()
+        self.phase = ""
         return result
+
+    def _part_ends(self) -> dict[str, int]:
+        parts = self.parts[self.phase]
+        parts[next(reversed(parts))] = self.peak - self.start
+        return parts
+
+    def lands(self, spec: ParamSpec) -> None:
+        if self.phase and spec.is_2d and spec.home not in self.parts[self.phase]:
+            self._part_ends()[spec.home] = 0
+            self.peak = self.live
 
     def read(self, forward: Callable[..., Tensor], given: list[Tensor], dy_of: Any, later: Later | None = None) -> Bill:
         """The bill of F, B, and W if backward is split. given: the inputs of `forward`; the list is emptied, so that
@@ -201,4 +226,4 @@ class Recorder(Meta):
         if later is not None:
             waiting = self.live
             self.time("W", later.run)
-        return Bill(tuple(self.trace), saved, waiting, dict(self.moment))
+        return Bill(tuple(self.trace), saved, waiting, self.parts)

@@ -1,13 +1,14 @@
-"""Seconds of forward, backward and weight gradients of every stage on one rank, and how much it waits for tp and cp.
+"""Seconds of forward, backward and weight gradients of every stage on one rank, and its waits for tp, cp and ep.
 
 The bill of each kind of layer (plan/bill.py) goes through two queues, of computation and of communication:
 
     matmuls      FLOPs / (peak x share), more if the result has too few tiles, or rows and columns are no multiples of
-                 128; gradients of weights also take the bytes of the sums that they are added to
+                 128; gradients of weights also take the bytes of the sums that they are added to; of experts the last
+                 tile of each is half empty, and less than their matrices take to be read they never take
     attention    stated FLOPs / (peak x share S / (S + half)); 1.25 times as many in backward, which computes the scores
                  again
     streams      bytes / memory: all that any other kernel or operation reads and writes, once each
-    tp, cp       a collective begins when the bill says so and the one before has ended; the time that the rank waits
+    tp, cp, ep   a collective begins when the bill says so and the one before has ended; the time that the rank waits
                  for it shows, and while it runs behind computation it slows that down a little
 
 A layer never takes less than the host needs to launch it, unless a CUDA graph does. A calibrated profile has the
@@ -37,7 +38,7 @@ SCORE_BYTES = (13, 21)  # moved in forward and backward per 16-bit score that is
 
 @dataclass(frozen=True)
 class Seconds:
-    """`all`: the time of F, B and W on one rank; `tp`: the part of it that is waiting for tp, or for cp."""
+    """`all`: the time of F, B and W on one rank; `tp`: the part of it that is waiting for tp, cp or ep."""
 
     all: tuple[float, float, float] = (0.0, 0.0, 0.0)
     tp: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -50,7 +51,8 @@ class Seconds:
 
 def shape_of(made: Arrangement, kind: Kind | None = None) -> str:
     """What calibrated times are of: a kind of layer, the first one's unless another is given, and its surroundings."""
-    batch, recompute = (made.config.train.micro_batch_size, made.tp, made.cp), dataclasses.astuple(made.recompute)
+    batch = made.config.train.micro_batch_size, made.tp, made.cp, *[made.ep, made.etp][: 2 * made.has_experts]
+    recompute = dataclasses.astuple(made.recompute)
     return f"{kind or made.layers.kinds[0]} {made.padded_vocab} {batch} {made.dtype} {recompute}"
 
 
@@ -69,7 +71,12 @@ class Costs:
 
     @cached_property
     def peak(self) -> float:
-        return self.cluster.device.peak_tflops(self.made.dtype) * 1e12
+        return self._peak_of(self.made.dtype.itemsize)
+
+    def _peak_of(self, size: float) -> float:
+        """FLOP/s with elements of `size` bytes, which a router has larger than all else."""
+        alike = size == self.made.dtype.itemsize
+        return self.cluster.device.peak_tflops(self.made.dtype if alike else torch.float32) * 1e12
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -86,15 +93,16 @@ class Costs:
     def memory_s(self, num_bytes: float) -> float:
         return num_bytes / (self.cluster.device.memory_bytes_per_s * self.profile.memory)
 
-    def matmul_s(self, rows: float, columns: float, depth: float) -> float:
-        """[rows, depth] @ [depth, columns]."""
+    def matmul_s(self, rows: float, columns: float, depth: float, groups: float = 1, size: float = 0) -> float:
+        """[rows, depth] @ [depth, columns], or such a product for each group of the rows; elements of `size` bytes."""
         up = lambda n: math.ceil(n / 128)  # noqa: E731
-        tiles = up(rows) * up(columns)
-        padded = 1.0
+        tiles, padded = (up(rows) if groups == 1 else rows / 128 + groups / 2) * up(columns), 1.0
         if self.profile.tiles:
             padded = tiles * 128**2 / (rows * columns) * max(1.0, self.profile.tiles / tiles)
         flops = 2.0 * rows * columns * depth * padded
-        return flops / (self.peak * self.profile.matmul) + self.profile.kernel_s
+        least = self.memory_s(groups * columns * depth * size) if groups > 1 else 0.0
+        peak = self.peak if groups > 1 or not size else self._peak_of(size)
+        return max(flops / (peak * self.profile.matmul), least) + self.profile.kernel_s
 
     def scores_s(self, kernel: str, flops: float) -> float:
         """The time of one launch of an attention kernel."""
@@ -135,16 +143,18 @@ class Costs:
         return now, waited
 
     def _collective_s(self, name: str, num_bytes: float) -> float:
-        """Over tp, or over cp where the name says so."""
-        group = Group.of(self.mesh.cp.ranks, self.cluster.per_node) if name.startswith("cp ") else self.tp_group
-        of = self.links.all_to_all if name.endswith("all-to-all") else self.links.all_gather
+        """Over tp, or over another axis where the name says so."""
+        axis, _, name = name.rpartition(" ")
+        group = self.group(self.mesh.axis(axis).ranks) if axis else self.tp_group
+        of = self.links.all_to_all if name == "all-to-all" else self.links.all_gather
         return of(num_bytes, group)
 
     def _product_s(self, figures: Sequence[float], head: bool) -> float:
-        rows, columns, depth, sinks = figures
+        rows, columns, depth, sinks, *more = figures
         if head:
             return 2.0 * rows * columns * depth / (self.peak * self.profile.head)
-        return self.matmul_s(rows, columns, depth) + self.memory_s(8 * rows * columns * self.profile.sums) * sinks
+        sums = self.memory_s(8 * rows * columns * self.profile.sums) * sinks
+        return self.matmul_s(rows, columns, depth, *more) + sums
 
     def layer(self, kind: Kind, whole: bool = False) -> Seconds:
         """The time of a layer; `whole`: all of it is recomputed."""
@@ -189,10 +199,9 @@ class Costs:
     def update_s(self) -> tuple[float, float]:
         """Seconds of the gradient norm and of the optimizer's step, on the rank with the most to do."""
         made = self.made
-        held, shard = made.holdings[made.worst], self.mesh.shard.size
-        weight, gradient, _ = made.bytes_of_element()
-        gradients = held.elements * gradient / shard
-        moved = gradients + 2 * held.optimizer + held.elements * weight / shard
+        held, (weight, gradient, _) = made.holdings[made.worst], made.bytes_of_element()
+        gradients = held.owned * gradient
+        moved = gradients + 2 * held.optimizer + held.owned * weight
         if (measured := self._calibrated("update")) is not None:  # seconds per byte: update, norm
             return gradients * measured.all[1], moved * measured.all[0] + self.whole_matrices_s
         return self.memory_s(gradients), self.memory_s(moved) + self.whole_matrices_s

@@ -18,6 +18,7 @@ from megalite.optim.host_store import host_parts, moved
 from megalite.optim.layout import Layout
 from megalite.optim.muon import bytes_at_once
 from megalite.parallel.mesh import Mesh
+from megalite.parallel.spec import OWNERS
 from megalite.pipeline.schedule import Placement, Sharing
 from megalite.plan.meta import META, Meta
 from megalite.plan.sums import Sums
@@ -31,11 +32,15 @@ class Shares(NamedTuple):
     optimizer: int
 
     @classmethod
-    def of(cls, p: ParallelConfig, mesh: Mesh) -> "Shares":
-        n = mesh.shard.size
-        outer = mesh.replica.size if p.outer_dp_sharding_strategy == "optim" and n > 1 else 1
-        shares = cls.at(p.shared_out, n)
-        return shares._replace(optimizer=shares.optimizer * outer)
+    def of(cls, p: ParallelConfig, mesh: Mesh) -> "Mapping[str, Shares]":
+        """By home."""
+        found = {}
+        for home, axes in OWNERS.items():
+            n, copies = (mesh.axis(name).size for name in axes)
+            outer = copies if p.outer_dp_sharding_strategy == "optim" and n > 1 else 1
+            shares = cls.at(p.shared_out, n)
+            found[home] = shares._replace(optimizer=shares.optimizer * outer)
+        return found
 
     @classmethod
     def at(cls, stage: int, n: int) -> "Shares":
@@ -53,37 +58,47 @@ class Holding:
     updated as such."""
 
     local: int  # elements of this rank's shares of the parameters
-    elements: int  # of all buckets, with their padding
+    elements: Mapping[str, int]  # of all buckets, with their padding, by home
+    owned: int  # of these what is left where ranks share out the optimizer's state
     weights: int
     gradients: int
     optimizer: int
-    units: Mapping[str, int]  # elements of what comes and goes, by unit of the model
+    units: Mapping[str, Mapping[str, int]]  # elements of what comes and goes by unit of the model, in order by home
     matrices: "WholeMatrices | None" = None
     host: int = 0  # beside the device's
     disk: int = 0
 
     @classmethod
     def of(
-        cls, layout: Layout, mesh: Mesh, shares: Shares, element: Callable[[bool], tuple[int, int, int]], config: Config
+        cls, layout: Layout, mesh: Mesh, element: Callable[[bool], tuple[int, int, int]], config: Config
     ) -> "Holding":
         """What stays of weights and gradients is whole. `element`: its bytes, of a matrix or not."""
-        o, on_host = config.optim, config.parallel.param_cpu_offload and shares.weights > 1
-        units: dict[str, int] = {}
+        o, p, shares = config.optim, config.parallel, Shares.of(config.parallel, mesh)
+        units, elements, held = dict[str, dict[str, int]](), dict.fromkeys(shares, 0), list[int]()
+        weights = gradients = owned = 0
         for bucket in layout.buckets:
-            if bucket.kind.unit and shares.gradients > 1:
-                units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.size
-        comes = sum(units.values())
-        held = [b.size // shares.weights for b in layout.buckets if on_host and b.kind.unit]
+            by = shares[bucket.kind.home] if (unit := bucket.kind.unit) else Shares(1, 1, 1)
+            part, on_host = bucket.size // by.weights, p.param_cpu_offload and by.weights > 1
+            elements[bucket.kind.home] += bucket.size
+            held += [part] * on_host
+            weights += part * (not on_host)
+            gradients += bucket.size // by.gradients
+            owned += bucket.size // mesh.axis(OWNERS[bucket.kind.home][0]).size
+            if by.gradients > 1:
+                units.setdefault(unit, {})[bucket.kind.home] = bucket.size
         (weight, gradient, state), away = element(False), moved(layout, o.offloaded)
         state += gradient * (weight == gradient)  # of the host, which always has main weights of its own
-        lent = host_parts([b.size // shares.optimizer for b in away], state, gradient)
+        kept = [b.size // shares[b.kind.home].optimizer for b in layout.buckets]
+        lent = host_parts(kept[: len(away)], state, gradient)
         on_disk = len(away) if o.optimizer_offload_folder else 0
+        stay = zip(kept[len(away) :], layout.buckets[len(away) :], strict=True)
         return cls(
             local=sum(e.numel for e in layout.entries),
-            elements=layout.size,
-            weights=(layout.size - comes + (0 if on_host else comes // shares.weights)) * weight,
-            gradients=(layout.size - comes + comes // shares.gradients) * gradient,
-            optimizer=sum(b.size * element(b.kind.matrix)[2] for b in layout.buckets[len(away) :]) // shares.optimizer,
+            elements=elements,
+            owned=owned,
+            weights=weights * weight,
+            gradients=gradients * gradient,
+            optimizer=sum(n * element(b.kind.matrix)[2] for n, b in stay),
             units=units,
             matrices=whole_matrices(layout, mesh, o, shares),
             host=pinned_bytes(lent[on_disk:]) + pinned_bytes([n * weight for n in held]),
@@ -109,7 +124,7 @@ class WholeMatrices:
         return flops + f", {self.moved / 2**30:.3g} GiB to their homes and back" * (self.moved > 0)
 
 
-def whole_matrices(layout: Layout, mesh: Mesh, o: OptimConfig, shares: Shares) -> WholeMatrices | None:
+def whole_matrices(layout: Layout, mesh: Mesh, o: OptimConfig, shares: Mapping[str, Shares]) -> WholeMatrices | None:
     """As optim/exchange.py has it."""
     matrices, ranks = matrices_of(layout) if o.is_muon else [], mesh.stage.size
     if not matrices:
@@ -117,7 +132,7 @@ def whole_matrices(layout: Layout, mesh: Mesh, o: OptimConfig, shares: Shares) -
     loads, size = [0] * ranks, 2 if o.muon_fp32_matmul_prec == "medium" else 4
     for one, home in zip(matrices, homes_of(matrices, ranks), strict=True):
         loads[home] += newton_schulz_flops(one.rows, one.columns, o.muon_num_ns_steps)
-    owned = sum(e.numel for e in layout.entries if e.spec.is_matrix) / shares.optimizer
+    owned = sum(e.numel / shares[e.spec.home].optimizer for e in layout.entries if e.spec.is_matrix)
     once = sum(one.numel for one in matrices) / ranks
     moved = size * (once + owned) * (ranks > 1)  # of copies one is sent, and all come back
     return WholeMatrices(max(loads), moved, bytes_at_once(matrices, ranks, owned / once, size, _orthogonalised))

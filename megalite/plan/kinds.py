@@ -44,7 +44,8 @@ def kinds_of(model: ModelConfig) -> tuple[Kind, ...]:
 @dataclass(frozen=True)
 class Setting:
     """The facts of a rank that a bill depends on. `again`: the parts of a block that are computed again in backward;
-    `split`: weight gradients wait. `cp`: the ranks that share the tokens."""
+    `split`: weight gradients wait. `cp`: the ranks that share the tokens. `ep`, `etp`: of experts, which all tokens
+    choose alike (nn/token_exchange.py: even_routing)."""
 
     tp: int
     micro_batch: int
@@ -52,9 +53,11 @@ class Setting:
     split: bool = False
     again: tuple[str, ...] = ()
     cp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     def maker(self, recorder: Recorder) -> Maker:
-        return Maker(recorder.mesh(self.tp, self.cp), self.dtype, 0, meta=True)
+        return Maker(recorder.mesh(self.tp, self.cp, self.ep, self.etp), self.dtype, 0, meta=True)
 
     def hidden(self, model: ModelConfig) -> Tensor:
         """x_sBD."""
@@ -76,7 +79,7 @@ def layers_bill(kinds: tuple[Kind, ...], setting: Setting, whole: bool = False) 
     later = Later() if setting.split else None
     sample_ids_B = torch.empty(setting.micro_batch, dtype=torch.int64, device=META)
     rows_S = setting.tokens(first)[:, 0]
-    where = Coordinates(_rope(first, len(rows_S)), sample_ids_B, 0, None, later, again=whole)
+    where = Coordinates(_rope(first, len(rows_S)), sample_ids_B, 0, None, later, again=whole, loss_weight=1.0)
     if setting.cp > 1:
         where = replace(where, places=place(first.seq_length, setting.cp, first.windows), places_S=rows_S)
 

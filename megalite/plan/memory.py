@@ -7,7 +7,7 @@
 
 The peak is found by walking through a rank's actions, and in each through the bills of the stage's layers
 (plan/bill.py), as the Triton kernels allocate. Not counted: tokens, memory of CUDA, NCCL and cuBLAS (gigabytes on a
-card), and memory that the allocator cannot reuse. In the 26 layouts of tests/planning/test_rank_memory.py activations
+card), and memory that the allocator cannot reuse. In the layouts of tests/planning/test_rank_memory.py activations
 with buffers are within ACTIVATIONS_ERROR of the allocated bytes.
 """
 
@@ -19,9 +19,9 @@ from megalite.pipeline.runtime import SENT
 from megalite.pipeline.schedule import Action, Op, with_sharing
 from megalite.plan.arrangement import Arrangement, build_stages
 from megalite.plan.bill import Bill
-from megalite.plan.holding import Holding, Shares
+from megalite.plan.holding import Holding
 
-ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes, where no units come and go
+ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes
 LARGEST_ERROR = 0.03  # in any layout that was ever counted
 EMBEDDING, HEAD = ["embedding"], ["head"]  # units of the ends of a model
 SHARED_PARTS = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, weights")  # by ZeRO stage
@@ -59,7 +59,7 @@ def by_stage(made: Arrangement) -> list[Holding]:
         config = replace(made.config, parallel=(p := replace(made.config.parallel, zero_stage=stage)))
         mesh = replace(made, config=config).mesh_of(made.worst)
         _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=stage > 1, **config.optim.apart)
-        found.append(Holding.of(layout, mesh, Shares.of(p, mesh), made.bytes_of_element, config))
+        found.append(Holding.of(layout, mesh, made.bytes_of_element, config))
     return found
 
 
@@ -78,7 +78,8 @@ class WholeUnits:
     """Bytes of weights and gradients that are whole for a moment on a pipeline rank, where they come and go (ZeRO-2 and
     3), in the order of events that optim/param_gather.py and optim/grad_reduce.py have. A unit's weights are whole
     while it is used, and those of the next are on their way; its gradient from the first one that lands to the end of
-    its reduction, for which the next unit's waits. A unit is known by its name: "embedding", "layers.17", "head"."""
+    its reduction, for which the next waits: of experts, which are a bucket of their own, in the unit's backward. A unit
+    is known by its name: "embedding", "layers.17", "head"."""
 
     def __init__(self, made: Arrangement, rank: int):
         p = made.config.parallel
@@ -89,13 +90,14 @@ class WholeUnits:
         self.rounded = 2 if p.grad_reduce_in_bf16 and made.config.precision.bf16 else 0
         self.overlap = p.overlap_grad_reduce
         self.weights: set[str] = set()
-        self.gradients: set[str] = set()
-        self.reducing: str | None = None
+        self.gradients: set[tuple[str, str]] = set()  # unit, home
+        self.reducing: tuple[str, str] | None = None
 
     @property
     def bytes(self) -> int:
-        weights, gradients = (sum(self.units.get(unit, 0) for unit in some) for some in (self.weights, self.gradients))
-        copies = self.units.get(self.reducing or "", 0) * self.rounded
+        weights = sum(sum(self.units.get(unit, {}).values()) for unit in self.weights)
+        gradients = sum(self.units[unit][home] for unit, home in self.gradients)
+        copies = self.units[self.reducing[0]][self.reducing[1]] * self.rounded if self.reducing else 0
         return weights * self.weight + gradients * self.gradient + copies
 
     def use(self, units: Sequence[str], ahead: str | None = None) -> None:
@@ -107,16 +109,18 @@ class WholeUnits:
         if not self.by_chunk:
             self.weights.difference_update(units)
 
-    def land(self, unit: str) -> None:
+    def land(self, unit: str, home: str) -> None:
         """The first gradient of a run."""
-        if unit == self.reducing:
+        if (unit, home) == self.reducing:
             self._settle()
-        self.gradients.add(unit)
+        if home in self.units.get(unit, {}):
+            self.gradients.add((unit, home))
 
     def reduce(self, unit: str) -> None:
-        self._settle()
-        self.gradients.add(unit)
-        self.reducing = unit
+        for home in self.units.get(unit, {}):
+            self._settle()
+            self.gradients.add((unit, home))
+            self.reducing = unit, home
         if not self.overlap:
             self._settle()
 
@@ -166,13 +170,18 @@ class _Walk:
     def _reach(self, moment: int) -> None:
         self.most = max(self.most, self.kept + self.messages * self.edge + moment + self.whole.bytes)
 
+    def _through(self, bill: Bill, phase: str, unit: str, more: int = 0) -> None:
+        for home, moment in bill.parts[phase].items():
+            self.whole.land(unit, home)
+            self._reach(moment + more)
+
     def _forward(self, stage: int) -> None:
         self.messages -= stage != 0  # x had come, and is the first layer's
         parts = self.parts[stage]
         for (bill, units), (_, behind) in zip(parts, [*parts[1:], (None, [None])], strict=True):
             self.whole.use(units[-2:], behind[0])  # of several at most two at once
             if units is HEAD:
-                self.whole.land("head")
+                self.whole.land("head", "dense")
             self._reach(bill.moment["F"] + (self.edge if units is not EMBEDDING else 0))
             self.whole.leave(units)
             self.kept += bill.saved if units is not EMBEDDING else 0
@@ -187,9 +196,7 @@ class _Walk:
                 self.whole.use(units, before[-1] if before and before is not EMBEDDING and len(units) == 1 else None)
             for unit in reversed(units):
                 if units is not HEAD:  # whose gradients forward has computed
-                    if not (layers and self.made.split):
-                        self.whole.land(unit)
-                    self._reach(self.edge + bill.moment["B"])
+                    self._through(bill, "B", unit, self.edge)
                 if reduces:
                     self.whole.reduce(unit)
             if layers:
@@ -202,8 +209,7 @@ class _Walk:
             self.whole.reduce(end)
         for bill, units in reversed([part for part in self.parts[stage] if part[1] not in (EMBEDDING, HEAD)]):
             for unit in reversed(units):
-                self.whole.land(unit)
-                self._reach(bill.moment["W"])
+                self._through(bill, "W", unit)
                 if reduces:
                     self.whole.reduce(unit)
             self.kept -= bill.waiting

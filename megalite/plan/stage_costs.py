@@ -110,10 +110,12 @@ class StageCosts:
         return saved
 
     @cached_property
-    def least_moment(self) -> int:
-        """The fewest bytes that a layer's backward takes in addition to what forwards have kept."""
+    def least_moments(self) -> tuple[int, int]:
+        """The fewest bytes that a layer's backward takes in addition to what forwards have kept, and that it takes when
+        all gradients have begun to land."""
         ways = {False, self.recompute.granularity == "full"}
-        return min(layers_bill((kind,), self.setting, again).moment["B"] for kind in set(self.kinds) for again in ways)
+        bills = [layers_bill((kind,), self.setting, again) for kind in set(self.kinds) for again in ways]
+        return min(bill.moment["B"] for bill in bills), min([*bill.parts["B"].values()][-1] for bill in bills)
 
 
 stage_costs = functools.lru_cache(maxsize=4096)(StageCosts)  # shared by all arrangements alike: a search has thousands

@@ -16,9 +16,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
+from megalite.parallel.spec import HOMES, OWNERS
 from megalite.pipeline.schedule import Cost, Op
 from megalite.pipeline.simulate import Simulation
 from megalite.plan.arrangement import LONG, Arrangement
@@ -134,16 +137,20 @@ class _Step:
         ranks = self.costs.mesh.pp.ranks
         return self.messages.message(self.made.edge, ranks[source], ranks[target])
 
-    def _chunk_bytes(self, rank: int, size: int, ends: bool = True) -> list[float]:
-        """Bytes of the weights or gradients, of `size` bytes each, of each chunk of a pipeline rank, in order. Those of
-        the layers are in their chunk, the rest of the rank's, with `ends`, in its first (the embedding) or, on the last
-        rank, its last (the head)."""
+    def _chunk_bytes(self, rank: int, size: int, ends: bool = True) -> list[np.ndarray]:
+        """Bytes of the weights or gradients, of `size` bytes each, by home, of each chunk of a pipeline rank, in order.
+        Those of the layers are in their chunk, the rest of the rank's, with `ends`, in its first (the embedding) or, on
+        the last rank, its last (the head)."""
         made, held = self.made, self.made.holdings[rank]
-        each, whole = size * held.elements / held.local, size * held.elements  # with the layout's padding
+        whole = size * np.array([held.elements[home] for home in HOMES])  # with the layout's padding
         stages = (made.stages[stage] for stage in made.placement.stages(rank))
-        chunks = [each * sum(made.elements[layers.start : layers.stop]) for layers in stages]
-        chunks[-1 if rank == made.pp - 1 else 0] += max(0.0, whole - sum(chunks)) * ends
+        chunks = [self._elements[layers.start : layers.stop].sum(0) * (whole.sum() / held.local) for layers in stages]
+        chunks[-1 if rank == made.pp - 1 else 0] += np.maximum(0.0, whole - sum(chunks)) * ends
         return chunks
+
+    @cached_property
+    def _elements(self) -> np.ndarray:
+        return np.array(self.made.elements)
 
     def _slowed(self, stage: int, cost: Cost) -> Cost:
         """F, B and W of a stage whose gradients are reduced, and whose weights are gathered, during them: what an
@@ -151,7 +158,7 @@ class _Step:
         exchange is shared by its micro-batches."""
         made, p = self.made, self.made.config.parallel
         rank, chunk = made.placement.rank(stage), made.placement.chunk(stage)
-        if not made.sharing.every_run or self._groups[0].size == 1:
+        if not made.sharing.every_run or self._alone:
             return cost
         units, often = max(1, len(made.stages[stage])), exchanges(made)
         size, share = self._gradient
@@ -172,28 +179,32 @@ class _Step:
         ]
         return forward + shown[0], backward + shown[1], later
 
-    def _buckets(self, num_bytes: float, size: int) -> int:
+    def _buckets(self, num_bytes: Any, size: int) -> int:
         limit = self.made.config.parallel.ddp_bucket_size
-        return max(1, math.floor(num_bytes / size / (DEFAULT_BUCKET_SIZE if limit is None else limit)))
+        return max(1, math.floor(np.sum(num_bytes) / size / (DEFAULT_BUCKET_SIZE if limit is None else limit)))
 
     @cached_property
-    def _groups(self) -> tuple[Group, Group]:
-        """The ranks that shard the optimizer's state, and the ranks that have copies of a shard."""
-        mesh = self.costs.mesh
-        return self.costs.group(mesh.shard.ranks), self.costs.group(mesh.replica.ranks)
+    def _groups(self) -> list[tuple[Group, Group]]:
+        """Of each home the ranks that shard the optimizer's state, and the ranks that have copies of a shard."""
+        axes = ((self.costs.mesh.axis(name).ranks for name in OWNERS[home]) for home in HOMES)
+        return [(self.costs.group(shard), self.costs.group(copies)) for shard, copies in axes]
+
+    @property
+    def _alone(self) -> bool:
+        return all(shard.size == 1 for shard, _ in self._groups)
 
     def gathers(self) -> Mapping[int, float]:
         """Stage -> time at which its first forward may start, so that none of its layers waits for its bucket. Empty if
         gathers are waited for at once, or there is nothing to gather."""
-        made, (shard, _) = self.made, self._groups
-        if shard.size == 1 or not made.config.parallel.overlap_param_gather or made.config.parallel.shared_out > 2:
+        made = self.made
+        if self._alone or not made.config.parallel.overlap_param_gather or made.config.parallel.shared_out > 2:
             return {}
         begin: dict[int, float] = {}
         for rank in range(made.pp):
             now = 0.0
             for stage, n in zip(made.placement.stages(rank), self._chunk_bytes(rank, made.dtype.itemsize), strict=True):
                 buckets = self._buckets(n, made.dtype.itemsize)
-                one = self.costs.links.all_gather(n / buckets, shard)
+                one = self._collective(n, made.dtype.itemsize, gather=True, buckets=buckets) / buckets
                 forward = self.stages[stage].all[0] / buckets
                 begin[stage] = max(now + (k + 1) * one - k * forward for k in (0, buckets - 1))
                 now += buckets * one
@@ -210,17 +221,22 @@ class _Step:
             for rank in range(made.pp)
         )
 
-    def _collective(self, n: float, size: int, gather: bool, buckets: int | None = None, of_step: bool = True) -> float:
-        """Seconds of a chunk's gathers, or reductions, one bucket after another: `n` bytes in elements of `size`.
+    def _collective(
+        self, sizes: np.ndarray, size: int, gather: bool, buckets: int | None = None, of_step: bool = True
+    ) -> float:
+        """Seconds of a chunk's gathers, or reductions, one bucket after another: bytes by home in elements of `size`.
         `of_step`: with what replicas sum once in a step."""
-        shard, replica = self._groups
-        links, buckets = self.costs.links, buckets or self._buckets(n, size)
-        if gather:
-            return buckets * links.all_gather(n / buckets, shard)
-        if shard.size == 1:
-            return buckets * links.all_reduce(n / buckets, replica)
-        inner = buckets * links.reduce_scatter(n / buckets, shard)
-        return inner + links.all_reduce(n / shard.size, replica) if of_step else inner
+        links, seconds = self.costs.links, 0.0
+        for n, (shard, replica) in zip(sizes, self._groups, strict=True):
+            if not n:
+                continue
+            times = buckets or self._buckets(n, size)
+            if shard.size == 1 and not gather:
+                seconds += times * links.all_reduce(n / times, replica)
+            else:  # a reduce-scatter takes as long as a gather
+                seconds += times * links.all_gather(n / times, shard)
+                seconds += links.all_reduce(n / shard.size, replica) * (of_step and not gather)
+        return seconds
 
     def reduces(self, simulation: Simulation) -> float:
         """Seconds by which the reduction of gradients ends after the pipeline, if a chunk's buckets fill evenly during
@@ -248,7 +264,7 @@ class _Step:
             worst = max(worst, done - simulation.end)
         return worst
 
-    def _behind_last_run(self, stage: int, n: float, size: int) -> float:
+    def _behind_last_run(self, stage: int, n: np.ndarray, size: int) -> float:
         """Seconds of what is left of a stage's reduction when its last backward ends, which `_slowed` has made as long
         as the rest: the last unit's, and what replicas sum once in a step."""
         units = max(1, len(self.made.stages[stage]))
@@ -289,5 +305,5 @@ class _Step:
         made, m = self.made, self.made.config.model
         if made.pp == 1 or m.untie_embeddings_and_output_weights:
             return 0.0
-        n = made.padded_vocab * m.hidden_size / made.tp * self._gradient[0] / self._groups[0].size
+        n = made.padded_vocab * m.hidden_size / made.tp * self._gradient[0] / self._groups[0][0].size
         return self.costs.links.all_reduce(n, self.costs.group(self.costs.mesh.ends.ranks))

@@ -170,11 +170,12 @@ def tell(plan: Arrangement, sources: Sources, local_world: int) -> str:
     asked, config = plan.config.train.as_rank, plan.config
     assert asked is not None
     done, rank = rehearse(plan, sources, asked), asked
-    axes = [done.mesh.axis(name) for name in ("pp", "dp", "cp", "tp")]
+    axes = {name: done.mesh.axis(name) for name in ("pp", "dp", "cp", "tp", "ep", "etp")}
+    place = (f"{name} {axis.rank} of {axis.size}" for name, axis in axes.items() if axis.size > 1)
     device = "a CPU" if config.parallel.device == "cpu" else "a card"
     left_out = ["--compile"] * config.train.compile + ["CUDA graphs"] * (config.train.cuda_graph_impl != "none")
     rows = {
-        f"rank {rank:,}": ", ".join(f"{axis.name} {axis.rank} of {axis.size}" for axis in axes if axis.size > 1)
+        f"rank {rank:,}": ", ".join(place)
         + f"; node {rank // local_world:,}, its rank {rank % local_world} of {local_world}",
         "stages": ", ".join(f"{n} (layers {r.start} to {r.stop - 1})" if r else f"{n}" for n, r in done.layers.items()),
         "parameters": f"{done.parameters:,}",

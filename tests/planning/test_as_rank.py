@@ -30,6 +30,8 @@ MODEL = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-len
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --ffn-hidden-size 48
  --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 1 --qk-layernorm"""
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+# every token goes to all experts, so that a plan knows how many rows travel
+EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1"
 Real = tuple[Counter[Issued], dict[str, int]]
 
 
@@ -81,6 +83,7 @@ def _real(flags: str) -> Real:
 
 
 VPP, ZERO = "--num-virtual-stages-per-pipeline-rank 2", "--zero-stage"
+FULL = "--recompute-granularity full --recompute-method uniform"
 HALF = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
 IN_BF16 = "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
@@ -94,7 +97,7 @@ def rarely(*rows: tuple[int, str]) -> list[Any]:
     [
         *((2, flags) for flags in (TP, PP, "", "--no-use-distributed-optimizer", f"{PP} {VPP}")),
         (2, f"{PP} --pipeline-schedule gpipe --bf16 {LLAMA}"),
-        (2, f"{TP} --recompute-granularity full --recompute-method uniform {IN_BF16}"),
+        (2, f"{TP} {FULL} {IN_BF16}"),
         (2, f"{TP} --recompute-granularity selective --recompute-modules core_attn layernorm mlp {LLAMA}"),
         (2, f"{TP} --attention-dropout 0.1 --hidden-dropout 0.1 --z-loss-coeff 1e-4 --fp16"),
         (2, "--bf16 --grad-reduce-in-bf16 --no-overlap-param-gather --no-overlap-grad-reduce --optimizer sgd"),
@@ -103,7 +106,7 @@ def rarely(*rows: tuple[int, str]) -> list[Any]:
         (2, f"{TP} --optimizer lamb"),
         (4, f"{TP} --use-tp-pp-dp-mapping --bf16 --rampup-batch-size 4 4 8"),
         (2, f"{ZERO} 2 --bf16 --grad-reduce-in-bf16"),
-        (2, f"{ZERO} 3 --recompute-granularity full --recompute-method uniform {LLAMA}"),
+        (2, f"{ZERO} 3 {FULL} {LLAMA}"),
         (4, f"{PP} {VPP} {ZERO} 2"),
         (4, f"{PP} {VPP} {ZERO} 3 --zero-hold chunk --bf16 {LLAMA}"),
         (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2"),
@@ -115,6 +118,14 @@ def rarely(*rows: tuple[int, str]) -> list[Any]:
         (4, f"{HALF} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
         (2, f"--cp 2 {LLAMA}"),
         (4, f"--cp 2 {TP} --cp-comm-type a2a allgather a2a allgather --window-size 3,0 --bf16"),
+        (2, f"--ep 2 {EXPERTS}"),
+        (4, f"{TP} --ep 2 --expert-tensor-parallel-size 2 --bf16 --grad-reduce-in-bf16 {EXPERTS}"),
+        (4, f"{ZERO} 3 --ep 2 {FULL} {EXPERTS} --moe-layer-freq [0,1,1,1] --moe-router-enable-expert-bias"),
+        (4, f"{PP} --ep 2 --split-backward --moe-shared-expert-intermediate-size 16 {EXPERTS}"),
+        *rarely(
+            (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2 --ep 2 {EXPERTS}"), (4, f"{ZERO} 2 --ep 4 {EXPERTS}")
+        ),
+        *rarely((4, f"--cp 2 {TP} --ep 2 --optimizer muon --bf16 {EXPERTS}")),
         *rarely((8, f"{TP} {PP} {VPP} --bf16 {LLAMA}")),
         *rarely((4, f"{PP} {ZERO} 3"), (8, f"{TP} {PP} {ZERO} 3 --split-backward {LLAMA}")),
     ],
@@ -166,8 +177,7 @@ LIKE_8B = """--preset llama3-8b --bf16 --micro-batch-size 1 --global-batch-size 
  --train-iters 2"""
 
 
-FULL, PARTS = "--recompute-granularity full --recompute-method uniform", "layernorm mlp"
-MORE = [VPP, "--split-backward", FULL, f"--recompute-granularity selective --recompute-modules {PARTS}"]
+MORE = [VPP, "--split-backward", FULL, "--recompute-granularity selective --recompute-modules layernorm mlp"]
 
 
 SHARED_OUT = [

@@ -179,9 +179,9 @@ def test_the_bounds_of_what_is_shared_out_are_below_its_plan(flags: str) -> None
         slow = Costs(
             made, replace(asked.cluster, inside=Link(0.0, 1e8), between=Link(0.0, 1e8)), default_profile("h100")
         )
-        assert max(least_time(made, costs), least_exchange(made, costs, made.parameters)) <= plan.time.seconds
+        assert max(least_time(made, costs), least_exchange(made, costs, made.of_homes)) <= plan.time.seconds
         waits = step_time(made, slow.cluster).seconds
-        assert 0.4 * waits < least_exchange(made, slow, made.parameters) < waits, layout
+        assert 0.4 * waits < least_exchange(made, slow, made.of_homes) < waits, layout
         assert 0.7 * plan.peak < least_memory(made, made.module_bytes) <= plan.peak, layout
 
 

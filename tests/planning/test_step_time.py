@@ -140,7 +140,7 @@ def test_what_comes_and_goes_is_exchanged_for_each_run(flags: str, reduced: int,
     pp, chunks = (2, 4) if "--pp" in flags else (1, 1)
     late = "--no-overlap-grad-reduce --no-overlap-param-gather"
     of, hidden = (made(f"{flags} --global-batch-size 16 {more}", 2 * pp) for more in (late, ""))
-    size, layers = max(held.local for held in of.holdings), sum(of.elements) / pp
+    size, layers = max(held.local for held in of.holdings), sum(map(sum, of.elements)) / pp
     moved = (4 * reduced * size + 2 * (forward * size + backward * layers)) / 2
     slow, profile = fast(2 * pp, inside=Link(0.0, 1e9)), known(of)
     found = step_time(of, slow, profile)

@@ -7,6 +7,8 @@
 Rules of thumb say that they are, and whose: they are no part of the plan.
 """
 
+import math
+
 from megalite.plan.advice import in_order, limit_of, sentence
 from megalite.plan.memory import LARGEST_ERROR
 from tools.planning.request import Request, problems_of
@@ -49,12 +51,15 @@ def path(request: Request, found: Found) -> list[str]:
         fits = ask(dp, size, "dp alone would do", "dp alone does not do")
     if not fits and c.per_node > 1:
         tp = max(t for t in range(1, c.per_node + 1) if c.per_node % t == 0 and _divides(t, request))
-        size = n / tp * (weight + gradient + optimizer / max(1, c.world // tp))
-        fits = ask(f"over a node, tp {tp}", size, "tp inside a node would do", "pipeline stages over nodes")
+        ep = math.gcd(request.config.model.num_experts or 1, c.per_node)
+        how = f"tp {tp}" + f" ep {ep}" * one.has_experts
+        whole = (one.of_homes["dense"] / tp + one.of_homes["expert"] / ep) * (weight + gradient)
         shared = n * optimizer / c.world  # with more stages fewer ranks share what one stage has
+        do = f"{'tp' if ep == 1 else 'tp and ep'} inside a node would do"
+        fits = ask(f"over a node, {how}", whole + shared, do, "pipeline stages over nodes")
         if not fits and c.nodes > 1 and shared < limit:
-            stages = -(-n / tp * (weight + gradient) // (limit - shared))
-            lines.append(f"fewest stages of tp {tp} for the state: {stages:.0f} -> pp {stages:.0f} or more")
+            stages = -(-whole // (limit - shared))
+            lines.append(f"fewest stages of {how} for the state: {stages:.0f} -> pp {stages:.0f} or more")
     if found.plans:
         lines += _chosen(found.choices()[0].best)
     return lines
@@ -106,7 +111,7 @@ def warnings(request: Request, best: Planned, limit: float, budget: Budget, data
     if tokens < SMALL_TOKENS:
         small = f"a micro-batch of {tokens} tokens makes small matmuls"
         lines.append(f"{small}; raise --micro-batch-size (rule of thumb: {SMALL_TOKENS} tokens)")
-    batch, critical = made.batch_sizes.final * m.seq_length, critical_batch(budget.parameters)
+    batch, critical = made.batch_sizes.final * m.seq_length, critical_batch(budget.active)
     if batch > critical:
         beyond = f"a batch of {batch / 1e6:.1f} M tokens is beyond the critical {critical / 1e6:.1f} M"
         lines.append(f"{beyond}: more of it saves few steps (a rule of thumb, arXiv:2001.08361, eq. 1.4)")

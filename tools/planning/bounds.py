@@ -9,17 +9,21 @@ least counts. They are bounds, not estimates: no padding, no messages, no collec
 """
 
 import functools
+import itertools
+import math
+from collections.abc import Mapping
 
 import numpy as np
 
 from megalite.models.gpt import Block
 from megalite.nn.parameter import named_specs
+from megalite.parallel.spec import HOMES, OWNERS
 from megalite.pipeline.schedule import ONE, SCHEDULES, Op, Placement, group_sizes, held_more
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Recorder
 from megalite.plan.cost import Costs
 from megalite.plan.holding import ModuleBytes
-from megalite.plan.links import Group
+from megalite.plan.kinds import Kind
 from megalite.plan.stage_costs import StageCosts
 from megalite.plan.step_time import exchanges
 
@@ -54,17 +58,19 @@ def least_time(made: Arrangement, costs: Costs) -> float:
     return float(np.maximum(most, (fill + ends).max(1)).min())
 
 
-def least_exchange(made: Arrangement, costs: Costs, parameters: int) -> float:
-    """Seconds that the mean rank exchanges over dp at ZeRO stages 2 and 3. `parameters`: of the whole model."""
+def least_exchange(made: Arrangement, costs: Costs, parameters: Mapping[str, int]) -> float:
+    """Seconds that the mean rank exchanges over dp at ZeRO stages 2 and 3. `parameters`: of the model, by home."""
     m, p = made.config.model, made.config.parallel
-    group = Group.of(costs.mesh.shard.ranks, costs.cluster.per_node)
-    ends = (1 + m.untie_embeddings_and_output_weights) * made.vocab_size * m.hidden_size
+    ends = {"dense": (1 + m.untie_embeddings_and_output_weights) * made.vocab_size * m.hidden_size}
     weight, gradient, _ = made.bytes_of_element()
-    often, sent = exchanges(made), 2 if p.grad_reduce_in_bf16 else gradient
-    once = often.reduced * sent * parameters + weight * (
-        often.forward * parameters + often.backward * (parameters - ends)
-    )
-    return made.microbatches * costs.links.all_gather(once / made.tp / made.pp, group)
+    often, sent, seconds = exchanges(made), 2 if p.grad_reduce_in_bf16 else gradient, 0.0
+    for home, n in parameters.items():
+        group = costs.group(costs.mesh.axis(OWNERS[home][0]).ranks)
+        backward = often.backward * (n - ends.get(home, 0))
+        once = often.reduced * sent * n + weight * (often.forward * n + backward)
+        split = math.prod(costs.mesh.axis(axis).size for axis in HOMES[home][1])
+        seconds += costs.links.all_gather(once / split / made.pp, group)
+    return made.microbatches * seconds
 
 
 def least_memory(made: Arrangement, modules: ModuleBytes) -> float:
@@ -73,14 +79,16 @@ def least_memory(made: Arrangement, modules: ModuleBytes) -> float:
     m, last, edge = made.config.model, made.placement.num_stages - 1, made.edge
     if pp == 1 and not m.untie_embeddings_and_output_weights:
         modules = modules._replace(head=0.0)  # its weights are the embedding's
-    held, (unit, head_unit), moment = made.layers.saved_of(counts), _whole(made), made.layers.least_moment
+    held, (weights, gradients, head_unit) = made.layers.saved_of(counts), _whole(made)
+    moment, last_part = made.layers.least_moments
+    moment = weights + max(moment, last_part + gradients)
     most = np.zeros(len(counts))
     for rank in {0, min(1, pp - 1), pp - 1}:
         stages = list(place.stages(rank))
         whole = modules.of(counts, rank, place)
         alive = held[:, stages] @ _in_flight(made, rank, None)
         head = made.layers.head.saved * (rank == pp - 1)
-        most = np.maximum(most, whole + alive + np.where(counts[:, stages].any(1), moment + unit - head, 0.0))
+        most = np.maximum(most, whole + alive + np.where(counts[:, stages].any(1), moment - head, 0.0))
         if rank == pp - 1:
             alive = held[:, stages] @ _in_flight(made, rank, last)
             more = edge + head_unit + made.layers.head.moment["F"] - made.layers.head.saved
@@ -88,21 +96,28 @@ def least_memory(made: Arrangement, modules: ModuleBytes) -> float:
     return float(most.min())
 
 
-def _whole(made: Arrangement) -> tuple[float, float]:
-    """Bytes of a unit that are whole in its backward, of the smallest block, and in that of the head, where weights or
-    gradients come and go. A split backward has the gradients later."""
-    comes, (weight, gradient, _) = made.sharing.every_run and made.mesh_of(0).shard.size > 1, made.bytes_of_element()
-    weight *= made.config.parallel.shared_out > 2
+def _whole(made: Arrangement) -> tuple[float, float, float]:
+    """Bytes of weights and of gradients that are whole in backward of the smallest block, and of both in the head's,
+    where they come and go. A split backward has the gradients later."""
+    weight, gradient, _ = made.bytes_of_element()
+    weight, mesh = weight * (made.config.parallel.shared_out > 2), made.mesh_of(0)
+    come = tuple(made.sharing.every_run and mesh.axis(OWNERS[home][0]).size > 1 for home in HOMES)
     own = made.config.model.untie_embeddings_and_output_weights or made.pp > 1
     head = made.padded_vocab // made.tp * made.config.model.hidden_size * (weight + gradient) * own
-    return comes * _least_matrices(made.layers) * (weight + gradient * (not made.splits_backward)), comes * head
+    least = _least_matrices(made.layers, come)
+    return least * weight, least * gradient * (not made.splits_backward), come[0] * head
 
 
 @functools.lru_cache(maxsize=256)
-def _least_matrices(layers: StageCosts) -> int:
-    """Elements of the matrices of the smallest block on a rank."""
-    make = layers.setting.maker(Recorder())
-    return min(layers.each(lambda k: sum(p.numel() for spec, p in named_specs(Block(make, k, 0)) if spec.is_2d)))
+def _least_matrices(layers: StageCosts, come: tuple[bool, ...]) -> int:
+    """Elements of the matrices of the smallest block on a rank, of those homes that come and go."""
+    make, homes = layers.setting.maker(Recorder()), [*itertools.compress(HOMES, come)]
+
+    def of(kind: Kind) -> int:
+        specs = named_specs(Block(make, kind, 0)) if homes else []
+        return sum(p.numel() for spec, p in specs if spec.is_2d and spec.home in homes)
+
+    return min(layers.each(of))
 
 
 def _in_flight(made: Arrangement, rank: int, stage: int | None) -> np.ndarray:

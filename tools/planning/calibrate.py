@@ -97,7 +97,8 @@ class _Bench:
 
     def __init__(self, task: dict[str, Any], ranks: Ranks, device: torch.device):
         config = task["config"]
-        alone = dataclasses.replace(config.parallel, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+        sizes = dict.fromkeys(("tensor", "pipeline", "expert"), 1)
+        alone = dataclasses.replace(config.parallel, **{f"{name}_model_parallel_size": n for name, n in sizes.items()})
         self.made: Arrangement = Arrangement(dataclasses.replace(config, parallel=alone), 1, task["vocab_size"])
         self.mesh = dataclasses.replace(Mesh.alone(), device=device)
         self.ranks, self.device, self.layers = ranks, device, min(LAYERS, config.model.num_layers)

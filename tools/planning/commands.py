@@ -79,8 +79,8 @@ def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | N
     one = arranged(layout_of(request.config) if request.is_layout else Layout(), request)
     flops = model_flops(m, one.padded_vocab)
     named = 0 if "train_iters" in request.left_out else one.samples
-    tokens = sizes["tokens"] or (t.train_samples or named) * m.seq_length or chinchilla(one.parameters)
-    return Budget(one.parameters, tokens, flops), sizes["data_tokens"]
+    tokens = sizes["tokens"] or (t.train_samples or named) * m.seq_length or chinchilla(one.active)
+    return Budget(one.active, tokens, flops), sizes["data_tokens"]
 
 
 def plan(args: argparse.Namespace, words: list[str]) -> int:
@@ -174,7 +174,8 @@ def _write(args: argparse.Namespace, request: Request, found: Found, budget: Bud
         "cluster": {"device": c.device.name, "nodes": c.nodes, "per_node": c.per_node},
         "device_memory": c.device.memory_bytes,
         "usable_memory": found.limit,
-        "parameters": budget.parameters,
+        "parameters": shown[0].best.made.parameters,
+        "active_parameters": budget.active,
         "tokens": budget.tokens,
         "plans": [show.as_json(one.best) | {"fastest": show.as_json(one.fastest)} for one in shown],
         "refused": [[count, found.examples[kind]] for kind, count in found.refused.most_common()],

@@ -28,7 +28,8 @@ SHARING = {"use_distributed_optimizer", "zero_stage", "use_megatron_fsdp", "data
 WHOLE = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}  # one of these, and only that layout is planned
 OF_ONE = {*GIVEN} - WHOLE - {"num_layers", "num_virtual_stages_per_pipeline_rank"}  # kept by no search over others
 STEP = {"split_backward", *SHARING, "micro_batch_size", "recompute_granularity", "optimizer_cpu_offload"}
-LAYOUT = WHOLE | OF_ONE | STEP | {"context_parallel_size", "num_virtual_stages_per_pipeline_rank"}  # searched over
+MORE = {"context_parallel_size", "expert_model_parallel_size", "num_virtual_stages_per_pipeline_rank"}
+LAYOUT = WHOLE | OF_ONE | STEP | MORE  # searched over
 HOW = ("recompute_method", "recompute_num_layers", "recompute_modules")  # that go with recompute_granularity
 PLACEHOLDERS = {"lr": "1e-4", "train_iters": "1000", "micro_batch_size": "1"}
 

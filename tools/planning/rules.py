@@ -2,11 +2,12 @@
 hours, money), and what its state takes on a device, by ZeRO stage and by size (arXiv:1910.02054, fig. 1).
 
     tokens       20 per parameter unless they are given (arXiv:2203.15556, table 3: 20.2 at 400 M to 21.6 at 67 B)
+    parameters   of experts those that a token uses
     FLOPs        6 N D, the rule (arXiv:2001.08361, sec. 2.1, N without embeddings; here with them, as mostly used),
                  and the exact count, scores and head included (megalite/plan/kinds.py: model_flops)
     ZeRO stage   1 divides the optimizer over dp, 2 the gradients too, 3 all
 
->>> budget = Budget(parameters=70_000_000_000, tokens=1_400_000_000_000, flops_per_token=4.5e11)
+>>> budget = Budget(active=70_000_000_000, tokens=1_400_000_000_000, flops_per_token=4.5e11)
 >>> f"{budget.rule_flops:.3g} {budget.exact_flops:.3g}"  # Chinchilla: 5.88e23 in its table 1
 '5.88e+23 6.3e+23'
 >>> budget.steps(BatchSizes.constant(1024), 4096), round(budget.days(1e6), 1)
@@ -36,15 +37,15 @@ DAY_S = 86_400
 
 @dataclass(frozen=True)
 class Budget:
-    """parameters: of the whole model, each once. flops_per_token: model FLOPs of forward and backward."""
+    """active: parameters that a token uses, each once. flops_per_token: model FLOPs of forward and backward."""
 
-    parameters: int
+    active: int
     tokens: int
     flops_per_token: float
 
     @property
     def rule_flops(self) -> float:
-        return 6.0 * self.parameters * self.tokens
+        return 6.0 * self.active * self.tokens
 
     @property
     def exact_flops(self) -> float:

@@ -1,16 +1,17 @@
 """Which layouts of a model fit on a cluster, and how fast a step of each would be, the fastest first.
 
-candidates   tp in a node, pp, cp if LONG, chunks, micro-batch, recompute, split backward; what check() refuses is told
+candidates   tp in a node, pp, cp if LONG, ep, chunks, micro-batch, recompute, split backward; what is refused is told
 ZeRO         stage 1; what is too large for it and may be faster than all that fits, at stage 2, or if need be 3
 bound        a time and a memory that no balance of its stages is below
 estimate     the arrangement with the stages that its run will have, its memory and its simulated step: of the lowest
              bounds, until the fastest is sure; then of the plainest that may be as good, until the best is sure; then
              of the lowest bound of other rows
 best         the plainest of those that cannot be told from the fastest, as published steps are off by TOLERANCE
-row          of one tp, pp, cp and sharding the best, and the fastest
+row          of one tp, pp, cp, ep and sharding the best, and the fastest
 """
 
 import itertools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +45,7 @@ MOST = 60  # plans that are simulated: a few tenths of a second each
 USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what lies in pieces take the rest
 
 
-States = dict[tuple[int, int, int], ModuleBytes]  # by tp, dp x cp and ZeRO stage
+States = dict[tuple[int, int, int, int], ModuleBytes]  # by tp, dp x cp, ep and ZeRO stage
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,11 @@ class Layout:
     zero: int = 1
     ends: bool = False  # embedding and head each take the place of a layer
     cp: int = 1
+    ep: int = 1
 
     def __str__(self) -> str:
-        chunks = f" vpp {self.vpp}" * (self.vpp > 1) + f" cp {self.cp}" * (self.cp > 1)
+        sizes = {"vpp": self.vpp, "cp": self.cp, "ep": self.ep}
+        chunks = "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
         features = [self.recompute] * (self.recompute != "none") + ["split"] * self.split + ["ends"] * self.ends
         features += [] if self.zero == 1 else [f"zero {self.zero}" if self.zero else "ddp"]
         return " ".join([f"tp {self.tp} pp {self.pp}{chunks} mb {self.micro_batch}", *features])
@@ -68,12 +71,12 @@ class Layout:
     def moving_parts(self, layers: int) -> int:
         """How many features it has beyond plain data parallelism; stages of unlike size count as one."""
         uneven = (layers + 2 * self.ends) % (self.pp * self.vpp) > 0
-        several = (self.tp > 1, self.pp > 1, self.cp > 1, self.vpp > 1, self.recompute != "none")
+        several = (self.tp > 1, self.pp > 1, self.cp > 1, self.ep > 1, self.vpp > 1, self.recompute != "none")
         return sum((*several, uneven, self.split, self.ends, self.zero != 1))
 
     @property
     def row(self) -> tuple[int, ...]:
-        return self.tp, self.pp, self.zero, self.cp
+        return self.tp, self.pp, self.zero, self.cp, self.ep
 
 
 def applied(layout: Layout, config: Config) -> Config:
@@ -86,6 +89,7 @@ def applied(layout: Layout, config: Config) -> Config:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
         num_virtual_stages_per_pipeline_rank=layout.vpp if layout.vpp > 1 else None,
         account_for_embedding_in_pipeline_split=layout.ends,
         account_for_loss_in_pipeline_split=layout.ends,
@@ -107,7 +111,8 @@ def layout_of(config: Config) -> Layout:
     vpp = len(given) // pp if given is not None else p.num_virtual_stages_per_pipeline_rank or 1
     how = (t.recompute_granularity or "none", p.split_backward, p.shared_out)
     ends = p.account_for_embedding_in_pipeline_split and p.account_for_loss_in_pipeline_split
-    return Layout(p.tensor_model_parallel_size, pp, vpp, t.micro_batch_size, *how, ends, p.context_parallel_size)
+    more = p.context_parallel_size, p.expert_model_parallel_size
+    return Layout(p.tensor_model_parallel_size, pp, vpp, t.micro_batch_size, *how, ends, *more)
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,7 @@ class Found:
 
 
 def grid(request: Request) -> Iterator[Layout]:
-    """Every (tp, cp, pp, chunks, micro-batch), the wrong ones included: check() says why."""
+    """Every (tp, cp, pp, chunks, micro-batch, ep), the wrong ones included: check() says why."""
     c, m = request.cluster, request.config.model
     fixed = layout_of(request.config)
     pick = lambda name, values, one: (one,) if name in request.fixed else values  # noqa: E731
@@ -204,9 +209,12 @@ def grid(request: Request) -> Iterator[Layout]:
             cuts = [(vpp, False) for vpp in (_chunks(m.num_layers, pp) if pp > 1 else [1])]
             if pp > 1 and (m.num_layers + 2) % pp == 0:
                 cuts += [(vpp, True) for vpp in _chunks(m.num_layers + 2, pp) if (m.num_layers + 2) // pp % vpp == 0]
-            for (vpp, ends), micro in itertools.product(cuts, batches):
+            ranks = c.world // pp // request.config.parallel.expert_tensor_parallel_size
+            experts = divisors(math.gcd(m.num_experts, ranks)) if m.num_experts else [1]
+            peers = pick("expert_model_parallel_size", experts, fixed.ep)
+            for (vpp, ends), micro, ep in itertools.product(cuts, batches, peers):
                 if vpp == fixed.vpp or "num_virtual_stages_per_pipeline_rank" not in request.fixed:
-                    yield Layout(tp, pp, vpp, micro, zero=fixed.zero, ends=ends, cp=cp)
+                    yield Layout(tp, pp, vpp, micro, zero=fixed.zero, ends=ends, cp=cp, ep=ep)
 
 
 def _chunks(layers: int, pp: int) -> list[int]:
@@ -306,7 +314,7 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tu
 
 
 def _state_of(arrangement: Arrangement, layout: Layout, known: States) -> ModuleBytes:
-    key = (layout.tp, arrangement.dp * arrangement.cp, layout.zero)
+    key = (layout.tp, arrangement.dp * arrangement.cp, layout.ep, layout.zero)
     known[key] = known.get(key) or arrangement.module_bytes
     return known[key]
 
@@ -321,7 +329,7 @@ def _shared_out(request: Request, profile: Profile | None, found: Found) -> list
     backward is not split, and at stage 3 weights are whole for a layer, unless the command line says so."""
     used = profile or default_profile(request.cluster.device.name)
     best = found.plans[0].time.seconds if found.plans else float("inf")
-    parameters, moves, states = arranged(Layout(), request).parameters, dict[Layout, float](), States()
+    parameters, moves, states = arranged(Layout(), request).of_homes, dict[Layout, float](), States()
     bounds: list[tuple[float, Layout]] = []
     for layout in found.large[:]:
         if layout.pp * layout.tp == request.cluster.world or layout.split and "split_backward" not in request.fixed:

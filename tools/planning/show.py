@@ -8,6 +8,7 @@ from megalite.plan.arrangement import Arrangement
 from megalite.plan.cluster import Cluster
 from megalite.plan.memory import RankMemory
 from megalite.train.tell.figures import columns
+from megalite.train.tell.overview import parameters_of
 from tools.planning.published import TOLERANCE
 from tools.planning.request import HOW, LAYOUT, Request, as_flags, without
 from tools.planning.rules import Budget
@@ -32,10 +33,10 @@ def counts(found: Found, shown: int) -> list[str]:
         return [about]
     choices, fastest = found.choices(), found.plans[0]
     equals = sum(one.best.time.seconds <= found.equal_s for one in choices)
-    of_one = f"a row is of one tp, pp, cp and sharding, here {shown} of {len(choices)}"
+    of_one = f"tp, pp, cp{', ep' * fastest.made.has_experts} and sharding, here {shown} of {len(choices)}"
     lines = [
         f"{found.candidates:,} layouts: {found.impossible:,} cannot be built, {found.too_large:,} do not fit, "
-        f"{found.simulated:,} of the others were simulated; {of_one}",
+        f"{found.simulated:,} of the others were simulated; a row is of one {of_one}",
         about,
         f"as close as that to the fastest ({fastest.layout}, {fastest.time.seconds:.3f} s): {equals} of the rows; of "
         "such layouts the one with the fewest moving parts stands first",
@@ -124,10 +125,11 @@ def budget_lines(
     about = " ({} to {} by an error of {:.0%})".format(*map(_time, band(budget.days(speed))), TOLERANCE) * predicted
     hours = budget.device_hours(speed, devices)
     sizes, seq_length = made.batch_sizes, made.config.model.seq_length
+    used = " that a token uses" * made.has_experts
     grown = ", once the batch has grown" if len(sizes.steps) > 1 else ""
     rows = [
-        ("parameters", f"{budget.parameters:,}"),
-        ("tokens", f"{budget.tokens:,} ({_rounded(budget.tokens / budget.parameters, 1)} per parameter)"),
+        ("parameters", parameters_of(made)),
+        ("tokens", f"{budget.tokens:,} ({_rounded(budget.tokens / budget.active, 1)} per parameter{used})"),
         ("FLOPs by 6 N D", f"{budget.rule_flops:.3e}"),
         ("FLOPs counted", f"{budget.exact_flops:.3e} ({budget.exact_flops / budget.rule_flops:.2f} of the rule's)"),
         ("steps", f"{budget.steps(sizes, seq_length):,} of {sizes.final * seq_length:,} tokens{grown}"),

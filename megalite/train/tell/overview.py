@@ -33,7 +33,7 @@ def describe(
     rows = {
         "mesh": f"pp {plan.pp} x dp {plan.dp} x cp {plan.cp} x tp {plan.tp} = {ranks}",
         **groups_of(plan, local_world),
-        "parameters": f"{plan.parameters:,} (vocabulary {plan.vocab_size:,}, padded to {plan.padded_vocab:,})",
+        "parameters": f"{parameters_of(plan)} (vocabulary {plan.vocab_size:,}, padded to {plan.padded_vocab:,})",
         "layers per stage": runs(plan.counts),
         "schedule": f"{config.parallel.pipeline_schedule}{', split backward' * (plan.split is not None)}, "
         f"{chunks} chunk{'s' * (chunks > 1)} per rank, "
@@ -61,12 +61,11 @@ def describe(
         by_heads = m.exchanges.count("a2a")
         rows["context"] = f"{m.seq_length // plan.cp:,} tokens of each sample on a rank of cp; "
         rows["context"] += f"attention gathers keys in {m.num_layers - by_heads} layers, exchanges heads in {by_heads}"
-    if m.expert_layers:
-        ep, etp = config.parallel.expert_model_parallel_size, config.parallel.expert_tensor_parallel_size
+    if plan.has_experts:
         rows["experts"] = (
-            f"{m.num_experts} in {len(m.expert_layers)} of {m.num_layers} layers, {m.moe_router_topk} for "
+            f"{m.num_experts:,} in {sum(m.experts)} of {m.num_layers} layers, {m.moe_router_topk} for a token; "
         )
-        rows["experts"] += f"a token; ep {ep} x etp {etp}"
+        rows["experts"] += f"ep {plan.ep} x etp {plan.etp} x edp {plan.mesh_of(0).edp.size}"
     if windows:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
     if n := config.train.cpu_offloading_num_layers:
@@ -92,12 +91,17 @@ def facts(plan: Arrangement, sources: Sources, hosts: Sequence[str], device: tor
         "layers": [[layers.start, layers.stop] for layers in plan.stages],
         "memory": [held | {"activations": size} for held, size in zip(memory, plan.activations, strict=True)],
         "parameters": plan.parameters,
+        "active_parameters": plan.active,
         "steps": plan.steps,
         "data": sources.train.describe(plan.samples),
         "hosts": list(dict.fromkeys(hosts)),
         "device": device.type,
         "machine": facts_of_machine(device),
     }
+
+
+def parameters_of(plan: Arrangement) -> str:
+    return f"{plan.parameters:,}" + f", of which a token uses {plan.active:,}" * plan.has_experts
 
 
 def runs(counts: Iterable[int]) -> str:
