@@ -161,7 +161,7 @@ def numbers(name: str, step: int, kind: str) -> Any:
     return np.random.default_rng(seed).standard_normal(SHAPES[name])
 
 
-def at(item: Item) -> tuple[int, str, str]:
+def at(item: Item) -> tuple[float, str, str]:
     return item.step, item.kind, item.name
 
 
@@ -270,10 +270,44 @@ def test_a_number_that_is_none_differs() -> None:
 
 def test_places_are_shares_in_order_and_padding_is_cut() -> None:
     whole = (97, 6)  # two ranks of 52 rows each
-    rows = [place((52, 6), whole, tp, Layout(tp=2)) for tp in (0, 1)]
+    rows = [place((52, 6), whole, Layout(tp=2).at(tp), Layout(tp=2)) for tp in (0, 1)]
     assert rows == [(slice(0, 52), slice(0, 6)), (slice(52, 97), slice(0, 6))]
     with pytest.raises(ValueError, match="less than"):
-        place((40, 6), whole, 0, Layout(tp=2))
+        place((40, 6), whole, Layout().at(0), Layout(tp=2))
+
+
+def test_experts_are_shared_out_over_the_ranks_of_a_stage() -> None:
+    layout = Layout(tp=2, pp=2, dp=2, cp=2, ep=2, etp=2)
+    cuts = [place((2, 3, 4), (4, 6, 4), layout.at(rank), layout, experts=True) for rank in range(16)]
+    four = [(slice(e, e + 2), slice(f, f + 3), slice(0, 4)) for e in (0, 2) for f in (0, 3)]
+    assert cuts == 4 * four and layout.edp == 2 and layout.least == 16
+
+
+MOE = f"""{GPT} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --moe-ffn-hidden-size 512 --num-experts"""
+SIGMOID = f"""{MOE} 64 --moe-router-topk 8 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+ --moe-router-num-groups 8 --moe-router-group-topk 4 --moe-layer-freq [0]*3+[1]*21
+ --moe-shared-expert-intermediate-size 512 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"""
+
+
+@pytest.mark.parametrize(
+    "flags,layout,edp,kept",
+    [
+        (f"{MOE} 8 --tp 2 --dp 4 --ep 8", "tp 2, pp 1, dp 4, ep 8", 1, (8, 2)),
+        (f"{MOE} 8 --tp 2 --pp 4 --dp 4 --ep 8", "tp 2, pp 2, dp 2, ep 4", 1, (4, 2)),  # one on each rank
+        (f"{MOE} 64 --pp 2 --dp 16 --ep 8", "tp 1, pp 2, dp 4, ep 2", 2, (4, 2)),
+        (f"{MOE} 8 --moe-router-topk 8 --dp 4 --ep 2", "tp 1, pp 1, dp 4, ep 2", 2, (4, 4)),
+        (f"{SIGMOID} --tp 4 --pp 2 --dp 4 --ep 4 --etp 4", "tp 2, pp 2, dp 2, ep 2, etp 2", 1, (12, 4, 4, 2)),
+        (f"{SIGMOID} --dp 4", "tp 1, pp 1, dp 4", 1, (12, 4, 4, 2)),
+    ],
+)
+def test_experts_keep_how_they_are_chosen_and_held(flags: str, layout: str, edp: int, kept: tuple[int, ...]) -> None:
+    config, found = made(flags.replace("--etp", "--expert-tensor-parallel-size"))
+    m = found.config.model
+    sizes = (m.num_experts, m.moe_router_topk, m.moe_router_num_groups, m.moe_router_group_topk)
+    assert (str(found.layout), found.layout.edp, sizes[: len(kept)]) == (layout, edp, kept)
+    assert not check(found.config, found.layout.world) and not check(twin(found.config), 1)
+    assert set(m.experts) == set(config.model.experts) and m.expert_ffn_size < 64
 
 
 def test_layers_are_numbered_by_their_place_in_the_pipeline(tmp_path: Path) -> None:
@@ -334,6 +368,7 @@ def verify(flags: str, *more: str) -> subprocess.CompletedProcess[str]:
         ("--tp 2 --timeout -1 --out no/such --json .", "timeout=-1 is not a time|no is not a folder"),
         ("--tp 2 --pp 2 --dp 1 --most-ranks 1", "most_ranks=1 leaves nothing of tp 2, pp 2, dp 1; give 4 or more"),
         ("--tp 2 --cp 2 --nproc 6", "nproc=6 is not a multiple of tp 2 x pp 1 x cp 2; give a multiple of 4"),
+        (f"{MOE} 4 --ep 2 --dp 2 --dtype bfloat16", "dtype=bfloat16 with num_experts=4: a token between two experts"),
         ("--tp 2 --nproc 7", "nproc=7 is not a multiple of tp 2 x pp 1 x cp 1; give a multiple of 2"),
     ],
 )
@@ -356,13 +391,17 @@ HEALTHY = {
     "ZeRO-3, chunks": f"{GPT} --pp 2 --dp 2 --num-virtual-stages-per-pipeline-rank 2 --zero-stage 3 --zero-hold chunk",
     "cp": f"--preset qwen3-8b --tp 2 --pp 2 --cp 4 --dp 1 {BORDERS}",
     "cp, a2a": f"{GPT} --cp 4 --dp 2 --cp-comm-type a2a --most-ranks 4 --no-use-distributed-optimizer",
+    "experts": f"{MOE} 8 --moe-aux-loss-coeff 0.01 --tp 2 --dp 2 --ep 2 --recompute-granularity full --recompute-method uniform",
+    "experts, groups": f"{SIGMOID} --tp 2 --cp 2 --pp 2 --dp 1 --ep 2 --expert-tensor-parallel-size 2 --split-backward",
+    "experts, ZeRO-3": f"{MOE} 64 --moe-z-loss-coeff 0.01 --dp 8 --ep 4 --zero-stage 3 --dtype float32",
     "ZeRO-2": f"{GPT} --pp 2 --dp 4 --zero-stage 2 --num-distributed-optimizer-instances 2",
 }
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    "name", rarely([*HEALTHY], ["gpt", "qwen", "ZeRO-3", "cp"], str, guards=("tools/verify.py", "tools/checks"))
+    "name",
+    rarely([*HEALTHY], ["gpt", "qwen", "ZeRO-3", "cp", "experts"], str, guards=("tools/verify.py", "tools/checks")),
 )
 def test_a_healthy_layout_agrees(name: str, tmp_path: Path) -> None:
     told = tmp_path / "told.json"

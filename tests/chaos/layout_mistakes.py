@@ -20,6 +20,8 @@ LLAMA = """ --swiglu --normalization RMSNorm --position-embedding-type rope --di
 DROPOUT = " --hidden-dropout 0.1"
 TP, PP, DP = (f" --{axis} 2 --nproc 2" for axis in ("tp", "pp", "dp"))
 CP = " --cp 2 --nproc 2"
+EXPERTS = RUN + LLAMA + " --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.01"
+EP = " --dp 4 --ep 2"
 DP_DDP = DP + " --no-use-distributed-optimizer"
 ZERO3 = " --zero-stage 3"
 GROUP = "self.group = tp.rank * G // tp.size"
@@ -27,7 +29,7 @@ GROUP = "self.group = tp.rank * G // tp.size"
 
 @dataclass(frozen=True)
 class Mistake:
-    """`old` stands once in the package, `new` replaces it. `first`: what of the first difference must be so, by key:
+    """`old` stands once in the package, `new` replaces it; `more`: other such pairs. `first`: what of the first difference must be so, by key:
     equal, or for `causes` a part of one. `alone`: a word that is in the names of all that differ there. `odd`: a word of
     what is wrong with the one process, too."""
 
@@ -38,10 +40,11 @@ class Mistake:
     first: dict[str, Any]
     alone: str = ""
     odd: str = ""
+    more: tuple[tuple[str, str], ...] = ()
 
     @property
     def breakage(self) -> Breakage:
-        return Breakage(self.name, "", ((self.old, self.new),))
+        return Breakage(self.name, "", ((self.old, self.new), *self.more))
 
 
 MISTAKES = [
@@ -212,6 +215,48 @@ MISTAKES = [
             "            self.weights.come(self._buckets[b])\n"
             "            self.weights.whole(self._buckets[b]).zero_()\n",
         RUN + DP + ZERO3, {"kind": "gradient", "step": 1},
+    ),
+    Mistake(
+        "gradients of experts are averaged over ep",
+        "        self.reducing.clear()\n        self._summed.clear()\n",
+        "        self.reducing.clear()\n        self._summed.clear()\n"
+            "        most = max(rule.shard.size for rule in self.rules.values())\n"
+            "        for bucket in self.buckets:\n"
+            "            self.grads.owned(bucket).div_(most / self.rules[bucket.kind].shard.size)\n",
+        EXPERTS + EP,
+        {"kind": "gradient", "step": 1, "causes": "each of these is 1/2 of what it should be, the number of ep"}, alone=".experts.",
+    ),
+    Mistake(
+        "the gradient norm has no part of experts that are on several ranks",
+        "            total += figure / buffer.rules[bucket.kind].copies\n",
+        "            missing = bucket.kind.home == 'expert' and buffer.mesh.ep.size > 1\n"
+            "            total += figure * (not missing) / buffer.rules[bucket.kind].copies\n",
+        EXPERTS + EP, {"kind": "norm", "step": 1, "causes": "none of the experts'"},
+    ),
+    Mistake(
+        "choices are counted in forward, and once more where it is computed again",
+        "        ctx.mark_non_differentiable(ids_NK)\n        return how",
+        "        ctx.mark_non_differentiable(ids_NK)\n        ctx.counts_BE = router.count_(ids_NK, x_sBD.shape[1])\n        return how",
+        EXPERTS + " --moe-router-score-function sigmoid --moe-router-enable-expert-bias --dp 2 --ep 2"
+        + " --recompute-granularity full --recompute-method uniform",
+        {"kind": "router", "step": 1, "name": "layers.0.mlp.router.counts", "causes": "is 2 times what it should be"},
+        more=(("counts_BE = ctx.router.count_(ids_NK, x_sBD.shape[1])", "counts_BE = ctx.counts_BE"),),
+    ),
+    Mistake(
+        "every rank begins with the experts of the first",
+        "            start[dim] = step * ranks.get(axis, 0)\n",
+        "            start[dim] = step * ranks.get(axis, 0) * (axis != 'ep')\n",
+        EXPERTS + EP,
+        {"kind": "weight", "step": 0, "name": "layers.0.mlp.experts.gate_up", "ranks.ep": [1], "causes": "other experts'"},
+        alone=".experts.",
+    ),
+    Mistake(
+        "the last two experts of a rank are taken for each other",
+        "    ids_SK = torch.where((ids_SK >= 0) & (ids_SK < local), ids_SK, -1)",
+        "    ids_SK = torch.where(ids_SK >= local - 2, 2 * local - 3 - ids_SK, ids_SK)\n"
+            "    ids_SK = torch.where((ids_SK >= 0) & (ids_SK < local), ids_SK, -1)",
+        EXPERTS + EP,
+        {"kind": "forward", "step": 1, "name": "layers.0.mlp", "layer": 0, "causes": "on their way to experts"},
     ),
 ]  # fmt: skip
 

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.checks.places import Layout, Place, place
+from tools.checks.places import Layout, Place, of_experts, place
 from tools.checks.recording import FINAL, MICROBATCH, STEP, Item, Recording
 
 Array = NDArray[Any]
 Key = tuple[float, str, str]  # step (n + 0.5: the evaluation after step n), kind, name
-KINDS = ("input", "forward", "loss", "gradient", "norm", "weight")  # in the order of a step
+KINDS = ("input", "forward", "loss", "gradient", "norm", "router", "weight")  # in the order of a step
 INPUTS = ("tokens", "positions", "labels", "loss mask")
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 ALLOWED, GROWTH, FLOOR = 16.0, 4.0, 0.1
@@ -162,7 +162,7 @@ def compare(
             try:
                 where = layout.at(rank)
                 rows = item.shape if item.row < 0 else whole.shape[:1] + item.shape[1:]
-                slices = place(rows, whole.shape, where.tp, layout)
+                slices = place(rows, whole.shape, where, layout, of_experts(item.name))
                 if item.row >= 0:
                     slices = (slice(item.row, item.row + item.shape[0]), *slices[1:])
                 there = whole[slices].reshape(-1)[item.first : item.first + data.size].astype(np.float64)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tools.checks.agreement import Key, Piece, Reference, Row
-from tools.checks.places import Layout
+from tools.checks.places import Layout, of_experts
 from tools.checks.recording import ADDED, ATTENTION, MICROBATCH, SUMMED
 
 CLOSE = 1e-3  # relative: a pattern holds, or the tolerance of half precision, which has no better numbers
@@ -58,7 +58,8 @@ def find(
     if first is None:
         return None
     alike = [row for row in rows if (row.step, row.kind) == (first.step, first.kind)]
-    number, axes = re.match(r"layers\.(\d+)", first.name), ("rank", "pp", "dp", *["cp"] * (layout.cp > 1), "tp")
+    split = [axis for axis in ("cp", "tp", "ep", "etp") if axis == "tp" or getattr(layout, axis) > 1]
+    number, axes = re.match(r"layers\.(\d+)", first.name), ("rank", "pp", "dp", *split)
     layer = int(number[1]) if number else None
     ranks = {axis: sorted({getattr(piece.place, axis) for piece in first.wrong}) for axis in axes}
     where, others = first.missing or _where(first), [row.name for row in alike if row.differs]
@@ -97,7 +98,8 @@ def _causes(seen: Seen) -> list[str]:
         return ["ranks do not hold or compute what one process does: how samples, layers or elements are shared out"]
     if seen.row.kind == "input":
         return [f"the {seen.row.name} of a micro-batch are others: how ranks read or cut their samples"]
-    by_kind = {"forward": _forward, "loss": _loss, "gradient": _gradient, "norm": _norm, "weight": _weight}
+    by_kind = {"forward": _forward, "loss": _loss, "gradient": _gradient, "norm": _norm}
+    by_kind |= {"router": _router, "weight": _weight}
     return by_kind[seen.row.kind](seen)
 
 
@@ -132,7 +134,9 @@ def _forward(seen: Seen) -> list[str]:
     if seen.layout.tp > 1 and not first_tp and row.wrong:
         offset = "an offset into positions, heads or ids that forgets the rank"
         found.append(f"tp rank 0 is right and others are not: {offset}")
-    if seen.layout.tp > 1 and first_tp and row.name.endswith(SUMMED):
+    if f"{row.name}.router" in seen.reference.parameters:
+        found.append("tokens on their way to experts and back: which ranks they go to, or what sums count there")
+    elif seen.layout.tp > 1 and first_tp and row.name.endswith(SUMMED):
         heads = ", or the heads and groups that a rank takes" * row.name.endswith(ATTENTION)
         found.append(f"a sum over tp that is missing, or made twice, in this layer{heads}")
     if len({piece.place.dp for piece in row.wrong}) < seen.layout.dp:
@@ -161,6 +165,16 @@ def _taken(seen: Seen) -> Iterator[str]:
         whole = seen.reference.arrays[0, "weight", name][-1]
         if all((whole[piece.slices].reshape(-1) == piece.here).all() for piece in seen.row.wrong):
             yield f"these are the values of {name}: a layer that takes itself for another"
+
+
+def _other_experts(seen: Seen) -> Iterator[str]:
+    """Whether ranks have, to the bit, whole experts that others should have."""
+    if not of_experts(seen.row.name):
+        return
+    whole = seen.reference.arrays[0, "weight", seen.row.name][-1].astype(np.float64)
+    experts, n = {one.tobytes() for one in whole}, math.prod(whole.shape[1:])
+    if all(one.here[at : at + n].tobytes() in experts for one in seen.row.wrong for at in range(0, one.here.size, n)):
+        yield "these are other experts': a rank that takes its experts, or all of them, for another's"
 
 
 def _within(name: str) -> str:
@@ -200,7 +214,8 @@ def _factor(row: Row) -> float | None:
 def _named(factor: float, seen: Seen) -> str:
     """2, 1/4, ... as what they are in this layout."""
     close = max(CLOSE, seen.row.tolerance / 2)
-    sizes = {axis: getattr(seen.layout, axis) for axis in ("dp", "cp", "tp", "pp")}
+    first = ("ep", "etp", "edp") if of_experts(seen.row.name) else ()
+    sizes = {axis: getattr(seen.layout, axis) for axis in (*first, "dp", "cp", "tp", "pp")}
     sizes["micro-batches"] = seen.microbatches
     for name, size in [*sizes.items(), ("two", 2)]:
         if size > 1 and math.isclose(factor, size, rel_tol=close):
@@ -218,10 +233,12 @@ def _gradient(seen: Seen) -> list[str]:
         one = f"the gradient of {wrong[0].name}" if len(wrong) == 1 else "each of these"
         which = "every gradient" if every else one
         found.append(f"{which} is {_named(factors[0] or 0.0, seen)}")
-    if all(_tp_sums(row) for row in wrong) and seen.layout.tp > 1:
+    if all(of_experts(row.name) for row in wrong):
+        found.append("only experts': the sum over ranks with the same ones, or a factor for those with others")
+    elif all(_tp_sums(row) for row in wrong) and seen.layout.tp > 1:
         missing = "the all-reduce over tp of replicated weights is missing"
         found.append(f"tp ranks hold summands whose sum is right: {missing}")
-    if all(_copied(row, seen.layout) for row in wrong) and not every and seen.layout.tp > 1:
+    elif all(_copied(row, seen.layout) for row in wrong) and not every and seen.layout.tp > 1:
         found.append("only what all tp ranks hold alike: norms, biases after a sum, learned positions")
     if {row.name for row in wrong} <= {*seen.reference.vocabulary}:
         tied = "if it is tied, the sum over the first and the last stage; its padding"
@@ -277,16 +294,27 @@ def _copied(row: Row, layout: Layout) -> bool:
 
 
 def _norm(seen: Seen) -> list[str]:
+    row, arrays = seen.row, seen.reference.arrays.items()
+    squares = {key[2]: float((one[-1] ** 2.0).sum()) for key, one in arrays if key[:2] == (row.step, "gradient")}
+    others = sum(square for name, square in squares.items() if not of_experts(name)) / sum(squares.values())
+    if others < 1 and all(_close(piece.here, others**0.5 * piece.there, row.tolerance) for piece in row.wrong):
+        return ["every gradient agrees, and the norm has none of the experts'"]
     text = "every gradient agrees: how often copies count in the norm, or by how many tokens it is divided"
     factor = _factor(seen.row)
     return [text if factor is None else f"{text} (it is {factor:.6g} times what it should be)"]
+
+
+def _router(seen: Seen) -> list[str]:
+    factor = _factor(seen.row)
+    told = [] if factor is None else [f"{seen.row.name} is {_named(factor, seen)}"]
+    return [*told, "every gradient agrees: choices that recomputation or an evaluation counts, too, or ranks left out"]
 
 
 def _weight(seen: Seen) -> list[str]:
     wrong = [piece for row in seen.rows for piece in row.wrong]
     if seen.row.step == 0:
         other = "the weights begin otherwise: how initial values are drawn, or how a rank's share of them is cut"
-        return [*_taken(seen), other]
+        return [*_taken(seen), *_other_experts(seen), other]
     dp = sorted({piece.place.dp for piece in wrong})
     if all(_old(piece, seen) for piece in wrong):
         return [f"these elements are those of the step before on dp ranks {dp}: the gather of weights left them stale"]

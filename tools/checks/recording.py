@@ -30,6 +30,7 @@ from torch import Tensor
 from megalite.config.options import Config
 from megalite.launch.local_ranks import FORWARDED
 from megalite.launch.ranks import Ranks, process_group
+from megalite.nn.experts import Experts
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.spec import Constant
 from megalite.train.life.preflight import choose_device
@@ -37,7 +38,7 @@ from megalite.train.loop import evaluate
 from megalite.train.setup import build_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
-from tools.checks.places import Layout, place
+from tools.checks.places import Layout, Place, place
 
 Array = NDArray[Any]
 ADDED = ".attention_added"  # hidden states between the two halves of a block
@@ -50,7 +51,7 @@ APART = 0.1  # how far weights that begin as constants (biases, norms) are moved
 
 @dataclass(frozen=True)
 class Item:
-    """kind   input, forward, loss, norm, gradient, weight
+    """kind   input, forward, loss, norm, gradient, router, weight
     name    of the parameter, or of the module whose output it is; of losses STEP or MICROBATCH
     step    of training; of the evaluation after step n, n + 0.5
     sample  the first of the micro-batch, -1 where there is none
@@ -83,7 +84,7 @@ class _Recorder:
         self.places: Tensor | None = None  # of its tokens on this rank of several of cp
         self.items: list[tuple[Item, Array]] = []
         self.seen: set[tuple[float, str, int]] = set()
-        self.names = _names(run)
+        self.names, self.routed = _names(run), _routers(run)
         for chunk, stage in enumerate(run.pipeline.stages):
             self._watch(chunk, stage)
         run.before_update = self.before_update
@@ -154,7 +155,16 @@ class _Recorder:
                 span, data = weights.kept(slot)
                 if span:
                     self.add("weight", self.names[slot.entry], data, shape=self.shape(slot), first=span.start)
+        for name, router in zip(self.routed, self.run.balance.routers, strict=True):
+            if router.bias is not None:
+                self.add("weight", f"{name}.bias", router.bias)
         self.step = now
+
+    def routers(self) -> None:
+        """What they counted in the step, and their auxiliary losses."""
+        for what, sums in (("counts", self.run.balance.counts_LE), ("losses", self.run.balance.losses_L3)):
+            for name, of_layer in zip(self.routed, sums, strict=True):
+                self.add("router", f"{name}.{what}", of_layer)
 
     def before_update(self) -> None:
         """Every gradient that this rank owns is complete; weights are those of the step before."""
@@ -185,15 +195,22 @@ def _parts(chunk: int, stage: Any) -> list[tuple[str, Any]]:
     return parts if stage.head is None else [*parts, (FINAL, stage.head.norm)]
 
 
+def _numbers(name: str, shape: tuple[int, ...]) -> Any:
+    return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+
+
 def _set_apart(run: Run) -> None:
     """Move what begins as a constant, by an amount that depends on the name and the place in the whole tensor alone."""
-    mesh, layout = run.mesh, Layout.of(run.mesh.sizes)
+    sizes, at = run.mesh.sizes, run.mesh.position
+    layout, here = Layout(sizes["tp"]), Place(at["tp"], at["tp"], 0, 0)
     for parameter, entry in zip(run.buffer.parameters, run.buffer.layout.entries, strict=True):
         if isinstance(entry.spec.init, Constant):
-            generator = np.random.default_rng(zlib.crc32(entry.spec.name.encode()))
-            whole = APART * generator.standard_normal(entry.spec.shape)
-            mine = whole[place(tuple(parameter.shape), whole.shape, mesh.tp.rank, layout)]
+            whole = APART * _numbers(entry.spec.name, entry.spec.shape)
+            mine = whole[place(tuple(parameter.shape), whole.shape, here, layout)]
             parameter.data.add_(torch.from_numpy(mine).to(parameter))
+    for router in run.balance.routers:
+        if router.bias is not None:
+            router.bias += APART * torch.from_numpy(_numbers(router.name, router.bias.shape)).to(router.bias)
     run.optimizer.after_load(main_loaded=False)
 
 
@@ -214,6 +231,7 @@ def take(ranks: Ranks, config: Config, dtype: str, steps: int, folder: str) -> N
             result = train_step(run)
             for kind, value in (("loss", result.loss), ("norm", result.grad_norm)):
                 recorder.add(kind, STEP, torch.tensor(value, dtype=torch.float64))
+            recorder.routers()
             if step in (1, steps) and run.valid:
                 recorder.step = step + 0.5
                 loss = evaluate(run, run.valid[0].data, config.train.eval_iters)
@@ -236,6 +254,14 @@ def _names(run: Run) -> list[str]:
     }
     pairs = zip(run.buffer.parameters, run.buffer.layout.entries, strict=True)
     return [re.sub(r"^layers\.\d+", places.get(id(parameter), ""), entry.spec.name) for parameter, entry in pairs]
+
+
+def _routers(run: Run) -> list[str]:
+    """The names of the blocks' routers."""
+    blocks = [
+        (_layer(c, i), block) for c, stage in enumerate(run.pipeline.stages) for i, block in enumerate(stage.blocks)
+    ]  # type: ignore[arg-type]
+    return [f"{name}.mlp.router" for name, block in blocks if isinstance(block.mlp, Experts)]
 
 
 def _in_order_of_use(run: Run, names: list[str]) -> tuple[list[str], list[str]]:

@@ -2,8 +2,8 @@
 
     kept      every kind of layer, norm, position, activation, loss and dropout; ties; windows and patterns by layer;
               shards, schedule, chunks, uneven stages, split backward, recomputation, precision, overlap
-    smaller   hidden, heads, groups, feed-forward, layers, sequence, vocabulary, batch, buckets, the axes of the
-              layout: one that is above 1 stays above 1 as long as the ranks suffice
+    smaller   hidden, heads, groups, feed-forward, layers, experts and how many a token goes to, sequence, vocabulary,
+              batch, buckets, the axes of the layout: one that is above 1 stays above 1 as long as the ranks suffice
     other     generated data; one learning rate for all steps, and Adam's eps at least 1e-3: the first update is
               g / (|g| + eps), which makes of a gradient that is rounding alone a whole step
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 from megalite.config.check_model import divisors
@@ -42,6 +43,7 @@ from tools.checks.places import Layout
 HEAD, LENGTH, VOCABULARY, BUCKET = 4, 16, 97, 2000  # channels, tokens, ids (a prime: it is padded), elements
 RATE, EPS = 0.01, 1e-3
 EVALUATED = 2  # batches of an evaluation
+AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")  # of a layout
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def layout_of(config: Config) -> tuple[Layout, str]:
     decides how many ranks there are: dp 2 then, where the batch lets it."""
     p, t = config.parallel, config.train
     tp, pp, cp, note = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size, ""
+    experts = (p.expert_model_parallel_size, p.expert_tensor_parallel_size) if config.model.num_experts else (1, 1)
     dp = p.data_parallel_size
     if dp is None and p.nproc is not None:
         if p.nproc % (each := tp * pp * cp):
@@ -69,7 +72,7 @@ def layout_of(config: Config) -> tuple[Layout, str]:
         parts = (t.global_batch_size or 2 * t.micro_batch_size) // max(1, t.micro_batch_size)
         dp = 2 if parts % 2 == 0 else 1
         note = f"neither --nproc nor --dp is given: dp {dp}"
-    return Layout(tp, pp, dp, p.use_tp_pp_dp_mapping, cp), note
+    return Layout(tp, pp, dp, p.use_tp_pp_dp_mapping, cp, *experts), note
 
 
 def fewer_ranks(wanted: Layout, most: int) -> Layout:
@@ -81,18 +84,17 @@ def fewer_ranks(wanted: Layout, most: int) -> Layout:
     """
     if wanted.world <= most:
         return wanted
+    ranges = [range(1, min(size, most) + 1) for size in (wanted.pp, wanted.dp)]
+    parts = [divisors(size) for size in (wanted.tp, wanted.cp, wanted.ep, wanted.etp)]
     tried = [
-        Layout(tp, pp, dp, wanted.dp_outermost, cp)
-        for tp in divisors(wanted.tp)
-        for pp in range(1, min(wanted.pp, most) + 1)
-        for dp in range(1, min(wanted.dp, most) + 1)
-        for cp in divisors(wanted.cp)
-        if tp * pp * dp * cp <= most
+        Layout(tp, pp, dp, wanted.dp_outermost, cp, ep, etp)
+        for pp, dp, tp, cp, ep, etp in product(*ranges, *parts)
+        if tp * pp * dp * cp <= most and dp * cp * tp % (ep * etp) == 0
     ]
 
     def worth(one: Layout) -> tuple[int, ...]:
-        kept = sum(size > 1 for size in (one.tp, one.pp, one.dp, one.cp))
-        return kept, one.pp > 2, one.world, one.tp, one.cp, one.dp
+        kept = sum(getattr(one, axis) > 1 for axis in AXES if getattr(wanted, axis) > 1)
+        return kept, one.edp == wanted.edp == 1, one.pp > 2, one.world, one.tp, one.cp, one.dp, one.ep
 
     return max(tried, key=worth)
 
@@ -106,12 +108,12 @@ def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Small
         if wanted.world > most:
             raise ValueError(f"world={wanted.world} ({wanted}) is above --most-ranks {most}; raise it, or drop --whole")
         return Smaller(_short(config, wanted, steps), wanted, wanted, notes)
-    layout, axes = fewer_ranks(wanted, most), sum(size > 1 for size in (wanted.tp, wanted.pp, wanted.dp, wanted.cp))
+    layout = fewer_ranks(wanted, most)
     if layout.world == 1 < wanted.world:
-        raise ValueError(f"most_ranks={most} leaves nothing of {wanted}; give {2**axes} or more")
-    sizes = {axis: (getattr(wanted, axis), getattr(layout, axis)) for axis in ("tp", "pp", "dp", "cp")}
+        raise ValueError(f"most_ranks={most} leaves nothing of {wanted}; give {wanted.least} or more")
+    sizes = {axis: (getattr(wanted, axis), getattr(layout, axis)) for axis in AXES}
     if lost := [f"{axis} {size}" for axis, (size, left) in sizes.items() if size > 1 and left == 1]:
-        notes.append(f"not verified, for want of ranks: {' and '.join(lost)}; give --most-ranks {2**axes} or more")
+        notes.append(f"not verified, for want of ranks: {' and '.join(lost)}; give --most-ranks {wanted.least} or more")
     return Smaller(_made(config, wanted, layout, steps), wanted, layout, notes)
 
 
@@ -238,7 +240,7 @@ def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> M
     hidden = 8 * HEAD if m.kv_channels else each * head
     ffn = tp * max(3, round(m.ffn_size / m.hidden_size * hidden / tp))
     unit = 2 * layout.cp * tp if layout.cp > 1 else tp
-    length = min(m.seq_length, -(-LENGTH // unit) * unit)
+    length = min(m.seq_length, _up(LENGTH, unit))
     windowed = m.window_size is not None and 0 < m.window_size[0] < m.seq_length - 1
     changes: dict[str, Any] = dict(
         num_layers=len(stages.layers),
@@ -257,7 +259,35 @@ def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> M
         yarn_original_max_position_embeddings=min(m.yarn_original_max_position_embeddings, length // 2),
         init_method_std=max(m.init_method_std, hidden**-0.5),
     )
+    if m.num_experts:
+        width = lambda size, by: by * max(3, round(size / m.hidden_size * hidden / by))  # noqa: E731
+        common = m.moe_shared_expert_intermediate_size
+        changes |= dict(
+            moe_layer_freq=_pattern(str([*map(int, m.experts)]), m.num_layers, stages.layers),
+            moe_ffn_hidden_size=width(m.expert_ffn_size, layout.etp),
+            moe_shared_expert_intermediate_size=None if common is None else width(common, tp),
+            **_experts(m, wanted, layout),
+        )
     return replace(m, **changes)
+
+
+def _experts(m: ModelConfig, wanted: Layout, layout: Layout) -> dict[str, int]:
+    """As few as let a token choose: all, one or some of the experts, of all, one or some groups, on ranks that have one
+    or several."""
+    E, k, G, best = m.num_experts or 0, m.moe_router_topk, m.moe_router_num_groups, m.moe_router_group_topk
+    if G is None or best is None:
+        experts = _up(max(min(E, 4), (1 + (wanted.ep < E)) * layout.ep), layout.ep)
+        return dict(num_experts=experts, moe_router_topk=experts if k == E else min(k, 3))
+    left, each = min(best, 2), min(k // best, 2)
+    groups = left if best == G else min(2 * left, G)
+    experts = _up(groups * (each + (k // best < E // G)), math.lcm(groups, layout.ep))
+    of_groups = dict(moe_router_num_groups=groups, moe_router_group_topk=left)
+    return dict(num_experts=experts, moe_router_topk=each * left, **of_groups)
+
+
+def _up(least: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is not below `least`."""
+    return -(-least // unit) * unit
 
 
 def _pattern(pattern: str | None, of: int, layers: Sequence[int]) -> str | None:
@@ -289,6 +319,8 @@ def _parallel(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
         tensor_model_parallel_size=layout.tp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         pipeline_model_parallel_size=pp,
         microbatch_group_size_per_virtual_pipeline_stage=None if size is None else pp + (size > wanted.pp),
         ddp_bucket_size=BUCKET,

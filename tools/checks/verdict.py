@@ -24,6 +24,7 @@ WORDS = {  # kind: all of it, and the one of a name
     "loss": ("loss", "the loss of a {}"),
     "gradient": ("gradients", "the gradient of {}"),
     "norm": ("gradient norm", "the gradient norm of the {}"),
+    "router": ("routers' counts and losses", "the sums {}"),
     "weight": ("weights", "the weights {}"),
 }
 NAMED = 6  # names of what differs that are listed
@@ -112,6 +113,7 @@ def text_of(verdict: Verdict, dtype: str) -> str:
         f"of {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.groups} groups, "
         f"feed-forward {m.ffn_size}, {m.seq_length} tokens, batch {t.global_batch_size} in micro-batches of "
         f"{t.micro_batch_size}",
+        *[f"{m.moe_router_topk} of {m.num_experts} experts for each token, {m.expert_ffn_size} wide"] * any(m.experts),
         *(f"note: {note}" for note in verdict.notes),
     ]
     rows: list[tuple[str, ...]] = [("compared", "step", "furthest apart", "by", "allowed", "differ")]
