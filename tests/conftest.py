@@ -1,6 +1,7 @@
 import contextlib
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -9,7 +10,8 @@ import seconds
 import train_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("PYTHONUNBUFFERED", None)  # users have none: what is told lies in a buffer first
+for name in ("PYTHONUNBUFFERED", "RANK", "WORLD_SIZE"):  # users have none: what is told lies in a buffer first
+    os.environ.pop(name, None)
 # what a shell's background job and nohup ignore: what tests start would inherit it
 for number, usual in (
     (signal.SIGINT, signal.default_int_handler),
@@ -38,6 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     of_commits, means = seconds.of_commits(), seconds.mean_of_everything()
     guards = list[tuple[str, float]]()
     for item in items:
+        if item.get_closest_marker("gpu") and not sys.modules["torch"].cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.nodeid in of_commits:
             item.add_marker("commit")
         if (mark := item.get_closest_marker("everything")) and seconds.guarded(mark.kwargs.get("guards", ())):

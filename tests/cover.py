@@ -1,31 +1,25 @@
 """Few rows of a table in which every two features meet that meet in any row of it: what runs with each commit, where the
 whole table runs with `tests/run.sh --all`."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations
 from typing import Any
 
 import pytest
 
-Pair = tuple[tuple[str, Hashable], tuple[str, Hashable]]
 
-
-def pairs(features: dict[str, Hashable]) -> set[Pair]:
+def pairs(features: dict[str, Hashable]) -> set[Any]:
     """Every two features of one row, each with its value."""
-    return set(combinations(sorted(features.items(), key=lambda item: item[0]), 2))  # type: ignore[arg-type]
-
-
-def pairs_of(rows: Iterable[dict[str, Hashable]]) -> set[Pair]:
-    return set().union(*map(pairs, rows))
+    return set(combinations(sorted(features.items(), key=lambda item: item[0]), 2))
 
 
 def cover(rows: Sequence[Any], features: Callable[[Any], dict[str, Hashable]]) -> list[Any]:
     """Greedy: again and again the row with most pairs that are still to be met. In the table's order."""
-    missing, chosen = pairs_of(map(features, rows)), set[int]()
+    of_rows, chosen = [pairs(features(row)) for row in rows], set[int]()
+    missing = set().union(*of_rows)
     while missing:
-        best = max(range(len(rows)), key=lambda i: len(pairs(features(rows[i])) & missing))
-        chosen.add(best)
-        missing -= pairs(features(rows[best]))
+        chosen.add(best := max(range(len(rows)), key=lambda i: len(of_rows[i] & missing)))
+        missing -= of_rows[best]
     return [rows[i] for i in sorted(chosen)]
 
 

@@ -10,10 +10,10 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from programs import Talk
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTS = "127.0.0.1 localhost\n10.77.0.1 node-a\n10.77.0.2 node-b\n"
@@ -82,7 +82,7 @@ class Machine:
 class Node(Machine):
     def __init__(self, name: str, address: str, hosts: Path, switch: Machine):
         super().__init__(name, hosts, switch)
-        self.address, self.switch, self.started = address, switch, list[Started]()
+        self.address, self.switch, self.started = address, switch, list[Talk]()
 
     def boot(self) -> None:
         """On, with the cable in."""
@@ -103,8 +103,11 @@ class Node(Machine):
         if not any(subprocess.run([*tc, *way], capture_output=True, timeout=20).returncode == 0 for way in ways):
             raise Unpermitted("tc has neither netem nor tbf")
 
-    def start(self, words: Sequence[str], **variables: str) -> "Started":
-        self.started.append(Started([*self.inside(), *words], variables))
+    def start(self, words: Sequence[str], **variables: str) -> Talk:
+        env, pipe, out = {**os.environ, "OMP_NUM_THREADS": "1", **variables}, subprocess.PIPE, subprocess.STDOUT
+        self.started.append(
+            Talk(subprocess.Popen([*self.inside(), *words], stdout=pipe, stderr=out, text=True, env=env))
+        )
         return self.started[-1]
 
     def kill(self) -> None:
@@ -113,55 +116,12 @@ class Node(Machine):
             one.end(10)
 
 
-class Started:
-    """A command and what it says, stdout and stderr."""
-
-    def __init__(self, words: Sequence[str], variables: Mapping[str, str]):
-        self.lines: list[str] = []
-        env, pipe, out = {**os.environ, "OMP_NUM_THREADS": "1", **variables}, subprocess.PIPE, subprocess.STDOUT
-        self._process = subprocess.Popen(words, stdout=pipe, stderr=out, text=True, env=env)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        for line in self._process.stdout:
-            self.lines.append(line)
-
-    @property
-    def said(self) -> str:
-        return "".join(self.lines)
-
-    def until(self, what: str, timeout_s: float = 90, after: int = 0) -> int:
-        """The number of the first line, from `after` on, that has `what` in it."""
-        end = time.monotonic() + timeout_s
-        while True:
-            over = time.monotonic() > end or not self._reader.is_alive()
-            for number, line in enumerate(self.lines[after:], after):
-                if what in line:
-                    return number
-            if over:
-                raise AssertionError(f"no {what!r} within {timeout_s} s in:\n{self.said}")
-            time.sleep(0.05)
-
-    def end(self, timeout_s: float) -> int:
-        """Its exit code."""
-        try:
-            code = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            raise AssertionError(f"still running after {timeout_s} s:\n{self.said}") from None
-        self._reader.join(5)
-        return code
-
-
 @contextlib.contextmanager
-def two_nodes(folder: Path, hosts_of_a: str = HOSTS) -> Iterator[tuple[Node, Node]]:
-    """`hosts_of_a`: what the first one has as /etc/hosts. Raises Unpermitted."""
-    (folder / "hosts").write_text(HOSTS)
-    (folder / "hosts-a").write_text(hosts_of_a)
-    switch = Machine("switch", folder / "hosts")
-    places = (("node-a", "10.77.0.1", "hosts-a"), ("node-b", "10.77.0.2", "hosts"))
-    nodes = [Node(name, address, folder / hosts, switch) for name, address, hosts in places]
+def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
+    """Raises Unpermitted."""
+    (hosts := folder / "hosts").write_text(HOSTS)
+    switch = Machine("switch", hosts)
+    nodes = [Node(name, address, hosts, switch) for name, address in (("node-a", "10.77.0.1"), ("node-b", "10.77.0.2"))]
     try:
         switch.boot()
         switch.ip("link", "add", "switch", "type", "bridge")

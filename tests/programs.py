@@ -12,6 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,44 @@ def group(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+class Talk:
+    """A program and the lines that it says, which a thread reads as they come."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self.process, self.lines = process, list[str]()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    @property
+    def said(self) -> str:
+        return "".join(self.lines)
+
+    def until(self, what: str, timeout_s: float = 90, after: int = 0) -> int:
+        """The number of the first line, from `after` on, that has `what` in it."""
+        end = time.monotonic() + timeout_s
+        while True:
+            over = time.monotonic() > end or not self._reader.is_alive()
+            for number, line in enumerate(self.lines[after:], after):
+                if what in line:
+                    return number
+            assert not over, f"no {what!r} within {timeout_s} s in:\n{self.said}"
+            time.sleep(0.02)
+
+    def end(self, timeout_s: float) -> int:
+        """Its exit code."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.said}") from None
+        self._reader.join(5)
+        return code
 
 
 def python(*words: str, **options: Any) -> subprocess.CompletedProcess[Any]:

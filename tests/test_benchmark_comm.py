@@ -2,20 +2,16 @@
 
 import csv
 import json
-import os
-import subprocess
 from pathlib import Path
 
+import documents
 import programs
 import pytest
 
 from tools import benchmark_comm
 from tools.bench.collectives import bandwidths, fit
 
-
-def bench(*flags: str, **options: bool) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return programs.python("tools/benchmark_comm.py", "--device", "cpu", *flags, env=env, **options)
+TOOL = ("tools/benchmark_comm.py", "--device", "cpu")
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
@@ -62,18 +58,15 @@ def test_links_are_told_apart_by_where_ranks_are() -> None:
         (["--nproc", "1", "--device", "cpu"], "one rank has nobody to exchange with; give --nproc 2 or more"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = benchmark_comm.main(words)
-    except SystemExit as end:
-        code = end.code  # type: ignore[assignment]
-    assert code == 2 and text in capsys.readouterr().err
+def test_what_cannot_be_measured_is_refused(words: list[str], text: str, monkeypatch, capsys) -> None:
+    assert documents.start("tools/benchmark_comm.py", words, monkeypatch) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_two_ranks_measure_every_kind_and_both_files_hold_it(tmp_path: Path) -> None:
     files = [str(tmp_path / "found.json"), str(tmp_path / "found.csv")]
     sizes = ["--min-bytes", "1024", "--max-bytes", "20000", "--factor", "16", "--times", "2"]
-    done = bench("--nproc", "2", *sizes, "--json", files[0], "--csv", files[1], ok=True)
+    done = programs.python(*TOOL, "--nproc", "2", *sizes, "--json", files[0], "--csv", files[1], ok=True)
     found = json.loads(Path(files[0]).read_text())
     assert found["complete"] and found["ranks"] == 2 and len(found["hosts"]) == 2
     kinds = [(row["axis"], row["kind"], row["bytes"]) for row in found["rows"]]
@@ -88,7 +81,7 @@ def test_two_ranks_measure_every_kind_and_both_files_hold_it(tmp_path: Path) -> 
 @pytest.mark.everything
 def test_groups_work_at_once_and_one_alone() -> None:
     sizes = ["--min-bytes", "1024", "--max-bytes", "1024", "--times", "2", "--kinds", "all_reduce", "--alone"]
-    done = bench("--nproc", "4", *sizes, "--tensor-model-parallel-size", "2", ok=True)
+    done = programs.python(*TOOL, "--nproc", "4", *sizes, "--tensor-model-parallel-size", "2", ok=True)
     lines = [line.split()[:4] for line in done.stdout.splitlines()[1:] if line]
     axes = [(axis, ranks, groups) for axis, ranks in (("tp", "2"), ("dp", "2")) for groups in ("all", "one")]
     assert lines == [[*one, "all_reduce"] for one in (*axes, ("world", "4", "all"))]

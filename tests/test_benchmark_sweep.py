@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import documents
 import pytest
 from formulas import head_flops, layer_flops
 from train_cases import config_from
@@ -78,11 +79,8 @@ def test_lists_make_every_combination() -> None:
 def test_what_cannot_be_measured_is_refused_at_once(words: list[str], text: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(contender, "measure", None)  # is not reached
     monkeypatch.setattr("torch.cuda.is_available", lambda: "--memory-gib" in words and "cuda" in words)
-    try:
-        code = benchmark.main([*TINY, *words])
-    except SystemExit as end:
-        code = end.code  # type: ignore[assignment]
-    assert code == 2 and text in capsys.readouterr().err
+    assert documents.start("tools/benchmark.py", [*TINY, *words], monkeypatch) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None:
@@ -93,24 +91,6 @@ def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None
         return [config_from(row.flags).train.global_batch_size for row in rows_of(options, rest)]
 
     assert batches("weak") == [8, 16, 32] and batches("strong") == [8, 8, 8]
-
-
-def test_an_interrupted_sweep_says_so_and_keeps_what_it_has(tmp_path: Path, monkeypatch, capsys) -> None:
-    ends: list[Any] = [run({"forward": 0.5, "backward": 0.5}), KeyboardInterrupt()]
-
-    def measure(*_: Any) -> dict[str, Any]:
-        if isinstance(end := ends.pop(0), KeyboardInterrupt):
-            raise end
-        return end
-
-    monkeypatch.setattr(contender, "measure", measure)
-    line = ["--sweep", "micro-batch-size=1,2,4", "--out", str(tmp_path / "new" / "folder"), *TINY]
-    assert benchmark.main(line) == 130
-    out, err = capsys.readouterr()
-    assert "interrupted; the same command resumes it" in err and "1 of 3: micro-batch 2, megalite" in err
-    assert "micro-batch 1" in out and "advice: " in out
-    made = json.loads((tmp_path / "new" / "folder" / "bench.json").read_text())
-    assert not made["complete"] and [row["status"] for row in made["rows"]] == ["ok", "waiting", "waiting"]
 
 
 # ---- how it ended
@@ -254,7 +234,9 @@ def measured_table(folder: Path) -> Table:
 
 
 def test_figures_are_medians_with_their_spread_and_efficiency(tmp_path: Path) -> None:
-    found = tables.with_efficiency(tables.figures(read_back(tmp_path).rows))
+    made, again = measured_table(tmp_path), read(tmp_path / "bench.json")
+    assert [row.identity for row in again.rows] == [row.identity for row in made.rows]
+    found = tables.with_efficiency(tables.figures(again.rows))
     first, second, *_, last = found
     tokens = 8 * 8
     assert [first[f"tokens_per_s{end}"] for end in tables.SPREAD] == [tokens / 1.5, tokens / 2.0, tokens / 1.0]
@@ -269,13 +251,6 @@ def test_figures_are_medians_with_their_spread_and_efficiency(tmp_path: Path) ->
     shares_of = [float(lines[0][name]) for name in lines[0] if name.startswith("share_")]
     lost_of = [float(lines[0][name]) for name in lines[0] if name.startswith("lost_") and lines[0][name]]
     assert sum(shares_of) == pytest.approx(1) and sum(lost_of) == pytest.approx(1 - first["breakdown"]["mfu"])
-
-
-def read_back(folder: Path) -> Table:
-    made = measured_table(folder)
-    again = read(folder / "bench.json")
-    assert [row.identity for row in again.rows] == [row.identity for row in made.rows]
-    return again
 
 
 def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

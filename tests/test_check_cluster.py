@@ -20,8 +20,8 @@ from tools import check_cluster
 
 
 def check(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | variables
-    return programs.python("tools/check_cluster.py", "--device", "cpu", *flags, env=env, timeout=200)
+    words = ("tools/check_cluster.py", "--device", "cpu", *flags)
+    return programs.python(*words, env=os.environ | variables, timeout=200)
 
 
 def test_sound_ranks_get_a_table_and_0_and_a_changed_bit_1(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from train_cases import SMALL
 
 ROOT = Path(__file__).resolve().parents[1]
+RUN = [*SMALL, "--train-iters", "2", "--tensor-model-parallel-size", "2", "--device", "cpu"]
 TEXT, PYPROJECT, IGNORED = ((ROOT / name).read_text() for name in ("Dockerfile", "pyproject.toml", ".dockerignore"))
 
 
@@ -146,12 +147,8 @@ def test_its_commands_make_an_environment_that_trains(tmp_path: Path) -> None:
     command = shlex.split(steps[-1].text.strip("[]").replace(",", " "))
     env["NPROC"] = "2"  # of the script, which Kubernetes starts
     ways = ("torchrun --standalone --nproc_per_node 2 pretrain_gpt.py", "bash examples/launch/torchrun.sh runs/job")
-    for words in (command, ["megalite", "--version"], *(way.split() + run_flags() for way in ways)):
+    for words in (command, ["megalite", "--version"], *(way.split() + RUN for way in ways)):
         done = subprocess.run([*nobody, *words], cwd=work, env=env, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        assert words[-2:] != run_flags()[-2:] or "reached the last step" in done.stdout
+        assert words[-2:] != RUN[-2:] or "reached the last step" in done.stdout
     assert (work / "runs/last/metrics.jsonl").is_file() and (work / "runs/job/iter_0000002").is_dir()
-
-
-def run_flags() -> list[str]:
-    return [*SMALL, "--train-iters", "2", "--tensor-model-parallel-size", "2", "--device", "cpu"]

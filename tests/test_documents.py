@@ -1,6 +1,5 @@
-"""Every command of the documents is read by the program it names, README's run, and what they mention exists."""
+"""Every command of the documents is read by the program it names, and what they mention exists."""
 
-import random
 import re
 import tomllib
 from dataclasses import replace
@@ -11,7 +10,6 @@ import pytest
 import torch_range
 import yaml
 from documents import ROOT, Command, commands, parsed_by, start
-from token_files import byte_level_bpe
 from train_cases import config_from, pretrain
 
 from megalite import __main__ as COMMAND
@@ -111,76 +109,6 @@ def test_there_are_commands_in_readme_and_docs() -> None:
     assert counts["README.md"] >= 15 and counts["checkpoints.md"] >= 10
 
 
-def text(folder: Path, words: int) -> None:
-    """Documents of many different words, so that a tokenizer finds as many pieces as it is asked for."""
-    rng = random.Random(5)
-    known = ["".join(rng.choices("abcdefghijklmnoprstuvwz", k=rng.randint(4, 9))) for _ in range(words)]
-    folder.mkdir()
-    with (folder / "a.jsonl").open("w") as file:
-        for _ in range(words // 8):
-            file.write('{"text": "Once ' + " ".join(rng.choices(known, k=40)) + '"}\n')
-
-
-def random_qwen(folder: Path) -> None:
-    """A Qwen3 of a few thousand random weights, with a tokenizer of the same kind."""
-    import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(3)
-    bpe = byte_level_bpe(["Once upon a time"], 320)
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>").save_pretrained(folder)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    shape |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, vocab_size=320)
-    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
-
-
-# what makes the commands of README short: flags after the given ones win
-SHORT = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2"
-SHORT = {
-    "tools/train_tokenizer.py": "--vocab-size 8600".split(),
-    "tools/preprocess_data.py": "--workers 1".split(),
-    "tools/generate.py": "--max-new-tokens 3".split(),
-    "--preset tiny": f"{SHORT} --seq-length 32 --max-position-embeddings 32 --train-iters 4".split(),
-    "pretrain_gpt.py": "--eval-iters 1 --device cpu --peak-tflops 1".split(),
-    "--bf16": "--seq-length 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 2".split(),
-}
-
-
-def blocks(*begins: str) -> list[Command]:
-    """The commands of README's blocks that begin so, in order."""
-    texts = [t for _, t in documents.fences(ROOT / "README.md")]
-    chosen = [next(t for t in texts if t.startswith(begin)) for begin in begins]
-    return [command for t in chosen for command in documents.commands_of(t, "README.md")]
-
-
-def shortened(command: Command) -> tuple[str, list[str]]:
-    script, *words = command.words[1:]
-    line = " ".join(command.words)
-    return script, words + [word for part, more in SHORT.items() if part in line for word in more]
-
-
-def test_readmes_way_from_text_to_a_published_model(tmp_path: Path, monkeypatch, capfd) -> None:
-    from transformers import AutoModelForCausalLM
-
-    monkeypatch.chdir(tmp_path)
-    text(tmp_path / "text", 12_000)
-    random_qwen(tmp_path / "models/Qwen3-8B")
-    begins = ("train_tokenizer.py", "convert_checkpoint.py --from-hf", "preprocess_data.py")
-    said = []
-    for command in blocks(*(f"python tools/{begin}" for begin in begins)):
-        script, words = shortened(command)
-        code = start(script, words, monkeypatch)
-        out, err = capfd.readouterr()
-        assert code == 0, f"{command.place}\n{out}\n{err}"
-        said.append(out)
-    assert "8,600" in said[2] and "saved iter_0000004" in said[2]  # the plan: the tokenizer's vocabulary
-    assert said[3].startswith("[step 4] Once")
-    assert all("all bits equal" in one for one in said[4:6]), said[4:6]
-    for folder in ("models/mine", "models/Qwen3-8B-mine"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-        assert model.config.num_hidden_layers == 2
-
-
 NAMED = list(documents.named(ROOT))
 # flags of the tests, nsys, docker and sky, sbatch and srun, lm_eval, mkdocs
 OTHERS = """fresh commit record capture-range build-arg rm gpus shm-size ulimit user network ipc entrypoint env
@@ -211,13 +139,10 @@ def test_every_flag_that_is_named_exists(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(there) > 250 and [word for word in words if word not in there] == [], path.name
 
 
-def test_the_checks_above_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = "```bash\npython tools/generate.py --load x \\\n  --promt y > z  # why\n```\n`tools/nothing.py` `no_such_name`\n"
-    (tmp_path / "a.md").write_text(wrong)
-    ((language, block),) = documents.fences(tmp_path / "a.md")
-    (command,) = documents.commands_of(block, "a.md")
-    assert language == "bash" and command.words == ("python", "tools/generate.py", "--load", "x", "--promt", "y")
+def test_the_checks_above_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = "python tools/generate.py --load x \\\n  --promt y > z  # why\n"
+    (command,) = documents.commands_of(wrong, "a.md")
+    assert command.words == ("python", "tools/generate.py", "--load", "x", "--promt", "y")
     with pytest.raises(AssertionError):
         parsed_by(command.words[1], list(command.words[2:]), monkeypatch)
     assert "--promt" not in flags_there_are(monkeypatch)
-    assert documents.spans(tmp_path / "a.md") == ["tools/nothing.py", "no_such_name"]

@@ -1,10 +1,8 @@
 """pretrain_gpt.py is a page, and a step is near: five calls from `main` to the optimizer."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 from train_cases import ROOT, SMALL
 
 # Prints the functions between `main` and `Zero1.step`, of one process that trains. A generator or a context manager is
@@ -39,8 +37,6 @@ def test_the_entry_is_a_page() -> None:
 
 def test_five_calls_lead_from_main_to_the_optimizers_step(tmp_path: Path) -> None:
     words = [*SMALL, "--train-iters", "2", "--eval-iters", "0", "--device", "cpu", "--run-dir", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", STACK, *words], capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = programs.python("-c", STACK, *words, ok=True)
     calls = {tuple(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("CALLS")}
     assert calls == {("main", "Command.launch", "train", "train_step", "_update", "Zero1.step")}

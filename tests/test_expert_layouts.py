@@ -11,9 +11,9 @@ import torch
 from cover import rarely
 from loads import reseal
 from ranks import run_ranks
-from test_layouts import COMMON, DROP, FP64, LLAMA, NAME, PARTS, Row, row, weights_of
+from test_layouts import COMMON, DROP, FP64, LLAMA, NAME, PARTS, Row, row
 from train_cases import config_from, run_from
-from whole import whole_of
+from whole import owned, whole_of
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.toml import to_toml
@@ -85,7 +85,7 @@ def _train(flags: str) -> tuple:
     run.buffer.wait_gather()
     biases = {router.name: router.bias.tolist() for router in run.balance.routers if router.bias is not None}
     numbers = [(r.loss, r.grad_norm, *(r.balance[name] or 0 for name in NAMES)) for r in results]
-    return numbers, weights_of(run), counts, losses, biases
+    return numbers, owned(run.optimizer, "model/"), counts, losses, biases
 
 
 @cache

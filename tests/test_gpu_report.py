@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 
@@ -20,7 +20,6 @@ from tools.bench.kernel_cases import CASES
 from tools.bench.kernels import SIZES
 from tools.program import read_json
 
-TOOLS = Path(__file__).resolve().parent.parent / "tools"
 # What else a developer's machine has. Found when Python starts, so that it holds for every process of the report.
 BLOCK = """
 import sys
@@ -35,16 +34,13 @@ sys.meta_path.insert(0, Block())
 KINDS = ["llama3-8b-4096", "nccl", "kernels", "tests"]  # the quick kinds of part, each once
 
 
-def call(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(folder), **variables}
-    command = [sys.executable, str(TOOLS / "gpu_report.py"), "--out", str(folder / "out"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
-
-
+@pytest.mark.everything(guards=("tools/gpu_report.py", "tools/bench"))
 def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
-    done = call(tmp_path, "--cpu", "--only", *KINDS, PATH="/usr/bin:/bin", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    words = ["--out", str(tmp_path / "out"), "--cpu", "--only", *KINDS]
+    programs.python("tools/gpu_report.py", *words, env=env, timeout=400, ok=True)
     made = json.loads((tmp_path / "out" / "report.json").read_text())
     told = (tmp_path / "out" / "report.md").read_text()
     states = {part["name"]: part["status"] for part in made["parts"]}
@@ -63,11 +59,14 @@ def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path:
     assert "dry run" in told and "rms_norm forward " in told and f"| {facts['torch']} |" in told
 
 
-def test_without_a_card_it_says_so_once_and_why(tmp_path: Path) -> None:
-    done = call(tmp_path)
-    assert done.returncode == 3 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert re.fullmatch(r"gpu_report.py: torch sees no CUDA device \(.+\); use a machine with one, or --cpu .*", line)
+def test_without_a_card_it_says_so_once_and_why(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_report.main(["--out", str(tmp_path / "out")]) == 3
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert said.out == "" and re.fullmatch(
+        r"gpu_report.py: torch sees no CUDA device \(.+\); use a machine with one, or --cpu .*", line
+    )
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,14 +2,15 @@
 
 import json
 import os
-import subprocess
+import random
 import sys
 from pathlib import Path
 
 import documents
+import programs
 import pytest
 from documents import ROOT
-from test_documents import random_qwen, text
+from token_files import byte_level_bpe
 
 pytestmark = pytest.mark.timeout(900)
 REQUEUE = 75
@@ -26,6 +27,15 @@ QWEN = {
     "megalite generate": "--max-new-tokens 3",
 }
 
+SHORT = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2"
+README = {
+    "tools/train_tokenizer.py": "--vocab-size 8600",
+    "tools/preprocess_data.py": "--workers 1",
+    "tools/generate.py": "--max-new-tokens 3",
+    "--preset tiny": f"{SHORT} --seq-length 32 --max-position-embeddings 32 --train-iters 4",
+    "pretrain_gpt.py": "--eval-iters 1 --device cpu --peak-tflops 1",
+    "--bf16": "--seq-length 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 2",
+}
 MEGATRON = {
     "--pretrained-checkpoint": "--global-batch-size 4 --train-iters 2 --eval-iters 1 --device cpu --peak-tflops 1",
     "--from-megatron": "--vocab-size 300",
@@ -43,34 +53,79 @@ megalite convert --load runs/tiny --to-megatron old/checkpoints --target-tensor-
 
 
 class Shell:
-    """Runs a page's lines in `folder`. `said`: by command, without its flags."""
+    """Runs a page's lines in `folder`."""
 
     def __init__(self, folder: Path, shorter: dict[str, str]):
-        self.folder, self.shorter, self.said = folder, shorter, dict[str, str]()
+        self.folder, self.shorter = folder, shorter
 
     def type(self, command: documents.Command, code: int = 0) -> str:
         line = " ".join(command.words)
         program, *words = command.words
-        assert program == "megalite"
         words += [word for part, more in self.shorter.items() if part in line for word in more.split()]
+        if program == "python":
+            return self.python(str(ROOT / words[0]), *words[1:], code=code)
+        assert program == "megalite"
         return self.python("-m", "megalite", *words, code=code)
 
     def python(self, *words: str, code: int = 0) -> str:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         how = dict(cwd=self.folder, env=env, capture_output=True, text=True, timeout=600)
-        done = subprocess.run([sys.executable, *words], **how)
+        done = programs.run([sys.executable, *words], **how)
         assert done.returncode == code, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return [text for kind, text in documents.fences(ROOT / "docs" / page) if kind == language]
+    path = ROOT / ("" if page == "README.md" else "docs") / page
+    return [text for kind, text in documents.fences(path) if kind == language]
 
 
 def typed(page: str) -> list[documents.Command]:
     """The commands of a page's blocks, in order, without the installation."""
     found = [command for block in blocks(page, "bash") for command in documents.commands_of(block, page)]
     return [command for command in found if command.words[0] != "pip"]
+
+
+def text(folder: Path, words: int) -> None:
+    """Documents of many different words, so that a tokenizer finds as many pieces as it is asked for."""
+    rng = random.Random(5)
+    known = ["".join(rng.choices("abcdefghijklmnoprstuvwz", k=rng.randint(4, 9))) for _ in range(words)]
+    folder.mkdir()
+    with (folder / "a.jsonl").open("w") as file:
+        for _ in range(words // 8):
+            file.write('{"text": "Once ' + " ".join(rng.choices(known, k=40)) + '"}\n')
+
+
+def random_qwen(folder: Path) -> None:
+    """A Qwen3 of a few thousand random weights, with a tokenizer of the same kind."""
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(3)
+    bpe = byte_level_bpe(["Once upon a time"], 320)
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>").save_pretrained(folder)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    shape |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, vocab_size=320)
+    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
+
+
+@pytest.mark.everything(guards=("README.md",))
+def test_readmes_way_from_text_to_a_published_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    shell = Shell(tmp_path, README)
+    text(tmp_path / "text", 12_000)
+    random_qwen(tmp_path / "models/Qwen3-8B")
+    begins = [
+        f"python tools/{words}" for words in ("train_tokenizer", "convert_checkpoint.py --from-hf", "preprocess_data")
+    ]
+    lines = [next(block for block in blocks("README.md", "bash") if block.startswith(begin)) for begin in begins]
+    said = [shell.type(one) for line in lines for one in documents.commands_of(line, "README.md")]
+    assert "8,600" in said[2] and "saved iter_0000004" in said[2]  # the plan: the tokenizer's vocabulary
+    assert said[3].startswith("[step 4] Once")
+    assert all("all bits equal" in one for one in said[4:6]), said[4:6]
+    for folder in ("models/mine", "models/Qwen3-8B-mine"):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / folder).config.num_hidden_layers == 2
 
 
 @pytest.mark.everything(guards=("docs/tutorial.md", "docs/api.md"))

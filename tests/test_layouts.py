@@ -14,17 +14,12 @@ from operator import attrgetter
 import numpy as np
 import pytest
 import torch
-from cover import cover, pairs_of, rarely
+from cover import cover, rarely
 from ranks import run_ranks
-from train_cases import BORDERS
-from whole import whole_of
+from train_cases import BORDERS, run_from
+from whole import owned, whole_of
 
-from megalite.config import cli
 from megalite.kernels.dispatch import runs_triton
-from megalite.launch.ranks import Ranks
-from megalite.models.families import PRESETS
-from megalite.train.setup import build_run
-from megalite.train.state import Run
 from megalite.train.step import train_step
 
 STEPS = 3
@@ -44,11 +39,8 @@ LLAMA = """--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMS
 QWEN = LLAMA.replace("--num-query-groups 2", "--num-query-groups 1") + " --add-qkv-bias --qk-layernorm"
 YARN = LLAMA.replace("type rope", "type yarn") + " --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8"
 PAIRS = LLAMA + BORDERS + " --rotary-interleaved --rotary-percent 0.5 --no-rope-freq [0,1,0,0]"
-NEOX = (
-    """--position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual
- --untie-embeddings-and-output-weights """
-    + GPT
-)
+NEOX = f"""{GPT} --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual
+ --untie-embeddings-and-output-weights"""
 ZLOSS = " --z-loss-coeff 0.1"
 WINDOW = " --window-size 4,0 --window-attn-skip-freq 3"
 DROP = GPT.replace("dropout 0", "dropout 0.2")
@@ -68,8 +60,21 @@ class Row:
     name: str
 
     @property
+    def words(self) -> list[str]:
+        return f"{self.model} {self.layout}".split()
+
+    def value(self, flag: str, default: str) -> str:
+        return self.words[self.words.index(flag) + 1] if flag in self.words else default
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """tp, pp, dp with cp, vpp."""
+        tp, pp, vpp = (int(self.value(flag, "1")) for flag in SIZES)
+        return tp, pp, self.world // (tp * pp), vpp
+
+    @property
     def has_tp(self) -> bool:
-        return "--tensor-model-parallel-size" in self.layout
+        return self.sizes[0] > 1
 
 
 def row(name: str, world: int, model: str, *, tp: int = 1, pp: int = 1, vpp: int = 1, extra: str = "") -> Row:
@@ -90,6 +95,7 @@ ENDS = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers
 BARE = "--pipeline-model-parallel-layout E|ttttL"
 GROUPS = "--microbatch-group-size-per-virtual-pipeline-stage 3"
 FULL = "--recompute-granularity full --recompute-method"
+PAIRWISE = f"{FULL} uniform --recompute-num-layers 2"
 SPLIT = "--split-backward"
 GPIPE, BREADTH = "--pipeline-schedule gpipe", "--pipeline-schedule breadth-first"
 APART = "--no-overlap-grad-reduce --no-overlap-param-gather"
@@ -115,7 +121,7 @@ ROWS = [
     row("gpt pp2 vpp2 tied", 2, GPT, pp=2, vpp=2),
     row("gpt dropout tp2", 2, DROP, tp=2),
     row("gpt dropout pp2 dp2 vpp2", 4, DROP, pp=2, vpp=2),
-    row("gpt dropout tp2 recompute full", 2, DROP, tp=2, extra=f"{FULL} uniform --recompute-num-layers 2"),
+    row("gpt dropout tp2 recompute full", 2, DROP, tp=2, extra=PAIRWISE),
     row("gpt selective recompute", 1, GPT, extra="--recompute-granularity selective"),
     row("gpt core recompute tp2", 2, DROP, tp=2, extra=CORE),
     row("gpt norms recompute pp2 vpp2", 2, DROP, pp=2, vpp=2, extra=PARTS + "layernorm"),
@@ -180,21 +186,14 @@ ROWS = [
     row("gpt ZeRO-2 tp2 dp2 dropout", 4, DROP, tp=2, extra=ZERO2),
     row("gpt ZeRO-2 pp2 dp2 tied", 4, GPT, pp=2, extra=ZERO2),
     row("gpt ZeRO-3 pp2 dp2 tied", 4, GPT, pp=2, extra=ZERO3),
-    row(
-        "llama ZeRO-2 pp2 dp2 vpp2, micro-batches no multiple",
-        4,
-        LLAMA,
-        pp=2,
-        vpp=2,
-        extra=f"{ZERO2} --global-batch-size 12",
-    ),
+    row("llama ZeRO-2 pp2 dp2 vpp2, 3 micro-batches", 4, LLAMA, pp=2, vpp=2, extra=f"{ZERO2} --global-batch-size 12"),
     row("llama ZeRO-3 pp2 dp2 vpp2, chunks held", 4, LLAMA, pp=2, vpp=2, extra=f"{ZERO3} --zero-hold chunk"),
     row("gpt ZeRO-3 tp2 pp2 dp2 tied vpp2", 8, GPT, tp=2, pp=2, vpp=2, extra=ZERO3),
     row("llama ZeRO-3 pp3 dp2 uneven", 6, LLAMA, pp=3, extra=ZERO3),
     row("llama ZeRO-3 dp2 held for the step", 2, LLAMA, extra=f"{ZERO3} --zero-hold chunk"),
     row("gpt ZeRO-3 pp2 dp2 vpp2 breadth-first", 4, GPT, pp=2, vpp=2, extra=f"{ZERO3} {BREADTH} --zero-hold chunk"),
     row("llama ZeRO-2 pp2 dp2 gpipe", 4, LLAMA, pp=2, extra=f"{ZERO2} {GPIPE}"),
-    row("gpt ZeRO-3 dp2 recompute full", 2, DROP, extra=f"{ZERO3} {FULL} uniform --recompute-num-layers 2"),
+    row("gpt ZeRO-3 dp2 recompute full", 2, DROP, extra=f"{ZERO3} {PAIRWISE}"),
     row("llama ZeRO-3 pp2 dp2 recompute block", 4, LLAMA, pp=2, extra=f"{ZERO3} {FULL} block --recompute-num-layers 1"),
     row("neox ZeRO-3 dp2 all parts recompute", 2, NEOX, extra=f"{ZERO3} {PARTS}core_attn layernorm mlp"),
     row("llama ZeRO-2 split pp2 dp2", 4, LLAMA, pp=2, extra=f"{ZERO2} {SPLIT}"),
@@ -225,19 +224,14 @@ ROWS = [
 
 def features(item: Row) -> dict[str, Hashable]:
     """What may disturb what."""
-    words = f"{item.model} {item.layout}".split()
-
-    def value(flag: str, default: str) -> str:
-        return words[words.index(flag) + 1] if flag in words else default
-
-    tp, pp, vpp = (int(value(flag, "1")) for flag in SIZES)
+    tp, pp, dp, vpp = (size > 1 for size in item.sizes)
     return {
-        **{"tp": tp > 1, "pp": pp > 1, "dp": item.world > tp * pp, "vpp": vpp > 1, "split": SPLIT in words},
-        "schedule": value("--pipeline-schedule", "1f1b"),
-        "ties": "--untie-embeddings-and-output-weights" not in words,
-        "documents": "--reset-attention-mask" in words,
-        "recompute": value("--recompute-granularity", "none"),
-        "zero": value("--zero-stage", "1"),
+        **{"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "split": SPLIT in item.words},
+        "schedule": item.value("--pipeline-schedule", "1f1b"),
+        "ties": "--untie-embeddings-and-output-weights" not in item.words,
+        "documents": "--reset-attention-mask" in item.words,
+        "recompute": item.value("--recompute-granularity", "none"),
+        "zero": item.value("--zero-stage", "1"),
     }
 
 
@@ -254,26 +248,16 @@ class Trained:
 
 def _parts(flags: str, dtype: str | None) -> tuple[list[float], list[float], list[tuple]]:
     """On one rank: train, then the pieces of the weights that this rank owns."""
-    import torch.distributed as dist
-
-    config = cli.parse([*COMMON.split(), *flags.split()], PRESETS)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
-    run = build_run(config, ranks, torch.device("cpu"), dtype=None if dtype is None else getattr(torch, dtype))
+    run = run_from(f"{COMMON} {flags}", dtype=None if dtype is None else getattr(torch, dtype))
     results = [train_step(run) for _ in range(STEPS)]
     run.buffer.wait_gather()
-    run.data.close()
-    return [r.loss for r in results], [r.grad_norm for r in results], weights_of(run)
-
-
-def weights_of(run: Run) -> list[tuple]:
-    """The pieces of the weights that this rank owns, as `whole_of` takes them."""
-    owned = (entry.piece for entry in run.optimizer.pieces() if entry.owned)
-    return [(p.name, p.shape, p.box, p.span, p.data.double().clone()) for p in owned if p.name.startswith("model/")]
+    run.close()
+    return [r.loss for r in results], [r.grad_norm for r in results], owned(run.optimizer, "model/")
 
 
 def _assemble(parts: list[tuple]) -> Trained:
-    owned = whole_of(piece for _, _, pieces in parts for piece in pieces)
-    return Trained(parts[0][0], parts[0][1], {name: whole.numpy() for name, whole in owned.items()})
+    weights = whole_of(piece for _, _, pieces in parts for piece in pieces)
+    return Trained(parts[0][0], parts[0][1], {name: whole.numpy() for name, whole in weights.items()})
 
 
 def _both(flags: str) -> list[tuple]:
@@ -443,13 +427,7 @@ EXCHANGED = [
             ("llama cp4, window beyond a part", 4, LLAMA + BORDERS + LONG, CP4, {}),
             ("gpt tp2 cp2, dropout", 4, DROP, CP2, dict(tp=2)),
             ("llama pp2 cp2 split, documents", 4, LLAMA + BORDERS + ZLOSS, f"{CP2} {SPLIT}", dict(pp=2)),
-            (
-                "llama cp2 recompute full, documents",
-                2,
-                f"{LLAMA} {DOCS}",
-                f"{CP2} {FULL} uniform --recompute-num-layers 2",
-                {},
-            ),
+            ("llama cp2 recompute full, documents", 2, f"{LLAMA} {DOCS}", f"{CP2} {PAIRWISE}", {}),
             ("gpt cp2 core and norms recompute", 2, DROP, f"{CP2} {PARTS}core_attn layernorm mlp", {}),
             ("gpt cp2 norms recompute, window", 2, GPT + LONG, f"{CP2} {PARTS}layernorm", {}),
             ("pairs cp2, positions within documents", 2, PAIRS, CP2, {}),
@@ -465,9 +443,9 @@ EXCHANGED = [
         "sinks, windows, dropout, a way for each layer, cp2",
         2,
         DOCS + SINKS,
-        extra=f"{CP2} --cp-comm-type a2a allgather a2a allgather",
+        extra=f"{CP2}{A2A} allgather a2a allgather",
     ),
-    row("gpt cp2, a way for each layer", 2, DROP, extra=f"{CP2} --cp-comm-type a2a p2p allgather a2a"),
+    row("gpt cp2, a way for each layer", 2, DROP, extra=f"{CP2}{A2A} p2p allgather a2a"),
     row("three groups cp2, each rank's heads use two, a2a", 2, GPT + ALONE, extra=CP2 + A2A),
     row("qwen tp2 cp2 one group, a2a", 4, QWEN, tp=2, extra=CP2 + A2A),
 ]
@@ -493,7 +471,9 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.parametrize("item", rarely(INTERPRETED, INTERPRETED[2:], NAME, guards=("megalite/kernels",)))
+@pytest.mark.parametrize(
+    "item", rarely(INTERPRETED, INTERPRETED[2:3], NAME, guards=("megalite/kernels", "megalite/nn/context.py"))
+)
 def test_triton_kernels_train_as_torch_does(item: Row) -> None:
     ranks = run_ranks(item.world, _in_triton, f"{item.model} {item.layout}", timeout=110)
     for i, dtype in enumerate(DTYPES):
@@ -529,10 +509,3 @@ def test_borders_of_documents_change_the_result() -> None:
 def test_the_z_loss_changes_the_weights_and_is_no_part_of_the_loss() -> None:
     with_it, without = alone(LLAMA + ZLOSS, "float64"), alone(LLAMA + " ", "float64")
     assert with_it.losses[0] == without.losses[0] and with_it.losses[1] != without.losses[1]
-
-
-def test_with_each_commit_every_two_features_meet_that_meet_in_the_table() -> None:
-    assert len({r.name for r in ROWS}) == len(ROWS) and len(COVER) <= 18
-    assert pairs_of(map(features, COVER)) == pairs_of(map(features, ROWS))
-    without = [r for r in COVER if not features(r)["documents"]]
-    assert pairs_of(map(features, without)) < pairs_of(map(features, ROWS))

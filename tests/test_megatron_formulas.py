@@ -1,7 +1,7 @@
 """Side by side with Megatron-LM: rates, weight decay, sizes of batches, and what is counted in samples.
 
-Twice: against a scheduler that is moved on step by step, stated here anew, and against numbers that Megatron-LM's own
-classes gave (at d98e8a64 of August 2026; the ramp, which is gone there, at the commit before its removal).
+Twice: against the curves, stated here anew, and against numbers that Megatron-LM's own classes gave (at d98e8a64 of
+August 2026; the ramp, which is gone there, at the commit before its removal).
 """
 
 import math
@@ -37,38 +37,32 @@ def rates_of(config: Config, dp: int = 1) -> Rates:
     return rates(arrange(config, dp, 20))
 
 
-class Scheduler:
-    """Holds a rate and a weight decay that an update may read; then it is told how many samples the update took."""
+def rate(s: LrSchedule, seen: float) -> float:
+    """What an update reads after `seen` samples of updates before it."""
+    if seen <= s.warm_up and s.warm_up > 0:
+        part = seen / s.warm_up
+        return (1 - part) * s.warm_up_init + part * s.peak
+    if s.style == "constant":
+        return s.peak
+    if seen > s.decay:
+        return s.minimum
+    if s.style == "inverse-square-root":
+        return max(s.minimum, s.peak / math.sqrt(max(seen, 1) / max(s.warm_up, 1)))
+    begin = s.decay - s.wsd if s.style == "WSD" else s.warm_up
+    done = 0.0 if seen <= begin else (seen - begin) / (s.decay - begin)
+    left = {
+        "linear": 1 - done,
+        "cosine": math.cos(done * math.pi / 2) ** 2,
+        "exponential": 2 ** (1 - done) - 1,
+        "minus_sqrt": 1 - done**0.5,
+    }[s.wsd_style if s.style == "WSD" else s.style]
+    return left * s.peak + (1 - left) * s.minimum
 
-    def __init__(self, lr: LrSchedule, decay: WeightDecaySchedule):
-        self.lr, self.decay, self.seen = lr, decay, 0
 
-    def rate(self) -> float:
-        s, seen = self.lr, self.seen
-        if seen <= s.warm_up and s.warm_up > 0:
-            part = seen / s.warm_up
-            return (1 - part) * s.warm_up_init + part * s.peak
-        if s.style == "constant":
-            return s.peak
-        if seen > s.decay:
-            return s.minimum
-        if s.style == "inverse-square-root":
-            return max(s.minimum, s.peak / math.sqrt(max(seen, 1) / max(s.warm_up, 1)))
-        begin = s.decay - s.wsd if s.style == "WSD" else s.warm_up
-        done = 0.0 if seen <= begin else (seen - begin) / (s.decay - begin)
-        left = {
-            "linear": 1 - done,
-            "cosine": math.cos(done * math.pi / 2) ** 2,
-            "exponential": 2 ** (1 - done) - 1,
-            "minus_sqrt": 1 - done**0.5,
-        }[s.wsd_style if s.style == "WSD" else s.style]
-        return left * s.peak + (1 - left) * s.minimum
-
-    def weight_decay(self) -> float:
-        d = self.decay
-        done = 1.0 if d.style == "constant" else min(self.seen / d.samples, 1.0)
-        grown = math.sin(done * math.pi / 2) ** 2 if d.style == "cosine" else done
-        return (1 - grown) * d.start + grown * d.end
+def weight_decay(d: WeightDecaySchedule, seen: float) -> float:
+    done = 1.0 if d.style == "constant" else min(seen / d.samples, 1.0)
+    grown = math.sin(done * math.pi / 2) ** 2 if d.style == "cosine" else done
+    return (1 - grown) * d.start + grown * d.end
 
 
 @settings(max_examples=300)
@@ -79,7 +73,7 @@ class Scheduler:
     st.tuples(st.integers(0, 40) | st.floats(0, 40), st.integers(41, 200), st.integers(0, 40), st.integers(1, 200)),
     st.lists(st.tuples(st.integers(1, 16), st.booleans()), min_size=20, max_size=40),
 )
-def test_every_curve_is_what_a_scheduler_holds_before_it_is_moved_on(
+def test_every_curve_is_that_of_the_samples_seen_before_an_update(
     style: str, wsd_style: str, growth: str, samples: tuple[float, int, int, int], steps: list[tuple[int, bool]]
 ) -> None:
     """Steps of any size; one that updates nothing moves nothing on."""
@@ -87,16 +81,13 @@ def test_every_curve_is_what_a_scheduler_holds_before_it_is_moved_on(
     wsd = min(wsd, int(decay - warm_up))
     lr = LrSchedule(3e-4, 3e-5, style, warm_up, decay, 1e-5, wsd, wsd_style)
     wd = WeightDecaySchedule(0.1 if growth == "constant" else 0.01, 0.1, growth, grown)
-    scheduler, consumed, skipped = Scheduler(lr, wd), 0, 0
+    consumed, skipped = 0, 0
     for size, updates in steps:
-        n = consumed - skipped
-        assert lr.at(n) == pytest.approx(scheduler.rate(), rel=1e-11)
-        assert wd.at(n) == pytest.approx(scheduler.weight_decay(), rel=1e-11)
+        seen = consumed - skipped
+        assert lr.at(seen) == pytest.approx(rate(lr, seen), rel=1e-11)
+        assert wd.at(seen) == pytest.approx(weight_decay(wd, seen), rel=1e-11)
         consumed += size
-        if updates:
-            scheduler.seen += size
-        else:
-            skipped += size
+        skipped += 0 if updates else size
 
 
 def test_a_warm_up_as_long_as_the_decay_divides_by_nothing() -> None:
@@ -264,11 +255,11 @@ def test_every_size_of_a_step_schedule_is_made_of_micro_batches() -> None:
 
 def test_samples_to_iterations() -> None:
     """A constant batch, and one behind its ramp, drop a last batch that is not full."""
-    for samples, steps in ((300, 9), (319, 9), (320, 10)):
-        config = parse(f"--lr 1e-3 --global-batch-size 32 --train-samples {samples}")
+    ramps = ("--micro-batch-size 2 --rampup-batch-size 8 8 100", "--micro-batch-size 2 --rampup-batch-size 4 2 50")
+    for ramp, final, samples, steps in (
+        *(("", 32, 300, 9), ("", 32, 319, 9), ("", 32, 320, 10)),
+        *((ramps[0], 32, 300, 14), (ramps[0], 32, 1000, 36), (ramps[1], 12, 300, 29)),
+    ):
+        config = parse(f"--lr 1e-3 --global-batch-size {final} --train-samples {samples} {ramp}")
         assert arrange(config, 1, 20).steps == steps
         assert rates_of(config).lr.decay == samples
-    for ramp, final, samples, steps in (("8 8 100", 32, 300, 14), ("8 8 100", 32, 1000, 36), ("4 2 50", 12, 300, 29)):
-        flags = f"--lr 1e-3 --global-batch-size {final} --train-samples {samples} --rampup-batch-size {ramp}"
-        config = parse(flags.replace("--rampup", "--micro-batch-size 2 --rampup"))
-        assert arrange(config, 1, 20).steps == steps

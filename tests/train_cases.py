@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -16,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 import programs
 
 if TYPE_CHECKING:
+    import torch
+
     from megalite.checkpoint.run.saver import Saver
     from megalite.config.options import Config
     from megalite.launch.ranks import Ranks
+    from megalite.models.gpt import Stage
     from megalite.train.life.stop import StopSignal
     from megalite.train.state import Run
     from megalite.train.tell.run_dir import Exit
@@ -48,6 +52,15 @@ def this_rank() -> Ranks:
     from megalite.launch.ranks import Ranks
 
     return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+
+
+def stage_from(words: str | Sequence[str], dtype: torch.dtype) -> Stage:
+    """The whole model on one rank, without a run."""
+    from megalite.parallel.mesh import Mesh
+    from megalite.plan.arrangement import arrange, build_stages
+
+    config = config_from(words)
+    return build_stages(arrange(config, 1, config.data.vocab_size), Mesh.alone(), dtype)[0]
 
 
 OPEN: list[Run] = []  # until the test is over, or what tests/ranks.py calls
@@ -101,6 +114,12 @@ def train(run: Run, config: Config, folder: Path, saver: Saver | None = None) ->
         return training.finish()
     finally:
         watch.dog.close()
+
+
+def logged(folder: Path, what: str = "train/loss") -> list[Any]:
+    """Of each step that a run has logged."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines())
+    return [row[what] for row in rows if "train/loss" in row]
 
 
 def waits(pid: int, number: int) -> bool:

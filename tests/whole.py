@@ -5,9 +5,20 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megalite.optim.zero1 import Zero1
 from megalite.parallel.spec import Box
 
 Owned = tuple[str, tuple[int, ...], Box, range, Tensor]  # as parallel/spec.py: Piece
+
+
+def part_of(whole: Tensor, box: Box) -> Tensor:
+    return whole[tuple(map(slice, box.start, box.stop))]
+
+
+def owned(optimizer: Zero1, prefix: str = "") -> list[Owned]:
+    """What this rank owns of all whose names begin so, copied, in fp64."""
+    pieces = (entry.piece for entry in optimizer.pieces() if entry.owned)
+    return [(p.name, p.shape, p.box, p.span, p.data.double().clone()) for p in pieces if p.name.startswith(prefix)]
 
 
 def whole_of(pieces: Iterable[Owned]) -> dict[str, Tensor]:
@@ -20,7 +31,7 @@ def whole_of(pieces: Iterable[Owned]) -> dict[str, Tensor]:
         flat[span.start : span.stop] = values
     for (name, shape, box), flat in boxes.items():
         whole = tensors.setdefault(name, torch.full(shape, torch.nan, dtype=flat.dtype))
-        whole[tuple(map(slice, box.start, box.stop))] = flat.view(box.shape)
+        part_of(whole, box).copy_(flat.view(box.shape))
     for name, whole in tensors.items():
         assert not whole.isnan().any(), f"{name}: some elements are owned by nobody"
     return tensors

@@ -19,10 +19,10 @@ from card.mentions import Mention, Watch, mentions
 from card.simulator import cuda
 from card.simulator.device import Card, simulated
 from card.simulator.graphs import CUDAGraph
+from card.test_trainer import LLAMA as UNGROUPED
 from megalite.launch.ranks import Ranks
 
-LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
- --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 48"""
+LLAMA = f"{UNGROUPED} --group-query-attention --num-query-groups 2"
 ON_CARD = "--device cuda --kernels torch --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --num-layers 1 --global-batch-size 4"
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 RANK, INDEX = 0, 1  # INDEX: of the card: not the one that CUDA takes by itself
@@ -122,12 +122,12 @@ def who_computes(card: Card, folder: Path) -> Found:
         mock.patch.object(dispatch, "installed", lambda: False),
         mock.patch.object(compiled, "installed", lambda: False),
     ):
+        found["attention without triton"] = [_chosen(capability, x) for capability in CAPABILITIES]
         found["without triton"] = dispatch.describe_kernels("cuda")
         try:
             compiled.check_compile("cuda")
         except compiled.MissingPackage as error:
             found["compile"] = str(error)
-        found["attention without triton"] = [_chosen(capability, x) for capability in CAPABILITIES]
     dispatch.runs_triton.cache_clear()
     return found
 
@@ -165,27 +165,18 @@ def _chosen(capability: tuple[int, int], x: torch.Tensor) -> str:
 def clock_and_probe(card: Card, folder: Path) -> Found:
     """What tools/bench measures with, and the machine as it tells it."""
     from tools.bench import gpu_report_probe, kernel_bench
+    from tools.bench.kernel_case import Sizes
+    from tools.bench.kernels import CASES
 
     kernel_bench.WARM_UP_S = 0.0
     bench = kernel_bench.Bench(card.device, 3, torch.float32, tiny=True)
     x = torch.zeros(1 << 14, device=card.device)
+    case, sizes = next(case for case in CASES if case.op == "rms_norm"), Sizes(16, 128, torch.float32, card.device)
     with contextlib.redirect_stdout(io.StringIO()):
-        row = bench.row(_case(), _sizes(card.device), "torch", lambda: lambda: (x * 2).sum())
+        row = bench.row(case, sizes, "torch", lambda: lambda: (x * 2).sum())
     return {"rates": [bench.copy_gb_s, bench.matmul_tflops], "row": row, "errors": bench.errors} | {
         "facts": gpu_report_probe.facts()
     }
-
-
-def _sizes(device: torch.device) -> Any:
-    from tools.bench.kernel_case import Sizes
-
-    return Sizes(16, 128, torch.float32, device)
-
-
-def _case() -> Any:
-    from tools.bench.kernels import CASES
-
-    return next(case for case in CASES if case.op == "rms_norm")
 
 
 def _task(folder: Path) -> dict[str, Any]:
@@ -255,10 +246,8 @@ def cluster(card: Card, folder: Path) -> Found:
     args = check_cluster.parse(["--sizes", "4096", "--times", "1", "--slow", "0", "--json", str(folder / "found.json")])
     with mock.patch.object(check_cluster, "process_group", lambda *a, **k: contextlib.nullcontext(card.device)):
         code = check_cluster.check(Ranks(dist.get_rank(), 2, dist.get_rank(), 2), args)
-    return {
-        "code": code,
-        "rows": json.loads((folder / "found.json").read_text())["rows"] if dist.get_rank() == 0 else [],
-    }
+    rows = json.loads((folder / "found.json").read_text())["rows"] if dist.get_rank() == 0 else []
+    return {"code": code, "rows": rows}
 
 
 def planned(card: Card, folder: Path) -> Found:

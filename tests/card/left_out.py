@@ -24,7 +24,7 @@ from megalite.parallel import comm
 from megalite.parallel import streams as order
 
 PACKAGE = Path(comm.__file__).resolve().parents[1]
-METHODS = {"wait", "wait_gather", "wait_stream", "wait_event", "record_stream", "synchronize"}
+METHODS = {"wait", "wait_gather", "wait_stream", "wait_event", "synchronize"}
 FUNCTIONS = {"wait_for", "synchronize"}  # of parallel/streams.py
 
 

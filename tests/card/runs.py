@@ -18,8 +18,8 @@ from test_layouts import COMMON
 from train_cases import config_from, pretrain, run_from
 
 from card.simulator import nccl
+from card.simulator.device import Card, simulated
 from card.simulator.trace import Fact
-from card.simulator.world import on_card
 from megalite.generate.generation import continue_texts, load_model
 from megalite.generate.sampling import Sampling
 from megalite.launch.ranks import Ranks
@@ -35,6 +35,17 @@ EVERYTHING = """--eval-iters 1 --eval-interval 1 --save-interval 1 --save-interv
 PROMPTS = [[5, 17, 60], [11], [40, 41, 42]]
 
 Run = Callable[..., None]
+
+
+@contextlib.contextmanager
+def on_card(rank: int) -> Iterator[Card]:
+    """Its simulated card, in whose trace its NCCL writes, too: of a group that was begun with `nccl.join`, or alone."""
+    with simulated(index=rank) as card:
+        nccl.use(card)
+        try:
+            yield card
+        finally:
+            nccl.join()
 
 
 def traced(world: int, run: Run, *args: Any, timeout: float = 600) -> dict[int, list[Fact]]:
@@ -78,9 +89,9 @@ def everything(here: torch.device, flags: str, folder: str) -> None:
     words = f"{COMMON} {flags} {EVERYTHING} {TORCH} --device {here.type} --save {folder}".split()
     for last, ends in (("--exit-interval 1", Exit.REQUEUE), (f"--load {folder}", Exit.DONE)):
         with mock.patch.object(train_run, "process_group", lambda *_, **__: contextlib.nullcontext(here)):
-            ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+            rank, world = dist.get_rank(), dist.get_world_size()
             config = config_from([*words, "--train-iters", "2", *last.split()])
-            assert pretrain(config, ranks) == ends
+            assert pretrain(config, Ranks(rank, world, rank, world)) == ends
     text(here, folder, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size)
 
 

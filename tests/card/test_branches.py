@@ -127,9 +127,8 @@ def test_the_quickstart_has_a_layout_for_every_number_of_cards(cards: int) -> No
 def test_links_of_cards_are_measured() -> None:
     made = found("cluster")
     assert made["code"] == 0
-    assert {row["kind"] for row in made["rows"]} == set(
-        "all_reduce all_gather reduce_scatter broadcast message".split()
-    )
+    kinds = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "message"}
+    assert {row["kind"] for row in made["rows"]} == kinds
 
 
 def test_a_card_is_calibrated_compared_verified_and_has_no_limit_of_a_cpu() -> None:
@@ -170,4 +169,4 @@ def test_no_place_of_the_source_that_speaks_of_cards_is_left_out(tmp_path: Path)
         for rank in run_ranks(WORLD.get(name, 1), watched, name, str(tmp_path / name), timeout=400):
             seen |= rank
     left = [str(place) for place in mentions() if place not in seen and not place.file.startswith(REHEARSED)]
-    assert not left
+    assert not left and len(seen) > 100

@@ -14,35 +14,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from train_cases import config_from, run_from
 
 from card.left_out import Left, heard, sites, without
+from card.runs import on_card
 from card.simulator import nccl
 from card.simulator.clocks import Race, races
 from card.simulator.device import Card
 from card.simulator.trace import Fact, HostAccess, Launch
-from card.simulator.world import on_card
+from card.test_trainer import COMMON as STEPS
+from card.test_trainer import LLAMA
 from megalite.checkpoint.run.background_save import HostCopy
 from megalite.checkpoint.run.saver import Saver
-from megalite.config import cli
 from megalite.generate.generation import Generator, continue_texts
 from megalite.generate.sampling import Sampling
-from megalite.launch.ranks import LaunchError, Ranks
-from megalite.models.families import PRESETS
+from megalite.launch.ranks import LaunchError
 from megalite.parallel.comm import gather_texts
 from megalite.parallel.self_test import check_collectives
 from megalite.train.loop import evaluate
 from megalite.train.replicas import ReplicaError, check_replicas
-from megalite.train.setup import build_run
 from megalite.train.start.resume import save
 from megalite.train.state import Run
 from megalite.train.step import train_step
 
-COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
- --global-batch-size 8 --train-iters 99 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 94
- --make-vocab-size-divisible-by 8 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0 --bf16 --kernels torch
- --attention-kernel torch --no-check-for-nan-in-loss-and-grad"""
-LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
- --untie-embeddings-and-output-weights --ffn-hidden-size 48"""
+COMMON = f"""{STEPS} --global-batch-size 8 --train-iters 99 --hidden-dropout 0 --attention-dropout 0 --bf16
+ --no-check-for-nan-in-loss-and-grad"""
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SPLIT = f"{TP} {PP} --split-backward"
 GRAPHS = "--cuda-graph-impl local"
@@ -155,8 +151,7 @@ def test_every_wait_has_its_row() -> None:
 
 
 def build(flags: str, device: torch.device) -> Run:
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return build_run(cli.parse(f"{COMMON} {flags}".split(), PRESETS), Ranks(rank, world), device)
+    return run_from(f"{COMMON} {flags}", device=device)
 
 
 def saved_behind_steps(run: Run, folder: Path, times: int = 2) -> None:
@@ -198,8 +193,8 @@ def _visit(run: Run, key: str, folder: Path) -> None:
     """Do what comes by there; values are nobody's affair any more."""
     if key in GENERATED:
         assert run.tokenizer is not None
-        config = cli.parse(COMMON.split(), PRESETS)
-        model = Generator(run.pipeline.stages[0], run.mesh, config.model, run.tokenizer, frozenset([93]), 0)  # type: ignore[arg-type]
+        parts = run.pipeline.stages[0], run.mesh, config_from(COMMON).model, run.tokenizer
+        model = Generator(*parts, frozenset([93]), 0)  # type: ignore[arg-type]
         continue_texts(model, [[1, 2, 3]], 1, Sampling())  # one token: ranks may draw different ones
         return
     if key in STARTED:
@@ -224,7 +219,7 @@ def _of(race: Race, left: Left) -> bool:
 
 
 LAYOUTS = {
-    "dp2": ("", ""),
+    "dp2": ("", "--ddp-bucket-size 32"),  # every norm has a bucket of its own
     "dp2 graphs": ("", f"{GRAPHS} --global-batch-size 16"),
     "dp2 offloaded": ("", OFFLOAD),
     "dp2 ZeRO-3, parameters offloaded": ("", f"{ZERO} {OFFLOAD} --param-cpu-offload"),

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 from cover import rarely
-from train_cases import config_from, pretrain
+from train_cases import config_from, logged, pretrain
 
 from card.simulator.device import Card, simulated
 from card.simulator.trace import Launch
@@ -45,11 +45,6 @@ def train(folder: Path, flags: str, device: str = "cuda") -> Card:
         assert pretrain(config, Ranks(0, 1)) == 0
     assert not card.mixed
     return card
-
-
-def losses(folder: Path) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
 def by_mark(card: Card) -> dict[str, Counter[str]]:
@@ -137,7 +132,8 @@ def test_what_is_saved_is_a_cpus_and_loads(background: str, tmp_path: Path) -> N
     more = f"{flags} --train-iters 3 --lr-decay-iters 2"
     for name, device in (("card", "cuda"), ("cpu", "cpu")):
         train(tmp_path / name, f"{more} --save {tmp_path}/{name} --load {tmp_path}/{name}", device=device)
-    assert losses(tmp_path / "card") == losses(tmp_path / "cpu") and len(losses(tmp_path / "card")) == 3
+    card_s, cpu_s = (logged(tmp_path / name / "run") for name in ("card", "cpu"))
+    assert card_s == cpu_s and len(cpu_s) == 3
 
 
 def test_a_text_is_generated_as_on_a_cpu(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from train_cases import run_from
 
+from card import runs
 from card.simulator import nccl
 from card.simulator.device import simulated
 from card.simulator.trace import Launch
@@ -26,10 +27,6 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --dis
 STEPS = 2
 SUMMED = "--check-weight-hash-across-dp-replicas-interval 9"  # the bits of the weights, at every step
 ONCE = ["tolist megalite/train/step.py"]  # the agreement
-
-
-def build(flags: str, device: torch.device) -> Run:
-    return run_from(f"{COMMON} {flags}", device=device)
 
 
 def steps_of(run: Run) -> list[tuple[float, ...]]:
@@ -70,10 +67,10 @@ ALMOST = {"groups": 1e-6, "bf16": 2e-3, "bf16, cudnn": 2e-3, "bf16 moments": 2e-
 def test_a_step_waits_once_and_computes_what_a_cpu_does(name: str) -> None:
     flags = f"--hidden-dropout 0 --attention-dropout 0 {FLAGS[name]}"
     with simulated() as card:
-        here = steps_of(build(flags, card.device))
+        here = steps_of(run_from(f"{COMMON} {flags}", device=card.device))
     assert not card.mixed
     assert [str(wait) for wait in waits_of(card.trace) if "step" in wait.within] == ONCE * STEPS
-    there = steps_of(build(flags, torch.device("cpu")))
+    there = steps_of(run_from(f"{COMMON} {flags}"))
     assert here == [pytest.approx(pair, rel=ALMOST[name]) for pair in there] if name in ALMOST else here == there
 
 
@@ -91,10 +88,9 @@ QUICK = ("tp2 vpp2 pp2", "dp2")
 
 def on_a_card(flags: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]], list[str], list[str]]:
     """Of this rank: the numbers there and on a CPU, what was mixed, for what the host waited in steps."""
-    there = steps_of(build(f"{flags} --no-shared-memory", torch.device("cpu")))
-    with simulated(index=dist.get_rank()) as card:
-        nccl.use(card)
-        here = steps_of(build(flags, card.device))
+    there = steps_of(run_from(f"{COMMON} {flags} --no-shared-memory"))
+    with runs.on_card(dist.get_rank()) as card:
+        here = steps_of(run_from(f"{COMMON} {flags}", device=card.device))
     waits = [str(wait) for wait in waits_of(card.trace) if "step" in wait.within]
     return here, there, [str(mixed) for mixed in card.mixed], waits
 
@@ -111,7 +107,7 @@ def test_each_rank_waits_once_per_step_under_every_layout(name: str) -> None:
 def interpreted(flags: str) -> tuple[list[tuple[float, ...]], list[str], list[str], Counter[str]]:
     os.environ.update(TRITON_INTERPRET="1", MEGALITE_KERNELS="triton")
     with simulated() as card:
-        here = steps_of(build(flags, card.device))
+        here = steps_of(run_from(f"{COMMON} {flags}", device=card.device))
     waits = [str(wait) for wait in waits_of(card.trace) if "step" in wait.within]
     with simulated() as planted:
         w, m, v = (torch.ones(8, device=planted.device) for _ in range(3))
@@ -128,5 +124,5 @@ def test_kernels_in_triton_are_launches_and_wait_for_nothing() -> None:
     assert not mixed and waits == ONCE * STEPS
     turns = 2 * (2 * STEPS + 1)  # queries and keys, there and back in a step and there in an evaluation
     assert kernels["_rotate"] == turns and kernels["_adamw"] and kernels["_squares"], kernels
-    there = steps_of(build(f"{flags} --kernels torch", torch.device("cpu")))
+    there = steps_of(run_from(f"{COMMON} {flags} --kernels torch"))
     assert here == [pytest.approx(pair, rel=1e-4) for pair in there]

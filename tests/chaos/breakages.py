@@ -1,21 +1,16 @@
-"""Breakages planted on purpose, one at a time, each with a test that must turn red: `python tests/chaos/breakages.py`.
-Each is planted into a copy of the sources, in which a fork of this process, which has torch imported, runs the test."""
+"""Breakages planted on purpose into a copy of the sources, one at a time, each with a test that must turn red."""
 
 import functools
-import json
-import multiprocessing
 import os
 import shutil
-import signal
+import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import programs
 import pytest
-import torch
-import torch.distributed  # noqa: F401 (imported once for all forks)
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("megalite", "tests", "tools", "pretrain_gpt.py", "pyproject.toml")
@@ -164,51 +159,16 @@ def plant(breakage: Breakage, folder: Path) -> None:
         (folder / path).write_text(text, "utf-8")
 
 
-def _run(folder: Path, test: str, log: Path) -> None:
-    out = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.setsid()
-    os.chdir(folder)
-    os.environ["PYTHONPATH"] = str(folder)
-    sys.path[:] = [str(folder), *(entry for entry in sys.path if not Path(entry or ".").is_relative_to(ROOT / "tests"))]
-    os._exit(pytest.main(["-x", "-q", "-p", "no:xdist", "--timeout", str(LIMIT_S - 10), f"--rootdir={folder}", test]))
-
-
-def verdict(breakage: Breakage) -> str:
-    """red, or what else came of it: green, not collected, ..."""
-    with tempfile.TemporaryDirectory(prefix="megalite-breakage-") as name:
-        folder = Path(name) / "copy"
-        folder.mkdir()
+def verdict(breakage: Breakage, folder: Path) -> str:
+    """red, or what else came of it in this empty folder: green, not collected, ..."""
+    plant(breakage, folder)
+    words = ["-x", "-p", "no:xdist", "--timeout", str(LIMIT_S - 10), f"--rootdir={folder}", breakage.test]
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    with programs.group([sys.executable, "-m", "pytest", *words], cwd=folder, env=env) as process:
         try:
-            plant(breakage, folder)
-        except ValueError as error:
-            return str(error)
-        process = multiprocessing.get_context("fork").Process(
-            target=_run, args=(folder, breakage.test, Path(name, "log"))
-        )
-        process.start()
-        process.join(LIMIT_S)
-        hangs = process.is_alive()
-        with suppress(ProcessLookupError):  # and whom it started: nobody is to outlive this
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-        if hangs:
+            said, _ = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
             return "it hangs"
-        said = Path(name, "log").read_text("utf-8", "replace")
-        if process.exitcode == pytest.ExitCode.TESTS_FAILED and "ImportError" not in said and "SyntaxError" not in said:
-            return "red"
-        return "green" if process.exitcode == 0 else f"exit code {process.exitcode}: {said[-2000:]}"
-
-
-def main(wanted: list[str]) -> int:
-    """Of all breakages, or of those with these names."""
-    for breakage in BREAKAGES:
-        if not wanted or breakage.name in wanted:
-            print(json.dumps({"breakage": breakage.name, "verdict": verdict(breakage)}), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    assert not any(name.startswith("megalite") for name in sys.modules) and torch.__version__
-    sys.exit(main(sys.argv[1:]))
+    if process.returncode == pytest.ExitCode.TESTS_FAILED and "ImportError" not in said and "SyntaxError" not in said:
+        return "red"
+    return "green" if process.returncode == 0 else f"exit code {process.returncode}: {said[-2000:]}"

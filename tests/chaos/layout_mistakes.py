@@ -261,16 +261,15 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-def verify(folder: Path, flags: str, more: str = "") -> tuple[int, dict[str, Any], str]:
-    """Exit code, what --json tells, and what was printed, of verify.py in `folder`."""
+def verify(mistake: Mistake, folder: Path) -> tuple[int, dict[str, Any], str]:
+    """Exit code, what --json tells, and what was printed, of verify.py in a copy of the sources with the mistake."""
+    plant(mistake.breakage, folder)
+    words = [*mistake.flags.split(), "--steps", "2", "--json", "told.json"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    how = dict(capture_output=True, text=True, timeout=LIMIT_S, cwd=folder, env=env)
+    done = subprocess.run([sys.executable, "tools/verify.py", *words], **how)  # type: ignore[call-overload]
     told = folder / "told.json"
-    told.unlink(missing_ok=True)
-    words = [*flags.split(), "--steps", "2", *more.split(), "--json", str(told)]
-    command = [sys.executable, str(folder / "tools" / "verify.py"), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder, env=environment)
-    found = json.loads(told.read_text("utf-8")) if told.is_file() else {}
-    return done.returncode, found, done.stdout + done.stderr
+    return done.returncode, json.loads(told.read_text("utf-8")) if told.is_file() else {}, done.stdout + done.stderr
 
 
 def missed(mistake: Mistake, code: int, found: dict[str, Any], said: str) -> list[str]:
@@ -291,11 +290,3 @@ def missed(mistake: Mistake, code: int, found: dict[str, Any], said: str) -> lis
     if mistake.odd and not any(mistake.odd in line for line in found["one_process"]):
         wrong.append(f"of the one process is said: {found['one_process']}")
     return wrong
-
-
-def planted_in(mistake: Mistake, folder: Path) -> Path:
-    """A copy of the sources with the mistake in it."""
-    copy = folder / "copy"
-    copy.mkdir()
-    plant(mistake.breakage, copy)
-    return copy

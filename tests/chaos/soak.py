@@ -25,13 +25,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -40,8 +38,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # as pytest has it
 
 import programs  # noqa: E402
 from loads import flip  # noqa: E402
-
-from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
+from token_files import write  # noqa: E402
+from train_cases import logged  # noqa: E402
 
 RANKS, INTERVAL, KEEP, FROZEN_S = 2, 5, 4, 8
 KINDS = ("kill", "term", "corrupt", "full", "freeze", "nan")
@@ -89,59 +87,40 @@ def draw(rng: random.Random, number: int, steps: int) -> list[Fault]:
     width, found = steps / (number + 1), []
     for i, kind in enumerate(kinds):
         step = round((i + 0.75 + 0.5 * rng.random()) * width)
-        found.append(
-            Fault(kind, step, rng.randrange(RANKS), rng.uniform(0, 0.05), kind == "kill" and rng.random() < 0.3)
-        )
+        victim, delay_s = rng.randrange(RANKS), rng.uniform(0, 0.05)
+        found.append(Fault(kind, step, victim, delay_s, kind == "kill" and rng.random() < 0.3))
     return found
 
 
-class Attempt:
-    """One start of the program: its lines, read by a thread so that none is waited for longer than PATIENCE_S."""
+class Attempt(programs.Talk):
+    """One start of the program, of which no line is waited for longer than PATIENCE_S."""
 
-    def __init__(self, words: Sequence[str], env: dict[str, str], log: Path):
-        self.begin = time.monotonic()
-        self.steps: list[int] = []
-        self._log = open(log, "a", encoding="utf-8")  # noqa: SIM115 (closed by `end`)
-        self.process = programs.Popen(
-            [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env, start_new_session=True,
-        )  # fmt: skip
-        self.first_s: float | None = None
-        self._news = threading.Condition()
-        self._ended = False
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+    def __init__(self, words: Sequence[str], env: dict[str, str]):
+        how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True)
+        super().__init__(programs.Popen([sys.executable, str(ROOT / "pretrain_gpt.py"), *words], env=env, **how))
+        self.begin, self.steps, self._seen = time.monotonic(), list[int](), 0
+        self.first_s = 0.0
 
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self._log.write(line)
-            if found := STEP.match(line):
-                with self._news:
-                    self.steps.append(int(found[1].replace(",", "")))
-                    self.first_s = self.first_s or time.monotonic() - self.begin
-                    self._news.notify()
-        with self._news:
-            self._ended = True
-            self._news.notify()
-
-    def until(self, step: int | None) -> bool:
+    def until(self, step: int | None) -> bool:  # type: ignore[override]
         """Wait for the line of `step`, or (None) for the end; whether that line has come."""
-        with self._news:
-            while not self._ended and (step is None or not self.steps or self.steps[-1] < step):
-                known = len(self.steps)
-                if not self._news.wait(PATIENCE_S) and len(self.steps) == known:
-                    raise TimeoutError(f"no line for {PATIENCE_S:.0f} s after step {self.steps[-1:]}")
-            return bool(step is not None and self.steps and self.steps[-1] >= step)
+        since = time.monotonic()
+        while True:
+            ended, new = not self._reader.is_alive(), self.lines[self._seen :]
+            self._seen += len(new)
+            if found := [int(line[1].replace(",", "")) for line in map(STEP.match, new) if line]:
+                since = time.monotonic()
+                self.first_s = self.first_s or since - self.begin
+                self.steps += found
+            come = step is not None and self.steps[-1:] >= [step]
+            if come or ended:
+                return come
+            if time.monotonic() - since > PATIENCE_S:
+                raise TimeoutError(f"no line for {PATIENCE_S:.0f} s after step {self.steps[-1:]}")
+            time.sleep(0.01)
 
     def ranks(self) -> list[int]:
         """Process ids, the oldest first: rank 0, 1, ... The resource tracker is a child of the launcher itself."""
         return sorted(pid for child in children(self.process.pid) for pid in children(child))
-
-    def end(self) -> int:
-        self._thread.join(PATIENCE_S)
-        code = self.process.wait(PATIENCE_S)
-        self._log.close()
-        return code
 
 
 def children(pid: int) -> list[int]:
@@ -152,12 +131,14 @@ def children(pid: int) -> list[int]:
 
 @contextmanager
 def started(words: Sequence[str], env: dict[str, str], log: Path) -> Iterator[Attempt]:
-    attempt = Attempt(words, env, log)
+    attempt = Attempt(words, env)
     try:
         yield attempt
     finally:
         with suppress(ProcessLookupError):
             os.killpg(attempt.process.pid, signal.SIGKILL)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(attempt.said)
 
 
 def turn_a_bit(folder: Path, rng: random.Random) -> None:
@@ -211,12 +192,12 @@ def disturbed(words: list[str], faults: list[Fault], steps: int, out: Path, rng:
                     fault.code, fault.outcome, fault.struck, fault.resumed = 0, "goes on", fault.step, fault.step + 1
                     fault = None
             attempt.until(None)
-            code, ended = attempt.end(), time.monotonic()
+            code, ended = attempt.end(PATIENCE_S), time.monotonic()
         if not attempt.steps:
             raise RuntimeError(f"a start without a step, exit code {code}: see {log}")
         trained += len(attempt.steps)
         if last is not None:
-            last.resumed, last.back_s = attempt.steps[0], attempt.first_s or 0.0
+            last.resumed, last.back_s = attempt.steps[0], attempt.first_s
         if attempt.steps[-1] == steps and code == 75:
             return trained, time.monotonic() - begin
         if fault is None:
@@ -232,7 +213,7 @@ def undisturbed(words: list[str], out: Path) -> int:
     """The number of steps."""
     with started(words, environment([], out), out / "undisturbed.log") as attempt:
         attempt.until(None)
-        code = attempt.end()
+        code = attempt.end(PATIENCE_S)
     if code != 75 or attempt.steps[:1] != [1]:
         raise RuntimeError(f"the undisturbed run ended with exit code {code}: see {out / 'undisturbed.log'}")
     return attempt.steps[-1]
@@ -240,22 +221,18 @@ def undisturbed(words: list[str], out: Path) -> int:
 
 def make_data(prefix: Path) -> None:
     """Documents that have something to learn."""
-    rng, writer = np.random.default_rng(3), IndexedWriter(prefix, np.uint16)
-    for _ in range(2000):
-        first, stride, length = rng.integers(0, 93), rng.integers(1, 5), rng.integers(5, 60)
-        writer.add(((first + stride * np.arange(length)) % 93).tolist())
-    writer.finish()
+    rng = np.random.default_rng(3)
+    rows = ((rng.integers(0, 93), rng.integers(1, 5), rng.integers(5, 60)) for _ in range(2000))
+    write(prefix, [((first + stride * np.arange(length)) % 93).tolist() for first, stride, length in rows])
 
 
 def differences(out: Path, steps: int) -> list[str]:
     """Between the two runs: what they logged, and what their last checkpoints hold."""
-    rows: dict[str, list[tuple[int, Any, Any]]] = {}
-    last: dict[str, dict[str, Any]] = {}
-    for name in ("undisturbed", "disturbed"):
-        lines = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text("utf-8").splitlines()]
-        rows[name] = [(r["step"], r["train/loss"], r["train/grad_norm"]) for r in lines if "train/loss" in r]
-        last[name] = json.loads((out / name / f"iter_{steps:07d}/manifest.json").read_text("utf-8"))
-        last[name]["state"].pop("config")
+    names, kinds = ("undisturbed", "disturbed"), ("step", "train/loss", "train/grad_norm")
+    rows = {name: list(zip(*(logged(out / name, kind) for kind in kinds), strict=True)) for name in names}
+    last = {name: json.loads((out / name / f"iter_{steps:07d}/manifest.json").read_text("utf-8")) for name in names}
+    for manifest in last.values():
+        manifest["state"].pop("config")
     found = []
     for name, of_run in rows.items():
         if [row[0] for row in of_run] != list(range(1, steps + 1)):

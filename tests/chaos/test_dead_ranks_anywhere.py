@@ -29,9 +29,8 @@ def test_kill_9_of_any_rank_ends_the_others_soon(where: str, tmp_path: Path) -> 
     assert end.code == 128 + 9 and end.within_s < SECONDS, end
     assert end.told == [f"rank {victim} ended by signal SIGKILL"]
     codes = {1, 3} if where == "start" else {1}  # 3: who had not met all others yet
-    assert end.ends.keys() == {*range(4)} - {victim} and {*end.ends.values()} <= codes, (
-        end
-    )  # before the launcher ends them
+    others = {*range(4)} - {victim}  # which end before the launcher ends them
+    assert end.ends.keys() == others and {*end.ends.values()} <= codes, end
     for rank, text in enumerate(end.said):
         assert "Traceback" not in text, text
         if rank != victim and where != "start":

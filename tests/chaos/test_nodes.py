@@ -12,8 +12,8 @@ from typing import Any
 
 import programs
 import pytest
-from nodes import ROOT, Node, Started, Unpermitted, two_nodes
-from train_cases import SMALL
+from nodes import ROOT, Node, Unpermitted, two_nodes
+from train_cases import SMALL, logged
 
 pytestmark = [pytest.mark.everything(guards=("megalite/launch/ranks.py",)), pytest.mark.timeout(400)]
 QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -31,7 +31,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
         pytest.skip(f"no namespaces here: {why}")
 
 
-def torchrun(node: Node, folder: Path, *flags: str, nodes: str = "2") -> Started:
+def torchrun(node: Node, folder: Path, *flags: str, nodes: str = "2") -> programs.Talk:
     """As examples/launch/torchrun.sh does it, with shorter waits."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "2"]
     words += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29500", "--rdzv-id", "run"]
@@ -41,7 +41,7 @@ def torchrun(node: Node, folder: Path, *flags: str, nodes: str = "2") -> Started
     return node.start(words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
-def ended(folder: Path, *runs: Started) -> dict[str, Any]:
+def ended(folder: Path, *runs: programs.Talk) -> dict[str, Any]:
     """The status after a stop that was asked for."""
     (folder / "stop").touch()
     for run in runs:
@@ -56,15 +56,9 @@ def check_losses(folder: Path, steps: int) -> None:
     alone = folder.with_name("alone")
     words = [*FLAGS, "--run-dir", str(alone), "--exit-interval", str(steps)]
     programs.python("pretrain_gpt.py", *words, timeout=200, ok=True)
-    (one, same), (two, disturbed) = (losses(alone), losses(folder))
-    assert one == two == list(range(1, steps + 1))
-    assert disturbed == pytest.approx(same, rel=1e-3)  # rounding, of as many steps as fit in; other samples: 1e-2
-
-
-def losses(folder: Path) -> tuple[list[int], list[float]]:
-    made = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    made = [row for row in made if "train/loss" in row]
-    return [row["step"] for row in made], [row["train/loss"] for row in made]
+    assert logged(alone, "step") == logged(folder, "step") == list(range(1, steps + 1))
+    # rounding, of as many steps as fit in; other samples: 1e-2
+    assert logged(folder) == pytest.approx(logged(alone), rel=1e-3)
 
 
 def test_a_node_is_lost_and_comes_back(tmp_path: Path, pair: tuple[Node, Node]) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from drill import drill
+from token_files import write
+from train_cases import logged
 
 from megalite.optim.param_gather import ParamGather
-from tools.preprocess.indexed_writer import IndexedWriter
 
 SAMPLES, BATCH = 240, 8  # of an epoch
 READ = "--split 1,0,0 --eval-iters 0 --save-interval 2 --global-batch-size 8 --micro-batch-size 2".split()
@@ -21,14 +22,11 @@ READ = "--split 1,0,0 --eval-iters 0 --save-interval 2 --global-batch-size 8 --m
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """More than an epoch of SAMPLES samples of 16 tokens and a label."""
-    prefix, rng = tmp_path_factory.mktemp("data") / "a", np.random.default_rng(1)
-    writer, left = IndexedWriter(prefix, np.uint16), SAMPLES * 16 + 1
+    rng, left, documents = np.random.default_rng(1), SAMPLES * 16 + 1, list[list[int]]()
     while left:
-        length = min(left, int(rng.integers(5, 40)))
-        writer.add(rng.integers(0, 93, length).tolist())
-        left -= length
-    writer.finish()
-    return str(prefix)
+        documents.append(rng.integers(0, 93, min(left, int(rng.integers(5, 40)))).tolist())
+        left -= len(documents[-1])
+    return str(write(tmp_path_factory.mktemp("data") / "a", documents))
 
 
 def _note_what_is_read(base: Path, rank: int) -> None:
@@ -39,11 +37,8 @@ def _note_what_is_read(base: Path, rank: int) -> None:
 
     def noted(run, *args, **options):  # type: ignore[no-untyped-def]
         hosts, _ = run.data.get(run.state.consumed_samples, BATCH)
-        rows = [
-            (int(i), host.batch.tokens_SB[:, b].tolist())
-            for host in hosts
-            for b, i in enumerate(host.batch.sample_ids_B)
-        ]
+        batches = [host.batch for host in hosts]
+        rows = [(int(i), one.tokens_SB[:, b].tolist()) for one in batches for b, i in enumerate(one.sample_ids_B)]
         result = train_step(run, *args, **options)
         file.write(json.dumps([run.state.step, rows]) + "\n")
         return result
@@ -66,11 +61,6 @@ def read(base: Path) -> dict[int, list[tuple[int, list[int]]]]:
     return {step: sorted(rows.items()) for step, rows in sorted(found.items())}
 
 
-def losses(folder: Path) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["train/loss"] for row in rows if "train/loss" in row]
-
-
 @pytest.mark.everything
 def test_every_sample_once_and_in_order_over_kills_and_other_numbers_of_ranks(data: str, tmp_path: Path) -> None:
     """An epoch and two steps of the next one: dp 2 -> 4 -> 1 -> 2, with a kill -9 of a rank in each but the last."""
@@ -91,7 +81,7 @@ def test_every_sample_once_and_in_order_over_kills_and_other_numbers_of_ranks(da
     assert got == want and list(want) == list(range(1, steps + 1))
     assert [i for rows in want.values() for i, _ in rows] == list(range(steps * BATCH))
     assert len({tuple(tokens) for rows in list(want.values())[: SAMPLES // BATCH] for _, tokens in rows}) == SAMPLES
-    a, b = losses(tmp_path / "s"), losses(tmp_path / "logs")
+    a, b = logged(tmp_path / "s"), logged(tmp_path / "logs")
     assert len(a) == steps and b == pytest.approx(a, rel=1e-4)
 
 
@@ -147,5 +137,5 @@ def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: 
         end = drill(tmp_path / "k" / str(number), world, [*shared, *layout.split()], fault, before=before)
         assert end.code == (137 if fault or before else 0), end.said
         assert not step or f"iter_{step:07d}" in " ".join(end.said), end.said
-    assert losses(logs)[-2:] == pytest.approx(losses(tmp_path / "s")[-2:], rel=1e-4)
-    assert losses(logs) == pytest.approx(losses(tmp_path / "s"), rel=1e-4)
+    assert logged(logs)[-2:] == pytest.approx(logged(tmp_path / "s")[-2:], rel=1e-4)
+    assert logged(logs) == pytest.approx(logged(tmp_path / "s"), rel=1e-4)

@@ -25,7 +25,7 @@ from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
 from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.cross_entropy import shard_grad_, shard_grad_reference_, shard_stats, shard_stats_reference
-from megalite.kernels.dropout import dropout, dropout_add, dropout_add_reference
+from megalite.kernels.dropout import dropout, dropout_add, dropout_add_reference, keep_mask
 from megalite.kernels.norms import add_norm, norm, norm_reference
 from megalite.kernels.rope import RopeScaling, apply_rope, apply_rope_reference, rope_tables
 
@@ -167,6 +167,40 @@ def attended(fn: Callable[..., Tensor], window: int | None = None, dropout_p: fl
         return fn(q, k, v, scale=q.shape[-1] ** -0.5, window=window, documents=documents, drop=drop, sink_H=sink_H)
 
     return run
+
+
+def attention_definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    first_BS: Tensor | None = None,
+    drop: Drop | None = None,
+    sink_H: Tensor | None = None,
+    q_first: int = 0,
+    k_first: int = 0,
+) -> Tensor:
+    """Of queries from position `q_first` on and keys from `k_first` on, with scores in memory: nothing here is shared with
+    what is tested but the dropout mask."""
+    i = torch.arange(q_first, q_first + q.shape[0]).view(1, 1, -1, 1)
+    j = torch.arange(k_first, k_first + k.shape[0]).view(1, 1, 1, -1)
+    low = torch.zeros_like(i) if window is None else (i - window + 1).clamp(min=0)
+    if first_BS is not None:
+        low = torch.maximum(low, first_BS[:, None, :, None])
+    seen = (low <= j) & (j <= i)
+    every = [x.permute(1, 2, 0, 3).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k, v)]
+    scores = (every[0] @ every[1].mT * scale).masked_fill(~seen, -1e300)
+    some = seen.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
+    largest = torch.where(some, scores.amax(-1, keepdim=True), 0.0)
+    e = torch.where(seen, (scores - largest).exp(), 0.0)
+    more = 0.0 if sink_H is None else (sink_H.view(-1, 1, 1) - largest).exp()
+    p = e / torch.where(some, e.sum(-1, keepdim=True) + more, 1.0)
+    if drop is not None:
+        heads = torch.arange(q.shape[2]).view(-1, 1, 1) + drop.head_offset
+        p = p * keep_mask(drop.key, drop.p, drop.sample_ids_B.view(-1, 1, 1, 1), heads, i, j) / (1 - drop.p)
+    return (p @ every[2]).permute(2, 0, 1, 3)
 
 
 def spans_of(first_BS: Tensor) -> tuple[tuple[int, int, int], ...]:
@@ -421,13 +455,15 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return view
 
 
-def results(fn: Callable[..., Any], inputs: list[Tensor], layout: str | None) -> dict[str, Tensor]:
+def results(
+    fn: Callable[..., Any], inputs: list[Tensor], layout: str | None = None, seed: int = 90
+) -> dict[str, Tensor]:
     """Outputs and gradients of `fn` with a fixed gradient from above, laid out as the inputs are."""
     leaves = [x.detach().clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
     given = leaves if layout is None else [laid_out_leaf(x, layout) for x in leaves]
     made = fn(*given)
     outputs = list(made) if isinstance(made, tuple) else [made]
-    above = [normal(*y.shape, seed=90 + i).to(y.device, y.dtype) for i, y in enumerate(outputs)]
+    above = [normal(*y.shape, seed=seed + i).to(y.device, y.dtype) for i, y in enumerate(outputs)]
     if layout is not None:
         above = [laid_out(dy, layout) for dy in above]
     wanted = [x for x in leaves if x.is_floating_point()]
@@ -496,6 +532,8 @@ def behave_as_a_card() -> None:
     """Triton's interpreter cuts fp32 off to bf16 (3.9), which doubles the error of every result; a card rounds to the
     nearest, ties to even. It loads zeros where the mask is off and no `other` is given; a card leaves any value there,
     so here it is NaN."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    torch.set_num_threads(1)
     import numpy as np
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -521,18 +559,3 @@ def behave_as_a_card() -> None:
         return load(self, pointers, mask, other, *options)
 
     semantic.load = undefined
-
-
-def in_interpreter(pipe: Any) -> None:
-    """The loop of a process whose Triton is the interpreter: (function, arguments) in, (whether it ran, result) out."""
-    import traceback
-
-    assert os.environ["TRITON_INTERPRET"] == "1"
-    behave_as_a_card()
-    torch.set_num_threads(1)
-    while True:
-        fn, args = pipe.recv()
-        try:
-            pipe.send((True, fn(*args)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))

@@ -2,10 +2,14 @@
 instruction inside of a loop counts as often as the loop turns, which the caller knows; those under a predicate count in
 full."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
+
+from compiling import Built, Launch, disassembled
 
 # SASS: LDG (load), STG (store), LDGSTS (load to shared memory, cp.async), each with .128, .64, .U16, .U8 or 4 bytes
 ACCESS = re.compile(r"^(LDG|STG|LDGSTS)\.")
@@ -14,19 +18,10 @@ WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 @dataclass(frozen=True)
 class Code:
-    """Of one thread: bytes read and written, and how many accesses there are of each width."""
+    """Of one thread: bytes read and written, and how many accesses of less than 16 bytes there are of each width."""
 
-    loaded: float
-    stored: float
-    widths: Counter[int] = field(default_factory=Counter)
-
-    def times(self, threads: int) -> "Code":
-        """Of so many threads."""
-        return Code(self.loaded * threads, self.stored * threads, self.widths)
-
-    def narrow(self) -> Counter[int]:
-        """Accesses of less than 16 bytes."""
-        return Counter({width: n for width, n in self.widths.items() if width < 16})
+    moved: float
+    narrow: Counter[int]
 
 
 def instructions(sass: str) -> list[tuple[int, str]]:
@@ -54,20 +49,36 @@ def width_of(instruction: str) -> int:
 
 def count(sass: str, trips: Sequence[float] = ()) -> Code:
     """`trips`: how often a loop at each depth turns, from the outermost; a loop more than are known raises ValueError."""
-    loaded = stored = 0.0
-    widths: Counter[int] = Counter()
+    moved, narrow = 0.0, Counter[int]()
     for depth, text in instructions(sass):
         if depth > len(trips):
             raise ValueError(f"a loop at depth {depth} whose turns are not known: {text}")
-        times = 1.0
-        for n in trips[:depth]:
-            times *= n
-        name = text.split()[0].split(".")[0]
         if ACCESS.match(text):
             width = width_of(text)
-            widths[width] += 1
-            if name == "STG":
-                stored += width * times
-            else:
-                loaded += width * times
-    return Code(loaded, stored, widths)
+            moved += width * math.prod(trips[:depth])
+            narrow[width] += width < 16
+    return Code(moved, +narrow)
+
+
+def argument(launch: Launch, name: str) -> Any:
+    return dict(zip((p.name for p in launch.jitted.params), launch.args, strict=False))[name]
+
+
+def turns(launch: Launch) -> Sequence[float]:
+    """How often the loop of a kernel turns in this launch."""
+    constants, name = launch.constants, launch.name
+    if name == "columns.sum":
+        return (-(-argument(launch, "rows") // constants["ROWS"]),)
+    if name in ("norms.backward", "bias_gelu.backward"):
+        return (argument(launch, "rows") / (launch.grid[0] * constants["ROWS"]),)
+    if name.startswith("cross_entropy"):
+        return (-(-argument(launch, "valid") // constants["COLUMNS"]),)
+    if name == "grad_norm.squares":
+        return (argument(launch, "n") / (launch.grid[0] * constants["ELEMENTS"]),)
+    if name.startswith("grouped_matmul"):
+        return (1, 1)  # by the offsets, which are not known
+    return ()
+
+
+def code_of(built: Built) -> Code:
+    return count(disassembled("nvdisasm", built.cubin, "-c"), turns(built.launch))

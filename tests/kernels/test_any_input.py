@@ -2,9 +2,10 @@
 belong, because those also run on a card, where hypothesis need not be installed."""
 
 import torch
+from cases import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_weight_grad import DTYPES, kept, normal
+from test_weight_grad import DTYPES, kept
 
 from megalite.kernels.adamw import round_at_random
 from megalite.kernels.weight_grad import accumulate_rows_
@@ -12,7 +13,7 @@ from megalite.kernels.weight_grad import accumulate_rows_
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.sampled_from(DTYPES), st.booleans())
 def test_rows(index: list[int], dtype: torch.dtype, begin: bool) -> None:
-    dx = normal(len(index), 3, seed=1, dtype=dtype)
+    dx = normal(len(index), 3, seed=1).to(dtype)
     grad = kept(6, 3, begin=begin, dtype=dtype)
     want = torch.zeros(6, 3, dtype=torch.float64) if begin else grad.double()
     for i, row in zip(index, dx, strict=True):

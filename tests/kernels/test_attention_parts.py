@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import attention_definition
 from cover import rarely
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from megalite.kernels import blocked_attention as module
 from megalite.kernels import dispatch
 from megalite.kernels.attention import Documents, attention
 from megalite.kernels.blocked_attention import Drop, blocked_attention
-from megalite.kernels.dropout import keep_mask
 from megalite.kernels.flash_attention import flash_attention
 
 B, G, PER_GROUP, K = 2, 2, 2, 8
@@ -41,39 +41,6 @@ def _drop(p: float) -> Drop | None:
     return Drop(p, 12345, torch.tensor([7, 9]), head_offset=3) if p else None
 
 
-def _definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    first_BS: Tensor | None = None,
-    drop: Drop | None = None,
-    sink_H: Tensor | None = None,
-    q_first: int = 0,
-    k_first: int = 0,
-) -> Tensor:
-    """Scores in memory, row by row of what is seen: nothing here is shared with what is tested but the dropout mask."""
-    i = torch.arange(q_first, q_first + q.shape[0]).view(1, 1, -1, 1)
-    j = torch.arange(k_first, k_first + k.shape[0]).view(1, 1, 1, -1)
-    low = torch.zeros_like(i) if window is None else (i - window + 1).clamp(min=0)
-    if first_BS is not None:
-        low = torch.maximum(low, first_BS[:, None, :, None])
-    seen = (low <= j) & (j <= i)
-    every = [x.permute(1, 2, 0, 3).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k, v)]
-    scores = (every[0] @ every[1].mT * scale).masked_fill(~seen, -1e300)
-    some = seen.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
-    largest = torch.where(some, scores.amax(-1, keepdim=True), 0.0)
-    e = torch.where(seen, (scores - largest).exp(), 0.0)
-    more = 0.0 if sink_H is None else (sink_H.view(-1, 1, 1) - largest).exp()
-    p = e / torch.where(some, e.sum(-1, keepdim=True) + more, 1.0)
-    if drop is not None:
-        heads = torch.arange(q.shape[2]).view(-1, 1, 1) + drop.head_offset
-        p = p * keep_mask(drop.key, drop.p, drop.sample_ids_B.view(-1, 1, 1, 1), heads, i, j) / (1 - drop.p)
-    return (p @ every[2]).permute(2, 0, 1, 3)
-
-
 def _results(run: Call, tensors: Sequence[Tensor], **options: Any) -> list[Tensor]:
     """o, dq, dk, dv; of tensors with a fifth, a sink, its gradient too."""
     leaves = [x.detach().requires_grad_() for x in (*tensors[:3], *tensors[4:])]
@@ -87,24 +54,6 @@ def _close(got: Sequence[Tensor], want: Sequence[Tensor], bound: float) -> None:
         torch.testing.assert_close(
             a.double(), b.double(), rtol=bound, atol=bound, msg=lambda text, n=name: f"{n}: {text}"
         )
-
-
-places = st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 60), st.integers(0, 60))
-
-
-@settings(max_examples=150)
-@given(places, st.none() | st.integers(1, 70), st.sampled_from([1, 3, 8, 64]), st.sampled_from([0.0, 0.3]))
-def test_blocks_of_queries_at_any_positions(
-    where: tuple[int, int, int, int], window: int | None, rows: int, p: float
-) -> None:
-    queries, keys, q_first, k_first = where
-    options = dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first)
-    tensors = _tensors(queries, keys, sunk=bool(queries % 2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "QUERIES", rows)
-        patch.setattr(module, "IN_WINDOW", (min(rows, 7), rows))
-        got = _results(blocked_attention, tensors, **options)
-    _close(got, _results(_definition, tensors, **options), 1e-12)
 
 
 # queries, keys, first positions, window, probability of dropout, whether there are documents and a sink
@@ -139,7 +88,11 @@ def in_triton(case: tuple[Any, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize("case", rarely(TRITON, TRITON[1:], str, guards=("megalite/kernels",)))
 def test_kernels_at_any_positions(interpreter: Call, case: tuple[Any, ...]) -> None:
-    _close(interpreter(in_triton, case), _results(_definition, _tensors(*case[:2], case[-1]), **_options(case)), 2e-5)
+    _close(
+        interpreter(in_triton, case),
+        _results(attention_definition, _tensors(*case[:2], case[-1]), **_options(case)),
+        2e-5,
+    )
 
 
 FORCED = ("auto", "torch", "blocked")  # with dropout, torch is the explicit scores
@@ -170,25 +123,31 @@ def _forced(name: str) -> Iterator[None]:
         dispatch.choose("auto", "auto")
 
 
+places = st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 60), st.integers(0, 60))
 lengths = st.none() | st.lists(st.sampled_from([1, 2, 7, 11, 23]), min_size=1, max_size=5)
-# window, probability of dropout, lengths of documents, the forced kernel
-asked = st.tuples(st.none() | st.integers(1, 70), st.sampled_from([0.0, 0.3]), lengths, st.sampled_from(FORCED))
-Asked = tuple[int | None, float, list[int] | None, str]
+# window, probability of dropout, lengths of documents, the forced kernel and how many queries a block of it has
+asked = st.tuples(
+    *(st.none() | st.integers(1, 70), st.sampled_from([0.0, 0.3]), lengths),
+    *(st.sampled_from(FORCED), st.sampled_from([1, 3, 8, 64])),
+)
+Asked = tuple[int | None, float, list[int] | None, str, int]
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(places, asked, st.booleans(), st.sampled_from([K, 5]))
 def test_the_door_takes_queries_and_keys_at_any_positions(
     where: tuple[int, int, int, int], asked: Asked, sunk: bool, value: int
 ) -> None:
-    (queries, keys, q_first, k_first), (window, p, some, forced) = where, asked
+    (queries, keys, q_first, k_first), (window, p, some, forced, rows) = where, asked
     documents = some and _part_of(_documents(max(q_first + queries, k_first + keys), some), q_first, q_first + queries)
     options = dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first)
     tensors = _tensors(queries, keys, sunk, value)
-    with _forced(forced):
+    with _forced(forced), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "QUERIES", rows)
+        patch.setattr(module, "IN_WINDOW", (min(rows, 7), rows))
         got = _results(attention, tensors, documents=documents or None, **options)
     first_BS = documents.first_BS if documents else None
-    _close(got, _results(_definition, tensors, first_BS=first_BS, **options), 1e-12)
+    _close(got, _results(attention_definition, tensors, first_BS=first_BS, **options), 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 5, 200])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import attention_definition
 from torch import Tensor
 
 from megalite.kernels.attention import attention, attention_reference
@@ -31,11 +32,8 @@ def hidden(path: str = "plain") -> Tensor:
     return later | torch.ones(S, S).tril(-WINDOW).bool() if path == "window" else later
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, layer: int = 1, path: str = "plain") -> Tensor:
-    """In the dtype of q, scores divided by `layer` as they are stored and multiplied by it in the softmax."""
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    scores = torch.matmul(q / (math.sqrt(K) * layer), k.mT) * layer
-    return (scores.masked_fill(hidden(path), -math.inf).softmax(-1) @ v).permute(2, 0, 1, 3)
+def definition(*qkv: Tensor, path: str = "plain") -> Tensor:
+    return attention_definition(*qkv, scale=1 / math.sqrt(K), window=WINDOW if path == "window" else None)
 
 
 PATHS: dict[str, Callable[..., Tensor]] = {

@@ -1,53 +1,42 @@
 """tools/bench/kernels.py without a card: what it would measure runs, its bytes are true, and it says that it cannot."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tools.bench import kernels
-
-BENCH = Path(__file__).parents[2] / "tools" / "bench"
-
-# In a process of its own, because the interpreter is chosen when Triton is imported. Bytes: what goes in and comes out,
-# where the tensors are those of the formula.
-TINY = """
-import torch
 from tools.bench.kernel_case import Sizes, peers_of
 from tools.bench.kernel_cases import CASES
-size = Sizes(24, 128, torch.bfloat16, torch.device("cpu"), vocab_size=300, sequence=24, numel=3000)
-for case in CASES:
-    wanted = ["megalite", "torch", "triton"]
-    ran = {peer: prepare()() for peer, prepare in peers_of(case, size, wanted)}
-    assert set(wanted[: 2 if case.plain else 1]) <= set(ran), case.name
-    if case.op == "dropout_add" or case.half == "both" and case.op == "cross_entropy":
-        continue
-    flat = [list(x) if isinstance(x, tuple) else [x] for x in ran.values()]
-    if (case.op, case.half) == ("cross_entropy", "backward"):
-        continue  # ours returns p - 1 of logits that another call has overwritten
-    for other in flat[1:]:
-        for a, b in zip(flat[0], other, strict=True):
-            torch.testing.assert_close(a.float(), b.view_as(a).float(), rtol=0.05, atol=0.1)
-    if case.axis == "hidden_size" and (case.half == "forward" or case.direct):
-        moved = sum(t.nbytes for t in (*case.make(size), *flat[0]) if t.dtype == torch.bfloat16)
-        assert abs(moved / case.work.bytes(size) - 1) < 0.05, (case.name, moved, case.work.bytes(size))
-    print(case.name)
-"""
 
 
-def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | variables | {"PYTHONPATH": str(BENCH.parents[1])}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, env=env)
+def agree_with_peers() -> int:
+    """How many cases do. Bytes: what goes in and comes out, where the tensors are the formula's."""
+    compared = 0
+    size = Sizes(24, 128, torch.bfloat16, torch.device("cpu"), vocab_size=300, sequence=24, numel=3000)
+    for case in CASES:
+        wanted = ["megalite", "torch", "triton"]
+        ran = {peer: prepare()() for peer, prepare in peers_of(case, size, wanted)}
+        assert set(wanted[: 2 if case.plain else 1]) <= set(ran), case.name
+        # of cross entropy's backward ours returns p - 1 of logits that another call has overwritten
+        if case.op == "dropout_add" or (case.op == "cross_entropy" and case.half != "forward"):
+            continue
+        flat = [list(x) if isinstance(x, tuple) else [x] for x in ran.values()]
+        for other in flat[1:]:
+            for a, b in zip(flat[0], other, strict=True):
+                torch.testing.assert_close(a.float(), b.view_as(a).float(), rtol=0.05, atol=0.1)
+        if case.axis == "hidden_size" and (case.half == "forward" or case.direct):
+            moved = sum(t.nbytes for t in (*case.make(size), *flat[0]) if t.dtype == torch.bfloat16)
+            assert abs(moved / case.work.bytes(size) - 1) < 0.05, (case.name, moved, case.work.bytes(size))
+        compared += 1
+    return compared
 
 
-def test_every_case_agrees_with_its_peers_and_moves_what_it_says() -> None:
-    done = run("-c", TINY, TRITON_INTERPRET="1", MEGALITE_KERNELS="triton")
-    assert done.returncode == 0, done.stderr
-    assert len(set(done.stdout.splitlines())) == 25
+def test_every_case_agrees_with_its_peers_and_moves_what_it_says(interpreter: Callable[..., Any]) -> None:
+    assert interpreter(agree_with_peers) == 25
 
 
 def test_list_needs_no_card(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,11 +44,10 @@ def test_list_needs_no_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rms_norm forward           hidden_size 1024        4.1 MB  2 N D e" in capsys.readouterr().out
 
 
-def test_a_sweep_times_other_tiles_than_the_table(tmp_path: Path) -> None:
+def test_a_sweep_times_other_tiles_than_the_table(interpreter: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
     words = "--device cpu --sweep --tiles 2 --repeats 1 --only attention,grad_norm"
-    done = run(str(BENCH / "kernels.py"), *words.split(), "--json", str(file))
-    assert done.returncode == 0, done.stderr
+    assert interpreter(kernels.main, [*words.split(), "--json", str(file)]) == 0
     made = json.loads(file.read_text())
     assert made["complete"] and made["interpreted"] and not made["errors"]
     by_kernel: dict[str, list[dict]] = {}

@@ -2,20 +2,28 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 
 from megalite.config.packages import MissingPackage
-from megalite.kernels import dispatch
+from megalite.kernels import attention, dispatch
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton, tile_for, use_triton
+from megalite.kernels.flash_attention import supports
 
 FOLDER = Path(dispatch.__file__).parent
+Q = torch.zeros(4, 1, 2, 8)
 CACHED = (dispatch.chosen, dispatch.installed, dispatch.interpreted, dispatch.runs_triton)
+
+
+def forget() -> None:
+    dispatch.choose("auto", "auto")  # a run of another test in this process may have chosen
+    for fn in CACHED:
+        fn.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +31,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has not read its environment yet, before and after."""
     for name in ("MEGALITE_KERNELS", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
-    dispatch.choose("auto", "auto")  # a run of another test in this process may have chosen
-    for fn in CACHED:
-        fn.cache_clear()
+    forget()
     yield
-    for fn in CACHED:
-        fn.cache_clear()
+    monkeypatch.undo()
+    forget()
 
 
 def test_auto_is_triton_on_a_card_and_torch_on_cpu() -> None:
@@ -69,11 +75,6 @@ def test_the_plan_names_what_there_is() -> None:
     assert line.startswith("triton: ") and all(name in line for name in dispatch.IN_TRITON)
 
 
-def test_a_run_on_cpu_does_not_import_triton() -> None:
-    code = "import sys, megalite.train.life.run; assert 'triton' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ})
-
-
 RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 --max-position-embeddings 4
  --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 0.01 --lr-decay-style constant --mock-data
  --tokenizer-type NullTokenizer --vocab-size 31 --eval-iters 0 --log-interval 1 --device cpu"""
@@ -85,87 +86,63 @@ RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 
         ({"MEGALITE_KERNELS": "triton", "TRITON_INTERPRET": "1"}, 0, "triton's interpreter: norms"),
         ({}, 0, "torch (kernels=auto) attention blocked, for dropout"),
         ({"MEGALITE_KERNELS": "triton"}, 2, "pretrain_gpt.py: MEGALITE_KERNELS=triton on CPU needs TRITON_INTERPRET=1"),
-        ({"MEGALITE_SHARED_MEMORY": "no"}, 2, "pretrain_gpt.py: MEGALITE_SHARED_MEMORY=no is unknown; use on or off"),
     ],
 )
 def test_a_run_says_what_its_kernels_are(variables: dict[str, str], code: int, says: str, tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "pretrain_gpt.py"
-    done = subprocess.run(
-        [sys.executable, str(script), *RUN.split()],
-        cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    done = programs.python("pretrain_gpt.py", *RUN.split(), cwd=tmp_path, env=os.environ | variables)
     assert done.returncode == code, done.stdout + done.stderr
     assert says in re.sub(r"\s+", " ", done.stdout + done.stderr)
 
 
 def test_an_option_is_what_a_variable_is_and_the_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalite.kernels import attention
-
-    q = torch.zeros(4, 1, 2, 8)
-    try:
-        dispatch.choose("torch", "flash")
-        assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (kernels=torch)"
-        assert attention.backend(q, masked=False) == "flash"
-        assert attention.describe_attention("cpu") == "flash (attention_kernel); in a window: blocked"
-        monkeypatch.setenv("MEGALITE_ATTENTION", "blocked")
-        dispatch.choose("torch", "flash")
-        assert attention.describe_attention("cpu") == "blocked (MEGALITE_ATTENTION)"
-        dispatch.choose("triton", "flash")
-        with pytest.raises(KernelError, match="^kernels=triton on CPU needs TRITON_INTERPRET=1"):
-            runs_triton("cpu")
-        monkeypatch.setenv("MEGALITE_KERNELS", "fast")
-        with pytest.raises(KernelError, match="^MEGALITE_KERNELS=fast is unknown; use auto, triton or torch$"):
-            dispatch.choose("auto", "auto")
-    finally:
-        monkeypatch.undo()
+    dispatch.choose("torch", "flash")
+    assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (kernels=torch)"
+    assert attention.backend(Q, masked=False) == "flash"
+    assert attention.describe_attention("cpu") == "flash (attention_kernel); in a window: blocked"
+    monkeypatch.setenv("MEGALITE_ATTENTION", "blocked")
+    dispatch.choose("torch", "flash")
+    assert attention.describe_attention("cpu") == "blocked (MEGALITE_ATTENTION)"
+    dispatch.choose("triton", "flash")
+    with pytest.raises(KernelError, match="^kernels=triton on CPU needs TRITON_INTERPRET=1"):
+        runs_triton("cpu")
+    monkeypatch.setenv("MEGALITE_KERNELS", "fast")
+    with pytest.raises(KernelError, match="^MEGALITE_KERNELS=fast is unknown; use auto, triton or torch$"):
         dispatch.choose("auto", "auto")
 
 
 @pytest.mark.parametrize("more", ["--nproc 2 --global-batch-size 2", "--dry-run"])
 def test_variables_with_bad_values_are_refused_at_the_door_all_at_once(more: str, tmp_path: Path) -> None:
-    script, wrong = Path(__file__).parents[2] / "pretrain_gpt.py", {"MEGALITE_SHARED_MEMORY": "no"}
-    wrong |= {"MEGALITE_KERNELS": "fast", "MEGALITE_ATTENTION": "magic"}
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", str(script), *RUN.split(), *more.split()],
-        cwd=tmp_path, env=os.environ | wrong, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    wrong = {"MEGALITE_SHARED_MEMORY": "no", "MEGALITE_KERNELS": "fast", "MEGALITE_ATTENTION": "magic"}
+    words = [sys.executable, "-X", "importtime", str(programs.ROOT / "pretrain_gpt.py"), *RUN.split(), *more.split()]
+    done = programs.run(words, cwd=tmp_path, env=os.environ | wrong, capture_output=True, text=True, timeout=100)
     said = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
     assert done.returncode == 2 and len(said) == 3 and not re.search(r"\| +torch$", done.stderr, re.M)
     assert all(sum(f"{name}={value} is unknown; use" in line for line in said) == 1 for name, value in wrong.items())
 
 
 def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalite.kernels import attention
-
-    q = torch.zeros(4, 1, 2, 8)
-    dispatch.chosen.cache_clear()
     monkeypatch.setenv("MEGALITE_ATTENTION", "magic")
-    try:
-        with pytest.raises(
-            KernelError, match="MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton, blocked or"
-        ):
-            attention.backend(q, masked=False)
-        monkeypatch.setenv("MEGALITE_ATTENTION", "flash")
-        assert attention.backend(q, masked=False) == "flash"
-        torch.testing.assert_close(attention.attention(q, q, q, scale=1.0), q)
-        assert attention.backend(q, masked=False, window=True) == "blocked"
-        assert attention.describe_attention("cpu") == "flash (MEGALITE_ATTENTION); in a window: blocked"
-        dispatch.chosen.cache_clear()
-        monkeypatch.delenv("MEGALITE_ATTENTION")
-        assert attention.backend(q, masked=False) == attention.backend(q, masked=True) == "torch"
-        assert attention.backend(q.bfloat16(), masked=False) == "blocked"
-        assert attention.backend(q.bfloat16(), masked=True) == "torch"
-        assert {attention.backend(q, masked=m, window=True) for m in (False, True)} == {"blocked"}
-        assert attention.describe_attention("cpu") == attention.describe_attention("cpu", dropout=True) == "blocked"
-        assert attention.describe_attention("cpu", half=False) == "torch"
-        windows = "blocked, for dropout; in evaluation torch; in a window blocked"
-        assert attention.describe_attention("cpu", dropout=True, half=False, window=True) == windows
-    finally:
-        dispatch.chosen.cache_clear()
+    told = "MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton, blocked or"
+    with pytest.raises(KernelError, match=told):
+        attention.backend(Q, masked=False)
+    monkeypatch.setenv("MEGALITE_ATTENTION", "flash")
+    assert attention.backend(Q, masked=False) == "flash"
+    torch.testing.assert_close(attention.attention(Q, Q, Q, scale=1.0), Q)
+    assert attention.backend(Q, masked=False, window=True) == "blocked"
+    assert attention.describe_attention("cpu") == "flash (MEGALITE_ATTENTION); in a window: blocked"
+
+
+def test_attention_on_a_cpu_is_chosen_by_dtype_mask_and_window() -> None:
+    half = Q.bfloat16()
+    assert attention.backend(Q, masked=False) == attention.backend(Q, masked=True) == "torch"
+    assert (attention.backend(half, masked=False), attention.backend(half, masked=True)) == ("blocked", "torch")
+    assert {attention.backend(Q, masked=m, window=True) for m in (False, True)} == {"blocked"}
+    assert attention.describe_attention("cpu") == attention.describe_attention("cpu", dropout=True) == "blocked"
+    assert attention.describe_attention("cpu", half=False) == "torch"
+    windows = "blocked, for dropout; in evaluation torch; in a window blocked"
+    assert attention.describe_attention("cpu", dropout=True, half=False, window=True) == windows
 
 
 def test_more_heads_than_a_grid_has_are_not_for_triton() -> None:
-    from megalite.kernels.flash_attention import supports
-
     assert supports(torch.empty(1, 1365, 48, 8, dtype=torch.bfloat16, device="meta"))
     assert not supports(torch.empty(1, 1366, 48, 8, dtype=torch.bfloat16, device="meta"))

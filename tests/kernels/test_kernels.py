@@ -1,13 +1,14 @@
 """Every kernel against its definition: gradients in fp64, bf16 no worse than twice the plain torch version's own error,
 what is saved, and masks that depend on coordinates alone."""
 
+import functools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import activation_run
+from cases import activation_run, normal, normals, results
 from torch import Tensor
 
 from megalite.config.activations import ACTIVATIONS
@@ -21,10 +22,6 @@ from megalite.parallel.mesh import Mesh
 
 TP = Mesh.alone().tp
 SIZES = [(3, 8), (5, 7), (1, 1), (2, 129)]
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -90,33 +87,28 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[t
         [[(3, 2, 5), (4, 5), (2, 3, 5)]],
     ),
 }
+of = functools.partial(results, seed=99)
 ROWS = [(name, i) for name, case in CASES.items() for i in range(len(case[2]))]
-
-
-def results(fn: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    y = fn(*inputs)
-    y.backward(normal(*y.shape, seed=99, dtype=y.dtype))
-    return [y.detach(), *(x.grad for x in inputs)]  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("name,i", ROWS)
 def test_equals_its_definition_in_fp64(name: str, i: int) -> None:
     op, reference, shapes = CASES[name]
-    inputs = [normal(*shape, seed=k) for k, shape in enumerate(shapes[i])]
-    for got, want in zip(results(op, inputs), results(reference, inputs), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    inputs = normals(*shapes[i])()
+    torch.testing.assert_close(of(op, inputs), of(reference, inputs), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name,i", ROWS)
 def test_bf16_error_is_at_most_twice_that_of_plain_torch(name: str, i: int) -> None:
     op, reference, shapes = CASES[name]
-    inputs = [normal(*shape, seed=k).to(torch.bfloat16) for k, shape in enumerate(shapes[i])]
-    exact = results(reference, [x.double() for x in inputs])
-    for got, plain, want in zip(results(op, inputs), results(reference, inputs), exact, strict=True):
-        assert got.dtype == torch.bfloat16
+    inputs = [x.bfloat16() for x in normals(*shapes[i])()]
+    exact = of(reference, [x.double() for x in inputs])
+    got, plain = of(op, inputs), of(reference, inputs)
+    for key, want in exact.items():
+        assert got[key].dtype == torch.bfloat16
         floor = 2.0**-8 * want.abs().max()  # one rounding of the result
-        assert (got.double() - want).abs().max() <= 2 * max((plain.double() - want).abs().max(), floor)
+        errors = ((x[key].double() - want).abs().max() for x in (got, plain))
+        assert next(errors) <= 2 * max(next(errors), floor)
 
 
 def test_dropout_depends_on_coordinates_alone() -> None:

@@ -1,5 +1,7 @@
 """Head and loss in chunks against the definition in fp64: gradients, padding, masks, memory, ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -43,17 +45,9 @@ def definition(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab:
     return grads_of(loss, x, w)
 
 
-def in_chunks(
-    x: Tensor,
-    w: Tensor,
-    labels: Tensor,
-    mask: Tensor | None,
-    vocab: int,
-    z_loss: float = 0.0,
-    promised: float | None = None,
-) -> Result:
+def in_chunks(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int, **how: Any) -> Result:
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    return grads_of(linear_cross_entropy(x, w, labels, mask, TP, vocab, z_loss=z_loss, promised=promised), x, w)
+    return grads_of(linear_cross_entropy(x, w, labels, mask, TP, vocab, **how), x, w)
 
 
 def small(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, columns: int) -> None:
@@ -68,18 +62,14 @@ def small(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, columns: int)
 @pytest.mark.parametrize("tokens", [5, 1000])
 @pytest.mark.parametrize(("z_loss", "promised"), [(0.0, None), (0.03, None), (0.0, SCALE), (0.03, SCALE)])
 def test_equals_the_definition(
-    sizes: tuple[int, ...],
-    masked: bool,
-    tokens: int,
-    z_loss: float,
-    promised: float | None,
-    monkeypatch: pytest.MonkeyPatch,
+    sizes: Any, masked: bool, tokens: int, z_loss: float, promised: Any, monkeypatch
 ) -> None:
     s, b, d, padded, vocab = sizes
     small(monkeypatch, tokens, 2, vocab)
     x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
     m = mask if masked else None
-    got, want = in_chunks(x, w, labels, m, vocab, z_loss, promised), definition(x, w, labels, m, vocab, z_loss)
+    got = in_chunks(x, w, labels, m, vocab, z_loss=z_loss, promised=promised)
+    want = definition(x, w, labels, m, vocab, z_loss)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert not got[2][vocab:].any()
     with torch.no_grad():
@@ -97,7 +87,7 @@ def test_error_is_at_most_twice_that_of_plain_torch(
     small(monkeypatch, 20, 3, vocab)
     x, w, labels, mask = inputs(s, b, d, padded, vocab, dtype)
     exact = definition(x.double(), w.double(), labels, mask, vocab, z_loss)
-    chunked = in_chunks(x, w, labels, mask, vocab, z_loss, promised)
+    chunked = in_chunks(x, w, labels, mask, vocab, z_loss=z_loss, promised=promised)
     for got, plain, want in zip(chunked, definition(x, w, labels, mask, vocab, z_loss), exact, strict=True):
         assert got.dtype == plain.dtype
         floor = torch.finfo(got.dtype).eps * want.abs().max()
@@ -107,9 +97,8 @@ def test_error_is_at_most_twice_that_of_plain_torch(
 def test_strided_inputs_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch, 5, 2, 11)
     x, w, labels, mask = inputs(6, 4, 5, 16, 11, torch.float64)
-    want = definition(x, w, labels, mask, 11)
-    transposed = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, labels, mask)]
-    got = in_chunks(transposed[0], w.T.contiguous().T, transposed[1], transposed[2], 11)
+    other = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, w, labels, mask)]
+    got, want = in_chunks(*other, 11), definition(x, w, labels, mask, 11)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 

@@ -15,23 +15,16 @@ from megalite.kernels.dispatch import KernelError
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
-class Reached(Exception):
-    """The launch found room: the binary would be loaded now."""
-
-
 @pytest.fixture(autouse=True)
 def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compiler
     from triton.runtime import driver
 
-    def load_binary(*args: object) -> None:
-        raise Reached
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiler.max_shared_mem.cache_clear()
     properties = {"max_shared_mem": CARDS[120].shared}
-    utils = SimpleNamespace(get_device_properties=lambda device: properties, load_binary=load_binary)
+    utils = SimpleNamespace(get_device_properties=lambda device: properties)
     fake = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 120, 32), get_current_device=lambda: 0,
         get_current_stream=lambda device: 0, launcher_cls=lambda source, metadata: None, utils=utils,
@@ -41,20 +34,12 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     compiler.max_shared_mem.cache_clear()
 
 
-def attend() -> None:
-    q = torch.zeros(128, 1, 1, 64, dtype=torch.bfloat16)
-    flash_attention.flash_attention(q, q, q, scale=1.0)
-
-
 def test_a_tile_too_large_for_the_card_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That those of the table find room: test_compiling.py."""
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     for family in flash_attention.FORWARD:
         monkeypatch.setitem(flash_attention.FORWARD, family, (128, 128, 8, 4))
     told = r"the kernel flash_attention_forward cannot run on this card \(out of resource: shared memory, Required: "
+    q = torch.zeros(128, 1, 1, 64, dtype=torch.bfloat16)
     with pytest.raises(KernelError, match=told + r"\d+, Hardware limit: 101376\.\); use --kernels torch$"):
-        attend()
-
-
-def test_the_tiles_of_the_table_find_room() -> None:
-    with pytest.raises(Reached):
-        attend()
+        flash_attention.flash_attention(q, q, q, scale=1.0)

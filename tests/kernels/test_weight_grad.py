@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import normal
 
 from megalite.kernels import weight_grad
 from megalite.kernels.weight_grad import accumulate_outer_, accumulate_rows_
@@ -9,14 +10,10 @@ from megalite.kernels.weight_grad import accumulate_outer_, accumulate_rows_
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def normal(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
 def kept(*shape: int, begin: bool, dtype: torch.dtype) -> torch.Tensor:
     """A sum so far, or what must not be read."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.full(shape, torch.nan, dtype=wide) if begin else normal(*shape, seed=9, dtype=wide)
+    return torch.full(shape, torch.nan, dtype=wide) if begin else normal(*shape, seed=9).to(wide)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -28,7 +25,7 @@ def test_outer_product(
 ) -> None:
     monkeypatch.setattr(weight_grad, "BLOCK_BYTES", block_bytes)
     n, f, d = 7, 13, 5
-    dy, x = (normal(n, size, seed=size, dtype=dtype) for size in (f, d))
+    dy, x = (normal(n, size, seed=size).to(dtype) for size in (f, d))
     if transposed:
         dy, x = (t.T.contiguous().T for t in (dy, x))
     grad = kept(f, d, begin=begin, dtype=dtype)
@@ -40,11 +37,10 @@ def test_outer_product(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_on_a_card_a_matmul_needs_no_memory_of_its_own(dtype: torch.dtype) -> None:
     n, f, d = 512, 4096, 2048
-    dy, x = (normal(n, size, seed=size, dtype=dtype).cuda() for size in (f, d))
+    dy, x = (normal(n, size, seed=size).to("cuda", dtype) for size in (f, d))
     grad = torch.full((f, d), torch.nan, device="cuda")
     accumulate_outer_(grad, dy, x, begin=True)  # also makes cuBLAS take its workspace
     torch.cuda.reset_peak_memory_stats()
@@ -57,11 +53,10 @@ def test_on_a_card_a_matmul_needs_no_memory_of_its_own(dtype: torch.dtype) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_card_rows_are_added_in_one_order() -> None:
     n, v, d = 20_000, 7, 64
     index = torch.randint(v, (n,), generator=torch.Generator().manual_seed(0)).cuda()
-    dx = normal(n, d, seed=1, dtype=torch.bfloat16).cuda()
+    dx = normal(n, d, seed=1).to("cuda", torch.bfloat16)
     sums = []
     for _ in range(3):
         grad = torch.full((v, d), torch.nan, device="cuda")

@@ -21,18 +21,8 @@ class Traffic:
 
     kernel: str
     tensor: str
-    loaded: int = 0
-    loaded_once: int = 0
-    stored: int = 0
-    stored_once: int = 0
-
-    @property
-    def asked(self) -> int:
-        return self.loaded + self.stored
-
-    @property
-    def once(self) -> int:
-        return self.loaded_once + self.stored_once
+    asked: int = 0
+    once: int = 0
 
 
 @dataclass
@@ -44,17 +34,15 @@ class _Launch:
 
     def traffic(self) -> list[Traffic]:
         found = {name: Traffic(self.kernel, name) for name in self.tensors}
-        for kind, noted in (("loaded", self.loads), ("stored", self.stores)):
+        for noted in (self.loads, self.stores):
             for width in {width for _, width in noted}:
                 at = np.concatenate([addresses for addresses, w in noted if w == width])
                 left = np.ones(len(at), dtype=bool)
                 for name, (first, end) in self.tensors.items():
                     here = left & (at >= first) & (at < end)  # the first of several names of one tensor has it
                     left &= ~here
-                    one = found[name]
-                    setattr(one, kind, getattr(one, kind) + int(here.sum()) * width)
-                    once = len(np.unique(at[here])) * width
-                    setattr(one, f"{kind}_once", getattr(one, f"{kind}_once") + once)
+                    found[name].asked += int(here.sum()) * width
+                    found[name].once += len(np.unique(at[here])) * width
                 assert not left.any(), f"{self.kernel}: {int(left.sum())} accesses outside of its tensors"
         return [one for one in found.values() if one.asked]
 

@@ -1,6 +1,5 @@
 """--compile: the same training with compiled functions in the blocks, under every layout, with no more memory."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import programs
 import pytest
 import torch
 from ranks import run_ranks
-from train_cases import BORDERS, config_from, run_from
+from train_cases import BORDERS, config_from, logged, run_from
 
 from megalite.config.options import Config
 from megalite.kernels import dispatch
@@ -28,7 +28,6 @@ from megalite.train.setup import SetupError
 from megalite.train.state import Run
 from megalite.train.step import train_step
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2
 COMMON = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
  --global-batch-size 8 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 94
@@ -63,11 +62,13 @@ def build(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager"
     return run_from(config, dtype=dtype, compile_backend=backend), config
 
 
-def trained(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager") -> list[float]:
+def figures(run: Run) -> list[float]:
     """Loss and gradient norm of each step."""
-    run, _ = build(flags, dtype, backend)
-    results = [train_step(run) for _ in range(STEPS)]
-    return [x for r in results for x in (r.loss, r.grad_norm)]
+    return [x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)]
+
+
+def trained(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager") -> list[float]:
+    return figures(build(flags, dtype, backend)[0])
 
 
 RARELY = pytest.mark.everything(guards=("megalite/models/compiled.py", "megalite/models/gpt.py"))
@@ -83,7 +84,7 @@ def test_compiled_functions_train_as_eager_ones_and_are_few(flags: str) -> None:
     warm_up(run, config)
     graphs = count.graphs
     assert 3 <= graphs <= 7
-    got = [x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)]
+    got = figures(run)
     assert count.graphs == graphs
     without = Counting()
     assert got == pytest.approx(trained(flags, backend=without), rel=1e-12, abs=0) and without.graphs == 0
@@ -109,8 +110,7 @@ def _warmed(flags: str) -> list[float]:
     for main in run.optimizer.main:
         main.mul_(1.01)
     run.optimizer.after_load()
-    results = [train_step(run) for _ in range(STEPS)]
-    return [x for r in results for x in (r.loss, r.grad_norm)]
+    return figures(run)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -135,8 +135,7 @@ def _waiting(flags: str) -> tuple[list[float], list[int], list[int]]:
     warm_up(run, config)
     graphs = count.graphs
     with mock.patch.object(Later, "run", counted):
-        results = [train_step(run) for _ in range(STEPS)]
-    return [x for r in results for x in (r.loss, r.grad_norm)], [graphs, count.graphs], waited
+        return figures(run), [graphs, count.graphs], waited
 
 
 @pytest.mark.parametrize(
@@ -165,35 +164,16 @@ def test_weight_gradients_of_compiled_blocks_wait_too(flags: str) -> None:
 def test_a_run_with_both_flags_is_the_run_without_and_compiles_before_its_first_step(tmp_path: Path) -> None:
     told, losses = "", list[list[float]]()
     for number, also in enumerate(("", "--compile --split-backward")):
-        words = f"pretrain_gpt.py {COMMON} {DROP} --nproc 2 --pipeline-model-parallel-size 2 --train-iters 4 {also}"
-        folder = tmp_path / str(number)
-        done = subprocess.run(
-            [sys.executable, *words.split(), "--log-interval", "1", "--run-dir", str(folder)],
-            **dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, cwd=ROOT),
-            env=os.environ | {"TORCH_LOGS": "recompiles,graph_breaks"},
-        )
-        told = done.stdout
-        assert done.returncode == 0, told
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses.append([row[of] for row in rows for of in ("train/loss", "train/grad_norm")])
+        line = f"{COMMON} {DROP} --nproc 2 --pipeline-model-parallel-size 2 --train-iters 4 --log-interval 1 {also}"
+        folder, env = tmp_path / str(number), os.environ | {"TORCH_LOGS": "recompiles,graph_breaks"}
+        how: dict[str, Any] = dict(capture_output=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280)
+        words = [*line.split(), "--run-dir", str(folder)]
+        told = programs.python("pretrain_gpt.py", *words, env=env, ok=True, **how).stdout
+        losses.append([x for of in ("train/loss", "train/grad_norm") for x in logged(folder, of)])
     assert len(losses[0]) == 2 * 4 and losses[1] == pytest.approx(losses[0], rel=1e-5, abs=0)
     before, _, after = told.partition("compiled in ")
     # forward and backward of the activation are two functions that have one wrapper of torch's
     assert after and "Recompiling function" in before and "ecompil" not in after and "raph break" not in told
-
-
-def _gathers_left() -> int:
-    """Buckets of weights that nobody waited for, after a forward of all layers behind an update."""
-    run, _ = build(f"{GPT} --ddp-bucket-size 32")  # every norm has a bucket of its own
-    train_step(run)
-    ids_SB = torch.zeros(16, 2, dtype=torch.int64)
-    run.pipeline.stages[0](None, Batch(ids_SB, ids_SB, None, torch.arange(2), step=1))
-    left = len(run.buffer.param_gather._gathering) + len(run.buffer.param_gather._to_gather)
-    return left
-
-
-def test_every_module_of_a_block_waits_for_its_weights() -> None:
-    assert run_ranks(2, _gathers_left) == [0, 0]
 
 
 def saved_bytes(flags: str, dtype: torch.dtype) -> int:
@@ -243,24 +223,17 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(SetupError, match=r"^compile=True needs a C\+\+ compiler and there is no g\+\+.*; install one"):
         check_machine(arrange(config, 1, 93), "cpu", Ranks(0, 1))
-    monkeypatch.setenv("CXX", "no-such-compiler -O1")
-    with pytest.raises(CompileError, match="there is no no-such-compiler"):
-        check_compile("cpu")
-    monkeypatch.delenv("CXX")
-    other = tmp_path / "clang++"  # which inductor does not look for on Linux
-    other.symlink_to(sys.executable)
-    if sys.platform == "linux":
+    if sys.platform == "linux":  # where inductor does not look for it
+        (tmp_path / "clang++").symlink_to(sys.executable)
         with pytest.raises(CompileError, match=r"there is no g\+\+; install"):
             check_compile("cpu")
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\nexit 3\n")
-    broken.chmod(0o755)
-    halved = tmp_path / "halved"  # a compiler that tells its version, but has lost its headers
-    halved.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "fatal error: cmath: no such file" >&2\nexit 1\n'
-    )
-    halved.chmod(0o755)
+    # one that does not start, and one that tells its version, but has lost its headers
+    lost = '[ "$1" = --version ] && exit 0\necho "fatal error: cmath: no such file" >&2\nexit 1'
+    for name, script in (("broken", "exit 3"), ("halved", lost)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
     for name, text in (
+        ("no-such-compiler -O1", "there is no no-such-compiler"),
         ("broken", "broken does not work .*exit status 3"),
         ("halved", r"halved does not work \(fatal error: cmath: no such file\)"),
         (" ", "there is no  ; install"),

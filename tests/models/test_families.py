@@ -3,8 +3,10 @@
 import math
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
+from formulas import head_flops, layer_flops, mean_keys
 
 from megalite.config.options import Config, build
 from megalite.models.families import PRESETS
@@ -84,25 +86,19 @@ def test_a_line_of_rules_with_stars_is_two_rules() -> None:
     assert (head.ours, head.copied) == (("head",), ("embedding.word",))
 
 
-def test_flops_follow_the_formula() -> None:
-    """Llama-3-8B at 8192 tokens, by hand: 3 * (32 layers * (qkv + out + mlp + causal attention) + head)."""
-    config = build(PRESETS["llama3-8b"])
-    D, F, S, V = 4096, 14336, 8192, 128256
-    layer = 2 * D * (4096 + 2 * 1024) + 2 * D * D + 2 * D * F * 3 + 2 * 4096 * S
-    assert model_flops(replace(config.model, seq_length=S), V) == 3 * (32 * layer + 2 * D * V)
+WINDOW = {"window_size": (1023, 0)}
 
 
-def test_flops_in_a_window_count_what_is_seen() -> None:
-    config = build({**PRESETS["llama3-8b"], "window_size": (1023, 0)})
-    S, V = 8192, 128256
-    of = lambda model, length=S: model_flops(replace(model, seq_length=length), V)  # noqa: E731
-    full = build(PRESETS["llama3-8b"]).model
-    band = 1024 - 1024**2 / (2 * S)
-    exact = sum(min(i + 1, 1024) for i in range(S)) / S  # which counts the half of the diagonal that S / 2 leaves out
-    assert band == pytest.approx(exact, abs=0.5)
-    fewer = 3 * 32 * 4 * 4096 * (S / 2 - band)
-    assert of(config.model) == of(full) - fewer
-    half = build({**PRESETS["llama3-8b"], "window_size": (1023, 0), "window_attn_skip_freq": "2"})
-    assert of(half.model) == of(full) - fewer / 2
-    for length in (1024, 100):
-        assert of(config.model, length) == of(full, length)
+@pytest.mark.parametrize("seen", [{}, WINDOW, {**WINDOW, "window_attn_skip_freq": "2"}], ids=str)
+@pytest.mark.parametrize("length", [100, 1024, 8192])
+def test_flops_are_those_of_the_literature(length: int, seen: dict[str, Any]) -> None:
+    """Of Llama-3-8B, three times the forward's; in a window what is seen."""
+    model = build({**PRESETS["llama3-8b"], **seen}).model
+    want = 3 * (32 * layer_flops(model, length) + head_flops(model, 128256))
+    assert model_flops(replace(model, seq_length=length), 128256) == pytest.approx(want, rel=1e-12)
+
+
+def test_keys_that_a_window_shows_are_counted_one_by_one() -> None:
+    model = build({**PRESETS["llama3-8b"], **WINDOW}).model
+    exact = sum(min(i + 1, 1024) for i in range(8192)) / 8192  # with the half of the diagonal that S / 2 leaves out
+    assert mean_keys(model, 8192) == pytest.approx(exact, abs=0.5)

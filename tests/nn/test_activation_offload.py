@@ -8,12 +8,9 @@ from unittest import mock
 import torch
 from card.simulator.device import simulated
 from card.simulator.trace import Launch
+from train_cases import run_from
 
-from megalite.config import cli
-from megalite.launch.ranks import Ranks
-from megalite.models.families import PRESETS
 from megalite.nn.activation_offload import Offload, _Storage
-from megalite.train.setup import build_run
 from megalite.train.step import train_step
 
 LAYERS = 4
@@ -28,7 +25,7 @@ def _step(layers: int) -> tuple[float, int, dict[str, Counter[int]]]:
     """Of one micro-batch on a simulated card: loss, most bytes allocated, and bytes to how many copies, each way."""
     flags = f"{SMALL} --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1024"
     with simulated() as card:
-        run = build_run(cli.parse(flags.split(), PRESETS), Ranks(), card.device)
+        run = run_from(flags, device=card.device)
         train_step(run)
         begin = len(card.trace)
         torch.cuda.reset_peak_memory_stats()

@@ -7,20 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from test_layouts import BORDERS, COMMON, GPT
-from whole import whole_of
+from train_cases import config_from, run_from
+from whole import owned, whole_of
 
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.data.samples.batches import MicroBatch
-from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
 from megalite.plan.kinds import Setting, kinds_of, layers_bill
 from megalite.train.batch import host_batch
 from megalite.train.loop import evaluate
-from megalite.train.setup import batch_marks, build_run
+from megalite.train.setup import batch_marks
 from megalite.train.step import train_step
 
 T, B = 16, 2
@@ -44,9 +43,8 @@ MASKS = {
     "every other": _only(slice(0, T, 2)),
 }
 DOCUMENTS = [[16], [8, 8], [4, 4, 4, 4], [11, 5], [1, 2, 7, 6], [5, 3, 7, 1], [1] * 16, [2, 13, 1]]
-Samples = list[
-    tuple[np.ndarray, list[list[int]]]
-]  # of each micro-batch the mask, and lengths of each sample's documents
+# of each micro-batch the mask, and lengths of each sample's documents
+Samples = list[tuple[np.ndarray, list[list[int]]]]
 
 
 def _first(lengths: list[list[int]]) -> np.ndarray:
@@ -56,25 +54,17 @@ def _first(lengths: list[list[int]]) -> np.ndarray:
 def _updated(flags: str, cases: list[Samples]) -> list[tuple[tuple[float, float], list[tuple]]]:
     """On a rank: of each case the loss, that of an evaluation after one step, and the pieces of the weights, which this
     step has moved by the gradient."""
-    config = cli.parse(f"{COMMON} {SGD} {flags}".split(), PRESETS)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
-    done = []
+    config, done = config_from(f"{COMMON} {SGD} {flags}"), []
     for number, case in enumerate(cases):
-        run = build_run(config, ranks, torch.device("cpu"), dtype=torch.float64)
+        run = run_from(config, dtype=torch.float64)
         tokens = np.random.default_rng(number).integers(0, 94, (len(case), B, T + 1))
-        hosts = [
-            host_batch(
-                MicroBatch(ids, np.arange(B) + B * m, mask, _first(lengths)), pin=False, **batch_marks(config, run.mesh)
-            )
-            for m, (ids, (mask, lengths)) in enumerate(zip(tokens, case, strict=True))
-        ]
+        parts, marks = zip(tokens, case, strict=True), batch_marks(config, run.mesh)
+        batches = (MicroBatch(ids, np.arange(B) + B * m, one[0], _first(one[1])) for m, (ids, one) in enumerate(parts))
+        hosts = [host_batch(batch, pin=False, **marks) for batch in batches]
         run.data.get = lambda consumed, size, hosts=hosts: (hosts, 0.0)  # type: ignore[method-assign]
         losses = train_step(run).loss, evaluate(run, run.data, 1)
         run.buffer.wait_gather()
-        pieces = [
-            entry.piece for entry in run.optimizer.pieces() if entry.owned and entry.piece.name.startswith("model/")
-        ]
-        done.append((losses, [(p.name, p.shape, p.box, p.span, p.data.clone()) for p in pieces]))
+        done.append((losses, owned(run.optimizer, "model/")))
         run.close()
     return done
 
@@ -104,7 +94,7 @@ S8 = """--num-layers 1 --hidden-size 512 --num-attention-heads 8 --seq-length 25
 
 def _moved(flags: str, cp: int, tp: int = 1, again: tuple[str, ...] = (), whole: bool = False) -> tuple[Counter, Any]:
     """Collectives over cp of a layer, by phase, name and bytes given; its bill."""
-    (kind,) = kinds_of(cli.parse(f"{S8} {flags}".split(), PRESETS).model)
+    (kind,) = kinds_of(config_from(f"{S8} {flags}").model)
     bill = layers_bill((kind,), Setting(tp, B, torch.bfloat16, again=again, cp=cp), whole)
     events = [e for e in bill.trace if e.what == "begin" and e.name.startswith("cp ")]
     return Counter((e.phase, e.name[3:], e.figures[0]) for e in events), bill

@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from train_cases import stage_from
 
-from megalite.config import cli
-from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import ParamBuffer
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
-from megalite.plan.arrangement import arrange, build_stages
 
 S, B, VOCAB = 8, 2, 61
 WEIGHT = 2.0**-6  # a power of two: multiplying by it rounds nothing, wherever it is done
@@ -31,8 +29,7 @@ FULL = "--recompute-granularity full --recompute-method uniform"
 
 
 def stage(flags: str, dtype: torch.dtype) -> Stage:
-    config, _ = cli.read([*COMMON.split(), *flags.split()], PRESETS)
-    return build_stages(arrange(config, 1, VOCAB), Mesh.alone(), dtype)[0]
+    return stage_from(f"{COMMON} {flags}", dtype)
 
 
 def batch(seed: int, promised: float | None) -> Batch:
@@ -186,7 +183,6 @@ def test_a_buffer_that_nobody_holds_is_freed() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_card_the_head_needs_less_than_a_gib_beside_its_weights() -> None:
     """16 thousand tokens, vocabulary 128 thousand, hidden size 4096; logits alone would be 4 GiB."""
     mesh, tokens, vocab, hidden = Mesh.alone("cuda"), 16384, 128256, 4096

@@ -1,13 +1,11 @@
-"""Weight gradients that wait: the same sums, as many collectives, the bytes of the formula, and each bucket reduced
-behind the last of them."""
+"""Weight gradients that wait: the same sums, and each bucket reduced behind the last of them. Their bytes:
+planning/test_bill.py, and of ranks planning/test_rank_memory.py."""
 
 import pytest
 import torch
-from formulas import layer_waiting
 from ranks import run_ranks
+from train_cases import config_from
 
-from megalite.config import cli
-from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.later import Later
 from megalite.nn.linear import gather_linear
@@ -23,10 +21,10 @@ LLAMA = """ --swiglu --normalization RMSNorm --position-embedding-type rope --di
 S, B, V = 16, 2, 96
 
 
-def built(flags: str, mesh: Mesh, dtype: torch.dtype = torch.float64) -> tuple[Stage, ParamBuffer]:
-    model = cli.parse(f"{SMALL} {flags}".split(), PRESETS).model
-    stage = Stage(Maker(mesh, dtype, seed=3), model, [range(2)], 0, vocab_size=94, padded_vocab_size=V)
-    return stage, ParamBuffer([stage], mesh)
+def built(flags: str, mesh: Mesh, **how: int) -> tuple[Stage, ParamBuffer]:
+    model = config_from(f"{SMALL} {flags}").model
+    stage = Stage(Maker(mesh, torch.float64, seed=3), model, [range(2)], 0, vocab_size=94, padded_vocab_size=V)
+    return stage, ParamBuffer([stage], mesh, **how)
 
 
 def backward(stage: Stage, seed: int, later: Later | None) -> None:
@@ -57,31 +55,10 @@ def test_the_sums_are_the_same_to_the_bit_where_their_order_is(flags: str) -> No
     assert torch.equal(whole, apart) and whole.any()
 
 
-def _waiting(flags: str) -> tuple[float, float]:
-    """Bytes per token that the backward of a layer leaves, and those of the formula, on two tp ranks."""
-    mesh = build_mesh(tp=2, pp=1, device=torch.device("cpu"))
-    stage, _ = built(flags, mesh)
-    later, sizes = Later(), dict[int, int]()
-    backward(stage, 1, later)
-    for entry in later._entries:
-        for t in (entry.x, *(dy for _, dy in entry.parts)):
-            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-    model = cli.parse(f"{SMALL} {flags}".split(), PRESETS).model
-    return sum(sizes.values()) / (S * B) / 2, layer_waiting(model, 8, 2)
-
-
-@pytest.mark.parametrize("flags", ["", "--swiglu", LLAMA + " 2", LLAMA + " 1", LLAMA + " 4 --qk-layernorm"])
-def test_what_waits_is_as_large_as_the_formula_says(flags: str) -> None:
-    for waits, formula in run_ranks(2, _waiting, flags):
-        assert waits == formula
-
-
 def _order() -> list[str]:
     """Reductions and landings of the last backward, on two dp ranks with a bucket per matrix."""
     mesh = build_mesh(tp=1, pp=1, device=torch.device("cpu"))
-    model = cli.parse(f"{SMALL} {LLAMA} 4".split(), PRESETS).model
-    stage = Stage(Maker(mesh, torch.float64, seed=3), model, [range(2)], 0, vocab_size=94, padded_vocab_size=V)
-    buffer, events = ParamBuffer([stage], mesh, bucket_size=1), list[str]()
+    (stage, buffer), events = built(f"{LLAMA} 4", mesh, bucket_size=1), list[str]()
     reduce = buffer.grad_reduce
     start, landed = reduce._start, reduce.landed
     entries = buffer.layout.entries

@@ -3,13 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
+from train_cases import stage_from
 
-from megalite.config import cli
-from megalite.models.families import PRESETS
-from megalite.models.gpt import Batch, Stage
+from megalite.models.gpt import Batch
 from megalite.nn.recompute import without_keeping
-from megalite.parallel.mesh import Mesh
-from megalite.plan.arrangement import arrange, build_stages
 
 S, B, V = 12, 2, 64
 LINE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size {B} --train-iters 1
@@ -24,9 +21,7 @@ MODULES = ("core_attn", "layernorm", "mlp", "layernorm mlp", "core_attn layernor
 
 
 def gradients(flags: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    config, _ = cli.read(f"{LINE} {flags}".split(), PRESETS)
-    (stage,) = build_stages(arrange(config, 1, V), Mesh.alone(), dtype)
-    assert isinstance(stage, Stage)
+    stage = stage_from(f"{LINE} {flags}", dtype)
     tokens = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(1))
     stage(None, Batch(tokens, tokens, None, torch.arange(B), 1)).backward()
     found = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}

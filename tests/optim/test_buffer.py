@@ -39,12 +39,12 @@ def _mesh(tp: int = 1, pp: int = 1, shard: bool = True) -> Mesh:
     return build_mesh(**sizes, device=torch.device("cpu"), timeout=limit, shared_memory=False)
 
 
-def _spy(module: Any, name: str, seen: list[tuple[Any, int]]) -> None:
-    """Record (group, elements) of every call; the calls go through."""
+def _spy(module: Any, name: str, seen: list[tuple[Any, Tensor]]) -> None:
+    """Record (group, tensor) of every call; the calls go through."""
     real = getattr(module, name)
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append((kwargs.get("group"), x.numel()))
+        seen.append((kwargs.get("group"), x))
         return real(x, *args, **kwargs)
 
     setattr(module, name, call)
@@ -123,23 +123,16 @@ def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, T
     instances = 1 if shard else None
     mesh = build_mesh(instances=instances, device=torch.device("cpu"), timeout=limit, shared_memory=shared)
     assert (mesh.dp.direct is not None) == shared
-    model, moved = Scale("a", dtype=torch.bfloat16), []
+    model, seen = Scale("a", dtype=torch.bfloat16), list[tuple[Any, Tensor]]()
     buffer = ParamBuffer([model], mesh, reduce_in_bf16=reduce_in_bf16)
-    real = dist.all_reduce
-
-    def spy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        moved.append(x.numel() * x.element_size())
-        return real(x, *args, **kwargs)
-
-    dist.all_reduce = spy
+    _spy(dist, "all_reduce", seen)
     inputs = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(mesh.dp.rank)).bfloat16()
     for i in range(3):
         if i == 2:
             buffer.on_last_backward(0)
         model(inputs[i]).sum().backward()
     buffer.finish()
-    dist.all_reduce = real
-    return buffer.first_gradient().clone(), inputs.float().sum(0), [n for n in moved if n > 64]
+    return buffer.first_gradient().clone(), inputs.float().sum(0), [x.nbytes for _, x in seen if x.nbytes > 64]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared memory"])
@@ -243,14 +236,14 @@ def _extra_sums(axis: str, shard: bool) -> tuple[dict[str, float], dict[str, lis
     facts: dict[str, Any] = {"partial": ("tp",)} if axis == "tp" else {"tied": True}
     model = nn.Sequential(Scale("whole"), Scale("extra", **facts))
     buffer = ParamBuffer([model], mesh)
-    seen: list[tuple[Any, int]] = []
+    seen: list[tuple[Any, Tensor]] = []
     _spy(dist, "all_reduce", seen)
     buffer.on_last_backward(0)
     (model(torch.ones(SIZE)).sum() * (mesh.world.rank + 1)).backward()
     buffer.finish()
     moved: dict[str, list[int]] = {}
-    for group, numel in seen:
-        moved.setdefault(next(a.name for a in (mesh.dp, mesh.tp, mesh.ends) if a.group is group), []).append(numel)
+    for group, x in seen:
+        moved.setdefault(next(a.name for a in (mesh.dp, mesh.tp, mesh.ends) if a.group is group), []).append(x.numel())
     return _grads(buffer), moved
 
 

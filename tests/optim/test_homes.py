@@ -5,15 +5,17 @@ depended on the layout.
 """
 
 import datetime
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from parallel.test_mesh import shapes
 from ranks import run_ranks
 from torch import Tensor, nn
+from whole import Owned, owned, part_of, whole_of
 
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import ParamBuffer
@@ -24,7 +26,7 @@ from megalite.parallel.mesh import Mesh, build_mesh, plan_mesh
 from megalite.parallel.rng import initialize_
 from megalite.parallel.spec import HOMES, Normal, ParamSpec
 
-E, F, D = 12, 12, 5  # experts and widths that every size below divides
+E, F, D = 12, 12, 5  # experts and a width that every size below divides, and another width
 TIED = "word"
 SPECS = [
     ParamSpec(TIED, (24, D), shards=((0, "tp"),), vocabulary=True),
@@ -36,19 +38,6 @@ SPECS = [
     ParamSpec("experts.bias", (E, D), home="expert", shards=((0, "ep"),), partial=("etp",), decay=False, block=1),
     ParamSpec("experts.scale", (D,), home="expert", partial=("ep", "etp")),
 ]
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
-    few = st.integers(1, 3)
-    pp, dp, cp, tp = (draw(few) for _ in range(4))
-    dp = max(1, min(dp, 24 // (pp * cp * tp)))
-    stage, data = dp * cp * tp, dp * cp
-    ep = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0 and E % n == 0]))
-    etp = draw(st.sampled_from([n for n in range(1, stage // ep + 1) if stage // ep % n == 0 and F % n == 0]))
-    fits = [n for n in range(1, data + 1) if data % n == 0 and stage // (ep * etp) % n == 0]
-    instances = draw(st.sampled_from([*fits, None]))
-    return pp * stage, dict(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, instances=instances)
 
 
 RARELY = pytest.mark.everything(guards=("megalite/optim",))
@@ -66,11 +55,9 @@ def _optimizer(mesh: Mesh) -> Zero1:
     make, stage = Maker(mesh, torch.float64, seed=1), nn.Module()
     for spec in SPECS:
         if spec.name in names:
-            facts = {"tied": mesh.pp.size > 1 and spec.name == TIED}
             name = spec.name if mesh.pp.is_first or mesh.pp.is_last else f"{spec.name}.{mesh.pp.rank}"
-            stage.register_parameter(
-                spec.name.replace(".", "_"), make(ParamSpec(**{**vars(spec), **facts, "name": name}))
-            )
+            made = make(replace(spec, name=name, tied=mesh.pp.size > 1 and spec.name == TIED))
+            stage.register_parameter(spec.name.replace(".", "_"), made)
     return Zero1(ParamBuffer([stage], mesh, bucket_size=40), SGD(0.9))
 
 
@@ -84,23 +71,21 @@ def _fill(optimizer: Zero1, share: bool) -> None:
             p.data.zero_()  # of a stage between the ends
             buffer.sinks[spec.name].open()[0].zero_()
             continue
-        box = spec.box(mesh.sizes, mesh.position)
-        part = _whole(spec)[tuple(map(slice, box.start, box.stop))]
+        part = part_of(_whole(spec), spec.box(mesh.sizes, mesh.position))
         axes = [HOMES[spec.home][0], *spec.partial, *["ends"] * spec.tied] if share else []
         p.data.copy_(part)
         buffer.sinks[spec.name].open()[0].copy_(part / float(np.prod([mesh.sizes[axis] for axis in axes])))
 
 
 TOTAL = sum(float(_whole(spec).square().sum()) for spec in SPECS)
-ELEMENTS = sum(spec_elements for spec_elements in (int(np.prod(s.shape)) for s in SPECS))
+ELEMENTS = sum(int(np.prod(spec.shape)) for spec in SPECS)
 
 
 @settings(max_examples=40)
-@given(shapes())
+@given(shapes(24, E))
 def test_owned_elements_over_replicas_are_the_model(shape: tuple[int, dict[str, Any]]) -> None:
     world, sizes = shape
-    grads, weights, count = 0.0, 0.0, 0.0
-    saved: dict[str, np.ndarray] = {spec.name: np.zeros(spec.shape, dtype=int) for spec in SPECS}
+    grads, weights, count, pieces = 0.0, 0.0, 0.0, list[Owned]()
     for rank in range(world):
         optimizer = _optimizer(plan_mesh(world, rank, **sizes))
         _fill(optimizer, share=False)
@@ -110,21 +95,10 @@ def test_owned_elements_over_replicas_are_the_model(shape: tuple[int, dict[str, 
             grad = optimizer.buffer.grads.owned(bucket)
             grad.copy_((grad != 0).double())
         count += float(optimizer.local_norm_sq())
-        for owned in optimizer.pieces():
-            name, piece = owned.piece.name.removeprefix("model/"), owned.piece
-            if owned.owned and name in saved:
-                part = saved[name][tuple(map(slice, piece.box.start, piece.box.stop))]
-                index = np.unravel_index(np.arange(piece.span.start, piece.span.stop), part.shape)
-                part[index] += 1
-                assert np.array_equal(
-                    _whole(_spec(name)).numpy()[tuple(map(slice, piece.box.start, piece.box.stop))][index], piece.data
-                )
+        pieces += owned(optimizer, "model/")
     assert (count, grads, weights) == pytest.approx((ELEMENTS, TOTAL, TOTAL), rel=1e-12)
-    assert all((times == 1).all() for times in saved.values())
-
-
-def _spec(name: str) -> ParamSpec:
-    return next(spec for spec in SPECS if spec.name == name)
+    saved = whole_of(pieces)
+    assert all(torch.equal(saved[f"model/{spec.name}"], _whole(spec)) for spec in SPECS)
 
 
 def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
@@ -140,9 +114,9 @@ def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
     buffer.wait_gather()
     errors = {}
     for p in buffer.parameters:
-        box = p.spec.box(mesh.sizes, mesh.position)  # type: ignore[attr-defined]
-        part = _whole(p.spec)[tuple(map(slice, box.start, box.stop))]  # type: ignore[attr-defined]
-        errors[p.spec.name] = float((p.detach() - part / 2).abs().max())  # type: ignore[attr-defined]
+        spec = p.spec  # type: ignore[attr-defined]
+        part = part_of(_whole(spec), spec.box(mesh.sizes, mesh.position))
+        errors[spec.name] = float((p.detach() - part / 2).abs().max())
     return norm, errors
 
 
@@ -172,13 +146,12 @@ def test_two_split_dims_are_drawn_alike_under_every_layout(sizes: dict[str, Any]
     for rank in range(world := sizes.get("ep", 1) * sizes.get("etp", 1)):
         mesh = plan_mesh(world, rank, **{"ep": 1, **sizes})
         part = initialize_(torch.empty(spec.local_shape(mesh.sizes)), spec, mesh, seed=7)
-        box = spec.box(mesh.sizes, mesh.position)
-        assert torch.equal(part, whole[tuple(map(slice, box.start, box.stop))])
+        assert torch.equal(part, part_of(whole, spec.box(mesh.sizes, mesh.position)))
 
 
 def test_a_rank_draws_the_experts_that_it_holds_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, real = [], torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, **how: (drawn.append(shape), real(*shape, **how))[1])
-    mesh = plan_mesh(8, 5, ep=4, etp=2)
-    initialize_(torch.empty(_spec("experts.gate_up").local_shape(mesh.sizes)), _spec("experts.gate_up"), mesh, seed=7)
+    mesh, (spec,) = plan_mesh(8, 5, ep=4, etp=2), [spec for spec in SPECS if spec.name == "experts.gate_up"]
+    initialize_(torch.empty(spec.local_shape(mesh.sizes)), spec, mesh, seed=7)
     assert drawn == [(1, 2, F, D)] * (E // 4)

@@ -17,25 +17,23 @@ import programs
 import pytest
 import torch
 import torch.distributed as dist
+from card.runs import on_card
 from card.simulator import nccl
 from card.simulator.trace import Fact, HostAccess, Launch
-from card.simulator.world import on_card
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from test_layouts import COMMON, GPT, HALF, LLAMA, OFFLOAD, PARAMETERS, ZERO2, ZERO3
+from train_cases import config_from, run_from
 
-from megalite.config import cli
 from megalite.config.check import check
 from megalite.launch.ranks import LaunchError, Ranks
-from megalite.models.families import PRESETS
 from megalite.optim.host_memory import mapped, pinned_bytes
 from megalite.optim.host_store import host_parts, moved
 from megalite.optim.layout import Entry, lay_out
 from megalite.parallel.spec import ParamSpec
-from megalite.plan.arrangement import arrange
+from megalite.plan.arrangement import Arrangement, arrange
 from megalite.train.life import preflight
-from megalite.train.setup import build_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
 
@@ -69,9 +67,13 @@ def test_parts_share_blocks() -> None:
     assert host_parts([10, 30], 12, 4) == [120, 360, 120, 120] and host_parts([], 12, 4) == []
 
 
-def test_more_than_the_hosts_memory_is_refused() -> None:
+def _of_70_billion(more: str = "") -> Arrangement:
     flags = "--preset llama3-70b --mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --tp 8 --nproc 8"
-    plan = arrange(cli.parse(f"{flags} {OFFLOAD}".split(), PRESETS), 8, 128256)
+    return arrange(config_from(f"{flags} {OFFLOAD} {more}"), 8, 128256)
+
+
+def test_more_than_the_hosts_memory_is_refused() -> None:
+    plan = _of_70_billion()
     told = (
         r"^optimizer_offload_fraction=1 takes 1\d\d\.\d GiB of host memory per rank, and there are 64\.0 GiB: offload"
     )
@@ -86,12 +88,9 @@ def test_more_than_the_hosts_memory_is_refused() -> None:
 
 
 def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
-    flags = "--preset llama3-70b --mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --tp 8 --nproc 8"
-    for folder, told in (
-        (tmp_path, r"is to hold 9\d\.\d GiB per rank, and 7 GiB are free"),
-        ("/none", "No such file"),
-    ):
-        plan = arrange(cli.parse(f"{flags} {OFFLOAD} --optimizer-offload-folder {folder}".split(), PRESETS), 8, 128256)
+    room = r"is to hold 9\d\.\d GiB per rank, and 7 GiB are free"
+    for folder, told in ((tmp_path, room), ("/none", "No such file")):
+        plan = _of_70_billion(f"--optimizer-offload-folder {folder}")
         with (
             mock.patch.object(preflight, "memory_there", return_value=80 << 30),
             mock.patch.object(preflight.shutil, "disk_usage", side_effect=_disk),
@@ -101,11 +100,9 @@ def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_one_rank_holds_alone_are_not_offloaded() -> None:
-    config = cli.parse(f"{COMMON} {GPT} {ZERO3} {OFFLOAD} --param-cpu-offload".split(), PRESETS)
-    assert check(config, 1) == [
-        "param_cpu_offload needs 2 or more ranks that share out weights: start more, or leave it out"
-    ]
-    assert check(config, 2) == []
+    config = config_from(f"{COMMON} {GPT} {ZERO3} {PARAMETERS}")
+    alone = "param_cpu_offload needs 2 or more ranks that share out weights: start more, or leave it out"
+    assert (check(config, 1), check(config, 2)) == ([alone], [])
 
 
 def _disk(folder: str) -> Any:
@@ -121,7 +118,7 @@ def test_a_file_of_the_optimizer_has_no_name_and_its_blocks(tmp_path: Path) -> N
 
 
 def _run(flags: str) -> Run:
-    return build_run(cli.parse(f"{COMMON} {GPT} {flags}".split(), PRESETS), Ranks(), torch.device("cpu"))
+    return run_from(f"{COMMON} {GPT} {flags}")
 
 
 @pytest.mark.parametrize("flags", [OFFLOAD, f"{HALF} --bf16"])
@@ -148,8 +145,7 @@ def test_what_is_loaded_reaches_the_host(flags: str) -> None:
 def _traced(flags: str) -> tuple[list[Fact], int, int]:
     """On a simulated card: the facts of one step, and the elements that this rank owns of all and of what moves."""
     with on_card(dist.get_rank()) as card:
-        config = cli.parse(f"{COMMON} {flags} --kernels torch --attention-kernel torch".split(), PRESETS)
-        run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), card.device)
+        run = run_from(f"{COMMON} {flags} --kernels torch --attention-kernel torch", device=card.device)
         train_step(run)
         begin = len(card.trace)
         train_step(run)
@@ -183,10 +179,8 @@ def test_copies_run_behind_the_hosts_updates_and_the_card_before_it() -> None:
     before the last, on a stream of their own, and none of the card's updates waits for the host's."""
     facts, _, _ = run_ranks(2, _traced, f"{LLAMA} {HALF} --bf16", backend=nccl.join)[0]
     at = lambda test: [i for i, f in enumerate(facts) if test(f)]  # noqa: E731
-    copies = {
-        name: at(lambda f, n=name: isinstance(f, Launch) and f.name == n and f.where.startswith(STORE))
-        for name in (UP, DOWN)
-    }
+    stores = at(lambda f: isinstance(f, Launch) and f.where.startswith(STORE))
+    copies = {name: [i for i in stores if facts[i].name == name] for name in (UP, DOWN)}  # type: ignore[attr-defined]
     updates = at(lambda f: isinstance(f, HostAccess) and f.name == "_fused_adamw_")
     of_card = at(lambda f: isinstance(f, Launch) and f.name == "_fused_adamw_")
     streams = {facts[i].stream for name in copies for i in copies[name]}  # type: ignore[union-attr]

@@ -1,23 +1,23 @@
 """Gradients and weights that come and go: what is whole at once, how often it is moved, and what comes out."""
 
+import resource
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-import programs
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
+from train_cases import config_from, run_from
+from whole import Owned, owned, whole_of
 
-from megalite.config import cli
-from megalite.launch.ranks import Ranks
-from megalite.models.families import PRESETS
+from megalite.optim.adamw import AdamW
+from megalite.optim.buffer import ParamBuffer, Shared
 from megalite.optim.flat_storage import Elastic, listening
+from megalite.optim.zero1 import Zero1
+from megalite.parallel.mesh import plan_mesh
+from megalite.plan.arrangement import arrange, build_stages
 from megalite.train.rehearsal import issued
-from megalite.train.setup import build_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
 
@@ -31,9 +31,7 @@ FULL = " --recompute-granularity full --recompute-method uniform"
 
 
 def _run(flags: str, dtype: torch.dtype | None = None) -> Run:
-    config = cli.parse(f"{MODEL} {flags}".split(), PRESETS)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
-    return build_run(config, ranks, torch.device("cpu"), dtype=dtype)
+    return run_from(f"{MODEL} {flags}", dtype=dtype)
 
 
 @dataclass
@@ -67,7 +65,6 @@ def _watched(flags: str) -> tuple[list[str], list[list[str]], dict[str, int], li
     with listening(seen):
         train_step(run)
     assert not seen.now, "after a step nothing is whole"
-    run.data.close()
     units = [f"{u}" for u in dict.fromkeys(b.kind.unit for b in reversed(buffer.layout.buckets)) if u]
     sizes = [(s.nbytes, sum(f.numel() for f in s.flats) * s.dtype.itemsize) for s in (buffer.weights, buffer.grads)]
     return units, [sorted(some) for some in seen.most], dict(seen.came_times), sizes
@@ -120,7 +117,6 @@ def _counted(flags: str) -> tuple[Counter[tuple[str, str]], list[int], int]:
     with issued(run.mesh) as calls:
         train_step(run)
         run.buffer.wait_gather()
-    run.data.close()
     moved: Counter[tuple[str, str]] = Counter()
     for one, times in calls.items():
         moved[one.axis, one.op] += one.bytes * times
@@ -152,27 +148,16 @@ def test_across_replicas_go_the_shards_alone(outer: str, across: float) -> None:
         assert over == want
 
 
-def _weights(flags: str, steps: int = 3) -> tuple[list[float], dict[str, Any]]:
+def _weights(flags: str, steps: int = 3) -> tuple[list[float], list[Owned]]:
     """Losses of the steps, and the pieces of weights and states that this rank saves."""
     run = _run(flags)
     losses = [train_step(run).loss for _ in range(steps)]
     run.buffer.wait_gather()
-    pieces = [
-        (o.piece.name, o.piece.box, o.piece.span, o.piece.data.numpy().copy())
-        for o in run.optimizer.pieces()
-        if o.owned
-    ]
-    run.data.close()
-    return losses, {f"{name} {box} {span.start}": (span, data) for name, box, span, data in pieces}
+    return losses, owned(run.optimizer)
 
 
-def _whole(ranks: list[tuple[list[float], dict[str, Any]]]) -> tuple[list[float], dict[str, np.ndarray]]:
-    parts: dict[str, list[tuple[range, np.ndarray]]] = {}
-    for _, pieces in ranks:
-        for key, part in pieces.items():
-            parts.setdefault(key.rpartition(" ")[0], []).append(part)
-    ordered = {name: sorted(some, key=lambda part: part[0].start) for name, some in parts.items()}
-    return ranks[0][0], {name: np.concatenate([data for _, data in some]) for name, some in ordered.items()}
+def _whole(ranks: list[tuple[list[float], list[Owned]]]) -> tuple[list[float], dict[str, Tensor]]:
+    return ranks[0][0], whole_of(piece for _, pieces in ranks for piece in pieces)
 
 
 def test_stages_give_the_same_bits() -> None:
@@ -183,7 +168,7 @@ def test_stages_give_the_same_bits() -> None:
     for first, others in ((found[0], found[1:]), (several[0], several[1:])):
         for other in others:
             assert first[0] == other[0] and first[1].keys() == other[1].keys()
-            assert all(np.array_equal(first[1][name], other[1][name]) for name in first[1])
+            assert all(torch.equal(first[1][name], other[1][name]) for name in first[1])
 
 
 def _with_memory_that_holds_nan(flags: str) -> list[float]:
@@ -197,7 +182,6 @@ def _with_memory_that_holds_nan(flags: str) -> list[float]:
     Elastic.come = come  # type: ignore[method-assign]
     run = _run(f"{flags} --make-vocab-size-divisible-by 1", torch.float64)
     norms = [train_step(run).grad_norm for _ in range(2)]
-    run.data.close()
     return norms
 
 
@@ -213,32 +197,20 @@ def test_initial_weights_are_the_same_bits(layout: str) -> None:
     """Though each rank of ZeRO-3 draws no more than what it holds."""
     flags = f"{layout} --global-batch-size 16"
     (_, want), (_, got) = (_whole(run_ranks(4, _weights, f"--zero-stage {stage} {flags}", 0)) for stage in (1, 3))
-    assert want.keys() == got.keys() and all(np.array_equal(want[name], got[name]) for name in want)
-    assert all(
-        np.abs(values).max() > 0 for name, values in want.items() if name.endswith("mlp.up") and "model/" in name
-    )
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    assert all(values.any() for name, values in want.items() if name.endswith("mlp.up") and "model/" in name)
 
 
-BUILT = """import resource, sys
-from dataclasses import replace
-import torch
-from megalite.config import cli
-from megalite.models.families import PRESETS
-from megalite.optim.adamw import AdamW
-from megalite.optim.buffer import ParamBuffer, Shared
-from megalite.optim.zero1 import Zero1
-from megalite.parallel.mesh import plan_mesh
-from megalite.plan.arrangement import arrange, build_stages
-
-stage, *flags = sys.argv[1:]
-config = cli.parse(flags, PRESETS)
-made = arrange(config, 4, config.data.vocab_size)
-mesh = replace(plan_mesh(4, 0, **made.sizes), device=torch.device("cpu"))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-buffer = ParamBuffer(build_stages(made, mesh, torch.float32, deferred=True), mesh, shared=Shared(int(stage)))
-optimizer = Zero1(buffer, AdamW())
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(sum(entry.numel for entry in buffer.layout.entries), after - before)"""
+def _built(stage: int, flags: str) -> tuple[int, int]:
+    """Elements of a model, and KiB that its buffer and optimizer take at most, on one rank of four."""
+    config = config_from(flags)
+    made = arrange(config, 4, config.data.vocab_size)
+    mesh = replace(plan_mesh(4, 0, **made.sizes), device=torch.device("cpu"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    buffer = ParamBuffer(build_stages(made, mesh, torch.float32, deferred=True), mesh, shared=Shared(stage))
+    optimizer = Zero1(buffer, AdamW())
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return sum(entry.numel for entry in optimizer.buffer.layout.entries), after - before
 
 
 @pytest.mark.everything(
@@ -251,11 +223,5 @@ def test_a_start_of_half_a_billion_weights_never_has_them_whole() -> None:
     the most is what is there at the end, 40 MiB of it beside the tensors: nothing that comes and goes is above it."""
     flags = """--num-layers 24 --hidden-size 1280 --num-attention-heads 20 --seq-length 64 --micro-batch-size 1
      --global-batch-size 4 --train-iters 4 --lr 0.01 --mock-data --vocab-size 16000 --position-embedding-type rope"""
-    most = []
-    for stage in ("1", "3"):
-        done = programs.python("-c", BUILT, stage, *flags.split(), timeout=70)
-        assert done.returncode == 0, done.stderr
-        numel, peak = map(int, done.stdout.split())
-        assert 4.9e8 < numel < 5.1e8
-        most.append(peak)
-    assert most[1] < 0.41 * most[0]
+    (numel, one), (same, three) = (run_ranks(1, _built, stage, flags, timeout=70)[0] for stage in (1, 3))
+    assert 4.9e8 < numel == same < 5.1e8 and three < 0.41 * one

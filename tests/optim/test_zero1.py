@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
-from whole import Owned, whole_of
+from whole import Owned, owned, part_of, whole_of
 
 from megalite.kernels.newton_schulz import coefficients
 from megalite.optim.adamw import AdamW
@@ -105,8 +105,7 @@ def _values(seed: int) -> dict[str, Tensor]:
 
 
 def _local(whole: Tensor, spec: ParamSpec, mesh: Mesh) -> Tensor:
-    box = spec.box(mesh.sizes, mesh.position)
-    return whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+    return part_of(whole, spec.box(mesh.sizes, mesh.position))
 
 
 def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> Zero1:
@@ -145,14 +144,12 @@ def _run(case: Case, rule: str, dtype: torch.dtype) -> tuple[list[float], list[O
     optimizer = _optimizer(case, rule, dtype)
     norms = [_step(optimizer, step) for step in range(STEPS)]
     optimizer.buffer.wait_gather()
-    mine = [o.piece for o in optimizer.pieces() if o.owned]
-    pieces = [(piece.name, piece.shape, piece.box, piece.span, piece.data.double()) for piece in mine]
     layout, weights = optimizer.buffer.layout, {}
     for bucket in layout.buckets:
         for slot in bucket.slots:
             spec = layout.entries[slot.entry].spec
             weights[spec.name] = optimizer.buffer.weights.part(slot).double().numpy()
-    return norms, pieces, weights
+    return norms, owned(optimizer), weights
 
 
 def _runs(case: Case, rule: str, dtype: torch.dtype) -> list[Any]:

@@ -1,7 +1,6 @@
-"""Each collective against its definition, forward and backward, and its one-process twin."""
+"""What a layer and a message do with collectives; that each gives the right values: test_self_test.py."""
 
 import datetime
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,54 +14,32 @@ from megalite.parallel.mesh import PLANNED, RECEIVE, Axis, Mesh, build_mesh
 from megalite.parallel.rng import initialize_
 from megalite.parallel.spec import ParamSpec
 
-WORLD = 2
+CPU = torch.device("cpu")
 
 
-def _mesh(tp: int, pp: int = 1) -> Mesh:
-    return build_mesh(tp=tp, pp=pp, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=20))
-
-
-def _input(rank: int, rows: int) -> torch.Tensor:
+def _sent(rank: int, rows: int) -> torch.Tensor:
     return torch.arange(rows * 3, dtype=torch.float64).reshape(rows, 3) * (rank + 1) + rank
 
 
-def _pending(name: str, rows: int) -> torch.Tensor:
-    tp = _mesh(WORLD).tp
-    return getattr(comm, name)(_input(tp.rank, rows), tp).wait()
-
-
-def _scatter_seq(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tp = _mesh(WORLD).tp
-    x = _input(tp.rank, rows).requires_grad_()
+def _scatter_seq() -> tuple[torch.Tensor, torch.Tensor]:
+    tp = build_mesh(tp=2, pp=1, device=CPU, timeout=datetime.timedelta(seconds=20)).tp
+    x = _sent(tp.rank, 4).requires_grad_()
     y = comm.scatter_seq(x, tp)
-    y.backward(_input(tp.rank + 5, y.shape[0]))
+    y.backward(_sent(tp.rank + 5, 2))
     return y.detach(), x.grad  # type: ignore[return-value]
 
 
-def _gathered(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.cat(parts)] * WORLD
-
-
-def _scattered(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    return list(torch.stack(parts).sum(0).chunk(WORLD))
-
-
-@pytest.mark.parametrize("name,want", [("start_all_gather", _gathered), ("start_reduce_scatter", _scattered)])
-def test_collective_does_what_it_says(name: str, want: Callable[..., list[torch.Tensor]]) -> None:
-    inputs = [_input(rank, 4) for rank in range(WORLD)]
-    for got, expected in zip(run_ranks(WORLD, _pending, name, 4), want(inputs), strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    x = _input(0, 4)
-    assert getattr(comm, name)(x, Mesh.alone().tp).wait() is x
-
-
 def test_scatter_seq_is_a_reduce_scatter_whose_gradient_is_an_all_gather() -> None:
-    inputs, grads = [_input(rank, 4) for rank in range(WORLD)], [_input(rank + 5, 2) for rank in range(WORLD)]
-    for rank, (y, grad) in enumerate(run_ranks(WORLD, _scatter_seq, 4)):
-        torch.testing.assert_close(y, _scattered(inputs)[rank], rtol=0, atol=0)
-        torch.testing.assert_close(grad, _gathered(grads)[rank], rtol=0, atol=0)
-    x = _input(0, 4)
-    assert comm.scatter_seq(x, Mesh.alone().tp) is x
+    parts, grad = (_sent(0, 4) + _sent(1, 4)).chunk(2), torch.cat([_sent(5, 2), _sent(6, 2)])
+    for part, (y, dx) in zip(parts, run_ranks(2, _scatter_seq), strict=True):
+        assert torch.equal(y, part) and torch.equal(dx, grad)
+
+
+def test_alone_there_is_nothing_to_exchange() -> None:
+    x, tp = _sent(0, 4), Mesh.alone().tp
+    assert (
+        x is comm.scatter_seq(x, tp) is comm.start_all_gather(x, tp).wait() is comm.start_reduce_scatter(x, tp).wait()
+    )
 
 
 def test_a_collective_over_an_axis_without_other_ranks_behind_it_is_an_error() -> None:
@@ -81,7 +58,7 @@ def test_a_collective_over_an_axis_without_other_ranks_behind_it_is_an_error() -
 
 
 def late_message(over: str) -> str:
-    mesh = build_mesh(tp=1, pp=2, device=torch.device("cpu"), timeout=datetime.timedelta(minutes=1))
+    mesh = build_mesh(tp=1, pp=2, device=CPU, timeout=datetime.timedelta(minutes=1))
     mesh.set_timeout(datetime.timedelta(seconds=1))
     if mesh.pp.rank == 1:
         wait_for(Path(over))

@@ -9,7 +9,7 @@ find the first race: Flanagan and Freund, "FastTrack", PLDI 2009). What puts thi
     Comm          after what the current stream has, on the communicator's own stream; only CommWait orders what follows
     HostAccess    after all that the host has waited for, and before all that it issues later
     Alloc, Free   a block that is given out again may still be in use: by then all uses elsewhere must be over on its
-                  stream or for the host, or be in a stream that was named by record_stream
+                  stream or for the host
 NCCL's tensors are not kept alive here, which is right under every torch. Of pinned memory the allocator waits by
 itself. The host is one agent: a wait that another thread happens to make up for is missed.
 """
@@ -31,7 +31,6 @@ from card.simulator.trace import (
     Launch,
     Mark,
     Record,
-    RecordStream,
     Span,
     Stream,
     Wait,
@@ -108,7 +107,6 @@ def _over(use: Use, clock: Clock) -> bool:
 class _Block:
     alloc: Alloc | None
     cells: Intervals[Cell]
-    streams: set[Stream] = field(default_factory=set)  # of record_stream
     freed: int | None = None
 
 
@@ -122,9 +120,8 @@ class _Reader:
         self.events: dict[int, Clock] = {}
         self.comms: dict[int, Clock] = {}
         self.blocks: dict[int, _Block] = {}
-        self.idle: dict[
-            Stream, list[tuple[Use, Span]]
-        ] = {}  # freed on a stream before these uses of it were over there
+        # freed on a stream before these uses of it were over there
+        self.idle: dict[Stream, list[tuple[Use, Span]]] = {}
         self.found: dict[tuple[str, str, str], Race] = {}
         self.mark = ""
 
@@ -186,8 +183,6 @@ class _Reader:
             case HostAccess():
                 self._touch(at, HOST, fact.reads, fact.writes)
                 self._host_knows([])
-            case RecordStream():
-                self._block(fact.memory).streams.add(fact.stream)
             case Mark():
                 self.mark = fact.name
 
@@ -241,8 +236,7 @@ class _Reader:
         alloc = block.alloc or Alloc(fact.memory, "card", 0)
         clock = list(self.clocks[HOST])
         if alloc.side == "card":
-            for stream in (alloc.stream, *block.streams):
-                _merge(clock, self.clocks[self._agent(stream)])
+            _merge(clock, self.clocks[self._agent(alloc.stream)])
         uses = (use for cell in block.cells.all() for use in (cell.write, *cell.reads.values()) if use is not None)
         in_use = [(use, Span(fact.memory, 0, alloc.size)) for use in uses if not _over(use, clock)]
         if alloc.side == "card":

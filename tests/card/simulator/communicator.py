@@ -2,7 +2,6 @@
 Before one moves anything all its ranks tell each other what they are about to do, and where they differ `Disorder` is
 raised. The result is written into the caller's tensor when the host waits: the latest that a card could do it."""
 
-import contextlib
 import ctypes
 import queue
 import threading
@@ -54,12 +53,7 @@ class Communicator:
     """`ranks`: global ones, in the order of the group. `aside`: what is done within it is not on the card: all that the
     thread does, which would else be seen operation by operation."""
 
-    def __init__(
-        self,
-        name: str,
-        ranks: tuple[int, ...],
-        aside: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-    ):
+    def __init__(self, name: str, ranks: tuple[int, ...], aside: Callable[[], AbstractContextManager[object]]):
         self.name, self.ranks, self._aside = name, ranks, aside
         self._orders: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._unwritten: list[Operation] = []

@@ -19,7 +19,7 @@ import torch
 import torch.cuda.memory
 
 from card.simulator import graphs, state, streams
-from card.simulator.state import Figures, Listed, Machine, Unlisted, machine, unlisted
+from card.simulator.state import Figures, Listed, Machine, machine, unlisted
 from card.simulator.streams import index_of
 from card.simulator.trace import Fact, Stream
 
@@ -187,14 +187,8 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
-def manual_seed(seed: int) -> None:
-    machine().seed = int(seed)
-
-
 def manual_seed_all(seed: int) -> None:
-    """torch.manual_seed calls it, also where there is no card."""
-    if state._machines:
-        state._machines[-1].seed = int(seed)
+    """torch.manual_seed calls it."""
 
 
 def _record_memory_history(
@@ -227,7 +221,7 @@ class Module(types.ModuleType):
 
 
 OF_MODULE = (is_available, device_count, is_initialized, init, current_device, set_device, device, stream)
-OF_MODULE += (_exchange_device, StreamContext, _is_in_bad_fork, manual_seed, manual_seed_all, cudart, empty_cache)
+OF_MODULE += (_exchange_device, StreamContext, _is_in_bad_fork, manual_seed_all, cudart, empty_cache)
 OF_MODULE += (get_device_properties, get_device_name, get_device_capability, mem_get_info, memory_stats)
 OF_MODULE += (reset_peak_memory_stats,)
 OF_MODULE += (streams.Stream, streams.Event, streams.current_stream, streams.default_stream, streams.set_stream)
@@ -241,40 +235,27 @@ LISTED_MEMORY: dict[str, Any] = {entry.__name__: entry for entry in OF_MEMORY}
 
 
 @contextlib.contextmanager
-def installed(
-    trace: list[Fact],
-    cards: int = 1,
-    memory: int = 80 << 30,
-    capability: tuple[int, int] = (9, 0),
-    name: str = "NVIDIA H100 80GB HBM3",
-    multiprocessors: int = 132,
-) -> Iterator[Machine]:
-    """Inside, torch.cuda is the stand-in, for all threads; Tensor.record_stream writes a fact. Raises what was asked for
-    and is not listed once more at the end, if somebody has swallowed it. `memory`: bytes of each card."""
+def installed(trace: list[Fact], cards: int = 1, memory: int = 80 << 30) -> Iterator[Machine]:
+    """Inside, torch.cuda is the stand-in, for all threads. Raises what was asked for and is not listed once more at the
+    end, if somebody has swallowed it. `memory`: bytes of each card."""
     if state._machines:
         raise AssertionError("the stand-in for torch.cuda is installed already")
-    found = Machine(trace, cards, memory, capability, name, multiprocessors)
+    found = Machine(trace, cards, memory)
     of_memory = Module(REAL.memory, LISTED_MEMORY)
     module = Module(REAL, {**LISTED, "memory": of_memory})
     before = {part: sys.modules[part] for part in ("torch.cuda", "torch.cuda.memory")}
     state._machines.append(found)
     sys.modules.update({"torch.cuda": module, "torch.cuda.memory": of_memory})
     torch.cuda = module  # type: ignore[assignment]
-    torch.Tensor.record_stream = streams.record_stream  # type: ignore[method-assign, assignment]
     current = types.SimpleNamespace(is_capturing=graphs.is_current_stream_capturing)
     try:
         # Adam of a torch that is built for CUDA asks it, past torch.cuda
         with mock.patch.object(torch.accelerator, "current_stream", lambda: current):
             yield found
     finally:
-        del torch.Tensor.record_stream
         torch.cuda = before["torch.cuda"]  # type: ignore[assignment]
         sys.modules.update(before)
         state._machines.remove(found)
         graphs._captures.clear()
-    _raise_first(found.unlisted)
-
-
-def _raise_first(errors: list[Unlisted]) -> None:
-    for error in errors:
-        raise error
+    if found.unlisted:
+        raise found.unlisted[0]

@@ -10,11 +10,8 @@ for 0-dim tensors of the host where CUDA takes them.
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -25,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from card.simulator import cuda, launches, operations, tensors
 from card.simulator.memory import Memory, Side
+from card.simulator.state import caller
 from card.simulator.tape import Dispatch
 from card.simulator.trace import Fact, HostAccess, HostRead, HostWait, Launch, Mark, Mixed, Span, Stream
 from megalite.checkpoint.run.saver import Saver
@@ -32,17 +30,6 @@ from megalite.optim.flat_storage import listening
 from megalite.pipeline.graphed import GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.train import loop, setup, step
-
-ROOT = Path(__file__).resolve().parents[3]
-OURS = tuple(str(ROOT / name) for name in ("megalite/", "tools/", "pretrain_gpt.py", "tests/"))
-MACHINERY = str(Path(__file__).parent / "")
-
-
-@functools.cache
-def is_ours(file: str) -> bool:
-    """A file of the program or of a test; not of what simulates."""
-    simulates = file.startswith(MACHINERY) and not Path(file).name.startswith("test_")
-    return file.startswith(OURS) and not simulates
 
 
 class Card:
@@ -96,38 +83,29 @@ class Card:
         marks = self._local.__dict__.get("marks", [])
         return next((name for name in reversed(marks) if name in ("forward", "backward")), "")
 
-    def where(self) -> str:
-        """The innermost line of the package, of its tools or of a test."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if is_ours(frame.f_code.co_filename):
-                return f"{frame.f_code.co_filename[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
-
     # what is written down
 
     def launch(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """A kernel on the current stream."""
         spans = self.memory.spans
-        self.write(Launch(cuda.current_stream_id(), name, spans([*reads]), spans([*writes]), self.where()))
+        self.write(Launch(cuda.current_stream_id(), name, spans([*reads]), spans([*writes]), caller()))
 
     def host_waits(self, kind: str, name: str, reads: tuple[Span, ...] = (), writes: tuple[Span, ...] = ()) -> None:
         """Until the current stream is done; then the host looks at memory of its own, if that is known."""
-        where = self.where()
+        where = caller()
         self.write(HostWait(stream=cuda.current_stream_id(), where=where))
         if reads or writes:
             self.write(HostAccess(name, reads, writes, where))
         self.write(HostRead(kind, where, self.phase()))
 
     def mix(self, what: str) -> None:
-        self.write(Mixed(what, self.where()))
+        self.write(Mixed(what, caller()))
 
     def touched(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         """By the host itself, of memory that copies come from or go to."""
         read, written = self.memory.spans(reads), self.memory.spans(writes)
         if (read or written) and not self.native:
-            self.write(HostAccess(name, read, written, self.where()))
+            self.write(HostAccess(name, read, written, caller()))
 
     # what the replaced functions of torch ask for
 
@@ -294,15 +272,12 @@ def _in_threads(card: Card) -> Callable[[threading.Thread], None]:
 
 
 @contextlib.contextmanager
-def simulated(
-    trace: list[Fact] | None = None, index: int = 0, cards: int = 8, memory: int = 80 << 30
-) -> Iterator[Card]:
-    """Card `index` of `cards` (all of `memory` bytes) for what runs inside, in threads that begin there too."""
-    card = Card([] if trace is None else trace, index)
+def simulated(index: int = 0, cards: int = 8) -> Iterator[Card]:
+    """Card `index` of `cards` for what runs inside, in threads that begin there too."""
+    card = Card([], index)
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, card, "running", False)
-        machine = stack.enter_context(cuda.installed(card.trace, cards, memory))
-        machine.memory_of = lambda x: card.memory.place(x, "card").number
+        stack.enter_context(cuda.installed(card.trace, cards))
         torch.cuda.set_device(index)
         stack.enter_context(tensors.replaced(card))
         stack.enter_context(_marks_set_by(card))
@@ -330,19 +305,17 @@ MARKS = (
 )
 
 
-def _marked(card: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        with card.mark(name):
-            return original(*args, **kwargs)
-
-    return marked
-
-
 @contextlib.contextmanager
 def _marks_set_by(card: Any) -> Iterator[None]:
+    def marked(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with card.mark(name):
+                return original(*args, **kwargs)
+
+        return call
+
     with contextlib.ExitStack() as stack:
         for owner, attribute, name in MARKS:
-            made = _marked(card, name, getattr(owner, attribute))
-            stack.enter_context(mock.patch.object(owner, attribute, made))
+            stack.enter_context(mock.patch.object(owner, attribute, marked(getattr(owner, attribute), name)))
         yield

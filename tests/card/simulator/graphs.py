@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from card.simulator.state import Listed, caller, machine, unlisted
+from card.simulator.state import Listed, caller, machine
 from card.simulator.tape import Tape
 from card.simulator.trace import DEFAULT, HostRead, HostWait, Stream
-
-MODES = ("global", "thread_local", "relaxed")
 
 
 @dataclass
@@ -79,9 +77,7 @@ def graph_pool_handle() -> tuple[int, int]:
 class CUDAGraph(Listed):
     """`operations`: how many a replay repeats."""
 
-    def __init__(self, keep_graph: bool = False):
-        if keep_graph:
-            raise unlisted("CUDAGraph(keep_graph=True)")
+    def __init__(self) -> None:
         self._tape: Tape | None = None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
@@ -89,8 +85,6 @@ class CUDAGraph(Listed):
         stream = found.current_stream()
         if stream == DEFAULT:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
-        if capture_error_mode not in MODES:
-            raise RuntimeError(f"Unknown capture error mode. Expected `global`, ..., got {capture_error_mode}")
         if _captures:
             raise _captures[0].fail("operation not permitted when stream is capturing: a second capture")
         capture = Capture(stream, capture_error_mode, threading.get_ident())

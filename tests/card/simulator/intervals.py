@@ -6,8 +6,8 @@ value is put over many. A range is made when it is first asked for.
 >>> for value in marks.within(4, 12): value.append("b")
 >>> [value for value in marks.all()]
 [['a'], ['a', 'b'], ['b']]
->>> marks.fill(2, 10, ["c"]); [(start, stop, value) for start, stop, value in marks.ranges()]
-[(0, 2, ['a']), (2, 10, ['c']), (10, 12, ['b'])]
+>>> marks.fill(2, 10, ["c"]); marks.all()
+[['a'], ['c'], ['b']]
 """
 
 from bisect import bisect_left, bisect_right
@@ -25,9 +25,6 @@ class Intervals(Generic[T]):
         self._starts: list[int] = []  # of ranges that do not overlap, in order
         self._stops: list[int] = []
         self._values: list[T] = []
-
-    def ranges(self) -> Iterator[tuple[int, int, T]]:
-        return zip(self._starts, self._stops, self._values, strict=True)
 
     def all(self) -> list[T]:
         return self._values

@@ -16,12 +16,10 @@ What is modelled is ProcessGroupNCCL as in torch 2.11 and 2.13, after their head
 """
 
 import contextlib
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from pathlib import Path
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from card.simulator.communicator import Carrier, Communicator, Operation, Place, copy_of
+from card.simulator.state import caller
 from card.simulator.trace import DEFAULT, Comm, CommDone, CommWait, Fact, HostWait, Span, Stream
 
 NAME = "simulated_nccl"
@@ -88,19 +87,6 @@ def use(recorder: Any) -> str:
     return NAME
 
 
-def caller() -> str:
-    """file:line of the innermost frame of the package above its collectives, else of a test; "" where there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        folder, _, name = frame.f_code.co_filename.rpartition("/megalite/")
-        if folder and not name.startswith("parallel/"):
-            return f"{name}:{frame.f_lineno}"
-        if not folder and Path(name).name.startswith("test_"):
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
 class SimulatedWork(dist.Work):
     def __init__(self, communicator: Communicator, operation: Operation):
         super().__init__()
@@ -121,9 +107,6 @@ class SimulatedWork(dist.Work):
             return False
         _recorder.write(CommDone(self._operation.fact.number))
         return True
-
-    def is_success(self) -> bool:
-        return self._operation.done.is_set() and self._operation.error is None
 
 
 def refuse(x: Tensor, reduced: bool = False) -> None:
@@ -192,21 +175,21 @@ class SimulatedNccl(dist.ProcessGroup):
         refuse(x, reduced=True)
         op = reduction(opts.reduceOp, x)
         moved = self._copy(x)
-        return self._collective("all_reduce", x, x, x, lambda: self._carrier.all_reduce(moved, op), moved, op=op)
+        return self._collective("all_reduce", x, x, x, partial(self._carrier.all_reduce, moved, op), moved, op=op)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> SimulatedWork:  # noqa: A002 -- torch's
         self._both(output, input, "output tensor size must be equal to world_size times input tensor size")
         moved, result = self._copy(input), self._copy(output)
-        travel = lambda: self._carrier.all_gather(result, moved)  # noqa: E731
-        return self._collective("all_gather", input, input, output, travel, result)
+        return self._collective(
+            "all_gather", input, input, output, partial(self._carrier.all_gather, result, moved), result
+        )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> SimulatedWork:  # noqa: A002 -- torch's
         self._both(input, output, "input tensor must be the same size as output size times world size")
         refuse(input, reduced=True)
         op = reduction(opts.reduceOp, input)
         moved = self._copy(input)
-        mine = moved.view(self.size(), -1)[self.rank()]
-        travel = lambda: self._carrier.all_reduce(moved, op)  # noqa: E731
+        mine, travel = moved.view(self.size(), -1)[self.rank()], partial(self._carrier.all_reduce, moved, op)
         return self._collective("reduce_scatter", output, input, output, travel, mine, op=op)
 
     def all_to_all_single(
@@ -219,7 +202,7 @@ class SimulatedNccl(dist.ProcessGroup):
                 raise ValueError("Split sizes doesn't match total dim 0 size")
         even = [output.numel() // self.size()] * self.size()
         moved, result = self._copy(input), self._copy(output)
-        travel = lambda: self._carrier.all_to_all(result, moved, got or even, given or even)  # noqa: E731
+        travel = partial(self._carrier.all_to_all, result, moved, got or even, given or even)
         return self._collective("all_to_all", input[:0], input, output, travel, result)
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # before torch 2.13
@@ -229,7 +212,7 @@ class SimulatedNccl(dist.ProcessGroup):
         [x] = tensors
         refuse(x)
         moved, root = self._copy(x), opts.rootRank
-        travel = lambda: self._carrier.broadcast(moved, root)  # noqa: E731
+        travel = partial(self._carrier.broadcast, moved, root)
         return self._collective("broadcast", x, x, x, travel, moved, peer=self._ranks[root])
 
     def barrier(self, opts: Any) -> SimulatedWork:
@@ -287,7 +270,9 @@ class SimulatedNccl(dist.ProcessGroup):
         _number += 1
         ranks = tuple(self._ranks[r] for r in pair) or self._ranks
         what = (kind, str(counted.dtype).removeprefix("torch."), counted.numel(), peer, _number, _recorder.stream())
-        return Comm(self._title(pair), ranks, *what, _spans(reads), _spans(writes), op, caller())
+        return Comm(
+            self._title(pair), ranks, *what, _spans(reads), _spans(writes), op, caller(above="megalite/parallel")
+        )
 
     def _title(self, pair: tuple[int, ...]) -> str:
         """3 mesh_pp; of a pair: 3 mesh_pp 0-2. torch numbers groups in the order in which all ranks make them."""

@@ -1,21 +1,20 @@
 """What the simulated machine is, and what its cards have been told: the memory of the stand-in for torch.cuda. Figures
 are read from the trace and kept nowhere else. The trace may only grow."""
 
+import functools
 import itertools
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
+from types import FrameType
 
 from card.simulator.trace import DEFAULT, Alloc, Fact, Free, HostWait, Record, Stream
 
 ROOT = Path(__file__).resolve().parents[3]
-USERS = tuple(str(ROOT / name) for name in ("megalite/", "tools/", "examples/", "pretrain_gpt.py"))
-HERE = str(ROOT / "tests/card/")
+OURS = tuple(f"{ROOT}/{name}" for name in ("megalite/", "tools/", "examples/", "pretrain_gpt.py", "tests/"))
+MACHINERY = f"{ROOT}/tests/card/"  # but for the tests in it
 BLOCK, SEGMENT = 512, 2 << 20  # bytes: the caching allocator's unit, and what it takes from the card at least
 CONTEXT = 512 << 20  # bytes of a card that CUDA itself takes; a guess, so that free + allocated is not the total
 
@@ -43,17 +42,21 @@ def unlisted(what: str) -> Unlisted:
     return error
 
 
-def caller() -> str:
-    """file:line of the innermost frame of the repository's own code; without one, of what is neither torch nor this."""
-    frame, other = sys._getframe(1), ""
+@functools.cache
+def is_ours(file: str) -> bool:
+    """A file of the program or of a test; not of what simulates."""
+    return file.startswith(OURS) and not (file.startswith(MACHINERY) and "/test_" not in file)
+
+
+def caller(above: str = "") -> str:
+    """file:line of the innermost frame of the repository that is not in the folder `above`; "" where there is none."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(USERS):
-            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}"
-        if not other and "/torch/" not in file and not (file.startswith(HERE) and "/test_" not in file):
-            other = f"{file}:{frame.f_lineno}"
+        if is_ours(file) and not (above and file.startswith(f"{ROOT}/{above}/")):
+            return f"{file[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back
-    return other
+    return ""
 
 
 @dataclass
@@ -99,14 +102,12 @@ class Machine:
     trace: list[Fact]
     cards: int
     memory: int
-    capability: tuple[int, int]
-    name: str
-    multiprocessors: int
-    memory_of: Callable[[torch.Tensor], int] = lambda tensor: tensor.untyped_storage()._cdata
+    capability: tuple[int, int] = (9, 0)
+    name: str = "NVIDIA H100 80GB HBM3"
+    multiprocessors: int = 132
     unlisted: list[Unlisted] = field(default_factory=list)
     initialized: bool = False
     home: int = 0
-    seed: int | None = None
     history: int | None = None  # entries that the memory history keeps
     runtime_calls: list[str] = field(default_factory=list)
     here: _Here = field(default_factory=_Here)

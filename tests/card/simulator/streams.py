@@ -9,8 +9,8 @@ import torch
 from torch.cuda._utils import _get_device_index
 
 from card.simulator import graphs
-from card.simulator.state import Listed, caller, machine, unlisted
-from card.simulator.trace import HostWait, Record, RecordStream, Wait
+from card.simulator.state import Listed, caller, machine
+from card.simulator.trace import HostWait, Record, Wait
 from card.simulator.trace import Stream as Number
 
 
@@ -25,19 +25,13 @@ def index_of(device: Any) -> int:
 class Stream(Listed):
     """`number`: its name in the trace."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any):
-        if kwargs:
-            raise unlisted(f"Stream(**{kwargs})")
-        self.device_index, self.priority = index_of(device), priority
+    def __init__(self, device: Any = None):
+        self.device_index = index_of(device)
         self.number: Number = next(machine().numbers["stream"])
 
     @property
     def device(self) -> torch.device:
         return torch.device("cuda", self.device_index)
-
-    @property
-    def stream_id(self) -> int:
-        return int(self.number)
 
     def wait_event(self, event: Event) -> None:
         graphs.on_wait(self.number, event.number)
@@ -52,26 +46,12 @@ class Stream(Listed):
         event.record(self)
         return event
 
-    def query(self) -> bool:
-        raise unlisted("Stream.query, whose answer is a matter of time")
-
     def synchronize(self) -> None:
         host_waits(HostWait(stream=self.number, where=caller()))
 
-    def __eq__(self, o: object) -> bool:
-        return isinstance(o, Stream) and (self.number, self.device_index) == (o.number, o.device_index)
-
-    def __hash__(self) -> int:
-        return hash((self.number, self.device_index))
-
-    def __repr__(self) -> str:
-        return f"<stream {self.number} of cuda:{self.device_index}>"
-
 
 class Event(Listed):
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
-    ):
+    def __init__(self, enable_timing: bool = False):
         self.enable_timing, self.recorded, self._at = enable_timing, False, 0.0
         self.number = next(machine().numbers["event"])
 
@@ -117,7 +97,7 @@ def synchronize(device: Any = None) -> None:
 
 def default_stream(device: Any = None) -> Stream:
     made = object.__new__(Stream)
-    made.device_index, made.priority, made.number = index_of(device), 0, 0
+    made.device_index, made.number = index_of(device), 0
     return made
 
 
@@ -131,8 +111,3 @@ def set_stream(stream: Stream) -> None:
     if stream is not None:
         here = machine().here
         here.device, here.streams[stream.device_index] = stream.device_index, stream
-
-
-def record_stream(tensor: torch.Tensor, s: Stream) -> None:
-    """In place of Tensor.record_stream."""
-    machine().trace.append(RecordStream(machine().memory_of(tensor), s.number))

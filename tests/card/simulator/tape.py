@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from card.simulator.operations import split, tensors_in, traits_of
+
 
 class Dispatch(TorchDispatchMode):
     @classmethod
@@ -28,11 +30,12 @@ class Tape(Dispatch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = {storage._cdata for storage in map(_storage, _tensors((args, kwargs)))}
-        for tensor in _changed(func, args, kwargs):
+        read, written = split(traits_of(func), args, kwargs)
+        inputs = {_storage(tensor)._cdata for tensor in read + written}
+        for tensor in written:
             self._keep(_storage(tensor))
         out = func(*args, **kwargs)
-        for storage in map(_storage, _tensors(out)):
+        for storage in map(_storage, tensors_in(out)):
             if storage._cdata not in inputs:
                 self._made[storage._cdata] = storage
         self.calls.append((func, args, kwargs, out))
@@ -69,18 +72,5 @@ class Tape(Dispatch):
                     old.copy_(new)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
-
-
-def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Those arguments that the operation's schema says it writes to."""
-    found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found

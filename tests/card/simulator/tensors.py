@@ -84,18 +84,12 @@ def _to(card: Any) -> Callable[..., Tensor]:
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if card.native:
             return BASE.to(self, *args, **kwargs)
-        kwargs = dict(kwargs)
-        first = args[0] if args else kwargs.pop("other", None)
-        if isinstance(first, Tensor):
-            device, dtype, rest = first.device, first.dtype, list(args[1:])
-        elif isinstance(first, torch.dtype):
-            device, dtype, rest = kwargs.pop("device", None), first, list(args[1:])
-        else:
-            device, rest = (first, list(args[1:])) if args else (kwargs.pop("device", None), [])
-            dtype = rest.pop(0) if rest and (rest[0] is None or isinstance(rest[0], torch.dtype)) else None
-        how = {**dict(zip(("non_blocking", "copy"), rest, strict=False)), **kwargs}
-        dtype = how.pop("dtype", dtype)
-        return _moved(card, self, device, dtype, **how)
+        copy = kwargs.pop("copy", False)
+        if isinstance(other := args[0] if args else kwargs.pop("other", None), Tensor):
+            args = (other.device, other.dtype, *args[1:])
+        device, dtype, non_blocking, form = torch._C._nn._parse_to(*args, **kwargs)
+        how = {} if form is None else {"memory_format": form}
+        return _moved(card, self, device, dtype, non_blocking=non_blocking, copy=copy, **how)
 
     return to
 
@@ -109,17 +103,11 @@ def _methods(card: Any) -> dict[str, Any]:
     def is_cuda(self: Tensor) -> bool:
         return not card.native and memory.on_card(self)
 
-    def cpu(self: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        return BASE.cpu(self) if card.native else _moved(card, self, CPU, None, memory_format=memory_format)
+    def cpu(self: Tensor, **how: Any) -> Tensor:
+        return BASE.cpu(self, **how) if card.native else _moved(card, self, CPU, None, **how)
 
-    def to_card(
-        self: Tensor,
-        device: Any = None,
-        non_blocking: bool = False,
-        memory_format: torch.memory_format = torch.preserve_format,
-    ) -> Tensor:
-        how = dict(non_blocking=non_blocking, memory_format=memory_format)
-        return _moved(card, self, card.device if device is None else device, None, **how)
+    def to_card(self: Tensor, device: Any = None, non_blocking: bool = False, **how: Any) -> Tensor:
+        return _moved(card, self, card.device if device is None else device, None, non_blocking=non_blocking, **how)
 
     def pin_memory(self: Tensor, device: Any = None) -> Tensor:
         if memory.on_card(self):
@@ -132,17 +120,15 @@ def _methods(card: Any) -> dict[str, Any]:
         card.touched("pin_memory", [self], [made])
         return made
 
-    def numpy(self: Tensor, *, force: bool = False) -> Any:
-        if memory.on_card(self) and not card.native:
-            if not force:
-                raise TypeError(
-                    f"can't convert {card.device} device type tensor to numpy. "
-                    "Use Tensor.cpu() to copy the tensor to host memory first."
-                )
-            return self.detach().cpu().numpy()
-        if not card.native:
-            card.touched("numpy", [self], [])
-        return BASE.numpy(self, force=force)
+    def numpy(self: Tensor) -> Any:
+        if card.native:
+            return BASE.numpy(self)
+        if memory.on_card(self):
+            raise TypeError(
+                f"can't convert {card.device} device type tensor to numpy. Use Tensor.cpu() to copy it first."
+            )
+        card.touched("numpy", [self], [])
+        return BASE.numpy(self)
 
     def tolist(self: Tensor) -> Any:
         if memory.on_card(self) and not card.native:

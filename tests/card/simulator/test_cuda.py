@@ -1,9 +1,10 @@
 """The stand-in for torch.cuda: nothing that torch would not take, nothing that is not listed, and CUDA's own rules."""
 
 import inspect
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -45,21 +46,17 @@ def differences(ours: inspect.Signature, real: inspect.Signature) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [n for n, entry in cuda.LISTED.items() if inspect.isfunction(entry)])
-def test_a_listed_function_takes_what_torch_takes(name: str) -> None:
-    real = getattr(cuda.REAL, name)
+FUNCTIONS = [(cuda.REAL, name, ours) for name, ours in cuda.LISTED.items() if inspect.isfunction(ours)]
+FUNCTIONS += [(cuda.REAL.memory, name, ours) for name, ours in cuda.LISTED_MEMORY.items()]
+
+
+@pytest.mark.parametrize(("module", "name", "ours"), FUNCTIONS, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_listed_function_takes_what_torch_takes(module: Any, name: str, ours: Any) -> None:
+    real = getattr(module, name)
     if inspect.isbuiltin(real):  # torch's own affair, in C on a CUDA build: no signature to be had
         assert name.startswith("_") and callable(real)
     else:
-        assert differences(inspect.signature(cuda.LISTED[name]), inspect.signature(real)) == []
-
-
-@pytest.mark.parametrize("name", cuda.LISTED_MEMORY)
-def test_a_listed_function_of_memory_takes_what_torch_takes(name: str) -> None:
-    assert (
-        differences(inspect.signature(cuda.LISTED_MEMORY[name]), inspect.signature(getattr(cuda.REAL.memory, name)))
-        == []
-    )
+        assert differences(inspect.signature(ours), inspect.signature(real)) == []
 
 
 @pytest.mark.parametrize("ours", CLASSES, ids=lambda c: c.__name__)
@@ -67,16 +64,12 @@ def test_a_listed_class_has_the_methods_that_torch_has(ours: type) -> None:
     name = ours.__name__
     real = getattr(cuda.REAL, name)
     assert differences(inspect.signature(ours), inspect.signature(real)) == []
-    for method in vars(ours):
-        if method.startswith("_") and method not in ("__enter__", "__exit__", "__eq__", "__hash__"):
-            continue
-        if method in OWN.get(name, ()):
-            continue
-        if method in IN_C and not torch._C._has_cuda:
-            continue
-        theirs = getattr(real, method)
-        if inspect.isfunction(vars(ours)[method]) and inspect.isfunction(theirs) and not method.startswith("__"):
-            assert differences(inspect.signature(getattr(ours, method)), inspect.signature(theirs)) == [], method
+    own = OWN.get(name, set()) | (set() if torch._C._has_cuda else IN_C)
+    for method, entry in vars(ours).items():
+        if method not in own and (not method.startswith("_") or method in ("__enter__", "__exit__")):
+            theirs = getattr(real, method)
+            if inspect.isfunction(entry) and inspect.isfunction(theirs) and not method.startswith("__"):
+                assert differences(inspect.signature(entry), inspect.signature(theirs)) == [], method
 
 
 def test_keys_and_fields_are_those_that_torch_reads() -> None:
@@ -92,18 +85,20 @@ def test_keys_and_fields_are_those_that_torch_reads() -> None:
         assert {"cudaProfilerStart", "cudaProfilerStop"} <= set(dir(torch._C._cudart))
 
 
-def test_what_is_not_listed_is_named_with_its_place() -> None:
-    with pytest.raises(Unlisted, match=r"get_sync_debug_mode is asked for at .*test_cuda.py:\d+"), cuda.installed([]):
-        torch.cuda.get_sync_debug_mode()
-    with pytest.raises(Unlisted, match=r"memory._snapshot"), cuda.installed([]):
-        torch.cuda.memory._snapshot()
-    with pytest.raises(Unlisted, match=r"Stream.priority_range"), cuda.installed([]):
-        torch.cuda.Stream().priority_range()
-    with pytest.raises(Unlisted, match=r"memory_stats\(\)\['num_ooms'\]"), cuda.installed([]):
-        torch.cuda.memory_stats()["num_ooms"]
-    with pytest.raises(Unlisted, match=r"Properties.warp_size"), cuda.installed([]):
-        torch.cuda.get_device_properties(0).warp_size  # noqa: B018
-    assert torch.cuda is cuda.REAL and "record_stream" not in vars(torch.Tensor)
+@pytest.mark.parametrize(
+    ("ask", "named"),
+    [
+        (lambda: torch.cuda.get_sync_debug_mode(), r"get_sync_debug_mode is asked for at .*test_cuda.py:\d+"),
+        (lambda: torch.cuda.memory._snapshot(), r"memory._snapshot"),
+        (lambda: torch.cuda.Stream().priority_range(), r"Stream.priority_range"),
+        (lambda: torch.cuda.memory_stats()["num_ooms"], r"memory_stats\(\)\['num_ooms'\]"),
+        (lambda: torch.cuda.get_device_properties(0).warp_size, r"Properties.warp_size"),
+    ],
+)
+def test_what_is_not_listed_is_named_with_its_place(ask: Callable[[], object], named: str) -> None:
+    with pytest.raises(Unlisted, match=named), cuda.installed([]):
+        ask()
+    assert torch.cuda is cuda.REAL
 
 
 def captured(work: Callable[[], object], mode: str = "thread_local") -> graphs.CUDAGraph:
@@ -131,12 +126,7 @@ def other_stream_unjoined() -> None:
 def test_a_capture_refuses_what_cuda_refuses(card: Machine, work: Callable[[], object], says: str) -> None:
     with pytest.raises(RuntimeError) as raised:
         captured(work)
-    errors: list[str] = []
-    error: BaseException | None = raised.value
-    while error is not None:
-        errors.append(str(error))
-        error = error.__context__
-    assert any(says in text for text in errors), errors
+    assert any(says in str(error) for error in (raised.value, raised.value.__context__)), raised.value
     assert captured(lambda: HELD.add_(1)).operations == 1  # the next one is fine
 
 
@@ -145,23 +135,10 @@ def test_other_threads_may_wait_unless_the_capture_is_global(card: Machine, mode
     """What the loader's thread does while a micro-batch is recorded."""
 
     def work() -> None:
-        errors: list[BaseException] = []
+        with ThreadPoolExecutor() as pool:
+            assert (pool.submit(torch.cuda.synchronize).exception() is not None) is broken
 
-        def wait() -> None:
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        thread.join()
-        assert bool(errors) is broken
-
-    if broken:
-        with pytest.raises(RuntimeError, match="previous error"):
-            captured(work, mode)
-    else:
+    with pytest.raises(RuntimeError, match="previous error") if broken else nullcontext():
         captured(work, mode)
 
 

@@ -97,14 +97,6 @@ class HostRead(Fact):
 
 
 @dataclass(frozen=True)
-class RecordStream(Fact):
-    """Tensor.record_stream: the block is not handed out before what `stream` has when it is freed."""
-
-    memory: int
-    stream: Stream
-
-
-@dataclass(frozen=True)
 class Comm(Fact):
     """One operation of a communicator, on its own stream: it begins after what `after` has so far.
 
