@@ -1,14 +1,13 @@
 """What the plan says of a run is what its ranks take."""
 
 import re
-import resource
-import subprocess
-import sys
+import time
 
 import pytest
 from train_cases import SMALL, config_from
 from work import calls
 
+import pretrain_gpt
 from megalite.config.options import Config
 from megalite.launch.ranks import LaunchError, Ranks
 from megalite.plan.arrangement import arrange
@@ -43,29 +42,24 @@ def test_the_first_rank_holds_the_embedding_and_fewer_layers_for_it() -> None:
         check_machine(arrange(preset(f"llama3-405b {PP} 16"), 16, 128256), "cpu", Ranks(0, 16, 0, 16))
 
 
-def dry_run(*flags: str) -> tuple[str, float]:
-    """What it prints, and the seconds it took of the processor."""
-    words = [sys.executable, "pretrain_gpt.py", *flags, "--dry-run", "--mock-data", "--tokenizer-type", "NullTokenizer"]
-    words += "--train-iters 1 --lr 1 --eval-iters 0 --bf16".split()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, after.ru_utime - before.ru_utime
+DRY_RUN = "--dry-run --mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1 --eval-iters 0 --bf16"
 
 
-def test_a_plan_of_16384_ranks_needs_no_machine() -> None:
+def test_a_plan_of_16384_ranks_needs_no_machine(capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"--preset llama3-405b --vocab-size 128255 --micro-batch-size 1 --global-batch-size 8192 {PP} 16 {VPP} 7"
-    text, seconds = dry_run(*flags.split(), TP, "8", "--nproc", "16384")
+    begin = time.process_time()
+    assert pretrain_gpt.main(f"{DRY_RUN} {flags} {TP} 8 --nproc 16384".split()) == 0
+    text, seconds = capsys.readouterr().out, time.process_time() - begin
     assert "pp 16 x dp 128 x cp 1 x tp 8 = 16384 ranks" in text and "warning" not in text
     assert "tp 0 1 .. 7 (node 0), dp 0 8 .. 1016 (128 nodes), pp 0 1024 .. 15360 (16 nodes)" in text
     assert len(re.findall(r"^pipeline rank", text, re.M)) == 16 and seconds < 10
 
 
 @pytest.mark.parametrize("nproc", [64, 1024])
-def test_tensor_parallel_ranks_on_two_nodes_are_warned_of(nproc: int) -> None:
+def test_tensor_parallel_ranks_on_two_nodes_are_warned_of(nproc: int, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"--preset llama3-8b --vocab-size 128255 --micro-batch-size 1 {PP} 4 {TP} 16 --nproc {nproc}"
-    text, _ = dry_run(*flags.split())
+    assert pretrain_gpt.main(f"{DRY_RUN} {flags}".split()) == 0
+    text = capsys.readouterr().out
     assert "tensor_model_parallel_size=16 crosses nodes of 8 ranks" in text and "use 8, or start 16" in text
     assert "1 micro-batch; bubble 75.0%" in text
 
@@ -79,7 +73,8 @@ def test_long_steps_are_extrapolated() -> None:
     assert more < 1.1 * many
 
 
-def test_ranks_that_are_to_run_here_are_limited() -> None:
-    words = [sys.executable, "pretrain_gpt.py", *SMALL, "--train-iters", "1", "--nproc", "80000"]
-    done = subprocess.run([*words, "--global-batch-size", "160000"], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and "nproc=80000 is more than 8 x" in done.stderr
+def test_ranks_that_are_to_run_here_are_limited(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--train-iters", "1", "--nproc", "80000", "--global-batch-size", "160000"]
+    with pytest.raises(SystemExit, match="2"):
+        pretrain_gpt.main(words)
+    assert "nproc=80000 is more than 8 x" in capsys.readouterr().err

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import resource
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,7 +244,7 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        tell_all(Reporter(tmp_path, SPEED))
+        tell_all(Reporter(tmp_path, SPEED, board(tmp_path / "tb")))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     shown = capsys.readouterr()
@@ -256,7 +255,8 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
     assert complaints.count(f"WARNING: {log}: {lost}") == 1
     assert f"WARNING: {metrics}: 4 writes failed" in complaints
     assert f"WARNING: {log}: 6 writes failed" in complaints
-    assert len(complaints) == 5  # and the warning
+    assert sum("TensorBoard: " in line for line in complaints) == 2  # and no traceback of its own thread
+    assert len(complaints) == 7  # and the warning
 
 
 def test_a_disk_that_has_room_again_gets_whole_lines(tmp_path: Path) -> None:
@@ -329,23 +329,6 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch, option: str) ->
     [said] = missing_packages(log)
     assert said.startswith(f"{option}=") and f"needs the package {package}; pip install {package}" in said
     assert missing_packages(LogConfig()) == []
-
-
-def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    run = SimpleNamespace(log=lambda row, step: calls.append((step, row)), finish=lambda: calls.append("finished"))
-    wandb = SimpleNamespace(init=lambda **kw: calls.append(kw) or run, __spec__="installed")
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    log = LogConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="team", wandb_save_dir="there")
-    report = Reporter(tmp_path, SPEED, log, wandb_config={"train": {"seed": 1}})
-    report.train(SEEN | dict(loss=None))
-    report.validation(State(100, 25_600, 52_428_800), 7.5, SET)
-    report.close()
-    where = {"entity": "team", "dir": "there"}
-    assert calls[0] == {"project": "p", "name": "n", "config": {"train": {"seed": 1}}, **where}
-    written = [{k: v for k, v in row.items() if k != "step" and v is not None} for row in rows(tmp_path)]
-    assert calls[1:-1] == [(100, row) for row in written] and "train/loss" not in written[0]
-    assert calls[-1] == "finished"
 
 
 def test_a_line_is_as_long_as_it_has_to_be() -> None:

@@ -18,10 +18,11 @@ from train_cases import SMALL
 from whole_runs import pretrain
 
 from megalite.parallel.clock import NOTHING, Clock
-from megalite.plan.advice import too_few_cores
+from megalite.plan.advice import CAUSES, COMPUTING, limit_of, too_few_cores
 from megalite.train.step import train_step
 from megalite.train.tell.report import advise, make, read_past, summary, useful_seconds
-from megalite.train.tell.timers import Phases
+from megalite.train.tell.timers import COMPUTE, PHASES, Phases
+from tools.bench.breakdown import LOST
 
 PLANNED = "20.0% as planned with 4 micro-batches over 2 stages"
 SIZES = dict(devices=4, pp=2, chunks=1, microbatches=4, steps=9, tokens=800, all_tokens=1000)
@@ -90,12 +91,10 @@ def test_a_slow_phase_is_seen_in_the_phases(spoilt: str) -> None:
     assert seconds[spoilt] >= wanted
 
 
-WAITS = {"": "communication", "--tensor-model-parallel-size 2": "communication"}
-
-
-@pytest.mark.parametrize("flags,phase", [*WAITS.items(), ("--pipeline-model-parallel-size 2", "bubble")])
-def test_a_late_rank_is_waited_for(flags: str, phase: str) -> None:
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_a_late_rank_is_waited_for(flags: str) -> None:
     first, last = run_ranks(2, phases_of, flags, "last rank")
+    phase = "bubble" if "pipeline" in flags else "communication"
     late = 6 * LATE_S
     assert first[phase] > 0.6 * late and first["other"] < 0.5 * late  # less what rank 0 has to do itself
     assert last["other"] >= late
@@ -198,6 +197,16 @@ def test_the_bottleneck_is_named_with_advice(percent: dict[str, float], bottlene
     assert named == bottleneck and words in advice
     made = make(percent, WORK | {"unlike": "the run ended as hang"}, None)
     assert made["bottleneck"] is None and summary(made)["bottleneck"] == "not told: the run ended as hang"
+
+
+def test_every_share_that_a_program_has_is_known_and_the_worst_for_its_kind_is_named() -> None:
+    planned = {"compute", "bubble", "tp", "pp", "dp", "optimizer", "fixed costs"}  # StepTime.parts, and its fixed
+    for names in (planned, LOST, {*PHASES} - {*COMPUTE, "profiler"}):
+        assert {*names} <= {*CAUSES}
+        for name in {*names} - {*COMPUTING}:
+            others = dict.fromkeys({*names} - {name}, 0.04)
+            assert limit_of(others | {name: 0.6}) == name
+    assert limit_of({"recompute": 0.3, "kernels": 0.2, "tp": 0.1}) == "recompute"  # nothing is worth a word
 
 
 def test_ranks_that_share_cores_wait_for_these() -> None:

@@ -5,35 +5,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-import programs
 import pytest
-from train_cases import SMALL, config_from
+from train_cases import SMALL, config_from, pretrain
 
 from megalite.train.tell.run_dir import Events, settle_status
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(folder: Path, *flags: str, **how: object) -> tuple[int, str]:
-    """Exit code and stderr of a run that tells all it can into `folder`, and has no stdout."""
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "3", "--run-dir", str(folder)]
-    words += ["--tensorboard-dir", str(folder / "board"), *flags]
-    done = programs.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", *words], stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT, **how
-    )  # type: ignore[call-overload]
-    return done.returncode, done.stderr
-
-
 def test_a_run_whose_every_file_is_something_else(tmp_path: Path) -> None:
     """A pipe that nobody reads, a link, a directory, a file where a directory belongs; and stdout is closed."""
     os.mkfifo(tmp_path / "log.txt")
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    for name in ("status.json", "run_config.toml"):
+    for name in ("status.json", "run_config.toml", "timeline.json"):
         (tmp_path / name / "inside").mkdir(parents=True)
     (tmp_path / "board").touch()
-    code, said = run(tmp_path)
-    assert code == 0 and "Traceback" not in said, said
-    for name in ("log.txt", "metrics.jsonl", "status.json", "run_config.toml"):
+    flags = ["--train-iters", "3", "--run-dir", str(tmp_path), "--tensorboard-dir", str(tmp_path / "board")]
+    words = [sys.executable, "pretrain_gpt.py", *SMALL, *flags, "--profile-pipeline", "2"]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh"]
+    done = subprocess.run([*closed, *words], stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+    said = done.stderr
+    assert done.returncode == 0 and "Traceback" not in said, said
+    for name in ("log.txt", "metrics.jsonl", "status.json", "run_config.toml", "timeline.json"):
         assert str(tmp_path / name) in said, name
     assert "WARNING: TensorBoard: " in said
     assert [path.name for path in tmp_path.glob(".*")] == [".run.lock"]  # nothing half-written
@@ -47,10 +40,12 @@ SECRETS = {
 }
 
 
-def test_no_file_of_a_run_shows_what_the_environment_keeps(tmp_path: Path) -> None:
-    save = ["--save", str(tmp_path), "--log-style", "megatron", "--log-progress"]
-    code, said = run(tmp_path, *save, env={**os.environ, **SECRETS})
-    assert code == 0 and "hunter2" not in said, said
+def test_no_file_of_a_run_shows_what_the_environment_keeps(tmp_path: Path, monkeypatch, capfd) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    save = ["--save", str(tmp_path), "--log-style", "megatron", "--log-progress", "--train-iters", "3"]
+    assert pretrain(config_from([*SMALL, *save, "--tensorboard-dir", str(tmp_path / "board")])) == 0
+    assert "hunter2" not in "".join(capfd.readouterr())
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     wanted = {"log.txt", "metrics.jsonl", "run_config.toml", "status.json", "manifest.json", "progress.txt"}
     assert wanted <= {path.name for path in files}

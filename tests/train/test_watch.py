@@ -23,7 +23,6 @@ from megalite.parallel.mesh import PLANNED, Axis, Mesh
 from megalite.pipeline.runtime import Timed
 from megalite.train.replicas import ReplicaError, check_replicas, disagreement
 from megalite.train.step import parameter_norm, train_step
-from megalite.train.tell.device_memory import memory_line
 from megalite.train.tell.metrics import ProgressLog
 from megalite.train.tell.profiling import Profiler
 from megalite.train.tell.run_dir import Exit
@@ -324,19 +323,6 @@ def test_memory_history_and_nsys_on_a_card(tmp_path: Path) -> None:
     profiler.after(12, True)
     torch.cuda.memory._record_memory_history(enabled=None)
     assert (tmp_path / "snapshot_3.pickle").stat().st_size > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_memory_is_given_back_to_a_card(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
-    calls: list[int] = []
-    run = run_from(read(), device=torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    train_step(run, empty_level=level)
-    assert len(calls) == level
-    line = memory_line(run.mesh, 1, True)
-    assert " | max reserved: " in line and " | total device memory used: " in line
 
 
 # ---- progress.txt and memory
