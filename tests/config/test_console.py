@@ -206,6 +206,16 @@ def test_a_terminal_that_goes_away_or_takes_nothing_holds_up_nobody(tmp_path: Pa
             os.waitpid(run.pid, 0)
 
 
+def test_a_line_now_and_then_and_none_for_what_is_short(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    one = console.told("loading X", 50, "tensors")
+    for _ in range(50):
+        now[0] += 0.5
+        one.add(1)
+    assert capsys.readouterr().out.splitlines() == ["loading X: 20 of 50 tensors", "loading X: 40 of 50 tensors"]
+
+
 def test_a_bar_that_two_threads_close_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both find at once that the terminal is gone; what they do is a run's."""
     monkeypatch.setattr(console, "watched", lambda: True)

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_step import BATCH, build, kept
+from test_step import BATCH, build
 from token_files import write
-from train_cases import SMALL, config_from
+from train_cases import SMALL, config_from, kept
 from train_cases import pretrain as pretrain_here
 from whole_runs import losses, pretrain, rows, status_of
 

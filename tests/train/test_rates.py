@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from test_start import built, save_step
+from test_start import built, save_step, started, weights
 from train_cases import SMALL, config_from, pretrain, run_from, train
 from whole_runs import rows
 
@@ -18,15 +18,9 @@ from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
 from megalite.train.loop import evaluate
 from megalite.train.setup import SetupError
-from megalite.train.start.origin import start_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
-
-
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    run.buffer.wait_gather()
-    return {e.piece.name: e.piece.data.clone() for e in run.optimizer.pieces() if e.piece.name.startswith("model/")}
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +33,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def started(folder: Path, *flags: str) -> tuple[Run, list[str]]:
-    run, config = built("--load", str(folder), *flags)
-    return run, start_run(run, config)[1]
-
-
 def resumed(folder: Path, *flags: str) -> Run:
-    return started(folder, *flags)[0]
+    return started("--load", str(folder), *flags)[0]
 
 
 OTHER = [
@@ -140,7 +129,7 @@ def test_a_checkpoint_that_tells_no_rates_goes_on(saved: Path, monkeypatch: pyte
         return replace(found, state={name: value for name, value in found.state.items() if name != "rates"})
 
     monkeypatch.setattr(manifests, "load", older)
-    run, notes = started(saved, "--lr", "0.5")
+    run, _, notes = started("--load", str(saved), "--lr", "0.5")
     assert run.rates.lr.peak == 0.5 and "has no learning rate" in notes[0]
 
 
@@ -211,7 +200,6 @@ def test_no_evaluation() -> None:
 
 
 def _bf16_ranks(extra: str) -> tuple[list[float], dict[str, bytes]]:
-
     run = run_from([*SMALL, "--train-iters", "6", "--bf16", *extra.split()])
     losses = [train_step(run).loss for _ in range(3)]
     run.buffer.wait_gather()
