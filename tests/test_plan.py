@@ -123,7 +123,7 @@ def test_a_model_of_hugging_face_and_a_clusters_file(tmp_path: Path, capsys: pyt
 
 
 def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(["sizes", "--dp", "4", "--parameters", "7B"]) == 0
+    assert plan.main(["sizes", "--dp", "4", "--parameters", "7B"]) == 0  # in fp32 arXiv:1910.02054's K = 12 is 8
     text = capsys.readouterr().out
     assert all(size in text for size in ("112.0", "70.0", "49.0", "28.0", "126.0", "63.0", "42.0", "31.5"))
     assert plan.main(["tokens", "--preset", "llama3-8b", "--num-gpus", "64", "--mfu", "0.5"]) == 0

@@ -40,12 +40,6 @@ def test_a_gather_is_its_ring(ranks: list[int]) -> None:
     assert links.all_reduce(3e8, group) <= 2 * ring(3e8, ranks, 8) * (1 + 1e-9)
 
 
-def test_one_rank_exchanges_nothing() -> None:
-    links, alone = Links(CLUSTER), Group.of([3], 8)
-    costs = (links.all_gather, links.reduce_scatter, links.all_reduce)
-    assert [f(1e9, alone) for f in costs] == [0] * 3
-
-
 def test_the_order_of_ranks_decides_which_links_are_used() -> None:
     """dp 4 x pp 2 x tp 4 on nodes of 8: tp stays inside; dp pairs within a node, and goes across where it is outermost."""
     inner, outer = (plan_mesh(32, 0, tp=4, pp=2, dp_outermost=outermost) for outermost in (False, True))
@@ -57,8 +51,9 @@ def test_the_order_of_ranks_decides_which_links_are_used() -> None:
     assert slower == pytest.approx(2 * faster, rel=1e-3)  # one card in place of two
 
 
-def test_messages_take_the_link_between_the_two() -> None:
-    links = Links(CLUSTER)
+def test_messages_take_the_link_between_the_two_and_one_rank_exchanges_nothing() -> None:
+    links, alone = Links(CLUSTER), Group.of([3], 8)
+    assert [f(1e9, alone) for f in (links.all_gather, links.reduce_scatter, links.all_reduce)] == [0] * 3
     assert links.message(1e9, 0, 7) == pytest.approx(1e-6 + 0.01)
     assert links.message(1e9, 7, 8) == pytest.approx(5e-6 + 0.1)
 

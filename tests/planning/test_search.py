@@ -158,14 +158,15 @@ def test_more_is_shared_out_where_stage_1_does_not_fit(hidden: int, stage: int) 
 
 
 def test_more_is_shared_out_where_it_is_faster_and_what_is_given_stands() -> None:
-    asked = request("--preset llama3-8b --global-batch-size 64", 8, device="a100")
+    words = "--preset llama3-8b --global-batch-size 64 --micro-batch-size 1"
+    asked = request(words, 8, device="a100")
     faster = search(asked).choices()[0].best
-    stage_1 = search(request("--preset llama3-8b --global-batch-size 64 --zero-stage 1", 8, device="a100"))
+    stage_1 = search(request(f"{words} --zero-stage 1", 8, device="a100"), wanted=2)
     assert faster.layout == Layout(zero=2) and {plan.layout.zero for plan in stage_1.plans} == {1}
     assert faster.time.seconds < stage_1.choices()[0].best.time.seconds
-    words = show.command_words(asked, faster.layout, 5)
-    assert words[words.index("--zero-stage") + 1] == "2" and layout_of(config_from(words)) == faster.layout
-    fixed = request("--preset llama3-8b --global-batch-size 64 --use-megatron-fsdp", 8, device="a100")
+    command = show.command_words(asked, faster.layout, 5)
+    assert command[command.index("--zero-stage") + 1] == "2" and layout_of(config_from(command)) == faster.layout
+    fixed = request(f"{words} --use-megatron-fsdp", 8, device="a100")
     assert {plan.layout.zero for plan in search(fixed, wanted=2).plans} == {3}
 
 
@@ -210,7 +211,8 @@ def test_what_the_command_line_fixes_is_not_searched() -> None:
 
 
 def test_ranks_share_sequences_that_are_long_or_where_it_is_named() -> None:
-    asked = request("--preset llama3-8b --seq-length 131072 --max-position-embeddings 131072 --global-batch-size 8", 8)
+    long = "--seq-length 131072 --max-position-embeddings 131072 --global-batch-size 8 --micro-batch-size 1"
+    asked = request(f"--preset llama3-8b {long}", 8)
     found = search(asked)
     best, shared = found.plans[0], [plan for plan in found.plans if plan.layout.cp > 1]
     assert best in shared and best.peak <= found.limit and best.made.dp * best.layout.cp * best.layout.tp == 8
