@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,42 +132,7 @@ def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert "160,605,224,960 (20.0 per parameter)" in text and "64 devices" in text
 
 
-@pytest.mark.parametrize(
-    "words,said",
-    [
-        ("--preset llama3-8b --device h300", "device=h300 is not in the table"),
-        ("--preset llama3-8b --num-gpus 12", "num_gpus=12 is not a multiple of gpus_per_node=8"),
-        ("--preset nope", "preset='nope' is unknown"),
-        ("--preset llama3-8b --num-gpus 0", "num_gpus=0 is not positive"),
-        ("--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8", "vocab_size is not set"),
-        ("--preset llama3-405b --num-gpus 8 --global-batch-size 8", "times the memory"),
-        ("--hf nowhere.json", "hf=nowhere.json"),
-        ("--preset llama3-8b --cluster nowhere.toml", "cluster=nowhere.toml cannot be read"),
-        ("--preset llama3-8b --profile nowhere.json", "profile=nowhere.json cannot be read"),
-        ("--config nowhere.toml", "config='nowhere.toml' cannot be read"),
-        ("--preset llama3-8b --tp 3", "tensor_model_parallel_size=3 does not divide num_attention_heads=32"),
-        ("--preset llama3-8b --micro-batch-size 3 --global-batch-size 8", "global_batch_size=8 is not a multiple of"),
-        ("--preset llama3-8b", "global_batch_size is not set"),
-        ("--preset llama3-8b --global-batch-size 8 --tokens many", "'many' is not a number of tokens"),
-        ("--preset llama3-8b --usable-memory 2", "usable_memory=2.0"),
-        ("--preset llama3-8b --hidden-sise 3", "unknown flag --hidden-sise"),
-        ("--preset llama3-8b --global-batch-size 8 --device v100 --bf16", "device=v100 has no known bf16 peak"),
-        ("--preset llama3-8b --global-batch-size 8 --precision fp16 --bf16", "precision=fp16 and --bf16 exclude"),
-        ("--preset llama3-8b --global-batch-size 8 --tp 2 --nproc 16", "nproc=16 is not the cluster's 8 devices"),
-        ("--preset llama3-8b --account-for-loss-in-pipeline-split --global-batch-size 8", "name tp and pp, too"),
-        ("--preset llama3-8b --hf config.json", "hf=config.json and preset=llama3-8b are two models"),
-        ("--preset llama3-8b --cluster c.toml --device a100", "cluster=c.toml has its device and their number"),
-        ("--preset llama3-8b --tp 2 --pp 2 --num-gpus 6 --gpus-per-node 6 --global-batch-size 8", "with --num-gpus 4"),
-        ("--preset llama3-8b --json no/such.json", "json=no/such.json cannot be written: no is not a folder; make it"),
-        ("--preset llama3-8b --json .", "json=. is a folder; give the name of a file"),
-        ("--preset llama3-8b --out plan", "out=plan has no suffix of a picture; end it in one of .png .svg .pdf"),
-        ("compare nowhere", "plan.py: "),
-        ("--compare nowhere", "plan.py: "),
-        ("compare . --json no/such.json", "plan.py: json=no/such.json cannot be written"),
-        ("sizes --parameters x", "parameters=x"),
-        ("tokens --preset llama3-8b --mfu 2", "mfu=2.0"),
-    ],
-)
+@pytest.mark.parametrize("words,said", tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))["plan"].items())
 def test_a_wrong_question_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(words.split()) == 2
     told = capsys.readouterr()

@@ -19,12 +19,11 @@ from train_cases import SMALL, config_from, kept, pretrain, run_from, same, trai
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.config import cli, console
+from megalite.config import console
 from megalite.config.options import Config
 from megalite.config.toml import to_toml
 from megalite.generate.generation import load_model
 from megalite.launch.ranks import Ranks
-from megalite.models.families import PRESETS
 from megalite.parallel.mesh import Mesh
 from megalite.train import step as step_module
 from megalite.train.setup import SetupError
@@ -276,13 +275,6 @@ def test_use_checkpoint_args_tells_what_it_passes_over(saved: tuple[Path, dict],
         (folder / "manifest.json").write_text("{")
     with pytest.raises(SetupError, match="none in it can be read: .*manifest.json"):
         with_checkpoint_args(config)
-
-
-def test_flags_that_need_nothing_are_noted() -> None:
-    made, notes = cli.read([*SMALL, "--train-iters", "6", "--no-load-rng", "--no-save-rng"], PRESETS)
-    assert len(notes) == 1 and "--no-load-rng, --no-save-rng (random numbers have no state" in notes[0]
-    for flags, value in (([], "auto"), (["--async-save"], "on"), (["--no-async-save"], "off")):
-        assert parse(*flags).checkpoint.asynchronous_save == value
 
 
 # ---- the loop

@@ -186,13 +186,6 @@ def test_both_spellings_of_weight_decay_on_norms_of_query_and_key() -> None:
     assert (config.model, notes) == (new.model, [])
 
 
-def test_what_has_no_effect_is_said() -> None:
-    flags = "--decoupled-min-lr 1e-4 --apply-wd-to-qk-layernorm --grad-reduce-in-bf16".split()
-    notes = cli.read([*SMALL, "--train-iters", "6", *flags], PRESETS)[1]
-    wanted = {"no_weight_decay_cond_type", "decoupled_min_lr", "grad_reduce_in_bf16"}
-    assert {note.split("=")[0].split(" ")[0] for note in notes} == wanted and len(notes) == 3
-
-
 def test_no_evaluation() -> None:
     for count in ("0", "-1"):
         run, _ = built("--eval-iters", count)
