@@ -1,18 +1,22 @@
-"""A blend holds its weights at every prefix, and any sample of it can be found without the ones before."""
+"""A blend holds its weights at every prefix, any sample of it can be found without the ones before, and --data-path and
+--split make one."""
 
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import numbered
 
 from megalite.data.errors import DataError
 from megalite.data.samples import blend_order
-from megalite.data.samples.blend import Blend
+from megalite.data.samples.blend import Blend, build_blend, parse_data_path
 from megalite.data.samples.blend_order import BlendOrder
 from megalite.data.samples.mock import MockDataset
+from megalite.data.samples.source import Dataset
 
 WEIGHTS = st.one_of(st.floats(1e-4, 1.0), st.integers(1, 10**12), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0, 1e-6]))
 
@@ -90,3 +94,55 @@ def test_mock_data_is_learnable_noisy_and_within_the_vocabulary() -> None:
     steps = (tokens[:, 1:] - tokens[:, :-1]) % (512 * 98) // 98
     usual = [np.bincount(row).max() / row.size for row in steps]
     assert 0.7 < np.mean(usual) < 0.95  # most steps are the same, some are noise
+
+
+# ---- of files
+def write(prefix: Path, documents: int, first: int = 0) -> str:
+    numbered(prefix, [10] * documents, first)
+    return str(prefix)
+
+
+def tokens(dataset: Dataset | None, n: int = 200) -> set[int]:
+    return set(dataset.samples(np.arange(n)).reshape(-1).tolist())
+
+
+def test_parts_share_no_document(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 100)
+    train, valid, test = (
+        build_blend([prefix], 4, 1, name, part)
+        for name, part in (("train", (0.0, 0.8)), ("valid", (0.8, 0.95)), ("test", (0.95, 1.0)))
+    )
+    assert tokens(train, 300) == set(range(800))
+    assert tokens(valid) == set(range(800, 950))
+    assert tokens(test) == set(range(950, 1000))
+
+
+def test_too_little_validation_data_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 10)
+    with pytest.raises(DataError, match="the test split has 0 tokens in 0 documents.*larger part in --split"):
+        build_blend([prefix], 4, 1, "test", (0.999, 1.0))
+
+
+def test_blend_of_files(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", 30), write(tmp_path / "b", 90, first=1000)
+    weighted = build_blend(["0.25", a, "0.75", b], 4, 1, "train")
+    by_size = build_blend([a, b], 4, 1, "train")
+    rows = weighted.samples(np.arange(100))
+    assert (rows[:, 0] < 1000).sum() == 25
+    assert np.array_equal(rows, by_size.samples(np.arange(100)))  # 300 : 900 tokens
+    assert weighted.describe(150) == f"0.2500 of {a}: 30 documents, 300 tokens, 0.51 epochs\n" + (
+        f"0.7500 of {b}: 90 documents, 900 tokens, 0.50 epochs"
+    )
+    assert build_blend([a], 4, 1, "train").describe(300).endswith("4.00 epochs")
+    assert build_blend([a], 4, 1, "train").describe(400).endswith("5.33 epochs; more than 4 teach little")
+
+
+def test_parse_data_path() -> None:
+    assert parse_data_path(["a"]) == (["a"], None)
+    assert parse_data_path(["a", "b", "c"]) == (["a", "b", "c"], None)
+    assert parse_data_path(["1", "a", "2e-1", "b"]) == (["a", "b"], [1.0, 0.2])
+    for bad in (["0.3", "a", "b"], ["0.3", "a", "b", "0.7"], ["0.3"]):
+        with pytest.raises(DataError, match="is not a list of WEIGHT PREFIX pairs"):
+            parse_data_path(bad)
+    with pytest.raises(DataError, match="data_path is empty"):
+        parse_data_path([])
