@@ -4,12 +4,12 @@ import functools
 import json
 import re
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from data.conftest import Typed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import documents_of, full_disk
@@ -33,14 +33,6 @@ from tools import (
 from tools.merge_datasets import document_blocks, expand_prefixes, merge
 from tools.preprocess.indexed_writer import IndexedWriter
 from tools.preprocess.token_run import make_info
-
-Typed = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str]) -> Typed:
-    """Exit code, stdout and stderr of a tool."""
-    return lambda tool, *words: (tool.main([str(word) for word in words]), *capsys.readouterr())
 
 
 def write(prefix: Path, documents: list[list[int]], tokenizer: Tokenizer | None = None, dtype: type = np.uint16) -> str:

@@ -75,11 +75,6 @@ def test_more_documents_than_one_chunk_holds(capacity: int, monkeypatch: pytest.
         assert len(bins) == len(textbook([piece[2] for piece in pieces], capacity))
 
 
-def test_capacity_without_a_label_is_refused() -> None:
-    with pytest.raises(DataError, match="capacity=1 tokens hold no label"):
-        pack(np.array([3], np.int32), 1)
-
-
 @settings(max_examples=50)
 @given(lengths=LENGTHS, seq_length=st.integers(1, 20), seed=st.integers(0, 9), first=st.integers(0, 3))
 def test_every_label_counts_once_per_epoch(
@@ -158,6 +153,8 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
     for documents in (range(0), range(3)):
         with pytest.raises(DataError, match="no document of two tokens or more among"):
             PackedDataset(data, documents, 4, 1, PAD)
+    with pytest.raises(DataError, match="capacity=1 tokens hold no label"):
+        pack(np.array([3], np.int32), 1)
 
 
 def test_feeds_batches_and_blends(tmp_path: Path) -> None:
