@@ -1,32 +1,17 @@
 """The small tools answer bad input with one line."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import programs
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BAD = [
-    ("plot.py schedule --out {}/x.unknown", "x.unknown"),
-    ("plot.py schedule --out {}/no/x.png", "no/x.png"),
-    ("plot.py pipeline {}", "--profile-pipeline"),
-    ("plot.py pipeline {}/damaged", "damaged"),
-    ("plot.py pipeline {}/mangled", "damaged ('F.0' is not an action)"),
-    ("plot.py pipeline {}/waiting", "damaged (never runs: B0.0)"),
-    ("plot.py loss {}/damaged", "damaged"),
-    ("plot.py loss {}/empty", "no loss in it yet"),
-    ("generate.py --load {} --top-k -1", "--top-k -1 is below 0"),
-    ("generate.py --load {} --top-p 0", "--top-p 0.0 is not in (0, 1]"),
-    ("generate.py --load {} --nproc 2", "2 processes for tp 1 x pp 1 = 1"),
-    ("generate.py --load {} --prompts-file {}/file", "is empty"),
-    ("generate.py --load {}", "holds no checkpoint"),
-    ("python_corpus.py --out {}/file", "choose another --out"),
-    ("python_corpus.py --out {}/c --valid-every 1", "leaves nothing to train on"),
-]
+BAD: dict[str, str] = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))["tools"]
 
 
-@pytest.mark.parametrize("line,text", BAD, ids=[b[0] for b in BAD])
+@pytest.mark.parametrize("line,text", BAD.items(), ids=BAD)
 def test_bad_input_is_one_line(tmp_path: Path, line: str, text: str) -> None:
     for name in ("damaged", "empty"):
         (tmp_path / name).mkdir()

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -138,26 +139,12 @@ def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> No
     assert same(weights(again), weights(run)) and again.state.step == 1
 
 
-MOMENTS = "optimizer: exp_avg bfloat16, exp_avg_sq float32 here, exp_avg float32, exp"
-SGD = "optimizer: momentum_buffer float32 here, exp_avg float32, exp_avg_sq float32 in the checkpoint"
-WIDTH = "12 tensors, as layers.0.mlp.down: (32, 64) here, (32, 128) in the"
-ALL = "--num-layers 5 --ffn-hidden-size 64 --squared-relu --norm-epsilon 1e-6 --qk-layernorm --vocab-size 95"
-FROM_IT = "--use-checkpoint-args"
-MISMATCHES = {  # flags, the remedy, what is said
-    "width": ("--ffn-hidden-size 64", FROM_IT, "ffn_hidden_size: 64 here, 128 in the", WIDTH),
-    "depth": ("--num-layers 3", FROM_IT, "num_layers: 3 here, 4", "layers.3.attention.kv: nothing here, (2, 32, 32)"),
-    "deeper": ("--num-layers 5", FROM_IT, "num_layers: 5 here, 4", "layers.4.attention.kv: (2, 32, 32) here, nothing"),
-    "same shapes": ("--norm-epsilon 1e-6 --squared-relu", "--finetune", "norm_epsilon: 1e-06 here", "'squared_relu'"),
-    "all": (ALL, FROM_IT, "num_layers: 5", "ffn_hidden_size: 64", "and 3 more options"),
-    "vocabulary": ("--vocab-size 95", "give its options", "vocab_size: 95 here, 93 in the checkpoint"),
-    "optimizer": ("--optimizer sgd", "--no-load-optim", SGD),
-    "moments": ("--exp-avg-dtype bf16", "--no-load-optim", MOMENTS),
-}
+ANSWERS = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))
 
 
-@pytest.mark.parametrize("what", sorted(MISMATCHES))
+@pytest.mark.parametrize("what", sorted(ANSWERS["resumes"]))
 def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], what: str) -> None:
-    flags, remedy, *texts = MISMATCHES[what]
+    flags, remedy, *texts = ANSWERS["resumes"][what]
     run, config = built("--load", str(saved[0]), *flags.split())
     before = weights(run)
     with pytest.raises(SetupError) as error:
@@ -169,37 +156,8 @@ def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], w
     assert same(weights(run), before) and run.state.step == 0
 
 
-ROPE = "--position-embedding-type rope"
-YARN, WINDOW = "--position-embedding-type yarn", "--window-size 4,0"
-
-
-@pytest.mark.parametrize(
-    "here,there,line",
-    [
-        ("", "--disable-bias-linear --add-qkv-bias", "activation: 'gelu' here, 'gelu_erf' in"),
-        ("", "--no-bias-gelu-fusion", "activation: 'gelu' here, 'gelu_erf' in"),
-        (ROPE, YARN, "position_embedding_type: 'rope' here, 'yarn' in"),
-        (ROPE, f"{ROPE} --rotary-interleaved", "rotary_interleaved: False here, True in"),
-        (ROPE, f"{ROPE} --rotary-seq-len-interpolation-factor 2", "rotary_seq_len_interpolation_factor: 1.0 here"),
-        (ROPE, f"{ROPE} --no-rope-freq 2", "no_rope_freq: None here, '2' in"),
-        (f"{ROPE} --no-rope-freq [0,1]*2", f"{ROPE} --no-rope-freq 2", None),
-        (YARN, f"{YARN} --rotary-scaling-factor 2", "rotary_scaling_factor: 1.0 here, 2.0 in"),
-        (YARN, f"{YARN} --yarn-original-max-position-embeddings 9", "yarn_original_max_position_embeddings: 4096 here"),
-        (YARN, f"{YARN} --yarn-beta-fast 9", "yarn_beta_fast: 32.0 here, 9.0 in"),
-        (YARN, f"{YARN} --yarn-beta-slow 2", "yarn_beta_slow: 1.0 here, 2.0 in"),
-        (YARN, f"{YARN} --no-yarn-correction-range-round-to-int", "yarn_correction_range_round_to_int: True here"),
-        (YARN, f"{YARN} --mscale 0.5", "mscale: 1.0 here, 0.5 in"),
-        (YARN, f"{YARN} --mscale-all-dim 1", "mscale_all_dim: 0.0 here, 1.0 in"),
-        (ROPE, f"{ROPE} --no-position-embedding", None),
-        ("", WINDOW, "window_size: None here, (4, 0) in"),
-        ("", f"{WINDOW} --window-attn-skip-freq 2", "window_attn_skip_freq: None here, '2' in"),
-        ("--window-size 5,0", WINDOW, "window_size: (5, 0) here, (4, 0) in"),
-        (f"{WINDOW} --window-attn-skip-freq [1,0]*2", f"{WINDOW} --window-attn-skip-freq 2", None),
-        ("", "--openai-gelu --no-bias-gelu-fusion", None),
-        ("", "--embedding-init-method-std 2", None),
-    ],
-)
-def test_what_changes_the_meaning_of_weights_is_a_difference(here: str, there: str, line: str | None) -> None:
+@pytest.mark.parametrize("here,there,line", ANSWERS["models"]["rows"])
+def test_what_changes_the_meaning_of_weights_is_a_difference(here: str, there: str, line: str) -> None:
     found = options_that_differ(parse(*here.split()).model, parse(*there.split()).model, "the checkpoint")
     assert any(text.startswith(line) for text in found) if line else found == []
 

@@ -1,7 +1,9 @@
 """A dry run of one rank: what it says of collectives and bytes is what that rank of a real run does and holds."""
 
+import tomllib
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,34 +93,9 @@ def params(often: list[tuple[int, str]], seldom: list[tuple[int, str]]) -> list[
     return [pytest.param(*row, marks=() if row in often else mark) for row in [*often, *seldom]]
 
 
-OFTEN = [
-    (2, f"{PP} --pipeline-schedule gpipe --bf16 {LLAMA}"),
-    (2, f"{TP} --recompute-granularity selective --recompute-modules core_attn layernorm mlp {LLAMA}"),
-    (2, f"{TP} --attention-dropout 0.1 --hidden-dropout 0.1 --z-loss-coeff 1e-4 --fp16"),
-    (2, "--bf16 --grad-reduce-in-bf16 --no-overlap-param-gather --no-overlap-grad-reduce --optimizer sgd"),
-    (2, "--no-use-distributed-optimizer"),
-    (4, f"{TP} {PP} --split-backward {LLAMA}"),
-    (4, f"{TP} --optimizer muon --bf16 --grad-reduce-in-bf16 {LLAMA}"),
-    (2, f"{ZERO} 3 --recompute-granularity full --recompute-method uniform {LLAMA}"),
-    (4, f"{PP} {VPP} {ZERO} 2"),
-    (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --bf16"),
-    (4, f"{PP} {ZERO} 3 --optimizer-cpu-offload --param-cpu-offload --bf16"),
-    (4, f"{PP} {HALF} --bf16 --exp-avg-dtype bf16"),
-    (4, f"--cp 2 {TP} --cp-comm-type a2a allgather a2a allgather --window-size 3,0 --bf16"),
-]
-SELDOM = [
-    *((2, flags) for flags in (TP, PP, "", f"{PP} {VPP}", f"{TP} --optimizer lamb", f"--cp 2 {LLAMA}")),
-    (2, f"{TP} --recompute-granularity full --recompute-method uniform {IN_BF16}"),
-    (4, f"{TP} --use-tp-pp-dp-mapping --bf16 --rampup-batch-size 4 4 8"),
-    (2, f"{ZERO} 2 --bf16 --grad-reduce-in-bf16"),
-    (4, f"{PP} {VPP} {ZERO} 3 --zero-hold chunk --bf16 {LLAMA}"),
-    (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2"),
-    (2, "--optimizer-cpu-offload"),
-    (2, f"{ZERO} 3 --optimizer-cpu-offload --param-cpu-offload --optimizer-offload-folder ."),
-    (4, f"{HALF} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
-    *((4, f"{PP} {ZERO} 3"), (8, f"{TP} {PP} {VPP} --bf16 {LLAMA}")),
-    (8, f"{TP} {PP} {ZERO} 3 --split-backward {LLAMA}"),
-]
+WORDS = {"TP": TP, "PP": PP, "VPP": VPP, "ZERO": ZERO, "HALF": HALF, "IN_BF16": IN_BF16, "LLAMA": LLAMA}
+TABLE = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))["as_rank"]
+OFTEN, SELDOM = ([(world, flags.format_map(WORDS)) for world, flags in TABLE[name]] for name in ("often", "seldom"))
 
 
 @pytest.mark.parametrize("world,flags", params(OFTEN, SELDOM))
