@@ -1,6 +1,8 @@
-"""The small tools answer bad input with one line."""
+"""The small tools answer bad input with one line, and large ones without torch."""
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -27,3 +29,16 @@ def test_bad_input_is_one_line(tmp_path: Path, line: str, text: str) -> None:
     done = programs.python(f"tools/{words[0]}", *words[1:])
     assert done.returncode not in (0, -9) and text in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+AT_ONCE = """import contextlib, sys
+from tools import plan, verify
+assert verify.main(["--bogus", "1"]) == 2
+with contextlib.suppress(SystemExit):
+    plan.main(["--help"])
+assert "torch" not in sys.modules"""
+
+
+def test_help_and_refusals_do_not_wait_for_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -18,13 +18,10 @@ NEW = dataclasses.replace(OLD, torch="2.15.0+cu132", date="2026-11-02")
 PAGE = f"before\n{tr.BEGIN}{tr.END}after\n"
 
 
-def test_the_range_is_that_of_the_package() -> None:
+def test_the_range_is_that_of_the_package_and_its_releases_come_in_order() -> None:
     assert tr.key(tr.floor((tr.ROOT / "pyproject.toml").read_text())) >= (2, 11)
     with pytest.raises(ValueError):
         tr.floor('[project]\ndependencies = ["torch"]\n')
-
-
-def test_releases_of_the_range_in_order() -> None:
     assert tr.releases(INDEX, "2.11") == SERVED
     assert tr.releases("ERROR: No matching distribution found for torch", "2.11") == []
 
@@ -37,22 +34,16 @@ def test_a_row_takes_the_place_of_an_older_one_of_the_same() -> None:
     assert tr.read_rows(page) == [NEW, again, both]
     assert page.startswith("before\n") and page.endswith(tr.END + "after\n")
     assert tr.with_row(page, again) == page
-
-
-def test_the_page_has_a_table_that_is_read() -> None:
     rows = tr.read_rows(tr.PAGE.read_text())
     assert rows and all(int(row.passed) and row.failed.isdigit() for row in rows)
 
 
-def test_no_room_is_exit_code_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_no_room_is_exit_code_3_and_it_starts_without_packages(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(tr.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tr, "DISK_BYTES", 1 << 60)
     assert tr.main(["lowest"]) == 3
     assert "set TMPDIR" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
-
-
-def test_it_starts_without_packages() -> None:
-    """With -S: nothing but Python's own library is there."""
+    # with -S nothing but Python's own library is there
     words = [sys.executable, "-S", str(tr.ROOT / "tests" / "torch_range.py"), "--help"]
     assert "lowest" in subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
     assert subprocess.run(["bash", "-n", str(tr.ROOT / ".ci" / "range")], timeout=30).returncode == 0
