@@ -1,20 +1,18 @@
 """How people spell a command line: every spelling of a switch, near misses, flags of other programs, and all that is
 wrong in one list, whatever it is and in whatever order."""
 
-import os
 import random
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
-import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pretrain_gpt
 from megalite.config import cli
 from megalite.config.field import base_type, spellings
 from megalite.config.megatron_flags import DEPENDENT, NO_EFFECT, REFUSED, WARNED, answer, known_flags
@@ -32,11 +30,6 @@ def problems_of(words: list[str], world: int = 1) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
-
-
-def pretrained(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "pretrain_gpt.py", *words]
-    return programs.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, **options)
 
 
 ON = ["--bf16", "--bf16 true", "--bf16=1", "--no-bf16=false"]
@@ -73,13 +66,12 @@ def test_underscores_and_short_names_are_taken() -> None:
     assert not any("unknown" in line for line in problems_of([*GOOD, "--load", "x", spelt]))
 
 
-def test_dp_says_how_many_ranks_there_are() -> None:
+def test_dp_says_how_many_ranks_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*GOOD, "--tp", "2", "--dp", "4"]
     assert problems_of(words, 8) == []
     said = "data_parallel_size=4 x tp 2 x pp 1 is not the world size 2; start 8 ranks, or leave it out"
     assert problems_of(words, 2) == [said]
-    run = pretrained(*words, "--dry-run")
-    assert run.returncode == 0 and "dp 4" in run.stdout, run.stderr
+    assert pretrain_gpt.main([*words, "--dry-run"]) == 0 and "dp 4" in capsys.readouterr().out
 
 
 ANSWERS = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))
@@ -180,13 +172,15 @@ def test_what_would_change_the_training_is_not_taken_in_silence() -> None:
         assert cli.read([*GOOD, *flags], PRESETS)[0].checkpoint.asynchronous_save == saves
 
 
-def test_one_rank_tells_the_notes(tmp_path: Path) -> None:
+def test_one_rank_tells_the_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     words = [*GOOD, "--sequence-parallel", "--dry-run", "--save", str(tmp_path)]
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     told = []
     for rank in "01":
-        run = pretrained(*words, env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank}, ok=True)
-        told.append(run.stderr.count("note: "))
+        for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, value)
+        assert pretrain_gpt.main(words) == 0
+        told.append(capsys.readouterr().err.count("note: "))
     assert told[0] > 0 and told[1] == 0
 
 

@@ -1,12 +1,16 @@
-"""Layers of the stages that the options give: the numbers that Megatron-LM's get_num_layers_to_build returns."""
+"""Layers of the stages that the options give: the numbers that Megatron-LM's get_num_layers_to_build returns; and
+patterns of layers."""
 
 import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from train_cases import config_from
 
 from megalite.config.options import ConfigError
+from megalite.config.pattern import read_pattern, write_pattern
 from megalite.config.stage_layers import parse_layout
 from megalite.plan.arrangement import Arrangement
 
@@ -48,3 +52,46 @@ def test_what_does_not_fit_says_what_to_do(layers: int, pp: int, flags: str, say
 def test_a_bad_layout_says_what_to_write(text: str) -> None:
     with pytest.raises(ValueError, match="pipeline_model_parallel_layout"):
         parse_layout(text, 4 if text != "Ett|tL" else 3, 2 if text != "Ett|tL" else 4)
+
+
+# ---- patterns of layers: what Megatron-LM's expressions mean, without running them
+lists = st.recursive(  # (text, what it means)
+    st.lists(st.sampled_from([0, 1]), max_size=4).map(lambda bits: (str(bits), bits)),
+    lambda inner: (
+        st.tuples(inner, inner).map(lambda ab: (f"({ab[0][0]}+{ab[1][0]})", ab[0][1] + ab[1][1]))
+        | st.tuples(inner, st.integers(0, 3)).map(lambda an: (f"{an[0][0]} * {an[1]}", an[0][1] * an[1]))
+        | st.tuples(st.integers(0, 3), inner).map(lambda na: (f"({na[0]}*{na[1][0]})", na[0] * na[1][1]))
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100)
+@given(lists)
+def test_an_expression_means_what_python_says(pair: tuple[str, list[int]]) -> None:
+    text, want = pair
+    assert read_pattern(text, len(want)) == tuple(map(bool, want))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.booleans(), min_size=1, max_size=20))
+def test_what_is_written_reads_back(bits: list[bool]) -> None:
+    assert read_pattern(write_pattern(bits), len(bits)) == tuple(bits)
+
+
+def test_a_number_is_how_many_layers_apart() -> None:
+    """As in Megatron-LM, where layers count from 1: layer n has no window where n % N == 0."""
+    assert read_pattern("4", 9) == tuple(n % 4 != 0 for n in range(1, 10))
+    assert write_pattern([True, True, True, False] * 2) == "4" and write_pattern([True] * 5) == "[1]*5"
+    assert write_pattern([False, True] * 3) == "[0,1]*3" and write_pattern([False] * 4 + [True]) == "[0]*4+[1]"
+
+
+NEITHER = ["", "[1]*(2)*x", "[1.0]", "[True]", "[1]*-1", "[1]*1000000000", "[1]*99999*99999*99999", "'ab'*2"]
+NEITHER += ["__import__('os')", "(" * 3000 + "[1]" + ")" * 3000]
+SAYS = {"0": "below 1", "-2": "below 1", "[1,0]": "has 2 numbers for 3 layers"}
+
+
+@pytest.mark.parametrize("text,says", [*SAYS.items(), *((text, "neither a number nor a list") for text in NEITHER)])
+def test_what_is_no_pattern_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_pattern(text, 3)

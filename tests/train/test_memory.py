@@ -1,6 +1,9 @@
-"""What the plan says of a run is what its ranks take."""
+"""What the plan says of a run is what its ranks take, and what they free is used again."""
 
+import json
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -12,6 +15,7 @@ from megalite.config.options import Config
 from megalite.launch.ranks import LaunchError, Ranks
 from megalite.plan.arrangement import arrange
 from megalite.train.life.preflight import check_machine
+from megalite.train.tell.device_memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, VARIABLES, keep_freed_memory
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 VPP = "--num-virtual-stages-per-pipeline-rank"
@@ -78,3 +82,61 @@ def test_ranks_that_are_to_run_here_are_limited(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="2"):
         pretrain_gpt.main(words)
     assert "nproc=80000 is more than 8 x" in capsys.readouterr().err
+
+
+# ---- freed memory is used again: counted in pages that the system had to give
+PROGRAM = """
+import json, resource, sys
+import torch
+from megalite.train.tell.device_memory import keep_freed_memory
+
+kept = keep_freed_memory() if sys.argv[1] == "keep" else None
+pages = []
+for _ in range(30):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(10 << 20)
+    pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(json.dumps([kept, pages]))
+"""
+
+
+def pages_of(what: str) -> tuple[bool | None, list[int]]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, what], capture_output=True, text=True, timeout=60, check=True)
+    kept, pages = json.loads(done.stdout)
+    return kept, pages
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+def test_a_tensor_like_one_freed_before_costs_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    kept, pages = pages_of("keep")
+    if not kept:
+        pytest.skip("not glibc")
+    assert min(pages_of("leave")[1][-9:]) > 15  # 40 MiB, in pages of 4 KiB or 2 MiB
+    assert max(pages[-9:]) < 5
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_the_users_own_settings_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "glibc.malloc.trim_threshold=1000")
+    assert not keep_freed_memory()
+
+
+@pytest.mark.parametrize("most,tried", [(64 << 20, [64]), (32 << 20, [64, 32]), (0, [64, 32])])
+def test_a_threshold_that_is_refused_leaves_the_other_alone(most: int, tried: list[int], monkeypatch) -> None:
+    """glibc before 2.35 takes at most 32 MiB; once one is set, none adapts itself any more."""
+    asked: list[tuple[int, int]] = []
+
+    class Library:
+        @staticmethod
+        def mallopt(number: int, value: int) -> int:
+            asked.append((number, value))
+            return int(number == M_TRIM_THRESHOLD or value <= most)
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Library)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert keep_freed_memory() == (most > 0)
+    assert asked[: len(tried)] == [(M_MMAP_THRESHOLD, size << 20) for size in tried]
+    assert [number for number, _ in asked[len(tried) :]] == [M_TRIM_THRESHOLD] * (most > 0)
