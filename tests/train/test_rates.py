@@ -1,6 +1,7 @@
 """Rates in a run: what a resume may change, what an update follows, steps that are skipped, and evaluations."""
 
 import math
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,14 @@ from whole_runs import rows
 
 import pretrain_gpt
 from megalite.checkpoint.format import manifest as manifests
-from megalite.config import cli
 from megalite.launch.ranks import Ranks
-from megalite.models.families import PRESETS
 from megalite.train.loop import evaluate
 from megalite.train.setup import SetupError
 from megalite.train.state import Run
 from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
+
+OTHER = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))["rates"]
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +38,7 @@ def resumed(folder: Path, *flags: str) -> Run:
     return started("--load", str(folder), *flags)[0]
 
 
-OTHER = [
-    ("--lr 0.02", ["lr=0.02, but 0.01 in"]),
-    ("--min-lr 1e-4", ["min_lr=0.0001, but 0 in"]),
-    ("--lr-warmup-iters 3", ["warm-up in samples=24, but 0 in"]),
-    ("--lr-decay-iters 9", ["decay in samples=72, but 48 in"]),
-    ("--train-iters 9", ["decay in samples=72, but 48 in"]),  # it decays over the whole run
-    ("--lr-decay-style cosine", ["lr_decay_style=cosine, but linear in"]),
-    ("--weight-decay 0.3", ["weight_decay=0.3, but 0.01 in"]),
-    (
-        "--start-weight-decay 0 --end-weight-decay 0.01 --weight-decay-incr-style linear --lr 0.02",
-        ["start_weight_decay=0, but None in", "weight_decay_incr_style=linear, but None in", "lr=0.02, but 0.01 in"],
-    ),
-    ("--decoupled-lr 0.1", ["decoupled_lr=0.1, but None in"]),
-]
-
-
-@pytest.mark.parametrize(("flags", "lines"), OTHER, ids=[flags for flags, _ in OTHER])
+@pytest.mark.parametrize("flags,lines", OTHER.items())
 def test_a_resume_with_other_rates_is_refused(saved: Path, flags: str, lines: list[str]) -> None:
     with pytest.raises(SetupError) as error:
         resumed(saved, *flags.split())
@@ -177,13 +162,6 @@ def test_a_step_schedule_trains_and_resumes_with_its_sizes() -> None:
     assert sizes == [4, 4, 8, 8]  # 128 tokens are 8 samples; the last batch goes beyond the 20
     assert run.batch_sizes.at(8) == 8 and run.state.consumed_samples == 24
     assert run.rates.lr.decay == 20 and run.eval_batch_size == 2
-
-
-def test_both_spellings_of_weight_decay_on_norms_of_query_and_key() -> None:
-    new = config_from([*SMALL, "--train-iters", "6", "--qk-layernorm", "--apply-wd-to-qk-layernorm"])
-    old = "--no-weight-decay-cond-type apply_wd_to_qk_layernorm".split()
-    config, notes = cli.read([*SMALL, "--train-iters", "6", "--qk-layernorm", *old], PRESETS)
-    assert (config.model, notes) == (new.model, [])
 
 
 def test_no_evaluation() -> None:
