@@ -1,63 +1,22 @@
 """Tiny models of transformers' families, with weights far from their initial values."""
 
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-V, S = 93, 48
-SHAPE = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
-SHAPE["max_position_embeddings"] = S
-SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
-SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 1.5, "beta_slow": 0.1}
-YARN["original_max_position_embeddings"] = 12
-MAGNITUDES = {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}
-SPARSE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
-GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": S}
+CASES = tomllib.loads(Path(__file__).with_name("hugging_face.toml").read_text("utf-8"))
+SHAPE, GPT2 = CASES["shape"], CASES["gpt2"]
+V, S = SHAPE["vocab_size"], SHAPE["max_position_embeddings"]
 # name -> (class of the configuration, its values); the name begins with the model type
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {**SHAPE, "num_key_value_heads": 2, "rope_parameters": SCALED}),
-    "llama yarn": (
-        "LlamaConfig",
-        {**SHAPE, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {**YARN, "mscale": 0.8}},
-    ),
-    "llama yarn of both magnitudes": ("LlamaConfig", {**SHAPE, "rope_parameters": {**YARN, **MAGNITUDES}}),
-    "llama linear": (
-        "LlamaConfig",
-        {**SHAPE, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
-    ),
-    "llama tied biases": (
-        "LlamaConfig",
-        {**SHAPE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-    ),
-    "mistral": ("MistralConfig", {**SHAPE, "num_key_value_heads": 2, "sliding_window": None, "head_dim": 16}),
-    "mistral window": ("MistralConfig", {**SHAPE, "num_key_value_heads": 2, "sliding_window": 7, "head_dim": 16}),
-    "qwen2 window": (
-        "Qwen2Config",
-        {**SHAPE, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
-    "qwen2": ("Qwen2Config", {**SHAPE, "num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {**SHAPE, "num_key_value_heads": 2, "head_dim": 16}),
-    "mixtral": ("MixtralConfig", {**SHAPE, "num_key_value_heads": 2, "num_local_experts": 5, "sliding_window": 9}),
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        {**SHAPE, **SPARSE, "num_key_value_heads": 2, "shared_expert_intermediate_size": 28, "mlp_only_layers": [0]},
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {**SHAPE, **SPARSE, "num_hidden_layers": 3, "decoder_sparse_step": 2, "head_dim": 16, "norm_topk_prob": True},
-    ),
-    "gpt_neox": ("GPTNeoXConfig", SHAPE),
-    "gpt_neox one after the other": (
-        "GPTNeoXConfig",
-        {**SHAPE, "use_parallel_residual": False, "hidden_act": "gelu_new"},
-    ),
-    "gpt2": ("GPT2Config", GPT2),
-    "gpt2 untied exact gelu": ("GPT2Config", {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu"}),
+    name: (kind, {**(GPT2 if kind == "GPT2Config" else SHAPE), **more})
+    for name, (kind, more) in CASES["models"].items()
 }
+MODELS["mistral"][1]["sliding_window"] = None  # which TOML cannot say
 
 
 def make(name: str, folder: Path, **changes: Any) -> Any:

@@ -60,10 +60,10 @@ def row(mesh: Mesh, value: float, columns: int = 8) -> Piece:
     return Piece("model/w", (world, columns), box, range(columns), torch.full((columns,), value))
 
 
-def save_steps(directory: str | Location | Path, *steps: int) -> None:
+def save_steps(directory: str | Location | Path, *steps: int, **sizes: int) -> None:
     """Each step's checkpoint is `filled` with its number."""
     for step in steps:
-        saver.save(directory, step, filled(float(step)), {"step": step}, ALONE)
+        saver.save(directory, step, filled(float(step), **sizes), {"step": step}, ALONE)
 
 
 def flip(file: Path, bit: int = -1) -> None:

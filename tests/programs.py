@@ -4,6 +4,7 @@ imported what a run needs, with their own session, signals, environment, folder 
 torch reads when it starts makes `Popen` start one."""
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -215,6 +217,8 @@ def _fork(fds: list[int], session: bool) -> bool:
             os.setsid()
         for i, fd in enumerate(streams):
             os.dup2(fd, i)
+        if session and os.isatty(0):
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         for fd in fds:
             os.close(fd)
         return True

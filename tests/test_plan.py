@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def test_a_model_of_hugging_face_and_a_clusters_file(tmp_path: Path, capsys: pyt
 
 
 def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(["sizes", "--dp", "4", "--parameters", "7B"]) == 0
+    assert plan.main(["sizes", "--dp", "4", "--parameters", "7B"]) == 0  # in fp32 arXiv:1910.02054's K = 12 is 8
     text = capsys.readouterr().out
     assert all(size in text for size in ("112.0", "70.0", "49.0", "28.0", "126.0", "63.0", "42.0", "31.5"))
     assert plan.main(["tokens", "--preset", "llama3-8b", "--num-gpus", "64", "--mfu", "0.5"]) == 0
@@ -131,42 +132,7 @@ def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert "160,605,224,960 (20.0 per parameter)" in text and "64 devices" in text
 
 
-@pytest.mark.parametrize(
-    "words,said",
-    [
-        ("--preset llama3-8b --device h300", "device=h300 is not in the table"),
-        ("--preset llama3-8b --num-gpus 12", "num_gpus=12 is not a multiple of gpus_per_node=8"),
-        ("--preset nope", "preset='nope' is unknown"),
-        ("--preset llama3-8b --num-gpus 0", "num_gpus=0 is not positive"),
-        ("--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8", "vocab_size is not set"),
-        ("--preset llama3-405b --num-gpus 8 --global-batch-size 8", "times the memory"),
-        ("--hf nowhere.json", "hf=nowhere.json"),
-        ("--preset llama3-8b --cluster nowhere.toml", "cluster=nowhere.toml cannot be read"),
-        ("--preset llama3-8b --profile nowhere.json", "profile=nowhere.json cannot be read"),
-        ("--config nowhere.toml", "config='nowhere.toml' cannot be read"),
-        ("--preset llama3-8b --tp 3", "tensor_model_parallel_size=3 does not divide num_attention_heads=32"),
-        ("--preset llama3-8b --micro-batch-size 3 --global-batch-size 8", "global_batch_size=8 is not a multiple of"),
-        ("--preset llama3-8b", "global_batch_size is not set"),
-        ("--preset llama3-8b --global-batch-size 8 --tokens many", "'many' is not a number of tokens"),
-        ("--preset llama3-8b --usable-memory 2", "usable_memory=2.0"),
-        ("--preset llama3-8b --hidden-sise 3", "unknown flag --hidden-sise"),
-        ("--preset llama3-8b --global-batch-size 8 --device v100 --bf16", "device=v100 has no known bf16 peak"),
-        ("--preset llama3-8b --global-batch-size 8 --precision fp16 --bf16", "precision=fp16 and --bf16 exclude"),
-        ("--preset llama3-8b --global-batch-size 8 --tp 2 --nproc 16", "nproc=16 is not the cluster's 8 devices"),
-        ("--preset llama3-8b --account-for-loss-in-pipeline-split --global-batch-size 8", "name tp and pp, too"),
-        ("--preset llama3-8b --hf config.json", "hf=config.json and preset=llama3-8b are two models"),
-        ("--preset llama3-8b --cluster c.toml --device a100", "cluster=c.toml has its device and their number"),
-        ("--preset llama3-8b --tp 2 --pp 2 --num-gpus 6 --gpus-per-node 6 --global-batch-size 8", "with --num-gpus 4"),
-        ("--preset llama3-8b --json no/such.json", "json=no/such.json cannot be written: no is not a folder; make it"),
-        ("--preset llama3-8b --json .", "json=. is a folder; give the name of a file"),
-        ("--preset llama3-8b --out plan", "out=plan has no suffix of a picture; end it in one of .png .svg .pdf"),
-        ("compare nowhere", "plan.py: "),
-        ("--compare nowhere", "plan.py: "),
-        ("compare . --json no/such.json", "plan.py: json=no/such.json cannot be written"),
-        ("sizes --parameters x", "parameters=x"),
-        ("tokens --preset llama3-8b --mfu 2", "mfu=2.0"),
-    ],
-)
+@pytest.mark.parametrize("words,said", tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))["plan"].items())
 def test_a_wrong_question_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(words.split()) == 2
     told = capsys.readouterr()
@@ -220,9 +186,6 @@ def test_what_a_preset_says_is_no_placeholder(capsys: pytest.CaptureFixture[str]
         assert (f"--lr {rate} " in command) if rate else "--lr " not in command.partition("\n(")[0]
 
 
-def test_it_runs_as_a_program_and_helps_at_once(tmp_path: Path) -> None:
+def test_it_runs_as_a_program(tmp_path: Path) -> None:
     done = typed("tools/plan.py", "--help", cwd=tmp_path)
     assert done.returncode == 0 and "--num-gpus" in done.stdout and "python tools/plan.py sizes" in done.stdout
-    code = "import sys, tools.plan\ntry:\n tools.plan.main(['--help'])\nexcept SystemExit:\n"
-    code += " assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, cwd=ROOT).returncode == 0

@@ -1,29 +1,17 @@
 """A program that is forked is as one that an interpreter starts; each case is of both."""
 
-import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import programs
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
 BOTH = pytest.mark.parametrize("how", [programs, subprocess], ids=["forked", "started"])
-PLACE = "import os, sys; print(os.getcwd(), os.environ['A'], sys.argv, __name__, sys.stdin.read()); sys.exit(5)"
 SAID = "import sys; print('out'); print('err', file=sys.stderr); "
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-
-
-@BOTH
-def test_folder_environment_words_input_and_code_are_its_own(how: ModuleType, tmp_path: Path) -> None:
-    words, env = [sys.executable, "-c", PLACE, "a", "b c"], {**os.environ, "A": "x"}
-    done = how.run(words, cwd=tmp_path, env=env, input="typed", capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"{tmp_path} x ['-c', 'a', 'b c'] __main__ typed\n" and "A" not in os.environ
-    assert (done.returncode, done.stderr, Path.cwd() == tmp_path) == (5, "", False)
 
 
 @BOTH

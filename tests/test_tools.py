@@ -1,32 +1,19 @@
-"""The small tools answer bad input with one line."""
+"""The small tools answer bad input with one line, and large ones without torch."""
 
 import json
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import programs
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BAD = [
-    ("plot.py schedule --out {}/x.unknown", "x.unknown"),
-    ("plot.py schedule --out {}/no/x.png", "no/x.png"),
-    ("plot.py pipeline {}", "--profile-pipeline"),
-    ("plot.py pipeline {}/damaged", "damaged"),
-    ("plot.py pipeline {}/mangled", "damaged ('F.0' is not an action)"),
-    ("plot.py pipeline {}/waiting", "damaged (never runs: B0.0)"),
-    ("plot.py loss {}/damaged", "damaged"),
-    ("plot.py loss {}/empty", "no loss in it yet"),
-    ("generate.py --load {} --top-k -1", "--top-k -1 is below 0"),
-    ("generate.py --load {} --top-p 0", "--top-p 0.0 is not in (0, 1]"),
-    ("generate.py --load {} --nproc 2", "2 processes for tp 1 x pp 1 = 1"),
-    ("generate.py --load {} --prompts-file {}/file", "is empty"),
-    ("generate.py --load {}", "holds no checkpoint"),
-    ("python_corpus.py --out {}/file", "choose another --out"),
-    ("python_corpus.py --out {}/c --valid-every 1", "leaves nothing to train on"),
-]
+BAD: dict[str, str] = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))["tools"]
 
 
-@pytest.mark.parametrize("line,text", BAD, ids=[b[0] for b in BAD])
+@pytest.mark.parametrize("line,text", BAD.items(), ids=BAD)
 def test_bad_input_is_one_line(tmp_path: Path, line: str, text: str) -> None:
     for name in ("damaged", "empty"):
         (tmp_path / name).mkdir()
@@ -42,3 +29,16 @@ def test_bad_input_is_one_line(tmp_path: Path, line: str, text: str) -> None:
     done = programs.python(f"tools/{words[0]}", *words[1:])
     assert done.returncode not in (0, -9) and text in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+AT_ONCE = """import contextlib, sys
+from tools import plan, verify
+assert verify.main(["--bogus", "1"]) == 2
+with contextlib.suppress(SystemExit):
+    plan.main(["--help"])
+assert "torch" not in sys.modules"""
+
+
+def test_help_and_refusals_do_not_wait_for_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -1,8 +1,11 @@
 """Small token files and tokenizers that tests share, and a disk that is full."""
 
+import contextlib
+import random
 import resource
 import signal
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,28 @@ def documents_of(data: IndexedDataset) -> list[list[int]]:
     return [data.document(i).tolist() for i in range(len(data))]
 
 
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """A few bytes changed, taken out or put in, or a number of eight; seldom the end is cut off. Half of the places are
+    near the beginning."""
+    data = bytearray(content)
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        place = rng.randrange(len(data) if rng.random() < 0.5 else min(len(data), 3000))
+        kind = rng.random()
+        if kind < 0.5:
+            data[place] = rng.randrange(256)
+        elif kind < 0.6:
+            del data[place : place + rng.randrange(1, 30)]
+        elif kind < 0.7:
+            data[place:place] = rng.randbytes(rng.randrange(1, 30))
+        elif kind < 0.95:
+            number = struct.pack("<q", rng.choice([-1, 0, 1, 2**31 - 1, 2**62, -(2**63)]))
+            data[place : place + 8] = rng.choice([number, b"9" * 8])
+        else:
+            del data[place:]
+        data = data or bytearray(b"x")
+    return bytes(data)
+
+
 def byte_level_bpe(texts: Iterable[str], size: int, special: Sequence[str] = ("<|endoftext|>",)) -> Any:
     """A tokenizer of the library, as GPT-2's."""
     import tokenizers
@@ -49,6 +74,16 @@ def byte_level_bpe(texts: Iterable[str], size: int, special: Sequence[str] = ("<
 def full(*_: object, **__: object) -> None:
     """In place of what writes."""
     raise OSError(28, "No space left on device")
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Of this process."""
+    limit_files()
+    try:
+        yield
+    finally:
+        limit_files(resource.RLIM_INFINITY)
 
 
 def limit_files(size: int = 65536) -> None:

@@ -13,11 +13,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import programs
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from megalite.checkpoint.run.saver import Saver
     from megalite.config.options import Config
@@ -83,6 +85,20 @@ def close_runs() -> None:
         OPEN.pop().close()
 
 
+def kept(run: Run, kind: str = "") -> dict[str, Tensor]:
+    """A copy of all that an update changes: weights, main weights, moments, and the number of updates; or of one kind."""
+    import torch
+
+    pieces = {entry.piece.name: entry.piece.data.clone() for entry in run.optimizer.pieces()}
+    pieces |= {"updates": torch.tensor(run.optimizer.updates)}
+    return {name: data for name, data in pieces.items() if name.startswith(kind)}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """To the bit, NaN but for itself."""
+    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
 def pretrain(
     config: Config, ranks: Ranks | None = None, warnings: Sequence[str] = (), stop: StopSignal | None = None
 ) -> int:
@@ -92,7 +108,8 @@ def pretrain(
     from megalite.train.life.command import Command
     from megalite.train.life.stop import StopSignal
 
-    return pretrain_gpt.train(ranks or Ranks(), Command(config, warnings, stop=stop or StopSignal()))
+    with mock.patch("megalite.train.life.run.keep_freed_memory"):  # for the whole process
+        return pretrain_gpt.train(ranks or Ranks(), Command(config, warnings, stop=stop or StopSignal()))
 
 
 def train(run: Run, config: Config, folder: Path, saver: Saver | None = None) -> tuple[Exit, str]:

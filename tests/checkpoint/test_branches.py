@@ -1,37 +1,29 @@
 """Rollback and --finetune in the directory that is saved to: the new branch is the one that is gone on from and kept."""
 
+import functools
 import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chaos.drill import drill
-from loads import ALONE, BACKGROUND, row
+from loads import ALONE, BACKGROUND, filled, save_steps
 from token_files import full
 from train_cases import config_from, pretrain, run_from
 
-from megalite.checkpoint.run import branch, loader, saver
+from megalite.checkpoint.run import branch, loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.launch.ranks import Ranks
-from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Piece
 from megalite.train.start.origin import start_run
 
-
-def pieces(value: float, mesh: Mesh = ALONE) -> list[Piece]:
-    return [row(mesh, value)]
-
-
-def saved(directory: str | Path, *steps: int, value: float | None = None) -> None:
-    for step in steps:
-        saver.save(directory, step, pieces(step if value is None else value), {"step": step}, ALONE)
+SIZES = {"rows": 1, "columns": 8, "count": 1}
+pieces, saved = functools.partial(filled, **SIZES), functools.partial(save_steps, **SIZES)
 
 
 def value_of(directory: str | Path, step: int | None = None) -> float:
@@ -322,19 +314,6 @@ def alone(folder: Path, words: str) -> tuple[int, str]:
     return int(code), (folder / "log.txt").read_text()
 
 
-def on_two(folder: Path, words: str, fault: str = "") -> tuple[int, str]:
-    end = drill(folder.parent / "two", 2, flags_of(folder, words), fault)
-    return end.code, end.said[0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def allocator() -> Iterator[None]:
-    """Which a run sets for its whole process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megalite.train.life.run.keep_freed_memory", lambda: None)
-        yield
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 4, 6, 7 of a run that has ended."""
@@ -367,8 +346,9 @@ def test_a_rollback_that_is_restarted_goes_on(run: Path) -> None:
 
 def test_a_rollback_on_two_ranks_goes_back_until_it_has_saved(run: Path) -> None:
     for fault, code, steps in (("step.begin:*:5:kill", 137, [4, 6, 7]), ("", 75, [4, 5]), ("", 0, [5, 6, 8])):
-        found, said = on_two(run, f"{BACK} --exit-interval 5", fault)
-        assert found == code and f"at step {5 if code == 0 else 4}" in said and storage.steps_in(run) == steps, said
+        end = drill(run.parent / "two", 2, flags_of(run, f"{BACK} --exit-interval 5"), fault)
+        assert end.code == code and storage.steps_in(run) == steps, end
+        assert f"at step {5 if code == 0 else 4}" in end.said[0]
 
 
 def test_the_newest_of_the_same_command_may_be_damaged(run: Path) -> None:

@@ -17,7 +17,7 @@ import programs
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from loads import ALONE, BACKGROUND, filled
+from loads import ALONE, BACKGROUND, filled, save_steps
 from train_cases import SMALL
 
 from megalite.checkpoint import offline
@@ -67,7 +67,8 @@ def on_s3(request: pytest.FixtureRequest) -> str:
     return f"s3://runs/{uuid.uuid4().hex}"
 
 
-pieces = functools.partial(filled, columns=1 << 12, count=2)
+SIZES = {"columns": 1 << 12, "count": 2}
+pieces, saved = functools.partial(filled, **SIZES), functools.partial(save_steps, **SIZES)
 
 
 def files(url: str) -> dict[str, int]:
@@ -134,8 +135,7 @@ DAMAGE: dict[str, Any] = {
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
 def test_damage_is_named_and_the_one_before_is_taken(base: str, damage: str, capsys) -> None:
-    for step in (1, 2):
-        saver.save(base, step, pieces(float(step)), {}, ALONE)
+    saved(base, 1, 2)
     for name in ("rank-00000.safetensors", "manifest.json", "COMPLETE"):
         url = f"{base}/iter_0000002/{name}"
         place = parse(url)
@@ -152,8 +152,7 @@ def test_damage_is_named_and_the_one_before_is_taken(base: str, damage: str, cap
 
 
 def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in range(1, 7):
-        saver.save(base, step, pieces(1.0), {}, ALONE)
+    saved(base, *range(1, 7))
     change(f"{base}/iter_0000001/KEEP", b"")
     change(f"{base}/iter_0000007/mp_rank_00/model_optim_rng.pt", b"of Megatron-LM")
     change(f"{base}/iter_0000008/notes.txt", b"of somebody")
@@ -181,8 +180,7 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (1, 2, 3):
-        saver.save(base, step, pieces(float(step)), {}, ALONE)
+    saved(base, 1, 2, 3)
     place, real, gone = parse(base), object_store.RemoteFile.pread, []
 
     def meanwhile(self: Any, target: memoryview, begin: int) -> None:
@@ -299,7 +297,7 @@ def test_urls_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(CheckpointError, match=text):
             Saver(url, ALONE, 0)
     Saver(f"file://{tmp_path}/local", ALONE, 0).close()
-    saver.save(f"file://{tmp_path}/local", 1, pieces(1.0), {}, ALONE)
+    saved(f"file://{tmp_path}/local", 1)
     assert (tmp_path / "local" / "iter_0000001" / "COMPLETE").is_file() and loaded(f"{tmp_path}/local") == 1.0
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(CheckpointError, match="needs the package fsspec; pip install fsspec"):

@@ -117,8 +117,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path, monkeypatch, call: 
     found = loads.newest(tmp_path, ALONE)
     assert found is not None and found[0].name == "iter_0000001"
     assert not list(tmp_path.glob(".iter_*"))
-    one.save(3, [whole(torch.ones(2))], {})  # and the next one works again
-    one.wait()
+    put(one, 3)  # and the next one works again
     one.close()
     assert loads.newest(tmp_path, ALONE)[0].name == "iter_0000003"  # type: ignore[index]
 
@@ -237,8 +236,7 @@ def test_what_unfinished_saves_and_deletions_have_left_is_swept(tmp_path: Path) 
 
 # ---- what is kept
 def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
-    for step in range(1, 9):
-        saver.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+    loads.save_steps(tmp_path, *range(1, 9))
     (tmp_path / "iter_backup").mkdir()
     (tmp_path / "iter_0000009").mkdir()  # not complete: neither counted nor touched
     os.truncate(tmp_path / "iter_0000008" / "rank-00000.safetensors", 8)  # damaged: neither
@@ -252,8 +250,7 @@ def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
 
 
 def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (1, 2):
-        saver.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+    loads.save_steps(tmp_path, 1, 2)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *a, **k: None)
         retention.Retention(tmp_path, 1).prune()
@@ -264,8 +261,7 @@ def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monke
 
 def test_the_one_just_saved_is_never_deleted(tmp_path: Path) -> None:
     """After a rollback it is not the newest by number."""
-    for step in (10, 20, 30):
-        saver.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+    loads.save_steps(tmp_path, 10, 20, 30)
     one = Saver(tmp_path, ALONE, 0, keep_last=1)
     one.save(15, [whole(torch.ones(2))], {})
     one.close()

@@ -1,10 +1,13 @@
 """How a run starts from a checkpoint: exactly, without the optimizer, from its weights alone; and what is refused."""
 
+import functools
 import json
 import math
 import os
+import re
 import shutil
 import threading
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,16 @@ import programs
 import pytest
 import torch
 from token_files import byte_level_bpe
-from train_cases import SMALL, config_from, pretrain, run_from, train
+from train_cases import SMALL, config_from, kept, pretrain, run_from, same, train
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.config import cli
+from megalite.config import console
 from megalite.config.options import Config
 from megalite.config.toml import to_toml
 from megalite.generate.generation import load_model
 from megalite.launch.ranks import Ranks
-from megalite.models.families import PRESETS
 from megalite.parallel.mesh import Mesh
 from megalite.train import step as step_module
 from megalite.train.setup import SetupError
@@ -53,12 +55,14 @@ def save_step(run: Run, config: Config, **how: bool) -> None:
     saver.close()
 
 
+def started(*flags: str) -> tuple[Run, Any, list[str]]:
+    """A run from what its flags name, what that was, and what it notes."""
+    run, config = built(*flags)
+    return run, *start_run(run, config)
+
+
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    return {e.piece.name: e.piece.data.clone() for e in run.optimizer.pieces() if e.piece.name.startswith("model/")}
-
-
-def state(run: Run, kind: str) -> list[torch.Tensor]:
-    return [e.piece.data for e in run.optimizer.pieces() if e.piece.name.startswith(kind)]
+    return kept(run, "model/")
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +77,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dic
     return folder, then
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_ckpt_step_chooses(saved: tuple[Path, dict]) -> None:
     folder, then = saved
-    run, config = built("--load", str(folder), "--ckpt-step", "2")
-    found, notes = start_run(run, config)
+    run, found, notes = started("--load", str(folder), "--ckpt-step", "2")
     assert found is not None and found.name == "iter_0000002" and run.state.step == 2 and notes == []
     assert same(weights(run), then[2]) and run.state.consumed_samples == 16
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
-        start_run(*built("--load", str(folder), "--ckpt-step", "7"))
+        started("--load", str(folder), "--ckpt-step", "7")
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
@@ -92,16 +91,13 @@ def test_without_the_optimizer_and_from_weights_alone(saved: tuple[Path, dict], 
     folder, then = saved
     cast = (lambda t: t.bfloat16()) if precision else (lambda t: t)
     wanted = {name: cast(values) for name, values in then[3].items()}
-    run, config = built("--load", str(folder), "--no-load-optim", *precision)
-    _, notes = start_run(run, config)
+    run, _, notes = started("--load", str(folder), "--no-load-optim", *precision)
     assert run.state.step == 3 and run.optimizer.updates == 0 and same(weights(run), wanted)
-    assert not any(t.any() for t in state(run, "optimizer.exp_avg")) and "begin at zero" in notes[0]
-    run, config = built("--load", str(folder), "--finetune", *precision)
-    _, notes = start_run(run, config)
+    assert not any(t.any() for t in kept(run, "optimizer.exp_avg").values()) and "begin at zero" in notes[0]
+    run, _, notes = started("--load", str(folder), "--finetune", *precision)
     assert run.state.step == run.state.consumed_samples == run.optimizer.updates == 0 and same(weights(run), wanted)
     if precision:  # main weights are those of the weights
-        for main, weight in zip(state(run, "optimizer.main"), state(run, "model"), strict=True):
-            assert torch.equal(main, weight.float())
+        assert same(_main(run, True), {name: weight.float() for name, weight in _main(run, False).items()})
     assert "begin afresh" in notes[0]
     assert train_step(run).loss > 0
 
@@ -110,26 +106,24 @@ def test_a_misspelt_load_names_what_is_near_and_holds_checkpoints(saved: tuple[P
     (tmp_path / "run-seven").symlink_to(saved[0])
     (tmp_path / "run-even").mkdir()  # near, but empty
     wrong = str(tmp_path / "run-sevn")
-    found, notes = start_run(*built("--load", wrong))
+    _, found, notes = started("--load", wrong)
     near = f"load={wrong!r} holds no checkpoint, but {tmp_path}/run-seven does"
     assert found is None
     assert notes == [f"{near}: the run starts from scratch; --exit-on-missing-checkpoint stops it"]
     with pytest.raises(SetupError, match="run-seven does; drop --exit-on-missing"):
-        start_run(*built("--load", wrong, "--exit-on-missing-checkpoint"))
-    other = built("--load", str(tmp_path / "other"))
-    assert "holds no checkpoint and does not exist: the run starts" in start_run(*other)[1][0]
+        started("--load", wrong, "--exit-on-missing-checkpoint")
+    _, _, notes = started("--load", str(tmp_path / "other"))
+    assert "holds no checkpoint and does not exist: the run starts" in notes[0]
 
 
 def test_pretrained_checkpoint_is_for_an_empty_load(saved: tuple[Path, dict], tmp_path: Path) -> None:
     folder, then = saved
-    run, config = built("--load", str(tmp_path), "--pretrained-checkpoint", str(folder))
-    found, _ = start_run(run, config)
+    run, found, _ = started("--load", str(tmp_path), "--pretrained-checkpoint", str(folder))
     assert found is not None and run.state.step == 0 and same(weights(run), then[3])
-    run, config = built("--load", str(folder), "--pretrained-checkpoint", "/no/such")  # not looked at
-    start_run(run, config)
+    run, *_ = started("--load", str(folder), "--pretrained-checkpoint", "/no/such")  # not looked at
     assert run.state.step == 3
     with pytest.raises(SetupError, match="pretrained_checkpoint=.* holds no checkpoint"):
-        start_run(*built("--pretrained-checkpoint", str(tmp_path)))
+        started("--pretrained-checkpoint", str(tmp_path))
 
 
 def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> None:
@@ -138,34 +132,19 @@ def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> No
     assert {name.partition("/")[0] for name in offline.open_checkpoint(tmp_path).manifest.tensors} == {"model"}
     load = ["--load", str(tmp_path), "--bf16"]
     with pytest.raises(SetupError, match="holds no optimizer state: add --no-load-optim"):
-        start_run(*built(*load))
+        started(*load)
     with pytest.raises(SetupError, match="(?s)activation: 'squared_relu' here.*holds no optimizer state"):
-        start_run(*built(*load, "--squared-relu"))  # both at once
-    again, config = built(*load, "--no-load-optim")
-    start_run(again, config)
+        started(*load, "--squared-relu")  # both at once
+    again, *_ = started(*load, "--no-load-optim")
     assert same(weights(again), weights(run)) and again.state.step == 1
 
 
-MOMENTS = "optimizer: exp_avg bfloat16, exp_avg_sq float32 here, exp_avg float32, exp"
-SGD = "optimizer: momentum_buffer float32 here, exp_avg float32, exp_avg_sq float32 in the checkpoint"
-WIDTH = "12 tensors, as layers.0.mlp.down: (32, 64) here, (32, 128) in the"
-ALL = "--num-layers 5 --ffn-hidden-size 64 --squared-relu --norm-epsilon 1e-6 --qk-layernorm --vocab-size 95"
-FROM_IT = "--use-checkpoint-args"
-MISMATCHES = {  # flags, the remedy, what is said
-    "width": ("--ffn-hidden-size 64", FROM_IT, "ffn_hidden_size: 64 here, 128 in the", WIDTH),
-    "depth": ("--num-layers 3", FROM_IT, "num_layers: 3 here, 4", "layers.3.attention.kv: nothing here, (2, 32, 32)"),
-    "deeper": ("--num-layers 5", FROM_IT, "num_layers: 5 here, 4", "layers.4.attention.kv: (2, 32, 32) here, nothing"),
-    "same shapes": ("--norm-epsilon 1e-6 --squared-relu", "--finetune", "norm_epsilon: 1e-06 here", "'squared_relu'"),
-    "all": (ALL, FROM_IT, "num_layers: 5", "ffn_hidden_size: 64", "and 3 more options"),
-    "vocabulary": ("--vocab-size 95", "give its options", "vocab_size: 95 here, 93 in the checkpoint"),
-    "optimizer": ("--optimizer sgd", "--no-load-optim", SGD),
-    "moments": ("--exp-avg-dtype bf16", "--no-load-optim", MOMENTS),
-}
+ANSWERS = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))
 
 
-@pytest.mark.parametrize("what", sorted(MISMATCHES))
+@pytest.mark.parametrize("what", sorted(ANSWERS["resumes"]))
 def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], what: str) -> None:
-    flags, remedy, *texts = MISMATCHES[what]
+    flags, remedy, *texts = ANSWERS["resumes"][what]
     run, config = built("--load", str(saved[0]), *flags.split())
     before = weights(run)
     with pytest.raises(SetupError) as error:
@@ -177,44 +156,16 @@ def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], w
     assert same(weights(run), before) and run.state.step == 0
 
 
-ROPE = "--position-embedding-type rope"
-YARN, WINDOW = "--position-embedding-type yarn", "--window-size 4,0"
-
-
-@pytest.mark.parametrize(
-    "here,there,line",
-    [
-        ("", "--disable-bias-linear --add-qkv-bias", "activation: 'gelu' here, 'gelu_erf' in"),
-        ("", "--no-bias-gelu-fusion", "activation: 'gelu' here, 'gelu_erf' in"),
-        (ROPE, YARN, "position_embedding_type: 'rope' here, 'yarn' in"),
-        (ROPE, f"{ROPE} --rotary-interleaved", "rotary_interleaved: False here, True in"),
-        (ROPE, f"{ROPE} --rotary-seq-len-interpolation-factor 2", "rotary_seq_len_interpolation_factor: 1.0 here"),
-        (ROPE, f"{ROPE} --no-rope-freq 2", "no_rope_freq: None here, '2' in"),
-        (f"{ROPE} --no-rope-freq [0,1]*2", f"{ROPE} --no-rope-freq 2", None),
-        (YARN, f"{YARN} --rotary-scaling-factor 2", "rotary_scaling_factor: 1.0 here, 2.0 in"),
-        (YARN, f"{YARN} --yarn-original-max-position-embeddings 9", "yarn_original_max_position_embeddings: 4096 here"),
-        (YARN, f"{YARN} --yarn-beta-fast 9", "yarn_beta_fast: 32.0 here, 9.0 in"),
-        (YARN, f"{YARN} --yarn-beta-slow 2", "yarn_beta_slow: 1.0 here, 2.0 in"),
-        (YARN, f"{YARN} --no-yarn-correction-range-round-to-int", "yarn_correction_range_round_to_int: True here"),
-        (YARN, f"{YARN} --mscale 0.5", "mscale: 1.0 here, 0.5 in"),
-        (YARN, f"{YARN} --mscale-all-dim 1", "mscale_all_dim: 0.0 here, 1.0 in"),
-        (ROPE, f"{ROPE} --no-position-embedding", None),
-        ("", WINDOW, "window_size: None here, (4, 0) in"),
-        ("", f"{WINDOW} --window-attn-skip-freq 2", "window_attn_skip_freq: None here, '2' in"),
-        ("--window-size 5,0", WINDOW, "window_size: (5, 0) here, (4, 0) in"),
-        (f"{WINDOW} --window-attn-skip-freq [1,0]*2", f"{WINDOW} --window-attn-skip-freq 2", None),
-        ("", "--openai-gelu --no-bias-gelu-fusion", None),
-        ("", "--embedding-init-method-std 2", None),
-    ],
-)
-def test_what_changes_the_meaning_of_weights_is_a_difference(here: str, there: str, line: str | None) -> None:
+@pytest.mark.parametrize("here,there,line", ANSWERS["models"]["rows"])
+def test_what_changes_the_meaning_of_weights_is_a_difference(here: str, there: str, line: str) -> None:
     found = options_that_differ(parse(*here.split()).model, parse(*there.split()).model, "the checkpoint")
     assert any(text.startswith(line) for text in found) if line else found == []
 
 
-def _kept(run: Run, kind: str) -> dict[str, torch.Tensor]:
-    pieces = (entry.piece for entry in run.optimizer.pieces())
-    return {p.name.partition("/")[2]: p.data.clone() for p in pieces if p.name.startswith(kind)}
+def _main(run: Run, half: bool) -> dict[str, torch.Tensor]:
+    """The main weights, which are the weights unless these are in `half` precision, by the parameter's name."""
+    kind = "optimizer.main/" if half else "model/"
+    return {name.removeprefix(kind): data for name, data in kept(run, kind).items()}
 
 
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16"]}
@@ -224,13 +175,11 @@ PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16"]}
 def test_a_run_goes_on_in_another_precision_with_the_same_main_weights(before: str, after: str, tmp_path: Path) -> None:
     run, config = built("--save", str(tmp_path), "--save-interval", "1", *PRECISIONS[before])
     save_step(run, config)
-    main = [_kept(run, "model/" if before == "fp32" else "optimizer.main/"), _kept(run, "optimizer.exp_avg_sq/")]
-    run, config = built("--load", str(tmp_path), *PRECISIONS[after])
-    _, notes = start_run(run, config)
-    found = [_kept(run, "model/" if after == "fp32" else "optimizer.main/"), _kept(run, "optimizer.exp_avg_sq/")]
-    assert all(same(a, b) for a, b in zip(main, found, strict=True)) and run.state.step == 1
-    half = {name: data.to(run.buffer.weights.dtype) for name, data in main[0].items()}
-    assert same(_kept(run, "model/"), half)
+    main, moments = _main(run, before != "fp32"), kept(run, "optimizer.exp_avg_sq/")
+    run, _, notes = started("--load", str(tmp_path), *PRECISIONS[after])
+    assert same(_main(run, after != "fp32"), main) and same(kept(run, "optimizer.exp_avg_sq/"), moments)
+    half = {name: data.to(run.buffer.weights.dtype) for name, data in main.items()}
+    assert same(_main(run, False), half) and run.state.step == 1
     assert any("the main weights continue bit for bit" in note for note in notes)
     assert run.loss_scaler.dynamic == (after == "fp16") and math.isfinite(train_step(run).loss)
 
@@ -245,8 +194,7 @@ def test_the_program_refuses_once_with_the_code_of_usage(saved: tuple[Path, dict
 
 def test_what_may_change_on_the_way(saved: tuple[Path, dict]) -> None:
     free = "--hidden-dropout 0 --attention-dropout 0 --init-method-std 0.1 --ffn-hidden-size 128 --num-query-groups 4"
-    run, config = built("--load", str(saved[0]), *free.split(), "--group-query-attention", "--kv-channels", "8")
-    start_run(run, config)
+    run, *_ = started("--load", str(saved[0]), *free.split(), "--group-query-attention", "--kv-channels", "8")
     assert run.state.step == 3
 
 
@@ -287,13 +235,6 @@ def test_use_checkpoint_args_tells_what_it_passes_over(saved: tuple[Path, dict],
         with_checkpoint_args(config)
 
 
-def test_flags_that_need_nothing_are_noted() -> None:
-    made, notes = cli.read([*SMALL, "--train-iters", "6", "--no-load-rng", "--no-save-rng"], PRESETS)
-    assert len(notes) == 1 and "--no-load-rng, --no-save-rng (random numbers have no state" in notes[0]
-    for flags, value in (([], "auto"), (["--async-save"], "on"), (["--no-async-save"], "off")):
-        assert parse(*flags).checkpoint.asynchronous_save == value
-
-
 # ---- the loop
 def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
     run, config = built("--save", str(tmp_path), "--save-interval-mins", "1e-9", "--save-retain-interval", "4")
@@ -332,7 +273,6 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(tmp_path: Pat
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr("megalite.train.life.run.keep_freed_memory", lambda: None)  # for the whole process
     monkeypatch.setattr(writer, "write_rank", write)
     monkeypatch.setattr(step_module, "train_step", step)
     monkeypatch.setattr(os, "_exit", leave)
@@ -347,6 +287,35 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(tmp_path: Pat
     assert lost in (tmp_path / "log.txt").read_text()
 
 
+STYLES = {
+    "megalite": (
+        r"^saving checkpoint at step 3 to {}\nsaved iter_0000003 in [\d.]+ s \([\d.e-]+ GiB, [\d.e-]+ GiB/s\)",
+        r"^loading {}/iter_0000002 \([\d.e-]+ GiB\)$(.|\n)*^resumed from {}/iter_0000002 at step 2$",
+    ),
+    "megatron": (
+        r"^saving checkpoint at iteration       3 to {} in megalite format$(.|\n)*"
+        r"^  successfully saved checkpoint from iteration       3 to {} \[ t 1/1, p 1/1 \]$",
+        r"^ loading distributed checkpoint from {} at iteration 2$(.|\n)*"
+        r"^  successfully loaded checkpoint from {} \[ t 1/1, p 1/1 \] at iteration 2$",
+    ),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """And say how far they are, where it takes long."""
+    where = str(tmp_path / "run")
+    words = f"--lr-decay-iters 9 --save {where} --load {where} --save-interval 2 --log-style {style}".split()
+    for iters in ("2", "3"):
+        assert pretrain(parse(*words, "--train-iters", iters)) == Exit.DONE
+    shown = capsys.readouterr().out
+    for line in STYLES[style]:
+        assert re.search(line.replace("{}", where), shown, re.MULTILINE), shown
+    monkeypatch.setattr(console, "Bar", functools.partial(console.Bar, every_s=0))
+    started("--load", where, "--lr-decay-iters", "9")
+    assert re.search(rf"loading {where}/iter_0000003: [\d.e-]+ of [\d.e-]+ GiB that this", capsys.readouterr().out)
+
+
 def test_another_tokenizer_is_refused_by_its_fingerprint(tmp_path: Path) -> None:
     bpe, where = str(tmp_path / "tokenizer.json"), str(tmp_path / "run")
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", bpe, "--vocab-size", "400"]
@@ -355,6 +324,6 @@ def test_another_tokenizer_is_refused_by_its_fingerprint(tmp_path: Path) -> None
     save_step(*built(*flags))
     byte_level_bpe(["other words here: nothing repeats"], 280).save(bpe)
     with pytest.raises(SetupError, match=r"tokenizer: .* here, .* in the checkpoint\nits tokenizer"):
-        start_run(*built(*flags))
+        started(*flags)
     with pytest.raises(SetupError, match="put back the tokenizer that it was trained with"):
         load_model(tmp_path / "run", ALONE)

@@ -9,7 +9,7 @@ from typing import Any
 import loads
 import programs
 import pytest
-from loads import ALONE, BACKGROUND, filled, flip
+from loads import ALONE, BACKGROUND, filled, flip, save_steps
 from train_cases import SMALL
 
 from megalite.checkpoint.run import saver, upload
@@ -107,8 +107,7 @@ def test_training_goes_on_when_an_upload_fails(kept: str, tmp_path: Path, broken
 
 def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = tmp_path / "fast"
-    for step in range(1, 6):
-        saver.save(fast, step, pieces(float(step)), {}, ALONE)
+    save_steps(fast, *range(1, 6))
     sent: list[int] = []
     real = upload.Uploader._send
     monkeypatch.setattr(upload.Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])

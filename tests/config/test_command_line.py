@@ -1,19 +1,18 @@
 """How people spell a command line: every spelling of a switch, near misses, flags of other programs, and all that is
 wrong in one list, whatever it is and in whatever order."""
 
-import os
 import random
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
-from typing import Any
 
-import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pretrain_gpt
 from megalite.config import cli
 from megalite.config.field import base_type, spellings
 from megalite.config.megatron_flags import DEPENDENT, NO_EFFECT, REFUSED, WARNED, answer, known_flags
@@ -31,11 +30,6 @@ def problems_of(words: list[str], world: int = 1) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
-
-
-def pretrained(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "pretrain_gpt.py", *words]
-    return programs.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, **options)
 
 
 ON = ["--bf16", "--bf16 true", "--bf16=1", "--no-bf16=false"]
@@ -72,24 +66,16 @@ def test_underscores_and_short_names_are_taken() -> None:
     assert not any("unknown" in line for line in problems_of([*GOOD, "--load", "x", spelt]))
 
 
-def test_dp_says_how_many_ranks_there_are() -> None:
+def test_dp_says_how_many_ranks_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*GOOD, "--tp", "2", "--dp", "4"]
     assert problems_of(words, 8) == []
     said = "data_parallel_size=4 x tp 2 x pp 1 is not the world size 2; start 8 ranks, or leave it out"
     assert problems_of(words, 2) == [said]
-    run = pretrained(*words, "--dry-run")
-    assert run.returncode == 0 and "dp 4" in run.stdout, run.stderr
+    assert pretrain_gpt.main([*words, "--dry-run"]) == 0 and "dp 4" in capsys.readouterr().out
 
 
-MEANT = {
-    **{"--learning-rate": "use --lr", "--epochs": "use --train-iters or --train-samples"},
-    **{"--model": "use --preset NAME, or --load DIR", "--dtype": "use --bf16 or --fp16"},
-    "--tensor-model-paralel-size": "did you mean --tensor-model-parallel-size?",
-    **{"--train-itres": "did you mean --train-iters?", "--micro-batchsize": "did you mean --micro-batch-size?"},
-    **{"--swigl": "did you mean --swiglu?", "--disable-bias-liner": "did you mean --disable-bias-linear?"},
-    **{"--moe-router-topkk": "did you mean --moe-router-topk?", "--num-layer": "did you mean --num-layers?"},
-    **dict.fromkeys(("--quantum", "--no-sequence-parallel", "--stage", "--deeep"), "see --help"),
-}
+ANSWERS = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))
+MEANT: dict[str, str] = ANSWERS["meant"]
 
 
 @pytest.mark.parametrize("flag", MEANT)
@@ -104,52 +90,18 @@ def test_flags_of_other_programs_are_named_as_such(flag: str) -> None:
     assert re.match(rf"{flag.partition('=')[0]}: a flag of (DeepSpeed|BLOOM's fork|Pai-Megatron-Patch)", problem)
 
 
-# words that break a good line, and what must be said of them: nothing else is
-FAULTS = [
-    ("--hidden-sise 4", "unknown flag --hidden-sise"),
-    ("--learning-rate 4", "unknown flag --learning-rate"),
-    ("--deepspeed", "a flag of DeepSpeed"),
-    ("--moe-use-upcycling --moe-upcycling-granularity 2", "a dense checkpoint is not made into experts"),
-    ("--fp8-format hybrid --fp8-recipe delayed", "FP8 and FP4 are not supported"),
-    ("--bf16=perhaps", "--bf16=perhaps is neither true nor false; give one, or no value"),
-    ("--fp16 --loss-scale", "--loss-scale needs a value"),
-    ("--clip-grad x", "clip_grad='x' is not a float"),
-    ("--adam-beta1 1.5", "adam_beta1=1.5"),
-    ("--lr-decay-style round", "lr_decay_style='round' is not one of"),
-    ("--min-lr -1", "min_lr=-1.0 is negative"),
-    ("--weight-decay nan", "weight_decay=nan is not finite"),
-    ("--tp 3", "tensor_model_parallel_size=3 does not divide num_attention_heads=4"),
-    ("--hidden-dropout 2", "hidden_dropout=2.0 drops everything"),
-    ("--ddp-bucket-size 0", "ddp_bucket_size=0 is too small"),
-    ("--max-position-embeddings 3", "max_position_embeddings=3 is below"),
-    ("--recompute-method block", "recompute_method=block has no effect"),
-    ("--keep-last 3", "keep_last=3 has no effect; add --save"),
-    ("--context-parallel-size 3", "context_parallel_size=3 x 2"),
-    ("--num-query-groups 3 --group-query-attention", "num_query_groups=3 does not divide"),
-    ("--eod-mask-loss", "eod_mask_loss needs a tokenizer"),
-    ("--preset gpt9", "preset='gpt9' is unknown"),
-    ("--config /no/such.toml", "cannot be read"),
-    ("--rotary-percent 1.5", "rotary_percent=1.5"),
-    ("--train-samples 5", "train_iters and train_samples exclude each other"),
-    ("--trust-remote-code", "may run code"),
-    ("--dp 5", "data_parallel_size=5 x"),
-    ("--global-batch-size 7", "global_batch_size=7 is not a multiple"),
-]
-
-
 @settings(max_examples=200)
-@given(st.lists(st.sampled_from(FAULTS), min_size=1, max_size=8, unique=True), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.sampled_from([*ANSWERS["faults"].items()]), min_size=1, max_size=8, unique=True),
+    st.randoms(use_true_random=False),
+)
 def test_whatever_is_wrong_is_said_at_once(faults: list[tuple[str, str]], order: random.Random) -> None:
     parts = [words.split() for words, _ in faults]
     order.shuffle(parts)
     problems = problems_of([*GOOD, *(word for part in parts for word in part)])
     told = {words: [p for p in problems if message in p] for words, message in faults}
-    clashes = {
-        "--tp 3",
-        "--dp 5",
-        "--context-parallel-size 3",
-        "--global-batch-size 7",
-    }  # of these a world of one rank says more than one thing
+    # of these a world of one rank says more than one thing
+    clashes = {"--tp 3", "--dp 5", "--context-parallel-size 3", "--global-batch-size 7"}
     assert all(told.values()), (told, problems)
     if not clashes & told.keys():
         assert len(problems) == len(faults), problems
@@ -216,15 +168,19 @@ def test_what_would_change_the_training_is_not_taken_in_silence() -> None:
     assert "--position-embedding-type" in problems_of([*GOOD, "--rope-type", "yarn"])[0]
     assert problems_of([*GOOD, "--rope-type", "rope"]) == []
     assert cli.read_all([*GOOD, "--ddp-reduce-scatter-with-fp32-accumulation"], PRESETS).warnings
+    for flags, saves in (([], "auto"), (["--async-save"], "on"), (["--no-async-save"], "off")):
+        assert cli.read([*GOOD, *flags], PRESETS)[0].checkpoint.asynchronous_save == saves
 
 
-def test_one_rank_tells_the_notes(tmp_path: Path) -> None:
+def test_one_rank_tells_the_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     words = [*GOOD, "--sequence-parallel", "--dry-run", "--save", str(tmp_path)]
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     told = []
     for rank in "01":
-        run = pretrained(*words, env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank}, ok=True)
-        told.append(run.stderr.count("note: "))
+        for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, value)
+        assert pretrain_gpt.main(words) == 0
+        told.append(capsys.readouterr().err.count("note: "))
     assert told[0] > 0 and told[1] == 0
 
 

@@ -1,4 +1,4 @@
-"""The bar at the bottom of a terminal, on a real one (os.forkpty), and plain lines everywhere else."""
+"""The bar at the bottom of a terminal, on a real one (os.openpty), and plain lines everywhere else."""
 
 import fcntl
 import os
@@ -9,6 +9,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import programs
 import pytest
@@ -33,12 +34,13 @@ class Terminal:
     def __init__(self, words: list[str], *, columns: int = 160, cwd: Path = ROOT, **variables: str):
         unset = {"NO_COLOR", "RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"}
         env = {name: value for name, value in os.environ.items() if name not in unset}
-        self.raw, self.code = "", None
-        self.pid, self.number = os.forkpty()
-        if self.pid == 0:  # pragma: no cover
-            os.chdir(cwd)
-            os.execve(words[0], words, {**env, "TERM": "xterm-256color", **variables})
-        fcntl.ioctl(self.number, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        env |= {"TERM": "xterm-256color", **variables}
+        self.raw = ""
+        self.number, far = os.openpty()
+        fcntl.ioctl(far, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        how: dict[str, Any] = {"cwd": cwd, "env": env, "start_new_session": True}
+        self.process = programs.Popen(words, stdin=far, stdout=far, stderr=far, **how)
+        os.close(far)
 
     def read(self, until: str = "", timeout_s: float = 90.0) -> str:
         """All that comes, until this pattern has, or the program has ended."""
@@ -54,9 +56,8 @@ class Terminal:
 
     def end(self) -> int:
         self.read()
-        self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         os.close(self.number)
-        return self.code
+        return self.process.wait(60)
 
     def shown(self) -> list[str]:
         """The lines of a screen with endless memory: what was erased is not there any more."""
@@ -203,7 +204,17 @@ def test_a_terminal_that_goes_away_or_takes_nothing_holds_up_nobody(tmp_path: Pa
             termios.tcflow(run.number, termios.TCOON)
             run.end()
         else:
-            os.waitpid(run.pid, 0)
+            run.process.wait(60)
+
+
+def test_a_line_now_and_then_and_none_for_what_is_short(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    one = console.told("loading X", 50, "tensors")
+    for _ in range(50):
+        now[0] += 0.5
+        one.add(1)
+    assert capsys.readouterr().out.splitlines() == ["loading X: 20 of 50 tensors", "loading X: 40 of 50 tensors"]
 
 
 def test_a_bar_that_two_threads_close_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:

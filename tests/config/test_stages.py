@@ -1,38 +1,24 @@
-"""Layers of the stages that the options give: the numbers that Megatron-LM's get_num_layers_to_build returns."""
+"""Layers of the stages that the options give: the numbers that Megatron-LM's get_num_layers_to_build returns; and
+patterns of layers."""
+
+import tomllib
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from train_cases import config_from
 
 from megalite.config.options import ConfigError
+from megalite.config.pattern import read_pattern, write_pattern
 from megalite.config.stage_layers import parse_layout
 from megalite.plan.arrangement import Arrangement
 
 MODEL = """--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data
  --tokenizer-type NullTokenizer --vocab-size 5000 --eval-iters 0"""
-EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
-FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-CHUNKS, CHUNK = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
-SAME_AS_MEGATRON = [
-    (6, 4, f"{CHUNKS} 2 {EMBEDDING} {LOSS}", [0, 1, 1, 1, 1, 1, 1, 0]),
-    (6, 4, f"{CHUNK} 1 {EMBEDDING} {LOSS}", [0, 1, 1, 1, 1, 1, 1, 0]),
-    (6, 4, f"{EMBEDDING} {LOSS}", [1, 2, 2, 1]),
-    (7, 4, EMBEDDING, [1, 2, 2, 2]),
-    (7, 4, LOSS, [2, 2, 2, 1]),
-    (3, 1, f"{EMBEDDING} {LOSS}", [3]),
-    (14, 4, f"{CHUNKS} 2 {EMBEDDING} {LOSS}", [1, 2, 2, 2, 2, 2, 2, 1]),
-    (15, 2, f"{CHUNK} 2 {LOSS}", [2, 2, 2, 2, 2, 2, 2, 1]),
-    (12, 4, f"{FIRST} 2 {LAST} 2", [2, 4, 4, 2]),
-    (12, 4, f"{FIRST} 2 {LAST} 2 {CHUNKS} 2", [1, 2, 2, 1, 1, 2, 2, 1]),
-    (10, 4, f"{FIRST} 1", [1, 3, 3, 3]),
-    (11, 4, f"{LAST} 2", [3, 3, 3, 2]),
-    (6, 2, f"{FIRST} 4", [4, 2]),
-    (6, 2, f"{FIRST} 4 {LAST} 2", [4, 2]),
-    (61, 16, f"{FIRST} 1 {LAST} 4", [1, *[4] * 15]),
-    (8, 2, f"{CHUNK} 1", [1] * 8),
-    (4, 1, f"{CHUNK} 4", [4]),
-    (8, 2, "--pipeline-model-parallel-layout Ettt|(tt|)*2t,L", [3, 2, 2, 1]),
-]
+STAGES = tomllib.loads((Path(__file__).parents[1] / "answers.toml").read_text("utf-8"))["stages"]
 
 
 def counts(layers: int, pp: int, flags: str) -> list[int]:
@@ -43,7 +29,7 @@ def counts(layers: int, pp: int, flags: str) -> list[int]:
     return [len(r) for r in ranges]
 
 
-@pytest.mark.parametrize("layers,pp,flags,want", SAME_AS_MEGATRON)
+@pytest.mark.parametrize("layers,pp,flags,want", STAGES["megatrons"])
 def test_given_stages_are_megatrons(layers: int, pp: int, flags: str, want: list[int]) -> None:
     assert counts(layers, pp, flags) == want
 
@@ -56,23 +42,7 @@ def test_what_is_not_given_is_balanced_by_flops() -> None:
     assert counts(7, 2, f"{batch} {CHUNKS} 2")[-1] == counts(8, 2, f"{batch} {CHUNKS} 2")[-1] == 0
 
 
-@pytest.mark.parametrize(
-    "layers,pp,flags,says",
-    [
-        (6, 4, EMBEDDING, r"num_layers=6 \+ embedding is not a multiple of pipeline_model_parallel_size=4"),
-        (14, 4, f"{CHUNKS} 3 {EMBEDDING} {LOSS}", "num_virtual_stages_per_pipeline_rank=3 does not divide the 4 la"),
-        (6, 4, f"{FIRST} 6", "decoder_first_pipeline_num_layers=6 of num_layers=6 leave 0 layers for 3 other"),
-        (6, 4, f"{FIRST} 1", "leave 5 layers for 3 other"),
-        (6, 2, f"{FIRST} 3 {LAST} 2", "leave 1 layers for 0 other"),
-        (6, 1, f"{FIRST} 3 {LAST} 3", "are of two pipeline ranks, pipeline_model_parallel_size=1; raise it"),
-        (6, 2, f"{FIRST} 0", "decoder_first_pipeline_num_layers=0 is too small"),
-        (6, 2, f"{FIRST} 4 {LOSS}", "exclude"),
-        (6, 2, f"{FIRST} 4 {CHUNK} 1", "exclude"),
-        (6, 2, f"--pipeline-model-parallel-layout Ettt|tttL {LOSS}", "already sets"),
-        (6, 2, "--microbatch-group-size-per-virtual-pipeline-stage 1", "is below pipeline parallel 2"),
-        (6, 2, "--pipeline-model-parallel-layout Ettt|ttL", "holds 5 layers, num_layers=6"),
-    ],
-)
+@pytest.mark.parametrize("layers,pp,flags,says", STAGES["refused"])
 def test_what_does_not_fit_says_what_to_do(layers: int, pp: int, flags: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         counts(layers, pp, flags)
@@ -82,3 +52,46 @@ def test_what_does_not_fit_says_what_to_do(layers: int, pp: int, flags: str, say
 def test_a_bad_layout_says_what_to_write(text: str) -> None:
     with pytest.raises(ValueError, match="pipeline_model_parallel_layout"):
         parse_layout(text, 4 if text != "Ett|tL" else 3, 2 if text != "Ett|tL" else 4)
+
+
+# ---- patterns of layers: what Megatron-LM's expressions mean, without running them
+lists = st.recursive(  # (text, what it means)
+    st.lists(st.sampled_from([0, 1]), max_size=4).map(lambda bits: (str(bits), bits)),
+    lambda inner: (
+        st.tuples(inner, inner).map(lambda ab: (f"({ab[0][0]}+{ab[1][0]})", ab[0][1] + ab[1][1]))
+        | st.tuples(inner, st.integers(0, 3)).map(lambda an: (f"{an[0][0]} * {an[1]}", an[0][1] * an[1]))
+        | st.tuples(st.integers(0, 3), inner).map(lambda na: (f"({na[0]}*{na[1][0]})", na[0] * na[1][1]))
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100)
+@given(lists)
+def test_an_expression_means_what_python_says(pair: tuple[str, list[int]]) -> None:
+    text, want = pair
+    assert read_pattern(text, len(want)) == tuple(map(bool, want))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.booleans(), min_size=1, max_size=20))
+def test_what_is_written_reads_back(bits: list[bool]) -> None:
+    assert read_pattern(write_pattern(bits), len(bits)) == tuple(bits)
+
+
+def test_a_number_is_how_many_layers_apart() -> None:
+    """As in Megatron-LM, where layers count from 1: layer n has no window where n % N == 0."""
+    assert read_pattern("4", 9) == tuple(n % 4 != 0 for n in range(1, 10))
+    assert write_pattern([True, True, True, False] * 2) == "4" and write_pattern([True] * 5) == "[1]*5"
+    assert write_pattern([False, True] * 3) == "[0,1]*3" and write_pattern([False] * 4 + [True]) == "[0]*4+[1]"
+
+
+NEITHER = ["", "[1]*(2)*x", "[1.0]", "[True]", "[1]*-1", "[1]*1000000000", "[1]*99999*99999*99999", "'ab'*2"]
+NEITHER += ["__import__('os')", "(" * 3000 + "[1]" + ")" * 3000]
+SAYS = {"0": "below 1", "-2": "below 1", "[1,0]": "has 2 numbers for 3 layers"}
+
+
+@pytest.mark.parametrize("text,says", [*SAYS.items(), *((text, "neither a number nor a list") for text in NEITHER)])
+def test_what_is_no_pattern_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_pattern(text, 3)

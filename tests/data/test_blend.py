@@ -1,18 +1,25 @@
-"""A blend holds its weights at every prefix, and any sample of it can be found without the ones before."""
+"""A blend holds its weights at every prefix, any sample of it can be found without the ones before, and --data-path,
+--split and named validation sets make one."""
 
+import doctest
+import json
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import numbered
 
 from megalite.data.errors import DataError
-from megalite.data.samples import blend_order
-from megalite.data.samples.blend import Blend
+from megalite.data.samples import blend_order, validation_sets
+from megalite.data.samples.blend import Blend, build_blend, parse_data_path
 from megalite.data.samples.blend_order import BlendOrder
 from megalite.data.samples.mock import MockDataset
+from megalite.data.samples.source import Dataset
+from megalite.data.samples.validation_sets import bits_per_byte, bytes_per_token, parse_named_sets, sets_of_each
 
 WEIGHTS = st.one_of(st.floats(1e-4, 1.0), st.integers(1, 10**12), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0, 1e-6]))
 
@@ -90,3 +97,132 @@ def test_mock_data_is_learnable_noisy_and_within_the_vocabulary() -> None:
     steps = (tokens[:, 1:] - tokens[:, :-1]) % (512 * 98) // 98
     usual = [np.bincount(row).max() / row.size for row in steps]
     assert 0.7 < np.mean(usual) < 0.95  # most steps are the same, some are noise
+
+
+# ---- of files
+def write(prefix: Path, documents: int, first: int = 0) -> str:
+    numbered(prefix, [10] * documents, first)
+    return str(prefix)
+
+
+def tokens(dataset: Dataset | None, n: int = 200) -> set[int]:
+    return set(dataset.samples(np.arange(n)).reshape(-1).tolist())
+
+
+def test_parts_share_no_document(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 100)
+    train, valid, test = (
+        build_blend([prefix], 4, 1, name, part)
+        for name, part in (("train", (0.0, 0.8)), ("valid", (0.8, 0.95)), ("test", (0.95, 1.0)))
+    )
+    assert tokens(train, 300) == set(range(800))
+    assert tokens(valid) == set(range(800, 950))
+    assert tokens(test) == set(range(950, 1000))
+
+
+def test_too_little_validation_data_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 10)
+    with pytest.raises(DataError, match="the test split has 0 tokens in 0 documents.*larger part in --split"):
+        build_blend([prefix], 4, 1, "test", (0.999, 1.0))
+
+
+def test_blend_of_files(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", 30), write(tmp_path / "b", 90, first=1000)
+    weighted = build_blend(["0.25", a, "0.75", b], 4, 1, "train")
+    by_size = build_blend([a, b], 4, 1, "train")
+    rows = weighted.samples(np.arange(100))
+    assert (rows[:, 0] < 1000).sum() == 25
+    assert np.array_equal(rows, by_size.samples(np.arange(100)))  # 300 : 900 tokens
+    assert weighted.describe(150) == f"0.2500 of {a}: 30 documents, 300 tokens, 0.51 epochs\n" + (
+        f"0.7500 of {b}: 90 documents, 900 tokens, 0.50 epochs"
+    )
+    assert build_blend([a], 4, 1, "train").describe(300).endswith("4.00 epochs")
+    assert build_blend([a], 4, 1, "train").describe(400).endswith("5.33 epochs; more than 4 teach little")
+
+
+def test_parse_data_path() -> None:
+    assert parse_data_path(["a"]) == (["a"], None)
+    assert parse_data_path(["a", "b", "c"]) == (["a", "b", "c"], None)
+    assert parse_data_path(["1", "a", "2e-1", "b"]) == (["a", "b"], [1.0, 0.2])
+    for bad in (["0.3", "a", "b"], ["0.3", "a", "b", "0.7"], ["0.3"]):
+        with pytest.raises(DataError, match="is not a list of WEIGHT PREFIX pairs"):
+            parse_data_path(bad)
+    with pytest.raises(DataError, match="data_path is empty"):
+        parse_data_path([])
+
+
+# ---- named validation sets: what is a name and what a path, and the loss per byte of text
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]*", fullmatch=True)
+PATHS = st.sampled_from(["a", "data/x", "/abs/lang=en/part", "./lang=en/x", "s3://bucket/k=v/x", "with space/x"])
+VALUES = st.one_of(
+    st.lists(PATHS, min_size=1, max_size=3),
+    st.lists(st.tuples(st.sampled_from(["0.3", "1", "2e-1"]), PATHS), min_size=1, max_size=3).map(
+        lambda pairs: [part for pair in pairs for part in pair]
+    ),
+)
+
+
+@given(sets=st.dictionaries(NAMES, VALUES, min_size=1, max_size=4), apart=st.booleans())
+def test_both_spellings_come_back(sets: dict[str, list[str]], apart: bool) -> None:
+    items = []
+    for name, path in sets.items():
+        items += [f"{name}=", *path] if apart else [f"{name}={path[0]}", *path[1:]]
+    assert parse_named_sets(items) == sets
+    for path in sets.values():
+        parse_data_path(path)  # each is a data path as ever
+        assert parse_named_sets(path) == {"valid": path}  # and alone, in Megatron-LM's plain form, one set
+        assert parse_named_sets(path, "test") == {"test": path}
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([], "valid_data_path is empty"),
+        (["a", "wiki=b"], "'a' belongs to no set; begin with NAME="),
+        (["wiki=a", "wiki=b"], "two sets are called 'wiki'"),
+        (["wiki=a", "code="], "set 'code' has no data; write code=PREFIX"),
+        (["wiki", "=", "a"], "'=' has no name; write NAME=PREFIX without spaces"),
+    ],
+)
+def test_bad_forms_are_refused(items: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_named_sets(items)
+
+
+def test_multiple_validation_sets_of_megatron() -> None:
+    assert sets_of_each(["x/a_text_document", "y/b"]) == {"a": ["x/a_text_document"], "b": ["y/b"]}
+    assert sets_of_each(["x/a", "y/a"], ["one", "two"]) == {"one": ["x/a"], "two": ["y/a"]}
+    for prefixes, names, message in (
+        (["x/a", "y/a"], None, "two validation sets are called 'a'; give --validation-set-names"),
+        (["a", "b"], ["one"], "1 names for 2 sets"),
+        (["0.5", "a"], None, "takes prefixes without weights, not 0.5"),
+    ):
+        with pytest.raises(DataError, match=message):
+            sets_of_each(prefixes, names)
+
+
+def info(prefix: Path, **counts: object) -> str:
+    made_by = {"name": "t", "fingerprint": "0", "vocab_size": 10, "eod": 0}
+    prefix.with_name(prefix.name + ".json").write_text(json.dumps({"version": 1, "tokenizer": made_by, **counts}))
+    return str(prefix)
+
+
+def test_bytes_per_token_of_a_blend(tmp_path: Path) -> None:
+    a, b = info(tmp_path / "a", tokens=100, bytes=400), info(tmp_path / "b", tokens=300, bytes=600)
+    assert bytes_per_token([a]) == 4
+    assert bytes_per_token([a, b]) == 1000 / 400  # by tokens
+    assert bytes_per_token([a, b], [3.0, 1.0]) == (3 * 4 + 2) / 4
+    assert bytes_per_token([a, str(tmp_path / "none")]) is None
+    assert bytes_per_token([a, info(tmp_path / "old", tokens=5)]) is None
+    for bad in ({"bytes": 0, "tokens": 5}, {"bytes": 5, "tokens": True}, {"bytes": 5.0, "tokens": 1}, {"bytes": 5}):
+        with pytest.raises(DataError, match="must both be integers > 0"):
+            bytes_per_token([info(tmp_path / "bad", **bad)])
+
+
+def test_a_uniform_model_over_bytes_needs_eight_bits_for_each() -> None:
+    assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8)
+    assert bits_per_byte(math.log(65536), 2.0) == pytest.approx(8)  # two bytes to a token, the same model
+
+
+def test_examples_of_the_documentation() -> None:
+    assert doctest.testmod(validation_sets).failed == 0

@@ -161,14 +161,38 @@ def test_damaged_files_are_rebuilt_with_a_warning(tmp_path: Path, caplog: pytest
 
 def test_an_order_of_other_data_is_found_on_use(tmp_path: Path) -> None:
     """Somebody has given it this name. No sample is made of tokens that are not the ones meant."""
-    numbered(tmp_path / "a", LENGTHS.tolist())
-
-    def dataset() -> GptDataset:
-        data = IndexedDataset(tmp_path / "a")
-        return GptDataset(data, range(len(data)), 20, 1, "train", tmp_path / "cache")
-
-    dataset().samples(np.arange(20))
+    data = numbered(tmp_path / "a", LENGTHS.tolist())
+    dataset(data, tmp_path / "cache").samples(np.arange(20))
     (path,) = (tmp_path / "cache").glob("*.epoch")
     store(path, build_epoch(LENGTHS[::-1].copy(), 8))
     with pytest.raises(DataError, match=f"the documents' lengths; remove its files from data_cache_path={tmp_path}"):
-        dataset().samples(np.arange(20))
+        dataset(data, tmp_path / "cache").samples(np.arange(20))
+
+
+def dataset(data: IndexedDataset, directory: Path | None, seed: int = 1) -> GptDataset:
+    return GptDataset(data, range(len(data)), 7, seed, "train", directory)
+
+
+def test_cache_gives_the_same_samples_and_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, directory = numbered(tmp_path / "a", [10] * 50), tmp_path / "cache"
+    want = dataset(data, None).samples(np.arange(150))  # over two epoch borders
+    assert np.array_equal(dataset(data, directory).samples(np.arange(150)), want)
+    assert len(list(directory.glob("*.epoch"))) == 3
+    monkeypatch.setattr("megalite.data.samples.gpt_dataset.build_epoch", lambda *_: never())
+    assert np.array_equal(dataset(data, directory).samples(np.arange(150)), want)
+
+
+def test_other_data_seed_or_split_has_other_files(tmp_path: Path) -> None:
+    data, directory = numbered(tmp_path / "a", [10] * 50), tmp_path / "cache"
+    seen: set[str] = set()
+    for step in range(4):
+        if step == 2:
+            data = numbered(tmp_path / "a", [10] * 51)  # the same name, other documents
+        dataset(data, directory, seed=2 if step == 1 else 1).samples(np.array([0]))[0]
+        if step == 3:
+            GptDataset(data, range(50), 7, 1, "train", directory).samples(
+                np.array([0])
+            )  # the first data's lengths again
+        found = {p.name for p in directory.glob("*.epoch")}
+        assert len(found - seen) == (1 if step < 3 else 0)
+        seen = found

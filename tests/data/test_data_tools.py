@@ -1,18 +1,18 @@
 """The tools around token files, as a user runs them: merge, inspect and verify, train a tokenizer."""
 
+import functools
 import json
 import re
 import struct
-import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-import programs
 import pytest
+from data.conftest import Typed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import documents_of, limit_files
+from token_files import documents_of, full_disk
 
 from megalite.config.console import Bar
 from megalite.data.errors import DataError
@@ -35,10 +35,6 @@ from tools.preprocess.indexed_writer import IndexedWriter
 from tools.preprocess.token_run import make_info
 
 
-def run_tool(name: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    return programs.python(f"tools/{name}", *map(str, arguments), **options)
-
-
 def write(prefix: Path, documents: list[list[int]], tokenizer: Tokenizer | None = None, dtype: type = np.uint16) -> str:
     """A pair, with prefix.json when a tokenizer is given."""
     with IndexedWriter(prefix, dtype) as writer:
@@ -54,14 +50,13 @@ NULL = build_tokenizer("NullTokenizer", vocab_size=501)
 
 
 # ---- merge_datasets.py
-def test_merge_puts_documents_in_order_and_joins_the_sidecars(tmp_path: Path) -> None:
+def test_merge_puts_documents_in_order_and_joins_the_sidecars(tmp_path: Path, typed: Typed) -> None:
     parts = tmp_path / "parts"
     write(parts / "b_text_document", [[5], []], NULL)
     write(parts / "a_text_document", [[1, 2], [3]], NULL)
     write(tmp_path / "last", [[7, 8, 9]], NULL)
-    got = run_tool("merge_datasets.py", "--input", parts, tmp_path / "last", "--output-prefix", tmp_path / "out/all")
-    assert got.returncode == 0, got.stderr
-    assert got.stdout == f"{tmp_path / 'out/all'}: 5 documents, 7 tokens of 3 inputs\n"
+    code, out, _ = typed(merge_datasets, "--input", parts, tmp_path / "last", "--output-prefix", tmp_path / "out/all")
+    assert (code, out) == (0, f"{tmp_path / 'out/all'}: 5 documents, 7 tokens of 3 inputs\n")
     assert documents_of(IndexedDataset(tmp_path / "out/all")) == [[1, 2], [3], [5], [], [7, 8, 9]]
     info = read_info(tmp_path / "out/all")
     assert info == make_info(NULL, 5, 7, ["a_text_document.jsonl", "b_text_document.jsonl", "last.jsonl"])
@@ -71,7 +66,7 @@ def test_merge_puts_documents_in_order_and_joins_the_sidecars(tmp_path: Path) ->
     assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     files=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=12), min_size=1, max_size=4),
     tokens=st.integers(1, 12),
@@ -123,10 +118,10 @@ def test_what_must_not_be_merged_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
-def test_merge_without_all_sidecars_writes_none_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_without_all_sidecars_writes_none_and_says_so(tmp_path: Path, typed: Typed) -> None:
     a, b = write(tmp_path / "a", [[1]], NULL), write(tmp_path / "b", [[2]])
-    assert merge_datasets.main(["--input", a, b, "--output-prefix", str(tmp_path / "out")]) == 0
-    assert f"no {tmp_path / 'out'}.json is written, as these inputs have none: {b}" in capsys.readouterr().err
+    code, _, told = typed(merge_datasets, "--input", a, b, "--output-prefix", tmp_path / "out")
+    assert code == 0 and f"no {tmp_path / 'out'}.json is written, as these inputs have none: {b}" in told
     assert len(IndexedDataset(tmp_path / "out")) == 2 and read_info(tmp_path / "out") is None
 
 
@@ -151,49 +146,49 @@ def test_no_url_becomes_a_folder(tool: ModuleType, words: str, tmp_path: Path, m
     assert "a URL, and this takes a local path only" in told and "SECRET" not in told and not [*tmp_path.iterdir()]
 
 
-def test_a_name_in_a_sidecar_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_in_a_sidecar_steers_no_terminal(tmp_path: Path, typed: Typed) -> None:
     a, b = (write(tmp_path / name, [[1]], NULL) for name in "ab")
     info = json.loads((tmp_path / "b.json").read_text())
     info["tokenizer"] |= {"name": "\x1b[2J", "fingerprint": "0" * 64}
     (tmp_path / "b.json").write_text(json.dumps(info))
-    assert merge_datasets.main(["--input", a, b, "--output-prefix", str(tmp_path / "out")]) == 3
-    told = capsys.readouterr().err
-    assert "\\x1b[2J 000000000000" in told and "\x1b" not in told
+    code, _, told = typed(merge_datasets, "--input", a, b, "--output-prefix", tmp_path / "out")
+    assert code == 3 and "\\x1b[2J 000000000000" in told and "\x1b" not in told
 
 
-def test_merge_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+def test_merge_on_a_full_disk_leaves_nothing(tmp_path: Path, typed: Typed) -> None:
     a = write(tmp_path / "a", [[1] * 30_000] * 2)
-    got = run_tool("merge_datasets.py", "--input", a, "--output-prefix", tmp_path / "out", preexec_fn=limit_files)
-    assert got.returncode == 3 and "File too large; nothing was written" in got.stderr
+    with full_disk():
+        code, _, told = typed(merge_datasets, "--input", a, "--output-prefix", tmp_path / "out")
+    assert code == 3 and "File too large; nothing was written" in told
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
 # ---- inspect_data.py
-def test_summary_counts_lengths_and_draws(tmp_path: Path) -> None:
+def test_summary_counts_lengths_and_draws(tmp_path: Path, typed: Typed) -> None:
     prefix = write(tmp_path / "a", [[1] * n for n in (0, 1, 2, 3, 3, 7, 8, 100)], NULL)
-    got = run_tool("inspect_data.py", prefix, "--png", tmp_path / "a.png", ok=True)
-    lines = got.stdout.splitlines()
-    assert lines[0] == f"{prefix}: 8 documents, 124 tokens (uint16)"
+    code, out, _ = typed(inspect_data, prefix, "--png", tmp_path / "a.png")
+    lines = out.splitlines()
+    assert code == 0 and lines[0] == f"{prefix}: 8 documents, 124 tokens (uint16)"
     assert lines[1].startswith("made by NullTokenizer(501), vocabulary 501, end of document 500, fingerprint ")
-    assert "mean 15.5" in got.stdout and "0%: 0  1%: 0  5%: 0  25%: 2  50%: 3  75%: 8  95%: 100" in got.stdout
+    assert "mean 15.5" in out and "0%: 0  1%: 0  5%: 0  25%: 2  50%: 3  75%: 8  95%: 100" in out
     rows = {words[0]: (int(words[1]), len(words[2])) for words in map(str.split, lines[5:]) if len(words) == 3}
     assert rows == {"0": (1, 17), "1": (1, 17), "2..3": (3, 50), "4..7": (1, 17), "8..15": (1, 17), "64..127": (1, 17)}
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_document_is_decoded_by_the_tokenizer_that_made_it(tmp_path: Path) -> None:
+def test_a_document_is_decoded_by_the_tokenizer_that_made_it(tmp_path: Path, typed: Typed) -> None:
     tokenizer = build_tokenizer("ByteTokenizer")
     prefix = write(tmp_path / "a", [[1], [*tokenizer.encode("hé\n"), 256]], tokenizer)
-    got = run_tool("inspect_data.py", prefix, "--document", 1, "--tokenizer-type", "ByteTokenizer")
-    assert got.stdout == "document 1: 5 tokens: 104 195 169 10 256\nhé\n\n" and got.returncode == 0
-    got = run_tool("inspect_data.py", prefix, "--document", 2)
-    assert got.returncode == 3 and got.stderr == "inspect_data.py: document=2 is outside 0..1\n"
-    arguments = ["--document", "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
-    got = run_tool("inspect_data.py", prefix, *arguments)
-    assert got.returncode == 3 and "made with ByteTokenizer (vocabulary 257), but" in got.stderr
+    code, out, _ = typed(inspect_data, prefix, "--document", 1, "--tokenizer-type", "ByteTokenizer")
+    assert (code, out) == (0, "document 1: 5 tokens: 104 195 169 10 256\nhé\n\n")
+    code, _, told = typed(inspect_data, prefix, "--document", 2)
+    assert (code, told) == (3, "inspect_data.py: document=2 is outside 0..1\n")
+    other = ["--document", 1, "--tokenizer-type", "NullTokenizer", "--vocab-size", 100]
+    code, _, told = typed(inspect_data, prefix, *other)
+    assert code == 3 and "made with ByteTokenizer (vocabulary 257), but" in told
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     documents=st.lists(st.lists(st.sampled_from([0, 0, 3, 20]), max_size=9), min_size=1, max_size=12),
     chunk=st.integers(1, 12),
@@ -232,10 +227,8 @@ def test_verify_names_the_first_bad_id(
         assert words in str(error.value)
 
 
-def test_verify_reports_a_sound_pair_and_exits_with_3_for_a_fault(tmp_path: Path, capsys) -> None:
-    def verify(prefix: str, *more: str) -> tuple[int, str, str]:
-        return inspect_data.main([prefix, "--verify", *more]), *capsys.readouterr()
-
+def test_verify_reports_a_sound_pair_and_exits_with_3_for_a_fault(tmp_path: Path, typed: Typed) -> None:
+    verify = functools.partial(typed, inspect_data, "--verify")
     prefix = write(tmp_path / "a", [[1, 500], [], [2, 500, 3, 500], [4]], NULL)
     code, out, _ = verify(prefix)
     assert code == 0 and out.splitlines() == [
@@ -256,8 +249,8 @@ def test_verify_reports_a_sound_pair_and_exits_with_3_for_a_fault(tmp_path: Path
     index = bytearray((tmp_path / "c.idx").read_bytes())
     index[34] = 2  # the length of document 0
     (tmp_path / "c.idx").write_bytes(index)
-    got = run_tool("inspect_data.py", prefix, "--verify")
-    assert got.returncode == 3 and "c.idx: " in got.stderr and "Traceback" not in got.stderr
+    code, _, said = verify(prefix)
+    assert code == 3 and "c.idx: " in said
 
 
 def test_check_index_does_not_trust_the_reader(tmp_path: Path) -> None:
@@ -276,27 +269,22 @@ def test_check_index_does_not_trust_the_reader(tmp_path: Path) -> None:
 
 # ---- train_tokenizer.py
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
-def test_trained_tokenizer_gives_back_every_text(tmp_path: Path, kind: str) -> None:
+def test_trained_tokenizer_gives_back_every_text(tmp_path: Path, kind: str, typed: Typed) -> None:
     lines = (json.dumps({"text": f"word {i} and\nanother word, {i * i}\r\n"}) for i in range(400))
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     arguments = ["--input", tmp_path / "a.jsonl", "--vocab-size", 300, "--model-prefix", tmp_path / "new/m"]
-    got = run_tool("train_tokenizer.py", *arguments, "--tokenizer-type", kind, "--workers", 1, ok=True)
+    code, out, _ = typed(train_tokenizer, *arguments, "--tokenizer-type", kind, "--workers", 1)
     name = "m.model" if kind == "SentencePieceTokenizer" else "m/tokenizer.json"
-    assert got.stdout == f"{tmp_path / 'new' / name}: 300 pieces\n"
+    assert (code, out) == (0, f"{tmp_path / 'new' / name}: 300 pieces\n")
     tokenizer = build_tokenizer(kind, str(tmp_path / "new" / ("m" if "json" in name else name)))
     assert tokenizer.vocab_size == 300 and not list(tmp_path.rglob("*.partial"))
     for text in ("word 12\r\n\tand 漢字 🙂 '#  ", " ", "\x00é"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(" another word")) < 6
-    same = run_tool("train_tokenizer.py", *arguments[:-1], tmp_path / "b/m", "--tokenizer-type", kind, "--workers", 2)
-    assert same.returncode == 0
+    same = typed(train_tokenizer, *arguments[:-1], tmp_path / "b/m", "--tokenizer-type", kind, "--workers", 2)
+    assert same[0] == 0
     again = build_tokenizer(kind, str(tmp_path / "b" / ("m" if "json" in name else name)))
     assert again.encode("word 7, another") == tokenizer.encode("word 7, another")
-
-
-def trained(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    code = train_tokenizer.main([str(word) for word in words])
-    return code, capsys.readouterr().err
 
 
 FEW = r"the text gives 2\d\d pieces only; give more text, or --vocab-size 2\d\d"
@@ -314,16 +302,17 @@ NO_ROOM = "no room for 256 bytes"
     ],
 )
 def test_tokenizer_that_cannot_be_trained_is_one_clear_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, text: str, size: int, reason: str
+    tmp_path: Path, typed: Typed, kind: str, text: str, size: int, reason: str
 ) -> None:
     kind = f"{kind}Tokenizer"
     (tmp_path / "a.txt").write_text(text)
     words = ["--input", tmp_path / "a.txt", "--model-prefix", tmp_path / "m", "--tokenizer-type", kind, "--vocab-size"]
-    code, told = trained(capsys, *words, size)
+    code, _, told = typed(train_tokenizer, *words, size)
     assert code == 3 and re.fullmatch(rf"train_tokenizer.py: .*{reason}.*\n", told), told
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
     if most := re.search(r"or --vocab-size (\d+)", told):  # and that one fits
-        assert trained(capsys, *words, most[1]) == (0, "")
+        code, _, told = typed(train_tokenizer, *words, most[1])
+        assert (code, told) == (0, "")
 
 
 TORN = {
@@ -336,20 +325,20 @@ TORN = {
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
-def test_a_tokenizers_bad_line_is_named_or_left_out(tmp_path: Path, capsys, kind: str) -> None:
+def test_a_tokenizers_bad_line_is_named_or_left_out(tmp_path: Path, typed: Typed, kind: str) -> None:
     good = [json.dumps({"text": f"word {i} and another word, {i * i}"}) for i in range(99)]
     words = ["--model-prefix", tmp_path / "m", "--tokenizer-type", kind, "--vocab-size", 290]
     for name, (line, reason) in TORN.items():
         path = tmp_path / f"{name}.jsonl"
         path.write_text("\n".join([*good[:2], line, *good[2:]]), errors="surrogateescape")
-        code, told = trained(capsys, "--input", path, *words)
+        code, _, told = typed(train_tokenizer, "--input", path, *words)
         assert code == 3 and not (tmp_path / "m.model").exists() and not (tmp_path / "m").exists()
         named = rf"train_tokenizer.py: {re.escape(str(path))}:3: .*{reason}.*"
         wanted = f"{named}; --max-bad-fraction leaves bad lines out\n"
         assert re.fullmatch(wanted, told), told
-    code, told = trained(capsys, "--input", path, *words, "--max-bad-fraction", "0.009")
+    code, _, told = typed(train_tokenizer, "--input", path, *words, "--max-bad-fraction", "0.009")
     assert code == 3 and "1 of 100 lines are bad (1 not-utf-8), more than max_bad_fraction=0.009 of the input" in told
     assert f"; the first: {path}:3: " in told and told.count("\n") == 1
-    code, told = trained(capsys, "--input", path, *words, "--max-bad-fraction", "0.01")
+    code, _, told = typed(train_tokenizer, "--input", path, *words, "--max-bad-fraction", "0.01")
     assert code == 0 and told.startswith(f"train_tokenizer.py: left out: bad lines: 1 not-utf-8; the first: {path}:3: ")
-    assert trained(capsys, "--input", path, *words, "--max-bad-fraction", "1")[0] == 3
+    assert typed(train_tokenizer, "--input", path, *words, "--max-bad-fraction", "1")[0] == 3

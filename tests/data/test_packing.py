@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from token_files import numbered
 
 from megalite.data.errors import DataError
-from megalite.data.samples.batches import Batches, Borders
-from megalite.data.samples.blend import Blend
+from megalite.data.samples.batches import Borders
 from megalite.data.samples.epochs import build_epoch
 from megalite.data.samples.packed_dataset import PackedDataset, cut_end_to_end
 from megalite.data.samples.packing import Packing, pack
@@ -73,11 +72,6 @@ def test_more_documents_than_one_chunk_holds(capacity: int, monkeypatch: pytest.
     assert max(sum(piece[2] for piece in part) for part in bins) <= capacity
     if capacity == 2049:
         assert len(bins) == len(textbook([piece[2] for piece in pieces], capacity))
-
-
-def test_capacity_without_a_label_is_refused() -> None:
-    with pytest.raises(DataError, match="capacity=1 tokens hold no label"):
-        pack(np.array([3], np.int32), 1)
 
 
 @settings(max_examples=50)
@@ -158,10 +152,5 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
     for documents in (range(0), range(3)):
         with pytest.raises(DataError, match="no document of two tokens or more among"):
             PackedDataset(data, documents, 4, 1, PAD)
-
-
-def test_feeds_batches_and_blends(tmp_path: Path) -> None:
-    parts = [PackedDataset(numbered(tmp_path / name, [7, 3, 20, 2]), range(4), 8, 1, PAD) for name in "ab"]
-    mixed = Blend(parts, [1, 3])
-    tokens = np.concatenate([m.tokens for m in Batches(mixed, 2, 0, 1, PAD + 1).at(0, 8)])
-    assert tokens.shape == (8, 9) and "packed into" in mixed.describe(8)
+    with pytest.raises(DataError, match="capacity=1 tokens hold no label"):
+        pack(np.array([3], np.int32), 1)

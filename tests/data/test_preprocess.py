@@ -1,21 +1,23 @@
 """From text files to token files through the tools, as a user runs them; bad input, and runs that end early."""
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import programs
 import pytest
-from token_files import documents_of, limit_files
+from data.conftest import Typed
+from token_files import documents_of, full_disk
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.sidecar import check_tokenizer, read_info
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
-from tools import python_corpus, train_tokenizer
+from tools import preprocess_data, python_corpus, train_tokenizer
 from tools.preprocess import text_input
-from tools.preprocess.records import parse_line
+from tools.preprocess.journal import Tally
+from tools.preprocess.records import SAMPLE_BYTES, parse_line
+from tools.preprocess.rejects import judge
 from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
 
@@ -27,20 +29,13 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def run_tool(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    return programs.python("tools/preprocess_data.py", *map(str, arguments), **options)
-
-
-def test_documents_and_sidecar(tmp_path: Path) -> None:
+def test_documents_and_sidecar(tmp_path: Path, typed: Typed) -> None:
     write_jsonl(tmp_path / "b.jsonl", ["abc", "", "d"])
     (tmp_path / "a.txt").write_text("xy\nz")
-    got = run_tool(
-        *("--input", tmp_path / "*.jsonl", tmp_path / "a.txt", "--output-prefix", tmp_path / "out/my"),
-        *("--tokenizer-type", "ByteTokenizer", "--append-eod", "--workers", "2"),
-        "--keep-sequential-samples",
-    )
-    assert got.returncode == 0, got.stderr
-    assert "3 documents, 11 tokens (uint16)" in got.stdout
+    where = ["--input", tmp_path / "*.jsonl", tmp_path / "a.txt", "--output-prefix", tmp_path / "out/my"]
+    how = "--tokenizer-type ByteTokenizer --append-eod --workers 2 --keep-sequential-samples"
+    code, out, _ = typed(preprocess_data, *where, *how.split())
+    assert code == 0 and "3 documents, 11 tokens (uint16)" in out
     want = [[*map(ord, text), 256] for text in ("abc", "d", "xy\nz")]  # the empty document is left out
     assert documents_of(IndexedDataset(tmp_path / "out/my_text_document")) == want
     tokenizer = build_tokenizer("ByteTokenizer")
@@ -106,13 +101,14 @@ def test_unusual_lines_that_are_right() -> None:
     assert parse_line(b'{"text": "' + b"x" * 50_000_000 + b'"}', ("text",)) == ["x" * 50_000_000]
 
 
-def test_full_disk_is_an_error_and_the_earlier_pair_stays(tmp_path: Path) -> None:
+def test_full_disk_is_an_error_and_the_earlier_pair_stays(tmp_path: Path, typed: Typed) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["first"])
-    arguments = ("--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer")
-    assert run_tool("--input", tmp_path / "a.jsonl", *arguments, "--workers", "1").returncode == 0
+    words = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer"]
+    assert typed(preprocess_data, *words, "--workers", 1)[0] == 0
     write_jsonl(tmp_path / "a.jsonl", ["x" * 1000] * 200)
-    got = run_tool("--input", tmp_path / "a.jsonl", *arguments, "--workers", "1", preexec_fn=limit_files)
-    assert got.returncode == 3 and "File too large; nothing was written" in got.stderr
+    with full_disk():
+        code, _, told = typed(preprocess_data, *words, "--workers", 1)
+    assert code == 3 and "File too large; nothing was written" in told
     assert len(IndexedDataset(tmp_path / "o_text_document")) == 1
     assert not list(tmp_path.glob("*.partial"))
 
@@ -179,3 +175,110 @@ def test_python_corpus(tmp_path: Path) -> None:
     lines = [json.loads(line) for part in made[0] for line in part.splitlines()]
     assert sorted(line["path"] for line in lines) == ["a/c.py", "b.py", "z.py"]  # copy.py is b.py again
     assert all(line["text"] == (root / line["path"]).read_text(encoding="utf-8") for line in lines)
+
+
+# ---- bad lines under --max-bad-fraction: left out, counted by reason, sampled; and when there are too many
+REASONS = {
+    **dict.fromkeys(("not json", "cut", "raw nul", "nan", "two objects"), "not-json"),
+    **dict.fromkeys(("null", "number", "list"), "not-an-object"),
+    **dict.fromkeys(("not a string", "null text"), "not-a-string"),
+    **{"missing key": "key-missing", "invalid utf-8": "not-utf-8", "same key twice": "duplicate-key"},
+    **{"deep": "nested-too-deeply", "byte order mark": "byte-order-mark", "lone surrogate": "lone-surrogate"},
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_kind_of_bad_line_is_left_out_counted_and_shown(tmp_path: Path, workers: int) -> None:
+    lines = [line for name in REASONS for line in (BAD_LINES[name][0], b'{"text": "fine"}', b"", b'{"text": ""}')]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    source = [str(tmp_path / "in.jsonl")]
+    [prefix] = preprocess(source, str(tmp_path / "o"), workers=workers, max_bad_fraction=0.5, job=BYTES)
+    assert len(IndexedDataset(prefix)) == len(REASONS)
+    info = read_info(prefix)
+    assert info and (info["records"], info["empty"]) == (3 * len(REASONS), len(REASONS))
+    reasons = list(REASONS.values())
+    assert info["bad"] == {reason: reasons.count(reason) for reason in reasons}
+    rows = [json.loads(line) for line in (tmp_path / "o.rejects.jsonl").read_bytes().splitlines()]
+    found = [(row["file"], row["line"], row["reason"]) for row in rows]
+    assert found == [(source[0], 1 + 4 * i, reason) for i, reason in enumerate(reasons)]
+    for row, name in zip(rows, REASONS, strict=True):
+        raw, detail = BAD_LINES[name]
+        assert detail in row["detail"]
+        assert row["text"] == raw[:SAMPLE_BYTES].decode("utf-8", "backslashreplace")
+
+
+def test_samples_are_bounded_and_counts_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_input, "BLOCK_BYTES", 2000)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((b"[" + b"x" * 999 + b'\n{"text": "y"}\n{"text": 5}\n') * 150)
+    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.7, job=BYTES)
+    raw = (tmp_path / "o.rejects.jsonl").read_bytes()
+    rows = [json.loads(line)["reason"] for line in raw.splitlines()]
+    assert {reason: rows.count(reason) for reason in rows} == {"not-json": 100, "not-a-string": 100}
+    assert len(raw) < 200 * (SAMPLE_BYTES + 300)
+    info = read_info(tmp_path / "o_text_document")
+    assert info and info["bad"] == {"not-json": 150, "not-a-string": 150}
+
+
+def test_too_many_bad_lines_fail_at_the_end_and_can_be_let_pass(tmp_path: Path, typed: Typed) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 90 + b"17\n" * 10)
+    words = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", "--workers", 1]
+    words += ["--tokenizer-type", "ByteTokenizer", "--max-bad-fraction"]
+    code, _, told = typed(preprocess_data, *words, 0.09)
+    assert code == 3 and "10 of 100 lines are bad (10 not-an-object), more than max_bad_fraction=0.09" in told
+    assert len((tmp_path / "o.rejects.jsonl.partial").read_bytes().splitlines()) == 10  # named in the message
+    assert f"{tmp_path / 'o.rejects.jsonl.partial'}" in told
+    assert not list(tmp_path.glob("*.idx"))
+    code, _, told = typed(preprocess_data, *words, 0.1, "--resume")
+    assert code == 0 and "left out: 0 texts without tokens; bad lines: 10 not-an-object" in told
+    assert len(IndexedDataset(tmp_path / "o_text_document")) == 90
+
+
+def test_hopeless_input_is_stopped_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_input, "BLOCK_BYTES", 5000)
+    path = write_jsonl(tmp_path / "a.jsonl", ["some text"] * 20_000)
+    with pytest.raises(DataError, match="lines are bad .* key-missing") as caught:
+        preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.01, job=replace(BYTES, keys=("content",)))
+    assert int(str(caught.value).split(" of ")[1].split()[0]) < 4000
+
+
+@pytest.mark.parametrize("bad,records,share", [(6, 100, 1.0), (1000, 1000, 0.2)])
+def test_judgement(bad: int, records: int, share: float) -> None:
+    judge(Tally(records=100, bad={"not-json": 5}), 0.05, 1.0, "see there")
+    judge(Tally(records=999, bad={"not-json": 999}), 0.05, 0.9, "see there")  # too few to tell
+    judge(Tally(records=1000, bad={"not-json": 1000}), 0.05, 0.01, "see there")  # all of the rest may be good
+    with pytest.raises(DataError):
+        judge(Tally(records=records, bad={"not-json": bad}), 0.05, share, "see there")
+
+
+def test_rejects_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "x"}\n17\n')
+    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.5, job=BYTES)
+    assert (tmp_path / "o.rejects.jsonl").exists()
+    path.write_bytes(b'{"text": "x"}\n')
+    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.5, job=BYTES)
+    assert sorted(p.suffix for p in tmp_path.glob("o*")) == [".bin", ".idx", ".json"]
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
+def test_fraction_outside_its_range(tmp_path: Path, fraction: float) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    with pytest.raises(DataError, match="max_bad_fraction=.* is not a fraction"):
+        preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=fraction, job=BYTES)
+
+
+def test_standard_input_and_mixed_files_and_progress(tmp_path: Path, typed: Typed) -> None:
+    (tmp_path / "b.txt").write_text("b")
+    more = f"--output-prefix {tmp_path}/o --tokenizer-type ByteTokenizer --workers 2 --log-interval 1".split()
+    lines = '{"text": "a"}\n{"text": "c"}'
+    words = ["--input", "-", str(tmp_path / "b.txt"), *more, "--partitions", "4"]
+    got = programs.python("tools/preprocess_data.py", *words, input=lines, ok=True)
+    assert "note: --partitions changes nothing" in got.stderr
+    assert "2 documents, 2 tokens: " in got.stderr and "MB/s" in got.stderr
+    data = IndexedDataset(tmp_path / "o_text_document")
+    assert [chr(data.document(i)[0]) for i in range(len(data))] == ["a", "c", "b"]
+    code, _, told = typed(preprocess_data, "--input", tmp_path / "b.txt", *more, "--overwrite")
+    assert code == 0 and "% of the input" in told
+    code, _, told = typed(preprocess_data, "--input", tmp_path / "b.txt", *more, "--split-sentences")
+    assert code == 2 and "--split-sentences is for BERT and T5" in told

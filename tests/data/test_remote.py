@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 import loads
 import numpy as np
+import programs
 import pytest
 import token_files
 from fsspec.implementations.local import LocalFileSystem
@@ -276,7 +277,7 @@ def weighed(data: IndexedDataset, seed: int) -> int:
 
 READER = """
 import sys, time
-import numpy as np
+sys.path[:0] = ["tests"]
 from data import test_remote
 from megalite.data.files import remote
 from megalite.data.files.indexed import IndexedDataset
@@ -298,8 +299,7 @@ print(test_remote.weighed(data, url.encode()[-1]))
 def test_processes_that_read_at_once_fetch_each_block_once(tmp_path: Path) -> None:
     url, journal = write(tmp_path / "a"), tmp_path / "journal"
     command = [sys.executable, "-c", READER, url, str(tmp_path / "c"), str(journal)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    running = [programs.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     sums = [process.communicate(timeout=60)[0] for process in running]
     assert all(process.returncode == 0 for process in running) and len(set(sums)) == 1
     lines = journal.read_text().splitlines()

@@ -113,7 +113,7 @@ def test_killed_before_every_single_step_that_lasts(tmp_path: Path, monkeypatch:
     """Two keys, so that one pair is visible while the other is not; also where an earlier pair is to be replaced."""
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 200)
     monkeypatch.setattr(token_run, "JOURNAL_BYTES", 700)
-    lines = [json.dumps({"text": f"text {i}", "title": f"title {i}"}) for i in range(24)]
+    lines = [json.dumps({"text": f"text {i}", "title": f"title {i}"}) for i in range(12)]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, "oops"]))
     arguments = SETTINGS | {"job": replace(SETTINGS["job"], keys=("text", "title"))}
 

@@ -1,5 +1,7 @@
-"""Properties of samples: every token once per epoch, whatever the documents, sequence length, seed and split."""
+"""Properties of samples and of the shuffle below them: every token once per epoch, whatever the documents, sequence
+length, seed and split."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from megalite.data.samples.blend import split_parts
 from megalite.data.samples.epochs import build_epoch
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.packed_dataset import PackedDataset
-from megalite.data.samples.permutation import fold
+from megalite.data.samples.permutation import fold, permute
 from megalite.data.samples.source import Dataset
 from megalite.data.samples.token_line import Line
 
@@ -72,16 +74,6 @@ def test_samples_are_the_windows_of_the_documented_stream(tmp_path: Path) -> Non
         got = {tuple(row) for row in dataset.samples(np.arange(counts[e], counts[e + 1])).tolist()}
         want = {tuple(stream[j * 4 : j * 4 + 5].tolist()) for j in range(counts[e], counts[e + 1])}
         assert got == want  # the same windows, in another order
-
-
-def test_epochs_and_samples_are_shuffled_differently(tmp_path: Path) -> None:
-    dataset = GptDataset(numbered(tmp_path / "a", [50] * 40), range(40), 10, 1)
-    assert dataset.num_tokens == 2000
-    first, second = dataset.samples(np.arange(200)), dataset.samples(np.arange(200, 400))
-    assert not np.array_equal(first, second)
-    assert (first[1:, 0] < first[:-1, 0]).any()
-    other = GptDataset(numbered(tmp_path / "b", [50] * 40), range(40), 10, 2).samples(np.arange(200))
-    assert not np.array_equal(first, other)
 
 
 KINDS: dict[str, Callable[[IndexedDataset, int], Dataset]] = {
@@ -150,3 +142,120 @@ def test_split(split: str, documents: int, sizes: tuple[int, ...]) -> None:
 def test_bad_splits_are_refused(split: str) -> None:
     with pytest.raises(DataError, match="split="):
         split_parts(split)
+
+
+# ---- the line of tokens alone, whatever the sequence length becomes on the way
+def inputs(line: Line, index: NDArray[np.int64], seq_length: int) -> list[tuple[int, int]]:
+    """(epoch, token) of every input of the samples."""
+    found = []
+    epochs, offsets, counts, places = line.cover(line.place(index, seq_length), seq_length)
+    for k in np.argsort(places).tolist():
+        found += [(int(epochs[k]), int(offsets[k]) + i) for i in range(int(counts[k]))]
+    return found
+
+
+@settings(max_examples=80)
+@given(
+    tokens=st.integers(1, 60),
+    eras=st.lists(st.tuples(st.integers(1, 13), st.integers(0, 30)), max_size=5),
+    last=st.integers(1, 13),
+)
+def test_every_token_of_a_line_once_per_epoch(tokens: int, eras: list[tuple[int, int]], last: int) -> None:
+    line, seen = Line(tokens, 5), []
+    for seq_length, samples in eras:
+        seen += inputs(line, np.arange(samples), seq_length)
+        line = line.after(samples, seq_length)
+    index = np.arange(3 * tokens // last + 3)
+    seen += inputs(line, index, last)
+    starts = line.place(index, last)
+    columns = line.cover(starts, last + 1)
+    epochs, offsets, counts, places = (column[np.argsort(columns[3])] for column in columns)
+    assert np.array_equal(np.cumsum(counts)[:-1], places[1:]) and counts.sum() == len(starts) * (last + 1)
+    pieces = [zip([e] * n, range(at, at + n), strict=True) for e, at, n in zip(epochs, offsets, counts, strict=True)]
+    each = (starts[:, None] + np.arange(last + 1)).reshape(-1)  # token by token
+    assert [*itertools.chain(*pieces)] == [*zip(*(a.tolist() for a in line.cover(each, 1)[:2]), strict=True)]
+    assert len(set(seen)) == len(seen)
+    # whatever segment a sample of the last era begins in, all segments before it are used up
+    done = {token for token in seen if token[0] < max(seen)[0] - 1}
+    assert done == {(epoch, token) for epoch in range(max(seen)[0] - 1) for token in range(tokens)}
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda x: sum(x) > 0),
+    eras=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=4),
+    last=st.tuples(st.integers(1, 9), st.integers(0, 20)),
+)
+def test_documents_begun_are_counted_exactly(
+    lengths: list[int], eras: list[tuple[int, int]], last: tuple[int, int]
+) -> None:
+    sizes = np.array(lengths, np.int32)
+    line = Line(int(sizes.sum()), 3)
+
+    def starts_of(epoch: int) -> NDArray[np.int64]:
+        return build_epoch(sizes, epoch).starts
+
+    for seq_length, samples in [*eras, last]:
+        used = set(inputs(line, np.arange(samples), seq_length))
+        # an empty document begins with the token after it, so a token can begin several
+        want = sum((epoch, int(s)) in used for epoch in {e for e, _ in used} for s in starts_of(epoch)[:-1])
+        middle = samples // 2
+        got = [line.documents_begun(range(*part), seq_length, starts_of) for part in ((0, middle), (middle, samples))]
+        assert sum(got) == want
+        line = line.after(samples, seq_length)
+
+
+def test_samples_of_an_epoch_are_shuffled_among_themselves() -> None:
+    starts = Line(97, 11).place(np.arange(26), 8)  # 13 samples begin in epoch 0, 12 in epoch 1
+    assert starts.tolist() != sorted(starts.tolist())
+    assert sorted(starts[:13].tolist()) == list(range(0, 104, 8))
+    assert sorted(starts[13:25].tolist()) == list(range(104, 200, 8))
+    left = Line(10_000, 1).after(300, 8).place(np.arange(300), 16)
+    assert not np.array_equal(left, np.sort(left)) and len(set(left.tolist())) == 300
+
+
+# ---- a computed shuffle is a bijection, depends on its key, and is close to uniform
+GOLDEN_8 = [0, 4, 2, 5, 6, 3, 1, 7]
+GOLDEN_LARGE = [647831989802, 633655622351, 930786388621]
+
+
+@settings(max_examples=80)
+@given(n=st.one_of(st.integers(0, 300), st.integers(300, 40_000)), key=st.integers(0, 2**64 - 1))
+def test_is_a_bijection_whose_parts_can_be_computed_alone(n: int, key: int) -> None:
+    shuffled = permute(np.arange(n), n, key)
+    assert np.array_equal(np.sort(shuffled), np.arange(n))
+    assert np.array_equal(permute(np.arange(n // 3, n), n, key), shuffled[n // 3 :])
+
+
+@pytest.mark.parametrize("n", [3, 1_000_000, 1_000_001, 1_002_000, 1_002_001])
+def test_is_a_bijection_around_squares(n: int) -> None:
+    assert np.array_equal(np.bincount(permute(np.arange(n), n, 11)), np.ones(n))
+
+
+def test_bits_never_change() -> None:
+    """Resume over versions needs the same order: these numbers are part of the format."""
+    assert permute(np.arange(8), 8, fold(1234, "train")).tolist() == GOLDEN_8
+    assert permute(np.array([0, 1, 10**12 - 1]), 10**12, 99).tolist() == GOLDEN_LARGE
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_all_orders_of_few_are_equally_likely(n: int) -> None:
+    keys = 2400
+    orders = Counter(tuple(permute(np.arange(n), n, fold("uniform", k)).tolist()) for k in range(keys))
+    cells = 6 if n == 3 else 24
+    expected = keys / cells
+    chi_square = sum((count - expected) ** 2 / expected for count in orders.values()) + (cells - len(orders)) * expected
+    assert chi_square < 2.5 * (cells - 1)  # mean of the distribution: cells - 1
+
+
+def test_neighbours_are_scattered() -> None:
+    n = 200_000
+    shuffled = permute(np.arange(n), n, 3).astype(np.float64)
+    assert abs(np.corrcoef(shuffled[:-1], shuffled[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(shuffled, np.arange(n))[0, 1]) < 0.02
+
+
+def test_index_outside_is_refused() -> None:
+    for bad in (-1, 10):
+        with pytest.raises(IndexError, match="outside 0..9"):
+            permute(np.array([bad]), 10, 0)

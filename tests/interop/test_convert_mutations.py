@@ -10,6 +10,7 @@ import test_convert_megatron as megatron_files
 import test_convert_megatron_dist as dist_files
 import torch
 from safetensors.torch import save_file
+from token_files import mutated
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.interop.convert import Foreign, model_of
@@ -22,26 +23,6 @@ from megalite.models.families import FAMILIES
 from megalite.models.specs import specs_of
 
 ROUNDS = 120
-
-
-def mutated(content: bytes, seed: int) -> bytes:
-    """A few bytes changed, taken out or put in; or the end cut off. Half of the places are near the beginning."""
-    draw, data = random.Random(seed), bytearray(content)
-    for _ in range(draw.choice([1, 1, 2, 5])):
-        place = draw.randrange(len(data) if draw.random() < 0.5 else min(len(data), 3000))
-        kind = draw.random()
-        if kind < 0.6:
-            data[place] = draw.randrange(256)
-        elif kind < 0.7:
-            del data[place : place + draw.randrange(1, 9)]
-        elif kind < 0.8:
-            data[place:place] = draw.randbytes(draw.randrange(1, 9))
-        elif kind < 0.9:
-            data[place : place + 8] = b"9" * 8
-        else:
-            del data[place:]
-        data = data or bytearray(b"x")
-    return bytes(data)
 
 
 def legacy(folder: Path) -> tuple[Path, Callable[[], list[Foreign]]]:
@@ -88,7 +69,7 @@ def test_mutated_files_are_read_or_refused(target: str, tmp_path: Path) -> None:
     assert all(one.read().shape == one.recipe.shape for one in read())
     refused = 0
     for seed in range(ROUNDS):
-        path.write_bytes(mutated(content, seed))
+        path.write_bytes(mutated(content, random.Random(seed)))
         try:
             for one in read():
                 assert one.read().shape == one.recipe.shape

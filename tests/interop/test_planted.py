@@ -14,17 +14,20 @@ import programs
 import pytest
 import torch
 from hugging_face_cases import with_tokenizer
+from loads import reseal
 from make_fixtures import CASES, FOLDER, write_tokens
 from safetensors import safe_open
 from test_convert_megatron import Calls
 from test_convert_mutations import hub
+from tokenizers import Tokenizer, models
 from train_cases import config_from, run_from
 
 import megalite
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.data.errors import DataError
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.generate import generation as generate
-from megalite.interop.hugging_face.model_files import INDEX
+from megalite.interop.hugging_face.model_files import INDEX, open_model
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError
 from megalite.train.start import foreign_weights as foreign
@@ -169,3 +172,50 @@ def test_from_text_to_text_nothing_is_unpickled(tmp_path: Path, ran: list[str], 
     assert checkpoint.main(["verify", "begin"]) == 0
     assert convert.main(["--load", "begin", "--to-hf", "back", "--check-bits"]) == 0
     assert ran == []
+
+
+def test_code_beside_a_tokenizer_or_a_model_is_not_run(tmp_path: Path) -> None:
+    """Where transformers runs it, if it is told to trust it."""
+    canary = tmp_path / "ran"
+    Tokenizer(models.BPE({"<|endoftext|>": 0, "a": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    names = {
+        "AutoTokenizer": ["evil.Evil", "evil.Evil"],
+        "AutoConfig": "evil.Evil",
+        "AutoModelForCausalLM": "evil.Evil",
+    }
+    for name in ("tokenizer_config.json", "config.json"):
+        shape = {"model_type": "evil", "auto_map": names, "tokenizer_class": "Evil", "eos_token": "<|endoftext|>"}
+        (tmp_path / name).write_text(json.dumps(shape))
+    for name in ("evil.py", "__init__.py", "conftest.py"):
+        (tmp_path / name).write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
+    assert build_tokenizer("HuggingFaceTokenizer", str(tmp_path)).encode("a") == [1]
+    with pytest.raises(CheckpointError, match="model_type='evil' is not one of"):
+        open_model(tmp_path)
+    assert not canary.exists()
+
+
+# ---- hashes that are right of a configuration that is not
+BAD = {
+    "no configuration": ("config = ", None),
+    "not TOML": ("num_layers = 1", "num_layers = "),
+    "heads that do not divide": ("num_attention_heads = 2", "num_attention_heads = 3"),
+    "another model": ("ffn_hidden_size = 12", "ffn_hidden_size = 16"),
+}
+
+
+@pytest.mark.parametrize("target", ["--to-hf", "--to-megatron"])
+@pytest.mark.parametrize("name", BAD)
+def test_a_configuration_that_cannot_be(name: str, target: str, tmp_path: Path, capsys) -> None:
+    folder = shutil.copytree(STORED, tmp_path / "run" / STORED.name)
+    data = json.loads((folder / "manifest.json").read_text())
+    old, new = BAD[name]
+    if new is None:
+        del data["state"]["config"]
+    else:
+        assert old in data["state"]["config"]
+        data["state"]["config"] = data["state"]["config"].replace(old, new)
+    reseal(folder, data)
+    assert convert.main(["--load", str(tmp_path / "run"), target, str(tmp_path / "out")]) == 3
+    said = capsys.readouterr().err
+    assert "convert_checkpoint.py: " in said, said
+    assert not (tmp_path / "out").exists() or not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]

@@ -5,7 +5,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -82,14 +81,12 @@ def why(rank: int, host: str, port: int, env: dict[str, str] | None = None, node
     return str(error.value)
 
 
-def test_a_port_that_is_taken_is_named(port: int) -> None:
-    with socket.create_server(("", port)):
-        assert f"port {port} is taken, by another job? Set MASTER_PORT" in why(0, "127.0.0.1", port)
-
-
-def test_a_first_rank_that_has_not_come_is_named(port: int) -> None:
+def test_why_nobody_is_met_is_told(port: int) -> None:
     assert "that machine answers, but nothing listens there: has rank 0 started" in why(1, "127.0.0.1", port)
     assert "nothing listens there" in why(0, "127.0.0.1", port, AGENT)  # torchrun's own, which has ended
+    assert re.search("localhost is .*on this machine, which means itself", why(1, "localhost", port, nodes=2))
+    with socket.create_server(("", port)):
+        assert f"port {port} is taken, by another job? Set MASTER_PORT" in why(0, "127.0.0.1", port)
 
 
 def test_a_listener_that_says_nothing_is_not_waited_for_longer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,33 +102,17 @@ def test_a_server_that_is_another_program_s_is_named(port: int) -> None:
     del server
 
 
-def test_an_address_that_means_this_machine_is_named(port: int) -> None:
-    assert re.search("localhost is .*on this machine, which means itself", why(1, "localhost", port, nodes=2))
-
-
-@pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """What names mean here; others mean nothing."""
-    known: dict[str, str] = {}
+def test_names_that_mean_nothing_or_the_machine_itself_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"here": "10.0.0.3"}  # what they mean; others mean nothing
 
     def look_up(host: str, *_: Any, **__: Any) -> list[Any]:
-        if host not in known:
+        if host not in names:
             raise socket.gaierror(socket.EAI_NONAME, "unknown")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[host], 0))]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (names[host], 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    yield known
-
-
-def test_a_name_that_means_nothing_is_told(names: dict[str, str]) -> None:
     assert likely_cause("gpu01", 1, False, 2, "") == "this node cannot resolve the name gpu01; is MASTER_ADDR right?"
-
-
-def test_the_interface_is_named_where_the_machine_s_name_means_itself(
-    names: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names["here"] = "10.0.0.3"
     assert interface_for_others("there", 1) is None
     names["here"] = "127.0.1.1"
     monkeypatch.setattr(meeting, "_interfaces", lambda: {"eth0": "10.0.0.3"})

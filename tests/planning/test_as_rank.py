@@ -1,7 +1,9 @@
 """A dry run of one rank: what it says of collectives and bytes is what that rank of a real run does and holds."""
 
+import tomllib
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,48 +90,19 @@ HALF = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
 IN_BF16 = "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 
-def rarely(*rows: tuple[int, str]) -> list[Any]:
-    return [pytest.param(*row, marks=pytest.mark.everything) for row in rows]
+def params(often: list[tuple[int, str]], seldom: list[tuple[int, str]]) -> list[Any]:
+    """Rows that run with each commit, and those that run with what they guard."""
+    mark = pytest.mark.everything(guards=("megalite/plan", "megalite/train/rehearsal.py", "megalite/optim"))
+    return [pytest.param(*row, marks=() if row in often else mark) for row in [*often, *seldom]]
 
 
-@pytest.mark.parametrize(
-    "world,flags",
-    [
-        *((2, flags) for flags in (TP, PP, "", "--no-use-distributed-optimizer", f"{PP} {VPP}")),
-        (2, f"{PP} --pipeline-schedule gpipe --bf16 {LLAMA}"),
-        (2, f"{TP} {FULL} {IN_BF16}"),
-        (2, f"{TP} --recompute-granularity selective --recompute-modules core_attn layernorm mlp {LLAMA}"),
-        (2, f"{TP} --attention-dropout 0.1 --hidden-dropout 0.1 --z-loss-coeff 1e-4 --fp16"),
-        (2, "--bf16 --grad-reduce-in-bf16 --no-overlap-param-gather --no-overlap-grad-reduce --optimizer sgd"),
-        (4, f"{TP} {PP} --split-backward {LLAMA}"),
-        (4, f"{TP} --optimizer muon --bf16 --grad-reduce-in-bf16 {LLAMA}"),
-        (2, f"{TP} --optimizer lamb"),
-        (4, f"{TP} --use-tp-pp-dp-mapping --bf16 --rampup-batch-size 4 4 8"),
-        (2, f"{ZERO} 2 --bf16 --grad-reduce-in-bf16"),
-        (2, f"{ZERO} 3 {FULL} {LLAMA}"),
-        (4, f"{PP} {VPP} {ZERO} 2"),
-        (4, f"{PP} {VPP} {ZERO} 3 --zero-hold chunk --bf16 {LLAMA}"),
-        (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2"),
-        (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --bf16"),
-        (2, "--optimizer-cpu-offload"),
-        (4, f"{PP} {ZERO} 3 --optimizer-cpu-offload --param-cpu-offload --bf16"),
-        (2, f"{ZERO} 3 --optimizer-cpu-offload --param-cpu-offload --optimizer-offload-folder ."),
-        (4, f"{PP} {HALF} --bf16 --exp-avg-dtype bf16"),
-        (4, f"{HALF} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
-        (2, f"--cp 2 {LLAMA}"),
-        (4, f"--cp 2 {TP} --cp-comm-type a2a allgather a2a allgather --window-size 3,0 --bf16"),
-        (2, f"--ep 2 {EXPERTS}"),
-        (4, f"{TP} --ep 2 --expert-tensor-parallel-size 2 --bf16 --grad-reduce-in-bf16 {EXPERTS}"),
-        (4, f"{ZERO} 3 --ep 2 {FULL} {EXPERTS} --moe-layer-freq [0,1,1,1] --moe-router-enable-expert-bias"),
-        (4, f"{PP} --ep 2 --split-backward --moe-shared-expert-intermediate-size 16 {EXPERTS}"),
-        *rarely(
-            (4, f"{ZERO} 3 --num-distributed-optimizer-instances 2 --ep 2 {EXPERTS}"), (4, f"{ZERO} 2 --ep 4 {EXPERTS}")
-        ),
-        *rarely((4, f"--cp 2 {TP} --ep 2 --optimizer muon --bf16 {EXPERTS}")),
-        *rarely((8, f"{TP} {PP} {VPP} --bf16 {LLAMA}")),
-        *rarely((4, f"{PP} {ZERO} 3"), (8, f"{TP} {PP} {ZERO} 3 --split-backward {LLAMA}")),
-    ],
-)
+WORDS = {"TP": TP, "PP": PP, "VPP": VPP, "ZERO": ZERO, "HALF": HALF, "IN_BF16": IN_BF16, "LLAMA": LLAMA}
+WORDS |= {"FULL": FULL, "EXPERTS": EXPERTS}
+TABLE = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))["as_rank"]
+OFTEN, SELDOM = ([(world, flags.format_map(WORDS)) for world, flags in TABLE[name]] for name in ("often", "seldom"))
+
+
+@pytest.mark.parametrize("world,flags", params(OFTEN, SELDOM))
 def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: str) -> None:
     size = M * B * world
     flags += f" --global-batch-size {size if 'rampup' not in flags else 8}"
@@ -189,9 +162,10 @@ SHARED_OUT = [
 ]
 
 
-@pytest.mark.parametrize(
-    "world,flags", [(4, "--pp 4"), *rarely((2, TP), *((4, f"--pp 4 {more}") for more in MORE), *SHARED_OUT)]
-)
+MORE_OF_8B = [(2, TP), *((4, f"--pp 4 {more}") for more in MORE), *SHARED_OUT]
+
+
+@pytest.mark.parametrize("world,flags", params([(4, "--pp 4")], MORE_OF_8B))
 def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
     """Of Llama 3 8B, first and last stage: buffers and messages included, within 0.2 % when this was written; where
     weights come and go within 0.7 %, and by the chunk 2.5 %."""
@@ -212,7 +186,7 @@ def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
 COPIES = "--no-use-distributed-optimizer"
 
 
-@pytest.mark.parametrize("world,flags", [(2, ""), *rarely((1, ""), (4, TP), (4, f"{TP} {COPIES}"))])
+@pytest.mark.parametrize("world,flags", params([(2, "")], [(1, ""), (4, TP), (4, f"{TP} {COPIES}")]))
 def test_what_an_update_of_whole_matrices_takes_is_planned(world: int, flags: str) -> None:
     """Of four layers of Llama 3 8B on few tokens, where Muon's update is the peak: within 0.3 % when this was written,
     and 0.8 % of copies."""

@@ -36,23 +36,17 @@ def test_what_is_no_profile_is_refused_with_its_remedy(tmp_path: Path, text: str
         read_profile(tmp_path / "p.json")
 
 
-@pytest.mark.parametrize("value", [0, -1, float("nan"), "abc", None])
-@pytest.mark.parametrize("name", ["matmul", "memory", "kernel_s"])
+ODD = [(name, value) for name in ("matmul", "memory", "kernel_s") for value in (0, -1, float("nan"), "abc", None)]
+
+
+@pytest.mark.parametrize("name,value", [*ODD, ("blocks", {"layer": [1.0, 2.0]})])
 def test_a_share_that_is_none_is_refused(tmp_path: Path, name: str, value: object) -> None:
     default_profile("h100").save(tmp_path / "p.json")
     (tmp_path / "p.json").write_text(json.dumps(json.loads((tmp_path / "p.json").read_text()) | {name: value}))
     if (name, value) == ("kernel_s", 0):
         assert read_profile(tmp_path / "p.json").kernel_s == 0
         return
-    with pytest.raises(ValueError, match="is not a profile"):
-        read_profile(tmp_path / "p.json")
-
-
-def test_a_list_of_another_length_is_refused(tmp_path: Path) -> None:
-    default_profile("h100").save(tmp_path / "p.json")
-    found = json.loads((tmp_path / "p.json").read_text()) | {"blocks": {"layer": [1.0, 2.0]}}
-    (tmp_path / "p.json").write_text(json.dumps(found))
-    with pytest.raises(ValueError, match="wrong length"):
+    with pytest.raises(ValueError, match="wrong length" if name == "blocks" else "is not a profile"):
         read_profile(tmp_path / "p.json")
 
 

@@ -1,21 +1,27 @@
-"""The search over layouts: bounds are below what is simulated, and its best is the best of all."""
+"""The search over layouts: bounds are below what is simulated, and its best is the best of all; and
+the budgets and sizes that are told with it."""
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from train_cases import config_from
 
 from megalite.config.check import check
+from megalite.plan.arrangement import arrange
+from megalite.plan.batch_size import BatchSizes
 from megalite.plan.cluster import Link
 from megalite.plan.cost import Costs
+from megalite.plan.kinds import model_flops
 from megalite.plan.profile import default_profile
 from megalite.plan.step_time import step_time
 from tools.planning import advice, show
+from tools.planning import rules as sizes
 from tools.planning.bounds import least_exchange, least_memory, least_time
 from tools.planning.request import HOW, LAYOUT, Request, as_flags, read
-from tools.planning.rules import Budget
+from tools.planning.rules import Budget, chinchilla, quantity
 from tools.planning.search import (
     USABLE,
     Found,
@@ -158,14 +164,15 @@ def test_more_is_shared_out_where_stage_1_does_not_fit(hidden: int, stage: int) 
 
 
 def test_more_is_shared_out_where_it_is_faster_and_what_is_given_stands() -> None:
-    asked = request("--preset llama3-8b --global-batch-size 64", 8, device="a100")
+    words = "--preset llama3-8b --global-batch-size 64 --micro-batch-size 1"
+    asked = request(words, 8, device="a100")
     faster = search(asked).choices()[0].best
-    stage_1 = search(request("--preset llama3-8b --global-batch-size 64 --zero-stage 1", 8, device="a100"))
+    stage_1 = search(request(f"{words} --zero-stage 1", 8, device="a100"), wanted=2)
     assert faster.layout == Layout(zero=2) and {plan.layout.zero for plan in stage_1.plans} == {1}
     assert faster.time.seconds < stage_1.choices()[0].best.time.seconds
-    words = show.command_words(asked, faster.layout, 5)
-    assert words[words.index("--zero-stage") + 1] == "2" and layout_of(config_from(words)) == faster.layout
-    fixed = request("--preset llama3-8b --global-batch-size 64 --use-megatron-fsdp", 8, device="a100")
+    command = show.command_words(asked, faster.layout, 5)
+    assert command[command.index("--zero-stage") + 1] == "2" and layout_of(config_from(command)) == faster.layout
+    fixed = request(f"{words} --use-megatron-fsdp", 8, device="a100")
     assert {plan.layout.zero for plan in search(fixed, wanted=2).plans} == {3}
 
 
@@ -210,7 +217,8 @@ def test_what_the_command_line_fixes_is_not_searched() -> None:
 
 
 def test_ranks_share_sequences_that_are_long_or_where_it_is_named() -> None:
-    asked = request("--preset llama3-8b --seq-length 131072 --max-position-embeddings 131072 --global-batch-size 8", 8)
+    long = "--seq-length 131072 --max-position-embeddings 131072 --global-batch-size 8 --micro-batch-size 1"
+    asked = request(f"--preset llama3-8b {long}", 8)
     found = search(asked)
     best, shared = found.plans[0], [plan for plan in found.plans if plan.layout.cp > 1]
     assert best in shared and best.peak <= found.limit and best.made.dp * best.layout.cp * best.layout.tp == 8
@@ -277,3 +285,41 @@ def test_the_path_of_questions_ends_where_the_model_fits() -> None:
     large = asked_of("--preset llama3-405b --global-batch-size 256", 2048)
     state = 405_853_388_800 / 8 * (6 + 12 / 256) / 2**30  # bytes of a rank of tp 8, dp 256
     assert "divide the model" in large and f"over a node, tp 8: {state:,.1f} GiB -> pipeline stages over nodes" in large
+
+
+# ---- budgets and tables of sizes: published figures, exactly
+@pytest.mark.parametrize("dp", [1, 2, 8, 64])
+def test_bf16_takes_6_and_12_shared_bytes_per_parameter_as_the_run_does(dp: int) -> None:
+    """What the layout of llama3-8b holds, to its padding, is the rule."""
+    asked = request("--preset llama3-8b --global-batch-size 64", dp, gpus_per_node=min(dp, 8))
+    made = arrange(applied(Layout(), asked.config), dp, asked.vocab_size)
+    (held,) = made.holdings
+    n = held.local
+    assert n == made.parameters == 8_030_261_248
+    assert sizes.per_device(n, dp, 1, torch.bfloat16) == n * (6 + 12 / dp)
+    assert held.state == pytest.approx(n * (6 + 12 / dp), rel=1e-5)
+    assert held.state >= n * (6 + 12 / dp)
+
+
+def test_tokens_flops_steps_and_days() -> None:
+    """GPT-3 175B on 300 B tokens: 3.14e23 FLOPs (arXiv:2005.14165, table D.1). Llama 3 405B: 3.8e25 on 15.6 T."""
+    for preset, tokens, published in (("gpt3-175b", "300B", 3.14e23), ("llama3-405b", "15.6T", 3.8e25)):
+        asked = request(f"--preset {preset} --global-batch-size 1024", 1024)
+        one, m = arranged(Layout(), asked), asked.config.model
+        budget = Budget(one.parameters, quantity(tokens), model_flops(m, one.padded_vocab))
+        assert budget.rule_flops == pytest.approx(published, rel=0.02)
+        assert 1 < budget.exact_flops / budget.rule_flops < 1.1
+    assert budget.steps(BatchSizes.constant(2048), 8192) == -(-15_600_000_000_000 // 2**24)
+    grows = BatchSizes(((0, 1024), (1_000_000, 2048)))  # 977 steps to grow
+    assert budget.steps(grows, 8192) == 977 + -(-(-(-15_600_000_000_000 // 8192) - 977 * 1024) // 2048)
+    speed = 16384 * 400e12 / (budget.exact_flops / budget.tokens)
+    assert budget.days(speed) == pytest.approx(budget.exact_flops / (16384 * 400e12) / 86400)
+    assert budget.device_hours(speed, 16384) == pytest.approx(budget.days(speed) * 24 * 16384)
+    assert budget.epochs(10**12) == pytest.approx(15.6)
+    assert chinchilla(67 * 10**9) == pytest.approx(1.5e12, rel=0.12)  # arXiv:2203.15556, table 3
+
+
+@pytest.mark.parametrize("text", ["", "B", "-3B", "0", "nan", "inf", "1e400T", "3 apples"])
+def test_what_is_no_number_of_tokens_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a number of tokens"):
+        quantity(text)

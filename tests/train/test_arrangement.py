@@ -48,8 +48,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("flags", ["", "--dry-run"])
-def test_a_start_checks_and_arranges_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
-    monkeypatch.setattr("megalite.train.life.run.keep_freed_memory", lambda: None)  # for the whole process
+def test_a_start_checks_and_arranges_once(tmp_path: Path, flags: str) -> None:
     words = [*SMALL, "--train-iters", "2", "--eval-iters", "1", "--run-dir", str(tmp_path), *flags.split()]
     config = config_from(words)
     with counted() as calls:

@@ -3,6 +3,9 @@
 On a CPU a tape (card/simulator/tape.py) stands for the card's graph and keeps its rules.
 """
 
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
 from card.simulator.tape import Tape
@@ -107,20 +110,12 @@ def test_evaluation_and_a_timeline_are_eager() -> None:
     assert [tape.replays for tape in tapes] == replays and torch.equal(torch.cat(run.buffer.grads.flats), grads)
 
 
-@pytest.mark.parametrize(
-    ("flags", "world", "text"),
-    [
-        ("--device cpu", 1, "needs a CUDA device"),
-        ("--tensor-model-parallel-size 2", 2, "needs tensor_model_parallel_size 1"),
-        ("--pipeline-model-parallel-size 2", 2, "needs pipeline_model_parallel_size 1"),
-        ("--hidden-dropout 0.1", 1, "would repeat one dropout mask"),
-        ("--attention-dropout 0.1", 1, "would repeat one dropout mask"),
-        ("--reset-attention-mask", 1, "would repeat one micro-batch's documents"),
-        ("--compile", 1, "and --compile exclude each other"),
-        ("", 2, "with data parallel 2 give --global-batch-size 12 or more"),
-    ],
-)
-def test_what_cannot_be_repeated_is_refused(flags: str, world: int, text: str) -> None:
+REFUSED = tomllib.loads(Path(__file__).parents[1].joinpath("answers.toml").read_text("utf-8"))["graphs"]
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_cannot_be_repeated_is_refused(flags: str) -> None:
+    world, text = REFUSED[flags]
     argv = f"{COMMON} {GRAPHED} {flags}".split()
     try:
         config = config_from(argv)

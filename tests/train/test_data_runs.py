@@ -1,24 +1,34 @@
 """Runs on files: blends that change on the way, sets with losses of their own, and what the ledger says afterwards."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
-import programs
 import pytest
-from train_cases import SMALL, TP2_PP2
+import train_cases
+from train_cases import SMALL, TP2_PP2, config_from
 from whole_runs import losses, pretrain, rows, status_of
 
+from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.train.sources import open_sources
+from tools import checkpoint, preprocess_data, train_tokenizer
 from tools.preprocess.indexed_writer import IndexedWriter
 from tools.preprocess.token_run import make_info
 
 FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTokenizer", "--vocab-size", "94"]
 
 
-def tool(name: str, *words: object, **options: bool) -> subprocess.CompletedProcess[str]:
-    return programs.python(f"tools/{name}", *map(str, words), **options)
+def seen(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What `checkpoint.py seen` shows."""
+    assert checkpoint.main(["seen", str(folder)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def trained(folder: Path, *flags: object) -> dict[int, float]:
+    """The losses of a run of one rank, in this process."""
+    assert train_cases.pretrain(config_from([*map(str, flags), "--run-dir", str(folder)])) == 0
+    return losses(folder)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "a"), str(folder / "b")
 
 
-def test_a_changed_blend_goes_on_with_what_is_left(files: tuple[str, str], tmp_path: Path) -> None:
+def test_a_changed_blend_goes_on_with_what_is_left(files: tuple[str, str], tmp_path: Path, capsys) -> None:
     a, b = files
     save = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", "50", "--split", "1,0,0"]
     steps = ["--train-iters", "8"]
@@ -44,12 +54,12 @@ def test_a_changed_blend_goes_on_with_what_is_left(files: tuple[str, str], tmp_p
     changed = ["--seq-length", "8", "--data-path", 3, b, 1, a]
     two = pretrain(*FLAGS, "--nproc", "2", *save, *steps, *changed, ok=True)
     assert "note: the blend changed: from sample 40 on" in two.stdout
-    shown = tool("checkpoint.py", "seen", tmp_path / "run", ok=True)
-    told = {line.split()[0]: line.split()[1:] for line in shown.stdout.splitlines()[2:4]}
+    shown = seen(tmp_path / "run", capsys)
+    told = {line.split()[0]: line.split()[1:] for line in shown[2:4]}
     assert told == {a: ["368", told[a][1], "0.123"], b: ["464", told[b][1], "0.155"]}  # 20 * 16 + 6 * 8, 18 * 8
     assert 0 < int(told[a][1]) < 40
     assert status_of(tmp_path / "run")["tokens"] == 368 + 464
-    assert shown.stdout.splitlines()[-1] == f"samples 40 to 64: 8 tokens each, 0.7500 {b}, 0.2500 {a}"
+    assert shown[-1] == f"samples 40 to 64: 8 tokens each, 0.7500 {b}, 0.2500 {a}"
     other = ["--seed", "5", "--train-iters", "9", "--lr-decay-iters", "8"]
     seed = pretrain(*FLAGS, *save, *steps, *changed, *other)
     assert seed.returncode == 3 and "data so far came in the order of seed 1234" in seed.stderr
@@ -71,36 +81,29 @@ def test_lists_of_paths_come_from_files_too(files: tuple[str, str], tmp_path: Pa
     a, b = files
     (tmp_path / "blend.txt").write_text(f"0.5 {a}\n0.5 {b}\n")
     (tmp_path / "splits.json").write_text(json.dumps({"train": [0.5, a, 0.5, b], "valid": [b], "test": None}))
-    found = []
-    for flag, file in (("--data-args-path", "blend.txt"), ("--per-split-data-args-path", "splits.json")):
-        folder = tmp_path / flag[2:]
-        more = ["--split", "1,0,0", "--train-iters", "2", "--run-dir", folder]
-        more += ["--no-mmap-bin-files"] if file == "blend.txt" else []
-        pretrain(*FLAGS, flag, tmp_path / file, *more, ok=True)
-        found.append(losses(folder))
-    assert found[0] == found[1] and len(found[0]) == 2
+    flags = [*FLAGS, "--split", "1,0,0", "--train-iters", "2"]
+    blend = trained(tmp_path / "blend", *flags, "--data-args-path", tmp_path / "blend.txt", "--no-mmap-bin-files")
+    split = trained(tmp_path / "split", *flags, "--per-split-data-args-path", tmp_path / "splits.json")
+    assert blend == split and len(blend) == 2
 
 
-BAD = {
-    "weights of named sets": (["--valid-data-path", "1", "A", "1", "B"], "prefixes without weights"),
-    "names": (["--valid-data-path", "A", "B", "--validation-set-names", "x"], "1 names for 2 sets"),
-    "equal names": (["--valid-data-path", "A", "A"], "two validation sets are called 'a'"),
-}
-
-
-@pytest.mark.parametrize("name", sorted(BAD))
-def test_bad_sets_are_refused(files: tuple[str, str], tmp_path: Path, name: str) -> None:
-    flags, text = BAD[name]
-    words = [dict(zip("AB", files, strict=True)).get(word, word) for word in flags]
-    base = ["--train-data-path", files[0], "--multiple-validation-sets", "--train-iters", "2", "--run-dir", tmp_path]
-    done = pretrain(*FLAGS, *base, *words)
-    assert done.returncode == 3 and text in done.stderr and "Traceback" not in done.stderr
+def test_bad_sets_are_refused(files: tuple[str, str]) -> None:
+    a, b = files
+    for words, text in (
+        (["1", a, "1", b], "prefixes without weights"),
+        ([a, b, "--validation-set-names", "x"], "1 names for 2 sets"),
+        ([a, a], "two validation sets are called 'a'"),
+    ):
+        base = ["--train-data-path", a, "--multiple-validation-sets", "--train-iters", "2", "--valid-data-path"]
+        config = config_from([*FLAGS, *base, *words])
+        with pytest.raises(DataError, match=text):
+            open_sources(config.data, 16, 2, 8)
 
 
 PACKED = ["--document-packing", "best-fit", "--reset-attention-mask", "--reset-position-ids"]
 
 
-def test_packed_documents_under_any_layout_and_resumed(files: tuple[str, str], tmp_path: Path) -> None:
+def test_packed_documents_under_any_layout_and_resumed(files: tuple[str, str], tmp_path: Path, capsys) -> None:
     a, b = files
     flags = [*FLAGS, *PACKED, "--data-path", a, b, "--split", "1,0,0", "--train-iters", "6", "--save-interval", "50"]
     flags += ["--seq-length", "64", "--max-position-embeddings", "64"]
@@ -111,7 +114,7 @@ def test_packed_documents_under_any_layout_and_resumed(files: tuple[str, str], t
     assert half.returncode == 75, half.stderr
     pretrain(*four, "--nproc", "2", ok=True)
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    told = [tool("checkpoint.py", "seen", tmp_path / name).stdout.splitlines()[2:4] for name in ("one", "four")]
+    told = [seen(tmp_path / name, capsys)[2:4] for name in ("one", "four")]
     assert told[0] == told[1] and len(told[0]) == 2
     plain = [f for f in four if f not in PACKED]
     switched = pretrain(*plain, "--train-iters", "8", "--lr-decay-iters", "6")
@@ -125,25 +128,22 @@ def test_fill_in_the_middle(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text[i : i + 300]}) + "\n" for i in range(0, 9000, 50)]
     (tmp_path / "t.jsonl").write_text("".join(lines))
     made = ["--input", tmp_path / "t.txt", "--model-prefix", tmp_path / "spm", "--vocab-size", "300"]
-    tool("train_tokenizer.py", *made, "--special-tokens", *special, ok=True)
+    assert train_tokenizer.main([*map(str, made), "--special-tokens", *special]) == 0
     tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tmp_path / "spm.model"]
     made = ["--input", tmp_path / "t.jsonl", "--output-prefix", tmp_path / "d", "--append-eod", "--workers", "1"]
-    assert tool("preprocess_data.py", *made, *tokenizer).returncode == 0
+    assert preprocess_data.main([*map(str, made), *map(str, tokenizer)]) == 0
     plain = [f for f in SMALL if f not in ("--mock-data", "--vocab-size", "93")]
     flags = [*plain, *tokenizer, "--data-path", tmp_path / "d_text_document", "--split", "9,1,0", "--train-iters", "3"]
-    found = {}
-    for name, more in {"plain": [], "fim": ["--fim-data", "--fim-rate", "1"], "tp": ["--fim-data", *TP2_PP2]}.items():
-        more = [*more, "--fim-rate", "1"] if name == "tp" else more
-        pretrain(*flags, *more, "--run-dir", tmp_path / name, ok=True)
-        found[name] = losses(tmp_path / name)
-    assert found["tp"] == pytest.approx(found["fim"], rel=1e-4) and found["fim"] != found["plain"]
-    wrong = pretrain(*flags, "--fim-data", "--fim-pad-token", "<nope>", "--run-dir", tmp_path / "w")
-    assert wrong.returncode == 3 and "fim_pad_token='<nope>' is not a token" in wrong.stderr
+    fim = [*flags, "--fim-data", "--fim-rate", "1"]
+    alone = trained(tmp_path / "fim", *fim)
+    pretrain(*fim, *TP2_PP2, "--run-dir", tmp_path / "tp", ok=True)
+    assert losses(tmp_path / "tp") == pytest.approx(alone, rel=1e-4) and alone != trained(tmp_path / "plain", *flags)
+    wrong = config_from([*map(str, flags), "--fim-data", "--fim-pad-token", "<nope>"])
+    with pytest.raises(DataError, match="fim_pad_token='<nope>' is not a token"):
+        open_sources(wrong.data, 16, 2, 8)
 
 
-def test_ledger_of_generated_data_and_of_nothing(tmp_path: Path) -> None:
-    missing = tool("checkpoint.py", "seen", tmp_path)
-    assert missing.returncode == 3 and "no checkpoint" in missing.stderr
-    flags = [*SMALL, "--train-iters", "1", "--save", tmp_path, "--save-interval", "1"]
-    assert pretrain(*flags).returncode == 0
-    assert "generated data" in tool("checkpoint.py", "seen", tmp_path / "iter_0000001").stdout
+def test_ledger_of_generated_data_and_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checkpoint.main(["seen", str(tmp_path)]) == 3 and "no checkpoint" in capsys.readouterr().err
+    trained(tmp_path, *SMALL, "--train-iters", "1", "--save", tmp_path, "--save-interval", "1")
+    assert any("generated data" in line for line in seen(tmp_path / "iter_0000001", capsys))

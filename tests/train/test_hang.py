@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import torch
 from cover import rarely
 from ranks import run_ranks
-from train_cases import SMALL, TP2_PP2, config_from, run_from
+from train_cases import SMALL, config_from, run_from
 from whole_runs import ROOT, rows, running, status_of
 
 from megalite.parallel import comm
@@ -239,18 +240,7 @@ def test_a_frozen_rank_is_named_and_the_run_says_hang(tmp_path: Path) -> None:
     assert (told["step"], told["late"], told["reason"]) == (6, [0], status["reason"])
 
 
-START = "--nproc 2 --save {} --distributed-timeout-minutes 0.15"
-STORAGE = r"rank 0 in start, checkpoint/storage/.* probe .a slow checkpoint.; the others wait for it$"
-FIRST = r"rank 0 in start-up, train/life/run.py.*; rank 1 in start-up, .* all-gather 1 over world"
-STALL = r"rank 1 in step 6, batch-generator, .* \(a data stall"
-SAVE = r"rank 1 in step 6, save-checkpoint, checkpoint/.* \(a slow checkpoint\); rank 0 in"
-HANGS = {
-    "before ranks meet": (START, "init.storage:0:0:sleep", 0, STORAGE),
-    "at the first collective": (START, "init:0:0:sleep", 0, FIRST),
-    "a data stall on one of four": (" ".join(TP2_PP2), "data.get:1:6:sleep", 5, STALL),
-    "frozen in an evaluation": ("--nproc 2 --eval-interval 6", "eval.begin:1:6:stop", 6, f"{FROZEN.format(1, 0)}, ev"),
-    "a slow checkpoint": ("--nproc 2 --save {} --save-interval 6", "ckpt.shard_written:1:6:sleep", 6, SAVE),
-}
+HANGS = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))["hangs"]
 
 
 @pytest.mark.parametrize("name", rarely(HANGS, ["at the first collective"], str, guards=("megalite/train/watch",)))
@@ -280,15 +270,18 @@ def aborted(folder: Path, fault: str, sign: str) -> tuple[int, dict[str, Any]]:
     return process.returncode, status_of(folder)
 
 
-def test_an_abort_after_a_hang_was_told_is_that_hang(tmp_path: Path) -> None:
-    code, status = aborted(tmp_path, "step.begin:1:6:stop", "NO PROGRESS")
-    assert (code, status["outcome"]) == (70, "hang"), status
-    assert "rank 1 no longer answers" in status["reason"] and "rank 0 ended by signal SIGABRT" in status["reason"]
+SIGABRT = "rank 0 ended by signal SIGABRT"
+ABORTS = {  # after a hang was told it is that hang; a crash after the step went on
+    "hang": ("step.begin:1:6:stop", "NO PROGRESS", 70, f".*rank 1 no longer answers.*{SIGABRT}"),
+    "crash": ("step.begin:1:6:sleep=7", "step 6 resumed after ", 134, f"{SIGABRT}$"),
+}
 
 
-def test_an_abort_after_the_step_went_on_is_a_crash(tmp_path: Path) -> None:
-    code, status = aborted(tmp_path, "step.begin:1:6:sleep=7", "step 6 resumed after ")
-    assert (code, status["outcome"], status["reason"]) == (134, "crash", "rank 0 ended by signal SIGABRT"), status
+@pytest.mark.parametrize("outcome", ABORTS)
+def test_an_abort_is_what_was_told_before_or_a_crash(tmp_path: Path, outcome: str) -> None:
+    fault, sign, code, reason = ABORTS[outcome]
+    ended, status = aborted(tmp_path, fault, sign)
+    assert (ended, status["outcome"]) == (code, outcome) and re.match(reason, status["reason"]), status
 
 
 @pytest.mark.everything

@@ -21,18 +21,15 @@ UNKNOWN = ["NVIDIA RTX A4000", "NVIDIA RTX A1000", "NVIDIA RTX A3000", "NVIDIA H
 UNKNOWN += ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce GTX 1080"]
 
 
-@pytest.mark.parametrize("name", sorted(BF16))
-def test_the_peak_of_a_card(name: str) -> None:
-    peak = peak_of(name, torch.bfloat16)
-    assert peak.tflops == BF16[name]
-    assert peak.source == f"{name} bf16 dense"
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_card_has_no_peak(name: str) -> None:
-    peak = peak_of(name, torch.bfloat16)
-    assert peak.tflops is None
-    assert name in peak.source and "--peak-tflops" in peak.source
+def test_the_peak_is_that_of_the_card_or_of_the_flag() -> None:
+    for name, tflops in BF16.items():
+        peak = peak_of(name, torch.bfloat16)
+        assert (peak.tflops, peak.source) == (tflops, f"{name} bf16 dense")
+    for name in UNKNOWN:
+        peak = peak_of(name, torch.bfloat16)
+        assert peak.tflops is None and name in peak.source and "--peak-tflops" in peak.source
+    given = find_peak(torch.device("cuda"), torch.bfloat16, override_tflops=12.5)
+    assert (given.tflops, given.source) == (12.5, "given by --peak-tflops")
 
 
 def test_the_dtype_chooses_the_column() -> None:
@@ -93,11 +90,6 @@ def test_ranks_that_share_cores_share_the_peak() -> None:
     assert crowd.tflops is not None and alone.tflops is not None
     assert crowd.tflops < alone.tflops / 10  # 10,000 ranks on at most a few hundred cores
     assert "of their cores" in crowd.source
-
-
-def test_the_flag_wins() -> None:
-    peak = find_peak(torch.device("cuda"), torch.bfloat16, override_tflops=12.5)
-    assert (peak.tflops, peak.source) == (12.5, "given by --peak-tflops")
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from token_files import byte_level_bpe
 from train_cases import config_from, run_from
 
+import pretrain_gpt
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
 from megalite.config.options import Config
 from megalite.config.toml import to_toml
@@ -24,13 +25,15 @@ from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.generate import generation as generate
 from megalite.interop.hugging_face import model_files as hf_files
 from megalite.launch.ranks import Ranks
+from megalite.models.gpt import Batch
 from megalite.parallel.mesh import build_mesh
 from megalite.train.batch import on_device
 from megalite.train.life.export_hf import export
 from megalite.train.life.preflight import preflight
-from megalite.train.setup import SetupError, build_run
+from megalite.train.setup import SetupError
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.resume import open_saver, save
+from megalite.train.state import Run
 from megalite.train.step import train_step
 from tools import convert_checkpoint, train_tokenizer
 
@@ -63,17 +66,25 @@ def taken(folder: Path, *flags: str, base: str = BASE) -> Config:
     return foreign.with_source(parse(folder, "--use-checkpoint-args", *flags, base=base))
 
 
-def first_step(folder: str, flags: str) -> tuple[float, list[torch.Tensor]]:
-    """(loss of the first step of a run that begins with `folder`, its tokens [B, S + 1]) on this rank."""
-
-    config = taken(Path(folder), *flags.split())
+def begun(config: Config) -> Run:
     run = run_from(config)
     assert foreign.start(run, config) is not None
-    hosts, _ = run.data.get(0, 4)
-    batches = [on_device(host, CPU, 1) for host in hosts]
-    tokens = [torch.cat([b.tokens_SB, b.labels_SB[-1:]]).T for b in batches if b.labels_SB is not None]
-    loss = train_step(run).loss
-    return loss, tokens
+    return run
+
+
+def batches_of(run: Run, sample: int, step: int) -> list[Batch]:
+    return [on_device(host, CPU, step) for host in run.data.get(sample, 4)[0]]
+
+
+def tokens_of(batches: list[Batch]) -> list[torch.Tensor]:
+    return [torch.cat([b.tokens_SB, b.labels_SB[-1:]]).T for b in batches if b.labels_SB is not None]
+
+
+def first_step(folder: str, flags: str) -> tuple[float, list[torch.Tensor]]:
+    """(loss of the first step of a run that begins with `folder`, its tokens [B, S + 1]) on this rank."""
+    run = begun(taken(Path(folder), *flags.split()))
+    tokens = tokens_of(batches_of(run, 0, 1))
+    return train_step(run).loss, tokens
 
 
 def _first_steps(folder: str, layouts: list[str]) -> list[float]:
@@ -134,14 +145,10 @@ def test_options_that_contradict_are_named_together(models) -> None:
         assert text in str(error.value)
     with pytest.raises(SetupError, match="num_layers=6, but 4 in .*; drop the option"):
         taken(folder, "--num-layers", "6")
-
-
-def test_learned_positions_must_be_as_many(models) -> None:
-    _, folder = models("gpt2")
-    flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4"
-    assert foreign.with_source(parse(folder, *flags.split(), "--max-position-embeddings", str(S)))
+    learned = [models("gpt2")[1], *"--num-layers 4 --hidden-size 32 --num-attention-heads 4".split()]
+    assert foreign.with_source(parse(*learned, "--max-position-embeddings", str(S)))
     with pytest.raises(SetupError, match="max_position_embeddings: 16 here, 48 in"):
-        foreign.with_source(parse(folder, *flags.split()))
+        foreign.with_source(parse(*learned))
 
 
 def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -> None:
@@ -160,13 +167,9 @@ def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -
     assert taken(other).data.tokenizer_type is None  # more tokens than rows
     with pytest.raises(SetupError, match="vocab_size: 100 here, 93 in"):
         taken(folder, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(other))
-
-
-def test_without_any_vocabulary_a_load_that_has_none_is_refused(tmp_path: Path) -> None:
-    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
-    config = foreign.with_source(parse(tmp_path, *flags.split()))
+    nothing = parse(tmp_path, *"--num-layers 1 --hidden-size 8 --num-attention-heads 2".split())
     with pytest.raises(SetupError, match="vocab_size is not set"):
-        preflight(config, Ranks())
+        preflight(foreign.with_source(nothing), Ranks())
 
 
 def test_a_restart_goes_on_from_the_checkpoint_and_not_from_the_model(models, tmp_path: Path) -> None:
@@ -301,20 +304,18 @@ def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path
         assert found.eos_token_id == config.eos_token_id == own.eod
 
 
-def test_the_plan_of_a_run_that_begins_with_a_directory(models) -> None:
-    done = program("--load", str(models("llama")[1]), "--use-checkpoint-args", "--dry-run")
-    assert done.returncode == 0 and "vocabulary 93, padded to 128" in done.stdout, done.stderr
+def test_the_plan_of_a_run_that_begins_with_a_directory(models, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--load", str(models("llama")[1]), "--use-checkpoint-args", "--dry-run"]
+    assert pretrain_gpt.main([*BASE.split(), *flags]) == 0
+    assert "vocabulary 93, padded to 128" in capsys.readouterr().out
 
 
 def _exported(folder: str, target: str, flags: str) -> str | None:
-
     config = taken(Path(folder), "--export-hf", target, *flags.split())
-    run = run_from(config)
-    foreign.start(run, config)
+    run = begun(config)
     train_step(run)
     run.buffer.wait_gather()
-    line = export(run, config, 2)
-    return line
+    return export(run, config, 2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -325,16 +326,13 @@ def test_trained_weights_are_exported_without_saving(models, layout: str, tmp_pa
     lines = run_ranks(4, _exported, str(folder), str(tmp_path / layout), LAYOUTS[layout])
     assert lines[0] is not None and lines[1:] == [None] * 3
     assert [p.name for p in tmp_path.iterdir()] == [layout]
-    config = taken(folder)
-    run = run_from(config)
-    foreign.start(run, config)
+    run = begun(taken(folder))
     train_step(run)
-    hosts, _ = run.data.get(4, 4)
-    batches = [on_device(host, CPU, 2) for host in hosts]
+    batches = batches_of(run, 4, 2)
     want = float(run.pipeline.evaluate(batches))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / layout).eval()
     assert model.config.eos_token_id == 2
-    ids = torch.cat([torch.cat([b.tokens_SB, b.labels_SB[-1:]]).T for b in batches if b.labels_SB is not None])
+    ids = torch.cat(tokens_of(batches))
     with torch.no_grad():
         got = float(model(ids, labels=ids).loss) * ids[:, 1:].numel()
     assert got == pytest.approx(want, rel=1e-5)
@@ -342,19 +340,15 @@ def test_trained_weights_are_exported_without_saving(models, layout: str, tmp_pa
 
 def _saved_at(stages: list[int], folder: str, target: str) -> None:
     """A step from a directory, and a checkpoint of it, at each ZeRO stage, with tp 2 and dp 2."""
-    import torch.distributed as dist
-
     for stage in stages:
         flags = f"{LAYOUTS['tp2 dp2']} --zero-stage {stage} --save {target}/{stage} --save-interval 1"
         config = taken(Path(folder), *flags.split())
-        run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
-        foreign.start(run, config)
+        run = begun(config)
         train_step(run)
         saver = open_saver(run, config)
         assert saver is not None
         save(run, saver, to_toml(config))
         saver.close()
-        run.close()
 
 
 def test_a_checkpoint_of_weights_that_are_shared_out_converts_to_the_same_bits(models, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
-"""Log lines to the letter, metrics.jsonl, and TensorBoard events read back with TensorBoard's own reader."""
+"""Log lines to the letter, metrics.jsonl, and TensorBoard events read back with TensorBoard's own reader;
+and whatever cannot be written of what a run tells, the run goes on."""
 
 import datetime
 import importlib.util
 import json
 import math
+import os
 import re
 import resource
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +28,7 @@ from megalite.train.state import Run, State, StepResult
 from megalite.train.tell import figures
 from megalite.train.tell.figures import Speed, columns, table
 from megalite.train.tell.metrics import Reporter
+from megalite.train.tell.run_dir import Events, settle_status
 from tools.pictures import curves
 from tools.pictures.run import read_runs
 
@@ -248,7 +252,7 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        tell_all(Reporter(tmp_path, SPEED))
+        tell_all(Reporter(tmp_path, SPEED, board(tmp_path / "tb")))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     shown = capsys.readouterr()
@@ -259,7 +263,8 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
     assert complaints.count(f"WARNING: {log}: {lost}") == 1
     assert f"WARNING: {metrics}: 4 writes failed" in complaints
     assert f"WARNING: {log}: 6 writes failed" in complaints
-    assert len(complaints) == 5  # and the warning
+    assert sum("TensorBoard: " in line for line in complaints) == 2  # and no traceback of its own thread
+    assert len(complaints) == 7  # and the warning
 
 
 def test_a_disk_that_has_room_again_gets_whole_lines(tmp_path: Path) -> None:
@@ -334,23 +339,6 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch, option: str) ->
     assert missing_packages(LogConfig()) == []
 
 
-def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    run = SimpleNamespace(log=lambda row, step: calls.append((step, row)), finish=lambda: calls.append("finished"))
-    wandb = SimpleNamespace(init=lambda **kw: calls.append(kw) or run, __spec__="installed")
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    log = LogConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="team", wandb_save_dir="there")
-    report = Reporter(tmp_path, SPEED, log, wandb_config={"train": {"seed": 1}})
-    report.train(SEEN | dict(loss=None))
-    report.validation(State(100, 25_600, 52_428_800), 7.5, SET)
-    report.close()
-    where = {"entity": "team", "dir": "there"}
-    assert calls[0] == {"project": "p", "name": "n", "config": {"train": {"seed": 1}}, **where}
-    written = [{k: v for k, v in row.items() if k != "step" and v is not None} for row in rows(tmp_path)]
-    assert calls[1:-1] == [(100, row) for row in written] and "train/loss" not in written[0]
-    assert calls[-1] == "finished"
-
-
 def test_a_line_is_as_long_as_it_has_to_be() -> None:
     """Files and pipes have no width: who searches a log finds a sentence in one piece."""
     # gloo's errors begin with a path in brackets, which rich would take for the end of a tag
@@ -380,3 +368,63 @@ def test_experts_have_figures_in_every_log(tmp_path: Path) -> None:
     assert not any("layer_0" in tag for tag in board.Tags()["scalars"])
     picture = curves.experts(read_runs([tmp_path / "run"]))
     assert picture is not None and len(picture.draw(6.0).axes[0].lines) == 4 + 2
+
+
+# ---- whole runs of which every file is something else, or that must not tell
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_run_whose_every_file_is_something_else(tmp_path: Path) -> None:
+    """A pipe that nobody reads, a link, a directory, a file where a directory belongs; and stdout is closed."""
+    os.mkfifo(tmp_path / "log.txt")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    for name in ("status.json", "run_config.toml", "timeline.json"):
+        (tmp_path / name / "inside").mkdir(parents=True)
+    (tmp_path / "board").touch()
+    flags = ["--train-iters", "3", "--run-dir", str(tmp_path), "--tensorboard-dir", str(tmp_path / "board")]
+    words = [sys.executable, "pretrain_gpt.py", *SMALL, *flags, "--profile-pipeline", "2"]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh"]
+    done = subprocess.run([*closed, *words], stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+    said = done.stderr
+    assert done.returncode == 0 and "Traceback" not in said, said
+    for name in ("log.txt", "metrics.jsonl", "status.json", "run_config.toml", "timeline.json"):
+        assert str(tmp_path / name) in said, name
+    assert "WARNING: TensorBoard: " in said
+    assert [path.name for path in tmp_path.glob(".*")] == [".run.lock"]  # nothing half-written
+
+
+SECRETS = {
+    "FSSPEC_FTP_PASSWORD": "hunter2-of-a-store",
+    "AWS_SECRET_ACCESS_KEY": "hunter2-of-a-bucket",
+    "WANDB_API_KEY": "hunter2-of-a-log",
+    "HF_TOKEN": "hunter2-of-a-hub",
+}
+
+
+def test_no_file_of_a_run_shows_what_the_environment_keeps(tmp_path: Path, monkeypatch, capfd) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    save = ["--save", str(tmp_path), "--log-style", "megatron", "--log-progress", "--train-iters", "3"]
+    assert pretrain_here(config_from([*SMALL, *save, "--tensorboard-dir", str(tmp_path / "board")])) == 0
+    assert "hunter2" not in "".join(capfd.readouterr())
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    wanted = {"log.txt", "metrics.jsonl", "run_config.toml", "status.json", "manifest.json", "progress.txt"}
+    assert wanted <= {path.name for path in files}
+    assert [path.name for path in files if b"hunter2" in path.read_bytes()] == []
+
+
+def test_events_and_the_launchers_word_never_wait_nor_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    os.mkfifo(tmp_path / "status.json")
+    events = Events(tmp_path)
+    for _ in range(3):
+        events.add("something")
+    settle_status(tmp_path, config_from([*SMALL, "--train-iters", "1"]), (1, "rank 1 died"), 0.0)
+    assert capsys.readouterr().err.count(f"WARNING: {tmp_path / 'events.jsonl'}: ") == 1
+    (tmp_path / "events.jsonl").unlink()
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    Events(tmp_path).add("something")
+    said = "is a link to another file, and a run opens none; remove it; events are lost there"
+    assert said in capsys.readouterr().err
+    Events(Path("/proc/run")).add("something")
+    assert "/proc/run/events.jsonl" in capsys.readouterr().err

@@ -13,18 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_step import BATCH, build, kept
+from test_step import BATCH, build
 from token_files import write
-from train_cases import SMALL, config_from
+from train_cases import SMALL, config_from, kept
 from train_cases import pretrain as pretrain_here
 from whole_runs import losses, pretrain, rows, status_of
 
-from megalite.config import cli
 from megalite.config.faults import Faults
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.launch.ranks import Ranks
-from megalite.models.families import PRESETS
 from megalite.parallel.mesh import plan_mesh
 from megalite.pipeline import runtime as pipeline_module
 from megalite.train import step as step_module
@@ -297,8 +295,3 @@ def test_a_machine_that_computes_wrongly_again_and_again_is_left(tmp_path: Path,
     assert status["reason"] == "3 steps were right only when computed again, the last on ranks [0]"
     assert [e["event"] for e in events(tmp_path)] == ["wrong-once"] * 3
     assert manifest(tmp_path, 5)["state"]["progress"]["skipped_steps"] == 0
-
-
-def test_a_rollback_without_a_spike_to_be_seen_is_noted() -> None:
-    _, notes = cli.read([*SMALL, "--train-iters", "3", "--spike-action", "rollback", "--save", "x"], PRESETS)
-    assert any("spike_action=rollback has no effect without --check-for-spiky-loss" in note for note in notes)

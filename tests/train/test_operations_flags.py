@@ -20,7 +20,7 @@ import pytest
 from test_metrics import events
 from train_cases import SMALL
 from train_cases import pretrain as pretrain_here
-from whole_runs import pretrain, status_of
+from whole_runs import pretrain, rows, status_of
 
 from megalite.config import cli
 from megalite.launch.ranks import Ranks
@@ -98,8 +98,8 @@ def test_the_log_has_what_was_asked_for(folder: Path, plain: Path) -> None:
     assert 0 < low <= high
     status = status_of(folder)
     assert (status["outcome"], status["step"], status["reason"]) == ("requeue", 5, "exit_interval=5")
-    rows = [line.split("\t") for line in (folder / "progress.txt").read_text().splitlines()]
-    assert [row[3:5] for row in rows] == [["Starting job"], ["Saved checkpoint", "Iteration: 5"]]
+    progress = [line.split("\t") for line in (folder / "progress.txt").read_text().splitlines()]
+    assert [row[3:5] for row in progress] == [["Starting job"], ["Saved checkpoint", "Iteration: 5"]]
     assert not (plain / "progress.txt").exists()
 
 
@@ -138,21 +138,25 @@ def test_the_profile_is_of_the_steps_and_ranks_that_were_asked_for(folder: Path)
 def test_timers_over_ranks_in_the_form_that_was_asked_for(tmp_path: Path, option: str, form: str, monkeypatch) -> None:
     """With W&B, of which there is only what it is called with."""
     asked: list[Any] = []
-    run = types.SimpleNamespace(log=lambda row, step: asked.append(step), finish=lambda: asked.append("finished"))
+    log = lambda row, step: asked.append({"step": step, **row})  # noqa: E731
+    run = types.SimpleNamespace(log=log, finish=lambda: asked.append("finished"))
     wandb = types.SimpleNamespace(init=lambda **how: asked.append(how) or run, __spec__="installed")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    words = f"--train-iters 2 --run-dir {tmp_path} --log-style megatron --eval-iters 0 --timing-log-level 1"
+    words = f"--train-iters 2 --run-dir {tmp_path} --log-style megatron --peak-tflops 1e-9 --timing-log-level 1"
     names = "--wandb-project p --wandb-exp-name n --wandb-entity team --wandb-save-dir there"
     assert typed(*SMALL, *words.split(), "--timing-log-option", option, *names.split()) == Exit.DONE
     assert re.search(form, (tmp_path / "log.txt").read_text())
-    [how, *rows, last] = asked
-    assert how.pop("config")["train"]["train_iters"] == 2 and (rows, last) == ([1, 2], "finished")
+    [how, *logged, last] = asked
+    written = rows(tmp_path / "metrics.jsonl")
+    assert logged == [{name: value for name, value in row.items() if value is not None} for row in written] != written
+    assert [row["step"] for row in logged] == [1, 2, 2, 2]  # validation and test
+    assert how.pop("config")["train"]["train_iters"] == 2 and last == "finished"
     assert how == {"project": "p", "name": "n", "entity": "team", "dir": "there"}
 
 
 def collections(*words: str) -> list[int]:
     """Generations of all of Python's garbage that a run collects between its first step and its end."""
-    seen: list[int] = []
+    seen, usual = list[int](), gc.get_threshold()
 
     def look(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -162,10 +166,12 @@ def collections(*words: str) -> list[int]:
 
     def watched(self: Any) -> Iterator[Any]:
         gc.callbacks.append(look)
+        gc.set_threshold(50)
         try:
             yield from real(self)
         finally:
             gc.callbacks.remove(look)
+            gc.set_threshold(*usual)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Training, "steps", watched)
@@ -175,17 +181,11 @@ def collections(*words: str) -> list[int]:
 
 def test_garbage_is_collected_when_told(tmp_path: Path) -> None:
     manual = ["--run-dir", str(tmp_path), "--manual-gc"]
-    before = gc.get_threshold()
-    gc.set_threshold(50)
-    try:
-        assert len(collections("--run-dir", str(tmp_path))) > 3  # by itself
-        assert collections(*manual) == [2, 0]  # before and after the evaluation
-        assert collections(*manual, "--manual-gc-interval", "2") == [2, 2, 2, 0, 2]
-        assert collections(*manual, "--manual-gc-interval", "3", "--no-manual-gc-eval") == [2, 2]
-        assert collections(*manual, "--manual-gc-interval", "3", "--disable-manual-gc-eval") == [2, 2]
-        assert gc.isenabled()  # afterwards
-    finally:
-        gc.set_threshold(*before)
+    assert len(collections("--run-dir", str(tmp_path))) > 3  # by itself
+    assert collections(*manual) == [2, 0]  # before and after the evaluation
+    assert collections(*manual, "--manual-gc-interval", "2", "--disable-manual-gc-eval") == [2, 2, 2]
+    assert collections(*manual, "--manual-gc-interval", "3", "--no-manual-gc-eval") == [2, 2]
+    assert gc.isenabled()  # afterwards
 
 
 def test_a_run_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,32 +1,27 @@
 """Rates in a run: what a resume may change, what an update follows, steps that are skipped, and evaluations."""
 
 import math
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
-from test_start import built, save_step
+from test_start import built, save_step, started, weights
 from train_cases import SMALL, config_from, pretrain, run_from, train
 from whole_runs import rows
 
 import pretrain_gpt
 from megalite.checkpoint.format import manifest as manifests
-from megalite.config import cli
 from megalite.launch.ranks import Ranks
-from megalite.models.families import PRESETS
 from megalite.train.loop import evaluate
 from megalite.train.setup import SetupError
-from megalite.train.start.origin import start_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
 
-
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    run.buffer.wait_gather()
-    return {e.piece.name: e.piece.data.clone() for e in run.optimizer.pieces() if e.piece.name.startswith("model/")}
+OTHER = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))["rates"]
 
 
 @pytest.fixture(scope="module")
@@ -39,32 +34,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def started(folder: Path, *flags: str) -> tuple[Run, list[str]]:
-    run, config = built("--load", str(folder), *flags)
-    return run, start_run(run, config)[1]
-
-
 def resumed(folder: Path, *flags: str) -> Run:
-    return started(folder, *flags)[0]
+    return started("--load", str(folder), *flags)[0]
 
 
-OTHER = [
-    ("--lr 0.02", ["lr=0.02, but 0.01 in"]),
-    ("--min-lr 1e-4", ["min_lr=0.0001, but 0 in"]),
-    ("--lr-warmup-iters 3", ["warm-up in samples=24, but 0 in"]),
-    ("--lr-decay-iters 9", ["decay in samples=72, but 48 in"]),
-    ("--train-iters 9", ["decay in samples=72, but 48 in"]),  # it decays over the whole run
-    ("--lr-decay-style cosine", ["lr_decay_style=cosine, but linear in"]),
-    ("--weight-decay 0.3", ["weight_decay=0.3, but 0.01 in"]),
-    (
-        "--start-weight-decay 0 --end-weight-decay 0.01 --weight-decay-incr-style linear --lr 0.02",
-        ["start_weight_decay=0, but None in", "weight_decay_incr_style=linear, but None in", "lr=0.02, but 0.01 in"],
-    ),
-    ("--decoupled-lr 0.1", ["decoupled_lr=0.1, but None in"]),
-]
-
-
-@pytest.mark.parametrize(("flags", "lines"), OTHER, ids=[flags for flags, _ in OTHER])
+@pytest.mark.parametrize("flags,lines", OTHER.items())
 def test_a_resume_with_other_rates_is_refused(saved: Path, flags: str, lines: list[str]) -> None:
     with pytest.raises(SetupError) as error:
         resumed(saved, *flags.split())
@@ -140,7 +114,7 @@ def test_a_checkpoint_that_tells_no_rates_goes_on(saved: Path, monkeypatch: pyte
         return replace(found, state={name: value for name, value in found.state.items() if name != "rates"})
 
     monkeypatch.setattr(manifests, "load", older)
-    run, notes = started(saved, "--lr", "0.5")
+    run, _, notes = started("--load", str(saved), "--lr", "0.5")
     assert run.rates.lr.peak == 0.5 and "has no learning rate" in notes[0]
 
 
@@ -190,20 +164,6 @@ def test_a_step_schedule_trains_and_resumes_with_its_sizes() -> None:
     assert run.rates.lr.decay == 20 and run.eval_batch_size == 2
 
 
-def test_both_spellings_of_weight_decay_on_norms_of_query_and_key() -> None:
-    new = config_from([*SMALL, "--train-iters", "6", "--qk-layernorm", "--apply-wd-to-qk-layernorm"])
-    old = "--no-weight-decay-cond-type apply_wd_to_qk_layernorm".split()
-    config, notes = cli.read([*SMALL, "--train-iters", "6", "--qk-layernorm", *old], PRESETS)
-    assert (config.model, notes) == (new.model, [])
-
-
-def test_what_has_no_effect_is_said() -> None:
-    flags = "--decoupled-min-lr 1e-4 --apply-wd-to-qk-layernorm --grad-reduce-in-bf16".split()
-    notes = cli.read([*SMALL, "--train-iters", "6", *flags], PRESETS)[1]
-    wanted = {"no_weight_decay_cond_type", "decoupled_min_lr", "grad_reduce_in_bf16"}
-    assert {note.split("=")[0].split(" ")[0] for note in notes} == wanted and len(notes) == 3
-
-
 def test_no_evaluation() -> None:
     for count in ("0", "-1"):
         run, _ = built("--eval-iters", count)
@@ -211,7 +171,6 @@ def test_no_evaluation() -> None:
 
 
 def _bf16_ranks(extra: str) -> tuple[list[float], dict[str, bytes]]:
-
     run = run_from([*SMALL, "--train-iters", "6", "--bf16", *extra.split()])
     losses = [train_step(run).loss for _ in range(3)]
     run.buffer.wait_gather()

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from train_cases import SMALL
 from whole_runs import pretrain
 
 from megalite.parallel.clock import NOTHING, Clock
-from megalite.plan.advice import too_few_cores
+from megalite.plan.advice import CAUSES, COMPUTING, limit_of, too_few_cores
 from megalite.train.step import train_step
 from megalite.train.tell.report import advise, make, read_past, summary, useful_seconds
-from megalite.train.tell.timers import Phases
+from megalite.train.tell.timers import COMPUTE, PHASES, Phases
+from tools.bench.breakdown import LOST
 
 PLANNED = "20.0% as planned with 4 micro-batches over 2 stages"
 SIZES = dict(devices=4, pp=2, chunks=1, microbatches=4, steps=9, tokens=800, all_tokens=1000)
@@ -90,12 +92,10 @@ def test_a_slow_phase_is_seen_in_the_phases(spoilt: str) -> None:
     assert seconds[spoilt] >= wanted
 
 
-WAITS = {"": "communication", "--tensor-model-parallel-size 2": "communication"}
-
-
-@pytest.mark.parametrize("flags,phase", [*WAITS.items(), ("--pipeline-model-parallel-size 2", "bubble")])
-def test_a_late_rank_is_waited_for(flags: str, phase: str) -> None:
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_a_late_rank_is_waited_for(flags: str) -> None:
     first, last = run_ranks(2, phases_of, flags, "last rank")
+    phase = "bubble" if "pipeline" in flags else "communication"
     late = 6 * LATE_S
     assert first[phase] > 0.6 * late and first["other"] < 0.5 * late  # less what rank 0 has to do itself
     assert last["other"] >= late
@@ -179,25 +179,26 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
     assert shown.returncode == 1 and "give a run directory" in shown.stderr and "Traceback" not in shown.stderr
 
 
-@pytest.mark.parametrize(
-    ("percent", "bottleneck", "words"),
-    [
-        ({"forward": 30, "backward": 62, "data": 4, "other": 4}, "compute", "faster kernels"),
-        ({"backward": 90, "data": 10}, "data", "faster disk"),
-        ({"backward": 80, "checkpoint": 12, "data": 8}, "checkpoint", "--asynchronous-save on"),
-        ({"backward": 70, "bubble": 30}, "bubble", "(20.0% as planned with 4 micro-batches over 2 stages): use more"),
-        ({"backward": 60, "communication": 40}, "communication", "--grad-reduce-in-bf16"),
-        ({"backward": 60, "optimizer": 40}, "optimizer", "--global-batch-size"),
-        ({"backward": 60, "evaluation": 40}, "evaluation", "--eval-interval"),
-        ({"backward": 60, "other": 40}, "other", "--log-interval"),
-        ({"backward": 20, "start-up": 80}, "start-up", "short"),
-    ],
-)
-def test_the_bottleneck_is_named_with_advice(percent: dict[str, float], bottleneck: str, words: str) -> None:
+ADVICE = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))["advice"]
+
+
+@pytest.mark.parametrize("bottleneck", ADVICE)
+def test_the_bottleneck_is_named_with_advice(bottleneck: str) -> None:
+    percent, words = ADVICE[bottleneck]
     named, advice = advise(percent, WORK)
     assert named == bottleneck and words in advice
     made = make(percent, WORK | {"unlike": "the run ended as hang"}, None)
     assert made["bottleneck"] is None and summary(made)["bottleneck"] == "not told: the run ended as hang"
+
+
+def test_every_share_that_a_program_has_is_known_and_the_worst_for_its_kind_is_named() -> None:
+    planned = {"compute", "bubble", "tp", "pp", "dp", "optimizer", "fixed costs"}  # StepTime.parts, and its fixed
+    for names in (planned, LOST, {*PHASES} - {*COMPUTE, "profiler"}):
+        assert {*names} <= {*CAUSES}
+        for name in {*names} - {*COMPUTING}:
+            others = dict.fromkeys({*names} - {name}, 0.04)
+            assert limit_of(others | {name: 0.6}) == name
+    assert limit_of({"recompute": 0.3, "kernels": 0.2, "tp": 0.1}) == "recompute"  # nothing is worth a word
 
 
 def test_ranks_that_share_cores_wait_for_these() -> None:

@@ -6,10 +6,12 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import programs
 import pytest
+from test_run_dir import complete, config_of
 from train_cases import SMALL, config_from
 from whole_runs import losses, pretrain, rank_pids, rows, running, shown, status_of
 
@@ -93,31 +95,20 @@ def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) ->
 
 
 def policy(folder: Path, most: int) -> Restarts:
-    flags = f"--save {folder} --max-restarts {most} --nproc 2 --train-iters 10".split()
-    return Restarts(config_from([*SMALL, *flags]))
-
-
-def checkpoint(folder: Path, step: int) -> None:
-    (folder / f"iter_{step:07d}").mkdir(parents=True)
-    (folder / f"iter_{step:07d}" / "COMPLETE").touch()
+    return Restarts(config_of("--save", folder, *f"--max-restarts {most} --nproc 2".split()))
 
 
 KILLED = End(137, "rank 1 ended by signal SIGKILL", ())
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 16, 17, 75, 130])
-def test_ends_that_are_final(tmp_path: Path, code: int) -> None:
-    assert policy(tmp_path, 9)(End(code, "", ())) is None
-
-
 def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(restarts.time, "time", lambda: now[0])
-    checkpoint(tmp_path, 3)  # of another run: nothing to continue from
+    complete(tmp_path, 3)  # of another run: nothing to continue from
     ask = policy(tmp_path, 2)
     assert ask(End(137, "", [signal.SIGTERM])) is None  # it was told to stop
     assert ask(KILLED) is False
-    checkpoint(tmp_path, 5)
+    complete(tmp_path, 5)
     assert ask(End(70, "hangs", ())) is True and ask(KILLED) is None  # the third within an hour
     now[0] += 3601
     assert ask(KILLED) is True  # an hour later, with the fruitless one counted
@@ -125,6 +116,7 @@ def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [row["event"] for row in events] == ["restart", "restart", "gave-up", "restart"]
     assert "as many as --max-restarts allows" in events[2]["why"]
     assert policy(tmp_path, 0)(KILLED) is None
+    assert all(policy(tmp_path, 9)(End(code, "", ())) is None for code in (0, 2, 3, 16, 17, 75, 130))
 
 
 def test_a_store_that_does_not_answer_is_no_reason_to_begin_afresh(tmp_path: Path, monkeypatch) -> None:
@@ -140,7 +132,7 @@ def test_a_store_that_does_not_answer_is_no_reason_to_begin_afresh(tmp_path: Pat
 def test_a_run_that_brings_nothing_is_given_up(tmp_path: Path) -> None:
     ask = policy(tmp_path, 100)
     assert [ask(KILLED), ask(KILLED)] == [False, False]
-    checkpoint(tmp_path, 5)
+    complete(tmp_path, 5)
     assert [ask(KILLED) for _ in range(4)] == [True, True, True, None]
     assert "without a new checkpoint" in rows(tmp_path / "events.jsonl")[-1]["why"]
 
@@ -167,7 +159,7 @@ def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypa
 
 
 def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
-    config = config_from([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")])
+    config = config_of("--run-dir", tmp_path / "r")
     (tmp_path / "r").mkdir()
     (tmp_path / "r/.run.lock").write_text("process 1 on elsewhere since long ago\n")
     with locked_run(config) as held:
@@ -181,8 +173,7 @@ def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outcome,more", [("usage", "ranks"), ("crash", "ranks"), ("usage", "x")])
 def test_a_directory_that_was_made_for_a_refused_run_goes_with_it(tmp_path: Path, outcome: str, more: str) -> None:
-    config = config_from([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")])
-    with locked_run(config):
+    with locked_run(config_of("--run-dir", tmp_path / "r")):
         (tmp_path / "r" / more).mkdir()
         (tmp_path / "r/status.json").write_text(json.dumps({"outcome": outcome}))
     assert (tmp_path / "r").exists() != ((outcome, more) == ("usage", "ranks"))
@@ -190,17 +181,13 @@ def test_a_directory_that_was_made_for_a_refused_run_goes_with_it(tmp_path: Path
 
 def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    config = config_from([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "file/r")])
-    with locked_run(config) as held:
+    with locked_run(config_of("--run-dir", tmp_path / "file/r")) as held:
         assert not held
     assert "file/r: Not a directory; nothing keeps a second run from writing there" in capsys.readouterr().err
 
 
-def test_a_run_directory_that_became_a_file_is_no_failure_of_the_launcher(tmp_path: Path) -> None:
-    words = [*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "run")]
-    for becomes_a_file in (True, False):
-        with locked_run(config_from(words)):
-            shutil.rmtree(tmp_path / "run")
-            if becomes_a_file:
-                (tmp_path / "run").touch()
-        (tmp_path / "run").unlink(missing_ok=True)
+@pytest.mark.parametrize("then", [Path.touch, lambda run: None], ids=["a file", "nothing"])
+def test_a_run_directory_that_is_lost_is_no_failure_of_the_launcher(tmp_path: Path, then: Callable) -> None:
+    with locked_run(config_of("--run-dir", tmp_path / "run")):
+        shutil.rmtree(tmp_path / "run")
+        then(tmp_path / "run")

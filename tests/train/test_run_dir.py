@@ -35,7 +35,8 @@ def config_of(*flags: str | Path) -> Config:
     return config_from([*SMALL, "--train-iters", "9", *map(str, flags)])
 
 
-def saved(folder: Path, step: int) -> None:
+def complete(folder: Path, step: int) -> None:
+    """A checkpoint, as far as its folder says."""
     (folder / f"iter_{step:07d}").mkdir(parents=True)
     (folder / f"iter_{step:07d}" / "COMPLETE").touch()
 
@@ -53,7 +54,7 @@ def test_status(tmp_path: Path) -> None:
     config = config_of("--save", save)
     leave_status(run, "running", config)
     assert read_status(run)["checkpoint"] is None  # nothing is saved there
-    saved(save, 3)
+    complete(save, 3)
     (save / "iter_0000005").mkdir()  # which is not complete
     leave_status(run, "bad-result", config, 'loss "nan"', step=7, tokens=56)
     status = read_status(run)
@@ -88,7 +89,7 @@ def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
     assert settled("requeue", "SIGTERM", 75, "rank 1 ended with exit code 75") == ("requeue", "SIGTERM")
     assert settled("running", "", 137, killed, time.time() + 60) == ("running", "")  # of another run
     rows_until(tmp_path, 8)
-    saved(tmp_path / "save", 6)
+    complete(tmp_path / "save", 6)
     leave_status(tmp_path, "running", config, step=1)
     settle_status(tmp_path, config, (137, killed), 0.0)
     status = read_status(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
-from train_cases import run_from
+from train_cases import kept, run_from, same
 
 from megalite.train.state import Run, StepResult
 from megalite.train.step import train_step
@@ -20,16 +20,6 @@ SMALL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length
 
 def build(flags: str) -> Run:
     return run_from(f"{SMALL} {flags}")
-
-
-def kept(run: Run) -> dict[str, Tensor]:
-    """A copy of all that an update changes: weights, main weights, moments, and the number of updates."""
-    pieces = {entry.piece.name: entry.piece.data.clone() for entry in run.optimizer.pieces()}
-    return pieces | {"updates": torch.tensor(run.optimizer.updates)}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def updates_of(flags: str, steps: int) -> tuple[list[StepResult], Tensor]:

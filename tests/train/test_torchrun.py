@@ -5,16 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import programs
 import pytest
+from cover import rarely
 from train_cases import SMALL
 from whole_runs import ROOT, alive, children, losses, shown, status_of
 
 STEPS = 40
-RARELY = pytest.mark.everything(guards=("megalite/launch/ranks.py", "megalite/train/life/restarts.py"))
+GUARDS = ("megalite/launch/ranks.py", "megalite/train/life/restarts.py")
+RARELY = pytest.mark.everything(guards=GUARDS)
 
 
 def torchrun(folder: Path, *words: str, steps: int = STEPS) -> AbstractContextManager[subprocess.Popen[str]]:
@@ -56,14 +60,28 @@ def end_of(ranks: list[int]) -> None:
         time.sleep(0.05)
 
 
-def test_sigterm_to_torchrun_saves_and_says_requeue(tmp_path: Path) -> None:
-    with torchrun(tmp_path, steps=100_000) as process:
+HANDLED = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+STOPS: dict[str, tuple[str, int, Callable[[Any, Path], object]]] = {  # torchrun's flags and exit code, what is done
+    "SIGTERM to torchrun": ("", 1, lambda process, folder: process.send_signal(signal.SIGTERM)),
+    # as SLURM sends it to all processes of a step: torchrun too, and its ranks a second time through it
+    "SIGUSR1 twice": (HANDLED, 1, lambda process, folder: os.killpg(process.pid, signal.SIGUSR1)),
+    "stop": ("--max-restarts 3", 0, lambda process, folder: (folder / "stop").touch()),  # and no restart
+}
+
+
+@pytest.mark.parametrize("name", rarely([*STOPS], ["SIGTERM to torchrun"], str, guards=GUARDS))
+def test_a_run_that_is_asked_to_stop_saves_once_and_says_requeue(tmp_path: Path, name: str) -> None:
+    flags, code, ask = STOPS[name]
+    with torchrun(tmp_path, *flags.split(), steps=100_000) as process:
         shown(process, "step     3/")
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        ask(process, tmp_path)
+        out, _ = process.communicate(timeout=60)
     status = status_of(tmp_path)
-    assert (status["outcome"], status["reason"]) == ("requeue", "SIGTERM")  # torchrun's own code is 1
+    assert (process.returncode, status["outcome"]) == (code, "requeue") and name.split()[0] in status["reason"], out
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
+    assert out.count(f"saving checkpoint at step {status['step']} ") == 1
+    before, _, after = out.partition("outcome ")
+    assert "Traceback" not in before and "step     1/" not in after
 
 
 @RARELY
@@ -81,27 +99,13 @@ def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeyp
 
 
 @RARELY
-def test_a_group_that_gets_usr1_twice_saves_once_where_torchrun_was_told(tmp_path: Path) -> None:
-    """As SLURM sends it to all processes of a step: torchrun too, and its ranks a second time through it."""
-    handled = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    with torchrun(tmp_path, handled, steps=100_000) as process:
-        shown(process, "step     3/")
-        os.killpg(process.pid, signal.SIGUSR1)
-        out, _ = process.communicate(timeout=60)
-    status = status_of(tmp_path)
-    assert (status["outcome"], status["reason"]) == ("requeue", "SIGUSR1"), out
-    assert out.count(f"saving checkpoint at step {status['step']} ") == 1
-    assert "Traceback" not in out.partition("outcome ")[0]
-
-
-@RARELY
 def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(tmp_path: Path, monkeypatch) -> None:
     """Its ranks, which it leaves, save and stop."""
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with torchrun(tmp_path, steps=100_000) as process:
         said = shown(process, "step     3/")
         [line] = [line for line in said if "torchrun dies of SIGUSR1" in line]  # once, in the log, and again at its end
-        assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in line
+        assert HANDLED in line
         ranks = children(process.pid)
         process.send_signal(signal.SIGUSR1)
         out, _ = process.communicate(timeout=60)
@@ -110,17 +114,6 @@ def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(tmp_path
         end_of(ranks)
     status = status_of(tmp_path)
     assert (status["outcome"], status["reason"], status["checkpoint_step"]) == ("requeue", "SIGTERM", status["step"])
-
-
-@RARELY
-def test_a_run_that_was_asked_to_stop_is_not_restarted(tmp_path: Path) -> None:
-    with torchrun(tmp_path, "--max-restarts", "3", steps=100_000) as process:
-        shown(process, "step     3/")
-        (tmp_path / "stop").touch()
-        out, _ = process.communicate(timeout=60)
-    status = status_of(tmp_path)
-    assert (process.returncode, status["outcome"], status["reason"]) == (0, "requeue", str(tmp_path / "stop")), out
-    assert "step     1/" not in out.partition("outcome ")[2]
 
 
 @RARELY

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tomllib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from megalite.parallel.mesh import PLANNED, Axis, Mesh
 from megalite.pipeline.runtime import Timed
 from megalite.train.replicas import ReplicaError, check_replicas, disagreement
 from megalite.train.step import parameter_norm, train_step
-from megalite.train.tell.device_memory import memory_line
 from megalite.train.tell.metrics import ProgressLog
 from megalite.train.tell.profiling import Profiler
 from megalite.train.tell.run_dir import Exit
 from megalite.train.tell.timers import OF_STEP, PHASES, Timers
+
+CASES = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))
 
 
 def read(*flags: str) -> Config:
@@ -75,26 +77,17 @@ def told(flags: str) -> list[tuple[int | None, float]]:
     return seen
 
 
-UNTIED, FEW_GROUPS = "--untie-embeddings-and-output-weights", "--group-query-attention --num-query-groups 1"
-LAYOUTS = {
-    "dp 2": (2, UNTIED, ""),
-    "dp 2, everything on each": (2, "", "--no-use-distributed-optimizer"),
-    "tp 2": (2, UNTIED, "--tensor-model-parallel-size 2"),
-    "pp 2, tied": (2, "", "--pipeline-model-parallel-size 2"),
-    "tp 2, one key/value head": (2, FEW_GROUPS, "--tensor-model-parallel-size 2"),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", CASES["counts"])
 def test_norm_and_zeros_count_every_element_once(name: str) -> None:
-    world, model, layout = LAYOUTS[name]
+    world, model, layout = CASES["counts"][name]
     alone = told(model)
     for seen in run_ranks(world, told, f"{model} {layout}"):
         assert [zeros for zeros, _ in seen] == [zeros for zeros, _ in alone]
         assert [norm for _, norm in seen] == pytest.approx([norm for _, norm in alone], rel=1e-10)
     padding = 3 * 32  # rows of the vocabulary, which is padded to 96
     for zeros, _ in alone:
-        assert zeros > 2 * padding and zeros % 32 == 0 if model == UNTIED else zeros == padding  # rows of unseen tokens
+        # rows of unseen tokens
+        assert zeros > 2 * padding and zeros % 32 == 0 if "untie" in model else zeros == padding
 
 
 def test_norm_and_zeros_are_those_of_the_model() -> None:
@@ -198,29 +191,9 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
         return f"stopped: {error}"
 
 
-BF16 = "--bf16 --tensor-model-parallel-size 2"
-THREE = "--global-batch-size 6"
-OFFLOAD = "--optimizer-cpu-offload"
-UP, TP2 = "layers.1.mlp.up", "--tensor-model-parallel-size 2"
-SETS = "--zero-stage 3 --num-distributed-optimizer-instances 2 --global-batch-size 8"
-FLIPS = {
-    "one of two": (2, "", UP, "stop", "layers.1.mlp.up differs over dp on ranks [0, 1]"),
-    "the odd one of three": (3, THREE, "layers.0.mlp.down", "stop", "layers.0.mlp.down differs over dp on rank [1]"),
-    "replicated over tp": (2, TP2, "final_norm.weight", "stop", "final_norm.weight differs over tp"),
-    "tied": (2, "--pipeline-model-parallel-size 2", "embedding.word", "warn", "embedding.word differs over ends"),
-    "of no copy but its main weight": (2, BF16, UP, "stop", f"{UP} is not its main weight on rank 1 (tp 1)"),
-    "healed from main weights": (2, BF16, "final_norm.weight", "heal", "; healed from the main weights"),
-    "healed by the majority": (3, THREE, "layers.0.mlp.down", "heal", "[1]; healed from what most replicas have"),
-    "of two nobody can say": (2, "", UP, "heal", "still after healing from what most replicas have"),
-    "another place": (2, "", "state", "heal", "rank 1 (dp 1) is at [{"),
-    "what a set of ZeRO-3 holds": (4, SETS, UP, "stop", f"{UP} differs over replica on ranks [1, 3]"),
-    "of ZeRO-3, healed": (4, f"--bf16 {SETS}", UP, "heal", "; healed from the main weights"),
-}
-
-
-@pytest.mark.parametrize("name", FLIPS)
+@pytest.mark.parametrize("name", CASES["bits"])
 def test_a_turned_bit_is_found_and_named(name: str) -> None:
-    world, flags, parameter, action, words = FLIPS[name]
+    world, flags, parameter, action, words = CASES["bits"][name]
     told = run_ranks(world, flipped, flags, 1, parameter, action)
     assert len(set(told)) == 1 and words in told[0]  # all ranks know, and do the same
     stopped = action == "stop" or "still" in words or parameter == "state"
@@ -251,25 +224,10 @@ def flipped_between(flags: str, action: str, where: int | None, part: str = "cop
         return f"stopped: {error}", before
 
 
-BETWEEN = {
-    "stop": (2, "", "stop", 1, "copy", " differs over dp on ranks [0, 1]"),
-    "warn": (2, "", "warn", 1, "copy", " differs over dp on ranks [0, 1]"),
-    "heal, bf16": (2, "--bf16", "heal", 1, "copy", "; healed from the main weights"),
-    "heal, bf16, one rank": (1, "--bf16", "heal", 0, "copy", "is not its main weight on rank 0; healed from the main"),
-    "heal, by the majority": (3, THREE, "heal", 1, "copy", " on rank [1]; healed from what most replicas have"),
-    "main weights": (2, "--bf16", "stop", 1, "main", "is not its main weight on rank 1"),
-    "main weights of the host": (2, OFFLOAD, "stop", 1, "main", "is not its main weight on rank 1"),
-    "heal, offloaded": (3, f"{THREE} {OFFLOAD}", "heal", 1, "copy", " on rank [1]; healed from what most"),
-    "heal, bf16, offloaded": (2, f"--bf16 {OFFLOAD}", "heal", 1, "copy", "; healed from the main weights"),
-    "ranks that no gather joins": (4, BF16, "heal", 3, "copy", "; healed from the main"),
-    "what a set of ZeRO-3 holds": (4, f"--bf16 {SETS}", "heal", 1, "copy", "; healed from the main"),
-}
-
-
-@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("name", CASES["between"])
 def test_a_bit_that_turns_between_two_checks_reaches_no_main_weight(name: str) -> None:
     """Healed, the run goes on to the bits that it has without it."""
-    world, flags, action, where, part, words = BETWEEN[name]
+    world, flags, action, where, part, words = CASES["between"][name]
     told = run_ranks(world, flipped_between, flags, action, where, part)
     assert len({words for words, _ in told}) == 1 and words in told[0][0], told[0][0]
     begin = "stopped: " * (action == "stop") + "step 2, before its update: copies of weights differ: "
@@ -300,10 +258,6 @@ def unseen(flags: str) -> bool:
     return seen == [False] + [True] * 40
 
 
-def test_a_split_weight_is_not_compared_with_its_other_half() -> None:
-    assert run_ranks(2, flipped, "--tensor-model-parallel-size 2", 1, "layers.1.mlp.up", "warn") == ["", ""]
-
-
 # ---- the collector and profilers
 def test_profiles_that_a_cpu_does_not_have_are_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     Profiler(OperationsConfig(profile=True, record_memory_history=True), Mesh.alone(), tmp_path).before(11)
@@ -324,19 +278,6 @@ def test_memory_history_and_nsys_on_a_card(tmp_path: Path) -> None:
     profiler.after(12, True)
     torch.cuda.memory._record_memory_history(enabled=None)
     assert (tmp_path / "snapshot_3.pickle").stat().st_size > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_memory_is_given_back_to_a_card(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
-    calls: list[int] = []
-    run = run_from(read(), device=torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    train_step(run, empty_level=level)
-    assert len(calls) == level
-    line = memory_line(run.mesh, 1, True)
-    assert " | max reserved: " in line and " | total device memory used: " in line
 
 
 # ---- progress.txt and memory

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from train_cases import BORDERS, run_from
 
-from megalite.kernels.attention import Documents, attention, attention_reference
+from megalite.kernels.attention import attention, attention_reference
 from megalite.kernels.dispatch import chosen
 from megalite.nn.attention import Attention
 from megalite.train.step import train_step
@@ -76,32 +76,6 @@ def test_a_window_over_the_whole_sequence_is_none_to_the_bit(path: str, dtype: t
 def qkv(length: int, dtype: torch.dtype) -> list[Tensor]:
     made = torch.Generator().manual_seed(length)
     return [torch.randn(length, 2, n, 16, generator=made).to(dtype) for n in (4, 2, 2)]
-
-
-@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
-@pytest.mark.parametrize("window", [1, 7, 64, 299])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_dispatcher_equals_the_definition_in_fp64(dtype: torch.dtype, window: int, documents: bool) -> None:
-    """Documents shorter than the window, longer, and one position; error at most twice the definition's own."""
-    borders = None
-    if documents:
-        spans = ((0, 0, 90), (0, 90, 91), (0, 91, 300), (1, 0, 3), (1, 3, 300))
-        first_BS = torch.empty(2, 300, dtype=torch.int64)
-        for b, start, end in spans:
-            first_BS[b, start:end] = start
-        borders = Documents(spans, first_BS)
-
-    def run(fn: Callable[..., Tensor], to: torch.dtype) -> list[Tensor]:
-        leaves = [x.to(to).requires_grad_() for x in qkv(300, dtype)]
-        o = fn(*leaves, scale=0.25, window=window, documents=borders)
-        above = torch.linspace(-1, 1, o.numel(), dtype=torch.float64).view(o.shape).to(dtype).to(to)
-        return [x.detach().double() for x in (o, *torch.autograd.grad(o, leaves, above))]
-
-    units = {torch.float64: 64, torch.float32: 16, torch.bfloat16: 1}[dtype]  # of the last place, which any may be off
-    true = run(attention_reference, torch.float64)
-    for got, twin, want in zip(run(attention, dtype), run(attention_reference, dtype), true, strict=True):
-        least = units * torch.finfo(dtype).eps * max(1.0, float(want.abs().max()))
-        assert float((got - want).abs().max()) <= max(2 * float((twin - want).abs().max()), least)
 
 
 def test_no_path_without_dropout_makes_a_square_of_the_length() -> None:
