@@ -269,7 +269,7 @@ def test_advice_goes_by_figures() -> None:
     large = request("--preset llama3-8b --global-batch-size 4096", 64)
     one = planned(Layout(2, 1), large, None)
     assert isinstance(one, Planned)
-    told = "\n".join(advice.warnings(large, one, 2 * one.peak, replace(budget, parameters=8 * 10**9), None))
+    told = "\n".join(advice.warnings(large, one, 2 * one.peak, replace(budget, active=8 * 10**9), None))
     assert "beyond the critical" in told
 
 
