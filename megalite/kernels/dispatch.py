@@ -25,6 +25,7 @@ from torch import Tensor
 from megalite.config import environment
 from megalite.config.packages import MissingPackage, needs
 
+Fn = Callable[..., Any]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LARGEST_TILE = 32768  # columns of a row that one program can hold in registers
 PLANNED_PROCESSORS = 132  # multiprocessors of the card that the meta device stands for: an H100's
@@ -152,13 +153,7 @@ class Kernel:
     plain matmul; those of other kernels count as none.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        options: dict[str, Any],
-        flops: Callable[..., float] | None = None,
-        product: Callable[..., tuple[float, ...]] | None = None,
-    ):
+    def __init__(self, fn: Fn, options: dict[str, Any], flops: Fn | None = None, product: Fn | None = None):
         self.fn, self.options, self.flops, self.product = fn, options, flops, product
         self.jitted: Any = None
         self.refusals: tuple[type[Exception], ...] = ()
@@ -194,13 +189,7 @@ class Kernel:
         return self.jitted
 
 
-def kernel(
-    fn: Callable[..., Any] | None = None,
-    *,
-    flops: Callable[..., float] | None = None,
-    product: Callable[..., tuple[float, ...]] | None = None,
-    **options: Any,
-) -> Any:
+def kernel(fn: Fn | None = None, *, flops: Fn | None = None, product: Fn | None = None, **options: Any) -> Any:
     """Decorate a Triton kernel; `options` are those of `triton.jit`."""
     if fn is None:
         return functools.partial(kernel, flops=flops, product=product, **options)
@@ -264,10 +253,15 @@ def generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
-def tensor_cores(device: torch.device) -> str:
-    """The unit that multiplies in half precision: that of compute capability 9 or 10, which reads operands from shared
-    memory, or that of 8 and 12, which needs them in registers (and most such cards have 99 KiB per block)."""
-    return {9: "wgmma", 10: "tcgen05"}.get(generation(device), "mma")
+def unit_of(x: Tensor) -> str:
+    """The unit that multiplies: tensor cores of compute capability 9 or 10, which read operands from shared memory,
+    those of 8 and 12, which need them in registers (and most such cards have 99 KiB per block), or none, for fp32."""
+    return "fp32" if x.dtype == torch.float32 else {9: "wgmma", 10: "tcgen05"}.get(generation(x.device), "mma")
+
+
+def widened(x: Tensor) -> bool:
+    """Whether x is multiplied in fp32: bf16 in the interpreter, which takes it for whole numbers (triton 3.9)."""
+    return interpreted() and x.dtype == torch.bfloat16
 
 
 def stat_dtype(x: Tensor) -> torch.dtype:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.blocked_attention import Drop
-from megalite.kernels.dispatch import ceil_div, interpreted, kernel, power_of_two, tensor_cores
+from megalite.kernels.dispatch import ceil_div, kernel, power_of_two, unit_of, widened
 from megalite.kernels.dropout import as_int32
 from megalite.kernels.flash_blocks import blocks_of_keys, count_masked, dot, first_key, kept_of, nth_masked, tile
 
@@ -66,10 +66,8 @@ def flops(*args: Any) -> float:
 
 
 def unit(x: Tensor) -> str:
-    """The unit that multiplies: a card's tensor cores, or none, for fp32, where the width of a head decides."""
-    if x.dtype == torch.float32:
-        return "fp32" if x.shape[-1] <= 64 else "fp32 wide"
-    return tensor_cores(x.device)
+    """What multiplies, and in fp32 whether a head is wide."""
+    return unit_of(x) + " wide" * (x.dtype == torch.float32 and x.shape[-1] > 64)
 
 
 @kernel
@@ -319,10 +317,8 @@ class _Attention(Function):
         shift = q_first - k_first
         seen = max(1, S + shift) if window is None else window  # None: as if it reached back to key 0
         ctx.given = (S, T, shift, k_first, B, H, H // G, scale * LOG2_E, seen, as_int32(key), head_offset, *strides)
-        # the interpreter multiplies bf16 as if it were whole numbers (triton 3.9)
-        wide = interpreted() and q.dtype == torch.bfloat16
         width = max(64, power_of_two(K))
-        ctx.kind = (first_BS is not None, wide, K, width, int(dropout_p * 2**32), 1.0 / (1.0 - dropout_p))
+        ctx.kind = (first_BS is not None, widened(q), K, width, int(dropout_p * 2**32), 1.0 / (1.0 - dropout_p))
         rows, columns, warps, stages = FORWARD[unit(q)]
         sink, sunk = (lse, False) if sink_H is None else (sink_H.contiguous(), True)
         _forward[(ceil_div(S, rows), B * H)](

@@ -21,16 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.dispatch import (
-    as_rows,
-    ceil_div,
-    interpreted,
-    kernel,
-    power_of_two,
-    processors,
-    tensor_cores,
-    use_triton,
-)
+from megalite.kernels.dispatch import as_rows, ceil_div, kernel, power_of_two, processors, unit_of, use_triton, widened
 from megalite.kernels.flash_blocks import dot
 from megalite.kernels.weight_grad import accumulate_outer_
 
@@ -175,17 +166,8 @@ def _weight_grad(
         tl.store(to, total, mask=inside)
 
 
-def _unit(x: Tensor) -> str:
-    return "fp32" if x.dtype == torch.float32 else tensor_cores(x.device)
-
-
 def _by_triton(x: Tensor, *others: Tensor) -> bool:
     return x.dtype != torch.float64 and all(use_triton(t) for t in (x, *others))
-
-
-def _wide(x: Tensor) -> bool:
-    """The interpreter multiplies bf16 as if it were whole numbers (triton 3.9)."""
-    return interpreted() and x.dtype == torch.bfloat16
 
 
 def grouped_matmul(x_RD: Tensor, w_EFD: Tensor, offsets: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -194,12 +176,13 @@ def grouped_matmul(x_RD: Tensor, w_EFD: Tensor, offsets: Tensor, rows: Tensor | 
     if not _by_triton(x_RD, w_EFD):
         return grouped_matmul_reference(x_RD, w_EFD, offsets, rows)
     (E, F, D), M = w_EFD.shape, len(x_RD if rows is None else rows)
-    x_RD, y_MF = as_rows(x_RD), torch.empty(M, F, dtype=x_RD.dtype, device=x_RD.device)
-    high, wide, deep, warps, stages = FORWARD[_unit(x_RD)]
+    x_RD, y_MF = as_rows(x_RD), x_RD.new_empty(M, F)
+    high, wide, deep, warps, stages = FORWARD[unit_of(x_RD)]
     programs = min(processors(x_RD.device), (ceil_div(M, high) + E) * ceil_div(F, wide))
+    index = offsets if rows is None else rows.contiguous()
     _forward[(programs,)](
-        *(x_RD, w_EFD, y_MF, offsets, offsets if rows is None else rows, M, E, F, D, x_RD.stride(0), *w_EFD.stride()),
-        *(rows is not None, _wide(x_RD), power_of_two(E + 1), not (F % wide or D % deep), high, wide, deep, BAND),
+        *(x_RD, w_EFD, y_MF, offsets, index, M, E, F, D, x_RD.stride(0), *w_EFD.stride(), rows is not None),
+        *(widened(x_RD), power_of_two(E + 1), not (F % wide or D % deep), high, wide, deep, BAND),
         num_warps=warps,
         num_stages=stages,
     )
@@ -222,11 +205,11 @@ def grouped_weight_grad_(
         return grouped_weight_grad_reference_(grad_EFD, dy_MF, x_RD, offsets, rows, dy_rows=dy_rows, begin=begin)
     (E, F, D), M = grad_EFD.shape, len(x_RD if rows is None else rows)
     dy_MF, x_RD = as_rows(dy_MF), as_rows(x_RD)
-    high, wide, deep, warps, stages = WEIGHT_GRAD[_unit(x_RD)]
+    high, wide, deep, warps, stages = WEIGHT_GRAD[unit_of(x_RD)]
     _weight_grad[(E * ceil_div(F, high) * ceil_div(D, wide),)](
-        *(grad_EFD, dy_MF, x_RD, offsets, M, *(offsets if index is None else index for index in (dy_rows, rows))),
+        *(grad_EFD, dy_MF, x_RD, offsets, M, *(offsets if i is None else i.contiguous() for i in (dy_rows, rows))),
         *(F, D, dy_MF.stride(0), x_RD.stride(0), *grad_EFD.stride(), dy_rows is not None, rows is not None, begin),
-        *(_wide(x_RD), high, wide, deep, BAND),
+        *(widened(x_RD), high, wide, deep, BAND),
         num_warps=warps,
         num_stages=stages,
     )

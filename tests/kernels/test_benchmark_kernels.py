@@ -47,7 +47,7 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_every_case_agrees_with_its_peers_and_moves_what_it_says() -> None:
     done = run("-c", TINY, TRITON_INTERPRET="1", MEGALITE_KERNELS="triton")
     assert done.returncode == 0, done.stderr
-    assert len(set(done.stdout.splitlines())) == 23
+    assert len(set(done.stdout.splitlines())) == 25
 
 
 def test_list_needs_no_card(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,9 @@
 """Experts' matmuls and the way of rows to them and back, against their definitions in fp64; what a plan counts of them.
 Their Triton kernels are rows of tests/kernels/cases.py."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -74,6 +77,22 @@ def test_gradients_are_kept_in_fp32(dtype: torch.dtype) -> None:
     grouped_weight_grad_(sums, ones, ones, offsets, begin=True)
     grouped_weight_grad_(sums, ones, ones * 2.0**-12, offsets, begin=False)
     assert sums.flatten().tolist() == [1 + 2.0**-12] * 2
+
+
+def with_one_that_is_lost() -> list[Tensor]:
+    """Of two experts, of which the first has row 0 alone."""
+    x, w, sums = normal(71, 3).float(), normal(2, 4, 3).float(), torch.zeros(2, 4, 3)
+    x[0] = torch.nan
+    offsets = torch.tensor([0, 1, 71], dtype=torch.int32)
+    y = grouped_matmul(x, w, offsets)
+    grouped_weight_grad_(sums, y, x, offsets, begin=True)
+    return [y, sums]
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+def test_a_row_without_values_stays_with_its_expert(kind: str, interpreter: Callable[..., Any]) -> None:
+    y, sums = interpreter(with_one_that_is_lost) if kind == "triton" else with_one_that_is_lost()
+    assert y[0].isnan().all() and sums[0].isnan().all() and not y[1:].isnan().any() and not sums[1].isnan().any()
 
 
 choices = st.integers(1, 4).flatmap(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from compiling import cache_folder
-from roofline import CASES, WITH_ATTENTION, line_of, main_stage, size_of, twice
+from roofline import CASES, MATMULS, line_of, main_stage, size_of, twice
 from traffic import of_case, prepared
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -18,13 +18,13 @@ Call = Callable[..., Any]
 ALLOWED = {"attention forward": 1.05, "attention backward": 1.6}
 
 
-@pytest.mark.parametrize("name", WITH_ATTENTION)
+@pytest.mark.parametrize("name", [*CASES, *MATMULS])
 def test_bytes_are_those_of_the_formula(interpreter: Call, name: str) -> None:
     seen = interpreter(of_case, name, size_of(name))
     (case, sizes), _ = prepared(name, size_of(name))
     ratio = sum(t.once for t in main_stage(seen)) / case.work.bytes(sizes)
     assert 0.99 < ratio <= ALLOWED.get(name, 1.05), f"{name}: {ratio:.3f} of the formula"
-    if not name.startswith("attention"):  # whose keys are read by each block of queries, from the cache
+    if name in CASES:  # keys are read by each block of queries, from the cache, and operands by each tile
         assert twice(seen) == []
 
 

@@ -29,6 +29,7 @@ class Sizes:
     sequence: int = 4096
     numel: int = 1 << 30
     head_size: int = 128
+    expert_count: int = 8
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.device)

@@ -14,6 +14,7 @@ from megalite.kernels.activations import swiglu
 from megalite.kernels.dispatch import tile_for
 from tools.bench.kernel_attention_case import attention_cases
 from tools.bench.kernel_case import Case, Fn, Make, Sizes, Swept, blocks, streams
+from tools.bench.kernel_expert_cases import expert_cases
 from tools.bench.kernel_loss_cases import flat_cases, loss_cases
 
 EPS, P, KEY = 1e-5, 0.1, 0xC0FFEE01
@@ -181,5 +182,6 @@ CASES: list[Case] = [
     *dropout_cases(),
     *loss_cases(),
     *attention_cases(),
+    *expert_cases(),
     *flat_cases(),
 ]
