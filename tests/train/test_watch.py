@@ -186,7 +186,9 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
     if name == "state":
         run.optimizer.updates += dist.get_rank() == where
     elif dist.get_rank() == where:
-        weights.kept(slots[name])[1][:1].view(torch.uint8)[:1].bitwise_xor_(1)
+        biases = {f"{router.name}.bias": router.bias for router in run.balance.routers}
+        turned = biases[name] if name in biases else weights.kept(slots[name])[1]
+        turned[:1].view(torch.uint8)[:1].bitwise_xor_(1)
     try:
         told = check_replicas(run, 2, action) or ""
         assert action == "warn" or (
@@ -202,6 +204,8 @@ BF16 = "--bf16 --tensor-model-parallel-size 2"
 THREE = "--global-batch-size 6"
 OFFLOAD = "--optimizer-cpu-offload"
 UP, TP2 = "layers.1.mlp.up", "--tensor-model-parallel-size 2"
+BIAS = "layers.1.mlp.router.bias"
+EXPERTS = "--num-experts 2 --disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 SETS = "--zero-stage 3 --num-distributed-optimizer-instances 2 --global-batch-size 8"
 FLIPS = {
     "one of two": (2, "", UP, "stop", "layers.1.mlp.up differs over dp on ranks [0, 1]"),
@@ -214,6 +218,9 @@ FLIPS = {
     "of two nobody can say": (2, "", UP, "heal", "still after healing from what most replicas have"),
     "another place": (2, "", "state", "heal", "rank 1 (dp 1) is at [{"),
     "what a set of ZeRO-3 holds": (4, SETS, UP, "stop", f"{UP} differs over replica on ranks [1, 3]"),
+    "a router's bias": (2, f"{EXPERTS} --ep 2", BIAS, "stop", f"{BIAS} differs over dp on ranks [0, 1]"),
+    "a router's bias over tp": (2, f"{EXPERTS} {TP2}", BIAS, "stop", f"{BIAS} differs over tp on ranks [0, 1]"),
+    "a router's bias, healed": (3, f"{EXPERTS} {THREE} --bf16", BIAS, "heal", "; healed from the main weights"),
     "of ZeRO-3, healed": (4, f"--bf16 {SETS}", UP, "heal", "; healed from the main weights"),
 }
 
@@ -282,13 +289,14 @@ def test_a_bit_that_turns_between_two_checks_reaches_no_main_weight(name: str) -
 
 
 def test_sums_see_every_bit_of_every_copy() -> None:
-    assert all(run_ranks(4, unseen, "--bf16 --pipeline-model-parallel-size 2") + run_ranks(2, unseen, ""))
+    assert all(run_ranks(4, unseen, "--bf16 --pipeline-model-parallel-size 2") + run_ranks(2, unseen, EXPERTS))
 
 
 def unseen(flags: str) -> bool:
     """Whether `disagreement` is zero as it is, and never with a bit of a weight turned on any rank."""
     run = build(flags)
-    weights = [flat.view(torch.uint8) for flat in run.buffer.weights.flats]
+    biases = [bias.data for bias, _ in run.balance.pieces()]
+    weights = [flat.view(torch.uint8) for flat in (*run.buffer.weights.flats, *biases)]
     seen = [bool(all_reduce_(disagreement(run), run.mesh.world).any())]
     for turn in range(40):
         flat = weights[turn % len(weights)]
