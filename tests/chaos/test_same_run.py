@@ -66,9 +66,9 @@ def read(base: Path) -> dict[int, list[tuple[int, list[int]]]]:
     return {step: sorted(rows.items()) for step, rows in sorted(found.items())}
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder: Path, what: str = "train/loss") -> list[Any]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["train/loss"] for row in rows if "train/loss" in row]
+    return [row[what] for row in rows if what in row]
 
 
 @pytest.mark.everything
@@ -117,6 +117,11 @@ GATHERS = pytest.mark.everything(
 
 CP, BY_HEADS = "--context-parallel-size 2", "--cp-comm-type a2a"
 CHUNKS = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --zero-hold chunk"
+EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size 2 --tensor-model-parallel-size 2"
+OF_MODEL = {
+    "another ep": "--num-experts 8 --disable-bias-linear --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01",
+}
 WAYS = {  # ranks, layout, the fault, and the step that it goes on from
     "another stage": [
         (2, "--zero-stage 3", "", 0),
@@ -130,14 +135,30 @@ WAYS = {  # ranks, layout, the fault, and the step that it goes on from
         (4, f"{CP} {BY_HEADS} --zero-stage 3", "step.after_reduce:3:7:kill", 4),
         (1, "", "", 6),
     ],
+    "another ep": [
+        (4, f"{EP} 4", "step.after_update:3:3:kill", 0),
+        (2, f"{EP} 2 --zero-stage 3", "step.after_reduce:1:5:kill", 2),
+        (4, f"{EP} 2 {ETP}", "step.after_reduce:2:7:kill", 4),
+        (1, "", "", 6),
+    ],
 }
 
 
 @GATHERS
 @pytest.mark.parametrize("name", WAYS)
 def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: Path) -> None:
-    """With a kill -9 in each but the last, of ZeRO-3 between gather and free: the losses of one process."""
-    flags = [*READ, "--data-path", data, "--train-iters", "8", "--hidden-dropout", "0.1"]
+    """With a kill -9 in each but the last, of ZeRO-3 between gather and free: the losses of one process, and of experts
+    the same counts of choices."""
+    flags = [
+        *READ,
+        "--data-path",
+        data,
+        "--train-iters",
+        "8",
+        "--hidden-dropout",
+        "0.1",
+        *OF_MODEL.get(name, "").split(),
+    ]
     straight = drill(tmp_path / "s/a", 1, [*flags, "--run-dir", str(tmp_path / "s")])
     assert straight.code == 0, straight.said
     logs, run = tmp_path / "logs", str(tmp_path / "k/run")
@@ -149,3 +170,5 @@ def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: 
         assert not step or f"iter_{step:07d}" in " ".join(end.said), end.said
     assert losses(logs)[-2:] == pytest.approx(losses(tmp_path / "s")[-2:], rel=1e-4)
     assert losses(logs) == pytest.approx(losses(tmp_path / "s"), rel=1e-4)
+    assert losses(logs, "moe/load") == losses(tmp_path / "s", "moe/load")
+    assert len(losses(logs, "moe/load")) == 8 * (name in OF_MODEL)
