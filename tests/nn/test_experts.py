@@ -192,14 +192,10 @@ def test_four_ranks_exchange_what_the_routing_says() -> None:
 def test_auxiliary_losses_do_not_depend_on_the_layout() -> None:
     """The layouts of Megatron-LM's test_aux_loss.py, and gradients under ep, which were twice as large elsewhere
     (pytorch/pytorch#160285)."""
+    losses = [Routing(8, 2, coefficients=of) for of in ((0.1, 0.0, 0.0), (0.0, 0.1, 0.0), (0.0, 0.0, 0.1))]
     shapes = [(8, 1, 1), (4, 2, 1), (1, 1, 8), (2, 1, 4), (2, 2, 2)]  # tp, ep, cp
-    losses = [(0.1, 0.0, 0.0), (0.0, 0.1, 0.0), (0.0, 0.0, 0.1)]
-    cases = [
-        (dict(tp=tp, pp=1, ep=ep, cp=cp), Routing(8, 2, coefficients=loss), (), 16, 2)
-        for tp, ep, cp in shapes
-        for loss in losses
-    ]
-    run_ranks(8, _all_as_one, cases)
+    sizes = [dict(tp=tp, pp=1, ep=ep, cp=cp) for tp, ep, cp in shapes]
+    run_ranks(8, _all_as_one, [(size, routing, (), 16, 2) for size in sizes for routing in losses])
 
 
 @pytest.mark.parametrize("topk", [1, 2, 8])
