@@ -1,5 +1,8 @@
 """Experts train under every layout as one process does: losses, gradient norms and weights in fp64 to 1e-10, counts of
-choices and biases of routers bit for bit, auxiliary losses to 1e-10."""
+choices and biases of routers bit for bit, auxiliary losses to 1e-10.
+
+So a gradient norm counts all experts where ep meets tp, which it did not in NVIDIA/Megatron-LM#5916 (rows tp2 dp2 ep2),
+and gradients under ep are those of ep 1, twice which they were in pytorch/pytorch#160285 (all rows with ep)."""
 
 import json
 from functools import cache
@@ -11,13 +14,14 @@ import torch
 from cover import rarely
 from loads import reseal
 from ranks import run_ranks
-from test_layouts import COMMON, DROP, FP64, LLAMA, NAME, PARTS, Row, row
+from test_layouts import BF16, COMMON, DROP, FP64, LLAMA, NAME, PARTS, Row, row
 from train_cases import config_from, run_from
 from whole import owned, whole_of
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.toml import to_toml
 from megalite.train.balance import NAMES
+from megalite.train.loop import evaluate
 from megalite.train.setup import SetupError
 from megalite.train.start.origin import start_run
 from megalite.train.start.resume import open_saver, save
@@ -54,6 +58,7 @@ ROWS = [
         DEEPSEEK,
         extra=f"{EP2} --recompute-granularity full --recompute-method uniform",
     ),
+    row("mixtral ep2, k = E", 2, MIXTRAL + " --moe-router-topk 4", extra=EP2),
     row("mixtral cp2, experts split", 2, MIXTRAL, extra=f"{CP2} {ETP2}"),
     row("qwen cp2 pp2 dp2 vpp2 ep2 ZeRO-3 split", 8, QWEN, pp=2, vpp=2, extra=f"{EP2} {CP2} {ZERO3} {SPLIT}"),
     row("qwen muon tp2 dp2 ep2, experts split, too", 4, QWEN + " --optimizer muon", tp=2, extra=f"{EP2} {ETP2}"),
@@ -73,12 +78,14 @@ OFTEN = [
 ]
 
 
-def _train(flags: str) -> tuple:
-    """On one rank: losses and norms; pieces of weights; of all layers counts, auxiliary losses, figures of the log, of
+def _train(flags: str, evaluates: bool = False) -> tuple:
+    """On one rank, which may evaluate before each step: losses and norms; pieces of weights; of all layers counts, auxiliary losses, figures of the log, of
     every step; biases of its own routers."""
     run = run_from(f"{COMMON} {flags}", dtype=torch.float64)
     counts, losses, results = [], [], []
     for _ in range(STEPS):
+        if evaluates:
+            evaluate(run, run.data, 1)
         results.append(train_step(run))
         counts.append(run.balance.counts_LE.tolist())
         losses.append(run.balance.losses_L3.tolist())
@@ -95,6 +102,20 @@ def alone(flags: str) -> tuple:
 
 def _weights(ranks: list[tuple]) -> dict[str, np.ndarray]:
     return {name: whole.numpy() for name, whole in whole_of(piece for rank in ranks for piece in rank[1]).items()}
+
+
+@pytest.mark.parametrize("model", [QWEN, DEEPSEEK], ids=["qwen", "deepseek"])
+def test_an_evaluation_changes_nothing(model: str) -> None:
+    assert repr(_train(model, evaluates=True)) == repr(alone(model))
+
+
+@pytest.mark.everything(guards=("megalite/nn/experts.py", "megalite/nn/router.py", "megalite/nn/token_exchange.py"))
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 1024"])
+def test_half_precision_trains_as_in_one_process(precision: str) -> None:
+    flags = f"{MIXTRAL} {precision} --train-iters 5 --global-batch-size 8"
+    one = _go_on(flags, 5)[2]
+    for *_, losses in run_ranks(4, _go_on, f"{flags} {EP2} --tp 2", 5):
+        assert losses == pytest.approx(one, rel=BF16) and losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.parametrize("item", rarely(ROWS, OFTEN, NAME, guards=("megalite/nn", "megalite/kernels")))
@@ -117,7 +138,7 @@ def test_experts_train_as_in_one_process(item: Row) -> None:
 
 
 def _go_on(flags: str, steps: int) -> list:
-    """On one rank: load, train, save; the biases before and after, and the loss of the last step."""
+    """On one rank: load, train, save; the biases before and after, and the losses."""
     config = config_from(f"{COMMON} {flags}")
     run = run_from(config)
     saver = open_saver(run, config)
@@ -128,11 +149,11 @@ def _go_on(flags: str, steps: int) -> list:
         return {r.name: r.bias.tolist() for r in run.balance.routers if r.bias is not None}
 
     before = biases()
-    loss = [train_step(run).loss for _ in range(steps)][-1]
+    losses = [train_step(run).loss for _ in range(steps)]
     if saver is not None:
         save(run, saver, to_toml(config))
         saver.close()
-    return [before, biases(), loss]
+    return [before, biases(), losses]
 
 
 def test_a_resume_may_change_how_experts_are_shared_out(tmp_path: Path) -> None:
@@ -143,8 +164,8 @@ def test_a_resume_may_change_how_experts_are_shared_out(tmp_path: Path) -> None:
     load = folders[0].replace("save", "load")
     ranks = run_ranks(4, _go_on, f"{DEEPSEEK} {EP2} {load} {folders[1]} --tp 2", 1)
     alone = _go_on(f"{DEEPSEEK} {load}", 1)
-    for before, after, loss in ranks:
-        assert before == first[0][1] and after == alone[1] and loss == pytest.approx(alone[2], rel=1e-5)
+    for before, after, losses in ranks:
+        assert before == first[0][1] and after == alone[1] and losses == pytest.approx(alone[2], rel=1e-5)
     without = DEEPSEEK.replace("--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.003", "")
     with pytest.raises(SetupError, match="moe_router_enable_expert_bias"):
         _go_on(f"{without} {load}", 1)

@@ -165,7 +165,7 @@ def reshard(source: Location, target: Location, files: int, weights: bool) -> in
 
     found = open_checkpoint(source)
     folder = named(found, target)
-    names = [name for name in found.manifest.tensors if not weights or name.startswith("model/")]
+    names = [name for name in found.manifest.tensors if not weights or name.startswith(manifests.OF_MODEL)]
     write_whole(folder, found, names, found.read, found.manifest.state, files)
     print(f"wrote {folder}")
     return 0
@@ -181,9 +181,9 @@ def average(target: Location, paths: list[Location], files: int) -> int:
     sources = [open_checkpoint(path) for path in paths]
     folder = named(sources[-1], target)
     newest = max(sources, key=lambda s: int(s.manifest.state.get("progress", {}).get("step", 0)))
-    weights = {name: w.shape for name, w in newest.manifest.tensors.items() if name.startswith("model/")}
+    weights = {name: w.shape for name, w in newest.manifest.tensors.items() if name.startswith(manifests.OF_MODEL)}
     for source in sources:
-        here = {name: w.shape for name, w in source.manifest.tensors.items() if name.startswith("model/")}
+        here = {name: w.shape for name, w in source.manifest.tensors.items() if name.startswith(manifests.OF_MODEL)}
         wrong = sorted(n for n in {*here, *weights} if n not in weights or here.get(n) != weights[n])
         if wrong:
             both = f"{source.folder} and {newest.folder}"

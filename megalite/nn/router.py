@@ -67,9 +67,8 @@ class Routing:
             by_group = scores_NE.unflatten(-1, (self.groups, -1))
             of_groups = by_group.topk(self.topk // self.group_topk, -1).values.sum(-1)
             left_out = _best(of_groups, self.groups)[:, self.group_topk :]
-            scores_NE = by_group.scatter(1, left_out[..., None].expand(-1, -1, by_group.shape[2]), -torch.inf).flatten(
-                1
-            )
+            left_out = left_out[..., None].expand(-1, -1, by_group.shape[2])
+            scores_NE = by_group.scatter(1, left_out, -torch.inf).flatten(1)
         return _best(scores_NE, self.topk)
 
     def probabilities(self, scores_NE: Tensor, ids_NK: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ class Routing:
 
 def _best(scores: Tensor, k: int) -> Tensor:
     """The places of the k largest in the last dim, in order; topk leaves open which of equal ones comes first."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()  # which are kept, not all E
 
 
 def _softmax_backward(P: Tensor, dP: Tensor) -> Tensor:

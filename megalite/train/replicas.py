@@ -3,6 +3,7 @@
     weights       all over data, those that are not split over tp, tied ones over the pipeline's ends (Megatron-LM
                   compares the first), those of experts over their own axes. Weights that ZeRO-3 shares out have copies
                   on replicas alone; what is gathered of them for a moment is not compared
+    biases        of routers, over data and tp
     main weights  against their copies in half precision, or on the device, on the rank that owns them
     progress      step, samples, updates, loss scale: the coordinates of all randomness and of the data
 
@@ -24,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.checkpoint.format.hashing import fastest, maker
-from megalite.optim.layout import Slot
 from megalite.parallel.comm import all_reduce_, broadcast_, gather_texts
 from megalite.parallel.mesh import Axis
 from megalite.parallel.spec import HOMES, OWNERS
@@ -32,7 +32,7 @@ from megalite.train.state import Run
 
 BLOCK = 1 << 22  # main weights that are cast at a time, to reuse memory
 PRIME = 2**32 - 5  # divides no power of two, so flipping one bit changes the remainder of a sum of bits
-Majority = list[tuple[Slot, Axis, int]]  # a slot that differs over its data axis, and a rank there that is right
+Majority = list[tuple[Tensor, Axis, int]]  # what differs over its data axis, and a rank there that is right
 
 
 class ReplicaError(RuntimeError):
@@ -73,6 +73,8 @@ def disagreement(run: Run) -> Tensor:
         if optimizer.has_copy(bucket):
             casts = (_sum_of_bits(block.to(copy.dtype)) for block in main.split(BLOCK))
             total[1] += sum(casts, -_sum_of_bits(copy)).remainder(PRIME)
+    for bias, _ in run.balance.pieces():
+        sums["data"] = bias.data.view(torch.int32).sum() + sums.get("data", 0)
     for over, bits in sums.items():
         axis = run.mesh.axis(over)
         total[0] += bits.remainder(PRIME) * (1 - axis.size if axis.is_first else 1)
@@ -92,29 +94,30 @@ def _differences(run: Run) -> tuple[str, Majority]:
     """(differences on all ranks in words, majorities). Copies replicated weights to the host, a parameter at a time."""
     mesh, layout, buffer = run.mesh, run.buffer.layout, run.buffer
     buffer.wait_gather()
-    slots = [slot for bucket in layout.buckets for slot in bucket.slots]
-    specs = [layout.entries[slot.entry].spec for slot in slots]
-    stay = [buffer.weights.stays(layout.buckets[slot.bucket]) for slot in slots]
-    over = [_copied_over(spec.home, stays) for spec, stays in zip(specs, stay, strict=True)]
+    slots = [(slot, layout.entries[slot.entry].spec) for bucket in layout.buckets for slot in bucket.slots]
+    stay = [buffer.weights.stays(layout.buckets[slot.bucket]) for slot, _ in slots]
+    over = [(_copied_over(s.home, stays), *s.copied_over) for (_, s), stays in zip(slots, stay, strict=True)]
+    copies = [(s.name, axes, buffer.weights.kept(slot)[1]) for (slot, s), axes in zip(slots, over, strict=True)]
+    copies += [(bias.name.partition("/")[2], ("data", "tp"), bias.data) for bias, _ in run.balance.pieces()]
     hashes: dict[int, int] = {}
     found, majority = _casts(run), []
     for name in ("data", "replica", "edp", "expert_replica", "tp", "ep", "etp", "ends"):
-        chosen = [i for i, spec in enumerate(specs) if name in (over[i], *spec.copied_over)]
+        chosen = [i for i, (_, axes, _) in enumerate(copies) if name in axes]
         axis = mesh.axis(name)
         if not chosen or axis.size == 1:
             continue
         table = torch.zeros(axis.size, len(chosen), dtype=torch.int64, device=mesh.device)
         for i in chosen:
-            hashes[i] = hashes.get(i) or _hash(buffer.weights.kept(slots[i])[1])
+            hashes[i] = hashes.get(i) or _hash(copies[i][2])
         table[axis.rank] = torch.tensor([hashes[i] for i in chosen], dtype=torch.int64)
         rows = all_reduce_(table, axis).tolist()
         for i, column in zip(chosen, zip(*rows, strict=True), strict=True):
             [(usual, times), *rest] = Counter(column).most_common()
-            if rest and name == over[i] and 2 * times > axis.size:
-                majority.append((slots[i], axis, column.index(usual)))
+            if rest and name == copies[i][1][0] and 2 * times > axis.size:
+                majority.append((copies[i][2], axis, column.index(usual)))
             if rest and axis.is_first:  # of two that differ nobody can say which is right
                 odd = [r for r, h in zip(axis.ranks, column, strict=True) if h != usual or times == rest[0][1]]
-                found.append(f"{specs[i].name} differs over {axis.name} on rank{'s' * (len(odd) > 1)} {odd}")
+                found.append(f"{copies[i][0]} differs over {axis.name} on rank{'s' * (len(odd) > 1)} {odd}")
     place = json.dumps([run.state.to_json(), run.optimizer.updates, run.loss_scaler.to_json()])
     mine = _hash(torch.frombuffer(bytearray(place.encode()), dtype=torch.uint8))
     numbers = torch.tensor([len(found), mine, -mine], dtype=torch.int64, device=mesh.device)
@@ -148,10 +151,9 @@ def _casts(run: Run) -> list[str]:
 
 def _heal(run: Run, majority: Majority) -> str:
     run.before_update()
-    if not run.optimizer.same:
-        run.optimizer.after_load()
-        return "the main weights"
-    for slot, axis, source in majority:
-        kept = run.buffer.weights.kept(slot)[1]
+    for kept, axis, source in majority:
         kept.copy_(broadcast_(kept.to(run.mesh.device), axis, source))  # which may be the host's
-    return "what most replicas have"
+    if run.optimizer.same:
+        return "what most replicas have"
+    run.optimizer.after_load()
+    return "the main weights"

@@ -107,6 +107,9 @@ GATHERS = pytest.mark.everything(
 
 CP, BY_HEADS = "--context-parallel-size 2", "--cp-comm-type a2a"
 CHUNKS = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --zero-hold chunk"
+EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size 2 --tensor-model-parallel-size 2"
+EXPERTS = """--num-experts 8 --disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+ --moe-aux-loss-coeff 0.01"""
 WAYS = {  # ranks, layout, the fault, and the step that it goes on from
     "another stage": [
         (2, "--zero-stage 3", "", 0),
@@ -120,14 +123,21 @@ WAYS = {  # ranks, layout, the fault, and the step that it goes on from
         (4, f"{CP} {BY_HEADS} --zero-stage 3", "step.after_reduce:3:7:kill", 4),
         (1, "", "", 6),
     ],
+    "another ep": [
+        (4, f"{EP} 4", "step.after_update:3:3:kill", 0),
+        (2, f"{EP} 2 --zero-stage 3", "step.after_reduce:1:5:kill", 2),
+        (4, f"{EP} 2 {ETP}", "step.after_reduce:2:7:kill", 4),
+        (1, "", "", 6),
+    ],
 }
 
 
 @GATHERS
 @pytest.mark.parametrize("name", WAYS)
 def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: Path) -> None:
-    """With a kill -9 in each but the last, of ZeRO-3 between gather and free: the losses of one process."""
+    """With a kill -9 in each but the last, of ZeRO-3 between gather and free: one process's losses and experts' counts."""
     flags = [*READ, "--data-path", data, "--train-iters", "8", "--hidden-dropout", "0.1"]
+    flags += EXPERTS.split() * (name == "another ep")
     straight = drill(tmp_path / "s/a", 1, [*flags, "--run-dir", str(tmp_path / "s")])
     assert straight.code == 0, straight.said
     logs, run = tmp_path / "logs", str(tmp_path / "k/run")
@@ -139,3 +149,6 @@ def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: 
         assert not step or f"iter_{step:07d}" in " ".join(end.said), end.said
     assert logged(logs)[-2:] == pytest.approx(logged(tmp_path / "s")[-2:], rel=1e-4)
     assert logged(logs) == pytest.approx(logged(tmp_path / "s"), rel=1e-4)
+    if name == "another ep":
+        counts = logged(logs, "moe/load")
+        assert counts == logged(tmp_path / "s", "moe/load") and len(counts) == 8

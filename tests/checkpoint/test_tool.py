@@ -22,7 +22,8 @@ STATE = {"progress": {"step": 3, "consumed_tokens": 1234}, "config": "[model]\nn
 def make(folder: Path, step: int, scale: float = 1.0, bf16: bool = False, change: int = 0) -> Path:
     torch.manual_seed(1)
     pieces = []
-    for name, shape in (("model/a", (6, 4)), ("model/b", (5,)), ("optimizer.exp_avg/a", (6, 4))):
+    shapes = {"model/a": (6, 4), "model/b": (5,), "optimizer.exp_avg/a": (6, 4), "state/router.bias": (3,)}
+    for name, shape in shapes.items():
         values = scale * torch.randn(shape)
         values.view(-1)[:change] += 0.25
         if bf16 and name.startswith("model/"):
@@ -45,7 +46,7 @@ def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     assert tool.main(["verify", str(tmp_path), "--all"]) == 1
     captured = capsys.readouterr()
-    assert "iter_0000004: 3 tensors in 1 files, all as" in captured.out and "optimizer.exp_avg/a" in captured.err
+    assert "iter_0000004: 4 tensors in 1 files, all as" in captured.out and "optimizer.exp_avg/a" in captured.err
 
 
 DAMAGE = {
@@ -72,7 +73,7 @@ def test_what_is_passed_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"skipping {new}: {new}/" in said.err and not said.out  # generate --json has objects there
     assert tool.main(["verify", run]) == 1  # the first line of the answer is of the one that is damaged
     said = capsys.readouterr()
-    assert said.err.startswith(f"{new}: {new}/") and said.out.startswith(f"{old}: 3 tensors")
+    assert said.err.startswith(f"{new}: {new}/") and said.out.startswith(f"{old}: 4 tensors")
     assert tool.main(["verify", new]) == 1 and not capsys.readouterr().out
     assert tool.main(["verify", old]) == 0
     assert tool.main(["verify", str(tmp_path)]) == 3
@@ -81,10 +82,10 @@ def test_what_is_passed_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_diff_says_where_and_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = make(tmp_path / "a", 1), make(tmp_path / "b", 1, change=2), make(tmp_path / "c", 1, bf16=True)
     assert tool.main(["diff", str(a), str(tmp_path / "a")]) == 0
-    assert "3 tensors, equal to the bit" in capsys.readouterr().out
+    assert "4 tensors, equal to the bit" in capsys.readouterr().out
     assert tool.main(["diff", str(a), str(b)]) == 1
     out = capsys.readouterr().out
-    assert "model/a: 2 elements; first at [0, 0]:" in out and "largest 0.25" in out and "3 tensors differ" in out
+    assert "model/a: 2 elements; first at [0, 0]:" in out and "largest 0.25" in out and "4 tensors differ" in out
     assert tool.main(["diff", str(a), str(c)]) == 1
     out = capsys.readouterr().out
     assert "optimizer.main/b: only in the second" in out and "model/a: float32 and bfloat16, " in out
@@ -122,7 +123,7 @@ def test_resharded_is_equal(tmp_path: Path, files: int) -> None:
     assert tool.main(["diff", str(a), str(found[0])]) == 0
     assert tool.main(["reshard", str(a), str(tmp_path / "w" / "iter_0000009"), "--weights"]) == 0
     small = manifest.load(tmp_path / "w" / "iter_0000009")
-    assert sorted(small.tensors) == ["model/a", "model/b"]
+    assert sorted(small.tensors) == ["model/a", "model/b", "state/router.bias"]
     assert tool.main(["reshard", str(a), str(tmp_path / "b")]) == 3  # never over another
 
 
@@ -131,12 +132,12 @@ def test_the_average_is_of_the_main_weights(tmp_path: Path, bf16: bool) -> None:
     sources = [make(tmp_path / n, 2, scale, bf16) for n, scale in (("a", 1.0), ("b", 2.0), ("c", 6.0))]
     assert tool.main(["average", str(tmp_path / "mean"), *map(str, sources)]) == 0
     found = offline.open_checkpoint(tmp_path / "mean", verified=True)
-    assert sorted(found.manifest.tensors) == ["model/a", "model/b"]
+    assert sorted(found.manifest.tensors) == ["model/a", "model/b", "state/router.bias"]
     one = offline.open_checkpoint(sources[0])
     for name in found.manifest.tensors:
         exact = one.read(name.replace("model", "optimizer.main") if bf16 else name).double() * 3
         got = found.read(name)
-        assert got.dtype == (torch.bfloat16 if bf16 else torch.float32)
+        assert got.dtype == (torch.bfloat16 if bf16 and name.startswith("model/") else torch.float32)
         torch.testing.assert_close(got, exact.to(got.dtype), rtol=1e-6, atol=0)
     other = saver.save(tmp_path / "d", 1, [whole_piece(torch.ones(1), "model/z")], {}, ALONE)
     assert tool.main(["average", str(tmp_path / "m2"), str(sources[0]), str(other)]) == 3

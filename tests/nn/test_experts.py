@@ -1,18 +1,22 @@
 """Experts against their definition, token by token, in fp64: outputs, all gradients, counts and auxiliary losses."""
 
+import datetime
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.nn.attention import Coordinates
 from megalite.nn.experts import Experts, ExpertsShape
 from megalite.nn.later import Later
-from megalite.nn.parameter import Maker
+from megalite.nn.parameter import Maker, named_specs
 from megalite.nn.router import Routing
-from megalite.parallel.mesh import Mesh
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh, build_mesh
 
 S, B, D, F, WEIGHT = 6, 2, 8, 5, 0.25
 CASES: dict[str, tuple[Routing, dict[str, Any]]] = {
@@ -116,3 +120,98 @@ def test_experts_are_what_they_are_defined_as(name: str, length: int) -> None:
         close(grad, torch.zeros_like(grad) if right is None else right, getattr(getattr(p, "spec", None), "name", "x"))
     if name.startswith("never"):
         assert not counts[-3:].any() and not grads[2][-3:].any()
+
+
+# ---- on several ranks
+PLAIN = ExpertsShape(D, F + 1, None, False, "swiglu", 1.0, 1.0)
+AWAY = -100.0  # a bias with which an expert is never chosen
+Case = tuple[dict[str, int], Routing, tuple[float, ...], int, int]  # sizes, routing, biases, length, micro-batch
+
+
+def _as_one(sizes: dict[str, int], routing: Routing, biases: tuple[float, ...], length: int, micro: int) -> None:
+    """On one rank: all tokens through one process's experts, and its part of them through its own; then outputs and
+    gradients of the part are equal, gradients of weights, counts and losses summed over the ranks, and what the ranks
+    of ep exchanged is what the routing says."""
+    mesh = build_mesh(device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), **sizes)
+    dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
+    given = torch.randn(2, length, 4 * micro, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def through(mesh: Mesh, given: Tensor) -> tuple[Experts, list[Tensor]]:
+        experts = Experts(Maker(mesh, torch.float64, seed=3), "e", 0, routing, PLAIN, False)
+        experts.router.bias = torch.tensor(biases) if biases else None
+        results = []
+        for x, dy in given.split(micro, 2):
+            y = experts(x := x.contiguous().requires_grad_(), where())
+            y.backward(dy)
+            results += [y.detach(), x.grad]
+        return experts, results
+
+    alone, want = through(Mesh.alone(), given.clone())
+    rows = given.view(2, cp.size, tp.size, -1, 4 * micro, D)[:, cp.rank, tp.rank]
+    mine, got = through(mesh, rows[:, :, dp.share_of(4 * micro // dp.size)].clone())
+    calls = [(call.op, call.bytes) for call in mesh.experts.calls.last]
+    number = len(got) // 2 * dp.rank
+    for result, right in zip(got, want[2 * number : 2 * number + len(got)], strict=True):
+        close(result, right.view(cp.size, tp.size, -1, *right.shape[1:])[cp.rank, tp.rank])
+    for (spec, p), right in zip(named_specs(mine), alone.parameters(), strict=True):
+        whole, box = torch.zeros(spec.shape, dtype=torch.float64), spec.box(mesh.sizes, mesh.position)
+        whole[tuple(map(slice, box.start, box.stop))] = p.grad
+        close(all_reduce_(whole, mesh.world), right.grad, spec.name)
+    assert torch.equal(all_reduce_(mine.router.counts, mesh.world), alone.router.counts)
+    close(all_reduce_(mine.router.losses, mesh.world), alone.router.losses)
+    assert bool(mine.router.losses.any()) == any(routing.coefficients)
+    if dp.size == mesh.world.size == mesh.ep.size:
+        K, rank, of_rank_NK = routing.topk, mesh.ep.rank, alone.router(given[0], where())[1] // mine.local
+        of_rank = of_rank_NK.view(length, dp.size, micro, K)
+        going = torch.stack([(of_rank == peer).any(-1).sum((0, 2)) for peer in range(dp.size)], 1).tolist()
+        S, R = sum(going[rank]), sum(row[rank] for row in going)
+        rows_given = [S * (D + 2 * K), R * D, S * D, R * (D + K)]  # there, back, and the gradients
+        assert calls == [("all-gather", 16 * dp.size), *(("all-to-all", 8 * n) for n in rows_given)]
+
+
+def _all_as_one(cases: list[Case]) -> None:
+    for case in cases:
+        _as_one(*case)
+
+
+def test_four_ranks_exchange_what_the_routing_says() -> None:
+    """Whatever it is: no rank waits for a token that does not come. Of a layer there is one exchange of counts, and two
+    of rows in each direction."""
+    two, biased = Routing(8, 2), Routing(8, 2, bias=True)
+    sizes = dict(tp=1, pp=1, ep=4)
+    cases: list[Case] = [
+        (sizes, two, (), S, 2),
+        (sizes, biased, (0.0,) * 7 + (AWAY,), S, 2),  # an expert that never gets a token
+        (sizes, biased, (0.0,) * 2 + (AWAY,) * 6, S, 2),  # all go to one rank
+        (sizes, Routing(8, 8, "sigmoid"), (), S, 1),  # k = E
+        (sizes, two, (), 1, 1),  # one token per rank
+    ]
+    run_ranks(4, _all_as_one, cases)
+
+
+def test_auxiliary_losses_do_not_depend_on_the_layout() -> None:
+    """The layouts of Megatron-LM's test_aux_loss.py, and gradients under ep, which were twice as large elsewhere
+    (pytorch/pytorch#160285)."""
+    losses = [Routing(8, 2, coefficients=of) for of in ((0.1, 0.0, 0.0), (0.0, 0.1, 0.0), (0.0, 0.0, 0.1))]
+    shapes = [(8, 1, 1), (4, 2, 1), (1, 1, 8), (2, 1, 4), (2, 2, 2)]  # tp, ep, cp
+    sizes = [dict(tp=tp, pp=1, ep=ep, cp=cp) for tp, ep, cp in shapes]
+    run_ranks(8, _all_as_one, [(size, routing, (), 16, 2) for size in sizes for routing in losses])
+
+
+@pytest.mark.parametrize("topk", [1, 2, 8])
+def test_a_layer_keeps_no_rows_of_its_choices_but_those_of_the_first_matmul(topk: int) -> None:
+    """Bytes per token, in bf16: x 2 D; for each choice its two products 4 F, probability 4, expert and place 8 each."""
+    width, wide, tokens = 64, 96, 128
+    shape = ExpertsShape(width, wide, None, False, "swiglu", 1.0, 1.0)
+    experts = Experts(Maker(Mesh.alone(), torch.bfloat16, seed=3), "e", 0, Routing(8, topk), shape, False)
+    known, kept = {p.untyped_storage().data_ptr() for p in experts.parameters()}, dict[int, int]()
+
+    def keep(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with saved_tensors_hooks(keep, lambda t: t):
+        y = experts(torch.randn(tokens // 2, 2, width, dtype=torch.bfloat16, requires_grad=True), where())
+    assert y.requires_grad and sum(kept.values()) <= tokens * (2 * width + topk * (4 * wide + 20)) + 64

@@ -179,7 +179,9 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
     if name == "state":
         run.optimizer.updates += dist.get_rank() == where
     elif dist.get_rank() == where:
-        weights.kept(slots[name])[1][:1].view(torch.uint8)[:1].bitwise_xor_(1)
+        biases = {f"{router.name}.bias": router.bias for router in run.balance.routers}
+        turned = biases[name] if name in biases else weights.kept(slots[name])[1]
+        turned[:1].view(torch.uint8)[:1].bitwise_xor_(1)
     try:
         told = check_replicas(run, 2, action) or ""
         assert action == "warn" or (
@@ -240,13 +242,14 @@ def test_a_bit_that_turns_between_two_checks_reaches_no_main_weight(name: str) -
 
 
 def test_sums_see_every_bit_of_every_copy() -> None:
-    assert all(run_ranks(4, unseen, "--bf16 --pipeline-model-parallel-size 2") + run_ranks(2, unseen, ""))
+    assert all(run_ranks(4, unseen, "--bf16 --pipeline-model-parallel-size 2") + run_ranks(2, unseen, EXPERTS))
 
 
 def unseen(flags: str) -> bool:
     """Whether `disagreement` is zero as it is, and never with a bit of a weight turned on any rank."""
     run = build(flags)
-    weights = [flat.view(torch.uint8) for flat in run.buffer.weights.flats]
+    biases = [bias.data for bias, _ in run.balance.pieces()]
+    weights = [flat.view(torch.uint8) for flat in (*run.buffer.weights.flats, *biases)]
     seen = [bool(all_reduce_(disagreement(run), run.mesh.world).any())]
     for turn in range(40):
         flat = weights[turn % len(weights)]

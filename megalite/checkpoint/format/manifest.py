@@ -24,6 +24,7 @@ from megalite.config.console import complain
 from megalite.parallel.spec import Box
 
 FORMAT = 2
+OF_MODEL = ("model/", "state/")  # begins of names: parameters, and state of the model that is none
 _FILE = re.compile(r"rank-\d{5}\.safetensors")
 _LARGEST = 1 << 30  # bytes of JSON
 _DTYPES = {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}

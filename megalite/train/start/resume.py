@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format.manifest import Manifest
+from megalite.checkpoint.format.manifest import OF_MODEL, Manifest
 from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
@@ -29,7 +29,6 @@ from megalite.train.watch.spikes import Spikes
 
 MOST = 3  # options that are named
 MAIN = "optimizer.main"
-OF_MODEL = ("model/", "state/")  # begins of names: parameters, and state of the model that is none
 Numbers = tuple[dict[str, int], int, LossScaler, Rates, Spikes]  # progress, updates, loss scaler, rates, spikes
 
 
