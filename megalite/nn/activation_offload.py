@@ -24,10 +24,10 @@ from megalite.parallel.streams import Event, beside, new_stream, reached, wait_f
 
 
 class Offload:
-    """Of the first `layers` blocks of every stage; storages of `least` elements or more."""
+    """Of the first `layers` blocks of every stage; storages of `least` elements or more. `sent`: bytes so far."""
 
     def __init__(self, layers: int, least: int, device: torch.device):
-        self.layers, self.least, self.device = layers, least, device
+        self.layers, self.least, self.device, self.sent = layers, least, device, 0
         self.down, self.up = new_stream(device), new_stream(device)
 
     def __call__(self, use: Use, blocks: int, stays: Iterable[Tensor]) -> Use:
@@ -91,6 +91,7 @@ class _Kept:
         with beside(self.offload.down, after=reached(self.offload.device)):
             for one in self.here.values():
                 one.go_down()
+                self.offload.sent += one.size
             self.copied = reached(self.offload.device)
 
     def let_go(self) -> None:

@@ -45,12 +45,16 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Bill:
-    """Bytes and FLOPs of a micro-batch on one rank. `moment`: by phase."""
+    """Bytes and FLOPs of a micro-batch on one rank. `moment`: by phase. `away`: bytes of `saved` that lie on the host,
+    from the end of the next block's F to the begin of its B (nn/activation_offload.py); `sent`: all that lie there, of
+    which something else may keep some on the device."""
 
     trace: tuple[Event, ...]
     saved: int
     waiting: int
     moment: Mapping[str, int]
+    away: int = 0
+    sent: int = 0
 
     @cached_property
     def flops(self) -> tuple[float, float, float]:

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from megalite.config.options import ModelConfig
 from megalite.models.gpt import Batch, Block, Head
+from megalite.nn.activation_offload import Offload
 from megalite.nn.attention import Coordinates
 from megalite.nn.embedding import Embedding, vocabulary_spec
 from megalite.nn.later import Later
-from megalite.nn.parameter import Maker
+from megalite.nn.parameter import Maker, run_unit
 from megalite.nn.places import place
 from megalite.nn.recompute import recompute
 from megalite.plan.bill import Bill, Recorder
@@ -65,9 +66,12 @@ class Setting:
 
 
 @functools.lru_cache(maxsize=4096)
-def layers_bill(kinds: tuple[Kind, ...], setting: Setting, whole: bool = False) -> Bill:
+def layers_bill(
+    kinds: tuple[Kind, ...], setting: Setting, whole: bool = False, least: int | None = None, begins: bool = False
+) -> Bill:
     """The bill of consecutive layers. `whole`: only the first one's input stays until backward, which computes all of
-    them again."""
+    them again. `least`: of one layer that offloads storages of so many elements or more; where it `begins` a stage its
+    input stays."""
     recorder, (first, *_) = Recorder(), kinds
     make = setting.maker(recorder)
     blocks = [recorder.own(Block(make, kind, 0, setting.again)) for kind in kinds]
@@ -78,14 +82,22 @@ def layers_bill(kinds: tuple[Kind, ...], setting: Setting, whole: bool = False) 
     if setting.cp > 1:
         where = replace(where, places=place(first.seq_length, setting.cp, first.windows), places_S=rows_S)
 
+    offload = Offload(int(least is not None), least or 0, META)
+
     def run(x: Tensor) -> Tensor:
+        x = x if least is None else x.clone()  # the graph keeps its leaves
+        use = offload(run_unit, 1, [*(where.rope or ()), *[x] * begins])
         for block in blocks:
-            x = block(x, where)
+            x = use(block, x, where)
         return x
 
     with recorder:
         forward = (lambda x: recompute(run, x)) if whole else run
-        return recorder.read(forward, [setting.hidden(first)], torch.empty_like, later)
+        bill = recorder.read(forward, [setting.hidden(first)], torch.empty_like, later)
+    if least is None:
+        return bill
+    plain = layers_bill(kinds, setting)
+    return replace(plain, away=plain.saved - bill.saved + setting.hidden(first).nbytes, sent=offload.sent)
 
 
 def _rope(model: ModelConfig, rows: int) -> tuple[Tensor, Tensor] | None:

@@ -72,14 +72,18 @@ def test_parts_share_blocks() -> None:
 def test_more_than_the_hosts_memory_is_refused() -> None:
     flags = "--preset llama3-70b --mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --tp 8 --nproc 8"
     plan = arrange(cli.parse(f"{flags} {OFFLOAD}".split(), PRESETS), 8, 128256)
-    told = (
-        r"^optimizer_offload_fraction=1 takes 1\d\d\.\d GiB of host memory per rank, and there are 64\.0 GiB: offload"
-    )
+    words = f"{flags} --cpu-offloading-num-layers 80 --micro-batch-size 4"
+    moved = arrange(cli.parse(words.split(), PRESETS), 8, 128256)
+    told = r"=1: 1\d\d\.\d GiB of host memory per rank, and there are 64\.0 GiB; offload less, or to a disk$"
     card = mock.patch.object(preflight, "card_of", return_value=torch.device("cuda"))
     size = mock.patch.object(preflight, "memory_there", lambda device: 512 << 30 if device.type == "cpu" else 80 << 30)
     with card, size:
-        with pytest.raises(LaunchError, match=told):
-            preflight.check_machine(plan, "cuda", Ranks(0, 8, 0, 8))
+        for one, line in (
+            (plan, f"optimizer_offload_fraction{told}"),
+            (moved, r"cpu_offloading_num_layers=80: .*less$"),
+        ):
+            with pytest.raises(LaunchError, match=f"^{line}"):
+                preflight.check_machine(one, "cuda", Ranks(0, 8, 0, 8))
         preflight.check_machine(plan, "cuda", Ranks(0, 8, 0, 2))
         with pytest.raises(LaunchError, match=r"^weights and optimizer alone take 1\d\d\.\d GiB"):
             preflight.check_machine(plan, "cpu", Ranks(0, 8, 0, 8))

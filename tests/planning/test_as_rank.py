@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import programs
 import pytest
@@ -14,6 +15,7 @@ from train_cases import config_from, run_from
 
 from megalite.models.gpt import Stage
 from megalite.nn import mlp
+from megalite.nn.activation_offload import _Storage
 from megalite.parallel.mesh import Axis
 from megalite.pipeline import runtime
 from megalite.plan.arrangement import Arrangement, arrange
@@ -179,8 +181,21 @@ SHARED_OUT = [
 ]
 
 
+LENT = "--cpu-offloading-num-layers"
+ON_HOST = [
+    (8, f"--pp 4 {VPP} {LENT} 9 --min-offloaded-tensor-size 70000000 --tp 2"),  # of the widest alone
+    (4, f"--pp 4 --split-backward {LENT} 7"),
+    (2, f"{LENT} 32 --cp 2 --recompute-granularity selective --recompute-modules {PARTS}"),
+    (2, f"{LENT} 5 {ZERO} 3"),
+]
+
+
 @pytest.mark.parametrize(
-    "world,flags", [(4, "--pp 4"), *rarely((2, TP), *((4, f"--pp 4 {more}") for more in MORE), *SHARED_OUT)]
+    "world,flags",
+    [
+        *((4, flags) for flags in ("--pp 4", f"--pp 4 {LENT} 3")),
+        *rarely((2, TP), *((4, f"--pp 4 {more}") for more in MORE), *SHARED_OUT, *ON_HOST),
+    ],
 )
 def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
     """Of Llama 3 8B, first and last stage: buffers and messages included, within 0.2 % when this was written; where
@@ -189,9 +204,14 @@ def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
     config = config_from(flags)
     sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
     plan = arrange(config, world, sources.vocab_size)
+    moved: list[int] = []
     for rank in {0, world - 1}:
-        done = rehearse(plan, sources, rank)
+        moved.clear()
+        with mock.patch.object(_Storage, "go_down", lambda one: moved.append(one.size)):
+            done = rehearse(plan, sources, rank)
         position = done.mesh.pp.rank
+        bills = (bill for n in plan.placement.stages(position) for bill, _ in plan.layers.bills(plan.stages[n]))
+        assert sum(moved) == plan.microbatches * sum(bill.sent for bill in bills) and bool(moved) == (LENT in flags)
         error = 0.025 if plan.sharing.by_chunk else 0.007 if plan.sharing.every_run else 0.003
         assert memory(plan)[position].peak == pytest.approx(done.peak, rel=error)
         plain = plan.split is None and config.train.recompute_granularity is None  # else a backward makes a part of it
