@@ -8,6 +8,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,7 +29,8 @@ from megalite.generate.generation import Generator, continue_texts
 from megalite.generate.sampling import Sampling
 from megalite.launch.ranks import LaunchError, Ranks
 from megalite.models.families import PRESETS
-from megalite.parallel.comm import gather_texts
+from megalite.optim import param_gather
+from megalite.parallel.comm import gather_texts, start_all_gather_into
 from megalite.parallel.self_test import check_collectives
 from megalite.train.loop import evaluate
 from megalite.train.replicas import ReplicaError, check_replicas
@@ -254,6 +256,41 @@ def test_ranks_do_not_race_and_without_any_wait_they_do(name: str, tmp_path: Pat
     for key in (*needless, *keys):
         told = [line for _, found in results for line in found[key]]
         assert bool(told) == (key not in needless), (key, told)
+
+
+def _raised(fault: str) -> list[tuple[str, str, str]]:
+    """Of two steps of a rank whose weights come up from the host: what comes too late, what too early, and where."""
+
+    def early(*args: Any) -> Any:  # a gather that is behind training, and not behind the copy of what it sends
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            return start_all_gather_into(*args)
+
+    with heard(), on_card(dist.get_rank()) as card:
+        run = build(f"{ZERO} {OFFLOAD} --param-cpu-offload", card.device)
+        train_step(run)
+        gathers = mock.patch.object(param_gather, "start_all_gather_into", early)
+        with gathers if fault == "gather" else without(sites()[fault]) if fault else contextlib.nullcontext():
+            train_step(run)
+            train_step(run)
+        found = races(card.trace)
+        run.close()
+    name = lambda fact: getattr(fact, "name", "")  # noqa: E731
+    return [(name(race.early), name(race.late), getattr(race.late, "where", "")) for race in found]
+
+
+# what is left out of the way up -> what comes too late, and what too early: a use of the unit before, the copy itself
+RAISED = {
+    "parallel/streams.py beside: wait_for(after)": ("", "copy to the card", "megalite/optim/param_gather.py"),
+    "gather": ("copy to the card", "mm", "megalite/nn/linear.py"),
+    "": (),
+}
+
+
+@pytest.mark.parametrize("fault", RAISED)
+def test_weights_that_come_up_from_the_host_race_without_their_waits(fault: str) -> None:
+    for told in run_ranks(2, _raised, fault, backend=nccl.join, timeout=300):
+        found = {(early, late, where.partition(":")[0]) for early, late, where in told}
+        assert RAISED[fault] in found if fault else not found, told
 
 
 # ---- between streams of one rank
