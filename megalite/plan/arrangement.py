@@ -33,7 +33,7 @@ from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, S
 from megalite.pipeline.simulate import Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, kept_of, sharing
-from megalite.plan.kinds import Setting
+from megalite.plan.kinds import Setting, cut
 from megalite.plan.partition import evenly, fastest, ranges, splits
 from megalite.plan.stage_costs import StageCosts, stage_costs
 from megalite.plan.sums import Sums
@@ -179,7 +179,8 @@ class Arrangement:
     @cached_property
     def layers(self) -> StageCosts:
         micro, parts = self.config.train.micro_batch_size, self.recompute.parts
-        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts, self.cp)
+        places = cut(self.config.model, self.cp)
+        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts, places)
         t, vocabulary = self.config.train, (self.vocab_size, self.padded_vocab)
         offload = t.cpu_offloading_num_layers, t.min_offloaded_tensor_size
         return stage_costs(self.config.model, self.recompute, setting, *vocabulary, t.z_loss_coeff, offload)

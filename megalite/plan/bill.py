@@ -104,7 +104,7 @@ class _Counted(Transport):
         return self._begin("reduce-scatter", x)
 
     def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> _Begun:
-        return self._begin("all-to-all", x)
+        return self._begin("all-to-all", max(out, x, key=len))
 
 
 class _Sink:
@@ -128,13 +128,13 @@ class Recorder(Meta):
         self.moment: dict[str, int] = {}
         self._names: dict[int, tuple[str, bool]] = {}  # storage -> parameter's name, whether it is the gradients' sum
 
-    def mesh(self, tp: int, cp: int = 1) -> Mesh:
-        """The mesh of the first rank of `tp` and `cp`, whose collectives are recorded."""
+    def mesh(self, tp: int, cp: int = 1, cp_rank: int = 0) -> Mesh:
+        """The mesh of a first rank of `tp`, whose collectives are recorded."""
 
-        def axis(name: str, size: int, before: str) -> Axis:
-            return Axis(name, size, 0, _Counted(self, before), tuple(range(size))) if size > 1 else Axis(name)
+        def axis(name: str, size: int, rank: int, before: str) -> Axis:
+            return Axis(name, size, rank, _Counted(self, before), tuple(range(size))) if size > 1 else Axis(name)
 
-        return Mesh(tp=axis("tp", tp, ""), cp=axis("cp", cp, "cp "), device=META)
+        return Mesh(tp=axis("tp", tp, 0, ""), cp=axis("cp", cp, cp_rank, "cp "), device=META)
 
     def own(self, module: M) -> M:
         """Leave out the bytes of the parameters and of the sums of their gradients."""

@@ -13,7 +13,7 @@ from megalite.nn.attention import Coordinates
 from megalite.nn.embedding import Embedding, vocabulary_spec
 from megalite.nn.later import Later
 from megalite.nn.parameter import Maker, run_unit
-from megalite.nn.places import place
+from megalite.nn.places import Places, place
 from megalite.nn.recompute import recompute
 from megalite.plan.bill import Bill, Recorder
 from megalite.plan.meta import META
@@ -43,17 +43,23 @@ def kinds_of(model: ModelConfig) -> tuple[Kind, ...]:
 @dataclass(frozen=True)
 class Setting:
     """The facts of a rank that a bill depends on. `again`: the parts of a block that are computed again in backward;
-    `split`: weight gradients wait. `cp`: the ranks that share the tokens."""
+    `split`: weight gradients wait. `places`: how ranks share the tokens; None: they do not."""
 
     tp: int
     micro_batch: int
     dtype: torch.dtype
     split: bool = False
     again: tuple[str, ...] = ()
-    cp: int = 1
+    places: Places | None = None
 
-    def maker(self, recorder: Recorder) -> Maker:
-        return Maker(recorder.mesh(self.tp, self.cp), self.dtype, 0, meta=True)
+    @property
+    def cp(self) -> int:
+        return len(self.places.blocks) if self.places else 1
+
+    def maker(self, recorder: Recorder, window: int | None = None) -> Maker:
+        """For the rank of cp that receives most in a layer with `window`."""
+        mesh = recorder.mesh(self.tp, self.cp, self.places.busiest(window) if self.places else 0)
+        return Maker(mesh, self.dtype, 0, meta=True)
 
     def hidden(self, model: ModelConfig) -> Tensor:
         """x_sBD."""
@@ -65,6 +71,12 @@ class Setting:
         return torch.empty(model.seq_length // self.cp, self.micro_batch, dtype=torch.int64, device=META)
 
 
+@functools.lru_cache(maxsize=64)
+def cut(model: ModelConfig, cp: int) -> Places | None:
+    """How samples of one document are cut over cp; it depends on the windows of all layers."""
+    return place(model.seq_length, cp, model.windows) if cp > 1 else None
+
+
 @functools.lru_cache(maxsize=4096)
 def layers_bill(
     kinds: tuple[Kind, ...], setting: Setting, whole: bool = False, least: int | None = None, begins: bool = False
@@ -73,14 +85,14 @@ def layers_bill(
     them again. `least`: of one layer that offloads storages of so many elements or more; where it `begins` a stage its
     input stays."""
     recorder, (first, *_) = Recorder(), kinds
-    make = setting.maker(recorder)
+    make = setting.maker(recorder, first.windows[0])
     blocks = [recorder.own(Block(make, kind, 0, setting.again)) for kind in kinds]
     later = Later() if setting.split else None
     sample_ids_B = torch.empty(setting.micro_batch, dtype=torch.int64, device=META)
     rows_S = setting.tokens(first)[:, 0]
     where = Coordinates(_rope(first, len(rows_S)), sample_ids_B, 0, None, later, again=whole)
-    if setting.cp > 1:
-        where = replace(where, places=place(first.seq_length, setting.cp, first.windows), places_S=rows_S)
+    if setting.places is not None:
+        where = replace(where, places=setting.places, places_S=rows_S)
 
     offload = Offload(int(least is not None), least or 0, META)
 

@@ -17,7 +17,7 @@ from megalite.config.check import check
 from megalite.data.samples.batches import MicroBatch
 from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from megalite.plan.kinds import Setting, kinds_of, layers_bill
+from megalite.plan.kinds import Setting, cut, kinds_of, layers_bill
 from megalite.train.batch import host_batch
 from megalite.train.loop import evaluate
 from megalite.train.setup import batch_marks, build_run
@@ -103,9 +103,9 @@ S8 = """--num-layers 1 --hidden-size 512 --num-attention-heads 8 --seq-length 25
 
 
 def _moved(flags: str, cp: int, tp: int = 1, again: tuple[str, ...] = (), whole: bool = False) -> tuple[Counter, Any]:
-    """Collectives over cp of a layer, by phase, name and bytes given; its bill."""
+    """Collectives over cp of a layer, by phase, name and bytes; its bill."""
     (kind,) = kinds_of(cli.parse(f"{S8} {flags}".split(), PRESETS).model)
-    bill = layers_bill((kind,), Setting(tp, B, torch.bfloat16, again=again, cp=cp), whole)
+    bill = layers_bill((kind,), Setting(tp, B, torch.bfloat16, again=again, places=cut(kind, cp)), whole)
     events = [e for e in bill.trace if e.what == "begin" and e.name.startswith("cp ")]
     return Counter((e.phase, e.name[3:], e.figures[0]) for e in events), bill
 
@@ -137,11 +137,11 @@ def test_a_layer_moves_and_keeps_what_the_formulas_say(cp: int, tp: int, groups:
 
 
 def test_a_window_moves_the_blocks_that_it_sees_alone() -> None:
-    """Work is equal in a window, so a rank holds neighbouring blocks; of 16 blocks of 16 tokens it gives its last one,
-    where a gather would move 14, and the first rank gets none, whose gradients it would give back."""
+    """Work is equal in a window, so a rank holds neighbouring blocks; of 16 blocks of 16 tokens it gives its last one
+    and gets one, where a gather would move 14, and sends back the gradients of that in fp32."""
     moved, _ = _moved("--num-query-groups 4 --window-size 16,0", 8)
     block = 2 * 2 * 16 * B * 4 * 64
-    assert moved == {("F", "all-to-all", block): 1, ("B", "all-to-all", block): 1, ("B", "all-to-all", 0): 1}
+    assert moved == {("F", "all-to-all", block): 1, ("B", "all-to-all", block): 1, ("B", "all-to-all", 2 * block): 1}
 
 
 def test_what_is_recomputed_is_gathered_once_more_and_not_twice() -> None:

@@ -237,6 +237,17 @@ def test_what_an_update_of_whole_matrices_takes_is_planned(world: int, flags: st
     assert planned.buffers > 3 * memory(adam)[0].buffers
 
 
+def test_the_rank_of_cp_that_receives_most_is_planned() -> None:
+    """Layers with and without a window are cut alike, in zigzag: the first rank needs one block."""
+    few = f"{LIKE_8B.replace('size 5', 'size 4')} --num-layers 4 --cp 4 --window-size 1024,0 --window-attn-skip-freq 2"
+    config = config_from(few)
+    sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
+    plan = arrange(config, 4, sources.vocab_size)
+    moved = [totals(rehearse(plan, sources, rank).issued, "cp", "all-to-all")[1] for rank in range(4)]
+    events = [event for bill, _ in plan.layers.bills(plan.stages[0]) for event in bill.trace if event.what == "begin"]
+    assert max(moved) == plan.microbatches * sum(e.figures[0] for e in events if "all-to-all" in e.name) > moved[0]
+
+
 def test_ranks_agree_with_each_other() -> None:
     """What one sends another receives, and the ranks of a group issue the same."""
     plan, sources = arranged(f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size {M * B * 2}", 8)
