@@ -186,6 +186,7 @@ ON_HOST = [
     (8, f"--pp 4 {VPP} {LENT} 9 --min-offloaded-tensor-size 70000000 --tp 2"),  # of the widest alone
     (4, f"--pp 4 --split-backward {LENT} 7"),
     (2, f"{LENT} 32 --cp 2 --recompute-granularity selective --recompute-modules {PARTS}"),
+    (2, f"{LENT} 32 --cp 2 --cp-comm-type {'allgather a2a ' * 16}"),
     (2, f"{LENT} 5 {ZERO} 3"),
 ]
 
