@@ -44,9 +44,7 @@ MASKS = {
     "every other": _only(slice(0, T, 2)),
 }
 DOCUMENTS = [[16], [8, 8], [4, 4, 4, 4], [11, 5], [1, 2, 7, 6], [5, 3, 7, 1], [1] * 16, [2, 13, 1]]
-Samples = list[
-    tuple[np.ndarray, list[list[int]]]
-]  # of each micro-batch the mask, and lengths of each sample's documents
+Samples = list[tuple[np.ndarray, list[list[int]]]]  # of each micro-batch the mask, and lengths of documents by sample
 
 
 def _first(lengths: list[list[int]]) -> np.ndarray:

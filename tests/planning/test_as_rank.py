@@ -35,8 +35,8 @@ TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 Real = tuple[Counter[Issued], dict[str, int]]
 
 
-def arranged(flags: str, world: int) -> tuple[Arrangement, Sources]:
-    config = config_from(f"{MODEL} {flags}")
+def arranged(flags: str, world: int, model: str = MODEL) -> tuple[Arrangement, Sources]:
+    config = config_from(f"{model} {flags}")
     sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
     return arrange(config, world, sources.vocab_size), sources
 
@@ -201,10 +201,7 @@ ON_HOST = [
 def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
     """Of Llama 3 8B, first and last stage: buffers and messages included, within 0.2 % when this was written; where
     weights come and go within 0.7 %, and by the chunk 2.5 %."""
-    flags = f"{LIKE_8B} {flags}" if ZERO not in flags else f"{LIKE_8B.replace('size 5', 'size 20')} {flags}"
-    config = config_from(flags)
-    sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
-    plan = arrange(config, world, sources.vocab_size)
+    plan, sources = arranged(flags, world, LIKE_8B if ZERO not in flags else LIKE_8B.replace("size 5", "size 20"))
     moved: list[int] = []
     for rank in {0, world - 1}:
         moved.clear()
@@ -215,7 +212,7 @@ def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
         assert sum(moved) == plan.microbatches * sum(bill.sent for bill in bills) and bool(moved) == (LENT in flags)
         error = 0.025 if plan.sharing.by_chunk else 0.007 if plan.sharing.every_run else 0.003
         assert memory(plan)[position].peak == pytest.approx(done.peak, rel=error)
-        plain = plan.split is None and config.train.recompute_granularity is None  # else a backward makes a part of it
+        plain = plan.split is None and "recompute" not in flags  # else a backward makes a part of it
         if plain and not plan.sharing.every_run:  # else some units are whole, too
             assert done.in_flight == pytest.approx(plan.activations[position], rel=0.03)
 
@@ -228,9 +225,7 @@ def test_what_an_update_of_whole_matrices_takes_is_planned(world: int, flags: st
     """Of four layers of Llama 3 8B on few tokens, where Muon's update is the peak: within 0.3 % when this was written,
     and 0.8 % of copies."""
     few = f"{LIKE_8B.replace('size 5', 'size 4')} --num-layers 4 --seq-length 64 {flags}"
-    config = config_from(f"{few} --optimizer muon")
-    sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
-    plan = arrange(config, world, sources.vocab_size)
+    plan, sources = arranged("--optimizer muon", world, few)
     (planned,) = memory(plan)
     found = max(rehearse(plan, sources, rank).peak for rank in range(world))
     assert planned.peak == pytest.approx(found, rel=0.01)
@@ -240,10 +235,8 @@ def test_what_an_update_of_whole_matrices_takes_is_planned(world: int, flags: st
 
 def test_the_rank_of_cp_that_receives_most_is_planned() -> None:
     """Layers with and without a window are cut alike, in zigzag: the first rank needs one block."""
-    few = f"{LIKE_8B.replace('size 5', 'size 4')} --num-layers 4 --cp 4 --window-size 1024,0 --window-attn-skip-freq 2"
-    config = config_from(few)
-    sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
-    plan = arrange(config, 4, sources.vocab_size)
+    flags = "--num-layers 4 --cp 4 --window-size 1024,0 --window-attn-skip-freq 2"
+    plan, sources = arranged(flags, 4, LIKE_8B.replace("size 5", "size 4"))
     moved = [totals(rehearse(plan, sources, rank).issued, "cp", "all-to-all")[1] for rank in range(4)]
     events = [event for bill, _ in plan.layers.bills(plan.stages[0]) for event in bill.trace if event.what == "begin"]
     assert max(moved) == plan.microbatches * sum(e.figures[0] for e in events if "all-to-all" in e.name) > moved[0]
