@@ -34,7 +34,7 @@ from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, S
 from megalite.pipeline.simulate import Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, kept_of, sharing
-from megalite.plan.kinds import Kind, Setting
+from megalite.plan.kinds import Kind, Setting, cut
 from megalite.plan.partition import evenly, fastest, ranges, splits
 from megalite.plan.stage_costs import StageCosts, stage_costs
 from megalite.plan.sums import Sums
@@ -193,9 +193,11 @@ class Arrangement:
     @cached_property
     def layers(self) -> StageCosts:
         micro, parts = self.config.train.micro_batch_size, self.recompute.parts
-        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts, self.cp, self.ep, self.etp)
-        vocabulary = self.vocab_size, self.padded_vocab
-        return stage_costs(self.config.model, self.recompute, setting, *vocabulary, self.config.train.z_loss_coeff)
+        places = cut(self.config.model, self.cp)
+        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts, places, self.ep, self.etp)
+        t, vocabulary = self.config.train, (self.vocab_size, self.padded_vocab)
+        offload = t.cpu_offloading_num_layers, t.min_offloaded_tensor_size
+        return stage_costs(self.config.model, self.recompute, setting, *vocabulary, t.z_loss_coeff, offload)
 
     @property
     def edge(self) -> int:
@@ -269,12 +271,12 @@ class Arrangement:
     @cached_property
     def in_flight(self) -> list[int]:
         """The most forwards of a chunk that wait for their backward, for every pipeline rank."""
-        return [round(most) for most in self._most_alive(None, self.split, self.told)]
+        return [round(most) for most in self.most_alive(None, self.split, self.told)]
 
     @cached_property
     def activations(self) -> list[int]:
-        """The most bytes that the forwards in flight keep, for every pipeline rank."""
-        return [round(kept) for kept in self._most_alive(self.held, self.split, self.told)]
+        """The most bytes that the forwards in flight keep on the device, for every pipeline rank."""
+        return [round(kept) for kept in self.most_alive(self.held, self.split, self.told)]
 
     @cached_property
     def bubble(self) -> float:
@@ -305,7 +307,7 @@ class Arrangement:
     def _rate(self, split: Sequence[int]) -> tuple[float, float]:
         """(time of a step, bytes of the fullest rank: layers, embedding, head and activations in flight)."""
         backward = self._split_of(split)
-        alive = self._most_alive(self.layers.held_of(split), backward)
+        alive = self.most_alive(self.layers.held_of(split), backward)
         held = [self.module_bytes.of(np.array(split), rank, self.placement) + alive[rank] for rank in range(self.pp)]
         return self.run(self.layers.costs_of(split), backward)[0], max(held)
 
@@ -383,7 +385,7 @@ class Arrangement:
             m, size = groups * group, group
         return m, plan(p.pipeline_schedule, self.pp, m, self.chunks, size, split)
 
-    def _most_alive(self, held: Sequence[Held] | None, split: Split | None, groups: int = LONG) -> list[float]:
+    def most_alive(self, held: Sequence[Held] | None, split: Split | None, groups: int = LONG) -> list[float]:
         """The most that is in flight on every pipeline rank: each forward counts `held` of its stage, or 1."""
         run, rows = self._rows(split, groups)
         now = [in_flight(row, held) for row in rows]
