@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megalite.launch.local_ranks import start_local
 from megalite.launch.ranks import LaunchError, Ranks, prepare_cuda, read_environment
 from tools.bench.contender import time_steps
@@ -119,14 +121,8 @@ def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     (10.0, 2.0)
     """
     known = list(points)
-    a = b = c = d = e = 0.0
-    for n, seconds in known:
-        weight = 1 / seconds**2
-        a, b, c = a + weight, b + weight * n, c + weight * n * n
-        d, e = d + weight * seconds, e + weight * n * seconds
-    determinant = a * c - b * b
-    latency = (d * c - e * b) / determinant if determinant > 0 else 0.0
-    each = (a * e - b * d) / determinant if determinant > 0 else 0.0
+    sizes, took = np.array(known).T
+    each, latency = np.polyfit(sizes, took, 1, w=1 / took).tolist() if np.ptp(sizes) else (0.0, 0.0)
     if min(latency, each) <= 0:  # noise above the slope, or one size: the smallest and the largest message tell
         (_, latency), (n, seconds) = min(known), max(known)
         return latency, n / seconds

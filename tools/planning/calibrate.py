@@ -34,8 +34,7 @@ from megalite.nn.later import Later
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.zero1 import Zero1
-from megalite.parallel.comm import start_all_gather_into, start_message
-from megalite.parallel.mesh import RECEIVE, SEND, Mesh, build_mesh
+from megalite.parallel.mesh import Axis, Mesh, build_mesh
 from megalite.parallel.streams import synchronize
 from megalite.plan.arrangement import Arrangement, build_stage
 from megalite.plan.cluster import DEVICES, Link, cluster
@@ -46,9 +45,11 @@ from megalite.train.batch import host_batch, on_device
 from megalite.train.life.preflight import choose_device
 from megalite.train.setup import update_rules
 from megalite.train.tell.device_memory import keep_freed_memory
+from tools.bench import collectives
 
 LAYERS = 2  # of the stage that is measured, of a model that has them
 SMALL = 1 << 12  # bytes of a message that shows the latency
+TIMES = 15  # of which the median counts
 
 
 class CalibrationError(RuntimeError):
@@ -231,36 +232,17 @@ class _Bench:
 
     def links(self) -> tuple[list[float] | None, list[float] | None]:
         """(latency, bytes per second) of messages and of all-gathers; None: there is one rank."""
-        world = self.ranks.world
+        world, device = self.ranks.world, self.device
         if world == 1:
             return None, None
-        pp, data = build_mesh(device=self.device, pp=world).pp, build_mesh(device=self.device).data
-        peer = self.ranks.rank ^ 1
-        order = ((SEND, RECEIVE) if self.ranks.rank % 2 == 0 else (RECEIVE, SEND)) if peer < world else ()
         large = self.made.tokens * self.made.config.model.hidden_size * self.made.dtype.itemsize
 
-        def buffer(num_bytes: int) -> torch.Tensor:
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        def link(kind: str, axis: Axis, large: int, turns: int) -> list[float]:
+            """By a small and a large one. `turns`: messages that follow each other in a call."""
+            calls = (collectives.call_of(kind, axis, size, device) for size in (SMALL, large))
+            latency, whole = (collectives.timed(call, device, TIMES) for call in calls)
+            rate = collectives.FACTORS[kind](world) * (large - SMALL) / max(whole - latency, 1e-9)
+            return [latency / turns, rate]
 
-        def message(num_bytes: int) -> float:
-            """The seconds of one message: half of the time there and back."""
-            x = buffer(num_bytes)
-            return self.counted(lambda: [start_message(x, pp, peer, op).wait() for op in order]) / 2
-
-        def gather(num_bytes: int) -> float:
-            part, whole = buffer(num_bytes // world), buffer(num_bytes // world * world)
-            return self.counted(lambda: start_all_gather_into(whole, part, data).wait())
-
-        return _fit(message, large, 1.0), _fit(gather, 4 * large, (world - 1) / world)
-
-    def counted(self, work: Callable[[], Any], times: int = 15) -> float:
-        """Seconds; as often on every rank."""
-        for _ in range(3):
-            work()
-        return statistics.median(self.timed(work) for _ in range(times))
-
-
-def _fit(seconds: Callable[[int], float], large: int, share: float) -> list[float]:
-    """Latency and bytes per second by a small and a large message, of whose bytes `share` crosses a link."""
-    latency, whole = seconds(SMALL), seconds(large)
-    return [latency, share * (large - SMALL) / max(whole - latency, 1e-9)]
+        message = link("message", build_mesh(device=device, pp=world).pp, large, 2)
+        return message, link("all_gather", build_mesh(device=device).data, 4 * large, 1)
