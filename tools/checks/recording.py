@@ -258,9 +258,8 @@ def _names(run: Run) -> list[str]:
 
 def _routers(run: Run) -> list[str]:
     """The names of the blocks' routers."""
-    blocks = [
-        (_layer(c, i), block) for c, stage in enumerate(run.pipeline.stages) for i, block in enumerate(stage.blocks)
-    ]  # type: ignore[arg-type]
+    stages: list[Any] = run.pipeline.stages
+    blocks = [(_layer(chunk, i), block) for chunk, stage in enumerate(stages) for i, block in enumerate(stage.blocks)]
     return [f"{name}.mlp.router" for name, block in blocks if isinstance(block.mlp, Experts)]
 
 
