@@ -34,7 +34,8 @@ from megalite.models.specs import specs_of
 from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
-from megalite.plan.arrangement import Arrangement, build_stages
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.stages import build_stages
 from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
 from megalite.train.start.foreign_weights import usable

@@ -10,7 +10,6 @@ each kind (plan/kinds.py). Activations are the bytes that the schedule has in fl
 a moment; memory of CUDA and NCCL is not counted.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,19 +23,20 @@ from torch import nn
 from megalite.config.options import Config, padded_vocab_size
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.stage_layers import given_stages
-from megalite.models.gpt import Block, Recompute, Stage
+from megalite.models.gpt import Block, Recompute
 from megalite.models.specs import specs_of
 from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import lay_out_chunks
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
-from megalite.parallel.spec import HOMES, ParamSpec
+from megalite.parallel.spec import ParamSpec
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, kept_of, sharing
-from megalite.plan.kinds import Kind, Setting, cut
+from megalite.plan.kinds import Setting, cut
 from megalite.plan.partition import evenly, fastest, ranges, splits
 from megalite.plan.stage_costs import StageCosts, stage_costs
+from megalite.plan.stages import build_stage, build_stages, elements_of, parameters_of
 from megalite.plan.sums import Sums
 
 TRIED_ACTIONS = 200_000  # simulated in all to balance the stages: about a second
@@ -238,10 +238,7 @@ class Arrangement:
     @cached_property
     def of_homes(self) -> Counter[str]:
         """The number of parameters of the whole model by their home, each counted once, without padding."""
-        found, specs = Counter[str](), specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab)
-        for spec in specs.values():
-            found[spec.home] += math.prod(spec.stored_shape)
-        return found
+        return parameters_of(specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab))
 
     @property
     def parameters(self) -> int:
@@ -336,12 +333,7 @@ class Arrangement:
     def elements(self) -> tuple[tuple[int, ...], ...]:
         """The number of elements of each layer's parameters on a rank, by home in the order of HOMES."""
         make = Maker(self.mesh_of(0), self.dtype, 0, meta=True)
-
-        def of(kind: Kind) -> tuple[int, ...]:
-            specs = named_specs(Block(make, kind, 0))
-            return tuple(sum(p.numel() for spec, p in specs if spec.home == home) for home in HOMES)
-
-        return tuple(self.layers.each(of))
+        return tuple(self.layers.each(lambda kind: elements_of(Block(make, kind, 0))))
 
     @cached_property
     def module_bytes(self) -> ModuleBytes:
@@ -405,24 +397,3 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
     made = Arrangement(config, world, vocab_size)
     _ = made.steps, made.stages  # these raise
     return made
-
-
-def build_stages(
-    made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False, deferred: bool = False
-) -> list[Stage]:
-    """The chunks of the model on this rank; `meta`, `deferred`: as a Maker has it."""
-    make = Maker(mesh, dtype, made.config.train.seed, meta, deferred)
-    return [build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
-
-
-def build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number: int) -> Stage:
-    return Stage(
-        make,
-        made.config.model,
-        layers,
-        number,
-        vocab_size=made.vocab_size,
-        padded_vocab_size=made.padded_vocab,
-        recompute=made.recompute,
-        z_loss=made.config.train.z_loss_coeff,
-    )

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from megalite.optim.buffer import lay_out_chunks
 from megalite.pipeline.runtime import SENT
 from megalite.pipeline.schedule import Action, Op, with_sharing
-from megalite.plan.arrangement import Arrangement, build_stages
+from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Bill
 from megalite.plan.holding import Holding
+from megalite.plan.stages import build_stages
 
 ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes
 LARGEST_ERROR = 0.03  # in any layout that was ever counted

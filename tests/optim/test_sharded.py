@@ -16,7 +16,8 @@ from megalite.optim.buffer import ParamBuffer, Shared
 from megalite.optim.flat_storage import Elastic, listening
 from megalite.optim.zero1 import Zero1
 from megalite.parallel.mesh import plan_mesh
-from megalite.plan.arrangement import arrange, build_stages
+from megalite.plan.arrangement import arrange
+from megalite.plan.stages import build_stages
 from megalite.train.rehearsal import issued
 from megalite.train.state import Run
 from megalite.train.step import train_step
