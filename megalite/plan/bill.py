@@ -144,10 +144,9 @@ class Recorder(Meta):
         def axis(name: str, size: int, rank: int, before: str) -> Axis:
             return Axis(name, size, rank, _Counted(self, before), tuple(range(size))) if size > 1 else Axis(name)
 
-        experts = {
-            name: axis(name, size, 0, f"{name} ") for name, size in dict(ep=ep, etp=etp, experts=ep * etp).items()
-        }
-        return Mesh(tp=axis("tp", tp, 0, ""), cp=axis("cp", cp, cp_rank, "cp "), **experts, device=META)
+        experts = [axis(name, size, 0, f"{name} ") for name, size in (("ep", ep), ("etp", etp), ("experts", ep * etp))]
+        ours = axis("tp", tp, 0, ""), axis("cp", cp, cp_rank, "cp ")
+        return Mesh(tp=ours[0], cp=ours[1], ep=experts[0], etp=experts[1], experts=experts[2], device=META)
 
     def own(self, module: M) -> M:
         """Leave out the bytes of the parameters and of the sums of their gradients."""

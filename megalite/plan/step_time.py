@@ -282,8 +282,8 @@ class _Step:
         runs = m * often.reduced if made.sharing.every_run else 1
 
         def of(rank: int) -> float:
-            weights, layers = (sum(self._chunk_bytes(rank, weight, ends)) for ends in (True, False))
-            n = sum(self._chunk_bytes(rank, size))
+            weights, layers = (np.sum(self._chunk_bytes(rank, weight, ends), 0) for ends in (True, False))
+            n = np.sum(self._chunk_bytes(rank, size), 0)
             times = ((m * often.forward, weights), (m * often.backward, layers))
             if made.config.parallel.shared_out < 3:
                 times = ((1, weights),)
