@@ -97,8 +97,7 @@ def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generato
     fill = lambda: fill_from(theirs.tensors, weight_pieces(stage, mesh), specs, str(folder))  # noqa: E731
     together(mesh, fill, f"reading the weights of {folder}")
     tokenizer = build_tokenizer(**options)
-    stops = frozenset([tokenizer.eod, *stop_ids(theirs.folder)])
-    return Generator(stage, mesh, theirs.model, tokenizer, stops, 0)
+    return Generator(stage, mesh, theirs.model, tokenizer, frozenset([tokenizer.eod, *stop_ids(theirs.folder)]), 0)
 
 
 def _empty(model: ModelConfig, mesh: Mesh, rows: int, dtype: torch.dtype) -> Stage:
