@@ -70,7 +70,7 @@ def test_two_ranks_measure_every_kind_and_both_files_hold_it(tmp_path: Path) -> 
     found = json.loads(Path(files[0]).read_text())
     assert found["complete"] and found["ranks"] == 2 and len(found["hosts"]) == 2
     kinds = [(row["axis"], row["kind"], row["bytes"]) for row in found["rows"]]
-    assert kinds == [("dp", kind, size) for kind in benchmark_comm.KINDS for size in (1024, 16384)]
+    assert kinds == [("dp", kind, size) for kind in benchmark_comm.FACTORS for size in (1024, 16384)]
     link = found["links"]["inside"]
     assert found["links"]["axes"]["dp"] == link and min(link.values()) > 0 and "between" not in found["links"]
     rows = list(csv.DictReader(Path(files[1]).read_text().splitlines()))

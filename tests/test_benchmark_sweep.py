@@ -15,7 +15,7 @@ from megalite.plan.arrangement import Arrangement, arrange
 from tools import benchmark, plot
 from tools.bench import contender, tables
 from tools.bench.breakdown import LOST, advise, break_down, least_traffic, lost, shares
-from tools.bench.turns import OtherBenchmark, Row, Table, combinations_of, read
+from tools.bench.turns import Row, Table, combinations_of, read
 from tools.pictures import bench
 
 TINY = """--num-layers 4 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --vocab-size 60 --seq-length 8
@@ -130,10 +130,10 @@ def test_finished_rows_are_taken_over_and_others_go_on(tmp_path: Path) -> None:
     more = Table(facts, rows(), file)
     more.resume(timeout=6.0)
     assert more.rows[3].status == "waiting"
-    with pytest.raises(OtherBenchmark, match=r"another steps, torch of the figures in .*; give another --out"):
+    with pytest.raises(ConfigError, match=r"another steps, torch of the figures in .*; give another --out"):
         Table({**facts, "steps": 3, "torch": "u"}, rows(), file).resume(5.0)
     file.write_text('{"rows": [{"no": 1}]}')
-    with pytest.raises(OtherBenchmark, match="is damaged"):
+    with pytest.raises(ConfigError, match="is damaged"):
         again.resume(5.0)
 
 

@@ -18,6 +18,7 @@ are printed last are those of a cluster's TOML file, which tools/plan.py --clust
 import argparse
 import csv
 import datetime
+import itertools
 import socket
 import sys
 from pathlib import Path
@@ -32,14 +33,12 @@ from tools.program import parser_of, unwritable, write_json
 if TYPE_CHECKING:
     from megalite.parallel.mesh import Sizes
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "message")
 COLUMNS = ("axis", "size", "groups", "kind", "bytes", "us", "gb_s", "median", "least", "slowest")
 HEAD = "group  ranks at once      collective        bytes          us      GB/s  bus GB/s   slowest"
 Found = dict[str, Any]
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Raises SystemExit(2) where a value cannot be."""
+def main(argv: list[str]) -> int:
     parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--nproc", type=int, default=1, help="local ranks, where no launcher has started this")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -48,7 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--min-bytes", type=int, default=1 << 10)
     parser.add_argument("--max-bytes", type=int, default=1 << 26)
     parser.add_argument("--factor", type=int, default=4, help="ratio of one size to the one before")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=[*FACTORS], default=[*FACTORS])
     parser.add_argument("--times", type=int, default=10, help="runs of each; the median counts")
     parser.add_argument("--alone", action="store_true", help="also time the first group of each axis alone")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="limit for the start and for each collective")
@@ -66,11 +65,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     wrong = [*(text for is_wrong, text in rules if is_wrong), *unwritable(json=args.json, csv=args.csv)]
     if wrong:
         parser.error("; ".join(wrong))
-    return args
-
-
-def main(argv: list[str]) -> int:
-    args = parse(argv)
     return on_ranks("benchmark_comm.py", bench, args, args.nproc, args.tensor_model_parallel_size, problem)
 
 
@@ -119,7 +113,8 @@ def measure(mesh: Any, args: argparse.Namespace) -> Found:
     is cut off leaves its rows."""
     from megalite.parallel.comm import gather_texts
 
-    sizes = [args.min_bytes]  # the last one --max-bytes or just below
+    kinds: list[str] = args.kinds
+    sizes: list[int] = [args.min_bytes]  # the last one --max-bytes or just below
     while sizes[-1] * args.factor <= args.max_bytes:
         sizes.append(sizes[-1] * args.factor)
     hosts = gather_texts(socket.gethostname(), mesh.world, mesh.device)
@@ -127,15 +122,14 @@ def measure(mesh: Any, args: argparse.Namespace) -> Found:
     if mesh.world.is_first:
         print(HEAD)
     for axis in axes_of(mesh):
-        for groups in ("all", "one") if args.alone and axis.size < mesh.world.size else ("all",):
-            for kind in args.kinds:
-                for size in sizes:
-                    row = over_groups(axis, kind, size, mesh, args.times, alone=groups == "one")
-                    measured["rows"].append({"groups": groups, **row})
-                    if mesh.world.is_first:
-                        print(line_of(measured["rows"][-1]), flush=True)
-                        if args.json is not None:
-                            write_json(args.json, measured)
+        ways = ("all", "one") if args.alone and axis.size < mesh.world.size else ("all",)
+        for groups, kind, size in itertools.product(ways, kinds, sizes):
+            row = over_groups(axis, kind, size, mesh, args.times, alone=groups == "one")
+            measured["rows"].append({"groups": groups, **row})
+            if mesh.world.is_first:
+                print(line_of(measured["rows"][-1]), flush=True)
+                if args.json is not None:
+                    write_json(args.json, measured)
     inside = {axis.name: len({hosts[rank] for rank in axis.ranks}) == 1 for axis in axes_of(mesh)}
     return measured | {"links": links_of(measured["rows"], inside), "complete": True}
 

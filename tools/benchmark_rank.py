@@ -1,9 +1,7 @@
 """A contender of tools/benchmark.py, in processes of its own: steps are timed, a file per rank tells the result."""
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +18,6 @@ PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "o
 AXES = {"etp": "tp", "pp_back": "pp", "ends": "pp"} | dict.fromkeys(
     ("data", "shard", "replica", "edp", "expert_shard", "expert_replica"), "dp"
 )  # axis of the mesh -> the one of a layout that it belongs to
-
-
-@contextlib.contextmanager
-def axes_told(clock: Any) -> Iterator[None]:
-    """Spans of communication are phases by their axis, as "communication tp". Only for a process that ends soon."""
-    real = clock.span
-
-    def span(phase: str, *name: object) -> Any:
-        axis = str(name[1]) if phase == "communication" else ""
-        return real(f"{phase} {AXES.get(axis, axis)}" if axis else phase, *name)
-
-    clock.span = span
-    try:
-        yield
-    finally:
-        del clock.span
 
 
 def parts_of(phases: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
@@ -69,7 +51,15 @@ def timed_steps(run: Any, steps: int) -> dict[str, float]:
     if isinstance(run.pipeline, GraphedPipeline):
         run.pipeline.replays = False
     clock, spent = run.mesh.clock, {}
-    with axes_told(clock):
+    real = clock.span
+
+    def span(phase: str, *name: object) -> Any:
+        """Communication is a phase by its axis, as "communication tp"."""
+        axis = str(name[1]) if phase == "communication" else ""
+        return real(f"{phase} {AXES.get(axis, axis)}" if axis else phase, *name)
+
+    clock.span = span
+    try:
         for _ in range(steps):
             clock.begin(run.mesh.device)
             train_step(run)
@@ -77,6 +67,8 @@ def timed_steps(run: Any, steps: int) -> dict[str, float]:
             synchronize(run.mesh.device)
             for phase, seconds in clock.read().items():
                 spent[phase] = spent.get(phase, 0.0) + seconds
+    finally:
+        del clock.span
     return spent
 
 

@@ -122,12 +122,8 @@ def pairs(mesh: Any, device: Any, size: int, times: int) -> list[tuple[int, int,
     tensor = torch.zeros(max(1, size // 4), device=device)
     for first in (0, 1) if world.size > 2 else (0,):
         partner = world.rank + 1 if world.rank % 2 == first else world.rank - 1
-        sends = world.rank < partner
-
-        def there_and_back(partner: int = partner, sends: bool = sends) -> None:
-            for call in (dist.send, dist.recv) if sends else (dist.recv, dist.send):
-                call(tensor, partner)
-
+        both = (dist.send, dist.recv) if world.rank < partner else (dist.recv, dist.send)
+        there_and_back = lambda to=partner, both=both: [call(tensor, to) for call in both]  # noqa: E731
         alone = not 0 <= partner < world.size
         seconds = everywhere(0.0 if alone else timed(there_and_back, device, times), mesh)
         for rank in range(first, world.size - 1, 2):

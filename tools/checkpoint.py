@@ -31,7 +31,7 @@ from megalite.checkpoint.storage.location import CheckpointError, Location, pars
 from megalite.config.console import printable
 from megalite.data.errors import DataError
 from megalite.data.samples import ledger
-from tools.program import parser_of, refusing, run_program
+from tools.program import parser_of, positive, refusing, run_program
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tools.checks.conversion import Difference
 
 
-def inspect(path: Location, tensors: bool) -> int:
+def inspect(path: Location, tensors: bool) -> None:
     from megalite.checkpoint import offline
 
     found = offline.open_checkpoint(path)
@@ -60,7 +60,6 @@ def inspect(path: Location, tensors: bool) -> int:
             print(printable(f"{name:56}") + f" {whole.dtype:10} {tuple(whole.shape)} in {len(whole.parts)} parts")
     if "config" in manifest.state:
         print(printable(f"\n{manifest.state['config'].rstrip()}"))
-    return 0
 
 
 def seen(path: Location) -> str:
@@ -126,8 +125,7 @@ def diff(a: Location, b: Location) -> int:
         count += 1
         text = d.note
         if d.index is not None:
-            where = ", ".join(map(str, d.index))
-            text += f"{', ' if text else ''}{d.count:,} elements; first at [{where}]: {d.here:g} and {d.there:g}"
+            text += f"{', ' if text else ''}{d.count:,} elements; first at {[*d.index]}: {d.here:g} and {d.there:g}"
             text += f"; largest {d.largest:g}"
         print(printable(f"{d.name}: {text}"))
     print(f"{count} tensors differ" if count else f"{len(one.manifest.tensors)} tensors, equal to the bit")
@@ -160,7 +158,7 @@ def write_whole(
     write_checkpoint(folder, shares(items, files), shapes, state)
 
 
-def reshard(source: Location, target: Location, files: int, weights: bool) -> int:
+def reshard(source: Location, target: Location, files: int, weights: bool) -> None:
     from megalite.checkpoint.offline import open_checkpoint
 
     found = open_checkpoint(source)
@@ -168,10 +166,9 @@ def reshard(source: Location, target: Location, files: int, weights: bool) -> in
     names = [name for name in found.manifest.tensors if not weights or name.startswith(manifests.OF_MODEL)]
     write_whole(folder, found, names, found.read, found.manifest.state, files)
     print(f"wrote {folder}")
-    return 0
 
 
-def average(target: Location, paths: list[Location], files: int) -> int:
+def average(target: Location, paths: list[Location], files: int) -> None:
     """The mean of the weights of several checkpoints (arXiv:1803.05407), summed in fp64 from main weights where they
     are stored. No optimizer state: the result is for --finetune, --no-load-optim, evaluation and conversion."""
     import torch
@@ -199,10 +196,9 @@ def average(target: Location, paths: list[Location], files: int) -> int:
     state = {**newest.manifest.state, "averaged": [source.folder.name for source in sources]}
     write_whole(folder, newest, list(weights), mean, state, files)
     print(f"wrote {folder}, the mean of {', '.join(str(one.folder) for one in sources)}")
-    return 0
 
 
-def prune(path: Location, keep: int, retain: int | None, dry: bool) -> int:
+def prune(path: Location, keep: int, retain: int | None, dry: bool) -> None:
     from megalite.checkpoint.run import retention
 
     if not storage.steps_in(path):  # the lock would make the directory
@@ -214,7 +210,6 @@ def prune(path: Location, keep: int, retain: int | None, dry: bool) -> int:
         lock.close()
     for step in gone:
         print(f"{'would delete' if dry else 'deleted'} {storage.folder_of(path, step)}")
-    return 0
 
 
 @refusing(3, CheckpointError, DataError, OSError)
@@ -228,38 +223,31 @@ def main(argv: list[str]) -> int:
             made.add_argument(place, type=str)
         return made
 
-    def count(text: str) -> int:
-        if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-        return int(text)
-
     command("inspect", "checkpoint").add_argument("--tensors", action="store_true", help="list every tensor")
     command("verify", "checkpoint").add_argument("--all", action="store_true", help="every checkpoint of a directory")
     command("diff", "a", "b")
     command("seen", "checkpoint")
     one = command("reshard", "checkpoint", "out")
-    one.add_argument("--files", type=count, default=1)
+    one.add_argument("--files", type=positive, default=1)
     one.add_argument("--weights", action="store_true", help="without the optimizer's state")
     one = command("average", "out")
     one.add_argument("checkpoints", type=str, nargs="+")
-    one.add_argument("--files", type=count, default=1)
+    one.add_argument("--files", type=positive, default=1)
     one = command("prune", "directory")
-    one.add_argument("--keep-last", type=count, required=True)
-    one.add_argument("--save-retain-interval", type=count, default=None)
+    one.add_argument("--keep-last", type=positive, required=True)
+    one.add_argument("--save-retain-interval", type=positive, default=None)
     one.add_argument("--dry-run", action="store_true")
     a = parser.parse_args(argv)
-    if a.command == "seen":
-        print(printable(seen(parse(a.checkpoint))))
-        return 0
-    work: dict[str, Callable[[], int]] = {
+    work: dict[str, Callable[[], int | None]] = {
         "inspect": lambda: inspect(parse(a.checkpoint), a.tensors),
         "verify": lambda: verify(parse(a.checkpoint), a.all),
         "diff": lambda: diff(parse(a.a), parse(a.b)),
+        "seen": lambda: print(printable(seen(parse(a.checkpoint)))),
         "reshard": lambda: reshard(parse(a.checkpoint), parse(a.out), a.files, a.weights),
         "average": lambda: average(parse(a.out), [parse(one) for one in a.checkpoints], a.files),
         "prune": lambda: prune(parse(a.directory), a.keep_last, a.save_retain_interval, a.dry_run),
     }
-    return work[a.command]()
+    return work[a.command]() or 0
 
 
 if __name__ == "__main__":

@@ -72,33 +72,6 @@ def parse_size(text: str) -> int:
     return size
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from-hf", type=local_path, metavar="DIR", help="Hugging Face model directory")
-    source.add_argument("--from-megatron", type=local_path, metavar="DIR", help="Megatron-LM checkpoints")
-    source.add_argument("--load", type=local_path, metavar="DIR", help="checkpoint of megalite")
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--save", type=local_path, metavar="DIR", help="make a checkpoint of megalite")
-    target.add_argument("--to-hf", type=local_path, metavar="DIR", help="make a Hugging Face model directory")
-    target.add_argument("--to-megatron", type=local_path, metavar="DIR", help="make a release of Megatron-LM")
-    both = "compare both sides: all bits, each layer, and logits with transformers'"
-    parser.add_argument("--check", action="store_true", help=both)
-    parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
-    parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
-    parser.add_argument("--family", choices=sorted(FAMILIES), help="--to-hf; default: --like's, or the first to fit")
-    copied = "--to-hf: model directory whose tokenizer is copied"
-    parser.add_argument("--like", type=local_path, metavar="DIR", help=copied)
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
-    parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: largest size of a file (default 5GB)")
-    parser.add_argument("--vocab-size", type=int, help="rows to keep; default: the checkpoint's or tokenizer's")
-    parser.add_argument("--target-tensor-parallel-size", type=int, metavar="TP", help="--to-megatron: default 1")
-    parser.add_argument("--target-pipeline-parallel-size", type=int, metavar="PP", help="--to-megatron: default 1")
-    names, whose = ("transformer_engine", "local"), "--to-megatron: whose names of layers (default transformer_engine)"
-    parser.add_argument("--transformer-impl", choices=names, help=whose)
-    return parser
-
-
 _ONLY_WITH = {  # flag -> those that it goes with
     "seq_length": ("from_hf",),
     "vocab_size": ("from_megatron", "to_hf", "to_megatron"),
@@ -169,10 +142,9 @@ def from_hf(args: argparse.Namespace) -> bool:
 
 def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.HuggingFaceModel, ours: Ours) -> bool:
     """Run the checks of --check and --check-bits. Logits have a bound, unless --dtype rounded the weights."""
-    if not (args.check or args.check_bits):
+    if not args.check_bits:
         return True
-    weight = second_reading.hugging_face(folder, theirs.family, theirs.model)
-    good = report(theirs, ours, theirs.vocab_size) & agrees(weight, theirs.model, ours, theirs.vocab_size)
+    good = agrees(second_reading.hugging_face(folder, theirs.family, theirs.model), theirs, ours, theirs.vocab_size)
     if not args.check:
         return good
     if importlib.util.find_spec("transformers") is None:
@@ -186,28 +158,29 @@ def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.Hugging
     return good and (args.dtype in ("bfloat16", "float16") or verdict.largest <= LOGIT_BOUND * max(1.0, verdict.scale))
 
 
-def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool) -> bool:
+def from_megatron(args: argparse.Namespace) -> bool:
+    folder: Path = args.from_megatron
     theirs = megatron_dist.open_checkpoint(megatron.find(folder) or megatron.folder_of(folder))
-    rows, args = theirs.padded_vocab_size, theirs.args
-    tokenizer = checked_tokenizer(tokenizer_named_in(args), rows)
+    rows, vocab_size = theirs.padded_vocab_size, args.vocab_size
+    tokenizer = checked_tokenizer(tokenizer_named_in(theirs.args), rows)
     if vocab_size is None:
         size = build_tokenizer(**tokenizer).vocab_size if tokenizer else None
-        vocab_size = megatron.true_vocab_size(args, rows, size)
+        vocab_size = megatron.true_vocab_size(theirs.args, rows, size)
     unknown, vocab_size = vocab_size is None, vocab_size or rows
     if vocab_size > rows:
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
     tokenizer["vocab_size"] = vocab_size
     state = start_state({**theirs.options, "vocab_size": vocab_size}, theirs.dtype, tokenizer)
-    written = write_import(save, theirs.tensors, stored_specs(theirs.model, vocab_size), state)
+    written = write_import(args.save, theirs.tensors, stored_specs(theirs.model, vocab_size), state)
     print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {rows} rows")
     if unknown:
         complain(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size")
+    check = args.check_bits
     return not check or checked_megatron(theirs, Ours(open_checkpoint(written, verified=True)), vocab_size)
 
 
 def checked_megatron(theirs: megatron.MegatronModel, ours: Ours, vocab_size: int) -> bool:
-    weight = second_reading.megatron(theirs.shards, theirs.args, theirs.model)
-    return report(theirs, ours, vocab_size) & agrees(weight, theirs.model, ours, vocab_size)
+    return agrees(second_reading.megatron(theirs.shards, theirs.args, theirs.model), theirs, ours, vocab_size)
 
 
 def to_hf(args: argparse.Namespace) -> bool:
@@ -239,8 +212,7 @@ def to_megatron(args: argparse.Namespace) -> bool:
     layout: dict[str, Any] = dict(tp=tp, pp=pp, fused=args.transformer_impl != "local")
     written = write_megatron(args.to_megatron, ours, model, vocab_size=vocab_size, tokenizer=tokenizer, **layout)
     print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
-    check = args.check or args.check_bits
-    return not check or checked_megatron(megatron.open_megatron(args.to_megatron), ours, vocab_size)
+    return not args.check_bits or checked_megatron(megatron.open_megatron(args.to_megatron), ours, vocab_size)
 
 
 def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int | None]:
@@ -260,40 +232,59 @@ def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int 
     return size, eod
 
 
-def agrees(weight: second_reading.Weight, theirs: ModelConfig, ours: Ours, vocab_size: int) -> bool:
-    """The check that shares nothing with what converts: each layer computes the same."""
+def agrees(
+    weight: second_reading.Weight,
+    theirs: hugging_face.HuggingFaceModel | megatron.MegatronModel,
+    ours: Ours,
+    vocab_size: int,
+) -> bool:
+    """Every bit is the same, and, by the check that shares nothing with what converts, each layer computes the same."""
+    bits = compare(theirs.tensors, ours, stored_specs(theirs.model, vocab_size))
+    print(bits)
     model, stored = saved_model(ours.source), ours.source.dtype("model/embedding.word")
     written = ours.dtype_of("embedding.word")
     rounded = written != stored or (model.apply_layernorm_1p and ours.used)
     how = {"main_weights": ours.dtype == torch.float32, "rounding": torch.finfo(written).eps if rounded else 0.0}
-    verdict = second_reading.compare_layers(weight, theirs, ours.source, model, vocab_size, **how)
+    verdict = second_reading.compare_layers(weight, theirs.model, ours.source, model, vocab_size, **how)
     print(verdict)
-    return verdict.good
-
-
-def report(theirs: hugging_face.HuggingFaceModel | megatron.MegatronModel, ours: Ours, vocab_size: int) -> bool:
-    verdict = compare(theirs.tensors, ours, stored_specs(theirs.model, vocab_size))
-    print(verdict)
-    return not verdict.differing
+    return verdict.good and not bits.differing
 
 
 def main(argv: list[str]) -> int:
-    parser = build_parser()
+    parser = parser_of(__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from-hf", type=local_path, metavar="DIR", help="Hugging Face model directory")
+    source.add_argument("--from-megatron", type=local_path, metavar="DIR", help="Megatron-LM checkpoints")
+    source.add_argument("--load", type=local_path, metavar="DIR", help="checkpoint of megalite")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--save", type=local_path, metavar="DIR", help="make a checkpoint of megalite")
+    target.add_argument("--to-hf", type=local_path, metavar="DIR", help="make a Hugging Face model directory")
+    target.add_argument("--to-megatron", type=local_path, metavar="DIR", help="make a release of Megatron-LM")
+    both = "compare both sides: all bits, each layer, and logits with transformers'"
+    parser.add_argument("--check", action="store_true", help=both)
+    parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
+    parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
+    parser.add_argument("--family", choices=sorted(FAMILIES), help="--to-hf; default: --like's, or the first to fit")
+    copied = "--to-hf: model directory whose tokenizer is copied"
+    parser.add_argument("--like", type=local_path, metavar="DIR", help=copied)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
+    parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: largest size of a file (default 5GB)")
+    parser.add_argument("--vocab-size", type=int, help="rows to keep; default: the checkpoint's or tokenizer's")
+    parser.add_argument("--target-tensor-parallel-size", type=int, metavar="TP", help="--to-megatron: default 1")
+    parser.add_argument("--target-pipeline-parallel-size", type=int, metavar="PP", help="--to-megatron: default 1")
+    names, whose = ("transformer_engine", "local"), "--to-megatron: whose names of layers (default transformer_engine)"
+    parser.add_argument("--transformer-impl", choices=names, help=whose)
     args = parser.parse_args(argv)
     if (problem := misuse(args)) is not None:
         parser.error(problem)
+    args.check_bits |= args.check  # which is of logits, too
     torch.set_num_threads(1)  # it copies; nothing is computed
     try:
-        if args.from_hf is not None:
-            good = from_hf(args)
-        elif args.from_megatron is not None:
-            good = from_megatron(args.from_megatron, args.save, args.vocab_size, args.check or args.check_bits)
-        else:
-            good = to_hf(args) if args.to_hf is not None else to_megatron(args)
+        ways = ("from_hf", from_hf), ("from_megatron", from_megatron), ("to_hf", to_hf), ("to_megatron", to_megatron)
+        return next(0 if convert(args) else 1 for name, convert in ways if getattr(args, name) is not None)
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         complain(f"convert_checkpoint.py: {error}")
         return 3
-    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ python tools/document_flags.py --megatron > docs/megatron.md
 """
 
 import sys
+import tomllib
 from collections import Counter
 from itertools import groupby
 from pathlib import Path
@@ -18,19 +19,13 @@ from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION
 from megalite.config.options import SECTIONS, options
 from tools.program import parser_of
 
+TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 TAKES = {flag: f.name for _, f in options() for flag, value in spellings(f) if value is None}  # a value
 OUTSIDE = ("gone from Megatron-LM", "other programs of Megatron-LM", "DeepSpeed", "forks of Megatron-LM")
 
 
 def flags_page() -> str:
-    lines = [
-        "# Flags",
-        "",
-        "Made by `tools/document_flags.py`; do not edit. `--preset NAME` and `--config FILE.toml` come before all:",
-        "defaults, then the preset, then the file, then the flags. Words are joined by `-` or `_`; a switch `--x` is",
-        "also `--no-x`, `--disable-x`, `--x=true` and `--x=false`. Flags of Megatron-LM: [megatron.md](megatron.md).",
-        "",
-    ]
+    lines = [TEXTS["flags"]]
     for section in SECTIONS:
         lines += [f"## {section}", "", "| flag | type | default | meaning |", "|---|---|---|---|"]
         for f in (f for where, f in options() if where == section):
@@ -63,20 +58,9 @@ def megatron_page() -> str:
     theirs = {name: f for name, f in known.items() if f.group not in OUTSIDE}
     count = Counter(f.verdict for f in theirs.values())
     accepted = count[OPTION] + count[NO_EFFECT]
-    lines = [
-        "# Megatron-LM's flags",
-        "",
-        "Made by `tools/document_flags.py --megatron`; do not edit. Every flag of Megatron-LM's parser at d98e8a64",
-        "(2026-08-22), by its groups, and what becomes of it on a command line of megalite. A flag that asks for",
-        "something that is not here is refused before anything starts, and all that is wrong is said at once. Values",
-        "that ask for nothing, such as a size of 1, are accepted whatever the flag.",
-        "",
-        f"Of {len(theirs)} flags {count[OPTION]} do what they say and {count[NO_EFFECT]} have no effect here, each for",
-        f"a reason: **{100 * accepted / len(theirs):.0f} % are accepted**. {count[DEPENDENT]} matter only beside a",
-        f"feature that is not here, and have no effect without it; {count[WARNED]} start with a warning;",
-        f"{count[REFUSED]} are refused.",
-        "",
-    ]
+    named = {"does": OPTION, "nothing": NO_EFFECT, "dependent": DEPENDENT, "warned": WARNED, "refused": REFUSED}
+    numbers = {name: count[verdict] for name, verdict in named.items()}
+    lines = [TEXTS["megatron"].format(flags=len(theirs), accepted=100 * accepted / len(theirs), **numbers)]
     for group, members in groupby(known.items(), key=lambda item: item[1].group):
         lines += [f"## {group}", "", "| flag | here |", "|---|---|"]
         lines += [f"| `{name}` | {verdict(name, flag)} |" for name, flag in members]

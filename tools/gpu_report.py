@@ -17,7 +17,6 @@ Exit code 0 when every part ran (whether goals were reached is in the report), 1
 without a CUDA device, 130 or 143 when it was ended.
 """
 
-import argparse
 import contextlib
 import datetime
 import json
@@ -154,26 +153,23 @@ def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> No
         report.card_answers(f"after {part.name}")
 
 
-def attempt(part: Part, entry: dict[str, Any], report: Report, end: float) -> None:
-    try:
-        run(part, entry, report, min(part.limit_s, end - time.monotonic()))
-    except Exception:  # noqa: BLE001  what is wrong with one part, or with this program, costs that part
-        entry |= {"status": "failed (it could not be run)", "tail": limited.telling(traceback.format_exc())}
-    say(f"{entry['name']}: {entry['status']}, {entry['seconds']:.0f} s")
-    report.write()
-
-
 def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
     """Every part until the clock says `end`; the finished report."""
     try:
         for part, entry in zip(parts, report.parts, strict=True):
-            attempt(part, entry, report, end)
+            try:
+                run(part, entry, report, min(part.limit_s, end - time.monotonic()))
+            except Exception:  # noqa: BLE001  what is wrong with one part, or with this program, costs that part
+                entry |= {"status": "failed (it could not be run)", "tail": limited.telling(traceback.format_exc())}
+            say(f"{entry['name']}: {entry['status']}, {entry['seconds']:.0f} s")
+            report.write()
     finally:
         content = report.write()
     return content
 
 
-def read_flags(argv: list[str]) -> argparse.Namespace:
+def main(argv: list[str]) -> int:
+    begin = time.monotonic()
     parser = parser_of(__doc__)
     names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
     parser.add_argument("--out", type=local_path, default=Path("runs/gpu_report"), metavar="DIR")
@@ -189,11 +185,6 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {args.out} cannot be made: {error.strerror}")
-    return args
-
-
-def main(argv: list[str]) -> int:
-    begin, args = time.monotonic(), read_flags(argv)
     facts, problem = facts_of(args.out, args.tiny, args.cpu)
     if not args.cpu and facts.get("device", "CPU") == "CPU":
         why = f" ({facts['why']})" if "why" in facts else ""

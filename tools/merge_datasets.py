@@ -12,7 +12,6 @@ final name before all is copied.
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,6 @@ from tools.program import local, parser_of, refusing, run_program
 COPY_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16
 SUMS = ("documents", "tokens", "bytes")  # of prefix.json; `sources` are appended, all else must be equal to be kept
-
-
-@dataclass(frozen=True)
-class Merged:
-    """The size of the result, and the inputs without a prefix.json (then the result has none either)."""
-
-    documents: int
-    tokens: int
-    without_info: list[str]
 
 
 def expand_prefixes(inputs: Sequence[str]) -> list[str]:
@@ -98,8 +88,9 @@ def merge_info(infos: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     return merged
 
 
-def merge(prefixes: Sequence[str], output_prefix: str) -> Merged:
-    """Write `output_prefix`.bin/.idx, and .json where all inputs have one. Raises DataError."""
+def merge(prefixes: Sequence[str], output_prefix: str) -> tuple[int, int, list[str]]:
+    """Write `output_prefix`.bin/.idx, and .json where all inputs have one. Documents, tokens, and the inputs without a
+    .json. Raises DataError."""
     if not prefixes:
         raise DataError("there is nothing to merge; give prefixes or a directory of pairs")
     target = Path(output_prefix).resolve()
@@ -125,7 +116,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Merged:
     except OSError as error:
         why = error.strerror or error
         raise DataError(f"{output_prefix}: {why}; nothing was written under the final names") from error
-    return Merged(writer.num_documents, writer.num_tokens, missing)
+    return writer.num_documents, writer.num_tokens, missing
 
 
 def _one_sequence_each(file: IndexedDataset) -> None:
@@ -148,11 +139,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output-prefix", type=local, required=True, help=written)
     args = parser.parse_args(argv)
     prefixes = expand_prefixes(args.input)
-    merged = merge(prefixes, args.output_prefix)
-    if 0 < len(merged.without_info) < len(prefixes):
-        names = ", ".join(merged.without_info)
-        complain(f"note: no {args.output_prefix}.json is written, as these inputs have none: {names}")
-    print(f"{args.output_prefix}: {merged.documents} documents, {merged.tokens} tokens of {len(prefixes)} inputs")
+    documents, tokens, missing = merge(prefixes, args.output_prefix)
+    if 0 < len(missing) < len(prefixes):
+        complain(f"note: no {args.output_prefix}.json is written, as these inputs have none: {', '.join(missing)}")
+    print(f"{args.output_prefix}: {documents} documents, {tokens} tokens of {len(prefixes)} inputs")
     return 0
 
 

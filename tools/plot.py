@@ -28,7 +28,7 @@ from tools.pictures import bench, curves, pipeline, shares
 from tools.pictures import plan as plans
 from tools.pictures.canvas import NARROW, WIDE, Picture, save
 from tools.pictures.run import Run, RunError, read_runs
-from tools.program import parser_of, run_program
+from tools.program import parser_of, positive, run_program
 
 
 def schedule(args: argparse.Namespace) -> None:
@@ -125,13 +125,6 @@ def of_benchmark(args: argparse.Namespace) -> None:
     if picture is None:
         raise SystemExit(printable(f"plot.py: {args.folder}: no {args.show} was measured there"))
     put(picture, args)
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
 
 
 def main(argv: list[str]) -> None:

@@ -29,7 +29,8 @@ from tools.preprocess.workers import Job
 from tools.program import local, parser_of, refusing, run_program
 
 
-def build_parser() -> argparse.ArgumentParser:
+@refusing(3, DataError)
+def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     formats = ".jsonl, .json (lines), .txt, each also .gz or .zst; .parquet; - for standard input"
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=formats)
@@ -55,12 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep-sequential-samples", action="store_true", help="accepted; always on")
     parser.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
-    return parser
-
-
-@refusing(3, DataError)
-def main(argv: list[str]) -> int:
-    args = vars(build_parser().parse_args(argv))
+    args = vars(parser.parse_args(argv))
     for flag in ("split_sentences", "keep_newlines"):
         if args.pop(flag):
             why = "is for BERT and T5 data, which megalite does not make: drop it"

@@ -46,6 +46,13 @@ def run_program(main: Main) -> NoReturn:
     sys.exit(as_command(lambda: main(sys.argv[1:]) or 0))
 
 
+def positive(text: str) -> int:
+    """A number of argparse that is 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
 FORMATS = (".png", ".svg", ".pdf")
 
 

@@ -22,25 +22,18 @@ from tools.program import local_path, parser_of
 SKIP = {"site-packages", "dist-packages", "__pycache__", "idle_test"}
 
 
-def python_files(root: Path) -> Iterator[Path]:
-    for directory, below, names in os.walk(root):
-        below[:] = sorted(name for name in below if name not in SKIP)
-        for name in sorted(names):
-            if name.endswith(".py"):
-                yield Path(directory, name)
-
-
-def documents(root: Path, min_bytes: int = 64, max_bytes: int = 1 << 20) -> Iterator[dict[str, str]]:
+def documents(root: Path) -> Iterator[dict[str, str]]:
     """{"path", "text"} of each file that is UTF-8, new, and of a usual size."""
     seen: set[bytes] = set()
-    for path in python_files(root):
+    files = (path for path in root.rglob("*.py") if SKIP.isdisjoint(path.relative_to(root).parts[:-1]))
+    for path in sorted(files, key=lambda path: (path.parent.parts, path.name)):
         try:
             raw = path.read_bytes()
             text = raw.decode("utf-8")
         except (OSError, UnicodeDecodeError):  # some of the library's tests are unreadable on purpose
             continue
         digest = hashlib.sha256(raw).digest()
-        if not min_bytes <= len(raw) <= max_bytes or digest in seen:
+        if not 64 <= len(raw) <= 1 << 20 or digest in seen:
             continue
         seen.add(digest)
         yield {"path": path.relative_to(root).as_posix(), "text": text}

@@ -13,6 +13,7 @@ Text is kept as it is: no normalisation, spaces and line ends included, so that 
 encoded. --max-bytes bounds time and memory: pieces of up to 4 kB are taken evenly over the whole input.
 """
 
+import itertools
 import json
 import os
 import re
@@ -54,18 +55,15 @@ def cut(texts: Iterable[str]) -> Iterator[str]:
             yield "".join(piece)
 
 
-def sample_pieces(pieces: Iterator[str], total_bytes: int, max_bytes: int, max_sentences: int | None) -> Iterator[str]:
-    """About max_bytes of the pieces, evenly spread, at most max_sentences of them."""
-    share, taken, seen, count = min(1.0, max_bytes / max(total_bytes, 1)), 0, 0, 0
+def sample_pieces(pieces: Iterator[str], total_bytes: int, max_bytes: int) -> Iterator[str]:
+    """About max_bytes of the pieces, evenly spread."""
+    share, taken, seen = min(1.0, max_bytes / max(total_bytes, 1)), 0, 0
     for piece in pieces:
         n = len(piece.encode("utf-8"))
         seen += n
         if taken + n <= seen * share or share == 1.0:
             taken += n
-            count += 1
             yield piece
-            if count == max_sentences:
-                return
 
 
 class Handed:
@@ -202,7 +200,7 @@ def main(argv: list[str]) -> int:
         if "-" in files:
             raise DataError("input=- has no size, by which text is taken evenly from all of it; give a file")
         total = sum(map(text_bytes, files))
-        pieces = sample_pieces(cut(texts), total, args.max_bytes, args.max_sentences)
+        pieces = itertools.islice(sample_pieces(cut(texts), total, args.max_bytes), args.max_sentences)
         TRAINERS[args.tokenizer_type](pieces, args.model_prefix, args.vocab_size, args.workers, args.special_tokens)
         if told := texts.left_out():
             complain(f"train_tokenizer.py: {told}")

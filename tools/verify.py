@@ -32,18 +32,6 @@ from tools.program import parser_of, refusing, run_program, unwritable
 DTYPES = ("float64", "float32", "bfloat16")
 
 
-def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=3, help="steps to train; default: 3")
-    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="in float64, the default, nothing hides")
-    parser.add_argument("--most-ranks", type=int, default=8, help="processes of the layout, at most; default: 8")
-    parser.add_argument("--whole", action="store_true", help="keep sizes, data and layout as they are")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run; default: 600")
-    parser.add_argument("--json", type=Path, help="FILE with all that was compared")
-    parser.add_argument("--out", type=Path, help="FILE for a picture of the agreement, .png or .svg")
-    return parser.parse_known_args(argv)
-
-
 def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     """Raises ConfigError, with every problem."""
     counts = (("steps", args.steps), ("most_ranks", args.most_ranks))
@@ -84,7 +72,15 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
 
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    args, words = _arguments(argv)
+    parser = parser_of(__doc__)
+    parser.add_argument("--steps", type=int, default=3, help="steps to train; default: 3")
+    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="in float64, the default, nothing hides")
+    parser.add_argument("--most-ranks", type=int, default=8, help="processes of the layout, at most; default: 8")
+    parser.add_argument("--whole", action="store_true", help="keep sizes, data and layout as they are")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run; default: 600")
+    parser.add_argument("--json", type=Path, help="FILE with all that was compared")
+    parser.add_argument("--out", type=Path, help="FILE for a picture of the agreement, .png or .svg")
+    args, words = parser.parse_known_args(argv)
     runs = prepare(args, words)
     from tools.checks import verdict
 

@@ -151,11 +151,17 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_tokenizer_training_takes_text_evenly_up_to_a_bound() -> None:
     pieces = [f"{i:04d}" * 10 for i in range(1000)]
-    some = list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 4_000, None))
+    some = list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 4_000))
     assert len(some) == 100
     assert [int(piece[:4]) // 100 for piece in some] == sorted([*range(10)] * 10)
-    assert len(list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 40_000, None))) == 1000
-    assert len(list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 40_000, 7))) == 7
+    assert len(list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 40_000))) == 1000
+
+
+def test_tokenizer_training_takes_so_many_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text(f"{'word ' * 700}\n" * 9)
+    words, took = ["--input", str(tmp_path / "a.txt"), "--model-prefix", "m", "--max-sentences", "7"], list[str]()
+    monkeypatch.setitem(train_tokenizer.TRAINERS, "SentencePieceTokenizer", lambda pieces, *_: took.extend(pieces))
+    assert train_tokenizer.main(words) == 0 and len(took) == 7
 
 
 def test_python_corpus(tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from timeit import timeit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -69,14 +69,9 @@ class Bench:
     def _enough_products(self) -> int:
         """For 0.1 s, or four times a copy of the state."""
         spare = torch.empty_like(self.pieces[0].data).fill_(0)
-        begin = time.perf_counter()
-        for piece in self.pieces:
-            spare.copy_(piece.data)
-        needed = max(0.1, 4 * (time.perf_counter() - begin))
+        needed = max(0.1, 4 * timeit(lambda: [spare.copy_(piece.data) for piece in self.pieces], number=1))
         self._multiply(10)
-        begin = time.perf_counter()
-        self._multiply(20)
-        return int(self._most(int(needed / (time.perf_counter() - begin) * 20) + 1))
+        return int(self._most(int(needed / timeit(lambda: self._multiply(20), number=1) * 20) + 1))
 
     def _multiply(self, number: int) -> None:
         for _ in range(number):
@@ -89,9 +84,7 @@ class Bench:
     def _seconds(self, do: Callable[[], object]) -> float:
         """The seconds that the slowest rank takes for `do`."""
         self._wait()
-        begin = time.perf_counter()
-        do()
-        return self._most(time.perf_counter() - begin)
+        return self._most(timeit(do, number=1))
 
     def _most(self, value: float) -> float:
         """The largest value of any rank."""

@@ -65,7 +65,8 @@ def measure(name: str, environment: dict[str, str], options: argparse.Namespace,
 
 
 def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, list[str]]:
-    """Whether the flags ask for bf16; and what is wrong with them."""
+    """Whether the flags ask for bf16; and why they cannot run."""
+    from megalite.plan.arrangement import arrange
     from megalite.train.life.preflight import choose_device
     from megalite.train.setup import SetupError
 
@@ -81,6 +82,11 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
         is_llama = (m.activation, m.normalization, m.position_embedding_type) == ("swiglu", "RMSNorm", "rope")
         if not is_llama or m.add_bias_linear or config.data.vocab_size is None:
             problems = ["peer=transformers is a Llama; drop --peer, or the flags that make another model"]
+    try:
+        if not problems and config.data.vocab_size is not None:
+            arrange(config, options.nproc, config.data.vocab_size)  # sees what the check of options cannot
+    except ValueError as error:
+        problems = [str(error)]
     return config.precision.bf16, problems
 
 

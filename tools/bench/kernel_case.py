@@ -107,6 +107,17 @@ class Case:
         return f"{self.axis} {getattr(s, self.axis)}"
 
 
+def liger(name: str, *more: Any) -> Fn:
+    """Liger-Kernel's function of this name; `more`: its arguments after the tensors."""
+
+    def run(*inputs: Tensor) -> Any:
+        import liger_kernel.ops as ops  # type: ignore[import-not-found]
+
+        return getattr(ops, name).apply(*inputs, *more)
+
+    return run
+
+
 def absent(peers: list[str]) -> list[str]:
     """The packages that peers need and that are not installed."""
     return ["liger_kernel"] if "liger" in peers and importlib.util.find_spec("liger_kernel") is None else []

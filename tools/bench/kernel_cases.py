@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from megalite.kernels import bias_gelu, dropout, norms, rope
 from megalite.kernels.activations import swiglu
 from megalite.kernels.dispatch import tile_for
 from tools.bench.kernel_attention_case import attention_cases
-from tools.bench.kernel_case import Case, Fn, Make, Sizes, Swept, blocks, streams
+from tools.bench.kernel_case import Case, Fn, Make, Sizes, Swept, blocks, liger, streams
 from tools.bench.kernel_expert_cases import expert_cases
 from tools.bench.kernel_loss_cases import flat_cases, loss_cases
 
@@ -47,15 +46,6 @@ def both(plain: Fn) -> Fn:
             leaves = [x.detach().requires_grad_() for x in inputs]
             a = plain(*leaves)
             return a, *torch.autograd.grad(a, leaves, da)
-
-    return run
-
-
-def liger(name: str, *more: Any) -> Fn:
-    def run(*inputs: Tensor) -> Any:
-        import liger_kernel.ops as ops  # type: ignore[import-not-found]
-
-        return getattr(ops, name).apply(*inputs, *more)
 
     return run
 
@@ -113,12 +103,11 @@ def activation_cases(
         return blocks(vars(module), name, own, s.hidden_size, own.programs > 1)
 
     first, second = (functools.partial(tiles, name=name) for name in ("FORWARD", "BACKWARD"))
-    forward = Case(op, "forward", streams(1 + width), inputs, ours, PLAIN[op], first, peers=peers, own_inputs=own)
-    work = streams(2 + 2 * width)
-    backward = Case(op, "backward", work, with_da(inputs), ours_backward, PLAIN[op], second, direct="all")
+    how: dict[str, Any] = dict(direct="all", wrap=both, own_inputs={name: with_da(own[name]) for name in own})
+    after = (streams(2 + 2 * width), with_da(inputs), ours_backward, PLAIN[op], second)
     return [
-        forward,
-        replace(backward, wrap=both, peers=peers, own_inputs={name: with_da(make) for name, make in own.items()}),
+        Case(op, "forward", streams(1 + width), inputs, ours, PLAIN[op], first, peers=peers, own_inputs=own),
+        Case(op, "backward", *after, peers=peers, **how),
     ]
 
 

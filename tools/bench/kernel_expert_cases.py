@@ -1,7 +1,7 @@
 """Cases of tools/bench/kernels.py: matmuls of experts. F 768 and D 2048 where the hidden size is 4096, and as many rows
 to each: 4096 to 8 of them, 2048 to 16."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from megalite.kernels import grouped_matmul as grouped
 from megalite.kernels.dispatch import unit_of
-from tools.bench.kernel_case import Case, Sizes, Swept, Work, entries
+from tools.bench.kernel_case import Case, Fn, Sizes, Swept, Work, entries
 
 TILE = {"rows": (64, 128, 256), "columns": (64, 128, 256), "depth": (32, 64), "warps": (4, 8), "stages": (3, 4, 5)}
 
@@ -27,17 +27,9 @@ def inputs(s: Sizes) -> list[Tensor]:
     return [s.normal(M, D), s.normal(E, F, D), s.normal(M, F), torch.zeros(E, F, D, device=s.device), offsets]
 
 
-def forward(x: Tensor, w: Tensor, dy: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    return grouped.grouped_matmul(x, w, offsets)
-
-
 def backward(x: Tensor, w: Tensor, dy: Tensor, grad: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     grouped.grouped_weight_grad_(grad, dy, x, offsets, begin=False)
     return grouped.grouped_matmul(dy, w.mT, offsets), grad
-
-
-def plain_forward(x: Tensor, w: Tensor, dy: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    return F.grouped_mm(x, w.mT, offs=offsets[1:])
 
 
 def plain_backward(x: Tensor, w: Tensor, dy: Tensor, grad: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,17 +44,18 @@ def work(formula: str, matmuls: int, moved: Any) -> Work:
     return Work(formula, lambda s: moved(*shape(s), s.expert_count, s.dtype.itemsize), flops)
 
 
-def tiles(s: Sizes, table: dict[str, Any]) -> Swept:
-    return entries(table, unit_of(s.normal(1)), TILE)
-
-
 def expert_cases() -> list[Case]:
+    def case(half: str, amount: Work, ours: Fn, plain: Fn, table: dict[str, Any]) -> Case:
+        tiles: Callable[[Sizes], Swept] = lambda s: entries(table, unit_of(s.normal(1)), TILE)  # noqa: E731
+        how: dict[str, Any] = dict(direct="all", axis="expert_count", compiles=False)
+        return Case("grouped_matmul", half, amount, inputs, ours, plain, tiles, **how)
+
+    forward: Fn = lambda x, w, dy, grad, offsets: grouped.grouped_matmul(x, w, offsets)  # noqa: E731
+    plain: Fn = lambda x, w, dy, grad, offsets: F.grouped_mm(x, w.mT, offs=offsets[1:])  # noqa: E731
     first = work("2 M F D FLOPs; x, w, y once", 1, lambda M, F, D, E, e: (M * (F + D) + E * F * D) * e)
     text = "4 M F D FLOPs; x, w, dx once, dy twice, dW read and written"
     second = work(text, 2, lambda M, F, D, E, e: (2 * M * (F + D) + E * F * D) * e + 8 * E * F * D)
-    name, how = "grouped_matmul", dict[str, Any](direct="all", axis="expert_count", compiles=False)
-    by = partial(tiles, table=grouped.FORWARD), partial(tiles, table=grouped.WEIGHT_GRAD)
     return [
-        Case(name, "forward", first, inputs, forward, plain_forward, by[0], **how),
-        Case(name, "backward", second, inputs, backward, plain_backward, by[1], **how),
+        case("forward", first, forward, plain, grouped.FORWARD),
+        case("backward", second, backward, plain_backward, grouped.WEIGHT_GRAD),
     ]

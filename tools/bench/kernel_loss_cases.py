@@ -1,6 +1,7 @@
 """Cases of tools/bench/kernels.py: cross entropy, also with the head's matmul; and the update of the weights and the
 gradient norm, over flat tensors."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from megalite.kernels import adamw, cross_entropy, grad_norm
 from megalite.nn import loss
 from megalite.parallel.mesh import Mesh
-from tools.bench.kernel_case import Case, Fn, Sizes, Swept, Work, constants, own_first
+from tools.bench.kernel_case import Case, Fn, Sizes, Swept, Work, constants, liger, own_first
 
 TILE = {"COLUMNS": (1024, 2048, 4096, 8192, 16384), "WARPS": (2, 4, 8, 16, 32)}
 
@@ -20,22 +21,9 @@ def plain(logits_NV: Tensor, labels_N: Tensor, reduction: str = "none") -> Tenso
     return F.cross_entropy(logits_NV.float(), labels_N, reduction=reduction)
 
 
-def plain_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
-    return plain(x_ND @ weight_VD.T, labels_N, "sum")
-
-
-def liger_cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Any:
-    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction  # type: ignore[import-not-found]
-
-    # its gradient is written over its input in forward; the sum, since it has no other for a batch
-    return LigerCrossEntropyFunction.apply(logits_NV, labels_N, None, -100, 0.0, 0.0, "sum")
-
-
-def liger_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Any:
-    import liger_kernel.ops.fused_linear_cross_entropy as liger  # type: ignore[import-not-found]
-
-    more = (None, None, -100, 0.0, 0.0, "sum")
-    return liger.LigerFusedLinearCrossEntropyFunction.apply(x_ND, weight_VD, labels_N, *more)
+# its gradient is written over its input in forward; the sum, since it has no other for a batch
+LIGER = liger("LigerCrossEntropyFunction", None, -100, 0.0, 0.0, "sum")
+LIGER_WITH_HEAD = liger("LigerFusedLinearCrossEntropyFunction", None, None, -100, 0.0, 0.0, "sum")
 
 
 def logits(s: Sizes) -> list[Tensor]:
@@ -68,10 +56,6 @@ def ours_both(logits_NV: Tensor, labels_N: Tensor, dloss_N: Tensor) -> Tensor:
     """As a rank that has the whole vocabulary calls it."""
     lse_N, target_N = cross_entropy.stats_and_grad_(logits_NV, labels_N, dloss_N, logits_NV.shape[1])
     return lse_N - target_N
-
-
-def for_both(s: Sizes) -> list[Tensor]:
-    return [*logits(s), torch.ones(s.tokens, device=s.device)]
 
 
 class Sink:
@@ -114,6 +98,7 @@ def loss_cases() -> list[Case]:
         lambda s: 2 * (s.tokens + s.vocab_size) * s.hidden_size * s.dtype.itemsize,
         lambda s: 6.0 * s.tokens * s.hidden_size * s.vocab_size,
     )
+    plain_with_head: Fn = lambda x, weight, labels: plain(x @ weight.T, labels, "sum")  # noqa: E731
     return [
         Case("cross_entropy", "forward", passes(1), logits, ours, plain, tiles, axis="vocab_size"),
         Case(
@@ -126,13 +111,13 @@ def loss_cases() -> list[Case]:
             *("cross_entropy", "both", passes(3), logits, ours_both, plain, tiles),
             direct="ours",
             axis="vocab_size",
-            peers={"liger": liger_cross_entropy},
-            own_inputs={"megalite": for_both},
+            peers={"liger": LIGER},
+            own_inputs={"megalite": lambda s: [*logits(s), torch.ones(s.tokens, device=s.device)]},
         ),
         Case(
             *("linear_cross_entropy", "both", head, with_head, ours_with_head, plain_with_head, chunks),
             axis="vocab_size",
-            peers={"liger": liger_with_head},
+            peers={"liger": LIGER_WITH_HEAD},
         ),
     ]
 
@@ -142,14 +127,10 @@ ADAMW_TILE = {"ELEMENTS": (512, 1024, 2048, 4096), "WARPS": (2, 4, 8)}
 NORM_TILE = {"ELEMENTS": (2048, 4096, 8192), "WARPS": (4, 8, 16), "PROGRAMS": (2, 4, 8)}
 
 
-def for_adamw(moments: torch.dtype) -> Any:
+def for_adamw(s: Sizes, moments: torch.dtype) -> list[Tensor]:
     """Weight, gradient, moments and the bf16 copy."""
-
-    def make(s: Sizes) -> list[Tensor]:
-        w, g, m, v = (torch.randn(s.numel, device=s.device) for _ in range(4))
-        return [w, g.mul_(0.1), m.mul_(0.1).to(moments), v.square_().mul_(0.01).to(moments), w.bfloat16()]
-
-    return make
+    w, g, m, v = (torch.randn(s.numel, device=s.device) for _ in range(4))
+    return [w, g.mul_(0.1), m.mul_(0.1).to(moments), v.square_().mul_(0.01).to(moments), w.bfloat16()]
 
 
 def ours_adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor) -> Tensor:
@@ -169,10 +150,7 @@ def plain_adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor) -> Ten
 
 
 def adamw_case(name: str, moments: torch.dtype, per_weight: int, torchs: Fn | None) -> Case:
-    def tile(s: Sizes) -> Swept:
-        return constants(adamw, ADAMW_TILE)
-
-    make = for_adamw(moments)
+    make, tile = partial(for_adamw, moments=moments), lambda s: constants(adamw, ADAMW_TILE)
     work = Work(f"{per_weight} bytes per weight", lambda s: per_weight * s.numel)
     return Case(name, "forward", work, make, ours_adamw, torchs, tile, axis="numel", compiles=False)
 

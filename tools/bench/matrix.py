@@ -5,7 +5,6 @@ import argparse
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from megalite.config.options import ConfigError
 from megalite.config.packages import MissingPackage
 from megalite.launch.local_ranks import cores
 from megalite.models.families import PRESETS
-from megalite.plan.arrangement import arrange
 from tools.bench import contender, tables
 from tools.bench.turns import REFUSED, Row, Table, combinations_of
 from tools.pictures import bench
@@ -36,19 +34,6 @@ def batch_flags(options: argparse.Namespace, flags: list[str], nproc: int) -> li
     return ["--global-batch-size", str(batch * nproc // fewest)]
 
 
-def problems_of(flags: list[str], options: argparse.Namespace, nproc: int) -> tuple[bool, list[str]]:
-    """Whether it is bf16; why this combination cannot run, with what the check of options cannot see."""
-    half, problems = contender.read_config(flags, argparse.Namespace(**{**vars(options), "nproc": nproc}))
-    if not problems:
-        config, _ = cli.read(flags, PRESETS)
-        try:
-            if config.data.vocab_size is not None:
-                arrange(config, nproc, config.data.vocab_size)
-        except ValueError as error:
-            problems = [str(error)]
-    return half, problems
-
-
 def rows_of(options: argparse.Namespace, flags: list[str]) -> list[Row]:
     """Every contender under every combination. Raises ConfigError where a list, or all of them, cannot be read."""
     threads = {}
@@ -56,13 +41,12 @@ def rows_of(options: argparse.Namespace, flags: list[str]) -> list[Row]:
         threads = {"OMP_NUM_THREADS": str(max(1, cores() // max(options.nproc)))}
     rows, reasons = [], {}
     for values, words, nproc in combinations_of(options.sweep, options.nproc):
-        line = [*flags, *words]
+        line, asked = [*flags, *words], argparse.Namespace(**{**vars(options), "nproc": nproc})
         try:
             line += batch_flags(options, line, nproc)
-            half, problems = problems_of(line, options, nproc)
+            half, problems = contender.read_config(line, asked)
         except ConfigError as error:
             half, problems = False, error.problems
-        asked = argparse.Namespace(**{**vars(options), "nproc": nproc})
         for name, environment in contender.contenders(asked, half):
             row = Row(values, name, line, nproc, {**threads, **environment})
             if problems:
@@ -72,11 +56,6 @@ def rows_of(options: argparse.Namespace, flags: list[str]) -> list[Row]:
     if all(row.status == REFUSED for row in rows):
         raise ConfigError(list(reasons))
     return rows
-
-
-def facts_of(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    same = {name: getattr(options, name) for name in ("steps", "warmup", "memory_gib", "scaling")}
-    return {"machine": platform.platform(), "torch": torch.__version__, "flags": flags, **same}
 
 
 def measure_all(table: Table, options: argparse.Namespace) -> None:
@@ -115,15 +94,12 @@ def finish(table: Table, options: argparse.Namespace, complete: bool) -> None:
     for row, one in zip(table.rows, measured, strict=True):
         if breakdown := one.get("breakdown"):
             print("\n".join([f"\n{one['label']}:", *tables.breakdown_lines(breakdown), *tables.by_rank(row.runs[-1])]))
-    if options.out is not None:
-        tables.write_csv(measured, options.out / "bench.csv")
-        draw(options.out, measured)
-
-
-def draw(folder: Path, measured: list[dict[str, Any]]) -> None:
+    if options.out is None:
+        return
+    tables.write_csv(measured, options.out / "bench.csv")
     try:
         for picture in bench.pictures(measured):
-            save(picture, folder / f"{picture.name}.png")
+            save(picture, options.out / f"{picture.name}.png")
     except MissingPackage as error:
         print(f"benchmark.py: no pictures: {error}", file=sys.stderr)
 
@@ -136,7 +112,9 @@ def run(options: argparse.Namespace, flags: list[str], program: str) -> int:
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
             file = options.out / "bench.json"
-        table = Table(facts_of(options, flags), rows, file)
+        facts: dict[str, Any] = {"machine": platform.platform(), "torch": torch.__version__, "flags": flags}
+        facts |= {name: getattr(options, name) for name in ("steps", "warmup", "memory_gib", "scaling")}
+        table = Table(facts, rows, file)
         done = table.resume(options.timeout) if options.out is not None else 0
         table.save(False)  # before anything takes time, and after each run: an interrupted benchmark leaves what it has
     except OSError as error:

@@ -145,7 +145,10 @@ def text_table(measured: Sequence[Figures]) -> str:
             cells += [f"{one['tflops']:.3f}", percent(one["mfu"]), f"{one['memory_gib']:.2f}"]
             cells += [f"{one[name]:.2f}" if name in one else "n/a" for name in ("speed", "memory")] if peers else []
             cells += [f"{one['per_rank']:,.0f}", percent(one["efficiency"])] if scaling else []
-            cells += _bound(one.get("breakdown"))
+            if breakdown := one.get("breakdown"):
+                gone: dict[str, float] = breakdown["lost"] or {}
+                most = max(gone, key=gone.__getitem__, default=None)
+                cells += [breakdown["bound"]["by"], "n/a" if most is None else f"{most} {gone[most]:.1%}"]
         if one["status"] not in (OK, WAITING):  # after figures, too: a later run may be out of memory
             cells = [*cells, *[""] * (len(head) + 1 - len(cells)), one["status"]]
         rows.append([*cells, *[""] * (len(rows[0]) - len(cells))][: len(rows[0])])
@@ -153,14 +156,6 @@ def text_table(measured: Sequence[Figures]) -> str:
     lines = [about.format(**one) for one in measured if one["reason"]]
     lines += ["speed and memory: as a multiple of megalite's under the same flags"] if peers else []
     return "\n".join([columns(rows), *lines])
-
-
-def _bound(breakdown: Mapping[str, Any] | None) -> list[str]:
-    if breakdown is None:
-        return ["", ""]
-    gone = breakdown["lost"]
-    most = "n/a" if gone is None else max(gone, key=lambda name: gone[name])
-    return [breakdown["bound"]["by"], most if gone is None else f"{most} {gone[most]:.1%}"]
 
 
 def write_csv(measured: Sequence[Figures], path: Path) -> None:
@@ -172,8 +167,7 @@ def write_csv(measured: Sequence[Figures], path: Path) -> None:
         if breakdown := one.get("breakdown"):
             flat |= {f"share_{name}": share for name, share in breakdown["shares"].items()}
             flat |= {f"lost_{name}": (breakdown["lost"] or {}).get(name) for name in LOST}
-            flat |= {name: value for name, value in breakdown["efficiency"].items()}
-            flat |= {"bound": breakdown["bound"]["by"], "advice": breakdown["advice"]}
+            flat |= breakdown["efficiency"] | {"bound": breakdown["bound"]["by"], "advice": breakdown["advice"]}
         lines.append(flat)
     names = [*varied, *(name for name in dict.fromkeys(name for line in lines for name in line) if name not in varied)]
     text = io.StringIO()

@@ -40,10 +40,6 @@ SHORT = {  # in tables and pictures
 }
 
 
-class OtherBenchmark(ConfigError):
-    """The folder has figures that cannot stand beside these."""
-
-
 @dataclass
 class Row:
     """`values`: what varies, by flag without dashes. `environment`: beside the usual one. `reason`: why it is not ok.
@@ -114,18 +110,18 @@ class Table:
 
     def resume(self, timeout: float) -> int:
         """Take over what the file has of these rows, and keep its other rows; how many rows are done already. Raises
-        OtherBenchmark."""
+        ConfigError where its figures cannot stand beside these."""
         if self.file is None or not self.file.is_file():
             return 0
         try:
             saved = json.loads(self.file.read_text("utf-8"))
             before = {row.identity: row for row in (Row(**row) for row in saved["rows"])}
         except (ValueError, TypeError, KeyError) as error:
-            raise OtherBenchmark([f"{self.file} is damaged ({error}); give another --out"]) from None
+            raise ConfigError([f"{self.file} is damaged ({error}); give another --out"]) from None
         other = [name for name in SAME if saved.get(name) != self.facts.get(name)]
         if other:
             text = f"{', '.join(other)} of the figures in {self.file}"
-            raise OtherBenchmark([f"another {text}; give another --out, or what was given before"])
+            raise ConfigError([f"another {text}; give another --out, or what was given before"])
         mine = {row.identity for row in self.rows}
         for n, row in enumerate(self.rows):
             known = before.get(row.identity)

@@ -84,7 +84,8 @@ class _Recorder:
         self.places: Tensor | None = None  # of its tokens on this rank of several of cp
         self.items: list[tuple[Item, Array]] = []
         self.seen: set[tuple[float, str, int]] = set()
-        self.names, self.routed = _names(run), _routers(run)
+        self.names = _names(run)
+        self.routed = [f"{name}.mlp.router" for name, block in _blocks(run) if isinstance(block.mlp, Experts)]
         for chunk, stage in enumerate(run.pipeline.stages):
             self._watch(chunk, stage)
         run.before_update = self.before_update
@@ -246,21 +247,15 @@ def take(ranks: Ranks, config: Config, dtype: str, steps: int, folder: str) -> N
 
 def _names(run: Run) -> list[str]:
     """The names of all parameters; those of a layer contain its place."""
-    places = {
-        id(parameter): _layer(chunk, index)
-        for chunk, stage in enumerate(run.pipeline.stages)
-        for index, block in enumerate(stage.blocks)  # type: ignore[arg-type]
-        for parameter in block.parameters()
-    }
+    places = {id(parameter): name for name, block in _blocks(run) for parameter in block.parameters()}
     pairs = zip(run.buffer.parameters, run.buffer.layout.entries, strict=True)
     return [re.sub(r"^layers\.\d+", places.get(id(parameter), ""), entry.spec.name) for parameter, entry in pairs]
 
 
-def _routers(run: Run) -> list[str]:
-    """The names of the blocks' routers."""
+def _blocks(run: Run) -> list[tuple[str, Any]]:
+    """Every block, by its place."""
     stages: list[Any] = run.pipeline.stages
-    blocks = [(_layer(chunk, i), block) for chunk, stage in enumerate(stages) for i, block in enumerate(stage.blocks)]
-    return [f"{name}.mlp.router" for name, block in blocks if isinstance(block.mlp, Experts)]
+    return [(_layer(chunk, i), block) for chunk, stage in enumerate(stages) for i, block in enumerate(stage.blocks)]
 
 
 def _in_order_of_use(run: Run, names: list[str]) -> tuple[list[str], list[str]]:

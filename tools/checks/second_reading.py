@@ -31,7 +31,8 @@ EXACT, ROUNDED = 1e-9, 8  # largest difference that is none, relative: of fp64 s
 
 Weight = Callable[[str, int], Tensor]  # (our name within a layer, or outside of them; the layer) -> what is used
 
-LLAMA, MIXTRAL, IN_MEMORY, ENDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).values()
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+LLAMA, MIXTRAL, IN_MEMORY, GPT2, GPT_NEOX, MEGATRON, SINGLE, ENDS = TABLES.values()
 
 
 def _end(name: str, kind: str) -> str:
@@ -41,8 +42,11 @@ def _end(name: str, kind: str) -> str:
     return {"embedding.word": word, "embedding.position": position, "head": head, **norms}[name]
 
 
-def _linear(name: str, which: Mapping[str, str]) -> str:
-    """The matrix or bias of `which` that our name is."""
+def _of_layer(name: str, which: Mapping[str, str]) -> str:
+    """The matrix, norm or bias of `which` that our name is."""
+    if name.endswith((".weight", ".bias")):
+        norm, _, part = name.rpartition(".")
+        return f"{which[norm]}.{part}"
     bare = name.removesuffix("_bias")
     return f"{which[bare]}.{'bias' if bare != name else 'weight'}"
 
@@ -73,20 +77,11 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
             parts = [get(f"model.layers.{n}.{theirs.format(e=e)}") for e in every for theirs in names[name].split()]
             return torch.stack(parts) if len(parts) > 1 else parts[0]
         if kind == "gpt2":
-            at = f"transformer.h.{n}."
-            if ".norm." in name:
-                return get(at + name.replace("attention.norm", "ln_1").replace("mlp.norm", "ln_2"))
-            which = {"attention.q": "attn.c_attn", "attention.kv": "attn.c_attn", "attention.out": "attn.c_proj"}
-            found = get(at + _linear(name, which | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}))
+            found = get(f"transformer.h.{n}.{_of_layer(name, GPT2)}")
             found = found if found.dim() == 1 else found.T.contiguous()
             q, k, v = found.chunk(3) if ".q" in name or ".kv" in name else (found,) * 3
             return torch.stack([k, v]) if ".kv" in name else q
-        at = f"gpt_neox.layers.{n}."
-        if ".norm." in name:
-            return get(at + {"a": "input_layernorm.", "m": "post_attention_layernorm."}[name[0]] + name.split(".")[-1])
-        which = {name: "attention.query_key_value" for name in ("attention.q", "attention.kv")}
-        which |= {"attention.out": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
-        found = get(at + _linear(name, which))
+        found = get(f"gpt_neox.layers.{n}.{_of_layer(name, GPT_NEOX)}")
         if ".q" not in name and ".kv" not in name:
             return found
         heads = found.view(H, 3, K, *found.shape[1:])
@@ -97,14 +92,6 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
 
 def megatron(shards: Callable[..., list[Tensor]], args: Any, model: ModelConfig) -> Weight:
     """The weights of Megatron core's tensors. `shards`: MegatronModel.shards."""
-    which = {name: "self_attention.linear_qkv" for name in ("attention.q", "attention.kv")}
-    which |= {"attention.out": "self_attention.linear_proj", "mlp.down": "mlp.linear_fc2"}
-    which |= {"mlp.up": "mlp.linear_fc1", "mlp.gate_up": "mlp.linear_fc1"}
-    norms = {"attention.norm": "input_layernorm", "mlp.norm": "pre_mlp_layernorm", "final_norm": ENDS["megatron"][2]}
-    norms |= {f"attention.{x}_norm": f"self_attention.{x}_layernorm" for x in "qk"}
-    single = {"mlp.router": "mlp.router.weight", "mlp.router.bias": "mlp.router.expert_bias"}
-    single["mlp.shared_gate"] = "mlp.shared_experts.gate_weight"
-    single["embedding.position"] = _end("embedding.position", "megatron")
     ep = getattr(args, "expert_model_parallel_size", None) or 1
 
     def feed_forward(name: str, found: list[Tensor]) -> Tensor:
@@ -113,7 +100,7 @@ def megatron(shards: Callable[..., list[Tensor]], args: Any, model: ModelConfig)
         return torch.cat(found, 1 if name == "mlp.down" else 0)
 
     def experts(name: str, n: int) -> Tensor:
-        theirs = _linear(name, which).removeprefix("mlp.")
+        theirs = _of_layer(name, MEGATRON).removeprefix("mlp.")
         with contextlib.suppress(KeyError):  # torch_dist
             return shards(f"mlp.experts.experts.{theirs}", n)[0]
         places = [(i, e) for e in range(ep) for i in range((model.num_experts or 0) // ep)]
@@ -121,12 +108,11 @@ def megatron(shards: Callable[..., list[Tensor]], args: Any, model: ModelConfig)
         return torch.stack([feed_forward(name, found) for found in each])
 
     def weight(name: str, n: int) -> Tensor:
-        first, _, last = name.rpartition(".")
-        if first in norms:  # Transformer Engine's zero_centered_gamma, for every norm that there is
-            less = 1 if last == "weight" and getattr(args, "apply_layernorm_1p", False) else 0
-            return shards(f"{norms[first]}.{last}", n)[0].double() + less
-        if name in single:
-            return shards(single[name], n)[0]
+        if "norm." in name:  # Transformer Engine's zero_centered_gamma, for every norm that there is
+            less = 1 if name.endswith(".weight") and getattr(args, "apply_layernorm_1p", False) else 0
+            return shards(_of_layer(name, MEGATRON), n)[0].double() + less
+        if name in SINGLE:
+            return shards(SINGLE[name], n)[0]
         if not name.startswith(("attention.", "mlp.")):
             return torch.cat(shards(_end(name, "megatron"), n))
         if name == "attention.sink":
@@ -135,8 +121,8 @@ def megatron(shards: Callable[..., list[Tensor]], args: Any, model: ModelConfig)
             return experts(name.replace("experts.", ""), n)
         if name.startswith("mlp.shared."):
             name = name.replace("shared.", "")
-            return feed_forward(name, shards(_linear(name, which).replace("mlp.", "mlp.shared_experts."), n))
-        found = shards(_linear(name, which), n)
+            return feed_forward(name, shards(_of_layer(name, MEGATRON).replace("mlp.", "mlp.shared_experts."), n))
+        found = shards(_of_layer(name, MEGATRON), n)
         if name in ("attention.out_bias", "mlp.down_bias"):
             return found[0]
         if name == "attention.out":

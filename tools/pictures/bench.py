@@ -100,12 +100,10 @@ def breakdown(found: Sequence[Figures]) -> Picture | None:
         end = [0.0] * len(rows)
         for parts, colour, label in STEP:
             part = [100 * sum(one["breakdown"]["shares"].get(name, 0.0) for name in parts) for one in rows]
-            axis.barh(range(len(rows)), part, left=end, height=0.7, color=ink(colour), label=label)
-            for n, share in enumerate(part):
-                if share >= (6 if width == WIDE else 14):
-                    colour_of_text = "white" if colour in ("blue", "green", "vermilion", "purple") else "black"
-                    how = dict(ha="center", va="center", fontsize=8, color=colour_of_text)
-                    axis.text(end[n] + share / 2, n, f"{share:.0f}", **how)
+            bars = axis.barh(range(len(rows)), part, left=end, height=0.7, color=ink(colour), label=label)
+            told = [f"{share:.0f}" if share >= (6 if width == WIDE else 14) else "" for share in part]
+            colour_of_text = "white" if colour in ("blue", "green", "vermilion", "purple") else "black"
+            axis.bar_label(bars, told, label_type="center", fontsize=8, color=colour_of_text)
             end = [a + b for a, b in zip(end, part, strict=True)]
         _bars(axis, names)
         axis.set_xlim(0, 100)

@@ -5,7 +5,7 @@ addresses besides. A section whose facts are damaged says so and leaves the othe
 """
 
 import html
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megalite.checkpoint.storage.location import CheckpointError, parse
@@ -19,7 +19,7 @@ from tools.pictures.run import Run, differences, listed, number, table, whence
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 GOOD, GOING = ("done",), ("running", "requeue", "interrupted", "unknown")
-Section = tuple[str, Callable[[], Iterator["str | Picture"]]]  # title; its parts, HTML or pictures
+Parts = Iterable["str | Picture | None"]  # HTML, pictures, and pictures that there is nothing for
 
 
 def escape(text: object, most: int = 400) -> str:
@@ -51,7 +51,7 @@ class Page:
             f"{', '.join(f'<code>{escape(run.folder)}</code>' for run in self.runs)}.</footer>\n</main></body></html>\n"
         )
 
-    def _sections(self) -> list[Section]:
+    def _sections(self) -> list[tuple[str, Callable[[], Parts]]]:
         run, several = self.runs[0], len(self.runs) > 1
         of = f" of {escape(run.name)}" if several else ""
         return [
@@ -62,18 +62,18 @@ class Page:
             ("Where the time went", self._time),
             (f"Pipeline{of}", lambda: _timeline(run)),
             (f"Which rank holds which layers{of}", lambda: _layout(run)),
-            (f"Memory{of}", lambda: _memory(run)),
+            (f"Memory{of}", lambda: [shares.memory(run)]),
             (f"Data{of}", lambda: _data(run)),
             (f"What happened{of}", lambda: _events(run)),
             (f"Options that differ from the defaults{of}", lambda: _options(run)),
             (f"Environment{of}", lambda: _environment(run)),
         ]
 
-    def _section(self, title: str, parts: Callable[[], Iterator[str | Picture]]) -> str:
+    def _section(self, title: str, parts: Callable[[], Parts]) -> str:
         """Empty where there is nothing to it."""
         made: list[str] = []
         try:
-            for part in parts():
+            for part in filter(None, parts()):
                 made.append(self._figure(part, title) if isinstance(part, Picture) else part)
         except DAMAGE as error:
             made.append(f'<p class="bad">Cannot be shown: {escape(f"{type(error).__name__}: {error}")}</p>')
@@ -110,13 +110,13 @@ class Page:
         rows = [[f"<th>{name}</th>", *(one.get(name, "") for one in figures)] for name in names]
         yield _table(rows, ["", *(escape(run.name) for run in self.runs)])
 
-    def _loss(self) -> Iterator[str | Picture]:
+    def _loss(self) -> Parts:
         if any(run.curve("train/loss") or run.validation for run in self.runs):
             yield curves.loss(self.runs)
         else:
             yield "<p>No loss was logged yet.</p>"
 
-    def _agreement(self) -> Iterator[str | Picture]:
+    def _agreement(self) -> Parts:
         first, *others = self.runs
         common = [(other, points) for other in others if (points := differences(first, other))]
         for other, points in common:
@@ -124,13 +124,12 @@ class Page:
         if common:
             yield curves.agreement([first, *(other for other, _ in common)])
 
-    def _steps(self) -> Iterator[str | Picture]:
+    def _steps(self) -> Parts:
         if any(run.curve(key) for run in self.runs for key, _ in curves.STRIP):
             yield curves.strip(self.runs)
-        if (picture := curves.experts(self.runs)) is not None:
-            yield picture
+        yield curves.experts(self.runs)
 
-    def _time(self) -> Iterator[str | Picture]:
+    def _time(self) -> Parts:
         told = [run for run in self.runs if shares.phases(run)]
         for run in told:
             name = f"{escape(run.name)}: " if len(self.runs) > 1 else ""
@@ -148,23 +147,18 @@ class Page:
 # ---- sections of one run
 
 
-def _timeline(run: Run) -> Iterator[str | Picture]:
+def _timeline(run: Run) -> Parts:
     if run.timeline is not None:
         yield pipeline.timeline(run.timeline)
     elif run.mesh["pp"] > 1:
         yield "<p>No step was timed; <code>--profile-pipeline STEP</code> does it.</p>"
 
 
-def _layout(run: Run) -> Iterator[str | Picture]:
+def _layout(run: Run) -> Parts:
     if picture := shares.layout(run):
         yield picture
     elif stages := shares.layers(run):
         yield f"<p>{len(stages):,} stages over {run.mesh['pp']:,} pipeline ranks: too many for a picture.</p>"
-
-
-def _memory(run: Run) -> Iterator[str | Picture]:
-    if picture := shares.memory(run):
-        yield picture
 
 
 def _data(run: Run) -> Iterator[str]:

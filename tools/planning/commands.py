@@ -6,7 +6,6 @@ import gc
 import json
 import sys
 import textwrap
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,9 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
         unset = "global_batch_size is not set, and layouts of one batch are compared; give --global-batch-size"
         raise ConfigError([unset])
     budget, data_tokens = _budget(args, request)
-    with _uncollected(), Bar("layouts", MOST, "simulated") as bar:
+    with contextlib.ExitStack() as at_last, Bar("layouts", MOST, "simulated") as bar:
+        gc.disable()  # it goes through a search's millions of live objects again and again and frees 12 MB of 456
+        at_last.callback(gc.enable)
         tell = lambda done, best: bar.at(done, f"best {best:.3f} s")  # noqa: E731
         found = search(request, profile, wanted=top, usable=share, tell=tell)
         stays = request.is_layout or "optimizer_cpu_offload" in request.fixed or request.cluster.device.name == "cpu"
@@ -113,17 +114,6 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
     if args.json is not None or args.out is not None:
         _write(args, request, found, budget)
     return 0 if best.peak <= found.limit else 1
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Run without Python's collector of reference cycles, which goes through a search's millions of live objects again
-    and again and frees 12 MB of 456."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _writable(*pictures: str, **paths: Path | None) -> None:

@@ -66,17 +66,12 @@ def cases() -> list[Case]:
     for row in (group | row for group in DATA["group"] for row in group["rows"]):
         made: dict[str, Any] = {"name": row["name"].format(**row), "flags": (COMMON + row["flags"]).format(**row)}
         made["why"] = DATA["reasons"].get(row.get("why"), "")
-        if "tflops" in row:
-            made["seconds"] = _seconds_of(row)
+        if "tflops" in row:  # by Megatron-LM's own count of FLOPs, which has the whole square of scores
+            hidden, layers, length = row["hidden"], row["layers"], 4096
+            per_token = 6 * hidden * (12 * layers * hidden + row["vocab_size"] + 2 * layers * length)
+            made["seconds"] = per_token * row["batch"] * length / (row["devices"] * row["tflops"] * 1e12)
         found.append(Case(**{name: row[name] for name in names & row.keys()} | made))
     return found
-
-
-def _seconds_of(row: Mapping[str, Any]) -> float:
-    """Seconds of a step from a rate by Megatron-LM's own count of FLOPs, which has the whole square of scores."""
-    hidden, layers, length = row["hidden"], row["layers"], 4096
-    per_token = 6 * hidden * (12 * layers * hidden + row["vocab_size"] + 2 * layers * length)
-    return per_token * row["batch"] * length / (row["devices"] * row["tflops"] * 1e12)
 
 
 def predict(case: Case) -> Row:

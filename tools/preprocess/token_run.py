@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ class TokenRun:
         self.journal_path, self._rejects_path = (Path(f"{output_prefix}.{x}") for x in ("journal", "rejects.jsonl"))
         self._names = [Path(name).name for name in files]
         self._stats = [None if name == "-" else os.stat(name) for name in files]
-        self._sizes = [about.st_size if about else None for about in self._stats]
+        sizes = [about.st_size for about in self._stats if about]
+        self._sizes = sizes if len(sizes) == len(files) else None
         self.progress, self.resumed = Tally(), False
         self._journal: Journal | None = None
         self._writers: list[IndexedWriter | None] = []  # None: that pair is visible already
@@ -74,8 +75,7 @@ class TokenRun:
 
     def _source_bytes(self) -> int:
         """On disk; of standard input what was read of it."""
-        known = [size for size in self._sizes if size is not None]
-        return sum(known) if len(known) == len(self._sizes) else self.progress.input_bytes
+        return self.progress.input_bytes if self._sizes is None else sum(self._sizes)
 
     def _info(self, k: int) -> dict[str, Any]:
         p = self.progress
@@ -229,15 +229,14 @@ class TokenRun:
 class Meter:
     """How fast a run goes, as one line: rates since it was started, share of the input, time left.
 
-    progress: of the whole run, counted on by its owner; sizes: of the input files on disk, None if not known
+    progress: of the whole run, counted on by its owner; sizes: of the input files on disk, None if one is not known
     """
 
-    def __init__(self, progress: Tally, sizes: Sequence[int | None]):
+    def __init__(self, progress: Tally, sizes: Sequence[int] | None):
         self._now, self._begin = progress, time.perf_counter()
         self._documents, self._tokens = progress.documents[0], sum(progress.tokens)
         self._bytes = progress.input_bytes
-        known = [size for size in sizes if size is not None]
-        self._before = [sum(known[:i]) for i in range(len(known) + 1)] if len(known) == len(sizes) else None
+        self._before = None if sizes is None else [*accumulate(sizes, initial=0)]
         self.share: float | None = None  # of the input read so far; None when its size is not known
         self._first: float | None = None
 

@@ -33,7 +33,7 @@ _FACTS = table_beside(__file__, "facts")
 _LLAMA3: Mapping[str, str] = _FACTS["llama3"]
 # key of rope_scaling -> (option, value where the key is missing; None: it must be there)
 _YARN: Mapping[str, tuple[str, Any]] = {
-    key: (option, *usual, None)[:2] for key, (option, *usual) in _FACTS["yarn"].items()
+    key: (option, usual[0] if usual else None) for key, (option, *usual) in _FACTS["yarn"].items()
 }
 _STRETCH = ("use_rope_scaling", "rope_scaling_factor", *(option for option, _ in _YARN.values()))
 
