@@ -105,7 +105,7 @@ def test_an_option_is_what_a_variable_is_and_the_variable_wins(monkeypatch: pyte
     try:
         dispatch.choose("torch", "flash")
         assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (kernels=torch)"
-        assert attention.backend(q, masked=False) == "flash"
+        assert attention.backend(q, q, masked=False) == "flash"
         assert attention.describe_attention("cpu") == "flash (attention_kernel); in a window: blocked"
         monkeypatch.setenv("MEGALITE_ATTENTION", "blocked")
         dispatch.choose("torch", "flash")
@@ -144,18 +144,18 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(
             KernelError, match="MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton, blocked or"
         ):
-            attention.backend(q, masked=False)
+            attention.backend(q, q, masked=False)
         monkeypatch.setenv("MEGALITE_ATTENTION", "flash")
-        assert attention.backend(q, masked=False) == "flash"
+        assert attention.backend(q, q, masked=False) == "flash"
         torch.testing.assert_close(attention.attention(q, q, q, scale=1.0), q)
-        assert attention.backend(q, masked=False, window=True) == "blocked"
+        assert attention.backend(q, q, masked=False, window=True) == "blocked"
         assert attention.describe_attention("cpu") == "flash (MEGALITE_ATTENTION); in a window: blocked"
         dispatch.chosen.cache_clear()
         monkeypatch.delenv("MEGALITE_ATTENTION")
-        assert attention.backend(q, masked=False) == attention.backend(q, masked=True) == "torch"
-        assert attention.backend(q.bfloat16(), masked=False) == "blocked"
-        assert attention.backend(q.bfloat16(), masked=True) == "torch"
-        assert {attention.backend(q, masked=m, window=True) for m in (False, True)} == {"blocked"}
+        assert attention.backend(q, q, masked=False) == attention.backend(q, q, masked=True) == "torch"
+        assert attention.backend(q.bfloat16(), q, masked=False) == "blocked"
+        assert attention.backend(q.bfloat16(), q, masked=True) == "torch"
+        assert {attention.backend(q, q, masked=m, window=True) for m in (False, True)} == {"blocked"}
         assert attention.describe_attention("cpu") == attention.describe_attention("cpu", dropout=True) == "blocked"
         assert attention.describe_attention("cpu", half=False) == "torch"
         windows = "blocked, for dropout; in evaluation torch; in a window blocked"
@@ -164,8 +164,21 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
         dispatch.chosen.cache_clear()
 
 
-def test_more_heads_than_a_grid_has_are_not_for_triton() -> None:
-    from megalite.kernels.flash_attention import supports
+@pytest.mark.parametrize(
+    "batch,head,value,dtype,fits",
+    [
+        *((1365, 8, 8, torch.bfloat16, True), (1366, 8, 8, torch.bfloat16, False)),  # programs of a grid
+        *((1, 256, 256, torch.bfloat16, True), (1, 192, 257, torch.float16, False), (1, 257, 8, torch.float16, False)),
+        *((1, 128, 64, torch.float32, True), (1, 64, 129, torch.float32, False), (1, 8, 8, torch.float64, False)),
+    ],
+)
+def test_shapes_that_attention_in_triton_takes(
+    batch: int, head: int, value: int, dtype: torch.dtype, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megalite.kernels.attention import backend
 
-    assert supports(torch.empty(1, 1365, 48, 8, dtype=torch.bfloat16, device="meta"))
-    assert not supports(torch.empty(1, 1366, 48, 8, dtype=torch.bfloat16, device="meta"))
+    monkeypatch.setenv("MEGALITE_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q, v = (torch.empty(1, dtype=dtype).expand(1, batch, 48, size) for size in (head, value))
+    for how in (dict(window=True), dict(dropout=True), dict(masked=True, window=True)):
+        assert backend(q, v, **({"masked": False} | how)) == ("triton" if fits else "blocked"), how
