@@ -40,8 +40,6 @@ def _groups(m: ModelConfig, say: Say) -> Iterator[Problem]:
         return
     if experts % groups:
         yield say("{=moe_router_num_groups} does not divide {=num_experts}: use {fit}", fit=any_divisor(experts))
-    elif best > groups:
-        yield say("{=moe_router_group_topk} is above {=moe_router_num_groups}; lower it")
     elif m.moe_router_topk % best:
         text = "{=moe_router_group_topk} does not divide {=moe_router_topk}: use {fit}"
         yield say(text, fit=any_divisor(m.moe_router_topk))

@@ -5,13 +5,13 @@ import importlib.util
 from megalite.config.options import LogConfig
 
 CODE = 3  # train/tell/run_dir.py: Exit.PREFLIGHT
-EXTRAS = {  # pyproject.toml
+EXTRAS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "matplotlib": "plots",
-    **dict.fromkeys(("zstandard", "pyarrow", "fsspec", "tiktoken"), "data"),
     "transformers": "all",
-}
+}  # pyproject.toml
+EXTRAS |= dict.fromkeys(("zstandard", "pyarrow", "fsspec", "tiktoken"), "data")
 
 
 class MissingPackage(Exception):

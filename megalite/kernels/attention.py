@@ -89,15 +89,15 @@ def forced() -> str:
     return chosen("attention_kernel")
 
 
-def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool = False) -> str:
+def backend(q_SBHK: Tensor, v_TBGK: Tensor, *, masked: bool, window: bool = False, dropout: bool = False) -> str:
     """The implementation for this shape: "triton" (kernels/flash_attention.py), "blocked" (blocked_attention.py),
     or torch's SDPA with "cudnn", "flash" or what it picks itself ("torch"). `masked`: there are documents; `window`:
     there is one, shorter than the sequence, or a part of the sequence, which SDPA would need as a mask of S x S, or a
-    sink, so SDPA is never used. With `dropout`, whose mask SDPA cannot draw, "triton" or "blocked"; "explicit"
-    (attention_reference) if it is forced.
+    sink, or a width of the values' own, so SDPA is never used. With `dropout`, whose mask SDPA cannot draw, "triton" or
+    "blocked"; "explicit" (attention_reference) if it is forced.
 
         a card, documents, a window, a part   triton where it can: one launch, work only where the mask is not
-        a window, a part or a sink            triton on a card, else blocked
+        a window, a part, a sink, a width     triton on a card, else blocked
         half precision, compute capability 9  cudnn: 1.4 times the speed of triton's forward at S 4096, 1.2 at 32k
         half precision on an older card       flash
         half precision on a CPU               blocked: faster than torch's (docs/performance.md)
@@ -106,7 +106,7 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool
     """
     if device_type(q_SBHK.device) != q_SBHK.device.type:
         return "explicit" if dropout and forced() == "torch" else "triton"
-    triton = use_triton(q_SBHK) and supports(q_SBHK)
+    triton = use_triton(q_SBHK) and supports(q_SBHK, v_TBGK)
     if dropout:
         own = "triton" if triton and forced() in ("auto", "triton") else "blocked"
         return "explicit" if forced() == "torch" else own
@@ -196,10 +196,8 @@ def attention(
     if window is not None and window >= q_first + q_SBHK.shape[0] - k_first:
         window = None
     part = q_first != k_first or q_SBHK.shape[0] != k_TBGK.shape[0]
-    own = part or window is not None or sink_H is not None
-    name = backend(q_SBHK, masked=documents is not None, window=own, dropout=drop is not None)
-    if v_TBGK.shape[-1] != q_SBHK.shape[-1] and name != "explicit":
-        name = "blocked"
+    own = part or window is not None or sink_H is not None or v_TBGK.shape[-1] != q_SBHK.shape[-1]
+    name = backend(q_SBHK, v_TBGK, masked=documents is not None, window=own, dropout=drop is not None)
     qkv = (q_SBHK, k_TBGK, v_TBGK)
     how: dict[str, Any] = dict(scale=scale, drop=drop, window=window, sink_H=sink_H, q_first=q_first, k_first=k_first)
     if name == "explicit":

@@ -7,7 +7,8 @@ Positions are absolute: row 0 of q is at `q_first`, row 0 of k at `k_first`, and
 low(i) is the first position of i's document, and not before the sliding window. It never decreases, so a program visits
 one range of blocks, and only scores that the mask leaves are computed. Inside the kernels positions count from
 `k_first`. A query that sees no key has o = 0 and lse = -inf. q_SBHK, k_TBGK, v_TBGK may be strided (unit stride along
-K); o and gradients are contiguous. Sums in fp32, products of p and ds in the dtype of the inputs.
+K); o and gradients are contiguous. Sums in fp32, products of p and ds in the dtype of the inputs. Values may have V
+channels where keys have K; a tile has the next power of two of each.
 
 A sink is in lse alone, which begins with it: dsink = -sum(exp(sink - lse) delta).
 
@@ -16,7 +17,8 @@ dp = D (do v^T); all else stays.
 
 dq and (dk, dv) have a kernel each, which computes the scores twice, 7 instead of 5 matmuls; one kernel would need
 atomic additions to dq and give another rounding in every run. A key's program walks over all query heads of its group.
-Saved: q, k, v, o and the log-sum-exp. FLOPs of all scores: forward 4 S^2 B H K, backward 14; half of it is masked.
+Saved: q, k, v, o and the log-sum-exp. FLOPs of all scores: forward 2 S^2 B H (K + V), backward 2 S^2 B H (4 K + 3 V);
+half of it is masked.
 """
 
 from __future__ import annotations
@@ -37,47 +39,59 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 LOG2_E = 1 / math.log(2)  # exp2 is an instruction, exp is not: scores are in units of log 2
-WIDEST = 128  # head size
+# Channels of a head. In fp32 the multiply-adds of wider ones spill in every tile.
+WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 # Queries and keys per block, warps, stages, by what multiplies (`unit`): as much as the assembler fits into registers
-# and shared memory of every such card; those of wgmma were timed, on an H200 (docs/performance.md).
+# and shared memory of every such card; those of wgmma were timed, on an H200 (docs/performance.md), the wide ones not.
 FORWARD = {"wgmma": (128, 128, 8, 3), "tcgen05": (128, 64, 8, 3), "mma": (64, 32, 4, 3)}
+FORWARD |= {"wgmma wide": (128, 32, 8, 3), "tcgen05 wide": (64, 64, 8, 2), "mma wide": (64, 64, 8, 1)}
 FORWARD |= {"fp32": (32, 32, 8, 1), "fp32 wide": (32, 32, 8, 1)}
 BACKWARD_Q = {"wgmma": (128, 64, 8, 3), "tcgen05": (128, 64, 8, 2), "mma": (64, 64, 8, 2)}
+BACKWARD_Q |= {"wgmma wide": (128, 16, 8, 3), "tcgen05 wide": (128, 32, 8, 2), "mma wide": (64, 32, 8, 1)}
 BACKWARD_Q |= {"fp32": (32, 32, 8, 1), "fp32 wide": (16, 16, 8, 1)}
 BACKWARD_KV = {"wgmma": (32, 64, 4, 3), "tcgen05": (64, 64, 8, 1), "mma": (64, 32, 8, 2)}
+BACKWARD_KV |= {"wgmma wide": (32, 32, 8, 3), "tcgen05 wide": (32, 32, 8, 3), "mma wide": (32, 32, 8, 1)}
 BACKWARD_KV |= {"fp32": (32, 32, 8, 1), "fp32 wide": (16, 16, 8, 1)}
 MOST_PROGRAMS = 65535  # along the second dimension of a CUDA grid
 
 
-def supports(q_SBHK: Tensor) -> bool:
-    _, batch, heads, size = q_SBHK.shape
-    fits = size <= WIDEST and batch * heads <= MOST_PROGRAMS
-    return fits and q_SBHK.dtype in (torch.bfloat16, torch.float16, torch.float32)
+def supports(q_SBHK: Tensor, v_TBGK: Tensor) -> bool:
+    _, batch, heads, _ = q_SBHK.shape
+    return widest(q_SBHK, v_TBGK) <= WIDEST.get(q_SBHK.dtype, 0) and batch * heads <= MOST_PROGRAMS
+
+
+def widest(q: Tensor, v: Tensor) -> int:
+    return max(q.shape[-1], v.shape[-1])
 
 
 def flops(*args: Any) -> float:
     """FLOPs of a launch, from its arguments: two matmuls over the pairs of query and key that the mask leaves, S^2 / 2
     of S positions, or S W - W^2 / 2 in a window of W, less those of the queries before the first; borders of documents
     are not counted. Backward has as many in each of its two kernels, without the scores, which are computed again."""
-    (S, B, H, K), given = args[0].shape, [x for x in args if not isinstance(x, Tensor)]
+    (S, B, H, K), V, given = args[0].shape, args[2].shape[-1], [x for x in args if not isinstance(x, Tensor)]
     shift, seen = given[2], given[8]
     ends = (min(n, seen) * (n - min(n, seen) / 2) for n in (max(0, S + shift), max(0, shift)))
-    return 4.0 * B * H * K * (next(ends) - next(ends))
+    return 2.0 * B * H * (K + V) * (next(ends) - next(ends))
 
 
-def unit(x: Tensor) -> str:
-    """What multiplies, and in fp32 whether a head is wide."""
-    return unit_of(x) + " wide" * (x.dtype == torch.float32 and x.shape[-1] > 64)
+def unit(q: Tensor, v: Tensor) -> str:
+    """What multiplies, and whether heads are wide for it."""
+    return unit_of(q) + " wide" * (widest(q, v) > (64 if q.dtype == torch.float32 else 128))
+
+
+def padded(channels: int) -> int:
+    """As many as a tile has."""
+    return max(64, power_of_two(channels))
 
 
 @kernel
 def _forward_block(
-    o, total, largest, q, K, V, IDS, start, rows, low, channels, keys, shift, k_first, scale, key, b, head, ks, vs,
-    WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, THRESHOLD: tl.constexpr,
-    COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+    o, total, largest, q, K, V, IDS, start, rows, low, keys, shift, k_first, scale, key, b, head, ks, vs,
+    WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, V_WIDTH: tl.constexpr,
+    THRESHOLD: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     columns = start + tl.arange(0, COLUMNS)
-    k = tile(K, columns, channels, ks, keys, HEAD, WIDTH, WHOLE)
+    k = tile(K, columns, ks, keys, HEAD, WIDTH, WHOLE)
     s = dot(q, tl.trans(k), WIDE)
     if WHOLE:
         now = tl.maximum(largest, tl.max(s, 1) * scale)
@@ -94,7 +108,7 @@ def _forward_block(
     if THRESHOLD > 0:
         at_q, at_k = (rows + shift + k_first)[:, None], (columns + k_first)[None, :]
         p = tl.where(kept_of(IDS, key, b, head, at_q, at_k, THRESHOLD), p, 0.0)
-    v = tile(V, columns, channels, vs, keys, HEAD, WIDTH, WHOLE)
+    v = tile(V, columns, vs, keys, VALUE, V_WIDTH, WHOLE)
     return o * again[:, None] + dot(p.to(v.dtype), v, WIDE), total, now
 
 
@@ -104,52 +118,53 @@ def _forward(
     length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
     qs, qb, qh, ks, kb, kh, vs, vb, vh,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
-    THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
+    VALUE: tl.constexpr, V_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
     SUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, so that none is left over at the end
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    rows, channels = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    rows = block * ROWS + tl.arange(0, ROWS)
     K += b.to(tl.int64) * kb + (h // group) * kh
     V += b.to(tl.int64) * vb + (h // group) * vh
-    q = tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD, WIDTH, False)
+    q = tile(Q + b.to(tl.int64) * qb + h * qh, rows, qs, length, HEAD, WIDTH, False)
     low = first_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     if SUNK:
         largest = tl.zeros((ROWS,), dtype=tl.float32) + tl.load(SINK + h).to(tl.float32) * 1.4426950408889634
         total += 1.0
-    o = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    o = tl.zeros((ROWS, V_WIDTH), dtype=tl.float32)
     last = (block + 1) * ROWS + shift
     begin, whole, whole_end, end = blocks_of_keys(low, rows, length, keys, tl.min(low, 0), last, ROWS, COLUMNS)
     for start in range(whole, whole_end, COLUMNS):
         o, total, largest = _forward_block(
-            o, total, largest, q, K, V, IDS, start, rows, low, channels, keys, shift, k_first, scale, key, b,
-            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, THRESHOLD, COLUMNS, True,
+            o, total, largest, q, K, V, IDS, start, rows, low, keys, shift, k_first, scale, key, b,
+            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, COLUMNS, True,
         )  # fmt: skip
     for i in range(0, count_masked(begin, whole, whole_end, end, COLUMNS)):
         start = nth_masked(i, begin, whole, whole_end, COLUMNS)
         o, total, largest = _forward_block(
-            o, total, largest, q, K, V, IDS, start, rows, low, channels, keys, shift, k_first, scale, key, b,
-            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, THRESHOLD, COLUMNS, False,
+            o, total, largest, q, K, V, IDS, start, rows, low, keys, shift, k_first, scale, key, b,
+            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, COLUMNS, False,
         )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
     at = (rows.to(tl.int64) * batch + b) * heads + h
-    inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
+    channels = tl.arange(0, V_WIDTH)
+    inside = (rows < length)[:, None] & (channels < VALUE)[None, :]
     o = (o * (RAISE / total)[:, None]).to(OUT.dtype.element_ty)
-    tl.store(OUT + at[:, None] * HEAD + channels[None, :], o, mask=inside)
+    tl.store(OUT + at[:, None] * VALUE + channels[None, :], o, mask=inside)
     tl.store(LSE + tl.program_id(1).to(tl.int64) * length + rows, largest + tl.log2(total), mask=rows < length)
 
 
 @kernel
 def _backward_q_block(
-    dq, q, do, K, V, IDS, lse, delta, start, rows, low, channels, keys, shift, k_first, scale, key, b, head, ks, vs,
-    WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
-    COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+    dq, q, do, K, V, IDS, lse, delta, start, rows, low, keys, shift, k_first, scale, key, b, head, ks, vs,
+    WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, V_WIDTH: tl.constexpr,
+    THRESHOLD: tl.constexpr, RAISE: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     columns = start + tl.arange(0, COLUMNS)
-    k = tile(K, columns, channels, ks, keys, HEAD, WIDTH, WHOLE)
-    v = tile(V, columns, channels, vs, keys, HEAD, WIDTH, WHOLE)
+    k = tile(K, columns, ks, keys, HEAD, WIDTH, WHOLE)
+    v = tile(V, columns, vs, keys, VALUE, V_WIDTH, WHOLE)
     p = tl.exp2(dot(q, tl.trans(k), WIDE) * scale - lse[:, None])
     if not WHOLE:
         high = tl.minimum(rows + shift, keys - 1)
@@ -167,18 +182,19 @@ def _backward_q(
     length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
     qs, qb, qh, ks, kb, kh, vs, vb, vh,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
-    THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
+    VALUE: tl.constexpr, V_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    rows, channels = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    rows = block * ROWS + tl.arange(0, ROWS)
     K += b.to(tl.int64) * kb + (h // group) * kh
     V += b.to(tl.int64) * vb + (h // group) * vh
-    own = (b.to(tl.int64) * heads + h) * HEAD  # o and do are contiguous [S, B, H, K]
-    q = tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD, WIDTH, False)
-    do = tile(DO + own, rows, channels, batch * heads * HEAD, length, HEAD, WIDTH, False)
-    o = tile(OUT + own, rows, channels, batch * heads * HEAD, length, HEAD, WIDTH, False)
+    head = b.to(tl.int64) * heads + h
+    own = head * VALUE  # o and do are contiguous [S, B, H, V]
+    q = tile(Q + b.to(tl.int64) * qb + h * qh, rows, qs, length, HEAD, WIDTH, False)
+    do = tile(DO + own, rows, batch * heads * VALUE, length, VALUE, V_WIDTH, False)
+    o = tile(OUT + own, rows, batch * heads * VALUE, length, VALUE, V_WIDTH, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     line = tl.program_id(1).to(tl.int64) * length + rows
     tl.store(DELTA + line, delta, mask=rows < length)  # for the other kernel
@@ -189,32 +205,34 @@ def _backward_q(
     begin, whole, whole_end, end = blocks_of_keys(low, rows, length, keys, tl.min(low, 0), last, ROWS, COLUMNS)
     for start in range(whole, whole_end, COLUMNS):
         dq = _backward_q_block(
-            dq, q, do, K, V, IDS, lse, delta, start, rows, low, channels, keys, shift, k_first, scale, key, b,
-            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, THRESHOLD, RAISE, COLUMNS, True,
+            dq, q, do, K, V, IDS, lse, delta, start, rows, low, keys, shift, k_first, scale, key, b,
+            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, RAISE, COLUMNS, True,
         )  # fmt: skip
     for i in range(0, count_masked(begin, whole, whole_end, end, COLUMNS)):
         start = nth_masked(i, begin, whole, whole_end, COLUMNS)
         dq = _backward_q_block(
-            dq, q, do, K, V, IDS, lse, delta, start, rows, low, channels, keys, shift, k_first, scale, key, b,
-            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, THRESHOLD, RAISE, COLUMNS, False,
+            dq, q, do, K, V, IDS, lse, delta, start, rows, low, keys, shift, k_first, scale, key, b,
+            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, RAISE, COLUMNS, False,
         )  # fmt: skip
     dq = dq * (scale * 0.6931471805599453)  # ln 2
+    channels = tl.arange(0, WIDTH)
     inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
-    at = own + rows.to(tl.int64)[:, None] * (batch * heads * HEAD) + channels[None, :]
+    at = head * HEAD + rows.to(tl.int64)[:, None] * (batch * heads * HEAD) + channels[None, :]
     tl.store(DQ + at, dq.to(DQ.dtype.element_ty), mask=inside)
 
 
 @kernel
 def _backward_kv_block(
-    dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, IDS, start, columns, channels, length, keys, shift, k_first, window,
+    dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, IDS, start, columns, length, keys, shift, k_first, window,
     scale, key, b, head, qs, dos,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
-    THRESHOLD: tl.constexpr, RAISE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    VALUE: tl.constexpr, V_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Keys down, queries across, so that the next products need no transposition."""
     rows = start + tl.arange(0, ROWS)
-    q = tile(Q, rows, channels, qs, length, HEAD, WIDTH, WHOLE)
-    do = tile(DO, rows, channels, dos, length, HEAD, WIDTH, WHOLE)
+    q = tile(Q, rows, qs, length, HEAD, WIDTH, WHOLE)
+    do = tile(DO, rows, dos, length, VALUE, V_WIDTH, WHOLE)
     if WHOLE:
         lse, delta = tl.load(LSE + rows), tl.load(DELTA + rows)
     else:
@@ -241,15 +259,15 @@ def _backward_kv(
     length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
     qs, qb, qh, ks, kb, kh, vs, vb, vh,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
-    THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
+    VALUE: tl.constexpr, V_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     groups = heads // group
     b, g = tl.program_id(1) // groups, tl.program_id(1) % groups
     first = tl.program_id(0) * COLUMNS
-    columns, channels = first + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
-    k = tile(K + b.to(tl.int64) * kb + g * kh, columns, channels, ks, keys, HEAD, WIDTH, False)
-    v = tile(V + b.to(tl.int64) * vb + g * vh, columns, channels, vs, keys, HEAD, WIDTH, False)
+    columns = first + tl.arange(0, COLUMNS)
+    k = tile(K + b.to(tl.int64) * kb + g * kh, columns, ks, keys, HEAD, WIDTH, False)
+    v = tile(V + b.to(tl.int64) * vb + g * vh, columns, vs, keys, VALUE, V_WIDTH, False)
     last = tl.minimum(first + COLUMNS, keys) - 1
     end = tl.minimum(last + window - shift, length)  # after the last query that sees some key of this block
     whole_end = tl.minimum(first + window - shift, length)  # after the last that sees them all
@@ -260,36 +278,29 @@ def _backward_kv(
     whole_end = tl.maximum(tl.maximum(whole_end, 0) // ROWS * ROWS, begin)
     whole = tl.minimum((tl.maximum(last - shift, 0) + ROWS - 1) // ROWS * ROWS, whole_end)
     dk = tl.zeros((COLUMNS, WIDTH), dtype=tl.float32)
-    dv = tl.zeros((COLUMNS, WIDTH), dtype=tl.float32)
+    dv = tl.zeros((COLUMNS, V_WIDTH), dtype=tl.float32)
     for i in range(0, group):
         h = g * group + i
-        own, line = (b.to(tl.int64) * heads + h) * HEAD, (b * heads + h).to(tl.int64) * length
+        own, line = (b.to(tl.int64) * heads + h) * VALUE, (b * heads + h).to(tl.int64) * length
         for start in range(whole, whole_end, ROWS):
             dk, dv = _backward_kv_block(
                 dk, dv, k, v, Q + b.to(tl.int64) * qb + h * qh, DO + own, LSE + line, DELTA + line, FIRST, IDS,
-                start, columns, channels, length, keys, shift, k_first, window, scale, key, b, head_offset + h,
-                qs, batch * heads * HEAD, DOCUMENTS, WIDE, HEAD, WIDTH, THRESHOLD, RAISE, ROWS, True,
+                start, columns, length, keys, shift, k_first, window, scale, key, b, head_offset + h,
+                qs, batch * heads * VALUE, DOCUMENTS, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, RAISE, ROWS, True,
             )  # fmt: skip
         for n in range(0, count_masked(begin, whole, whole_end, end, ROWS)):
             start = nth_masked(n, begin, whole, whole_end, ROWS)
             dk, dv = _backward_kv_block(
                 dk, dv, k, v, Q + b.to(tl.int64) * qb + h * qh, DO + own, LSE + line, DELTA + line, FIRST, IDS,
-                start, columns, channels, length, keys, shift, k_first, window, scale, key, b, head_offset + h,
-                qs, batch * heads * HEAD, DOCUMENTS, WIDE, HEAD, WIDTH, THRESHOLD, RAISE, ROWS, False,
+                start, columns, length, keys, shift, k_first, window, scale, key, b, head_offset + h,
+                qs, batch * heads * VALUE, DOCUMENTS, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, RAISE, ROWS, False,
             )  # fmt: skip
     dk = dk * (scale * 0.6931471805599453)  # ln 2
-    inside = (columns < keys)[:, None] & (channels < HEAD)[None, :]
-    at = ((columns.to(tl.int64) * batch + b) * groups + g)[:, None] * HEAD + channels[None, :]
-    tl.store(DK + at, dk.to(DK.dtype.element_ty), mask=inside)
-    tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=inside)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _new(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    channels, v_channels = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
+    row, inside = ((columns.to(tl.int64) * batch + b) * groups + g)[:, None], (columns < keys)[:, None]
+    k_at, v_at = row * HEAD + channels[None, :], row * VALUE + v_channels[None, :]
+    tl.store(DK + k_at, dk.to(DK.dtype.element_ty), mask=inside & (channels < HEAD)[None, :])
+    tl.store(DV + v_at, dv.to(DV.dtype.element_ty), mask=inside & (v_channels < VALUE)[None, :])
 
 
 class _Attention(Function):
@@ -306,9 +317,9 @@ class _Attention(Function):
         places: tuple[int, int],
         sink_H: Tensor | None,
     ) -> Tensor:
-        q, k, v = _unit(q), _unit(k), _unit(v)
-        (S, B, H, K), (T, _, G, _), (q_first, k_first) = q.shape, k.shape, places
-        o, lse = _new(q), torch.empty(B, H, S, dtype=torch.float32, device=q.device)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        (S, B, H, K), (T, _, G, V), (q_first, k_first) = q.shape, v.shape, places
+        o, lse = q.new_empty(S, B, H, V), q.new_empty(B, H, S, dtype=torch.float32)
         first = lse if first_BS is None else first_BS.contiguous()
         dropout_p, key, ids, head_offset = (0.0, 0, lse, 0)
         if drop is not None:
@@ -317,9 +328,9 @@ class _Attention(Function):
         shift = q_first - k_first
         seen = max(1, S + shift) if window is None else window  # None: as if it reached back to key 0
         ctx.given = (S, T, shift, k_first, B, H, H // G, scale * LOG2_E, seen, as_int32(key), head_offset, *strides)
-        width = max(64, power_of_two(K))
-        ctx.kind = (first_BS is not None, widened(q), K, width, int(dropout_p * 2**32), 1.0 / (1.0 - dropout_p))
-        rows, columns, warps, stages = FORWARD[unit(q)]
+        ctx.kind = (first_BS is not None, widened(q), K, padded(K), V, padded(V))
+        ctx.kind += (int(dropout_p * 2**32), 1.0 / (1.0 - dropout_p))
+        rows, columns, warps, stages = FORWARD[unit(q, v)]
         sink, sunk = (lse, False) if sink_H is None else (sink_H.contiguous(), True)
         _forward[(ceil_div(S, rows), B * H)](
             *(q, k, v, o, lse, first, ids, sink, *ctx.given, *ctx.kind, sunk, rows, columns),
@@ -333,9 +344,9 @@ class _Attention(Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, o, lse, first, ids, sink_H = ctx.saved_tensors
         S, T, _, k_first, B, H = ctx.given[:6]
-        do, delta = do.contiguous(), _new(lse)
-        dq, dk, dv = _new(q), _new(k), _new(v)
-        rows, columns, warps, stages = BACKWARD_Q[unit(q)]
+        do = do.contiguous()
+        dq, dk, dv, delta = (x.new_empty(x.shape) for x in (q, k, v, lse))
+        rows, columns, warps, stages = BACKWARD_Q[unit(q, v)]
         _backward_q[(ceil_div(S, rows), B * H)](
             *(q, k, v, o, do, lse, delta, dq, first, ids, *ctx.given, *ctx.kind, rows, columns),
             num_warps=warps,
@@ -345,7 +356,7 @@ class _Attention(Function):
         if ctx.kind[0]:  # how many queries have a first key not after j: where the document of key j ends
             keys = torch.arange(k_first, k_first + T, dtype=first.dtype, device=first.device).expand(B, T).contiguous()
             end = torch.searchsorted(first, keys, right=True)
-        rows, columns, warps, stages = BACKWARD_KV[unit(q)]
+        rows, columns, warps, stages = BACKWARD_KV[unit(q, v)]
         _backward_kv[(ceil_div(T, columns), B * k.shape[2])](
             *(q, k, v, do, lse, delta, dk, dv, first, end, ids, *ctx.given, *ctx.kind, rows, columns),
             num_warps=warps,
@@ -373,8 +384,8 @@ def flash_attention(
 ) -> Tensor:
     """o_SBHK of queries at the positions from `q_first` and keys at those from `k_first`. `window`: how many keys a
     query sees, itself included. first_BS: int64, of each query the first position of its document. sink_H:
-    kernels/attention.py. Head size up to 128, bf16, fp16 or fp32."""
-    if v_TBGK.shape != k_TBGK.shape:
-        raise ValueError(f"values {(*v_TBGK.shape,)} are not as keys {(*k_TBGK.shape,)}; use blocked_attention")
+    kernels/attention.py. Head sizes, of queries and keys and of values, up to 256 in bf16 and fp16, 128 in fp32."""
+    if v_TBGK.shape[:-1] != k_TBGK.shape[:-1]:
+        raise ValueError(f"values {(*v_TBGK.shape,)} are not of the keys {(*k_TBGK.shape,)}; each key has one")
     given = (scale, window, first_BS, drop, (q_first, k_first), sink_H)
     return _Attention.apply(q_SBHK, k_TBGK, v_TBGK, *given)  # type: ignore[return-value]

@@ -45,8 +45,9 @@ def kept_of(IDS, key, b, head, rows, columns, THRESHOLD: tl.constexpr):
 
 
 @kernel
-def tile(X, rows, channels, stride, length, HEAD: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
-    """Rows of a head; `ALL`: all are in bounds."""
+def tile(X, rows, stride, length, HEAD: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
+    """Rows of a head, of HEAD channels; `ALL`: all are in bounds."""
+    channels = tl.arange(0, WIDTH)
     at = X + rows.to(tl.int64)[:, None] * stride + channels[None, :]
     if ALL:
         return tl.load(at) if HEAD == WIDTH else tl.load(at, mask=(channels < HEAD)[None, :], other=0.0)

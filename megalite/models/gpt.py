@@ -123,11 +123,6 @@ def routing_of(model: ModelConfig) -> Routing:
     )
 
 
-def _shape_of(model: ModelConfig, std: float, out_std: float) -> ExpertsShape:
-    shared = model.moe_shared_expert_intermediate_size, model.moe_shared_expert_gate
-    return ExpertsShape(model.hidden_size, model.expert_ffn_size, *shared, model.activation, std, out_std)
-
-
 class Block(nn.Module):
     def __init__(self, make: Maker, model: ModelConfig, layer: int, again: tuple[str, ...] = ()):
         """`again`: the parts that are computed again in backward (Recompute.parts)."""
@@ -162,9 +157,10 @@ class Block(nn.Module):
         self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
         name = f"layers.{layer}.mlp"
         if model.experts[layer]:
-            self.mlp = Experts(
-                make, name, layer, routing_of(model), _shape_of(model, std, out_std), "shared_experts" in again
-            )
+            shared = model.moe_shared_expert_intermediate_size, model.moe_shared_expert_gate
+            widths = model.hidden_size, model.expert_ffn_size
+            shape = ExpertsShape(*widths, *shared, model.activation, std, out_std)
+            self.mlp = Experts(make, name, layer, routing_of(model), shape, "shared_experts" in again)
         else:
             widths = model.hidden_size, model.ffn_size
             self.mlp = MLP(make, name, widths, model.activation, (std, out_std), bias=model.add_bias_linear)

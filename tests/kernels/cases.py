@@ -213,11 +213,14 @@ def spans_of(first_BS: Tensor) -> tuple[tuple[int, int, int], ...]:
     return tuple((b, *span) for b in range(len(rows)) for span in zip(rows[b], ends[b], strict=True))
 
 
-def heads(S: int, B: int, H: int, G: int, K: int, document: int | None = None, sunk: bool = False) -> Make:
-    """q, k, v; with `document`, documents of about that length, different in each sample; with `sunk` a sink."""
+def heads(
+    S: int, B: int, H: int, G: int, K: int, document: int | None = None, sunk: bool = False, value: int | None = None
+) -> Make:
+    """q, k, v, the latter of `value` channels, or K; with `document`, documents of about that length, different in each
+    sample; with `sunk` a sink."""
 
     def make() -> list[Tensor]:
-        given = normals((S, B, H, K), (S, B, G, K), (S, B, G, K))()
+        given = normals((S, B, H, K), (S, B, G, K), (S, B, G, value or K))()
         if document is not None:
             starts = torch.arange(S)[None] + torch.arange(B)[:, None] * (document // 2)
             first_BS = (starts // document * document - torch.arange(B)[:, None] * (document // 2)).clamp(min=0)
@@ -353,11 +356,16 @@ OPS: dict[str, Op] = {
     "attention by document in a window": attending(heads(300, 2, 1, 1, 64, 130), window=70),
     "attention with a sink": attending(heads(9, 2, 3, 1, 8, sunk=True), heads(150, 1, 4, 2, 64, 40, sunk=True)),
     # in half precision delta takes o as it was rounded; the twin is exact where one key is left
+    "attention, values of another width": attending(
+        *(heads(150, 1, 1, 1, 192, value=128), heads(70, 2, 2, 1, 20, 30, True, 72), heads(40, 1, 2, 2, 96, value=8)),
+        half_units=3,
+    ),
+    "attention, wide heads": attending(heads(150, 1, 2, 1, 256), heads(90, 2, 1, 1, 200, 40), window=130),
     "attention with dropout": attending(
         *(heads(2, 1, 1, 1, 4), heads(150, 2, 4, 2, 24), heads(261, 1, 1, 1, 128)), half_units=3, dropout_p=0.25
     ),
     "attention with dropout, by document in a window": attending(
-        heads(200, 2, 2, 1, 64, 90), half_units=3, window=70, dropout_p=0.7
+        *(heads(200, 2, 2, 1, 64, 90), heads(90, 2, 2, 1, 160, 50, value=100)), half_units=3, window=70, dropout_p=0.7
     ),
     "cross_entropy": entropy(labelled(1, 2, 2), labelled(5, 37, 37), labelled(3, 9001, 9001), padding=0),
     "cross_entropy with padding": entropy(labelled(4, 8, 2), labelled(2, 100, 94), padding=6),

@@ -100,7 +100,7 @@ class Built:
 
 
 def tile_of(launch: Launch) -> str:
-    names = ("ROWS", "COLUMNS", "ELEMENTS", "WIDTH", "ADD", "THRESHOLD", "DOCUMENTS", "SUNK")
+    names = ("ROWS", "COLUMNS", "ELEMENTS", "WIDTH", "V_WIDTH", "ADD", "THRESHOLD", "DOCUMENTS", "SUNK")
     first = next((t.lstrip("*") for t in launch.types.values() if t.startswith("*")), "")
     tile = ", ".join(f"{k.lower()} {launch.constants[k]}" for k in names if k in launch.constants)
     return f"[{first}, {tile}, {', '.join(f'{k[4:]} {v}' for k, v in launch.options.items())}]"

@@ -36,6 +36,11 @@ class Work:
     run: Callable[[], Any]
 
     @property
+    def kind(self) -> str:
+        """The operation, and whether its tiles are those of wide heads."""
+        return self.op + " wide" * (self.op == "attention" and self.size > 128)
+
+    @property
     def name(self) -> str:
         return f"{self.op} {self.size} {str(self.dtype).removeprefix('torch.')}"
 
@@ -90,12 +95,13 @@ def rope(head_size: int, dtype: torch.dtype) -> Work:
     return Work("rope", dtype, head_size, run)
 
 
-def attention(head_size: int, dtype: torch.dtype) -> Work:
-    """As many queries as make whole tiles; each of dropout, documents and a sink on and off."""
+def attention(head_size: int, dtype: torch.dtype, value: int | None = None) -> Work:
+    """As many queries as make whole tiles; each of dropout, documents and a sink on and off. `value`: channels of values,
+    where they have others than keys."""
 
     def run() -> None:
         for p, documents, sunk in ((0.0, False, False), (0.0, False, True), (0.0, True, False), (0.1, True, True)):
-            q, k, v = of(dtype, *((256, 2, heads, head_size) for heads in (4, 2, 2)))
+            q, k, v = of(dtype, *((256, 2, *x) for x in ((4, head_size), (2, head_size), (2, value or head_size))))
             first_BS, ids_B = torch.zeros(2, 256, dtype=torch.int64), torch.arange(2)
             drop = Drop(p, 0, ids_B) if p else None
             sink_H = torch.zeros(4, dtype=dtype) if sunk else None
@@ -156,6 +162,9 @@ def every() -> Iterator[Work]:
         for head_size in (64, 128):
             yield rope(head_size, dtype)
             yield attention(head_size, dtype)
+        if dtype != torch.float32:
+            yield attention(256, dtype)  # Gemma's
+            yield attention(192, dtype, 128)  # DeepSeek-V3's
         yield loss(128256, dtype)
     yield updates(torch.float32)
     yield updates(torch.bfloat16)

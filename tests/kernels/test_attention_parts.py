@@ -56,17 +56,17 @@ def _close(got: Sequence[Tensor], want: Sequence[Tensor], bound: float) -> None:
         )
 
 
-# queries, keys, first positions, window, probability of dropout, whether there are documents and a sink
+# queries, keys, first positions, window, probability of dropout, whether there are documents and a sink, values' width
 TRITON = [
-    (40, 40, 0, 0, None, 0.0, False, True),
-    (40, 70, 30, 0, None, 0.3, True, False),  # a chunk of queries and all keys up to its end
-    (33, 20, 64, 7, None, 0.0, True, False),  # keys long before
-    (20, 33, 7, 20, None, 0.3, False, True),  # some queries before all keys
-    (5, 9, 0, 40, None, 0.0, False, False),  # all of them
-    (70, 20, 0, 40, None, 0.0, False, False),  # keys that the last blocks of queries alone see
-    (70, 35, 20, 0, 25, 0.0, False, True),  # a window that ends within the keys
-    (35, 70, 40, 3, 9, 0.3, True, True),
-    (17, 6, 90, 10, 8, 0.0, False, False),  # one that begins behind them
+    (40, 40, 0, 0, None, 0.0, False, True, K),
+    (40, 70, 30, 0, None, 0.3, True, False, 5),  # a chunk of queries and all keys up to its end
+    (33, 20, 64, 7, None, 0.0, True, False, K),  # keys long before
+    (20, 33, 7, 20, None, 0.3, False, True, 70),  # some queries before all keys
+    (5, 9, 0, 40, None, 0.0, False, False, K),  # all of them
+    (70, 20, 0, 40, None, 0.0, False, False, K),  # keys that the last blocks of queries alone see
+    (70, 35, 20, 0, 25, 0.0, False, True, K),  # a window that ends within the keys
+    (35, 70, 40, 3, 9, 0.3, True, True, 5),
+    (17, 6, 90, 10, 8, 0.0, False, False, K),  # one that begins behind them
 ]
 
 
@@ -77,22 +77,19 @@ def _first(queries: int, q_first: int) -> Tensor:
 
 
 def _options(case: tuple[Any, ...]) -> dict[str, Any]:
-    queries, _, q_first, k_first, window, p, documents, _ = case
+    queries, _, q_first, k_first, window, p, documents, *_ = case
     first = _first(queries, q_first) if documents else None
     return dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first, first_BS=first)
 
 
 def in_triton(case: tuple[Any, ...]) -> list[Tensor]:
-    return _results(flash_attention, _tensors(*case[:2], case[-1], dtype=torch.float32), **_options(case))
+    return _results(flash_attention, _tensors(*case[:2], *case[-2:], dtype=torch.float32), **_options(case))
 
 
 @pytest.mark.parametrize("case", rarely(TRITON, TRITON[1:], str, guards=("megalite/kernels",)))
 def test_kernels_at_any_positions(interpreter: Call, case: tuple[Any, ...]) -> None:
-    _close(
-        interpreter(in_triton, case),
-        _results(attention_definition, _tensors(*case[:2], case[-1]), **_options(case)),
-        2e-5,
-    )
+    want = _results(attention_definition, _tensors(*case[:2], *case[-2:]), **_options(case))
+    _close(interpreter(in_triton, case), want, 2e-5)
 
 
 FORCED = ("auto", "torch", "blocked")  # with dropout, torch is the explicit scores
@@ -151,7 +148,7 @@ def test_the_door_takes_queries_and_keys_at_any_positions(
 
 
 @pytest.mark.parametrize("window", [None, 5, 200])
-def test_flops_of_parts_are_those_of_the_whole(window: int | None) -> None:
+def test_flops_of_parts_are_those_of_the_whole_and_go_by_widths(window: int | None) -> None:
     """Of the launches that a plan sees."""
 
     class Summed:
@@ -161,14 +158,16 @@ def test_flops_of_parts_are_those_of_the_whole(window: int | None) -> None:
             assert kernel.flops is not None
             self.flops += kernel.flops(*args)
 
-    def of(*cuts: int) -> float:
+    def of(*cuts: int, value: int = 64) -> float:
         q = torch.empty(cuts[-1], 2, 4, 64, device="meta", dtype=torch.bfloat16)
+        v = q[..., :value]
         with dispatch.planning(told := Summed()):
             for a, b in itertools.pairwise(cuts):
-                attention(q[a:b], q[:b], q[:b], scale=1.0, window=window, q_first=a)
+                attention(q[a:b], q[:b], v[:b], scale=1.0, window=window, q_first=a)
         return told.flops
 
     assert of(0, 7, 8, 100) == of(0, 100) > 0
+    assert of(0, 100, value=16) == of(0, 100) * (64 + 16) / (64 + 64)
 
 
 def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> None:

@@ -41,7 +41,8 @@ def known_spill(launch: Launch) -> bool:
         table = flash_attention.FORWARD if launch.name.endswith("forward") else flash_attention.BACKWARD_KV
         tile = (launch.constants["ROWS"], launch.columns)
         dropout = launch.constants["THRESHOLD"] > 0 and launch.name.endswith("forward")
-        return tile == table["wgmma"][:2] or (dropout and tile == table["mma"][:2])
+        narrow = max(launch.constants["WIDTH"], launch.constants["V_WIDTH"]) <= 128
+        return narrow and (tile == table["wgmma"][:2] or (dropout and tile == table["mma"][:2]))
     return launch.name.startswith("norms.") and launch.columns > WIDEST_IN_REGISTERS
 
 
@@ -94,7 +95,7 @@ def on_cards() -> list[Any]:
     # 8.9 has the tiles of 8.0 and the shared memory of 12.0; 10.0 has tiles of its own for attention alone
     apart = [row for row in rows if row[1] != 89 and (row[1] != 100 or row[0].op == "attention")]
     apart = [row for row in apart if row[0].dtype != torch.float16]
-    often = cover(apart, lambda row: {"op": row[0].op, "dtype": str(row[0].dtype), "card": row[1]})
+    often = cover(apart, lambda row: {"op": row[0].kind, "dtype": str(row[0].dtype), "card": row[1]})
     folder = "megalite/kernels"
 
     def of(row: tuple[Work, int]) -> Any:

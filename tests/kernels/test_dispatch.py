@@ -13,7 +13,6 @@ import torch
 from megalite.config.packages import MissingPackage
 from megalite.kernels import attention, dispatch
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton, tile_for, use_triton
-from megalite.kernels.flash_attention import supports
 
 FOLDER = Path(dispatch.__file__).parent
 Q = torch.zeros(4, 1, 2, 8)
@@ -97,7 +96,7 @@ def test_a_run_says_what_its_kernels_are(variables: dict[str, str], code: int, s
 def test_an_option_is_what_a_variable_is_and_the_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.choose("torch", "flash")
     assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (kernels=torch)"
-    assert attention.backend(Q, masked=False) == "flash"
+    assert attention.backend(Q, Q, masked=False) == "flash"
     assert attention.describe_attention("cpu") == "flash (attention_kernel); in a window: blocked"
     monkeypatch.setenv("MEGALITE_ATTENTION", "blocked")
     dispatch.choose("torch", "flash")
@@ -124,25 +123,41 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MEGALITE_ATTENTION", "magic")
     told = "MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton, blocked or"
     with pytest.raises(KernelError, match=told):
-        attention.backend(Q, masked=False)
+        attention.backend(Q, Q, masked=False)
     monkeypatch.setenv("MEGALITE_ATTENTION", "flash")
-    assert attention.backend(Q, masked=False) == "flash"
+    assert attention.backend(Q, Q, masked=False) == "flash"
     torch.testing.assert_close(attention.attention(Q, Q, Q, scale=1.0), Q)
-    assert attention.backend(Q, masked=False, window=True) == "blocked"
+    assert attention.backend(Q, Q, masked=False, window=True) == "blocked"
     assert attention.describe_attention("cpu") == "flash (MEGALITE_ATTENTION); in a window: blocked"
 
 
 def test_attention_on_a_cpu_is_chosen_by_dtype_mask_and_window() -> None:
     half = Q.bfloat16()
-    assert attention.backend(Q, masked=False) == attention.backend(Q, masked=True) == "torch"
-    assert (attention.backend(half, masked=False), attention.backend(half, masked=True)) == ("blocked", "torch")
-    assert {attention.backend(Q, masked=m, window=True) for m in (False, True)} == {"blocked"}
+    assert attention.backend(Q, Q, masked=False) == attention.backend(Q, Q, masked=True) == "torch"
+    assert (attention.backend(half, half, masked=False), attention.backend(half, half, masked=True)) == (
+        "blocked",
+        "torch",
+    )
+    assert {attention.backend(Q, Q, masked=m, window=True) for m in (False, True)} == {"blocked"}
     assert attention.describe_attention("cpu") == attention.describe_attention("cpu", dropout=True) == "blocked"
     assert attention.describe_attention("cpu", half=False) == "torch"
     windows = "blocked, for dropout; in evaluation torch; in a window blocked"
     assert attention.describe_attention("cpu", dropout=True, half=False, window=True) == windows
 
 
-def test_more_heads_than_a_grid_has_are_not_for_triton() -> None:
-    assert supports(torch.empty(1, 1365, 48, 8, dtype=torch.bfloat16, device="meta"))
-    assert not supports(torch.empty(1, 1366, 48, 8, dtype=torch.bfloat16, device="meta"))
+@pytest.mark.parametrize(
+    "batch,head,value,dtype,fits",
+    [
+        *((1365, 8, 8, torch.bfloat16, True), (1366, 8, 8, torch.bfloat16, False)),  # programs of a grid
+        *((1, 256, 256, torch.bfloat16, True), (1, 192, 257, torch.float16, False), (1, 257, 8, torch.float16, False)),
+        *((1, 128, 64, torch.float32, True), (1, 64, 129, torch.float32, False), (1, 8, 8, torch.float64, False)),
+    ],
+)
+def test_shapes_that_attention_in_triton_takes(
+    batch: int, head: int, value: int, dtype: torch.dtype, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGALITE_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q, v = (torch.empty(1, dtype=dtype).expand(1, batch, 48, size) for size in (head, value))
+    for how in (dict(window=True), dict(dropout=True), dict(masked=True, window=True)):
+        assert attention.backend(q, v, **({"masked": False} | how)) == ("triton" if fits else "blocked"), how

@@ -63,7 +63,8 @@ def work(formula: str, matmuls: int, sized: int) -> Work:
 
 def tiles(s: Sizes, half: str) -> Swept:
     """Backward has two kernels, whose tiles are tried one after the other."""
-    key, tables = flash_attention.unit(s.normal(1, 1, 1, s.head_size)), {"": flash_attention.FORWARD}
+    head = s.normal(1, 1, 1, s.head_size)
+    key, tables = flash_attention.unit(head, head), {"": flash_attention.FORWARD}
     if half == "backward":
         tables = {"q_": flash_attention.BACKWARD_Q, "kv_": flash_attention.BACKWARD_KV}
     for prefix, table in tables.items():

@@ -65,7 +65,7 @@ class Storage(Protocol[P]):
 
 
 def storage_of(place: P) -> Storage[P]:
-    known: Storage[Path] | Storage[Url] = RemoteStorage() if isinstance(place, Url) else LocalStorage()
+    known: object = RemoteStorage() if isinstance(place, Url) else LocalStorage()
     return cast("Storage[P]", known)  # for this kind of place, which a type checker cannot conclude
 
 
