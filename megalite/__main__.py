@@ -17,32 +17,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from megalite import __version__
+from megalite.config.tables import table_beside
 
 _HERE = Path(__file__).resolve().parent
 PROGRAMS = _HERE / "programs" if (_HERE / "programs").is_dir() else _HERE.parent
-COMMANDS = {  # name: (module below PROGRAMS, what it does)
-    "train": ("pretrain_gpt", "pretrain a GPT; one process, --nproc N, or under a launcher"),
-    "preprocess": ("tools.preprocess_data", "text to token files"),
-    "tokenizer": ("tools.train_tokenizer", "train a tokenizer on text"),
-    "convert": ("tools.convert_checkpoint", "weights from and to Hugging Face and Megatron-LM"),
-    "checkpoint": ("tools.checkpoint", "inspect, verify, diff, reshard, average, prune, seen"),
-    "generate": ("tools.generate", "text from a checkpoint or a model of Hugging Face"),
-    "plot": ("tools.plot", "pictures: schedules, timelines, losses, memory"),
-    "report": ("tools.report", "what came of a run or several: text, and a page with pictures"),
-    "runs": ("tools.runs", "a table of the runs in a folder: outcome, losses, tokens/s"),
-    "diff": ("tools.diff", "in which options two runs or TOML files differ"),
-    "sweep": ("tools.sweep", "a TOML file over lists of values, a run for each"),
-    "logs": ("tools.logs", "what the ranks of a run said, and which failed first"),
-    "data inspect": ("tools.inspect_data", "look into a token file, or verify it"),
-    "data merge": ("tools.merge_datasets", "several token files to one"),
-    "data corpus": ("tools.python_corpus", "real text to try things out: Python's own source"),
-    "plan": ("tools.plan", "which layouts fit a cluster, how fast they are, what a run takes and costs"),
-    "cluster": ("tools.check_cluster", "check ranks, nodes and links before a run"),
-    "verify": ("tools.verify", "whether a layout trains as one process does, and where it begins to differ"),
-    "bench": ("tools.benchmark", "tokens/s, MFU, memory, and where a step's time goes; sweeps, scaling"),
-    "bench comm": ("tools.benchmark_comm", "collectives over the groups of a layout, by size; rates of links"),
-    "completion": ("", "what completes commands and flags in bash and zsh"),
-}
+COMMANDS = table_beside(__file__, "commands")  # name: [module below PROGRAMS, what it does]
 
 
 def overview(group: str = "") -> str:

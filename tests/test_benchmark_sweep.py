@@ -180,9 +180,11 @@ def test_what_is_computed_again_is_no_loss_of_kernels() -> None:
 
 
 def test_the_bound_has_evidence() -> None:
-    made = plan(1)
-    computing = {"forward": 0.4, "backward": 0.6}
+    made, computing = plan(1), {"forward": 0.4, "backward": 0.6}
     assert break_down(run(computing), made, 4.0)["bound"]["by"] == "compute"
+    one, two = (plan(cp, "--cp", str(cp), "--no-use-distributed-optimizer") for cp in (1, 2))
+    less = 2 * one.microbatches * (one.held[0][0] - two.held[0][0])  # of weights the padding differs
+    assert least_traffic(one) - least_traffic(two) == pytest.approx(less, rel=0.05)
     slow = least_traffic(made) / 1.8  # bytes/s at which memory takes 90 % of 2 s, where matmuls take half of it
     found = break_down(run(computing, copy_bytes_per_s=slow), made, 4.0)["bound"]
     assert found["by"] == "memory" and "90.0%" in found["evidence"] and "50.0% at the peak" in found["evidence"]

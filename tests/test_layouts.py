@@ -467,7 +467,7 @@ INTERPRETED = [
     row("gpt dropout", 1, DROP + FEW),
     row("neox window", 1, NEOX + " --window-size 2,0" + FEW),
     row("qwen z-loss tp2", 2, QWEN + ZLOSS + FEW, tp=2),
-    row("gpt documents dropout cp2", 2, DOCS + FEW + " --seq-length 8", extra=CP2),
+    row("gpt documents dropout cp2", 2, DOCS + FEW + " --seq-length 8", extra=f"{CP2} --cp-comm-type allgather a2a"),
 ]
 
 

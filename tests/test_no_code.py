@@ -1,6 +1,7 @@
 """Nothing that megalite reads can run code: what could is called nowhere but at the places listed here."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,25 +101,7 @@ def found(text: str) -> Iterator[str]:
             yield f"{name}(**)"
 
 
-BAD = {
-    "import pickle": "import pickle",
-    "from pickle import loads as x": "import pickle",
-    "def f():\n import marshal": "import marshal",
-    "from torch import package": "import torch.package",
-    "import torch as t\nt.load(x, weights_only=False)": "torch.load",
-    "from torch import load\nload(x, weights_only=y)": "torch.load",
-    "import torch\ntorch.load(x, **how)": "torch.load",
-    "import numpy as np\nnp.load(x)": "np.load",
-    "import numpy\nnumpy.load(x, allow_pickle=True)": "np.load",
-    "import numpy as np\nnp.save(x, y, allow_pickle=True)": "allow_pickle=",
-    "eval(x)": "eval",
-    "map(exec, x)": "exec",
-    "import os\nos.system(x)": "os.system",
-    "import subprocess\nsubprocess.run(x, shell=True)": "shell=",
-    "from importlib import import_module as i\ni(x)": "importlib.import_module",
-    "from transformers import AutoModel\nAutoModel.from_pretrained(x)": "from_pretrained",
-    "x.extractall()": ".extractall",
-}
+BAD: dict[str, str] = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))["code"]
 GOOD = """import torch, re, subprocess
 import numpy as np
 torch.load(x, weights_only=True)

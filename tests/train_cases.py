@@ -59,7 +59,8 @@ def this_rank() -> Ranks:
 def stage_from(words: str | Sequence[str], dtype: torch.dtype) -> Stage:
     """The whole model on one rank, without a run."""
     from megalite.parallel.mesh import Mesh
-    from megalite.plan.arrangement import arrange, build_stages
+    from megalite.plan.arrangement import arrange
+    from megalite.plan.stages import build_stages
 
     config = config_from(words)
     return build_stages(arrange(config, 1, config.data.vocab_size), Mesh.alone(), dtype)[0]

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 from megalite.config.own_file import opener
 
@@ -24,30 +24,26 @@ def locked(path: Path, product: str) -> Iterator[bool]:
     """Hold the lock file `path` while `product` is made; a process that waits for long logs for what and for whom.
     Yields False on a file system without locks."""
     with open(path, "a+", opener=opener) as file:
-        alone = _take(file, product)
+        begin, next_line, alone = time.monotonic(), SAY_AFTER_SECONDS, None
+        while alone is None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
+            except BlockingIOError:
+                waited = time.monotonic() - begin
+                if waited >= next_line:
+                    file.seek(0)
+                    holder = file.read(200) or "another process"
+                    log.warning("%s: waiting for %s, which builds it (%.0f s so far)", product, holder, waited)
+                    next_line = waited + SAY_EVERY_SECONDS
+                time.sleep(POLL_SECONDS)
+            except OSError:
+                alone = False
         if alone:
             file.truncate(0)  # "a": what is written goes to the end
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
         yield alone
-
-
-def _take(file: TextIO, product: str) -> bool:
-    begin, next_line = time.monotonic(), SAY_AFTER_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            waited = time.monotonic() - begin
-            if waited >= next_line:
-                file.seek(0)
-                holder = file.read(200) or "another process"
-                log.warning("%s: waiting for %s, which builds it (%.0f s so far)", product, holder, waited)
-                next_line = waited + SAY_EVERY_SECONDS
-            time.sleep(POLL_SECONDS)
-        except OSError:
-            return False
 
 
 @contextlib.contextmanager

@@ -34,7 +34,8 @@ from megalite.models.specs import specs_of
 from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
-from megalite.plan.arrangement import Arrangement, build_stages
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.stages import build_stages
 from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
 from megalite.train.start.foreign_weights import usable
@@ -96,8 +97,7 @@ def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generato
     fill = lambda: fill_from(theirs.tensors, weight_pieces(stage, mesh), specs, str(folder))  # noqa: E731
     together(mesh, fill, f"reading the weights of {folder}")
     tokenizer = build_tokenizer(**options)
-    stops = frozenset([tokenizer.eod, *stop_ids(theirs.folder)])
-    return Generator(stage, mesh, theirs.model, tokenizer, stops, 0)
+    return Generator(stage, mesh, theirs.model, tokenizer, frozenset([tokenizer.eod, *stop_ids(theirs.folder)]), 0)
 
 
 def _empty(model: ModelConfig, mesh: Mesh, rows: int, dtype: torch.dtype) -> Stage:

@@ -190,11 +190,3 @@ def dropout_add_by(
 ) -> Tensor:
     """The same with `fn` in place of `drop`; it draws the mask in forward and again in backward."""
     return _DropoutAdd.apply(x, residual, fn, p, key, *where)  # type: ignore[return-value]
-
-
-def dropout_add_reference(
-    x_sBD: Tensor, residual_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int | Tensor = 0
-) -> Tensor:
-    """The definition in torch, and the CPU path."""
-    args = (p, key, sample_ids_B, first_position)
-    return _DropoutAdd.apply(x_sBD, residual_sBD, drop_reference, *args)  # type: ignore[return-value]

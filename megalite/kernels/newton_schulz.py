@@ -16,29 +16,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megalite.config.tables import table_beside
+
 Coefficients = tuple[float, float, float]
 CoefficientType = Literal["simple", "quintic", "polar_express"]
 EPS = 1e-7  # of the norm: a gradient of zeros stays zeros
-# the last is repeated, but for quintic's, whose five are
 COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
-    "simple": ((3.4445, -4.7750, 2.0315),),
-    "quintic": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-    "polar_express": (
-        (8.2051, -22.9019, 16.4607),
-        (4.0664, -2.8612, 0.5184),
-        (3.9096, -2.8234, 0.5250),
-        (3.2856, -2.4153, 0.4853),
-        (2.2779, -1.6198, 0.3985),
-        (1.8726, -1.2307, 0.3585),
-        (1.8564, -1.2132, 0.3568),
-        (1.8750, -1.2500, 0.3750),
-    ),
+    kind: tuple((a, b, c) for a, b, c in steps) for kind, steps in table_beside(__file__, "newton_schulz").items()
 }
 
 

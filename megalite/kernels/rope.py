@@ -192,11 +192,6 @@ class _Rope(Function):
         return ctx.turn(dy, cos, sin, -1.0), None, None, None
 
 
-def apply_rope_reference(x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The definition in torch, and the CPU path."""
-    return _Rope.apply(x_SBHK, cos, sin, rotate_reference)  # type: ignore[return-value]
-
-
 def apply_rope(x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first 2 * cos.shape[-1] channels of each head. Tables as `rope_tables` makes them, [S, R / 2], or
     [S, B, R / 2] where each sample counts its positions in its own way."""

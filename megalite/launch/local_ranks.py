@@ -244,14 +244,6 @@ def _signal(process: Any, number: int) -> None:
             os.kill(process.pid, signal.SIGKILL if number in AT_ONCE else number)
 
 
-def _end_fork_server() -> None:
-    """Kill the fork server, which would continue to import torch and keep the launcher's stdout open."""
-    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
-    if server._forkserver_pid is not None:
-        with contextlib.suppress(OSError):
-            os.kill(server._forkserver_pid, signal.SIGKILL)
-
-
 def tell_stopping(number: int) -> None:
     """Print at once that the run is stopping, which may take a while. Safe in a signal handler that interrupts a
     print."""
@@ -267,7 +259,11 @@ def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
 
     def forward(number: int, _frame: Any) -> None:
         if number in (signal.SIGINT, *AT_ONCE) and not processes:
-            _end_fork_server()
+            # else the fork server would continue to import torch and keep the launcher's stdout open
+            server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+            if server._forkserver_pid is not None:
+                with contextlib.suppress(OSError):
+                    os.kill(server._forkserver_pid, signal.SIGKILL)
             raise KeyboardInterrupt(signal.Signals(number).name)
         tell_stopping(number)
         seen.append(number)
@@ -288,19 +284,17 @@ def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _end_with_launcher() -> None:
-    """Wait for the launcher's end, by a pipe that only it holds open, and kill this process."""
-    launcher = multiprocessing.parent_process()
-    if launcher is not None:
-        launcher.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _local_rank(ranks: Ranks, target: Callable[..., int | None], args: tuple[Any, ...], holds_signals: bool) -> None:
     die_with_parent()  # its parent is the fork server
+
+    def end_with_launcher() -> None:
+        if (launcher := multiprocessing.parent_process()) is not None:
+            launcher.join()  # by a pipe that only the launcher holds open
+            os.kill(os.getpid(), signal.SIGKILL)
+
     if not holds_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
-    threading.Thread(target=_end_with_launcher, name="megalite-launcher", daemon=True).start()
+    threading.Thread(target=end_with_launcher, name="megalite-launcher", daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import torch
 

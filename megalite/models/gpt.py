@@ -166,16 +166,8 @@ class Block(nn.Module):
                 make, name, layer, routing_of(model), _shape_of(model, std, out_std), "shared_experts" in again
             )
         else:
-            self.mlp = MLP(
-                make,
-                name,
-                hidden_size=model.hidden_size,
-                ffn_size=model.ffn_size,
-                activation=model.activation,
-                std=std,
-                out_std=out_std,
-                bias=model.add_bias_linear,
-            )
+            widths = model.hidden_size, model.ffn_size
+            self.mlp = MLP(make, name, widths, model.activation, (std, out_std), bias=model.add_bias_linear)
 
     def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
         if self.training and (self.norms_again or self.mlp_again):

@@ -11,7 +11,8 @@ which are there anyway; small storages; what a recomputed part keeps by itself, 
 
 import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,12 +23,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalite.nn.parameter import Use
 from megalite.parallel.streams import Event, beside, new_stream, reached, wait_for
 
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_hooks: ContextVar[Hooks] = ContextVar("hooks", default=(lambda x: x, lambda x: x))
+
+
+def hooks_around() -> Hooks:
+    """Of the block that offloads, if any, to keep and to restore a tensor. Autograd asks only the innermost hooks, so
+    whoever has some of its own inside a block gives these what it keeps itself."""
+    return _hooks.get()
+
 
 class Offload:
-    """Of the first `layers` blocks of every stage; storages of `least` elements or more."""
+    """Of the first `layers` blocks of every stage; storages of `least` elements or more. `sent`: bytes so far."""
 
     def __init__(self, layers: int, least: int, device: torch.device):
-        self.layers, self.least, self.device = layers, least, device
+        self.layers, self.least, self.device, self.sent = layers, least, device, 0
         self.down, self.up = new_stream(device), new_stream(device)
 
     def __call__(self, use: Use, blocks: int, stays: Iterable[Tensor]) -> Use:
@@ -42,6 +52,7 @@ class Offload:
                 if number <= self.layers and torch.is_grad_enabled():  # there is to be a backward
                     kept = _Kept(self, names.union(map(_name, unit.parameters())), last)
                     hooks.enter_context(saved_tensors_hooks(kept.pack, kept.unpack))
+                    hooks.callback(_hooks.reset, _hooks.set((kept.pack, kept.unpack)))
                 y = use(unit, *args, **how)
             if kept is not None:
                 kept.go_down()
@@ -91,6 +102,7 @@ class _Kept:
         with beside(self.offload.down, after=reached(self.offload.device)):
             for one in self.here.values():
                 one.go_down()
+                self.offload.sent += one.size
             self.copied = reached(self.offload.device)
 
     def let_go(self) -> None:

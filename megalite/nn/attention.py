@@ -157,6 +157,5 @@ class Attention(nn.Module):
         """`attend` of the whole samples, of which a rank of cp has a part."""
         if where.places is None:
             return self.attend
-        if self.shape.exchange == "a2a":
-            return ByHeads(self.attend, self.cp, where.places)
-        return Gathered(self.attend, self.cp, where.places, where.again or (self.again and self.training))
+        way = ByHeads if self.shape.exchange == "a2a" else Gathered
+        return way(self.attend, self.cp, where.places, where.again or (self.again and self.training))

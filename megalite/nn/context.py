@@ -3,12 +3,13 @@
     allgather   k, v --gather--> [T, B, G, K] in the sample's order; each run of the rank's queries attends to the
                 keys from the first that one of them sees up to its own end. Backward gathers them again and sums their
                 gradients over the ranks that used them, in fp32
-    a2a         q, k, v --all-to-all--> all T tokens of H / cp heads (arXiv:2309.14509); o back
+    a2a         q, k, v --all-to-all--> all T tokens of H / cp heads (arXiv:2309.14509); o back. Backward brings o
+                to the heads once more, beside its gradient, so it is kept as the tokens have it alone
 
 Bytes that a rank receives per layer and micro-batch in forward, e per element, f = (cp - 1) / cp:
 
     allgather   f 2 T B G K e                      in backward these and f 2 T B G K 4
-    a2a         f S B K e (2 H + 2 max(G, cp))     in backward the same
+    a2a         f S B K e (2 H + 2 max(G, cp))     in backward these and f S B K e H
 
 In a window the gather is an all-to-all of the blocks that a query of the receiver sees. With fewer groups than ranks a
 rank gets the group that its heads use; one that is no multiple of the other repeats keys, so only cp must divide H.
@@ -31,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalite.kernels.attention import Documents
 from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.dispatch import stat_dtype
+from megalite.nn.activation_offload import hooks_around
 from megalite.nn.places import Places
 from megalite.parallel.comm import start_all_gather, start_all_to_all, start_reduce_scatter
 from megalite.parallel.mesh import Axis
@@ -129,18 +131,17 @@ def _same_storage(x: Tensor, y: Tensor) -> bool:
 
 class _Shelf:
     """What attention saves for backward: of gathered keys and values, which backward gathers again, their place alone,
-    and of the results of runs, which are joined, parts of the whole."""
+    and of the results of runs, which are joined, parts of the whole. All else is for the hooks around."""
 
     def __init__(self, route: Route, kv: Tensor):
-        self.kv: Tensor | None
         self.gathered: Tensor | None
-        self.route, self.kv, self.gathered = route, kv, route.gather(kv)
-        self.saved: list[list[Tensor]] = []
+        self.pack, self.unpack = hooks_around()
+        self.route, self.kv, self.gathered = route, self.pack(kv), route.gather(kv)
+        self.saved: list[list[Any]] = []
 
     def take(self) -> Tensor:
         if self.gathered is None:
-            assert self.kv is not None
-            self.gathered = self.route.gather(self.kv)
+            self.gathered = self.route.gather(self.unpack(self.kv))
         return self.gathered
 
     def keep(self, x: Tensor) -> Any:
@@ -150,7 +151,7 @@ class _Shelf:
         return self.saved[-1]
 
     def restore(self, kept: Any) -> Tensor:
-        return kept[0] if isinstance(kept, list) else self.take().as_strided(*kept)
+        return self.unpack(kept[0]) if isinstance(kept, list) else self.take().as_strided(*kept)
 
     def join(self, outputs: list[Tensor]) -> Tensor:
         """The results of all runs in one tensor."""
@@ -160,6 +161,8 @@ class _Shelf:
             for kept in self.saved:
                 if _same_storage(kept[0], one) and kept[0].shape == part.shape:
                     kept[0] = part
+        for kept in self.saved:
+            kept[0] = self.pack(kept[0])
         self.saved = []
         return whole
 
@@ -175,7 +178,7 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        ctx.shelf.gathered = None
+        ctx.shelf.gathered = ctx.shelf.kv = None  # the graph lives on
         parts = zip(ctx.seen, grads[::2], grads[1::2], strict=True)
         return ctx.shelf.route.scatter(ctx.like, list(parts)), None, None
 
@@ -234,7 +237,7 @@ class _Swap(Function):
         each = [sent.numel() // cp.size] * cp.size
         got = start_all_to_all(sent.view(-1), each, each, cp).wait()
         if back:  # [cp, S, B, n, K]
-            return got.view(cp.size, -1, *x.shape[1:]).permute(1, 2, 0, 3, 4).flatten(2, 3)
+            return got.view(cp.size, -1, *x.shape[1:]).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
         got = got.view(len(order), size, x.shape[1], -1, x.shape[3])
         return torch.cat([got[order.index(b)] for b in range(len(order))])
 
@@ -243,13 +246,60 @@ class _Swap(Function):
         return _Swap.forward(ctx, dy, *ctx.given), None, None, None
 
 
+class _Result:
+    """What attention of some heads saves for backward: of its result o the place alone; all else is for the hooks
+    around."""
+
+    def __init__(self) -> None:
+        self.pack, self.unpack = hooks_around()
+        self.saved: list[list[Any]] = []
+        self.o: list[Tensor] = []  # one for each time that it is to be read
+        self.reads = 0
+
+    def keep(self, x: Tensor) -> list[Any]:
+        self.saved.append([x])
+        return self.saved[-1]
+
+    def restore(self, kept: list[Any]) -> Tensor:
+        if len(kept) == 1:
+            return self.unpack(kept[0])
+        return self.o.pop().as_strided(*kept)
+
+    def close(self, o: Tensor) -> None:
+        for kept in self.saved:
+            x = kept[0]
+            alone = _same_storage(x, o) and x.untyped_storage().nbytes() == o.nbytes
+            kept[:] = (x.shape, x.stride(), x.storage_offset()) if alone else [self.pack(x)]
+            self.reads += alone
+        self.saved = []
+
+
+class _Home(_Swap):
+    """o of the rank's heads -> of its tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cp: Axis, places: Places, result: _Result) -> Tensor:  # type: ignore[override]
+        o_SBHK = _Swap.forward(ctx, x, cp, places, True)
+        ctx.save_for_backward(o_SBHK)
+        ctx.result, ctx.strides, ctx.way = result, x.stride(), ctx.given
+        return o_SBHK
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        o_TBHK, do_TBHK = (_Swap.forward(ctx, x, *ctx.way) for x in (*ctx.saved_tensors, dy))
+        if ctx.result.reads:
+            ctx.result.o = [o_TBHK.new_empty_strided(o_TBHK.shape, ctx.strides).copy_(o_TBHK)] * ctx.result.reads
+        return do_TBHK, None, None, None
+
+
 @dataclass(frozen=True)
 class ByHeads:
-    """`attend` of all tokens, and of some heads on each rank; cp divides H."""
+    """`attend` of all tokens, and of some heads on each rank; cp divides H. again: as of Gathered."""
 
     attend: Attend
     cp: Axis
     places: Places
+    again: bool
 
     def __call__(
         self,
@@ -270,5 +320,9 @@ class ByHeads:
         x_TBnK: Any = _Swap.apply(torch.cat(by_rank, 3).flatten(2, 3), cp, self.places, False)
         here = drop and replace(drop, head_offset=drop.head_offset + cp.start_of(mine))
         how["sink_H"] = None if sink_H is None else sink_H.narrow(0, cp.start_of(mine), mine)
-        o_TBHK = self.attend(*x_TBnK.split([x.shape[3] for x in by_rank], 2), drop=here, **how)
-        return _Swap.apply(o_TBHK, cp, self.places, True)  # type: ignore[return-value]
+        result, qkv = _Result(), x_TBnK.split([x.shape[3] for x in by_rank], 2)
+        with nullcontext() if self.again else saved_tensors_hooks(result.keep, result.restore):
+            o_TBHK = self.attend(*qkv, drop=here, **how)
+        result.close(o_TBHK)
+        home: Any = (_Swap.apply, True) if self.again else (_Home.apply, result)
+        return home[0](o_TBHK, cp, self.places, home[1])

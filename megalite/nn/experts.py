@@ -129,16 +129,8 @@ class Experts(nn.Module):
         self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=(of_ep, (2, "etp")), init=normal))
         self.shared = self.shared_gate = None
         if shape.shared_size is not None:
-            self.shared = MLP(
-                make,
-                f"{name}.shared",
-                hidden_size=D,
-                ffn_size=shape.shared_size,
-                activation=shape.activation,
-                std=std,
-                out_std=shape.out_std,
-                bias=False,
-            )
+            widths, stds = (D, shape.shared_size), (std, shape.out_std)
+            self.shared = MLP(make, f"{name}.shared", widths, shape.activation, stds, bias=False)
         if shape.shared_gate:
             self.shared_gate = make(ParamSpec(f"{name}.shared_gate", (D,), partial=("tp",), init=Normal(std)))
 

@@ -16,24 +16,23 @@ from megalite.parallel.spec import Constant, Normal, ParamSpec
 
 
 class MLP(nn.Module):
-    """`activation` is the name of a file in kernels/activations/; a gated one has width 2."""
+    """widths: D and F. `activation`: the name of a file in kernels/activations/; a gated one has width 2. stds: of the
+    initial weights of up and down."""
 
     def __init__(
         self,
         make: Maker,
         name: str,
-        *,
-        hidden_size: int,
-        ffn_size: int,
+        widths: tuple[int, int],
         activation: str,
-        std: float,
-        out_std: float,
+        stds: tuple[float, float],
+        *,
         bias: bool,
     ):
         super().__init__()
         self.tp = make.mesh.tp
         self.activation = activation_named(activation)  # or compiled (models/compiled.py)
-        D, F, zero = hidden_size, ffn_size, Constant(0.0)
+        (D, F), (std, out_std), zero = widths, stds, Constant(0.0)
         gated = self.activation.width == 2
         up, lead, shards = ("gate_up", (2, F), ((1, "tp"),)) if gated else ("up", (F,), ((0, "tp"),))
         self.up = make(ParamSpec(f"{name}.{up}", (*lead, D), shards=shards, init=Normal(std), stacked=gated))

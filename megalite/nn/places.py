@@ -62,6 +62,14 @@ class Places:
         seen = (self.seen(run, window) for run in self.runs(rank))
         return tuple(sorted({block for some in seen for block in self.blocks_of(some)}))
 
+    def busiest(self, window: int | None) -> int:
+        """The first of the ranks that receive most: all of them where there is no window.
+
+        >>> place(64, 4, [4]).blocks, place(64, 4, [4]).busiest(4)
+        (((0, 1), (2, 3), (4, 5), (6, 7)), 1)
+        """
+        return 0 if window is None else max(range(len(self.blocks)), key=lambda rank: len(self.needed(rank, window)))
+
     def blocks_of(self, positions: range) -> range:
         """The blocks that have some of these."""
         return range(positions.start // self.size, -(-positions.stop // self.size))

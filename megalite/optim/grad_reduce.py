@@ -115,8 +115,7 @@ class GradReduce:
         there. `of_step` False: more runs follow, so buckets that stay are not reduced."""
         coming = None if sinks is None else {sink.slot[1] for sink in sinks if isinstance(sink, Sink)}
         for bucket in self._of(chunk, of_step and self.overlap):
-            entries = {s.entry for s in bucket.slots if coming is None or s.entry in coming}
-            self._waiting[bucket.number] = entries
+            self._waiting[bucket.number] = {s.entry for s in bucket.slots if coming is None or s.entry in coming}
         self._start_full()
 
     def after_run(self, chunk: int, of_step: bool = True) -> None:

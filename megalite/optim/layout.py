@@ -124,10 +124,9 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, i
             if entry.chunk != chunk:
                 continue
             kind = _kind(entry, sizes, **apart)
-            unit = kind.unit
             members = open_slots.setdefault(kind, [])
             members.append(index)
-            if not unit and sum(entries[i].numel for i in members) >= bucket_size:
+            if not kind.unit and sum(entries[i].numel for i in members) >= bucket_size:
                 closed.append((kind, open_slots.pop(kind)))
         for kind, members in sorted([*closed, *open_slots.items()], key=lambda bucket: -bucket[1][-1]):
             number, slots, position = len(buckets), [], 0

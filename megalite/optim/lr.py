@@ -60,22 +60,19 @@ class LrSchedule:
 
     def _height(self, n: float) -> float:
         """1 at the peak, 0 at the minimum; for warm_up < n <= decay, so no length here is 0."""
-        ratio = (n - self.warm_up) / (self.decay - self.warm_up)
-        if self.style == "linear":
-            return 1.0 - ratio
-        if self.style == "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * ratio))
-        start = self.decay - self.wsd
-        if n <= start:
-            return 1.0
-        r = (n - start) / self.wsd
+        style, start, length = self.style, self.warm_up, self.decay - self.warm_up
+        if style == "WSD":
+            style, start, length = self.wsd_style, self.decay - self.wsd, self.wsd
+            if n <= start:
+                return 1.0
+        r = (n - start) / length
         heights = {
             "linear": 1.0 - r,
             "cosine": 0.5 * (1.0 + math.cos(math.pi * r)),
             "exponential": 2.0 * 0.5**r - 1.0,
             "minus_sqrt": 1.0 - math.sqrt(r),
         }
-        return heights[self.wsd_style]
+        return heights[style]
 
 
 @dataclass(frozen=True)

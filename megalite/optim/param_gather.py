@@ -73,12 +73,8 @@ class ParamGather:
                     self._next[unit, -1] = self._needs[before]
             self._read_again |= {unit for unit, again in units.items() if again}
             chunk.use = self.use
-        if not by_chunk:
-            self._watch(parameters)
-
-    def _watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        for bucket in self._buckets:
-            for slot in () if self.weights.stays(bucket) else bucket.slots:
+        for bucket in buckets:
+            for slot in () if by_chunk or weights.stays(bucket) else bucket.slots:
                 node = get_gradient_edge(parameters[slot.entry]).node
                 node.register_hook(partial(self._passed, bucket.number, slot.entry))
                 self._nodes.append(node)

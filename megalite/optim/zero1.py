@@ -69,8 +69,7 @@ class Zero1:
 
     def local_norm_sq(self) -> Tensor:
         """This rank's share of the squared gradient norm, fp64 scalar; unscaled sums of gradients. NaN and inf stay."""
-        grads = (sum_of_squares(self.buffer.grads.owned(b)) for b in self.buffer.layout.buckets)
-        return self._once(grads)
+        return self._once(sum_of_squares(self.buffer.grads.owned(b)) for b in self.buffer.layout.buckets)
 
     def local_weight_norm_sq(self) -> Tensor:
         """This rank's share of the squared norm of all parameters, fp64 scalar."""

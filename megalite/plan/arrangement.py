@@ -10,7 +10,6 @@ each kind (plan/kinds.py). Activations are the bytes that the schedule has in fl
 a moment; memory of CUDA and NCCL is not counted.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,19 +23,20 @@ from torch import nn
 from megalite.config.options import Config, padded_vocab_size
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.stage_layers import given_stages
-from megalite.models.gpt import Block, Recompute, Stage
+from megalite.models.gpt import Block, Recompute
 from megalite.models.specs import specs_of
 from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import lay_out_chunks
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
-from megalite.parallel.spec import HOMES, ParamSpec
+from megalite.parallel.spec import ParamSpec
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, kept_of, sharing
-from megalite.plan.kinds import Kind, Setting
+from megalite.plan.kinds import Setting, cut
 from megalite.plan.partition import evenly, fastest, ranges, splits
 from megalite.plan.stage_costs import StageCosts, stage_costs
+from megalite.plan.stages import build_stage, build_stages, elements_of, parameters_of
 from megalite.plan.sums import Sums
 
 TRIED_ACTIONS = 200_000  # simulated in all to balance the stages: about a second
@@ -193,9 +193,11 @@ class Arrangement:
     @cached_property
     def layers(self) -> StageCosts:
         micro, parts = self.config.train.micro_batch_size, self.recompute.parts
-        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts, self.cp, self.ep, self.etp)
-        vocabulary = self.vocab_size, self.padded_vocab
-        return stage_costs(self.config.model, self.recompute, setting, *vocabulary, self.config.train.z_loss_coeff)
+        places = cut(self.config.model, self.cp)
+        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts, places, self.ep, self.etp)
+        t, vocabulary = self.config.train, (self.vocab_size, self.padded_vocab)
+        offload = t.cpu_offloading_num_layers, t.min_offloaded_tensor_size
+        return stage_costs(self.config.model, self.recompute, setting, *vocabulary, t.z_loss_coeff, offload)
 
     @property
     def edge(self) -> int:
@@ -236,10 +238,7 @@ class Arrangement:
     @cached_property
     def of_homes(self) -> Counter[str]:
         """The number of parameters of the whole model by their home, each counted once, without padding."""
-        found, specs = Counter[str](), specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab)
-        for spec in specs.values():
-            found[spec.home] += math.prod(spec.stored_shape)
-        return found
+        return parameters_of(specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab))
 
     @property
     def parameters(self) -> int:
@@ -269,12 +268,12 @@ class Arrangement:
     @cached_property
     def in_flight(self) -> list[int]:
         """The most forwards of a chunk that wait for their backward, for every pipeline rank."""
-        return [round(most) for most in self._most_alive(None, self.split, self.told)]
+        return [round(most) for most in self.most_alive(None, self.split, self.told)]
 
     @cached_property
     def activations(self) -> list[int]:
-        """The most bytes that the forwards in flight keep, for every pipeline rank."""
-        return [round(kept) for kept in self._most_alive(self.held, self.split, self.told)]
+        """The most bytes that the forwards in flight keep on the device, for every pipeline rank."""
+        return [round(kept) for kept in self.most_alive(self.held, self.split, self.told)]
 
     @cached_property
     def bubble(self) -> float:
@@ -305,7 +304,7 @@ class Arrangement:
     def _rate(self, split: Sequence[int]) -> tuple[float, float]:
         """(time of a step, bytes of the fullest rank: layers, embedding, head and activations in flight)."""
         backward = self._split_of(split)
-        alive = self._most_alive(self.layers.held_of(split), backward)
+        alive = self.most_alive(self.layers.held_of(split), backward)
         held = [self.module_bytes.of(np.array(split), rank, self.placement) + alive[rank] for rank in range(self.pp)]
         return self.run(self.layers.costs_of(split), backward)[0], max(held)
 
@@ -334,12 +333,7 @@ class Arrangement:
     def elements(self) -> tuple[tuple[int, ...], ...]:
         """The number of elements of each layer's parameters on a rank, by home in the order of HOMES."""
         make = Maker(self.mesh_of(0), self.dtype, 0, meta=True)
-
-        def of(kind: Kind) -> tuple[int, ...]:
-            specs = named_specs(Block(make, kind, 0))
-            return tuple(sum(p.numel() for spec, p in specs if spec.home == home) for home in HOMES)
-
-        return tuple(self.layers.each(of))
+        return tuple(self.layers.each(lambda kind: elements_of(Block(make, kind, 0))))
 
     @cached_property
     def module_bytes(self) -> ModuleBytes:
@@ -383,7 +377,7 @@ class Arrangement:
             m, size = groups * group, group
         return m, plan(p.pipeline_schedule, self.pp, m, self.chunks, size, split)
 
-    def _most_alive(self, held: Sequence[Held] | None, split: Split | None, groups: int = LONG) -> list[float]:
+    def most_alive(self, held: Sequence[Held] | None, split: Split | None, groups: int = LONG) -> list[float]:
         """The most that is in flight on every pipeline rank: each forward counts `held` of its stage, or 1."""
         run, rows = self._rows(split, groups)
         now = [in_flight(row, held) for row in rows]
@@ -403,24 +397,3 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
     made = Arrangement(config, world, vocab_size)
     _ = made.steps, made.stages  # these raise
     return made
-
-
-def build_stages(
-    made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False, deferred: bool = False
-) -> list[Stage]:
-    """The chunks of the model on this rank; `meta`, `deferred`: as a Maker has it."""
-    make = Maker(mesh, dtype, made.config.train.seed, meta, deferred)
-    return [build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
-
-
-def build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number: int) -> Stage:
-    return Stage(
-        make,
-        made.config.model,
-        layers,
-        number,
-        vocab_size=made.vocab_size,
-        padded_vocab_size=made.padded_vocab,
-        recompute=made.recompute,
-        z_loss=made.config.train.z_loss_coeff,
-    )

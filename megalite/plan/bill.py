@@ -49,12 +49,16 @@ class Event(NamedTuple):
 @dataclass(frozen=True)
 class Bill:
     """Bytes and FLOPs of a micro-batch on one rank. `parts`: of each phase, in order, the home of what lands, "" until
-    something does, and the peak until the next."""
+    something does, and the peak until the next. `away`: bytes of `saved` that lie on the host, from the end of the next
+    block's F to the begin of its B (nn/activation_offload.py); `sent`: all that lie there, of which something else may
+    keep some on the device."""
 
     trace: tuple[Event, ...]
     saved: int
     waiting: int
     parts: Mapping[str, Mapping[str, int]]
+    away: int = 0
+    sent: int = 0
 
     @cached_property
     def moment(self) -> Mapping[str, int]:
@@ -108,7 +112,7 @@ class _Counted(Transport):
         return self._begin("reduce-scatter", x)
 
     def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> _Begun:
-        return self._begin("all-to-all", x)
+        return self._begin("all-to-all", max(out, x, key=len))
 
 
 class _Sink:
@@ -134,14 +138,15 @@ class Recorder(Meta):
         self.start = 0
         self._names: dict[int, tuple[str, bool]] = {}  # storage -> parameter's name, whether it is the gradients' sum
 
-    def mesh(self, tp: int, cp: int = 1, ep: int = 1, etp: int = 1) -> Mesh:
-        """The mesh of the first rank of axes of these sizes, whose collectives are recorded."""
+    def mesh(self, tp: int, cp: int = 1, ep: int = 1, etp: int = 1, *, cp_rank: int = 0) -> Mesh:
+        """The mesh of a first rank of axes of these sizes but for cp, whose collectives are recorded."""
 
-        def axis(name: str, size: int, before: str) -> Axis:
-            return Axis(name, size, 0, _Counted(self, before), tuple(range(size))) if size > 1 else Axis(name)
+        def axis(name: str, size: int, rank: int, before: str) -> Axis:
+            return Axis(name, size, rank, _Counted(self, before), tuple(range(size))) if size > 1 else Axis(name)
 
-        experts = {name: axis(name, size, f"{name} ") for name, size in dict(ep=ep, etp=etp, experts=ep * etp).items()}
-        return Mesh(tp=axis("tp", tp, ""), cp=axis("cp", cp, "cp "), **experts, device=META)
+        experts = [axis(name, size, 0, f"{name} ") for name, size in (("ep", ep), ("etp", etp), ("experts", ep * etp))]
+        ours = axis("tp", tp, 0, ""), axis("cp", cp, cp_rank, "cp ")
+        return Mesh(tp=ours[0], cp=ours[1], ep=experts[0], etp=experts[1], experts=experts[2], device=META)
 
     def own(self, module: M) -> M:
         """Leave out the bytes of the parameters and of the sums of their gradients."""

@@ -20,7 +20,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 
 from megalite.parallel.mesh import Mesh
@@ -38,15 +40,24 @@ SCORE_BYTES = (13, 21)  # moved in forward and backward per 16-bit score that is
 
 @dataclass(frozen=True)
 class Seconds:
-    """`all`: the time of F, B and W on one rank; `tp`: the part of it that is waiting for tp, cp or ep."""
+    """`all`: the time of F, B and W on one rank; `tp`, `cp`: the parts of it that are waiting for that axis, tp with
+    the exchanges of experts."""
 
     all: tuple[float, float, float] = (0.0, 0.0, 0.0)
     tp: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    cp: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @classmethod
+    def of(cls, figures: Any) -> "Seconds":
+        """Of [3 x 3] seconds, as `figures` gives them."""
+        return cls(*map(tuple, np.reshape(figures, (3, 3)).tolist()))
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        return *self.all, *self.tp, *self.cp
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        (f, b, w), (f_tp, b_tp, w_tp) = self.all, self.tp
-        (f_2, b_2, w_2), (f_tp_2, b_tp_2, w_tp_2) = other.all, other.tp
-        return Seconds((f + f_2, b + b_2, w + w_2), (f_tp + f_tp_2, b_tp + b_tp_2, w_tp + w_tp_2))
+        return Seconds.of(np.add(self.figures, other.figures))
 
 
 def shape_of(made: Arrangement, kind: Kind | None = None) -> str:
@@ -117,13 +128,12 @@ class Costs:
 
     def _priced(self, bill: Bill, head: bool = False) -> Seconds:
         """The time of a bill's F, B and W. `head`: matmuls and loss together, at the profile's rate for both."""
-        times, waits = zip(*(self._queued(bill.of(phase), head) for phase in "FBW"), strict=True)
-        return Seconds(times, waits)
+        return Seconds.of(np.transpose([self._queued(bill.of(phase), head) for phase in "FBW"]))
 
-    def _queued(self, events: Sequence[Event], head: bool) -> tuple[float, float]:
-        """(seconds, seconds of these that wait for collectives) of one rank that does `events` in order."""
-        now = free = waited = 0.0
-        begun: dict[float, tuple[float, float, float]] = {}  # number -> end, duration, begin
+    def _queued(self, events: Sequence[Event], head: bool) -> tuple[float, float, float]:
+        """(seconds, seconds of these that wait for tp, and for cp) of one rank that does `events` in order."""
+        now, free, waited = 0.0, 0.0, [0.0, 0.0]
+        begun: dict[float, tuple[float, float, float, bool]] = {}  # number -> end, duration, begin, whether over cp
         scored = {event.name for event in events if event.what == "scores"}
         for _, what, name, figures in events:
             if what == "matmul":
@@ -135,12 +145,13 @@ class Costs:
             elif what == "begin":
                 takes = self._collective_s(name, figures[0])
                 free = max(now, free) + takes
-                begun[figures[1]] = free, takes, now
+                begun[figures[1]] = free, takes, now, name.startswith("cp ")
             elif what == "wait":
-                end, takes, since = begun.pop(figures[0])
+                end, takes, since, over_cp = begun.pop(figures[0])
                 shown = max(0.0, end - now) + self.profile.contention * min(takes, now - since)
-                now, waited = now + shown, waited + shown
-        return now, waited
+                now += shown
+                waited[over_cp] += shown
+        return now, waited[0], waited[1]
 
     def _collective_s(self, name: str, num_bytes: float) -> float:
         """Over tp, or over another axis where the name says so."""
@@ -167,17 +178,16 @@ class Costs:
         f, b, w = time.all
         late = max(0.0, host * bill.launches("BW") - (b + w))
         b, w = b + late * b / (b + w), w + late * w / (b + w)
-        return Seconds((max(f, host * bill.launches("F")), b, w), time.tp)
+        return dataclasses.replace(time, all=(max(f, host * bill.launches("F")), b, w))
 
     @cached_property
     def layers(self) -> Sums:
-        """Seconds of F, B and W of layers, and the parts of these that wait for tp."""
-        return self.made.layers.sums(lambda kind, whole: (*(time := self.layer(kind, whole)).all, *time.tp))
+        """The figures of layers' Seconds."""
+        return self.made.layers.sums(lambda kind, whole: self.layer(kind, whole).figures)
 
     def stages(self) -> list[Seconds]:
         """The time of each stage for one micro-batch."""
-        sums = (self.layers.of(layers.start, layers.stop).tolist() for layers in self.made.stages)
-        times = [Seconds((f, b, w), (f_tp, b_tp, w_tp)) for f, b, w, f_tp, b_tp, w_tp in sums]
+        times = [Seconds.of(self.layers.of(layers.start, layers.stop)) for layers in self.made.stages]
         times[0] += self.embedding
         times[-1] += self.head
         return times

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from megalite.config.options import ModelConfig
 from megalite.models.gpt import Batch, Block, Head
+from megalite.nn.activation_offload import Offload
 from megalite.nn.attention import Coordinates
 from megalite.nn.embedding import Embedding, vocabulary_spec
 from megalite.nn.later import Later
-from megalite.nn.parameter import Maker
-from megalite.nn.places import place
+from megalite.nn.parameter import Maker, run_unit
+from megalite.nn.places import Places, place
 from megalite.nn.recompute import recompute
 from megalite.plan.bill import Bill, Recorder
 from megalite.plan.meta import META
@@ -44,20 +45,26 @@ def kinds_of(model: ModelConfig) -> tuple[Kind, ...]:
 @dataclass(frozen=True)
 class Setting:
     """The facts of a rank that a bill depends on. `again`: the parts of a block that are computed again in backward;
-    `split`: weight gradients wait. `cp`: the ranks that share the tokens. `ep`, `etp`: of experts, which all tokens
-    choose alike (nn/token_exchange.py: even_routing)."""
+    `split`: weight gradients wait. `places`: how ranks share the tokens; None: they do not. `ep`, `etp`: of experts,
+    which all tokens choose alike (nn/token_exchange.py: even_routing)."""
 
     tp: int
     micro_batch: int
     dtype: torch.dtype
     split: bool = False
     again: tuple[str, ...] = ()
-    cp: int = 1
+    places: Places | None = None
     ep: int = 1
     etp: int = 1
 
-    def maker(self, recorder: Recorder) -> Maker:
-        return Maker(recorder.mesh(self.tp, self.cp, self.ep, self.etp), self.dtype, 0, meta=True)
+    @property
+    def cp(self) -> int:
+        return len(self.places.blocks) if self.places else 1
+
+    def maker(self, recorder: Recorder, window: int | None = None) -> Maker:
+        """For the rank of cp that receives most in a layer with `window`."""
+        busiest = self.places.busiest(window) if self.places else 0
+        return Maker(recorder.mesh(self.tp, self.cp, self.ep, self.etp, cp_rank=busiest), self.dtype, 0, meta=True)
 
     def hidden(self, model: ModelConfig) -> Tensor:
         """x_sBD."""
@@ -69,28 +76,45 @@ class Setting:
         return torch.empty(model.seq_length // self.cp, self.micro_batch, dtype=torch.int64, device=META)
 
 
+@functools.lru_cache(maxsize=64)
+def cut(model: ModelConfig, cp: int) -> Places | None:
+    """How samples of one document are cut over cp; it depends on the windows of all layers."""
+    return place(model.seq_length, cp, model.windows) if cp > 1 else None
+
+
 @functools.lru_cache(maxsize=4096)
-def layers_bill(kinds: tuple[Kind, ...], setting: Setting, whole: bool = False) -> Bill:
+def layers_bill(
+    kinds: tuple[Kind, ...], setting: Setting, whole: bool = False, least: int | None = None, begins: bool = False
+) -> Bill:
     """The bill of consecutive layers. `whole`: only the first one's input stays until backward, which computes all of
-    them again."""
+    them again. `least`: of one layer that offloads storages of so many elements or more; where it `begins` a stage its
+    input stays."""
     recorder, (first, *_) = Recorder(), kinds
-    make = setting.maker(recorder)
+    make = setting.maker(recorder, first.windows[0])
     blocks = [recorder.own(Block(make, kind, 0, setting.again)) for kind in kinds]
     later = Later() if setting.split else None
     sample_ids_B = torch.empty(setting.micro_batch, dtype=torch.int64, device=META)
     rows_S = setting.tokens(first)[:, 0]
     where = Coordinates(_rope(first, len(rows_S)), sample_ids_B, 0, None, later, again=whole, loss_weight=1.0)
-    if setting.cp > 1:
-        where = replace(where, places=place(first.seq_length, setting.cp, first.windows), places_S=rows_S)
+    if setting.places is not None:
+        where = replace(where, places=setting.places, places_S=rows_S)
+
+    offload = Offload(int(least is not None), least or 0, META)
 
     def run(x: Tensor) -> Tensor:
+        x = x if least is None else x.clone()  # the graph keeps its leaves
+        use = offload(run_unit, 1, [*(where.rope or ()), *[x] * begins])
         for block in blocks:
-            x = block(x, where)
+            x = use(block, x, where)
         return x
 
     with recorder:
         forward = (lambda x: recompute(run, x)) if whole else run
-        return recorder.read(forward, [setting.hidden(first)], torch.empty_like, later)
+        bill = recorder.read(forward, [setting.hidden(first)], torch.empty_like, later)
+    if least is None:
+        return bill
+    plain = layers_bill(kinds, setting)
+    return replace(plain, away=plain.saved - bill.saved + setting.hidden(first).nbytes, sent=offload.sent)
 
 
 def _rope(model: ModelConfig, rows: int) -> tuple[Tensor, Tensor] | None:

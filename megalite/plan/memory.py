@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from megalite.optim.buffer import lay_out_chunks
 from megalite.pipeline.runtime import SENT
 from megalite.pipeline.schedule import Action, Op, with_sharing
-from megalite.plan.arrangement import Arrangement, build_stages
+from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Bill
 from megalite.plan.holding import Holding
+from megalite.plan.stages import build_stages
 
 ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes
 LARGEST_ERROR = 0.03  # in any layout that was ever counted
@@ -61,6 +62,13 @@ def by_stage(made: Arrangement) -> list[Holding]:
         _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=stage > 1, **config.optim.apart)
         found.append(Holding.of(layout, mesh, made.bytes_of_element, config))
     return found
+
+
+def on_host(made: Arrangement) -> list[int]:
+    """Bytes of host memory on each rank of every pipeline position, of what is offloaded; activations at their most."""
+    sent = [(sum(bill.sent for bill, _ in made.layers.bills(layers)), 0) for layers in made.stages]
+    most = made.most_alive(sent, made.split, made.told)
+    return [held.host + round(activations) for held, activations in zip(made.holdings, most, strict=True)]
 
 
 def peak_of(row: tuple[Action, ...], made: Arrangement, rank: int) -> int:
@@ -177,23 +185,29 @@ class _Walk:
 
     def _forward(self, stage: int) -> None:
         self.messages -= stage != 0  # x had come, and is the first layer's
-        parts = self.parts[stage]
+        parts, leaves = self.parts[stage], 0  # what is on its way to the host, until the next block has ended
         for (bill, units), (_, behind) in zip(parts, [*parts[1:], (None, [None])], strict=True):
             self.whole.use(units[-2:], behind[0])  # of several at most two at once
             if units is HEAD:
                 self.whole.land("head", "dense")
             self._reach(bill.moment["F"] + (self.edge if units is not EMBEDDING else 0))
             self.whole.leave(units)
-            self.kept += bill.saved if units is not EMBEDDING else 0
+            self.kept += (bill.saved if units is not EMBEDDING else 0) - leaves
+            leaves = bill.away
+            if behind is HEAD or behind[0] is None:
+                self.kept, leaves = self.kept - leaves, 0
         self.messages += stage != self.last  # y is to be sent
 
     def _backward(self, stage: int, reduces: bool) -> None:
         self.messages -= stage != self.last  # dy had come, and is the last layer's
-        parts, ahead = self.parts[stage], [None, *(units for _, units in self.parts[stage])]
-        for (bill, units), before in reversed(list(zip(parts, ahead, strict=False))):
+        parts, come = self.parts[stage], False  # come: up from the host, with what the block behind has there
+        ahead = [(0, [""]), *((bill.away, units) for bill, units in parts)]
+        for (bill, units), (away, before) in reversed(list(zip(parts, ahead, strict=False))):
             layers = units is not EMBEDDING and units is not HEAD
+            if bill.away:
+                self.kept, come = self.kept + away + bill.away * (not come), True
             if layers:
-                self.whole.use(units, before[-1] if before and before is not EMBEDDING and len(units) == 1 else None)
+                self.whole.use(units, before[-1] if before is not EMBEDDING and len(units) == 1 else None)
             for unit in reversed(units):
                 if units is not HEAD:  # whose gradients forward has computed
                     self._through(bill, "B", unit, self.edge)

@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StageCosts:
-    """`vocab_size`: without padding. A split is the number of layers of each stage."""
+    """`vocab_size`: without padding. `offload`: of how many first layers of a stage storages lie on the host, and the
+    fewest elements of these. A split is the number of layers of each stage."""
 
     model: ModelConfig
     recompute: Recompute
@@ -28,6 +29,7 @@ class StageCosts:
     vocab_size: int
     padded_vocab: int
     z_loss: float
+    offload: tuple[int, int] = (0, 0)
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -45,7 +47,10 @@ class StageCosts:
         for group, again in self.recompute.groups(len(layers)):
             some = layers[group]
             parts = [some] if again else [range(n, n + 1) for n in some]
-            bills += [(layers_bill(self.kinds[part.start : part.stop], self.setting, again), part) for part in parts]
+            for part in parts:
+                at, (moved, least) = part.start - layers.start, self.offload
+                offload = (least, at == 0) if at < moved else ()
+                bills.append((layers_bill(self.kinds[part.start : part.stop], self.setting, again, *offload), part))
         return bills
 
     @cached_property
@@ -76,13 +81,20 @@ class StageCosts:
 
     @cached_property
     def _layers(self) -> Sums:
-        """Sums of FLOPs of F, B and W, of saved bytes and of waiting bytes."""
+        """Sums of FLOPs of F, B and W, of saved bytes that stay on the device, and of waiting bytes."""
 
-        def of(kind: Kind, whole: bool) -> list[int]:
-            bill = layers_bill((kind,), self.setting, whole)
-            return [round(n) for n in (*bill.flops, bill.saved, bill.waiting)]
+        def of(kind: Kind, whole: bool = False, least: int | None = None) -> list[int]:
+            bill = layers_bill((kind,), self.setting, whole, least)
+            return [round(n) for n in (*bill.flops, bill.saved - bill.away, bill.waiting)]
 
-        return self.sums(of)
+        layers, least = self.offload  # not with a layer that is recomputed as a whole
+        return Sums(self.each(of), self.each(lambda kind: of(kind, False, least)), layers) if layers else self.sums(of)
+
+    @cached_property
+    def _inputs(self) -> np.ndarray:
+        """Bytes that each layer would offload of its input, which stays where it begins a stage."""
+        bill = lambda kind, begins: layers_bill((kind,), self.setting, False, self.offload[1], begins)  # noqa: E731
+        return np.array([*self.each(lambda kind: bill(kind, False).away - bill(kind, True).away), 0])
 
     def _stage_sums(self, split: Sequence[int]) -> list[list[int]]:
         stops = np.cumsum(split)
@@ -106,6 +118,8 @@ class StageCosts:
         if recompute.granularity == "full" and recompute.method == "uniform":  # each group keeps one input
             groups = -(-splits // recompute.num_layers)
             saved = saved // np.maximum(splits, 1) * groups
+        if self.offload[0]:
+            saved = saved + self._inputs[stops - splits] * (splits > 0)
         saved[..., -1] += self.head.saved
         return saved
 

@@ -34,7 +34,7 @@ from megalite.plan.profile import Profile, default_profile
 
 @dataclass(frozen=True)
 class StepTime:
-    """parts      seconds, as means over ranks, that sum to `seconds`: compute, bubble, optimizer, exposed tp, pp and dp
+    """parts      seconds, means over ranks, that sum to `seconds`: compute, bubble, optimizer, exposed tp, cp, pp, dp
     mfu           MFU per device by model_flops, causal, as the trainer logs it
     tokens_per_s  tokens/s of the whole cluster
     fixed         seconds of `optimizer` that even the smallest step takes
@@ -91,8 +91,8 @@ class _Step:
 
     def parts(self) -> dict[str, float]:
         made, stages = self.made, self.stages
-        busy = made.microbatches * sum(sum(stage.all) for stage in stages) / made.pp
-        tp = made.microbatches * sum(sum(stage.tp) for stage in stages) / made.pp
+        each = made.microbatches / made.pp
+        busy, tp, cp = (each * sum(sum(getattr(s, name)) for s in stages) for name in ("all", "tp", "cp"))
         costs = [stage.all for stage in stages]
         slowed = [self._slowed(number, cost) for number, cost in enumerate(costs)]
         groups = LONG if made.split is None else made.told  # what waits of a split backward may take long to settle
@@ -111,9 +111,10 @@ class _Step:
         agreement = self.costs.links.all_reduce(64, self.costs.group(range(made.world)))  # a few numbers
         dp = shown + self.profile.contention * hidden + agreement + self.tied_s
         return {
-            "compute": busy - tp,
+            "compute": busy - tp - cp,
             "bubble": alone - busy,
             "tp": tp,
+            "cp": cp,
             "pp": sent - alone,
             "dp": dp,
             "optimizer": norm + update + self.profile.step_s,
@@ -281,8 +282,8 @@ class _Step:
         runs = m * often.reduced if made.sharing.every_run else 1
 
         def of(rank: int) -> float:
-            weights, layers = (sum(self._chunk_bytes(rank, weight, ends)) for ends in (True, False))
-            n = sum(self._chunk_bytes(rank, size))
+            weights, layers = (np.sum(self._chunk_bytes(rank, weight, ends), 0) for ends in (True, False))
+            n = np.sum(self._chunk_bytes(rank, size), 0)
             times = ((m * often.forward, weights), (m * often.backward, layers))
             if made.config.parallel.shared_out < 3:
                 times = ((1, weights),)

@@ -19,7 +19,7 @@ from megalite.nn.router import LOSSES, Router
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
-NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "router_z_loss")  # of LOSSES, in the log
+NAMES: tuple[str, ...] = ("load_balancing_loss", "seq_load_balancing_loss", "router_z_loss")  # of LOSSES, in the log
 
 
 class Balance:

@@ -31,7 +31,8 @@ from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.streams import CudaGraph, cuda_graphs, new_stream, on_stream
 from megalite.pipeline.graphed import GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
-from megalite.plan.arrangement import Arrangement, arrange, build_stages
+from megalite.plan.arrangement import Arrangement, arrange
+from megalite.plan.stages import build_stages
 from megalite.train.balance import Balance
 from megalite.train.batch import host_batch
 from megalite.train.sources import NamedSet, Sources, open_sources

@@ -8,6 +8,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,7 +30,8 @@ from megalite.checkpoint.run.saver import Saver
 from megalite.generate.generation import Generator, continue_texts
 from megalite.generate.sampling import Sampling
 from megalite.launch.ranks import LaunchError
-from megalite.parallel.comm import gather_texts
+from megalite.optim import param_gather
+from megalite.parallel.comm import gather_texts, start_all_gather_into
 from megalite.parallel.self_test import check_collectives
 from megalite.train.loop import evaluate
 from megalite.train.replicas import ReplicaError, check_replicas
@@ -48,6 +50,7 @@ HYBRID = f"{ZERO} --num-distributed-optimizer-instances 2 --outer-dp-sharding-st
 
 # a layer gathers what its window sees, one all keys, and one exchanges heads
 CP = "--context-parallel-size 2 --cp-comm-type allgather allgather a2a"
+EP = f"{TP} --ep 2 --num-experts 4 --moe-aux-loss-coeff 0.1 --disable-bias-linear"
 
 OFFLOAD = "--optimizer-cpu-offload --ddp-bucket-size 3000"
 MOVED = "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 64"
@@ -69,6 +72,12 @@ BETWEEN_RANKS = {
     "nn/linear.py _LinearScatter.forward: start_reduce_scatter(a_SBf @ weight.T, tp).wait()": TP,
     "nn/linear.py _LinearScatter.backward: start_all_gather(dy_sBD, ctx.tp).wait()": TP,
     "nn/later.py Later.run: x.wait()": SPLIT,
+    # the first of its layout: with what a step leaves behind that lacks another wait, no row may travel
+    "nn/token_exchange.py _Back.backward: ctx.travel.swap(dy_ND[token_S], back=False).wait()": EP,
+    "nn/router.py Router.add_losses_: start_all_gather(counts_BE[None], axis).wait()": EP,
+    "nn/token_exchange.py _Receive.forward: sent.arriving.wait()": EP,
+    "nn/token_exchange.py _Receive.backward: ctx.travel.swap(_pack(dx_RD, dprobs_RK), back=True).wait()": EP,
+    "nn/token_exchange.py _Back.forward: sent.travel.swap(y_RD, back=True).wait()": EP,
     "nn/loss.py _chunk_stats_: start_all_gather(stats_1_2n, tp).wait()": TP,
     "nn/loss.py _LinearCrossEntropy.forward: start_all_gather(x_sBD, tp).wait()": TP,
     "nn/loss.py _LinearCrossEntropy.forward: scattering.wait()": TP,
@@ -122,6 +131,7 @@ NO_RACE = {
     "parallel/streams.py synchronize: torch.cuda.synchronize(device)": "for the time alone",
 }
 UNSEEN = {
+    "nn/token_exchange.py start_exchange: start_all_gather(facts[None], peers).wait()": "sizes that the host reads",
     "optim/buffer.py ParamBuffer.first_weights: self.wait_gather()": "only a fault on demand asks for them",
     "train/rehearsal.py _stepped.at_once: pending.wait()": "a rehearsal moves nothing",
     "train/rehearsal.py _stepped: run.buffer.wait_gather()": "as above",
@@ -225,6 +235,7 @@ LAYOUTS = {
     "dp2 ZeRO-3, parameters offloaded": ("", f"{ZERO} {OFFLOAD} --param-cpu-offload"),
     "dp2 ZeRO-3, half offloaded, fp32": ("", f"{ZERO} {OFFLOAD} --optimizer-offload-fraction 0.5 --no-bf16"),
     "tp2": (TP, "--num-layers 1 --global-batch-size 4"),
+    "tp2 ep2": (EP, "--num-layers 1"),
     "pp2": (PP, ""),
     "cp2": (CP, "--num-layers 3 --window-size 4,0 --window-attn-skip-freq 2"),
     "tp2 pp2 split": (SPLIT, ""),
@@ -233,7 +244,7 @@ LAYOUTS = {
     "dp4 ZeRO-3 hybrid": (HYBRID, "--global-batch-size 16"),
     "pp2 dp2 vpp2 ZeRO-3": (PP, f"--num-virtual-stages-per-pipeline-rank 2 --num-layers 4 {ZERO} --zero-hold chunk"),
 }
-QUICK = {"dp2", "tp2", "pp2", "cp2", "tp2 pp2 split", "dp2 Muon", "dp2 ZeRO-3", "dp4 ZeRO-3 hybrid"}
+QUICK = {"dp2", "tp2", "tp2 ep2", "pp2", "cp2", "tp2 pp2 split", "dp2 Muon", "dp2 ZeRO-3", "dp4 ZeRO-3 hybrid"}
 
 
 @pytest.mark.timeout(400)  # of a machine that is busy
@@ -249,6 +260,36 @@ def test_ranks_do_not_race_and_without_any_wait_they_do(name: str, tmp_path: Pat
     for key in (*needless, *keys):
         told = [line for _, found in results for line in found[key]]
         assert bool(told) == (key not in needless), (key, told)
+
+
+def _raised(fault: str) -> set[tuple[str, str, str]]:
+    """Of a step of a rank whose weights come up from the host: what comes too late, what too early, and its file."""
+
+    def early(*args: Any) -> Any:  # a gather that is behind training, and not behind the copy of what it sends
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            return start_all_gather_into(*args)
+
+    gathers = mock.patch.object(param_gather, "start_all_gather_into", early)
+    with heard(), on_card(dist.get_rank()) as card:
+        run = build(f"{ZERO} {OFFLOAD} --param-cpu-offload", card.device)
+        with gathers if fault == "gather" else without(sites()[fault]):
+            train_step(run)
+        found = races(card.trace)
+        run.close()
+    of = lambda fact, key: getattr(fact, key, "")  # noqa: E731
+    return {(of(r.early, "name"), of(r.late, "name"), of(r.late, "where").partition(":")[0]) for r in found}
+
+
+# what is left out of the way up -> what comes too late, and what too early: a use of the unit before, the copy itself
+RAISED = {
+    "parallel/streams.py beside: wait_for(after)": ("", "copy to the card", "megalite/optim/param_gather.py"),
+    "gather": ("copy to the card", "mm", "megalite/nn/linear.py"),
+}
+
+
+@pytest.mark.parametrize("fault", RAISED)
+def test_weights_that_come_up_from_the_host_race_without_their_waits(fault: str) -> None:
+    assert all(RAISED[fault] in found for found in run_ranks(2, _raised, fault, backend=nccl.join, timeout=300))
 
 
 # ---- between streams of one rank

@@ -258,6 +258,13 @@ MISTAKES = [
         EXPERTS + EP,
         {"kind": "forward", "step": 1, "name": "layers.0.mlp", "layer": 0, "causes": "on their way to experts"},
     ),
+    Mistake(
+        "the weights that come up from the host are those of the first step",
+        "held = self.weights.mine(bucket).copy_(held, non_blocking=True)",
+        "held = self.weights.mine(bucket).copy_(vars(self).setdefault(b, held.clone()), non_blocking=True)",
+        RUN + DP + ZERO3 + " --optimizer-cpu-offload --param-cpu-offload",
+        {"kind": "forward", "step": 1.5, "name": "embedding", "causes": "weights used before they have come"},
+    ),
 ]  # fmt: skip
 
 

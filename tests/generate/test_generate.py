@@ -26,7 +26,8 @@ from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention
 from megalite.models.gpt import Batch, Stage
 from megalite.parallel.mesh import Mesh, build_mesh
-from megalite.plan.arrangement import arrange, build_stages
+from megalite.plan.arrangement import arrange
+from megalite.plan.stages import build_stages
 from megalite.train.setup import SetupError
 from tools import convert_checkpoint
 from tools.generate import line_of

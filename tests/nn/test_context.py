@@ -16,7 +16,7 @@ from megalite.config import cli
 from megalite.config.check import check
 from megalite.data.samples.batches import MicroBatch
 from megalite.models.families import PRESETS
-from megalite.plan.kinds import Setting, kinds_of, layers_bill
+from megalite.plan.kinds import Setting, cut, kinds_of, layers_bill
 from megalite.train.batch import host_batch
 from megalite.train.loop import evaluate
 from megalite.train.setup import batch_marks
@@ -92,10 +92,10 @@ S8 = """--num-layers 1 --hidden-size 512 --num-attention-heads 8 --seq-length 25
  --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention"""
 
 
-def _moved(flags: str, cp: int, tp: int = 1, again: tuple[str, ...] = (), whole: bool = False) -> tuple[Counter, Any]:
+def _moved(flags: str, cp: int, tp: int = 1, again: tuple[str, ...] = (), **more: Any) -> tuple[Counter, Any]:
     """Collectives over cp of a layer, by phase, name and bytes given; its bill."""
     (kind,) = kinds_of(config_from(f"{S8} {flags}").model)
-    bill = layers_bill((kind,), Setting(tp, B, torch.bfloat16, again=again, cp=cp), whole)
+    bill = layers_bill((kind,), Setting(tp, B, torch.bfloat16, again=again, places=cut(kind, cp)), **more)
     events = [e for e in bill.trace if e.what == "begin" and e.name.startswith("cp ")]
     return Counter((e.phase, e.name[3:], e.figures[0]) for e in events), bill
 
@@ -115,23 +115,26 @@ def test_a_layer_moves_and_keeps_what_the_formulas_say(cp: int, tp: int, groups:
     swapped, swap = _moved(f"{flags} --cp-comm-type a2a", cp, tp) if h % cp == 0 else (None, None)
     if swapped is not None:
         q, keys = (2 * length // cp * B * K * n for n in (h, 2 * max(g, cp)))
-        assert swapped == {(phase, "all-to-all", n): 1 for phase in "FB" for n in (q + keys, q)}
+        assert swapped == {(p, "all-to-all", n): 1 + (p + str(n) == f"B{q}") for p in "FB" for n in (q + keys, q)}
     one, alone = _moved(flags, 1, tp)
     assert not one
     assert alone.flops[0] == pytest.approx(cp * bill.flops[0]) and alone.flops[1] == pytest.approx(cp * bill.flops[1])
     head = 2 * length // cp * B * K
     part = alone.saved / cp - g * head  # without what is beside v in one tensor, the keys before their rotation
     assert bill.saved == pytest.approx(part, rel=0.01)
-    if swap is not None:  # o in both layouts, and keys of each rank's heads
-        assert swap.saved == pytest.approx(part + head * (h + 2 * max(g, cp) - 2 * g), rel=0.01)
+    if swap is not None:  # keys of each rank's heads, and o once
+        assert swap.saved == pytest.approx(part + head * (2 * max(g, cp) - 2 * g), rel=0.01)
+    for way in ("allgather", "a2a")[: 1 + (swap is not None)]:  # its own hooks do not keep it from the host
+        lent = _moved(f"{flags} --cp-comm-type {way}", cp, tp, least=1)[1]
+        assert lent.away > 0.99 * lent.saved
 
 
 def test_a_window_moves_the_blocks_that_it_sees_alone() -> None:
-    """Work is equal in a window, so a rank holds neighbouring blocks; of 16 blocks of 16 tokens it gives its last one,
-    where a gather would move 14, and the first rank gets none, whose gradients it would give back."""
+    """Work is equal in a window, so a rank holds neighbouring blocks; of 16 blocks of 16 tokens it gives its last one
+    and gets one, where a gather would move 14, and sends back the gradients of that in fp32."""
     moved, _ = _moved("--num-query-groups 4 --window-size 16,0", 8)
     block = 2 * 2 * 16 * B * 4 * 64
-    assert moved == {("F", "all-to-all", block): 1, ("B", "all-to-all", block): 1, ("B", "all-to-all", 0): 1}
+    assert moved == {("F", "all-to-all", block): 1, ("B", "all-to-all", block): 1, ("B", "all-to-all", 2 * block): 1}
 
 
 def test_what_is_recomputed_is_gathered_once_more_and_not_twice() -> None:

@@ -32,7 +32,7 @@ from megalite.optim.host_memory import mapped, pinned_bytes
 from megalite.optim.host_store import host_parts, moved
 from megalite.optim.layout import Entry, lay_out
 from megalite.parallel.spec import ParamSpec
-from megalite.plan.arrangement import Arrangement, arrange
+from megalite.plan.arrangement import arrange
 from megalite.train.life import preflight
 from megalite.train.state import Run
 from megalite.train.step import train_step
@@ -67,30 +67,28 @@ def test_parts_share_blocks() -> None:
     assert host_parts([10, 30], 12, 4) == [120, 360, 120, 120] and host_parts([], 12, 4) == []
 
 
-def _of_70_billion(more: str = "") -> Arrangement:
-    flags = "--preset llama3-70b --mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --tp 8 --nproc 8"
-    return arrange(config_from(f"{flags} {OFFLOAD} {more}"), 8, 128256)
+LARGE = "--preset llama3-70b --mock-data --lr 1 --train-iters 1 --micro-batch-size 4 --bf16 --tp 8 --nproc 8"
 
 
 def test_more_than_the_hosts_memory_is_refused() -> None:
-    plan = _of_70_billion()
-    told = (
-        r"^optimizer_offload_fraction=1 takes 1\d\d\.\d GiB of host memory per rank, and there are 64\.0 GiB: offload"
+    plan, moved = (
+        arrange(config_from(f"{LARGE} {way}"), 8, 128256) for way in (OFFLOAD, "--cpu-offloading-num-layers 80")
     )
+    told = r"=1: 1\d\d\.\d GiB of host memory per rank, and there are 64\.0 GiB; offload less, or to a disk$"
     card = mock.patch.object(preflight, "card_of", return_value=torch.device("cuda"))
     size = mock.patch.object(preflight, "memory_there", lambda device: 512 << 30 if device.type == "cpu" else 80 << 30)
     with card, size:
-        with pytest.raises(LaunchError, match=told):
-            preflight.check_machine(plan, "cuda", Ranks(0, 8, 0, 8))
+        for one, line in ((plan, f"optimizer_offload_fraction{told}"), (moved, r"cpu_offloading_num_layers=80: .*s$")):
+            with pytest.raises(LaunchError, match=f"^{line}"):
+                preflight.check_machine(one, "cuda", Ranks(0, 8, 0, 8))
         preflight.check_machine(plan, "cuda", Ranks(0, 8, 0, 2))
         with pytest.raises(LaunchError, match=r"^weights and optimizer alone take 1\d\d\.\d GiB"):
             preflight.check_machine(plan, "cpu", Ranks(0, 8, 0, 8))
 
 
 def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
-    room = r"is to hold 9\d\.\d GiB per rank, and 7 GiB are free"
-    for folder, told in ((tmp_path, room), ("/none", "No such file")):
-        plan = _of_70_billion(f"--optimizer-offload-folder {folder}")
+    for folder, told in ((tmp_path, r"hold 9\d\.\d GiB per rank, and 7 GiB are free"), ("/none", "No such file")):
+        plan = arrange(config_from(f"{LARGE} {OFFLOAD} --optimizer-offload-folder {folder}"), 8, 128256)
         with (
             mock.patch.object(preflight, "memory_there", return_value=80 << 30),
             mock.patch.object(preflight.shutil, "disk_usage", side_effect=_disk),

@@ -16,7 +16,8 @@ from megalite.optim.buffer import ParamBuffer, Shared
 from megalite.optim.flat_storage import Elastic, listening
 from megalite.optim.zero1 import Zero1
 from megalite.parallel.mesh import plan_mesh
-from megalite.plan.arrangement import arrange, build_stages
+from megalite.plan.arrangement import arrange
+from megalite.plan.stages import build_stages
 from megalite.train.rehearsal import issued
 from megalite.train.state import Run
 from megalite.train.step import train_step
@@ -218,10 +219,12 @@ def _built(stage: int, flags: str) -> tuple[int, int]:
 )
 @pytest.mark.timeout(150)
 def test_a_start_of_half_a_billion_weights_never_has_them_whole() -> None:
-    """KiB beyond the imports, of one rank of dp 4 in fp32. By the formula (4 + 4 + 8) / 4 and 4 + 4 + 8 / 4 bytes for
-    each, 0.4 at rest; measured 4.60 and 1.85 GiB, 0.402, and 3.68 and 0.95 before the optimizer's states. At stage 3
-    the most is what is there at the end, 40 MiB of it beside the tensors: nothing that comes and goes is above it."""
+    """Of one rank of dp 4 in fp32, beyond the imports. By the formula (4 + 4 + 8) / 4 and 4 + 4 + 8 / 4 bytes for each
+    weight are held, which is 0.4 for any model; norms and biases, of which each rank has all, make it 0.4005 here.
+    Measured 4,706 and 1,889 MiB, 0.4014 (before the optimizer's states 3,766 and 950, 0.252): the tensors, and 6.4 and
+    7.0 MiB, of which 3.3 are code that runs for the first time. Nothing that comes and goes is above it."""
     flags = """--num-layers 24 --hidden-size 1280 --num-attention-heads 20 --seq-length 64 --micro-batch-size 1
      --global-batch-size 4 --train-iters 4 --lr 0.01 --mock-data --vocab-size 16000 --position-embedding-type rope"""
     (numel, one), (same, three) = (run_ranks(1, _built, stage, flags, timeout=70)[0] for stage in (1, 3))
-    assert 4.9e8 < numel == same < 5.1e8 and three < 0.41 * one
+    assert 4.9e8 < numel == same < 5.1e8 and three < 0.404 * one
+    assert 1024 * one < 10.05 * numel and 1024 * three < 4.05 * numel

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import programs
 import pytest
@@ -16,6 +17,7 @@ from train_cases import config_from, run_from
 
 from megalite.models.gpt import Stage
 from megalite.nn import mlp
+from megalite.nn.activation_offload import _Storage
 from megalite.parallel.mesh import Axis
 from megalite.pipeline import runtime
 from megalite.plan.arrangement import Arrangement, arrange
@@ -37,8 +39,8 @@ EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 4 --moe-ffn-hidden-size 24
 Real = tuple[Counter[Issued], dict[str, int]]
 
 
-def arranged(flags: str, world: int) -> tuple[Arrangement, Sources]:
-    config = config_from(f"{MODEL} {flags}")
+def arranged(flags: str, world: int, model: str = MODEL) -> tuple[Arrangement, Sources]:
+    config = config_from(f"{model} {flags}")
     sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
     return arrange(config, world, sources.vocab_size), sources
 
@@ -162,23 +164,34 @@ SHARED_OUT = [
 ]
 
 
-MORE_OF_8B = [(2, TP), *((4, f"--pp 4 {more}") for more in MORE), *SHARED_OUT]
+PARTS, LENT = "layernorm mlp", "--cpu-offloading-num-layers"
+ON_HOST = [
+    (8, f"--pp 4 {VPP} {LENT} 9 --min-offloaded-tensor-size 70000000 --tp 2"),  # of the widest alone
+    (4, f"--pp 4 --split-backward {LENT} 7"),
+    (2, f"{LENT} 32 --cp 2 --recompute-granularity selective --recompute-modules {PARTS}"),
+    (2, f"{LENT} 32 --cp 2 --cp-comm-type {'allgather a2a ' * 16}"),
+    (2, f"{LENT} 5 {ZERO} 3"),
+]
+OF_8B = [(4, "--pp 4"), (4, f"--pp 4 {LENT} 3")]
+MORE_OF_8B = [(2, TP), *((4, f"--pp 4 {more}") for more in MORE), *SHARED_OUT, *ON_HOST]
 
 
-@pytest.mark.parametrize("world,flags", params([(4, "--pp 4")], MORE_OF_8B))
+@pytest.mark.parametrize("world,flags", params(OF_8B, MORE_OF_8B))
 def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
     """Of Llama 3 8B, first and last stage: buffers and messages included, within 0.2 % when this was written; where
     weights come and go within 0.7 %, and by the chunk 2.5 %."""
-    flags = f"{LIKE_8B} {flags}" if ZERO not in flags else f"{LIKE_8B.replace('size 5', 'size 20')} {flags}"
-    config = config_from(flags)
-    sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
-    plan = arrange(config, world, sources.vocab_size)
+    plan, sources = arranged(flags, world, LIKE_8B if ZERO not in flags else LIKE_8B.replace("size 5", "size 20"))
+    moved: list[int] = []
     for rank in {0, world - 1}:
-        done = rehearse(plan, sources, rank)
+        moved.clear()
+        with mock.patch.object(_Storage, "go_down", lambda one: moved.append(one.size)):
+            done = rehearse(plan, sources, rank)
         position = done.mesh.pp.rank
+        bills = (bill for n in plan.placement.stages(position) for bill, _ in plan.layers.bills(plan.stages[n]))
+        assert sum(moved) == plan.microbatches * sum(bill.sent for bill in bills) and bool(moved) == (LENT in flags)
         error = 0.025 if plan.sharing.by_chunk else 0.007 if plan.sharing.every_run else 0.003
         assert memory(plan)[position].peak == pytest.approx(done.peak, rel=error)
-        plain = plan.split is None and config.train.recompute_granularity is None  # else a backward makes a part of it
+        plain = plan.split is None and "recompute" not in flags  # else a backward makes a part of it
         if plain and not plan.sharing.every_run:  # else some units are whole, too
             assert done.in_flight == pytest.approx(plan.activations[position], rel=0.03)
 
@@ -191,14 +204,21 @@ def test_what_an_update_of_whole_matrices_takes_is_planned(world: int, flags: st
     """Of four layers of Llama 3 8B on few tokens, where Muon's update is the peak: within 0.3 % when this was written,
     and 0.8 % of copies."""
     few = f"{LIKE_8B.replace('size 5', 'size 4')} --num-layers 4 --seq-length 64 {flags}"
-    config = config_from(f"{few} --optimizer muon")
-    sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
-    plan = arrange(config, world, sources.vocab_size)
+    plan, sources = arranged("--optimizer muon", world, few)
     (planned,) = memory(plan)
     found = max(rehearse(plan, sources, rank).peak for rank in range(world))
     assert planned.peak == pytest.approx(found, rel=0.01)
     adam = arrange(config_from(few), world, sources.vocab_size)
     assert planned.buffers > 3 * memory(adam)[0].buffers
+
+
+def test_the_rank_of_cp_that_receives_most_is_planned() -> None:
+    """Layers with and without a window are cut alike, in zigzag: the first rank needs one block."""
+    flags = "--num-layers 4 --cp 4 --window-size 1024,0 --window-attn-skip-freq 2"
+    plan, sources = arranged(flags, 4, LIKE_8B.replace("size 5", "size 4"))
+    moved = [totals(rehearse(plan, sources, rank).issued, "cp", "all-to-all")[1] for rank in range(4)]
+    events = [event for bill, _ in plan.layers.bills(plan.stages[0]) for event in bill.trace if event.what == "begin"]
+    assert max(moved) == plan.microbatches * sum(e.figures[0] for e in events if "all-to-all" in e.name) > moved[0]
 
 
 def test_ranks_agree_with_each_other() -> None:

@@ -153,6 +153,20 @@ def test_what_comes_and_goes_is_exchanged_for_each_run(flags: str, reduced: int,
     assert 0.9 < (waits.seconds - waits.parts["pp"]) / (moved / 1e5) < 1.2  # some of the messages hide, too
 
 
+@pytest.mark.parametrize("exchange", ["allgather", "a2a"])
+def test_waits_for_cp_are_told_apart_from_those_for_tp(exchange: str) -> None:
+    """tp's ranks are neighbours in a machine and cp's are in different ones, between which half of what a layer moves
+    over cp takes its time."""
+    of, alone = (made(f"--tp 2 --cp {cp} --cp-comm-type {exchange} --global-batch-size 6", 4) for cp in (2, 1))
+    profile = dataclasses.replace(default_profile("h100"), contention=0.0)
+    slow = dataclasses.replace(fast(4, between=Link(0.0, 1e9)), per_node=2, nodes=2)
+    moved = sum(event.figures[0] for event in of.layers.bills(range(1))[0][0].trace if event.name.startswith("cp "))
+    both, tp = step_time(of, slow, profile), step_time(alone, fast(4, inside=Link(0.0, 1e9)), profile)
+    assert both.parts["cp"] == pytest.approx(6 * 8 * moved / 2 / 1e9) and both.parts["tp"] == pytest.approx(0, abs=1e-9)
+    assert tp.parts["tp"] > 0.01 and tp.parts["cp"] == 0
+    check_sum(both)
+
+
 def test_without_a_distributed_optimizer_gradients_are_all_reduced() -> None:
     of = made("--global-batch-size 4 --no-overlap-grad-reduce --no-use-distributed-optimizer", 2)
     assert of.config.parallel.use_distributed_optimizer is False

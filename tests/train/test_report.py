@@ -192,7 +192,7 @@ def test_the_bottleneck_is_named_with_advice(bottleneck: str) -> None:
 
 
 def test_every_share_that_a_program_has_is_known_and_the_worst_for_its_kind_is_named() -> None:
-    planned = {"compute", "bubble", "tp", "pp", "dp", "optimizer", "fixed costs"}  # StepTime.parts, and its fixed
+    planned = {"compute", "bubble", "tp", "cp", "pp", "dp", "optimizer", "fixed costs"}  # StepTime.parts, and its fixed
     for names in (planned, LOST, {*PHASES} - {*COMPUTE, "profiler"}):
         assert {*names} <= {*CAUSES}
         for name in {*names} - {*COMPUTING}:

@@ -242,10 +242,8 @@ def test_a_bit_that_turns_between_two_checks_reaches_no_main_weight(name: str) -
 
 
 def test_sums_see_every_bit_of_every_copy() -> None:
-    assert all(
-        run_ranks(4, unseen, "--bf16 --pipeline-model-parallel-size 2")
-        + run_ranks(2, unseen, CASES["bits"]["a router's bias"][1])
-    )
+    experts = CASES["bits"]["a router's bias"][1].replace("--ep 2", "")  # an expert under ep 2 has no copy
+    assert all(run_ranks(4, unseen, "--bf16 --pipeline-model-parallel-size 2") + run_ranks(2, unseen, experts))
 
 
 def unseen(flags: str) -> bool:

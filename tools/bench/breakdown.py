@@ -74,7 +74,7 @@ def least_traffic(made: Arrangement) -> float:
     """Bytes that a rank at least reads and writes in a step, mean over the pipeline: weights and gradients for each
     micro-batch (read by forward and backward; read and written), what a forward keeps (written and read), and once
     what the optimizer holds."""
-    kept = sum(held for held, _ in made.held) / made.cp
+    kept = sum(held for held, _ in made.held)
 
     def mean(name: str) -> float:
         return statistics.mean(getattr(holding, name) for holding in made.holdings)

@@ -112,7 +112,7 @@ def _times(run: Run, made: Arrangement, cluster: Cluster, profile: Profile | Non
         return median(values[1:] or values) if values else None
 
     parts, rate = predicted.parts, typical("perf/tokens_per_s_per_gpu")
-    waits, moved = parts["bubble"] + parts["pp"], parts["tp"] + parts["dp"]
+    waits, moved = parts["bubble"] + parts["pp"], parts["tp"] + parts["cp"] + parts["dp"]
     pairs = [
         Row("step", "s", predicted.seconds, typical("perf/step_s")),
         Row("  compute", "s", parts["compute"], spent(*COMPUTE)),

@@ -15,7 +15,7 @@ from tools.planning.rules import Budget
 from tools.planning.search import Choice, Found, Layout, Planned, applied
 
 GIB = 2**30
-COMM = ("tp", "pp", "dp")
+COMM = ("tp", "cp", "pp", "dp")
 PARTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 MOST_ROWS = 8  # pipeline ranks of the table of memory
 REASONS = 6
@@ -48,13 +48,14 @@ def counts(found: Found, shown: int) -> list[str]:
 
 def ranking(choices: Sequence[Choice]) -> str:
     """The table of layouts: seconds of a step, the shares of its parts, and the memory of the fullest rank."""
-    head = ("layout", "dp", "s/step", "about", "MFU", "tokens/s", "bubble", *COMM, "update", "GiB")
+    comm = [axis for axis in COMM if axis != "cp" or any(choice.best.made.cp > 1 for choice in choices)]
+    head = ("layout", "dp", "s/step", "about", "MFU", "tokens/s", "bubble", *comm, "update", "GiB")
     rows: list[tuple[str, ...]] = [head]
     for plan in (choice.best for choice in choices):
         share = {name: f"{max(0.0, part) / plan.time.seconds:.1%}" for name, part in plan.time.parts.items()}
         about = "{:.2f}-{:.2f}".format(*band(plan.time.seconds))
         speed = (f"{plan.time.seconds:.3f}", about, f"{plan.time.mfu:.1%}", f"{plan.time.tokens_per_s:,.0f}")
-        parts = (share[name] for name in ("bubble", *COMM, "optimizer"))
+        parts = (share[name] for name in ("bubble", *comm, "optimizer"))
         rows.append((str(plan.layout), str(plan.made.dp), *speed, *parts, f"{plan.peak / GIB:.1f}"))
     return columns(rows)
 

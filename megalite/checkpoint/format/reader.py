@@ -267,21 +267,16 @@ class _Block:
         for view in self.views:
             digest.update(view)
         if digest.hexdigest() != stamp.digests[self.number]:
-            held = ", ".join(_tensors_at(self.path, manifest, self.begin, self.end))
-            where = f"at bytes {self.begin} to {self.end}: {held}"
+            try:
+                inside_it = {k for k, p in places(self.path).items() if p.begin < self.end and p.end > self.begin}
+            except (OSError, ValueError):
+                inside_it = set()
+            here = ((name, p) for name, whole in manifest.tensors.items() for p in whole.parts)
+            names = list(dict.fromkeys(n for n, p in here if p.file == self.path.name and p.key in inside_it))
+            names[3:] = [f"and {len(names) - 3} more"] * (len(names) > 3)
+            where = f"at bytes {self.begin} to {self.end}: {', '.join(names) or 'the header'}"
             raise CheckpointError(f"{self.path}: its content changed after it was written ({stamp.name}), {where}")
 
     def copy(self) -> None:
         for into, values in self._copies:
             into.copy_(values)
-
-
-def _tensors_at(path: Location, manifest: Manifest, begin: int, end: int) -> list[str]:
-    """Names of the tensors in these bytes, as a message gives them."""
-    try:
-        held = {key for key, place in places(path).items() if place.begin < end and place.end > begin}
-    except (OSError, ValueError):
-        return ["the header"]
-    tensors = manifest.tensors.items()
-    names = [name for name, whole in tensors if any(p.file == path.name and p.key in held for p in whole.parts)]
-    return names[:3] + ([f"and {len(names) - 3} more"] if len(names) > 3 else []) or ["the header"]

@@ -124,21 +124,14 @@ def write(
                 append(chunk)
 
         put(memoryview(_header(plan, align)))
-        for tensor in data:
-            for part in _host_bytes(tensor):
-                put(part)
+        for flat in (tensor.detach().view(torch.uint8) for tensor in data):
+            if flat.device.type == "cpu":
+                put(memoryview(flat.numpy()))  # type: ignore[arg-type]
+                continue
+            bounce = torch.empty(min(_BOUNCE, len(flat)), dtype=torch.uint8, pin_memory=True)
+            for part in flat.split(len(bounce)):
+                put(memoryview(bounce[: len(part)].copy_(part).numpy()))  # type: ignore[arg-type]
     return hashed.stamp()
-
-
-def _host_bytes(data: Tensor) -> Iterator[memoryview]:
-    """The bytes of a 1-D tensor: in place on the CPU, through a small buffer from a device."""
-    flat = data.detach().view(torch.uint8)
-    if flat.device.type == "cpu":
-        yield memoryview(flat.numpy())  # type: ignore[arg-type]
-        return
-    bounce = torch.empty(min(_BOUNCE, len(flat)), dtype=torch.uint8, pin_memory=True)
-    for part in flat.split(len(bounce)):
-        yield memoryview(bounce[: len(part)].copy_(part).numpy())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

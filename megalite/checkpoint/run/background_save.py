@@ -133,16 +133,14 @@ class BackgroundSave:
                 self.commit()
         except Exception as error:  # the saver's `wait` raises it, on all ranks
             self.error = error
-            self._tell_rank_0(f"rank {rank}: {reason_of(error)}")
+            failed = self.part / f"rank-{rank:05d}.failed"
+            # ends rank 0's waiting; a full disk may take an empty file only, or nothing: then `wait` tells it
+            for content in (f"rank {rank}: {reason_of(error)}", ""):
+                with contextlib.suppress(OSError, MemoryError):
+                    storage_of(failed).put(failed, content)
+                    break
         finally:
             self.host.release()  # also after an error before the copy
-
-    def _tell_rank_0(self, text: str) -> None:
-        """End its waiting. A full disk may take an empty file only, or nothing; then the saver's `wait` tells it."""
-        failed = self.part / f"rank-{self.mesh.world.rank:05d}.failed"
-        for content in (text, ""):
-            with contextlib.suppress(OSError, MemoryError):
-                return storage_of(failed).put(failed, content)
 
 
 def wait_for_lists(part: Location, world: int, give_up: threading.Event, confirm: Callable[[], None]) -> None:

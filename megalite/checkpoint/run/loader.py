@@ -68,8 +68,7 @@ def load(
                     kind, lines = (CheckpointError, lines) if lines else (ElsewhereError, ["see another rank"])
                     raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines))
                 begun = want.pieces
-                fill = partial(fill_pieces, folder, manifest, want.pieces, want.tell)
-                _, reason = _try(mesh, folder, True, fill)
+                _, reason = _try(mesh, folder, True, partial(fill_pieces, folder, manifest, want.pieces, want.tell))
                 if reason is None:
                     return folder, manifest
             reasons.append(reason or "")

@@ -76,7 +76,8 @@ class Uploader:
                 self._here.remove(folder)
                 self._news.append(f"did not upload {folder.name}: only newer ones are kept")
                 continue
-            if not self._same(folder, copy):
+            sent = "COMPLETE" in self._there.entries(copy)  # which holds the manifest's hash
+            if not sent or self._there.read(copy / "COMPLETE") != self._here.read(folder / "COMPLETE"):
                 begin = time.perf_counter()
                 size = self._send(step, folder, copy)
                 took = time.perf_counter() - begin
@@ -86,12 +87,6 @@ class Uploader:
             newest = step == self._here.steps_in(self._source)[-1]
             if not newest and "KEEP" not in self._here.entries(folder) and not self._here.in_use(folder):
                 self._here.remove(folder)
-
-    def _same(self, folder: Location, copy: Location) -> bool:
-        """Whether both have the same COMPLETE, which holds the manifest's hash."""
-        if "COMPLETE" not in self._there.entries(copy):
-            return False
-        return self._there.read(copy / "COMPLETE") == self._here.read(folder / "COMPLETE")
 
     def _send(self, step: int, folder: Location, copy: Location) -> int:
         """Copy a checkpoint; its bytes."""

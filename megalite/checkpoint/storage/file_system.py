@@ -43,8 +43,6 @@ class LocalStorage:
     in_order = True
 
     def steps_in(self, directory: Path) -> list[int]:
-        if not directory.is_dir():
-            return []
         steps = {p: step for p in directory.glob("iter_*") if (step := step_of(p.name)) is not None and p.is_dir()}
         return sorted(step for p, step in steps.items() if not is_megatron(p))
 
@@ -242,11 +240,9 @@ class Lock:
     def confirm(self) -> None:
         """Make and take the lock again if its file was deleted. Raises CheckpointError where another process has that
         one, OSError."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._number)):
                 return
-        except FileNotFoundError:
-            pass
         directory, (name, option, remedy) = self._path.parent, self._how
         directory.mkdir(parents=True, exist_ok=True)
         again = Lock(directory, name, option, remedy)

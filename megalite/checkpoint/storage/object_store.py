@@ -123,13 +123,10 @@ class RemoteStorage:
             with contextlib.suppress(Exception):  # not empty, or not there
                 part.files.rmdir(part.path)
 
-    begin = discard
+    begin = remove = discard
 
     def publish(self, part: Url, final: Url) -> None:
         """Done: COMPLETE is there."""
-
-    def remove(self, folder: Url) -> None:
-        self.discard(folder)
 
     def sweep(self, directory: Url) -> list[str]:
         """Delete folders without COMPLETE in which all files are ours."""

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK = 1 << 15  # entries read at a time
+# the dtype of each, and its place: bytes per sequence behind the header
+COLUMNS = {"lengths": ("<i4", 0), "pointers": ("<i8", 4), "document_indices": ("<i8", 12)}
 PLACES, WINDOW = 256, 16  # places, and entries at each, that are checked of a file too large to be checked whole
 
 
@@ -31,22 +33,14 @@ class IndexColumns:
     size: int
     _buffers: dict[str, NDArray[Any]] = field(default_factory=dict)
 
-    def lengths(self, a: int, b: int) -> NDArray[np.int32]:
-        return self._read("<i4", self.start, a, b)
-
-    def pointers(self, a: int, b: int) -> NDArray[np.int64]:
-        return self._read("<i8", self.start + 4 * self.sequences, a, b)
-
-    def document_indices(self, a: int, b: int) -> NDArray[np.int64]:
-        return self._read("<i8", self.start + 12 * self.sequences, a, b)
-
-    def _read(self, kind: str, start: int, a: int, b: int) -> NDArray[Any]:
-        """Entries a..b-1 of a column, valid until the next read of this kind."""
+    def read(self, column: str, a: int, b: int) -> NDArray[Any]:
+        """Entries a..b-1 of a column, valid until the next read of one of its dtype."""
+        kind, before = COLUMNS[column]
         buffer = self._buffers.get(kind)
         if buffer is None or len(buffer) < b - a:
             buffer = self._buffers[kind] = np.empty(b - a, kind)
         part = buffer[: b - a]
-        if os.preadv(self.file, [part.data], start + part.itemsize * a) != part.nbytes:
+        if os.preadv(self.file, [part.data], self.start + before * self.sequences + part.itemsize * a) != part.nbytes:
             raise OSError(None, "the file became shorter while it was read")
         return part
 
@@ -59,12 +53,12 @@ def damage(index: IndexColumns, whole: bool) -> tuple[str, str] | None:
 
 def _sequences(index: IndexColumns, whole: bool) -> tuple[str, str] | None:
     n = index.sequences
-    if n and (first := int(index.pointers(0, 1)[0])):
+    if n and (first := int(index.read("pointers", 0, 1)[0])):
         return "pointers[0]", f"is {first}, not 0"
     scratch = np.empty(max(CHUNK, WINDOW), np.int64)
     for a, b in _windows(n, whole):
-        lengths = index.lengths(a, b)
-        pointers = index.pointers(a, min(b + 1, n))
+        lengths = index.read("lengths", a, b)
+        pointers = index.read("pointers", a, min(b + 1, n))
         if lengths.min() < 0:
             i = int(lengths.argmin())
             return f"lengths[{a + i}]", f"is {lengths[i]}, negative"
@@ -78,20 +72,18 @@ def _sequences(index: IndexColumns, whole: bool) -> tuple[str, str] | None:
             return f"pointers[{b}]", f"is {ends[-1]}, outside the {index.size} bytes of the .bin file"
         if b == n and (pointers[0] < 0 or ends[-1] != index.size):
             return "size", f"accounts for {ends[-1]} bytes"
-    if n == 0 and index.size:
-        return "size", "accounts for 0 bytes"
-    return None
+    return ("size", "accounts for 0 bytes") if n == 0 and index.size else None
 
 
 def _documents(index: IndexColumns, whole: bool) -> tuple[str, str] | None:
     n = index.entries
-    if not n or (first := int(index.document_indices(0, 1)[0])):
+    if not n or (first := int(index.read("document_indices", 0, 1)[0])):
         return "document_indices[0]", "is missing" if not n else f"is {first}, not 0"
-    last = int(index.document_indices(n - 1, n)[0])
+    last = int(index.read("document_indices", n - 1, n)[0])
     if last != index.sequences:
         return f"document_indices[{n - 1}]", f"is {last}, not the {index.sequences} sequences"
     for a, b in _windows(n - 1, whole):
-        entries = index.document_indices(a, b + 1)
+        entries = index.read("document_indices", a, b + 1)
         wrong = entries[1:] < entries[:-1]
         if wrong.any():
             return f"document_indices[{a + 1 + int(wrong.argmax())}]", "is smaller than the one before"

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
-from megalite.data.files.index_rules import IndexColumns, damage
+from megalite.data.files.index_rules import COLUMNS, IndexColumns, damage
 from megalite.data.files.missing_files import missing
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -146,12 +146,13 @@ class IndexedDataset:
         self._check(file, self.checked)
         raw = _map(file, self._index_path)
 
-        def column(offset: int, kind: str, n: int) -> NDArray[Any]:
-            return np.frombuffer(raw, kind, n, offset) if n else np.empty(0, kind)
+        def column(name: str, n: int) -> NDArray[Any]:
+            kind, before = COLUMNS[name]
+            return np.frombuffer(raw, kind, n, start + before * count) if n else np.empty(0, kind)
 
-        self.lengths: NDArray[np.int32] = column(start, "<i4", count)
-        self.pointers: NDArray[np.int64] = column(start + 4 * count, "<i8", count)
-        self.document_ends: NDArray[np.int64] = column(start + 12 * count, "<i8", entries)
+        self.lengths: NDArray[np.int32] = column("lengths", count)
+        self.pointers: NDArray[np.int64] = column("pointers", count)
+        self.document_ends: NDArray[np.int64] = column("document_indices", entries)
 
     def _refuse(self, field: str, rule: str) -> DataError:
         damaged = "the index is damaged or of another format: write it again"

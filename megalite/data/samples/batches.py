@@ -95,9 +95,6 @@ class Borders:
         return None if counts is None else counts.astype(np.float32, copy=False), first
 
 
-NO_BORDERS = Borders()
-
-
 class Batches:
     """Cuts the samples of one dataset into micro-batches. Ids outside [0, vocab_size) are refused with their place.
 
@@ -111,7 +108,7 @@ class Batches:
         dp_rank: int,
         dp_size: int,
         vocab_size: int,
-        borders: Borders = NO_BORDERS,
+        borders: Borders = Borders(),  # noqa: B008 (frozen)
         ignored_label: int | None = None,
     ):
         self.dataset, self.vocab_size = dataset, vocab_size

@@ -75,13 +75,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return sum((data[i] & 127) << 7 * (i - at) for i in range(at, end)), end
 
 
-def _merges(model: SentencePieces) -> list[tuple[str, str]]:
-    """The pairs that a BPE model joins, the likeliest first: every cut of a piece into two others."""
-    normal = {piece: score for piece, score, kind in model.rows if kind == _NORMAL}
-    cuts = [(-score, p[:i], p[i:]) for p, score in normal.items() for i in range(1, len(p))]
-    return [(a, b) for _, a, b in sorted(cuts, key=lambda cut: cut[0]) if a in normal and b in normal]
-
-
 def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
     """A tokenizers.Tokenizer. `cut_single`: user-defined pieces of one character are cut out of the normalised text;
     otherwise they are taken out before normalisation, as longer ones are."""
@@ -89,9 +82,12 @@ def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
 
     ids = {piece: i for i, (piece, _, _) in enumerate(model.rows)}
     unknown = next((piece for piece, _, kind in model.rows if kind == _UNKNOWN), None)
-    if model.is_bpe:
+    if model.is_bpe:  # joins, the likeliest first: every cut of a piece into two others
+        normal = {piece: score for piece, score, kind in model.rows if kind == _NORMAL}
+        cuts = [(-score, p[:i], p[i:]) for p, score in normal.items() for i in range(1, len(p))]
+        merges = [(a, b) for _, a, b in sorted(cuts, key=lambda cut: cut[0]) if a in normal and b in normal]
         options: dict[str, Any] = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": model.byte_fallback}
-        inner: Any = models.BPE(ids, _merges(model), **options)
+        inner: Any = models.BPE(ids, merges, **options)
     else:
         scored = [(piece, score if kind in (_NORMAL, _USER) else _NEVER) for piece, score, kind in model.rows]
         inner = models.Unigram(scored, None if unknown is None else ids[unknown], model.byte_fallback)

@@ -20,6 +20,7 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config.field import MODEL, facts_of
 from megalite.config.options import ModelConfig, build
 from megalite.config.pattern import LONGEST, write_pattern
+from megalite.config.tables import table_beside
 from megalite.interop.convert import refuse
 from megalite.kernels.rope import RopeScaling, Yarn
 from megalite.models.families import FAMILIES, REFUSED
@@ -28,21 +29,11 @@ from megalite.models.gpt import rope_scaling
 
 Json = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
-# key of rope_scaling -> field of RopeScaling
-_LLAMA3: Mapping[str, str] = {
-    "low_freq_factor": "low_factor",
-    "high_freq_factor": "high_factor",
-    "original_max_position_embeddings": "original_length",
-}
+_FACTS = table_beside(__file__, "facts")
+_LLAMA3: Mapping[str, str] = _FACTS["llama3"]
 # key of rope_scaling -> (option, value where the key is missing; None: it must be there)
 _YARN: Mapping[str, tuple[str, Any]] = {
-    "factor": ("rotary_scaling_factor", None),
-    "original_max_position_embeddings": ("yarn_original_max_position_embeddings", None),
-    "beta_fast": ("yarn_beta_fast", 32.0),
-    "beta_slow": ("yarn_beta_slow", 1.0),
-    "truncate": ("yarn_correction_range_round_to_int", True),
-    "mscale": ("mscale", 1.0),
-    "mscale_all_dim": ("mscale_all_dim", 0.0),
+    key: (option, *usual, None)[:2] for key, (option, *usual) in _FACTS["yarn"].items()
 }
 _STRETCH = ("use_rope_scaling", "rope_scaling_factor", *(option for option, _ in _YARN.values()))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import DTYPES
 from megalite.config.options import ModelConfig
+from megalite.config.tables import table_beside
 from megalite.interop.convert import Foreign, Found, matched, model_of, usual_dtype
 from megalite.interop.hugging_face.config_json import Json, read_config
 from megalite.interop.rules import recipes
@@ -27,18 +28,7 @@ from megalite.models.specs import specs_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# files that are copied with a model; none of them holds code
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+COMPANIONS: list[str] = table_beside(__file__, "facts")["companions"]
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LARGEST_JSON = 1 << 28  # bytes
 

@@ -5,12 +5,12 @@ Most names are the same; the activation is several flags there. Names and meanin
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from megalite.config.options import ModelConfig, gelu_form
 from megalite.config.pattern import LONGEST, read_pattern, write_pattern
+from megalite.config.tables import table_beside
 from megalite.interop.convert import refuse
 
 # options that have another name, meaning or default there, or are none of its model
@@ -23,18 +23,8 @@ SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _OTHERWISE)
 # activations with a flag of their own there; the others are forms of gelu
 FLAGGED = ("swiglu", "squared_relu")
 # argument -> the values with no effect
-_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "moe_latent_size": (None,),
-    "moe_apply_probs_on_input": (None, False),
-    "moe_mlp_glu_interleave_size": (None,),
-    "moe_shared_expert_glu_interleave_size": (None,),
-    "multi_latent_attention": (None, False),
-    "mtp_num_layers": (None, 0),
-    "apply_residual_connection_post_layernorm": (None, False),
-    "quick_geglu": (None, False),
-    "glu_linear_offset": (None, 0.0),
-    "heterogeneous_layers_config_path": (None,),
-    "hybrid_override_pattern": (None,),
+_ONLY = {
+    name: (None,) if usual == "" else (None, usual) for name, usual in table_beside(__file__, "names")["only"].items()
 }
 
 

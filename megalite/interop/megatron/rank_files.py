@@ -25,6 +25,7 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.storage.location import TRACKER, is_megatron
 from megalite.config.options import ModelConfig
+from megalite.config.tables import table_beside
 from megalite.interop.convert import Foreign, Found, matched, model_of, usual_dtype
 from megalite.interop.megatron.args import given, read_args
 from megalite.interop.megatron.names import LAYER, MEGATRON, WORD, core_name
@@ -59,25 +60,7 @@ class InertMember(Inert):
             raise pickle.UnpicklingError("global getattr")
 
 
-INERT = (
-    "_codecs.encode",
-    "_io.BytesIO",
-    "pathlib.PosixPath",
-    "signal.Signals",
-    "types.SimpleNamespace",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "numpy.dtypes.UInt32DType",
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "megatron.core.enums.ModelType",
-    "megatron.model.enums.ModelType",
-    "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.CudaGraphScope",
-    "megatron.core.rerun_state_machine.RerunDiagnostic",
-    "megatron.core.rerun_state_machine.RerunMode",
-    "megatron.core.rerun_state_machine.RerunState",
-)
+INERT: list[str] = table_beside(__file__, "names")["inert"]
 
 
 @dataclass(frozen=True)

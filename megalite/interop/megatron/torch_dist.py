@@ -25,22 +25,14 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import CODES
 from megalite.config.pattern import LONGEST
+from megalite.config.tables import table_beside
 from megalite.interop.convert import Found
 from megalite.interop.megatron.names import STACKED_LAYERS, core_name
 from megalite.interop.megatron.rank_files import DAMAGED, MegatronModel, args_of, load_pickle, model_in, open_megatron
 from megalite.parallel.rectangles import inside, intersect
 from megalite.parallel.spec import Box
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-RECORDS = (
-    *(f"{_METADATA}.{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
-    *(f"{_METADATA}.{name}" for name in ("ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta")),
-    f"{_METADATA}._MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.serialization._get_layout",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",
-)
+RECORDS: list[str] = table_beside(__file__, "names")["records"]
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 _OTHER = ("optimizer.", "rng_state", "rerun_state_machine_state", "chained_")  # entries beside the model
 _LARGEST = 1 << 30  # bytes of .metadata

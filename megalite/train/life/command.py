@@ -50,7 +50,12 @@ class Command:
         try:
             with locked_run(config) if first and not rehearses else contextlib.nullcontext():
                 if missing := _missing(config):
-                    return self._refuse(missing)
+                    ranks, folder = self.ranks or Ranks(), run_folder(config)
+                    for line in missing if ranks.local_rank == 0 else []:
+                        complain(f"pretrain_gpt.py: {line}")
+                    if ranks.rank == 0 and folder.is_dir() and not rehearses:
+                        leave_status(folder, Exit.PREFLIGHT.outcome, config, "\n".join(missing), resumes=ranks.resumes)
+                    return Exit.PREFLIGHT
                 if self.ranks is None and (nproc > 1 or config.operations.max_restarts) and not rehearses:
                     return start_local(nproc, train, (self,), holds_signals=True, ended=Restarts(config))
                 return train(self.ranks or Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE)), self)
@@ -71,28 +76,17 @@ class Command:
             save_after_torchrun(ORDERLY_S)
         return stop
 
-    def _refuse(self, missing: list[str]) -> int:
-        config, ranks, folder = self.config, self.ranks or Ranks(), run_folder(self.config)
-        for line in missing if ranks.local_rank == 0 else []:
-            complain(f"pretrain_gpt.py: {line}")
-        if ranks.rank == 0 and folder.is_dir() and not config.train.dry_run:
-            leave_status(folder, Exit.PREFLIGHT.outcome, config, "\n".join(missing), resumes=ranks.resumes)
-        return Exit.PREFLIGHT
-
 
 def parse(argv: list[str]) -> Command:
     """Read flags, environment and launcher; all problems are printed at once, with exit code 2."""
     hold()
     warnings = follow_torchrun()
-    ranks: Ranks | None = None
     of_launcher: list[str] = []
     try:
         ranks = read_environment()
     except LaunchError as error:
-        of_launcher = [str(error)]
-
-    def world(config: Config) -> int:
-        return local_processes(config.parallel) if ranks is None else ranks.world
+        ranks, of_launcher = None, [str(error)]
+    world: Callable[[Config], int] = lambda c: local_processes(c.parallel) if ranks is None else ranks.world  # noqa: E731
 
     def of_this_machine(config: Config, wrong: list[str]) -> list[str]:
         nproc, problems = local_processes(config.parallel), [*of_launcher, *environment.problems()]

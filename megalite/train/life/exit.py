@@ -52,10 +52,17 @@ def failure(error: BaseException, at: Moment, dog: Watchdog | None = None) -> tu
     match error:
         case SetupError() | LaunchError() | DataError() if mesh is None:
             code = Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
-            _complain_line_by_line(error, at.ranks, code)
+            teller = getattr(error, "local_rank", 0)
+            # on the rank that it is about, else on one rank of each machine, where all have the same error
+            if fails_first(at.ranks, code, reason) if teller is None else at.ranks.local_rank == teller:
+                for line in reason.splitlines():
+                    complain(f"pretrain_gpt.py: {line}")
             return code, reason
-        case KeyboardInterrupt():
-            _end_at_a_later_signal(Exit.INTERRUPTED)
+        case KeyboardInterrupt():  # one Ctrl-C gives a rank two signals, the terminal's and the launcher's
+            since = time.monotonic()
+            leave = lambda *_: os._exit(Exit.INTERRUPTED) if time.monotonic() > since + AGAIN_S else None  # noqa: E731
+            for number in STOPPING:
+                signal.signal(number, leave)  # from now on a later one kills
             return Exit.INTERRUPTED, reason or "SIGINT"
         case ReplicaError() | BadResult() | ScaleExhausted():
             code, tells = Exit.BAD_RESULT, at.ranks.rank == 0
@@ -85,19 +92,3 @@ def leave_at_once(code: Exit, in_group: bool) -> None:
         sys.stdout.flush()
     if code in (AT_ONCE_IN_GROUP if in_group else AT_ONCE):
         os._exit(int(code))
-
-
-def _complain_line_by_line(error: BaseException, ranks: Ranks, code: Exit) -> None:
-    """On the rank that it is about, else on one rank of each machine, where all have the same error."""
-    teller = getattr(error, "local_rank", 0)
-    if fails_first(ranks, code, str(error)) if teller is None else ranks.local_rank == teller:
-        for line in str(error).splitlines():
-            complain(f"pretrain_gpt.py: {line}")
-
-
-def _end_at_a_later_signal(code: Exit) -> None:
-    """One Ctrl-C gives a rank two signals, the terminal's and the launcher's; from now on a later one kills."""
-    since = time.monotonic()
-    leave = lambda *_: os._exit(int(code)) if time.monotonic() > since + AGAIN_S else None  # noqa: E731
-    for number in STOPPING:
-        signal.signal(number, leave)

@@ -18,6 +18,7 @@ from megalite.launch.local_ranks import cores
 from megalite.launch.ranks import LaunchError, Ranks, card_of
 from megalite.models.compiled import CompileError, check_compile
 from megalite.plan.arrangement import Arrangement, arrange
+from megalite.plan.memory import on_host
 from megalite.train.life.export_hf import export_problems
 from megalite.train.setup import SetupError
 from megalite.train.sources import Sources, open_sources
@@ -63,16 +64,18 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
         raise LaunchError(str(error)) from None
     except (KernelError, CompileError) as error:
         raise SetupError(str(error)) from None
-    needs, host = plan.holdings[plan.worst].state, max(held.host for held in plan.holdings)
+    needs, host = plan.holdings[plan.worst].state, max(on_host(plan))
     if config.optim.offloaded and config.optim.optimizer_offload_folder is not None:
         _check_folder(config.optim.optimizer_offload_folder, max(held.disk for held in plan.holdings), ranks)
-    on_host = memory_there(torch.device("cpu")) / ranks.local_world
+    there = memory_there(torch.device("cpu")) / ranks.local_world
     if device == "cpu":
-        needs, has, what = needs + plan.holdings[plan.worst].host, on_host, "the memory"
-    elif host > on_host:
-        has = f"{host / 2**30:.1f} GiB of host memory per rank, and there are {on_host / 2**30:.1f} GiB"
-        text = f"optimizer_offload_fraction={config.optim.offloaded:g} takes {has}: offload less, or to a disk"
-        raise LaunchError(text)
+        needs, has, what = needs + plan.holdings[plan.worst].host, there, "the memory"
+    elif host > there:
+        has = f"{host / 2**30:.1f} GiB of host memory per rank, and there are {there / 2**30:.1f} GiB"
+        options = {"optimizer_offload_fraction": config.optim.offloaded}
+        options["cpu_offloading_num_layers"] = config.train.cpu_offloading_num_layers
+        given = " and ".join(f"{name}={value:g}" for name, value in options.items() if value)
+        raise LaunchError(f"{given}: {has}; offload less{', or to a disk' * (config.optim.offloaded > 0)}")
     else:
         has, what = memory_there(card_of(ranks)), "the card's memory"
     if needs > has:

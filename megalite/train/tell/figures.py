@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megalite.config.options import Config, options
+from megalite.config.tables import table_beside
 
 Values = Mapping[str, Any]  # figures by name; a name that is absent is None
 
@@ -30,44 +31,7 @@ class Figure(NamedTuple):
     usual: float | None = None
 
 
-def _balancing(name: str, ours: str, megatron: str = "") -> Figure:
-    """A loss that balances experts. `megatron`: its name there."""
-    there = megatron or name
-    return Figure(name, f"moe/{name}", f"{ours} {{:.3g}}", f"{there}: {{:.6E}}", 10, there, optional=True)
-
-
-FIGURES = (  # in the order of megalite's line
-    Figure("loss", "train/loss", "loss {:.4f}", "lm loss: {:.6E}", 10, "lm loss"),
-    _balancing("load_balancing_loss", "aux"),
-    _balancing("seq_load_balancing_loss", "seq-aux"),
-    _balancing("router_z_loss", "router-z", "z_loss"),
-    Figure("z_loss", "train/z_loss", "z-loss {:.2e}", "z_loss: {:.6E}", 10, "z_loss", optional=True),
-    Figure("lr", "train/lr", "lr {:.1e}", "learning rate: {:.6E}", 8, "learning-rate"),
-    Figure("grad_norm", "train/grad_norm", "gnorm {:.2f}", "grad norm: {:.3f}", 13, "grad-norm"),
-    Figure("loss_scale", "train/loss_scale", "scale {:.0f}", "loss scale: {:.1f}", 12, "loss-scale", usual=1.0),
-    Figure("params_norm", "train/params_norm", "pnorm {:.2f}", "params norm: {:.3f}", 15, "params-norm", optional=True),
-    Figure("zeros", "train/num_zeros", "zeros {}", "num zeros: {}", 14, "num-zeros", optional=True),
-    Figure("moe_expert", "moe/imbalance", "| experts {:.2f}", optional=True),  # of a layer: most over mean
-    Figure("moe_rank", "moe/rank_imbalance", "ranks {:.2f}", optional=True, usual=1.0),
-    Figure("moe_load", "moe/load", optional=True),  # of every expert
-    Figure("rates", "", "| {}"),
-    Figure("tokens_per_s", "perf/tokens_per_s_per_gpu"),
-    Figure("tflops", "perf/tflops_per_gpu", "", "throughput per GPU (TFLOP/s/GPU): {:.1f}", 6),
-    Figure("mfu", "perf/mfu"),
-    Figure("memory_gib", "mem/max_allocated_gib", "| {:.1f}/{memory_limit_gib:.0f} GiB"),
-    Figure("reserved_gib", "mem/max_reserved_gib", optional=True),  # by the CUDA allocator
-    Figure("data_s", "perf/data_s"),
-    Figure("data_share", "", "| data {:.1%}"),
-    Figure("eta", "", "| eta {}"),
-    Figure("skipped", "train/skipped", "| skipped {}", "number of skipped iterations: {:3d}", 16, usual=0),
-    Figure("nan", "", "", "number of nan iterations: {:3d}", 17),
-    Figure("consumed_samples", "", "", "consumed samples: {:12d}", 3),
-    Figure("consumed_tokens", "train/tokens"),
-    Figure("batch_size", "train/batch_size", "", "global batch size: {:5d}", 9, "batch-size"),
-    Figure("step_s", "perf/step_s"),
-    Figure("step_ms", "", "", "elapsed time per iteration (ms): {:.1f}", 5),
-    Figure("steps", "perf/steps"),  # of which all that is the mean
-)
+FIGURES = tuple(Figure(name, **fields) for name, fields in table_beside(__file__, "figures").items())
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import describe_kernels
 from megalite.models.compiled import describe_compile
 from megalite.plan.arrangement import Arrangement
-from megalite.plan.memory import SHARED_PARTS, by_stage
+from megalite.plan.memory import SHARED_PARTS, by_stage, on_host
 from megalite.plan.peak_rates import Peak
 from megalite.train.sources import Sources
 from megalite.train.tell import figures as lines
@@ -69,7 +69,7 @@ def describe(
     if windows:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
     if n := config.train.cpu_offloading_num_layers:
-        rows["activations"] = f"of each chunk's first {n} layers on the host; below they count as if on the device"
+        rows["activations"] = f"of each chunk's first {n} layers on the host"
     if config.train.compile:
         rows["compile"] = describe_compile()
     if config.train.cuda_graph_impl != "none":
@@ -146,13 +146,14 @@ def stage_rows(plan: Arrangement) -> list[tuple[str, ...]]:
 
 def memory_rows(plan: Arrangement) -> list[tuple[str, ...]]:
     """GiB per pipeline rank, with the table's head; of more than MOST_ROWS only the largest, and the range of all."""
-    hosts = ["host"] * any(held.host for held in plan.holdings)
+    host = on_host(plan)
+    hosts = ["host"] * any(host)
     rows: list[tuple[str, ...]] = []
     totals = [held.state + size for held, size in zip(plan.holdings, plan.activations, strict=True)]
     for i, (held, size, count) in enumerate(zip(plan.holdings, plan.activations, plan.in_flight, strict=True)):
         name, layers = f"pipeline rank {i}" * (plan.pp > 1), runs(map(len, plan.stages[i :: plan.pp]))
         state = (_gib(getattr(held, part)) for part in STATE)
-        rows.append((name, layers, *state, _gib(size), str(count), _gib(totals[i]), *(_gib(held.host) for _ in hosts)))
+        rows.append((name, layers, *state, _gib(size), str(count), _gib(totals[i]), *(_gib(host[i]) for _ in hosts)))
     head = ("GiB per rank", "layers", *STATE, "activations", "in flight", "all", *hosts)
     if plan.pp <= MOST_ROWS:
         return [head, *rows]

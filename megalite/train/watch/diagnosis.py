@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 Told = tuple[str, int, int, int]  # a collective or message: its name, the peer's rank or -1, number, bytes
-CAUSES = {"data": "a data stall: slow storage, or a slow preparation of samples", "checkpoint": "a slow checkpoint"}
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class View:
     def cause(self) -> str | None:
         rooms = {place.partition("/")[0] for place in self.places} | {self.phase}
         if rooms & {"data", "batch-generator"}:
-            return CAUSES["data"]
-        return CAUSES["checkpoint"] if rooms & {"checkpoint", "save-checkpoint"} else None
+            return "a data stall: slow storage, or a slow preparation of samples"
+        return "a slow checkpoint" if rooms & {"checkpoint", "save-checkpoint"} else None
 
     def __str__(self) -> str:
         at = f"{f'step {self.step}, ' if self.step else ''}{self.phase or self.doing}, {self.place}"

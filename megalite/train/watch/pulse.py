@@ -128,7 +128,10 @@ def slow_ranks(rows: Sequence[Row]) -> dict[int, str]:
             bisect.insort(places[row["pp"]], own_s(row))
     slow = {}
     for rank, row in enumerate(rows):
-        usual = _median_of_others(places[row["pp"]], own_s(row))
+        ordered, usual = places[row["pp"]], math.inf
+        if n := max(0, len(ordered) - 1):  # the median without this rank's; there may be thousands of ranks
+            at = bisect.bisect_left(ordered, own_s(row))
+            usual = sum(ordered[i + (i >= at)] for i in ((n - 1) // 2, n // 2)) / 2
         beyond = own_s(row) - row["queued_s"] - usual
         if beyond > MARGIN * usual and beyond > MATERIAL * row["step_s"]:
             peers = [other for r, other in enumerate(rows) if r != rank and other["pp"] == row["pp"]]
@@ -139,15 +142,6 @@ def slow_ranks(rows: Sequence[Row]) -> dict[int, str]:
                 f"+{1000 * excess[phase]:.1f} ms in {phase}"
             )
     return slow
-
-
-def _median_of_others(ordered: Sequence[float], own: float) -> float:
-    """Median of a sorted list without one `own`; inf where nothing is left. There may be thousands of ranks."""
-    n, at = len(ordered) - 1, bisect.bisect_left(ordered, own)
-    if n < 1:
-        return math.inf
-    low, high = (ordered[i + (i >= at)] for i in ((n - 1) // 2, n // 2))
-    return (low + high) / 2
 
 
 def queued_s() -> float:

@@ -37,8 +37,7 @@ def reason_to_doubt(run: Run, numbers: Numbers) -> str | None:
     """What is wrong with a step's numbers, not counting an overflow that the loss scaler handles."""
     if numbers.finite:
         return run.spikes.find(numbers.loss, numbers.grad_norm) if numbers.tokens else None
-    told = f"loss {numbers.loss:.4g}, grad norm {numbers.grad_norm:.4g}"
-    return None if run.loss_scaler.dynamic else told
+    return None if run.loss_scaler.dynamic else f"loss {numbers.loss:.4g}, grad norm {numbers.grad_norm:.4g}"
 
 
 def look_again(
