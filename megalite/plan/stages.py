@@ -47,7 +47,4 @@ def elements_of(block: Block) -> tuple[int, ...]:
 
 def parameters_of(specs: Mapping[str, ParamSpec]) -> Counter[str]:
     """The number of parameters by their home, without padding."""
-    found = Counter[str]()
-    for spec in specs.values():
-        found[spec.home] += math.prod(spec.stored_shape)
-    return found
+    return sum((Counter({spec.home: math.prod(spec.stored_shape)}) for spec in specs.values()), Counter())
