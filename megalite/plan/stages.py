@@ -1,11 +1,9 @@
-"""The chunks of the model that a rank has, as an arrangement says."""
-
-from __future__ import annotations
+"""The chunks of the model that a rank has. `made`: an Arrangement (arrangement.py, which imports this)."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -14,19 +12,14 @@ from megalite.nn.parameter import Maker, named_specs
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import HOMES, ParamSpec
 
-if TYPE_CHECKING:
-    from megalite.plan.arrangement import Arrangement
 
-
-def build_stages(
-    made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False, deferred: bool = False
-) -> list[Stage]:
+def build_stages(made: Any, mesh: Mesh, dtype: torch.dtype, meta: bool = False, deferred: bool = False) -> list[Stage]:
     """The chunks of the model on this rank; `meta`, `deferred`: as a Maker has it."""
     make = Maker(mesh, dtype, made.config.train.seed, meta, deferred)
     return [build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
 
 
-def build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number: int) -> Stage:
+def build_stage(made: Any, make: Maker, layers: Sequence[range], number: int) -> Stage:
     return Stage(
         make,
         made.config.model,
