@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cover import rarely
 from ranks import run_ranks
 from train_cases import SMALL, config_from, run_from
 from whole import Owned, whole_of
@@ -119,8 +120,14 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
     return {name: found.read(name) for name in found.manifest.tensors}
 
 
-@pytest.mark.parametrize("layouts", [FP32, BF16, MUON, ZERO], ids=["fp32", "bf16", "muon", "ZeRO"])
-def test_saved_under_any_layout_goes_on_under_any_other(tmp_path: Path, layouts: list[Layout]) -> None:
+SETS = {"fp32": FP32, "bf16": BF16, "muon": MUON, "ZeRO": ZERO}
+SETS |= {"some fp32": [FP32[i] for i in (0, 4, 5, 7, 8)], "some ZeRO": [ZERO[i] for i in (0, 4, 5, 7, 8)]}
+OFTEN = [name for name in SETS if name not in ("fp32", "ZeRO")]
+
+
+@pytest.mark.parametrize("which", rarely([*SETS], OFTEN, str, guards=("megalite/checkpoint", "megalite/optim")))
+def test_saved_under_any_layout_goes_on_under_any_other(tmp_path: Path, which: str) -> None:
+    layouts = SETS[which]
     unbroken: dict[str, list[float]] = {}
     for world, some in _by_world(layouts).items():
         losses = _ranks(world, _train_and_save, str(tmp_path), some)[0]
@@ -134,7 +141,7 @@ def test_saved_under_any_layout_goes_on_under_any_other(tmp_path: Path, layouts:
         assert got.keys() == alone.keys()
         for name, values in got.items():
             assert values.shape == alone[name].shape, f"{layout.name}: {name}"
-            bound = (1e-3 if layouts in (FP32, ZERO) else 1e-1) * float(alone[name].abs().max())
+            bound = (1e-1 if layouts in (BF16, MUON) else 1e-3) * float(alone[name].abs().max())
             assert float((values - alone[name]).abs().max()) <= bound, f"{layout.name}: {name}"
     for world, some in _by_world(layouts).items():
         ranks = _ranks(world, _load_and_go_on, str(tmp_path), layouts, some)
