@@ -133,10 +133,10 @@ class _Shelf:
     """What attention saves for backward: of gathered keys and values, which backward gathers again, their place alone,
     and of the results of runs, which are joined, parts of the whole. All else is for the hooks around."""
 
-    def __init__(self, route: Route, kv: Tensor):
+    def __init__(self, route: Route, kv: Tensor, again: bool):
         self.gathered: Tensor | None
         self.pack, self.unpack = hooks_around()
-        self.route, self.kv, self.gathered = route, self.pack(kv), route.gather(kv)
+        self.route, self.kv, self.gathered = route, None if again else self.pack(kv), route.gather(kv)
         self.saved: list[list[Any]] = []
 
     def take(self) -> Tensor:
@@ -206,10 +206,8 @@ class Gathered:
         window = None if window is not None and window >= self.cp.size * q_SBHK.shape[0] else window
         kv, runs = torch.stack((k_SBGK, v_SBGK)), self.places.runs(self.cp.rank)
         seen = [self.places.seen(run, window) for run in runs]
-        shelf = _Shelf(Route(self.cp, self.places, window), kv.detach())
+        shelf = _Shelf(Route(self.cp, self.places, window), kv.detach(), self.again)
         parts: Any = _Gather.apply(kv, shelf, seen)
-        if self.again:
-            shelf.kv = None  # nothing is kept for backward
         outputs: list[Tensor] = []
         with nullcontext() if self.again else saved_tensors_hooks(shelf.keep, shelf.restore):
             queries = q_SBHK.split([len(run) for run in runs])
@@ -324,5 +322,6 @@ class ByHeads:
         with nullcontext() if self.again else saved_tensors_hooks(result.keep, result.restore):
             o_TBHK = self.attend(*qkv, drop=here, **how)
         result.close(o_TBHK)
-        home: Any = (_Swap.apply, True) if self.again else (_Home.apply, result)
-        return home[0](o_TBHK, cp, self.places, home[1])
+        if self.again:
+            return _Swap.apply(o_TBHK, cp, self.places, True)  # type: ignore[return-value]
+        return _Home.apply(o_TBHK, cp, self.places, result)  # type: ignore[return-value]

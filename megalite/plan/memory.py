@@ -66,6 +66,8 @@ def by_stage(made: Arrangement) -> list[Holding]:
 
 def on_host(made: Arrangement) -> list[int]:
     """Bytes of host memory on each rank of every pipeline position, of what is offloaded; activations at their most."""
+    if not made.config.train.cpu_offloading_num_layers:
+        return [held.host for held in made.holdings]
     sent = [(sum(bill.sent for bill, _ in made.layers.bills(layers)), 0) for layers in made.stages]
     most = made.most_alive(sent, made.split, made.told)
     return [held.host + round(activations) for held, activations in zip(made.holdings, most, strict=True)]
