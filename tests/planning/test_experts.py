@@ -1,0 +1,169 @@
+"""What a plan says of experts beside what follows by hand: parameters, FLOPs, rows that travel, seconds, layouts."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from test_as_rank import EXPERTS, TP, arranged
+from test_search import every, request
+from test_step_time import INSTANT, SHAPE, check_sum, fast, made
+from train_cases import config_from
+
+from megalite.nn.token_exchange import even_routing
+from megalite.plan.cluster import Link, cluster
+from megalite.plan.cost import Costs
+from megalite.plan.kinds import Setting, kinds_of, layers_bill, model_flops
+from megalite.plan.profile import default_profile
+from megalite.plan.step_time import step_time
+from megalite.train.rehearsal import tell
+from megalite.train.tell.overview import describe
+from tools.planning import show
+from tools.planning.bounds import least_exchange, least_memory, least_time
+from tools.planning.search import Layout, Planned, layout_of, planned, search
+from tools.planning.search import arranged as planned_as
+
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0
+ --attention-dropout 0 --untie-embeddings-and-output-weights --group-query-attention"""
+MIXTRAL = f"""{LLAMA} --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --seq-length 4096
+ --num-query-groups 8 --vocab-size 32000 --num-experts 8 --moe-router-topk 2"""
+QWEN3 = f"""{LLAMA} --num-layers 48 --hidden-size 2048 --num-attention-heads 32 --kv-channels 128 --num-query-groups 4
+ --qk-layernorm --seq-length 4096 --vocab-size 151936 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768"""
+E, K, F, D, L, S = 8, 2, 512, 1024, 8, 512
+SOME = f"--swiglu --disable-bias-linear --num-experts {E} --moe-router-topk {K} --moe-ffn-hidden-size {F}"
+SMALL = f"""--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 8000 --hidden-dropout 0
+ --attention-dropout 0 --global-batch-size 16 {SOME} --moe-layer-freq [0,1,1,1]"""
+
+
+@pytest.mark.parametrize(
+    "words,whole,active", [(MIXTRAL, 46_702_792_704, 12_879_925_248), (QWEN3, 30_532_122_624, 3_353_032_704)]
+)
+def test_parameters_are_those_of_the_models_and_a_token_uses_some(words: str, whole: int, active: int) -> None:
+    """46.7 and 12.9 billion (arXiv:2401.04088), 30.5 and 3.3 (arXiv:2505.09388)."""
+    asked = request(f"{words} --global-batch-size 64", 8)
+    made = planned_as(Layout(), asked)
+    assert (made.parameters, made.active) == (whole, active)
+    assert made.of_homes["expert"] // (asked.config.model.num_experts or 0) % asked.config.model.num_layers == 0
+
+
+def test_a_tokens_flops_are_those_of_a_dense_model_as_wide_as_its_experts_and_of_the_routers() -> None:
+    some, dense = (config_from(f"{SHAPE} {more}").model for more in (SOME, SOME[: SOME.index("--num-experts")]))
+    wide = dataclasses.replace(dense, ffn_hidden_size=K * F)
+    assert model_flops(some, 1024) == model_flops(wide, 1024) + 6 * D * E * L
+    half = dataclasses.replace(some, moe_layer_freq="[0,1]*4", ffn_hidden_size=K * F)
+    assert model_flops(half, 1024) == model_flops(wide, 1024) + 6 * D * E * L // 2
+    assert len(set(kinds_of(half))) == 2
+
+
+@pytest.mark.parametrize("experts,topk,ep", [(8, 2, 4), (16, 3, 2), (64, 8, 8)])
+def test_even_routing_is_what_lots_come_to(experts: int, topk: int, ep: int) -> None:
+    chosen = torch.rand(20_000, experts, generator=torch.Generator().manual_seed(1)).topk(topk).indices
+    mine = (chosen // (experts // ep) == 0).sum(1)
+    rows, choices = even_routing(20_000, experts, topk, ep)
+    assert (int((mine > 0).sum()), int(mine.sum())) == pytest.approx((rows, choices), rel=0.05)
+
+
+@pytest.mark.parametrize("ep,etp", [(4, 1), (2, 2)])
+def test_a_layer_exchanges_even_rows_and_computes_as_much_as_alone(ep: int, etp: int) -> None:
+    (kind, *_), peers = kinds_of(config_from(f"{SHAPE} {SOME}").model), ep * etp
+    alone, split = (layers_bill((kind,), Setting(1, 1, torch.bfloat16, ep=n, etp=m)) for n, m in ((1, 1), (ep, etp)))
+    assert split.flops == alone.flops
+    rows, _ = even_routing(S, E, K, ep)
+    there, back, gradients = (2 * peers * rows * (D + more) for more in (4 * K, 0, 2 * K))  # fp32 in bf16 is two
+    begun = Counter((e.phase, e.name, e.figures[0]) for e in split.trace if e.what == "begin")
+    want = [("F", there), ("F", back), ("B", back), ("B", there), ("B", gradients)]
+    known = Counter((phase, "experts all-to-all", size) for phase, size in want if (phase, size) != ("B", there))
+    assert begun == known | Counter({("F", "experts all-gather", 16 * peers * peers): 1})
+
+
+def test_rows_travel_on_the_links_between_experts() -> None:
+    """Nothing hides them: on a node of four, or on four nodes of one."""
+    of, link = made(f"{SOME} --ep 4 --global-batch-size 8", 4), Link(0.0, 1e9)
+    profile = dataclasses.replace(default_profile("h100"), contention=0.0)
+    rows, _ = even_routing(S, E, K, 4)
+    moved = 2 * 4 * rows * (4 * D + 6 * K) + 16 * 4 * 4
+    wanted = 2 * L * moved * 3 / 4 / 1e9
+    inside = step_time(of, fast(4, inside=link), profile)
+    apart = dataclasses.replace(fast(4, between=link), per_node=1, nodes=4)
+    for found in (inside, step_time(of, apart, profile)):
+        assert found.parts["tp"] == pytest.approx(wanted, rel=1e-6)
+        check_sum(found)
+    assert step_time(of, dataclasses.replace(apart, between=INSTANT, inside=link), profile).parts["tp"] < 0.01 * wanted
+
+
+def test_experts_gradients_and_weights_move_between_their_copies() -> None:
+    late = "--no-overlap-grad-reduce --no-overlap-param-gather"
+    of = made(f"{SOME} --ep 2 --global-batch-size 8 {late}", 4)
+    profile = dataclasses.replace(default_profile("h100"), contention=0.0)
+    (held,) = of.holdings
+    assert held.elements["expert"] == L * E * 3 * F * D // 2
+    moved = 6 * (held.elements["dense"] * 3 / 4 + held.elements["expert"] / 2)
+    found = step_time(of, fast(4, inside=Link(0.0, 1e9)), profile)
+    assert found.parts["dp"] == pytest.approx(moved / 1e9, rel=0.01)
+    assert held.owned == held.elements["dense"] // 4 + held.elements["expert"] // 2
+
+
+def test_groups_of_few_rows_wait_for_their_matrices_and_routers_have_the_rate_of_their_dtype() -> None:
+    costs = Costs(made(f"{SOME} --global-batch-size 8", 1), cluster("h100", 1), default_profile("h100"))
+    fixed = costs.profile.kernel_s
+    few, many = (costs.matmul_s(rows, 2048, 2048, 64, 2) for rows in (64, 1 << 20))
+    assert few - fixed == pytest.approx(costs.memory_s(64 * 2048 * 2048 * 2))
+    assert many == pytest.approx(costs.matmul_s(1 << 20, 2048, 2048, 1, 2), rel=0.01)
+    wide = costs.matmul_s(4096, 2048, 2048, 1, 4) - fixed
+    assert wide == pytest.approx((costs.matmul_s(4096, 2048, 2048, 1, 2) - fixed) * 989.4 / 66.9)
+
+
+def test_stages_of_unlike_layers_take_equally_long() -> None:
+    narrow = "--num-layers 16 --moe-layer-freq [0]*8+[1]*8 --ffn-hidden-size 512 --moe-ffn-hidden-size 2048"
+    of = made(f"{SOME} {narrow} --pp 4 --global-batch-size 64", 4)
+    slowest = [max(map(sum, of.layers.costs_of(split))) for split in (of.counts, (4, 4, 4, 4))]
+    assert of.counts[0] > 4 > of.counts[-1] and sum(of.counts) == 16 and slowest[0] < 0.8 * slowest[1]
+
+
+def test_a_start_and_a_dry_run_tell_where_experts_are() -> None:
+    plan, sources = arranged(f"{TP} --ep 2 {EXPERTS} --global-batch-size 16 --dry-run --as-rank 3", 4)
+    assert "ep 1 of 2" in " ".join(tell(plan, sources, 4).split())
+    told = " ".join(describe(plan, sources, 4).split())
+    assert "experts 4 in 4 of 4 layers, 4 for a token; ep 2 x etp 1 x edp 2" in told
+    assert f"parameters {plan.parameters:,}, of which a token uses {plan.parameters:,} (" in told
+
+
+def test_the_search_finds_what_everything_simulated_does_and_tells_its_command() -> None:
+    asked = request(SMALL, 4)
+    found, layouts = search(asked, wanted=3, most=1000), every(asked)
+    assert {one.ep for one in layouts} == {1, 2, 4} and found.simulated < len(layouts) / 4
+    for layout in layouts[:: max(1, len(layouts) // 40)]:
+        plan, made = planned(layout, asked, None), planned_as(layout, asked)
+        assert isinstance(plan, Planned) and plan.time.seconds >= found.plans[0].time.seconds, layout
+        assert found.order(plan) >= found.order(found.choices()[0].best), layout
+        costs = Costs(made, asked.cluster, default_profile("h100"))
+        assert least_time(made, costs) <= plan.time.seconds * (1 + 1e-9), layout
+        assert least_memory(made, made.module_bytes) <= plan.peak, layout
+        words = show.command_words(asked, layout, 5)
+        assert layout_of(config_from(words)) == layout
+    assert {one.ep for one in every(request(f"{SMALL} --ep 2", 4))} == {2}
+    assert "cp, ep and sharding" in show.counts(found, 3)[0]
+
+
+@pytest.mark.parametrize("layout", [Layout(ep=4, zero=3), Layout(ep=8, zero=2), Layout(2, ep=2, zero=3)], ids=str)
+def test_the_bounds_of_experts_that_are_shared_out_are_below_the_plan(layout: Layout) -> None:
+    asked = request(f"{MIXTRAL} --num-layers 4 --global-batch-size 64", 16)
+    plan, made = planned(layout, asked, None), planned_as(layout, asked)
+    assert isinstance(plan, Planned)
+    costs = Costs(made, asked.cluster, default_profile("h100"))
+    assert max(least_time(made, costs), least_exchange(made, costs, made.of_homes)) <= plan.time.seconds
+    assert 0.7 * plan.peak < least_memory(made, made.module_bytes) <= plan.peak
+
+
+@pytest.mark.everything
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("words,devices", [(MIXTRAL, 64), (QWEN3, 8), (QWEN3, 64)])
+def test_models_of_experts_are_planned(words: str, devices: int) -> None:
+    """No row of ep alone is faster than what is found."""
+    asked = request(f"{words} --global-batch-size 512 --micro-batch-size 1", devices)
+    found = search(asked)
+    best = found.plans[0]
+    assert best.peak <= found.limit and len({plan.layout.ep for plan in found.plans}) > 1
+    for ep in (1, 2, 4, 8):
+        plan = planned(Layout(ep=ep, zero=3), asked, None)
+        assert isinstance(plan, Planned) and (plan.peak > found.limit or plan.time.seconds >= best.time.seconds), ep
