@@ -18,6 +18,9 @@ def expert_problems(config: Config, say: Say) -> Iterator[Problem]:
     if m.num_experts % ep:
         text = "{=num_experts} is not a multiple of {=expert_model_parallel_size}: use {fit}"
         yield say(text, fit=any_of([d for d in divisors(m.num_experts) if d < ep]))
+    one = m.moe_router_topk == 1 and m.moe_router_score_function == "softmax"
+    if one and not m.moe_router_pre_softmax and "sinkhorn" not in m.moe_router_load_balancing_type:
+        yield say("{=moe_router_topk}: the softmax over one chosen expert is always 1; give {--moe-router-pre-softmax}")
     if m.expert_ffn_size % etp:
         text = "{=expert_tensor_parallel_size} does not divide {=moe_ffn_hidden_size}: use {fit} for it, or another"
         fit = multiples(m.expert_ffn_size, etp)

@@ -5,9 +5,8 @@ import importlib.util
 from megalite.config.options import LogConfig
 
 CODE = 3  # train/tell/run_dir.py: Exit.PREFLIGHT
-# of pyproject.toml
 EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "matplotlib": "plots", "transformers": "all"}
-EXTRAS |= dict.fromkeys(("zstandard", "pyarrow", "fsspec", "tiktoken"), "data")
+EXTRAS |= dict.fromkeys(("zstandard", "pyarrow", "fsspec", "tiktoken"), "data")  # of pyproject.toml
 
 
 class MissingPackage(Exception):

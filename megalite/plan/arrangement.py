@@ -263,7 +263,7 @@ class Arrangement:
         if not self.splits_backward:
             return None
         costs, most = self.layers.costs_of(split), self.config.parallel.zero_bubble_max_pending_backward
-        return Split(costs, self.layers.held_of(split)) if most is None else Split(costs, most=most)
+        return Split(costs, self.layers.staying.held_of(split)) if most is None else Split(costs, most=most)
 
     @cached_property
     def in_flight(self) -> list[int]:

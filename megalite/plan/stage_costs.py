@@ -36,6 +36,11 @@ class StageCosts:
         return kinds_of(self.model)
 
     @cached_property
+    def staying(self) -> "StageCosts":
+        """As if nothing were offloaded, which must not decide in which order gradients are added up."""
+        return replace(self, offload=(0, 0)) if self.offload[0] else self
+
+    @cached_property
     def flops(self) -> tuple[int, ...]:
         """FLOPs of each layer, forward and backward together."""
         return tuple(self._layers.each[:, :3].sum(1).tolist())
