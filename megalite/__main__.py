@@ -12,16 +12,16 @@ import importlib
 import os
 import re
 import sys
+import tomllib
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
 from megalite import __version__
-from megalite.config.tables import table_beside
 
 _HERE = Path(__file__).resolve().parent
 PROGRAMS = _HERE / "programs" if (_HERE / "programs").is_dir() else _HERE.parent
-COMMANDS = table_beside(__file__, "commands")  # name: [module below PROGRAMS, what it does]
+COMMANDS = tomllib.loads((_HERE / "commands.toml").read_text("utf-8"))  # name: [module below PROGRAMS, what it does]
 
 
 def overview(group: str = "") -> str:
