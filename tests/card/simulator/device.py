@@ -10,6 +10,7 @@ for 0-dim tensors of the host where CUDA takes them.
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -271,12 +272,19 @@ def _in_threads(card: Card) -> Callable[[threading.Thread], None]:
     return run_on_card
 
 
+def _forget_functions() -> None:
+    """dynamo knows torch's functions by a table that it makes once: not of those that stand in for them here."""
+    if (rules := sys.modules.get("torch._dynamo.trace_rules")) is not None:
+        rules.clear_lru_cache()
+
+
 @contextlib.contextmanager
 def simulated(index: int = 0, cards: int = 8) -> Iterator[Card]:
     """Card `index` of `cards` for what runs inside, in threads that begin there too."""
     card = Card([], index)
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, card, "running", False)
+        stack.callback(_forget_functions)
         stack.enter_context(cuda.installed(card.trace, cards))
         torch.cuda.set_device(index)
         stack.enter_context(tensors.replaced(card))

@@ -123,3 +123,13 @@ def test_host_and_card_in_one_operation_are_noted_with_their_line(card: Card, na
 def test_a_tensor_of_the_card_has_no_numpy(card: Card) -> None:
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         torch.ones(3, device=card.device).numpy()
+
+
+def test_dynamo_knows_torchs_own_functions_afterwards() -> None:
+    """Its table of them, made while others stand in for them, would let no factory be traced in this process."""
+    with simulated():
+        from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+        get_torch_obj_rule_map()
+    ones = torch.compile(lambda x: x + torch.arange(2), backend="eager", fullgraph=True)(torch.ones(2))
+    assert ones.tolist() == [1.0, 2.0]
