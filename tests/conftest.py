@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
+import programs
 import pytest
 import seconds
 import train_cases
@@ -12,6 +13,7 @@ import train_cases
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("PYTHONUNBUFFERED", "RANK", "WORLD_SIZE"):  # users have none: what is told lies in a buffer first
     os.environ.pop(name, None)
+programs.environment()
 # what a shell's background job and nohup ignore: what tests start would inherit it
 for number, usual in (
     (signal.SIGINT, signal.default_int_handler),
@@ -82,6 +84,13 @@ def signals_as_they_were() -> Iterator[None]:
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@pytest.fixture(autouse=True)
+def environment_as_it_was() -> Iterator[None]:
+    """torch.compile sets a variable, and programs that find another environment are not forked."""
+    with programs.environment_kept():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,8 @@ class Popen(subprocess.Popen[Any]):
                        cwd: Any, env: Mapping[str, str] | None, *others: Any) -> None:  # fmt: skip
         *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, _, _, _, _, start_new_session, _ = others
         if preexec_fn is not None or pass_fds or not _can_be_forked(args, cwd, env):
+            if start_new_session and preexec_fn is None and p2cread != -1 and os.isatty(p2cread):
+                preexec_fn = _take_terminal
             super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others
             )
@@ -156,7 +158,7 @@ def _can_be_forked(words: Sequence[str], cwd: str | os.PathLike[str] | None, env
         return False
     if not words[1].startswith("-") and not Path(cwd or ".", words[1]).resolve().is_relative_to(ROOT):
         return False  # it may have a megalite of its own
-    given, own = os.environ if env is None else env, _environment()
+    given, own = os.environ if env is None else env, environment()
     changed = {name for name in {*given, *own} if given.get(name) != own.get(name)}
     if given.get("PYTHONPATH") == str(ROOT):  # which has it already
         changed.discard("PYTHONPATH")
@@ -170,9 +172,20 @@ def _ask(told: bytes, fds: list[int]) -> None:
 
 
 @functools.cache
-def _environment() -> dict[str, str]:
-    """Of the process that programs are forked from."""
+def environment() -> dict[str, str]:
+    """Of the process that programs are forked from: that of the first call."""
     return dict(os.environ)
+
+
+@contextlib.contextmanager
+def environment_kept() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    for name in {*before, *os.environ}:
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
 
 
 @functools.cache
@@ -181,7 +194,7 @@ def _server() -> socket.socket:
     near, far = socket.socketpair()
     words = [sys.executable, __file__, str(far.fileno())]
     subprocess.Popen(
-        words, pass_fds=[far.fileno()], cwd=ROOT, env=_environment(), start_new_session=True,
+        words, pass_fds=[far.fileno()], cwd=ROOT, env=environment(), start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     far.close()
@@ -208,6 +221,11 @@ def _serve(line: socket.socket) -> dict[str, Any] | None:
             os.close(fd)
 
 
+def _take_terminal() -> None:
+    """Ctrl-C on stdin's terminal is for this session."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def _fork(fds: list[int], session: bool) -> bool:
     """True in the program itself; its parent tells its end to who has asked for it."""
     answer, *streams = fds
@@ -218,7 +236,7 @@ def _fork(fds: list[int], session: bool) -> bool:
         for i, fd in enumerate(streams):
             os.dup2(fd, i)
         if session and os.isatty(0):
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            _take_terminal()
         for fd in fds:
             os.close(fd)
         return True

@@ -1,5 +1,6 @@
 """A program that is forked is as one that an interpreter starts; each case is of both."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -36,8 +37,28 @@ def test_torch_is_there_already_unless_the_interpreter_is_asked_for_something() 
     code = "import sys; print('torch' in sys.modules, 'triton' in sys.modules)"
 
     def said(*flags: str, **variables: str) -> str:
-        env = {**programs._environment(), **variables}  # whatever other tests have set here
+        env = {**programs.environment(), **variables}  # whatever other tests have set here
         return programs.run([sys.executable, *flags, "-c", code], env=env, **PIPES, ok=True, timeout=60).stdout
 
     assert said() == said(MEGALITE_A="1") == "True False\n"
     assert said("-X", "dev") == said(PYTHONWARNINGS="error") == said(TORCH_LOGS="") == "False False\n"
+
+
+@pytest.mark.parametrize("variables", [{}, {"TORCH_LOGS": ""}], ids=["forked", "started"])
+def test_a_session_on_a_terminal_owns_it(variables: dict[str, str]) -> None:
+    near, far = os.openpty()
+    code = "import os; print(os.tcgetpgrp(0) == os.getpgrp() == os.getsid(0))"
+    env = {**programs.environment(), **variables}
+    with programs.Popen([sys.executable, "-c", code], stdin=far, env=env, start_new_session=True, **PIPES) as process:
+        assert process.communicate(timeout=60) == ("True\n", "")
+    os.close(near)
+    os.close(far)
+
+
+def test_a_variable_that_a_test_leaves_behind_makes_no_later_program_slow() -> None:
+    before = dict(os.environ)
+    with programs.environment_kept():  # as around every test
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = "x"  # torch.compile sets it
+        del os.environ["PATH"]
+        assert not programs._can_be_forked([sys.executable, "-c", ""], None, None)
+    assert dict(os.environ) == before and programs._can_be_forked([sys.executable, "-c", ""], None, None)
