@@ -63,10 +63,7 @@ class Foreign:
 
 
 def matched(
-    ranks: Sequence[tuple[Mapping[str, Found], Sequence[Recipe]]],
-    title: str,
-    remedy: str,
-    problems: Sequence[str] = (),
+    ranks: Sequence[tuple[Mapping[str, Found], Sequence[Recipe]]], title: str, remedy: str, problems: Sequence[str] = ()
 ) -> list[Foreign]:
     """Every tensor once, of the tensors and recipes of each tp rank. Several can hold the same part of ours, as copies
     of a norm do, or a head that is tied to the embedding; then they must be equal. Raises CheckpointError: under

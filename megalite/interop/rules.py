@@ -75,13 +75,7 @@ def _numbers(rule: TensorRule, specs: Specs, box_of: BoxOf, layers: range) -> It
 
 
 def recipes(
-    naming: Naming,
-    specs: Specs,
-    groups: int,
-    layers: range,
-    *,
-    box_of: BoxOf = WHOLE,
-    found: Container[str] = (),
+    naming: Naming, specs: Specs, groups: int, layers: range, *, box_of: BoxOf = WHOLE, found: Container[str] = ()
 ) -> list[Recipe]:
     """The foreign tensors of `specs`, a model or a stage with `layers`, of a rank that has `groups` of keys and values,
     and of each parameter the rectangle `box_of`. Foreign numbers count from its first layer and expert. `found`: the

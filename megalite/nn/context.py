@@ -300,14 +300,7 @@ class ByHeads:
     again: bool
 
     def __call__(
-        self,
-        q_SBHK: Tensor,
-        k_SBGK: Tensor,
-        v_SBGK: Tensor,
-        *,
-        drop: Drop | None,
-        sink_H: Tensor | None,
-        **how: Any,
+        self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, *, drop: Drop | None, sink_H: Tensor | None, **how: Any
     ) -> Tensor:
         H, G, cp = q_SBHK.shape[2], k_SBGK.shape[2], self.cp
         mine = H // cp.size

@@ -20,14 +20,7 @@ class MLP(nn.Module):
     initial weights of up and down."""
 
     def __init__(
-        self,
-        make: Maker,
-        name: str,
-        widths: tuple[int, int],
-        activation: str,
-        stds: tuple[float, float],
-        *,
-        bias: bool,
+        self, make: Maker, name: str, widths: tuple[int, int], activation: str, stds: tuple[float, float], *, bias: bool
     ):
         super().__init__()
         self.tp = make.mesh.tp

@@ -116,12 +116,7 @@ def _stopped(run: Run, doubt: Doubt | None, size: int) -> NonFiniteError:
 
 
 def _agree(
-    run: Run,
-    losses: torch.Tensor,
-    hosts: Sequence[HostBatch],
-    want_stop: bool,
-    count_zeros: bool,
-    nominal: int,
+    run: Run, losses: torch.Tensor, hosts: Sequence[HostBatch], want_stop: bool, count_zeros: bool, nominal: int
 ) -> Numbers:
     """Sums over the world, in float64: squared gradient norm, loss, tokens that count, ranks that want to stop, z-loss,
     and where asked for gradient elements that are 0, and disagreement of replicas. This is the step's one sync with the

@@ -37,10 +37,7 @@ def test_the_places_of_a_text() -> None:
     assert [(place.begin[0], place.text) for place in sorted(of_text(TEXT, "text.py"))] == PLACES
 
 
-@pytest.mark.parametrize(
-    ("call", "seen"),
-    [("turned(X, 'cpu')", [5]), ("in_thread(X, 'cuda')", [5, 8, 9, 10, 12])],
-)
+@pytest.mark.parametrize(("call", "seen"), [("turned(X, 'cpu')", [5]), ("in_thread(X, 'cuda')", [5, 8, 9, 10, 12])])
 def test_what_ran_is_seen_and_nothing_else(call: str, seen: list[int], tmp_path: Path) -> None:
     path = tmp_path / "text.py"
     path.write_text(TEXT)
