@@ -179,9 +179,12 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
+    """Of what makes `Popen` start an interpreter; the rest may be a fixture's that lasts longer."""
     before = dict(os.environ)
     yield
     for name in {*before, *os.environ}:
+        if not name.startswith(READ_AT_START):
+            continue
         if name not in before:
             del os.environ[name]
         elif os.environ.get(name) != before[name]:
