@@ -29,6 +29,7 @@ from megalite.train.step import train_step
 
 STEPS = 3
 MIXTRAL = f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
+GLOBAL = " --moe-router-load-balancing-type global_aux_loss"
 QWEN = f"""{LLAMA} --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 12 --moe-router-pre-softmax
  --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --moe-layer-freq 2
  --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.1"""
@@ -38,7 +39,12 @@ DEEPSEEK = f"""{LLAMA} {DROP} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidd
  --moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.05"""
 EP2, EP4, ETP2 = "--ep 2", "--ep 4", "--expert-tensor-parallel-size 2"
 CP2, ZERO2, ZERO3, SPLIT = "--cp 2", "--zero-stage 2", "--zero-stage 3", "--split-backward"
+SINKHORN = (
+    f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn"
+)
 ROWS = [
+    row("sinkhorn tp2 cp2 ep2", 4, SINKHORN, tp=2, extra=f"{EP2} {CP2}"),
+    row("mixtral tp2 cp2 ep2, loss of a step so far", 4, MIXTRAL + GLOBAL, tp=2, extra=f"{EP2} {CP2}"),
     row("mixtral ep2", 2, MIXTRAL, extra=EP2),
     row("deepseek ep4, no two ranks have an expert", 4, DEEPSEEK, extra=EP4),
     row("mixtral tp2", 2, MIXTRAL, tp=2),
@@ -74,7 +80,7 @@ ROWS = [
 OFTEN = [
     r
     for r in ROWS
-    if r.name.startswith(("mixtral ep2", "deepseek tp2", "qwen tp2 dp2", "deepseek cp2", "deepseek split"))
+    if r.name.startswith(("sinkhorn", "mixtral ep2", "deepseek tp2", "qwen tp2 dp2", "deepseek cp2", "deepseek split"))
 ]
 
 

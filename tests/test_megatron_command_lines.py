@@ -109,5 +109,5 @@ def test_what_starts_is_what_is_claimed() -> None:
     known = "FP8 and FP4|multi-latent attention|multi-token prediction|FSDP|hybrid models"
     known += "|experimental attention|distillation|elastic models|architecture|offloading|layer specs"
     # Transformer Engine's; of experts and multi-latent attention; with a place for multi-token prediction
-    known += "|cuda_graph_impl|recompute_modules|moe_router_load_balancing_type|pipeline_model_parallel_layout"
+    known += "|cuda_graph_impl|recompute_modules|pipeline_model_parallel_layout"
     assert missing <= {*known.split("|")}, missing

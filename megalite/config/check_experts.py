@@ -6,8 +6,7 @@ from megalite.config.check_model import any_divisor, any_of, divisors, multiples
 from megalite.config.options import Config, ModelConfig
 from megalite.config.problem import Problem, Say
 
-BALANCING = ("aux_loss", "seq_aux_loss", "none")
-LATER = {"global_aux_loss": "its counts run through a batch", "sinkhorn": "it balances what a rank has"}
+BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 
 def expert_problems(config: Config, say: Say) -> Iterator[Problem]:
@@ -55,9 +54,13 @@ def _balancing(m: ModelConfig, say: Say) -> Iterator[Problem]:
     kinds, coeffs = m.moe_router_load_balancing_type, m.moe_aux_loss_coeff
     for kind in dict.fromkeys(kinds):
         if kind not in BALANCING:
-            why = f" ({LATER[kind]})" if kind in LATER else ""
-            text = "{=moe_router_load_balancing_type} is not available{why}; use aux_loss, seq_aux_loss or none"
-            yield say(text, moe_router_load_balancing_type=kind, why=why)
+            text = "{=moe_router_load_balancing_type} is not available; use {fit}"
+            yield say(text, moe_router_load_balancing_type=kind, fit=any_of(BALANCING))
+    if "sinkhorn" in kinds:
+        rivals = ("moe_aux_loss_coeff", "moe_router_enable_expert_bias", "moe_router_num_groups")
+        for rival in rivals:
+            if (given := getattr(m, rival)) and given != (0.0,):
+                yield say("{=moe_router_load_balancing_type} balances choices itself; drop {--option}", option=rival)
     if len(set(kinds)) < len(kinds):
         yield say("{=moe_router_load_balancing_type} names one twice; give each once")
     if len(kinds) != len(coeffs):
@@ -91,5 +94,8 @@ def expert_effects(config: Config, say: Say) -> Iterator[Problem]:
         text = "{=expert_tensor_parallel_size}: each expert is whole on a rank; Megatron-LM's default is "
         yield say(text + "{=tensor_model_parallel_size}, which --expert-tensor-parallel-size {tp} gives", tp=tp)
     kinds = m.moe_router_load_balancing_type
-    if kinds not in (("aux_loss",), ("none",)) and not m.balancing:
+    if "global_aux_loss" in m.balancing:
+        text = "{=moe_router_load_balancing_type}: it depends on how dp and accumulation share out a batch, as in "
+        yield say(text + "Megatron-LM; seq_aux_loss and {--moe_router_enable_expert_bias} do not")
+    if kinds not in (("aux_loss",), ("none",), ("sinkhorn",)) and not m.balancing:
         yield say("{=moe_router_load_balancing_type} has no effect with {=moe_aux_loss_coeff}; give one, as 0.01")

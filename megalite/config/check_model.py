@@ -97,7 +97,7 @@ def any_divisor(n: int) -> str:
     return any_of(divisors(n))
 
 
-def any_of(numbers: Iterable[int]) -> str:
+def any_of(numbers: Iterable[object]) -> str:
     """In words."""
     *some, last = map(str, numbers)
     return f"{', '.join(some)} or {last}" if some else last

@@ -114,7 +114,9 @@ class ModelConfig:
     )
     moe_router_bias_update_rate: float = training(1e-3, "by how much an expert's bias moves after a step", above=0)
     moe_router_load_balancing_type: tuple[str, ...] = training(
-        ("aux_loss",), "losses that balance experts: aux_loss, of a micro-batch; seq_aux_loss, of each sample; or none"
+        ("aux_loss",),
+        "losses that balance experts: aux_loss, of a micro-batch; seq_aux_loss, of each sample; global_aux_loss, of a "
+        "step so far; sinkhorn: choices are balanced, without a loss; or none",
     )
     moe_aux_loss_coeff: tuple[float, ...] = training((0.0,), "the coefficient of each of these losses")
     moe_z_loss_coeff: float = training(0.0, "z-loss of the router: this times log^2 of its softmax's sum")

@@ -107,19 +107,20 @@ def _norm_of(model: ModelConfig) -> tuple[int, str, float, bool]:
 
 def routing_of(model: ModelConfig) -> Routing:
     """How the model's routers choose experts."""
-    aux, seq = (model.balancing.get(name, 0.0) for name in ("aux_loss", "seq_aux_loss"))
+    sinkhorn = "sinkhorn" in model.moe_router_load_balancing_type
     return Routing(
         model.num_experts or 0,
         model.moe_router_topk,
-        model.moe_router_score_function,
-        model.moe_router_pre_softmax,
+        ("sigmoid" if model.moe_router_topk == 1 else "softmax") if sinkhorn else model.moe_router_score_function,
+        model.moe_router_pre_softmax or sinkhorn,
         model.moe_router_topk_scaling_factor,
         model.moe_router_num_groups,
         model.moe_router_group_topk,
         bias=model.moe_router_enable_expert_bias,
         wide=model.moe_router_dtype == "fp64",
-        coefficients=(aux, seq, model.moe_z_loss_coeff),
+        coefficients=model.balancing | ({"z_loss": model.moe_z_loss_coeff} if model.moe_z_loss_coeff else {}),
         drawn=model.moe_router_force_load_balancing,
+        sinkhorn=sinkhorn,
     )
 
 

@@ -3,20 +3,24 @@
     logits_NE = x W^T in fp32 (fp64)     scores = softmax | sigmoid | logits      chosen = top k of scores + bias
     softmax    probs = softmax over the chosen k; pre_softmax: the chosen scores of the softmax over all E
     sigmoid    probs = chosen scores / their sum (k > 1)                            all times `scaling`
+    sinkhorn   chosen while training = top k of the logits, balanced over a micro-batch   arXiv:2102.03161, sec. 3.2
 
 Every tp and cp rank routes the tokens that it has. The lower expert wins a tie, on every device. With groups
 (arXiv:2412.19437, sec. 2.1.2) only experts of a token's best groups can be chosen.
 
 Auxiliary losses come with the loss's weight, so that they are means over tokens as the loss is, whatever the layout.
-With T tokens of a micro-batch over all ranks of tp and cp, S of each sample, F_i the choices of expert i among them:
-    aux_loss        T * E / (k T^2) sum_i F_i sum_n P_ni        P: softmax, or sigmoid over its sum    arXiv:2101.03961
-    seq_aux_loss    S * E / (k S^2) sum_i F_bi sum_n P_ni       of each sample b                       arXiv:2412.19437
-    z-loss          sum_n log(sum_i exp(logits_ni))^2                                                  arXiv:2202.08906
-Only F needs other ranks. Their gradients and sums and the counts of choices are made in backward, which runs once for
-each micro-batch, so neither recomputation nor evaluation counts. Logits are computed again there, not saved.
+With f_i the choices of expert i over their mean, and P the softmax, or the sigmoid over its sum, of each token n:
+    aux_loss          sum_n sum_i f_i P_ni      f: of a micro-batch, over all ranks of tp and cp       arXiv:2101.03961
+    seq_aux_loss      the same                  f: of each sample                                      arXiv:2412.19437
+    global_aux_loss   the same                  f: of the step's micro-batches so far, of all of dp    arXiv:2501.11873
+    z-loss            sum_n log(sum_i exp(logits_ni))^2                                                arXiv:2202.08906
+global_aux_loss is Megatron-LM's, so it depends on how dp and accumulation share out a batch, as no other loss here
+does. Only f needs other ranks. Gradients, sums and counts of choices are made in backward, which runs once for each
+micro-batch, so neither recomputation nor evaluation counts. Logits are computed again there, not saved.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,14 +36,16 @@ from megalite.nn.parameter import Maker, sink_of
 from megalite.parallel.comm import start_all_gather
 from megalite.parallel.spec import Box, Normal, ParamSpec, Piece
 
-LOSSES = ("aux_loss", "seq_aux_loss", "z_loss")
+LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 TINY = 1e-20  # added to sums of sigmoids, which may all be 0
+TURNS, CLOSE = 1000, 1e-4  # of `sinkhorn`: at most so many, until factors of experts move by less
 
 
 @dataclass(frozen=True)
 class Routing:
     """E experts, of which each token gets k. groups, group_topk: of E, and how many remain. bias: whether choices have
-    one. wide: compute in fp64. coefficients: of LOSSES. drawn: experts are drawn by lot."""
+    one. wide: compute in fp64. coefficients: of the LOSSES that are on. drawn: experts are drawn by lot. sinkhorn:
+    choices are balanced."""
 
     experts: int
     topk: int
@@ -50,8 +56,9 @@ class Routing:
     group_topk: int | None = None
     bias: bool = False
     wide: bool = False
-    coefficients: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    coefficients: Mapping[str, float] = field(default_factory=dict)
     drawn: bool = False
+    sinkhorn: bool = False
 
     def scores(self, logits_NE: Tensor) -> Tensor:
         """What choices are made by."""
@@ -99,6 +106,18 @@ def _best(scores: Tensor, k: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()  # which are kept, not all E
 
 
+def sinkhorn(logits_NE: Tensor) -> Tensor:
+    """exp(logits) with rows and columns scaled until the sum of each token is 1/N and that of each expert 1/E."""
+    cost_NE = (logits_NE - logits_NE.amax(1, keepdim=True)).exp()
+    factor_E, tiny = cost_NE.new_ones(cost_NE.shape[1]), 1e-8
+    for _ in range(1 if cost_NE.is_meta else TURNS):
+        factor_N1 = 1 / len(cost_NE) / ((cost_NE * factor_E).sum(1, keepdim=True) + tiny)
+        before, factor_E = factor_E, 1 / len(factor_E) / ((cost_NE * factor_N1).sum(0) + tiny)
+        if cost_NE.is_meta or (factor_E - before).abs().mean() < CLOSE:
+            break
+    return cost_NE * factor_E * factor_N1
+
+
 def _softmax_backward(P: Tensor, dP: Tensor) -> Tensor:
     return P * (dP - (dP * P).sum(-1, keepdim=True))
 
@@ -109,7 +128,8 @@ class _Route(Function):
         ctx.router, ctx.loss_weight, ctx.sink = router, where.loss_weight, sink_of(weight)
         how, logits_NE = router.routing, router.logits(x_sBD, weight)
         scores_NE = how.scores(logits_NE)
-        ids_NK = how.choose(router.lots(x_sBD, where) if how.drawn else scores_NE, None if how.drawn else router.bias)
+        by_NE = router.balanced(logits_NE) if how.sinkhorn and router.training else scores_NE
+        ids_NK = how.choose(router.lots(x_sBD, where) if how.drawn else by_NE, None if how.drawn else router.bias)
         ctx.save_for_backward(x_sBD, weight, ids_NK)
         ctx.mark_non_differentiable(ids_NK)
         return how.probabilities(scores_NE, ids_NK), ids_NK
@@ -135,17 +155,19 @@ class _Route(Function):
 
 class Router(nn.Module):
     """bias_E: state that no gradient trains (train/balance.py); None: there is none. counts_E: choices of each expert
-    among this rank's tokens, losses_3: LOSSES without coefficients, as sums over tokens, 0 of those that are off; both
-    since they were set to zero, of all backwards."""
+    among this rank's tokens, of_dp_E: among those of all ranks of tp, cp and dp, if global_aux_loss is on; losses_4:
+    LOSSES without coefficients, as sums over tokens, 0 of those that are off; all since they were set to zero, of all
+    backwards."""
 
     def __init__(self, make: Maker, name: str, hidden_size: int, routing: Routing, std: float, layer: int):
         super().__init__()
         self.name, self.routing, self.layer, self.seed = name, routing, layer, make.seed
-        self.tp, self.cp = make.mesh.tp, make.mesh.cp
+        self.tp, self.cp, self.dp = make.mesh.tp, make.mesh.cp, make.mesh.dp
         E, device = routing.experts, torch.device("meta") if make.meta else make.mesh.device
         self.weight = make(ParamSpec(name, (E, hidden_size), partial=("tp",), init=Normal(std)))
         self.bias = torch.zeros(E, dtype=torch.float32, device=device) if routing.bias else None
         self.counts = torch.zeros(E, dtype=torch.int64, device=device)
+        self.of_dp = torch.zeros_like(self.counts)
         self.losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
 
     def forward(self, x_sBD: Tensor, where: Coordinates) -> tuple[Tensor, Tensor]:
@@ -173,6 +195,19 @@ class Router(nn.Module):
         key = fold(self.seed, where.step, self.layer, SITE_ROUTER)
         return hash_coordinates(key, at_s[:, None, None], where.sample_ids_B[:, None], experts).flatten(0, 1)
 
+    def balanced(self, logits_NE: Tensor) -> Tensor:
+        """What this rank's tokens are chosen by, balanced over the micro-batch's tokens of all ranks of tp and cp."""
+        N, at = len(logits_NE), 0
+        for axis in (self.tp, self.cp):
+            at += axis.start_of(len(logits_NE))
+            logits_NE = start_all_gather(logits_NE, axis).wait()
+        return sinkhorn(logits_NE)[at : at + N]
+
+    def begin(self) -> None:
+        """Count from zero."""
+        for counted in (self.counts, self.of_dp, self.losses):
+            counted.zero_()
+
     def count_(self, ids_NK: Tensor, samples: int) -> Tensor:
         """Add to the counts; returns those of each sample, [B, E]."""
         E = self.routing.experts
@@ -184,24 +219,27 @@ class Router(nn.Module):
 
     def add_losses_(self, dlogits_NE: Tensor, logits_NE: Tensor, counts_BE: Tensor, weight: float | Tensor) -> None:
         """Add the gradients of the auxiliary losses, times `weight`, to `dlogits`, and the losses to their sums."""
-        how, (aux, seq, z) = self.routing, self.routing.coefficients
-        if aux or seq:
+        sigmoid, on = self.routing.score_function == "sigmoid", self.routing.coefficients
+        if chosen := [kind for kind in LOSSES[:-1] if kind in on]:
             for axis in (self.tp, self.cp):
                 counts_BE = start_all_gather(counts_BE[None], axis).wait().sum(0)
-            B, tokens = len(counts_BE), len(logits_NE) * self.tp.size * self.cp.size
-            unit, F_BE = how.experts / how.topk, counts_BE.to(logits_NE.dtype)
-            per_aux, per_seq = unit / tokens * F_BE.sum(0), unit * B / tokens * F_BE  # d loss / d P of a token
-            sigmoid = how.score_function == "sigmoid"
+            if "global_aux_loss" in on:
+                self.of_dp += start_all_gather(counts_BE.sum(0)[None], self.dp).wait().sum(0)
             scores_NE = logits_NE.sigmoid() if sigmoid else logits_NE.softmax(-1)
             total_N1 = scores_NE.sum(-1, keepdim=True) + TINY
-            P_NE = scores_NE / total_N1 if sigmoid else scores_NE
-            P_BE = P_NE.view(-1, B, how.experts).sum(0)
-            self.losses[0] += (P_BE.sum(0) * per_aux).sum() if aux else 0.0
-            self.losses[1] += (P_BE * per_seq).sum() if seq else 0.0
-            dP_NE = (weight * (aux * per_aux + seq * per_seq)).repeat(len(logits_NE) // B, 1)
-            by_NE = _softmax_backward(P_NE, dP_NE)
+            P_NE, dP_BE = (
+                scores_NE / total_N1 if sigmoid else scores_NE,
+                torch.zeros_like(counts_BE, dtype=scores_NE.dtype),
+            )
+            P_BE = P_NE.view(-1, *counts_BE.shape).sum(0)
+            for kind in chosen:
+                counted = {"aux_loss": counts_BE.sum(0), "seq_aux_loss": counts_BE, "global_aux_loss": self.of_dp}[kind]
+                f = counted / counted.to(P_BE.dtype).mean(-1, keepdim=True)  # what a token's P counts with
+                self.losses[LOSSES.index(kind)] += (P_BE * f).sum()
+                dP_BE += on[kind] * weight * f
+            by_NE = _softmax_backward(P_NE, dP_BE.repeat(len(P_NE) // len(P_BE), 1))
             dlogits_NE += by_NE * (1 - scores_NE) if sigmoid else by_NE
-        if z:
+        if "z_loss" in on:
             lse_N1 = logits_NE.logsumexp(-1, keepdim=True)
-            self.losses[2] += lse_N1.square().sum()
-            dlogits_NE += 2 * z * weight * lse_N1 * (logits_NE - lse_N1).exp()
+            self.losses[-1] += lse_N1.square().sum()
+            dlogits_NE += 2 * on["z_loss"] * weight * lse_N1 * (logits_NE - lse_N1).exp()

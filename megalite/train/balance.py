@@ -19,7 +19,9 @@ from megalite.nn.router import LOSSES, Router
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
-NAMES: tuple[str, ...] = ("load_balancing_loss", "seq_load_balancing_loss", "router_z_loss")  # of LOSSES, in the log
+NAMES: tuple[str, ...] = tuple(  # of LOSSES, in the log
+    f"{kind}load_balancing_loss" for kind in ("", "seq_", "global_")
+) + ("router_z_loss",)
 
 
 class Balance:
@@ -35,8 +37,7 @@ class Balance:
     def begin(self) -> None:
         """Before the first forward of a step, or of its computation once more."""
         for router in self.routers:
-            router.counts.zero_()
-            router.losses.zero_()
+            router.begin()
 
     def counted(self) -> Tensor:
         """What this rank counted, in fp64: the summand of what `take` is given."""

@@ -51,6 +51,9 @@ HYBRID = f"{ZERO} --num-distributed-optimizer-instances 2 --outer-dp-sharding-st
 # a layer gathers what its window sees, one all keys, and one exchanges heads
 CP = "--context-parallel-size 2 --cp-comm-type allgather allgather a2a"
 EP = f"{TP} --ep 2 --num-experts 4 --moe-aux-loss-coeff 0.1 --disable-bias-linear"
+SO_FAR = "--ep 2 --num-experts 4 --moe-aux-loss-coeff 0.1 --disable-bias-linear"
+SO_FAR += " --moe-router-load-balancing-type global_aux_loss"
+SINKHORN = f"{TP} --num-experts 4 --moe-router-topk 1 --disable-bias-linear --moe-router-load-balancing-type sinkhorn"
 
 OFFLOAD = "--optimizer-cpu-offload --ddp-bucket-size 3000"
 MOVED = "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 64"
@@ -75,6 +78,8 @@ BETWEEN_RANKS = {
     # the first of its layout: with what a step leaves behind that lacks another wait, no row may travel
     "nn/token_exchange.py _Back.backward: ctx.travel.swap(dy_ND[token_S], back=False).wait()": EP,
     "nn/router.py Router.add_losses_: start_all_gather(counts_BE[None], axis).wait()": EP,
+    "nn/router.py Router.add_losses_: start_all_gather(counts_BE.sum(0)[None], self.dp).wait()": SO_FAR,
+    "nn/router.py Router.balanced: start_all_gather(logits_NE, axis).wait()": SINKHORN,
     "nn/token_exchange.py _Receive.forward: sent.arriving.wait()": EP,
     "nn/token_exchange.py _Receive.backward: ctx.travel.swap(_pack(dx_RD, dprobs_RK), back=True).wait()": EP,
     "nn/token_exchange.py _Back.forward: sent.travel.swap(y_RD, back=True).wait()": EP,
@@ -236,6 +241,8 @@ LAYOUTS = {
     "dp2 ZeRO-3, half offloaded, fp32": ("", f"{ZERO} {OFFLOAD} --optimizer-offload-fraction 0.5 --no-bf16"),
     "tp2": (TP, "--num-layers 1 --global-batch-size 4"),
     "tp2 ep2": (EP, "--num-layers 1"),
+    "dp2 ep2, loss of a step so far": (SO_FAR, "--num-layers 1"),
+    "tp2 sinkhorn": (SINKHORN, "--num-layers 1"),
     "pp2": (PP, ""),
     "cp2": (CP, "--num-layers 3 --window-size 4,0 --window-attn-skip-freq 2"),
     "tp2 pp2 split": (SPLIT, ""),
@@ -251,7 +258,8 @@ QUICK = {"dp2", "tp2", "tp2 ep2", "pp2", "cp2", "tp2 pp2 split", "dp2 Muon", "dp
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.everything) for n in LAYOUTS])
 def test_ranks_do_not_race_and_without_any_wait_they_do(name: str, tmp_path: Path) -> None:
     layout, more = LAYOUTS[name]
-    keys = [key for key, flags in BETWEEN_RANKS.items() if flags == layout] if name in QUICK else []
+    first = name == next(other for other, (flags, _) in LAYOUTS.items() if flags == layout)
+    keys = [key for key, flags in BETWEEN_RANKS.items() if flags == layout and first]
     needless = [SAVED] if name == "dp2" else []
     world = 4 if layout in (SPLIT, HYBRID) or "dp2" in name and layout == PP else 2
     results = run_ranks(world, _train, f"{layout} {more}", [*needless, *keys], tmp_path, backend=nccl.join, timeout=300)

@@ -14,21 +14,35 @@ from megalite.nn.attention import Coordinates
 from megalite.nn.experts import Experts, ExpertsShape
 from megalite.nn.later import Later
 from megalite.nn.parameter import Maker, named_specs
-from megalite.nn.router import Routing
+from megalite.nn.router import LOSSES, Routing
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh, build_mesh
 
 S, B, D, F, WEIGHT = 6, 2, 8, 5, 0.25
 CASES: dict[str, tuple[Routing, dict[str, Any]]] = {
-    "mixtral": (Routing(8, 2, coefficients=(0.1, 0.0, 0.0)), {}),
-    "qwen": (Routing(8, 3, pre_softmax=True, coefficients=(0.1, 0.2, 0.3)), dict(shared_size=6, shared_gate=True)),
-    "one of pre-softmax": (Routing(4, 1, pre_softmax=True, scaling=2.0, coefficients=(0.0, 0.2, 0.0)), {}),
+    "mixtral": (Routing(8, 2, coefficients={"aux_loss": 0.1}), {}),
+    "qwen": (
+        Routing(8, 3, pre_softmax=True, coefficients={"aux_loss": 0.1, "seq_aux_loss": 0.2, "z_loss": 0.3}),
+        dict(shared_size=6, shared_gate=True),
+    ),
+    "one of pre-softmax": (Routing(4, 1, pre_softmax=True, scaling=2.0, coefficients={"seq_aux_loss": 0.2}), {}),
     "deepseek": (
-        Routing(8, 4, "sigmoid", scaling=2.5, groups=4, group_topk=2, bias=True, coefficients=(0.0, 0.5, 0.1)),
+        Routing(
+            8,
+            4,
+            "sigmoid",
+            scaling=2.5,
+            groups=4,
+            group_topk=2,
+            bias=True,
+            coefficients={"seq_aux_loss": 0.5, "z_loss": 0.1},
+        ),
         dict(shared_size=6),
     ),
-    "one of sigmoid, ungated": (Routing(8, 1, "sigmoid", coefficients=(0.3, 0, 0)), dict(activation="gelu")),
-    "all experts": (Routing(4, 4, coefficients=(0.1, 0.1, 0.1)), {}),
+    "one of sigmoid, ungated": (Routing(8, 1, "sigmoid", coefficients={"aux_loss": 0.3}), dict(activation="gelu")),
+    "all experts": (Routing(4, 4, coefficients=dict.fromkeys(LOSSES, 0.1)), {}),
+    "sinkhorn of one": (Routing(4, 1, "sigmoid", sinkhorn=True, coefficients={"z_loss": 0.1}), {}),
+    "sinkhorn of two": (Routing(8, 2, pre_softmax=True, sinkhorn=True), {}),
     "never the last three": (Routing(8, 2, bias=True), {}),
 }
 
@@ -47,10 +61,19 @@ def where(later: Later | None = None, step: int = 0) -> Coordinates:
     return Coordinates(None, torch.arange(B), step, later=later, loss_weight=WEIGHT)
 
 
-def chosen(logits: Tensor, r: Routing, bias: Tensor | None) -> tuple[list[int], Tensor]:
-    """One token's experts and their probabilities."""
+def balanced(logits_NE: Tensor) -> Tensor:
+    """The matrix diag(a) exp(logits) diag(b) whose rows sum to 1/N and columns to 1/E."""
+    matrix = logits_NE.detach().exp()
+    for _ in range(5000):
+        matrix = matrix / matrix.sum(1, keepdim=True) / len(matrix)
+        matrix = matrix / matrix.sum(0) / matrix.shape[1]
+    return matrix
+
+
+def chosen(logits: Tensor, r: Routing, bias: Tensor | None, by: Tensor | None) -> tuple[list[int], Tensor]:
+    """One token's experts and their probabilities. `by`: what choices are made by, if not by scores."""
     scores = logits.sigmoid() if r.score_function == "sigmoid" else logits.softmax(0) if r.pre_softmax else logits
-    by = (scores if bias is None else scores + bias).tolist()
+    by = (by if by is not None else scores if bias is None else scores + bias).tolist()
     allowed = set(range(r.experts))
     if r.groups and r.group_topk:
         size = r.experts // r.groups
@@ -66,6 +89,10 @@ def chosen(logits: Tensor, r: Routing, bias: Tensor | None) -> tuple[list[int], 
     return ids, probs * r.scaling
 
 
+def weights(r: Routing) -> Tensor:
+    return torch.tensor([r.coefficients.get(kind, 0.0) for kind in LOSSES], dtype=torch.float64)
+
+
 def definition(x_SBD: Tensor, experts: Experts, r: Routing) -> tuple[Tensor, Tensor, Tensor]:
     """(output, counts, the auxiliary losses' sums over tokens, times their coefficients)"""
 
@@ -76,9 +103,10 @@ def definition(x_SBD: Tensor, experts: Experts, r: Routing) -> tuple[Tensor, Ten
 
     out, counts = torch.zeros_like(x_SBD), torch.zeros(B, r.experts, dtype=torch.int64)
     logits_SBE = x_SBD @ experts.router.weight.T
+    by_SBE = balanced(logits_SBE.flatten(0, 1)).view_as(logits_SBE) if r.sinkhorn else None
     for s in range(len(x_SBD)):
         for b in range(B):
-            ids, probs = chosen(logits_SBE[s, b], r, experts.router.bias)
+            ids, probs = chosen(logits_SBE[s, b], r, experts.router.bias, None if by_SBE is None else by_SBE[s, b])
             counts[b, ids] += 1
             parts = [p * feed(x_SBD[s, b], experts.up[e], experts.down[e]) for e, p in zip(ids, probs, strict=True)]
             if experts.shared is not None:
@@ -91,8 +119,10 @@ def definition(x_SBD: Tensor, experts: Experts, r: Routing) -> tuple[Tensor, Ten
     n, length, share = len(x_SBD) * B, len(x_SBD), counts.double() / r.topk
     aux = n * r.experts * (share.sum(0) / n * P_SBE.mean((0, 1))).sum()
     seq = sum(length * r.experts * (share[b] / length * P_SBE[:, b].mean(0)).sum() for b in range(B))
-    losses = torch.stack([aux, torch.as_tensor(seq), logits_SBE.logsumexp(-1).square().sum()])
-    return out, counts.sum(0), losses * torch.tensor(r.coefficients, dtype=torch.float64)
+    losses = torch.stack(
+        [aux, torch.as_tensor(seq), aux, logits_SBE.logsumexp(-1).square().sum()]
+    )  # of one micro-batch
+    return out, counts.sum(0), losses * weights(r)
 
 
 def close(a: Tensor, b: Tensor, what: str = "") -> None:
@@ -112,8 +142,8 @@ def test_experts_are_what_they_are_defined_as(name: str, length: int) -> None:
     want, counts, losses = definition(x, experts, routing)
     close(y, want)
     assert torch.equal(experts.router.counts, counts)
-    if any(routing.coefficients):
-        close(experts.router.losses * torch.tensor(routing.coefficients, dtype=torch.float64), losses)
+    if routing.coefficients:
+        close(experts.router.losses * weights(routing), losses)
     total = (want * dy).sum() + WEIGHT * losses.sum()
     wanted = torch.autograd.grad(total, [x, *parameters], allow_unused=True)
     for p, grad, right in zip(["x", *parameters], grads, wanted, strict=True):
@@ -159,7 +189,7 @@ def _as_one(sizes: dict[str, int], routing: Routing, biases: tuple[float, ...], 
         close(all_reduce_(whole, mesh.world), right.grad, spec.name)
     assert torch.equal(all_reduce_(mine.router.counts, mesh.world), alone.router.counts)
     close(all_reduce_(mine.router.losses, mesh.world), alone.router.losses)
-    assert bool(mine.router.losses.any()) == any(routing.coefficients)
+    assert bool(mine.router.losses.any()) == bool(routing.coefficients)
     if dp.size == mesh.world.size == mesh.ep.size:
         K, rank, of_rank_NK = routing.topk, mesh.ep.rank, alone.router(given[0], where())[1] // mine.local
         of_rank = of_rank_NK.view(length, dp.size, micro, K)
@@ -192,10 +222,40 @@ def test_four_ranks_exchange_what_the_routing_says() -> None:
 def test_auxiliary_losses_do_not_depend_on_the_layout() -> None:
     """The layouts of Megatron-LM's test_aux_loss.py, and gradients under ep, which were twice as large elsewhere
     (pytorch/pytorch#160285)."""
-    losses = [Routing(8, 2, coefficients=of) for of in ((0.1, 0.0, 0.0), (0.0, 0.1, 0.0), (0.0, 0.0, 0.1))]
+    losses = [Routing(8, 2, coefficients=of) for of in ({kind: 0.1} for kind in LOSSES if kind != "global_aux_loss")]
     shapes = [(8, 1, 1), (4, 2, 1), (1, 1, 8), (2, 1, 4), (2, 2, 2)]  # tp, ep, cp
     sizes = [dict(tp=tp, pp=1, ep=ep, cp=cp) for tp, ep, cp in shapes]
     run_ranks(8, _all_as_one, [(size, routing, (), 16, 2) for size in sizes for routing in losses])
+
+
+def _of_a_step_so_far(sizes: dict[str, int]) -> None:
+    """global_aux_loss as Megatron-LM defines it: f of the choices of all ranks' micro-batches up to this one."""
+    routing = Routing(8, 2, coefficients={"global_aux_loss": 0.1})
+    mesh = build_mesh(device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), **sizes)
+    experts = Experts(Maker(mesh, torch.float64, seed=3), "e", 0, routing, PLAIN, False)
+    for step in range(2):
+        x_MRSBD = torch.randn(
+            3, mesh.dp.size, 8, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
+        )
+        weight = experts.router.weight.detach().clone().requires_grad_()
+        logits = x_MRSBD @ weight.T
+        taken = torch.zeros_like(logits).scatter(-1, logits.topk(2, -1).indices, 1.0)
+        F_ME = taken.sum((1, 2, 3)).cumsum(0)  # over ranks and micro-batches so far
+        loss = 8 / 2 * (logits.softmax(-1).sum((1, 2, 3)) * F_ME / F_ME.sum(1, keepdim=True) * 2).sum()
+        experts.router.begin()
+        experts.router.weight.grad = None
+        for x_RSBD in x_MRSBD:
+            mine = x_RSBD[mesh.dp.rank].unflatten(0, (mesh.tp.size, -1))[mesh.tp.rank]
+            y = experts(mine.contiguous(), where())
+            y.backward(torch.zeros_like(y))
+        close(all_reduce_(experts.router.losses, mesh.world), loss.new_tensor([0, 0, 1, 0]) * loss.detach())
+        (want,) = torch.autograd.grad(0.1 * WEIGHT * loss, weight)
+        close(all_reduce_(experts.router.weight.grad, mesh.world), want)
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=2, pp=1, ep=2), dict(tp=1, pp=1, ep=4)], ids=str)
+def test_a_global_loss_counts_what_a_step_has_had(sizes: dict[str, int]) -> None:
+    run_ranks(4, _of_a_step_so_far, sizes)
 
 
 @pytest.mark.parametrize("topk", [1, 2, 8])
