@@ -33,9 +33,9 @@ WORDS = re.compile(
 
 
 @cache
-def command_lines() -> list[dict[str, Any]]:
+def command_lines(*families: str) -> list[dict[str, Any]]:
     lines = (ROOT / "tests/megatron_command_lines.jsonl").read_text("utf-8").splitlines()
-    return [line for line in map(json.loads, lines) if line["family"] == "gpt"]
+    return [line for line in map(json.loads, lines) if line["family"] in families]
 
 
 @cache
@@ -85,8 +85,11 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
     "| ![the differences": lambda: run("layouts", "steps"),
     "| **Layouts**": lambda: [test_layouts.FP64],
     "| **Command lines**": lambda: [
-        sum(not line["refused"] for line in command_lines()),
-        len(command_lines()),
+        *(
+            number
+            for lines in (command_lines("gpt"), command_lines("moe", "mixtral"))
+            for number in (sum(not line["refused"] for line in lines), len(lines))
+        ),
         len(FLAGS),
     ],
     "| **Your own layout**": lambda: [len(layout_mistakes.MISTAKES)] * 2,
