@@ -12,8 +12,8 @@ median step. Beside a peer, speed and memory are multiples of megalite's, median
 since machines are seldom quiet.
 
 megalite           as pretrain_gpt.py runs it, on --mock-data
-transformers       LlamaForCausalLM of the same shape, its own loss, torch.optim.AdamW, clipping (bench/peer.py); in
-                   bf16 once with bf16 weights and once with autocast; on 2 processes DDP and FSDP2
+transformers       a Llama or Mixtral of the same shape, its own loss, torch.optim.AdamW, clipping (bench/peer.py);
+                   in bf16 once with bf16 weights and once with autocast; on 2 processes DDP and FSDP2
 + allocator        on CPU, both sides with freed memory kept and huge pages (glibc tunables, THP_MEM_ALLOC_ENABLE)
 
 --sweep measures every combination of its lists, as tools/sweep.py writes them. Flags that contradict each other, a run

@@ -80,8 +80,10 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
     if options.peer and not problems:
         m = config.model
         is_llama = (m.activation, m.normalization, m.position_embedding_type) == ("swiglu", "RMSNorm", "rope")
-        if not is_llama or m.add_bias_linear or config.data.vocab_size is None:
-            problems = ["peer=transformers is a Llama; drop --peer, or the flags that make another model"]
+        plain = all(m.experts) or not m.num_experts
+        shared, sigmoid = m.moe_shared_expert_intermediate_size, m.moe_router_score_function == "sigmoid"
+        if not is_llama or not plain or shared or sigmoid or m.add_bias_linear or config.data.vocab_size is None:
+            problems = ["peer=transformers is a Llama or a Mixtral; drop --peer, or the flags of another model"]
     try:
         if not problems and config.data.vocab_size is not None:
             arrange(config, options.nproc, config.data.vocab_size)  # sees what the check of options cannot

@@ -1,8 +1,8 @@
-"""The peer of tools/benchmark.py: transformers' LlamaForCausalLM and torch's AdamW, alone, with DDP or with FSDP2.
+"""The peer of tools/benchmark.py: transformers' Llama or Mixtral and torch's AdamW, alone, with DDP or with FSDP2.
 
-The same shape, sequence, micro-batches and clipping; random tokens. Nothing is tuned and nothing is held back: the
-attention is the one that transformers chooses (SDPA), the loss its own. `bf16`: weights and moments in bf16, which is
-less exact than megalite's fp32 main weights; `autocast`: fp32 weights, matmuls in bf16.
+The same shape, sequence, micro-batches and clipping; random tokens. Nothing is tuned and nothing is held back:
+attention (SDPA) and experts (grouped_mm) are those that transformers chooses, the loss its own. `bf16`: weights and
+moments in bf16, which is less exact than megalite's fp32 main weights; `autocast`: fp32 weights, matmuls in bf16.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from megalite.config import cli
 from megalite.launch.ranks import Ranks, process_group
@@ -31,13 +31,15 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
     timeout = datetime.timedelta(minutes=5)
     with process_group(ranks, device=choose_device(config.parallel.device), startup_timeout=timeout) as device:
         torch.manual_seed(0)
-        sizes: dict[str, Any] = dict(hidden_size=m.hidden_size, intermediate_size=m.ffn_size)
+        sizes: dict[str, Any] = dict(hidden_size=m.hidden_size, intermediate_size=m.expert_ffn_size or m.ffn_size)
         sizes |= dict(num_hidden_layers=m.num_layers, num_attention_heads=m.num_attention_heads)
         sizes |= dict(num_key_value_heads=m.groups, max_position_embeddings=m.seq_length)
-        tied = not m.untie_embeddings_and_output_weights
-        shape = LlamaConfig(**sizes, vocab_size=config.data.vocab_size, tie_word_embeddings=tied, use_cache=False)
+        sizes |= dict(vocab_size=config.data.vocab_size, tie_word_embeddings=not m.untie_embeddings_and_output_weights)
+        if m.num_experts:
+            sizes |= dict(num_local_experts=m.num_experts, num_experts_per_tok=m.moe_router_topk)
+        shape = (MixtralConfig if m.num_experts else LlamaConfig)(**sizes, use_cache=False)
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
-        model: Any = LlamaForCausalLM(shape).to(device, dtype)
+        model: Any = AutoModelForCausalLM.from_config(shape).to(device, dtype)
         if way == ["ddp"]:
             model = nn.parallel.DistributedDataParallel(model)
         elif way == ["fsdp2"]:
