@@ -42,7 +42,11 @@ CP2, ZERO2, ZERO3, SPLIT = "--cp 2", "--zero-stage 2", "--zero-stage 3", "--spli
 SINKHORN = (
     f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn"
 )
+OSS = f"""{LLAMA.replace("--disable-bias-linear", "")} --num-experts 4 --moe-ffn-hidden-size 24 --activation clamped_swiglu
+ --moe-aux-loss-coeff 0.1 --softmax-type learnable"""
 ROWS = [
+    row("oss tp2 dp2 ep2, experts split, too", 4, OSS, tp=2, extra=f"{EP2} {ETP2}"),
+    row("oss pp2 ep2 dp2 ZeRO-3 split", 4, OSS, pp=2, extra=f"{EP2} {ZERO3} {SPLIT}"),
     row("sinkhorn tp2 cp2 ep2", 4, SINKHORN, tp=2, extra=f"{EP2} {CP2}"),
     row("mixtral tp2 cp2 ep2, loss of a step so far", 4, MIXTRAL + GLOBAL, tp=2, extra=f"{EP2} {CP2}"),
     row("mixtral ep2", 2, MIXTRAL, extra=EP2),
@@ -80,7 +84,9 @@ ROWS = [
 OFTEN = [
     r
     for r in ROWS
-    if r.name.startswith(("sinkhorn", "mixtral ep2", "deepseek tp2", "qwen tp2 dp2", "deepseek cp2", "deepseek split"))
+    if r.name.startswith(
+        ("oss tp2", "sinkhorn", "mixtral ep2", "deepseek tp2", "qwen tp2 dp2", "deepseek cp2", "deepseek split")
+    )
 ]
 
 

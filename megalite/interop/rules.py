@@ -46,8 +46,20 @@ def _shape(box: Box, spec: ParamSpec, form: str) -> tuple[int, ...]:
         return (1, *shape)
     if form == "experts":
         return (shape[0], math.prod(shape[1:-1]), shape[-1])
+    if form == "reversed":
+        *first, last = shape[:0:-1]
+        return (shape[0], *first[:-1], first[-1] * last) if _in_turns(spec) else (shape[0], *first, last)
     stacked = len(shape) - 2 if spec.home == "expert" else int(spec.stacked)
     return (math.prod(shape[: stacked + 1]), *shape[stacked + 1 :])
+
+
+def _in_turns(spec: ParamSpec) -> bool:
+    """Whether it has gate and up: [E, 2, F, D], or biases [E, 2, F]."""
+    return len(spec.shape) == (3 if spec.looked_up else 4)
+
+
+def _reversed(x: Tensor) -> Tensor:
+    return x.permute(0, *range(x.dim() - 1, 0, -1))
 
 
 def box_on(sizes: Mapping[str, int], ranks: Mapping[str, int]) -> BoxOf:
@@ -115,12 +127,15 @@ def split(recipe: Recipe, theirs: Tensor) -> Iterator[tuple[ParamSpec, Box, Tens
     else:
         pieces = (theirs.T if recipe.form == "columns" else theirs).split(rows)
     for (spec, box), piece in zip(recipe.parts, pieces, strict=True):
+        if recipe.form == "reversed":
+            piece = _reversed(piece.reshape(box.shape[0], *box.shape[:0:-1]))
         yield spec, box, piece.reshape(box.shape)
 
 
 def join(recipe: Recipe, read: Callable[[ParamSpec, Box], Tensor]) -> Tensor:
     """The foreign tensor, contiguous, from our rectangles, which `read` gives."""
-    pieces = [read(spec, box).reshape(_shape(box, spec, recipe.form)) for spec, box in recipe.parts]
+    turned = _reversed if recipe.form == "reversed" else lambda x: x
+    pieces = [turned(read(spec, box)).reshape(_shape(box, spec, recipe.form)) for spec, box in recipe.parts]
     if recipe.form == "groups":
         return torch.cat([p.unflatten(0, (recipe.groups, -1)) for p in pieces], 1).flatten(0, 1)
     upright = torch.cat(pieces) if len(pieces) > 1 else pieces[0]

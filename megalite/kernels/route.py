@@ -34,6 +34,11 @@ def sort_by_expert(ids_NK: Tensor, E: int) -> tuple[Tensor, Tensor]:
     return order_M, torch.searchsorted(ids, first, out_int32=True)
 
 
+def expert_of_rows(offsets: Tensor, M: int) -> Tensor:
+    """The expert of each of the first M rows, all of which have one."""
+    return torch.searchsorted(offsets[1:], torch.arange(M, dtype=offsets.dtype, device=offsets.device), right=True)
+
+
 def slots_of(order_M: Tensor, offsets: Tensor, N: int, K: int) -> Tensor:
     """slots_NK int64: where each choice is in M, -1 for those that are left out. `order_M` may end at offsets[E]."""
     place_M = torch.arange(len(order_M), device=order_M.device)

@@ -22,6 +22,7 @@ class TensorRule:
             "groups": the rows of q, kv[0], kv[1] by key/value group [G, H/G + 2, K]: the queries of a group, its key,
             its value
             "experts": a matrix for each expert, [E, rows, in]
+            "reversed": the same, transposed, and gate and up in turns: [E, in, rows], [E, F 2]
             "row": a vector as a matrix of one row
     copied  the parameter that it repeats in a model without `ours`, as a tied head repeats the embedding. Files may
             lack it then
@@ -84,7 +85,8 @@ class Family(Naming):
                 their own. With num_key_value_heads and head_dim, heads may be grouped and of any size; with rotary_pct,
                 only a part of the channels may be rotated; all keys of add_bias_linear must agree
     scalings    values of rope_type for stretched rotary waves, in addition to "default"
-    windows     which layers may have a sliding window: "all" or none of them, or each "by layer"; "": none
+    windows     which layers may have a sliding window: "all" or none of them, or each "by layer"; "alternate": every
+                second one, if nothing is said; "": none
     sparse_layers   some layers may have experts and the others none, and the probabilities of the chosen experts need
                 not add up to 1
     even_heads  hidden_size must be a multiple of the number of heads
@@ -100,7 +102,7 @@ class Family(Naming):
     written: Mapping[str, str] = field(default_factory=dict)
     tied_by_default: bool = False
     scalings: tuple[str, ...] = ()
-    windows: Literal["", "all", "by layer"] = ""
+    windows: Literal["", "all", "by layer", "alternate"] = ""
     sparse_layers: bool = False
     even_heads: bool = False
 

@@ -160,7 +160,7 @@ class Block(nn.Module):
         if model.experts[layer]:
             shared = model.moe_shared_expert_intermediate_size, model.moe_shared_expert_gate
             widths = model.hidden_size, model.expert_ffn_size
-            shape = ExpertsShape(*widths, *shared, model.activation, std, out_std)
+            shape = ExpertsShape(*widths, *shared, model.activation, std, out_std, model.add_bias_linear)
             self.mlp = Experts(make, name, layer, routing_of(model), shape, "shared_experts" in again)
         else:
             widths = model.hidden_size, model.ffn_size

@@ -2,9 +2,10 @@
 
     x_ND -> router -> ids_NK, probs_NK
     x_RD      rows of the tokens that have experts here (token_exchange.py: each crosses once to a rank); alone R = N
-    u_M2F     = x[rows] up[e]^T            M choices in the order of experts, rows read inside the matmul
+    u_M2F     = x[rows] up[e]^T (+ bias)   M choices in the order of experts, rows read inside the matmul
     a_MF      = probs * act(u)             so no output of an expert is needed for the gradient of its probability
-    y_RD      = sum over a row's choices of a down[e]^T, and back to the token's rank, where ranks are summed
+    y_RD      = sum over a row's choices of a down[e]^T (+ probs * bias), and back to the token's rank, where ranks are
+                summed
 
 Experts are split over ep and the width of each over etp: ranks of the same stage, whatever they are in dp, cp and tp
 (arXiv:2504.14960). Saved: x, ids and probs of rows, u of choices; backward makes `a` again. The shared block, which all
@@ -22,7 +23,7 @@ from torch.autograd import Function
 from megalite.kernels.activation import Activation, activation_named
 from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
-from megalite.kernels.route import combine, slots_of, sort_by_expert
+from megalite.kernels.route import combine, expert_of_rows, slots_of, sort_by_expert
 from megalite.nn.attention import Coordinates
 from megalite.nn.later import Later
 from megalite.nn.mlp import MLP
@@ -30,13 +31,13 @@ from megalite.nn.parameter import GradientSink, Maker, sink_of
 from megalite.nn.recompute import recompute
 from megalite.nn.router import Router, Routing
 from megalite.nn.token_exchange import exchange_back, start_exchange
-from megalite.parallel.spec import Normal, ParamSpec
+from megalite.parallel.spec import Constant, Normal, ParamSpec
 
 
 def _add(sink: GradientSink, dy: Tensor, x: Tensor, **where: Any) -> None:
     """Add dy[group]^T x[group] to the sink's sum, for each expert."""
     grad, begin = sink.open()
-    grouped_weight_grad_(grad.view(len(grad), -1, grad.shape[-1]), dy, x, begin=begin, **where)
+    grouped_weight_grad_(grad.view(len(grad), -1, x.shape[-1]), dy, x, begin=begin, **where)
 
 
 def _weight_grad(
@@ -55,7 +56,8 @@ def _weight_grad(
 
 
 class _Compute(Function):
-    """`choices` M: of the rows, those that are of experts here, where the host knows; None: all."""
+    """`choices` M: of the rows, those that are of experts here, where the host knows; None: all. `biases`: of up and
+    down, or none; of down this rank's part of the columns, from `column` on."""
 
     @staticmethod
     def forward(
@@ -68,39 +70,56 @@ class _Compute(Function):
         probs_RK: Tensor,
         ids_RK: Tensor,
         choices: int | None,
+        column: int,
+        *biases: Tensor,
     ) -> Tensor:
         ctx.activation, ctx.later, ctx.sinks = activation, later, (sink_of(up), sink_of(down))
         (R, K), E, x_RD = ids_RK.shape, len(up), x.view(-1, x.shape[-1])
         order_M, offsets = sort_by_expert(ids_RK, E)
         order_M = order_M[:choices]
-        u = grouped_matmul(x_RD, up.view(E, -1, up.shape[-1]), offsets, order_M // K)
-        a_MF = (activation.forward(u) * probs_RK.flatten()[order_M, None]).to(u.dtype)
-        y_RD = combine(grouped_matmul(a_MF, down, offsets), slots_of(order_M, offsets, R, K))
-        ctx.save_for_backward(x, probs_RK, order_M, offsets, u, up, down)
-        return y_RD.view_as(x)
+        u, probs_M1 = (
+            grouped_matmul(x_RD, up.view(E, -1, up.shape[-1]), offsets, order_M // K),
+            probs_RK.flatten()[order_M, None],
+        )
+        if biases:
+            expert_M = expert_of_rows(offsets, len(u))
+            u += biases[0].flatten(1)[expert_M]
+        a_MF = (activation.forward(u) * probs_M1).to(u.dtype)
+        y_MD = grouped_matmul(a_MF, down, offsets)
+        if biases:
+            y_MD[:, column : column + biases[1].shape[1]] += (probs_M1 * biases[1][expert_M]).to(u.dtype)
+        ctx.column = column
+        ctx.save_for_backward(x, probs_RK, order_M, offsets, u, up, down, *biases)
+        return combine(y_MD, slots_of(order_M, offsets, R, K)).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, probs_RK, order_M, offsets, u, up, down = ctx.saved_tensors
+        x, probs_RK, order_M, offsets, u, up, down, *biases = ctx.saved_tensors
         (R, K), x_RD, dy_RD = probs_RK.shape, x.view(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         rows_M, probs_M1 = order_M // K, probs_RK.flatten()[order_M, None]
         da_MF = grouped_matmul(dy_RD, down.transpose(1, 2), offsets, rows_M)
         a_MF, du = ctx.activation.backward(u, (da_MF * probs_M1).to(u.dtype))
         dprobs = torch.zeros_like(probs_RK).view(-1)
         dprobs[order_M] = (da_MF.to(dprobs.dtype) * a_MF).sum(-1)
-        a_MF = (a_MF * probs_M1).to(u.dtype)
+        a_MF, dbiases = (a_MF * probs_M1).to(u.dtype), list[Tensor | None]()
+        if biases:
+            dy_MW = dy_RD[rows_M, ctx.column : ctx.column + biases[1].shape[1]]
+            dprobs[order_M] += (dy_MW * biases[1][expert_of_rows(offsets, len(u))]).sum(-1, dtype=dprobs.dtype)
+            sums = ((du, u.new_ones(len(u), 1)), (dy_MW.contiguous(), probs_M1.to(u.dtype)))
+            dbiases = [_weight_grad(b, None, None, *by, offsets=offsets) for b, by in zip(biases, sums, strict=True)]
         dx_MD = grouped_matmul(du, up.view(len(up), -1, up.shape[-1]).transpose(1, 2), offsets)
         dx = combine(dx_MD, slots_of(order_M, offsets, R, K)).view_as(x)
         add_up, add_down = ctx.sinks
         dup = _weight_grad(up, add_up, ctx.later, du, x_RD, offsets=offsets, rows=rows_M)
         ddown = _weight_grad(down, add_down, ctx.later, dy_RD, a_MF, offsets=offsets, dy_rows=rows_M)
-        return dup, ddown, None, None, dx, dprobs.view_as(probs_RK), None, None
+        return dup, ddown, None, None, dx, dprobs.view_as(probs_RK), None, None, None, *dbiases
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
     """ffn_size: the width of an expert; shared_size: of the block that all tokens go through, None: there is none;
-    shared_gate: whether its output is scaled by a sigmoid of the token, as in Qwen2-MoE."""
+    shared_gate: whether its output is scaled by a sigmoid of the token, as in Qwen2-MoE. bias: whether experts and the
+    router have biases."""
 
     hidden_size: int
     ffn_size: int
@@ -109,6 +128,7 @@ class ExpertsShape:
     activation: str
     std: float
     out_std: float
+    bias: bool = False
 
 
 class Experts(nn.Module):
@@ -123,10 +143,15 @@ class Experts(nn.Module):
         gated = self.activation.width == 2
         up, middle, at = ("gate_up", (2, F), 2) if gated else ("up", (F,), 1)
         expert, of_ep, normal = partial(ParamSpec, home="expert", block=1), (0, "ep"), Normal(shape.out_std)
-        self.router = Router(make, f"{name}.router", D, routing, std, layer)
+        self.router = Router(make, f"{name}.router", D, routing, std, layer, shape.bias)
         shards = (of_ep, (at, "etp"))
         self.up = make(expert(f"{name}.experts.{up}", (E, *middle, D), shards=shards, init=Normal(std)))
         self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=(of_ep, (2, "etp")), init=normal))
+        self.biases = nn.ParameterList()
+        if shape.bias:  # that of down is split over etp, so that each rank adds its part once
+            bias = partial(expert, init=Constant(0.0), decay=False, looked_up=True)
+            self.biases.append(make(bias(f"{name}.experts.{up}_bias", (E, *middle), shards=shards)))
+            self.biases.append(make(bias(f"{name}.experts.down_bias", (E, D), shards=(of_ep, (1, "etp")))))
         self.shared = self.shared_gate = None
         if shape.shared_size is not None:
             widths, stds = (D, shape.shared_size), (std, shape.out_std)
@@ -137,12 +162,13 @@ class Experts(nn.Module):
     def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
         probs_NK, ids_NK = self.router(x_sBD, where)
         compute = partial(_Compute.apply, self.up, self.down, self.activation, where.later)
+        biases = (self.etp.start_of(self.biases[1].shape[1]) if self.biases else 0, *self.biases)
         if self.peers.size == 1:
-            y_sBD, shared_sBD = compute(x_sBD, probs_NK, ids_NK, None), self._shared(x_sBD, where)
+            y_sBD, shared_sBD = compute(x_sBD, probs_NK, ids_NK, None, *biases), self._shared(x_sBD, where)
         else:
             sent = start_exchange(x_sBD, probs_NK, ids_NK, self.local, self.etp.size, self.peers)
             shared_sBD = self._shared(x_sBD, where)
-            y_sBD = exchange_back(compute(*sent.receive(x_sBD, probs_NK)), sent).view_as(x_sBD)
+            y_sBD = exchange_back(compute(*sent.receive(x_sBD, probs_NK), *biases), sent).view_as(x_sBD)
         return y_sBD if shared_sBD is None else y_sBD + shared_sBD
 
     def _shared(self, x_sBD: Tensor, where: Coordinates) -> Tensor | None:

@@ -34,7 +34,7 @@ from megalite.nn.attention import Coordinates
 from megalite.nn.embedding import SITE_ROUTER, first_position
 from megalite.nn.parameter import Maker, sink_of
 from megalite.parallel.comm import start_all_gather
-from megalite.parallel.spec import Box, Normal, ParamSpec, Piece
+from megalite.parallel.spec import Box, Constant, Normal, ParamSpec, Piece
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 TINY = 1e-20  # added to sums of sigmoids, which may all be 0
@@ -124,13 +124,16 @@ def _softmax_backward(P: Tensor, dP: Tensor) -> Tensor:
 
 class _Route(Function):
     @staticmethod
-    def forward(ctx: Any, x_sBD: Tensor, weight: Tensor, router: "Router", where: Coordinates) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x_sBD: Tensor, weight: Tensor, logit_bias: Tensor | None, router: "Router", where: Coordinates
+    ) -> tuple[Tensor, Tensor]:
         ctx.router, ctx.loss_weight, ctx.sink = router, where.loss_weight, sink_of(weight)
         how, logits_NE = router.routing, router.logits(x_sBD, weight)
         scores_NE = how.scores(logits_NE)
         by_NE = router.balanced(logits_NE) if how.sinkhorn and router.training else scores_NE
         ids_NK = how.choose(router.lots(x_sBD, where) if how.drawn else by_NE, None if how.drawn else router.bias)
         ctx.save_for_backward(x_sBD, weight, ids_NK)
+        ctx.biased = logit_bias is not None
         ctx.mark_non_differentiable(ids_NK)
         return how.probabilities(scores_NE, ids_NK), ids_NK
 
@@ -142,6 +145,7 @@ class _Route(Function):
         counts_BE = ctx.router.count_(ids_NK, x_sBD.shape[1])
         if ctx.loss_weight is not None:
             ctx.router.add_losses_(dlogits_NE, logits_NE, counts_BE, ctx.loss_weight)
+        dbias = dlogits_NE.sum(0).to(weight.dtype) if ctx.biased else None
         dx_sBD = (dlogits_NE @ weight.to(dlogits_NE.dtype)).to(x_sBD.dtype).view_as(x_sBD)
         if ctx.sink is None:
             dweight = (dlogits_NE.T @ x_sBD.flatten(0, 1).to(dlogits_NE.dtype)).to(weight.dtype)
@@ -150,21 +154,27 @@ class _Route(Function):
             wide = (given.to(grad.dtype) for given in (dlogits_NE, x_sBD.flatten(0, 1)))
             accumulate_outer_(grad, *wide, begin=begin)
             dweight = None
-        return dx_sBD, dweight, None, None
+        return dx_sBD, dweight, dbias, None, None
 
 
 class Router(nn.Module):
-    """bias_E: state that no gradient trains (train/balance.py); None: there is none. counts_E: choices of each expert
-    among this rank's tokens, of_dp_E: among those of all ranks of tp, cp and dp, if global_aux_loss is on; losses_4:
-    LOSSES without coefficients, as sums over tokens, 0 of those that are off; all since they were set to zero, of all
-    backwards."""
+    """logit_bias_E: added to logits. bias_E: state that no gradient trains (train/balance.py). None: there is none.
+    counts_E: choices of each expert among this rank's tokens, of_dp_E: among those of all ranks of tp, cp and dp, if
+    global_aux_loss is on; losses_4: LOSSES without coefficients, as sums over tokens, 0 of those that are off; all
+    since they were set to zero, of all backwards."""
 
-    def __init__(self, make: Maker, name: str, hidden_size: int, routing: Routing, std: float, layer: int):
+    def __init__(
+        self, make: Maker, name: str, hidden_size: int, routing: Routing, std: float, layer: int, biased: bool = False
+    ):
         super().__init__()
         self.name, self.routing, self.layer, self.seed = name, routing, layer, make.seed
         self.tp, self.cp, self.dp = make.mesh.tp, make.mesh.cp, make.mesh.dp
         E, device = routing.experts, torch.device("meta") if make.meta else make.mesh.device
         self.weight = make(ParamSpec(name, (E, hidden_size), partial=("tp",), init=Normal(std)))
+        self.logit_bias = None
+        if biased:
+            spec = ParamSpec(f"{name}.logit_bias", (E,), partial=("tp",), init=Constant(0.0), decay=False)
+            self.logit_bias = make(spec)
         self.bias = torch.zeros(E, dtype=torch.float32, device=device) if routing.bias else None
         self.counts = torch.zeros(E, dtype=torch.int64, device=device)
         self.of_dp = torch.zeros_like(self.counts)
@@ -173,7 +183,7 @@ class Router(nn.Module):
     def forward(self, x_sBD: Tensor, where: Coordinates) -> tuple[Tensor, Tensor]:
         """(probs_NK in fp32 or fp64, ids_NK) of this rank's tokens N = s * B. where.loss_weight None: there are no
         auxiliary losses."""
-        return _Route.apply(x_sBD, self.weight, self, where)  # type: ignore[return-value]
+        return _Route.apply(x_sBD, self.weight, self.logit_bias, self, where)  # type: ignore[return-value]
 
     def state_pieces(self) -> list[Piece]:
         """The bias, which every rank has whole, as a checkpoint holds it: a view that loading may write."""
@@ -184,7 +194,8 @@ class Router(nn.Module):
 
     def logits(self, x_sBD: Tensor, weight: Tensor) -> Tensor:
         dtype = torch.float64 if self.routing.wide else stat_dtype(x_sBD)
-        return x_sBD.flatten(0, 1).to(dtype) @ weight.to(dtype).T
+        logits_NE = x_sBD.flatten(0, 1).to(dtype) @ weight.to(dtype).T
+        return logits_NE if self.logit_bias is None else logits_NE + self.logit_bias.to(dtype)
 
     def lots(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
         """A number for each token and expert, by the token's place in the run alone: [N, E]."""

@@ -113,8 +113,9 @@ def test_layers_with_experts_are_those_of_transformers(step: int, dense: list[in
 def test_keys_that_are_left_away_have_the_values_of_transformers() -> None:
     import transformers
 
-    for name, cls in (("mixtral", "MixtralConfig"), ("qwen2_moe", "Qwen2MoeConfig"), ("qwen3_moe", "Qwen3MoeConfig")):
-        theirs = getattr(transformers, cls)(**SHAPE)
+    named = {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}
+    for name, cls in named.items():
+        theirs = getattr(transformers, f"{cls}Config")(**SHAPE)
         want = build(read_config(theirs.to_dict(), None, "")[1]).model
         given = SHAPE | {"num_key_value_heads": theirs.num_key_value_heads}
         got = build(read_config({**given, "model_type": name}, None, "")[1]).model

@@ -337,7 +337,7 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "no tensor": (lambda f, c: _edit(f, lambda d: d["model"].update({QKV: "text"})), "not a floating-point tensor"),
     "more layers": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "num_layers", 5)), "layers.4.input_layernorm.weight is missing"),
     "fewer layers": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "num_layers", 3)), "layernorm.weight in .*: not a tensor of this model"),
-    "experts": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "num_experts", 8)), "num_experts=8"),
+    "experts": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "num_experts", 8)), "no name for layers.0.mlp.experts.down_bias"),
     "wrong type": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "hidden_size", "16")), "hidden_size='16' is not an int"),
     "tracker": (lambda f, c: (f / "latest_checkpointed_iteration.txt").write_text("../x"), "is neither a number"),
     "no rank": (lambda f, c: _file(f).parent.rename(f / "iter_0000007" / "x"), "has no folder mp_rank_00"),

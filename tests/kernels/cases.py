@@ -87,6 +87,11 @@ def activation_run(name: str) -> Callable[..., Any]:
     return activated(activation_named(name).forward, activation_named(name).backward)
 
 
+def beyond(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Of inputs of which many are clamped."""
+    return lambda u, v: run(8 * u, v)
+
+
 def apply_rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rope.apply(x, cos, sin, rotate_reference)  # type: ignore[return-value]
 
@@ -341,6 +346,15 @@ OPS: dict[str, Op] = {
     "swiglu": Op(
         activation_run("swiglu"),
         activated(swiglu_forward_reference, swiglu_backward_reference),
+        tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS),
+    ),
+    "clamped_swiglu": Op(
+        beyond(activation_run("clamped_swiglu")),
+        beyond(
+            activated(
+                *(functools.partial(fn, clamped=True) for fn in (swiglu_forward_reference, swiglu_backward_reference))
+            )
+        ),
         tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS),
     ),
     "gelu": Op(activation_run("gelu"), gelu_twin(True), tuple(normals(s, s) for s in FEEDS)),

@@ -66,8 +66,9 @@ def norms(width: int, dtype: torch.dtype) -> Iterator[Work]:
 def activations(width: int, dtype: torch.dtype) -> Iterator[Work]:
     def gated() -> None:
         u, da = of(dtype, (ROWS, 2 * width), (ROWS, width))
-        swiglu.forward(u)
-        swiglu.backward(u, da)
+        for clamped in (False, True):
+            swiglu.forward(u, clamped=clamped)
+            swiglu.backward(u, da, clamped=clamped)
 
     def gelu() -> None:
         u, da, b = of(dtype, (ROWS, width), (ROWS, width), (width,))

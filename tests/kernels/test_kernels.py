@@ -50,6 +50,15 @@ def plain_swiglu(u: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def plain_clamped_swiglu(u: Tensor) -> Tensor:
+    gate, up = u.chunk(2, -1)
+    gate, up = (
+        gate.minimum(torch.full_like(gate, 7)),
+        up.minimum(torch.full_like(up, 7)).maximum(torch.full_like(up, -7)),
+    )
+    return gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+
+
 def act_linear(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda u, w: linear_scatter(u, w, TP, activation_named(name))
 
@@ -74,6 +83,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[t
         [[(7, 2, 4, 8)] + [(7, 2, g, 8)] * 2 for g in (1, 2, 4)],
     ),
     "swiglu linear": (act_linear("swiglu"), lambda u, w: plain_swiglu(u) @ w.T, [[(3, 2, 10), (4, 5)]]),
+    "clamped_swiglu linear": (
+        lambda u, w: act_linear("clamped_swiglu")(8 * u, w),
+        lambda u, w: plain_clamped_swiglu(8 * u) @ w.T,
+        [[(3, 2, 10), (4, 5)]],
+    ),
     "gelu linear": (act_linear("gelu"), lambda u, w: F.gelu(u, approximate="tanh") @ w.T, [[(3, 2, 5), (4, 5)]]),
     "gelu_erf linear": (
         act_linear("gelu_erf"),

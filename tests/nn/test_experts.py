@@ -43,6 +43,8 @@ CASES: dict[str, tuple[Routing, dict[str, Any]]] = {
     "all experts": (Routing(4, 4, coefficients=dict.fromkeys(LOSSES, 0.1)), {}),
     "sinkhorn of one": (Routing(4, 1, "sigmoid", sinkhorn=True, coefficients={"z_loss": 0.1}), {}),
     "sinkhorn of two": (Routing(8, 2, pre_softmax=True, sinkhorn=True), {}),
+    "gpt-oss": (Routing(8, 3, coefficients={"aux_loss": 0.1}), dict(bias=True, activation="clamped_swiglu")),
+    "one with biases, ungated": (Routing(4, 1, "sigmoid"), dict(bias=True, activation="gelu")),
     "never the last three": (Routing(8, 2, bias=True), {}),
 }
 
@@ -51,6 +53,9 @@ def make(name: str) -> tuple[Experts, Routing]:
     routing, more = CASES[name]
     shape = replace(ExpertsShape(D, F, None, False, "swiglu", 1.0, 1.0), **more)
     experts = Experts(Maker(Mesh.alone(), torch.float64, seed=3), "e", 0, routing, shape, False)
+    for bias in (*experts.biases, experts.router.logit_bias):
+        if bias is not None:
+            torch.nn.init.normal_(bias, generator=torch.Generator().manual_seed(bias.numel()))
     if routing.bias:
         experts.router.bias = torch.linspace(-0.1, 0.1, routing.experts)
         experts.router.bias[-3:] -= 100.0 * name.startswith("never")
@@ -96,19 +101,26 @@ def weights(r: Routing) -> Tensor:
 def definition(x_SBD: Tensor, experts: Experts, r: Routing) -> tuple[Tensor, Tensor, Tensor]:
     """(output, counts, the auxiliary losses' sums over tokens, times their coefficients)"""
 
-    def feed(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def feed(x: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        u, b = up @ x + (biases[0] if biases else 0), biases[1] if biases else 0
         if experts.activation.width == 1:
-            return down @ torch.nn.functional.gelu(up @ x, approximate="tanh")
-        return down @ (torch.nn.functional.silu(up[0] @ x) * (up[1] @ x))
+            return down @ torch.nn.functional.gelu(u, approximate="tanh") + b
+        if biases:
+            gate = u[0].clamp(max=7)
+            return down @ (gate * (1.702 * gate).sigmoid() * (u[1].clamp(-7, 7) + 1)) + b
+        return down @ (torch.nn.functional.silu(u[0]) * u[1])
 
     out, counts = torch.zeros_like(x_SBD), torch.zeros(B, r.experts, dtype=torch.int64)
     logits_SBE = x_SBD @ experts.router.weight.T
+    if experts.router.logit_bias is not None:
+        logits_SBE = logits_SBE + experts.router.logit_bias
     by_SBE = balanced(logits_SBE.flatten(0, 1)).view_as(logits_SBE) if r.sinkhorn else None
     for s in range(len(x_SBD)):
         for b in range(B):
             ids, probs = chosen(logits_SBE[s, b], r, experts.router.bias, None if by_SBE is None else by_SBE[s, b])
             counts[b, ids] += 1
-            parts = [p * feed(x_SBD[s, b], experts.up[e], experts.down[e]) for e, p in zip(ids, probs, strict=True)]
+            of = [experts.up, experts.down, *experts.biases]
+            parts = [p * feed(x_SBD[s, b], *(w[e] for w in of)) for e, p in zip(ids, probs, strict=True)]
             if experts.shared is not None:
                 gate = 1.0 if experts.shared_gate is None else (x_SBD[s, b] @ experts.shared_gate).sigmoid()
                 parts.append(gate * feed(x_SBD[s, b], experts.shared.up, experts.shared.down))

@@ -32,7 +32,7 @@ EXACT, ROUNDED = 1e-9, 8  # largest difference that is none, relative: of fp64 s
 Weight = Callable[[str, int], Tensor]  # (our name within a layer, or outside of them; the layer) -> what is used
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-LLAMA, MIXTRAL, IN_MEMORY, GPT2, GPT_NEOX, MEGATRON, SINGLE, ENDS = TABLES.values()
+LLAMA, MIXTRAL, IN_MEMORY, GPT_OSS, GPT2, GPT_NEOX, MEGATRON, SINGLE, ENDS = TABLES.values()
 
 
 def _end(name: str, kind: str) -> str:
@@ -64,14 +64,18 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
         return places[name].get_tensor(name)
 
     kind = family if family in ("gpt2", "gpt_neox") else "llama"
-    names = LLAMA | (MIXTRAL if family == "mixtral" else {})
-    if any(name.endswith("experts.gate_up_proj") for name in places):
+    names = LLAMA | {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS}.get(family, {})
+    if family != "gpt_oss" and any(name.endswith("experts.gate_up_proj") for name in places):
         names |= IN_MEMORY
     H, K = model.num_attention_heads, model.head_size
 
     def weight(name: str, n: int) -> Tensor:
         if not name.startswith(("attention.", "mlp.")):
             return get(_end(name, kind))
+        if family == "gpt_oss" and "experts." in name:
+            found = get(f"model.layers.{n}.{names[name]}")
+            found = torch.stack([found[..., ::2], found[..., 1::2]], 1) if "gate_up" in name else found
+            return found if name.endswith("_bias") else found.mT
         if kind == "llama":
             every = range(model.num_experts or 0) if "{e}" in names[name] else (0,)
             parts = [get(f"model.layers.{n}.{theirs.format(e=e)}") for e in every for theirs in names[name].split()]

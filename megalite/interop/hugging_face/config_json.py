@@ -1,13 +1,14 @@
 """config.json of Hugging Face <-> options of the model. Values that cannot be expressed exactly are refused by name.
 
 models/families.toml has the meaning of each family's keys. This module names no family, and has what tables cannot say:
-groups, rotary positions, which layers have experts, and sliding windows. A family has one of two kinds of windows, or
+groups, rotary positions, which layers have experts, and sliding windows. A family has one of three kinds of windows, or
 none:
 
     key j is seen by query i   where i - sliding_window < j <= i, itself included: window_size = sliding_window - 1, 0
     "all" (Mistral)            sliding_window, in all layers; null: in none
     "by layer" (Qwen)          sliding_window where use_sliding_window: in the layers from max_window_layers on, or in
                                those that layer_types names sliding_attention
+    "alternate" (GPT-OSS)      sliding_window in the layers that layer_types names, or in layers 0, 2, 4, ...
 
 Defaults are those of the families' classes in transformers 5.
 """
@@ -71,12 +72,13 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
         if config.get(key, allowed[0]) not in allowed:
             problems.append(f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}")
     if config.get("quantization_config") is not None:
-        problems.append("quantization_config: the weights are quantised; give the model as it was before")
+        remedy = "give the model as it was before, or save it dequantised with transformers"
+        problems.append(f"quantization_config: the weights are quantised; {remedy}")
     if family.grouped:
         groups = config.get("num_key_value_heads")
         if groups is not None and groups != options["num_attention_heads"]:
             options |= {"group_query_attention": True, "num_query_groups": groups}
-        options["kv_channels"] = config.get("head_dim")
+        options["kv_channels"] = config.get("head_dim", family.optional.get("head_dim"))
     biases = {key: config.get(key, False) for key, name in family.written.items() if name == "add_bias_linear"}
     if biases:
         first, *others = biases.values()
@@ -100,10 +102,10 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
 
 def _read_rope(config: Json, options: Json, family: Family) -> list[str]:
     """rope_parameters is the newer form of rope_theta (rotary_emb_base) with rope_scaling."""
-    rope: Json = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(config.get(key), dict):
-            rope |= config[key]
+    given = [config[key] for key in ("rope_scaling", "rope_parameters") if isinstance(config.get(key), dict)]
+    rope: Json = {
+        key: value for table in given or [family.optional.get("rope_parameters", {})] for key, value in table.items()
+    }
     kind = rope.get("rope_type", rope.get("type", "default"))
     options["rotary_base"] = rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base")))
     if options["rotary_base"] is None:
@@ -236,13 +238,15 @@ def _read_window(config: Json, family: Family, layers: Any) -> tuple[Json, list[
         return {}, [f"layer_types is not a list of {layers} kinds, one for each layer"]
     if odd := {str(kind) for kind in kinds or ()} - ({FULL, SLIDING} if family.windows else {FULL}):
         return {}, [f"layer_types has {', '.join(map(repr, sorted(odd)))}, which {family.name} does not have"]
-    by_layer = family.windows == "by layer"
-    used = family.windows == "all" or (by_layer and config.get("use_sliding_window", False))
+    by_layer = family.windows in ("by layer", "alternate")
+    used = family.windows in ("all", "alternate") or (by_layer and config.get("use_sliding_window", False))
     window = config.get("sliding_window", family.optional.get("sliding_window") or None) if used else None
     if window is not None and (type(window) is not int or window < 2):
         return {}, [f"sliding_window={window!r} is not a number of 2 or more keys"]
     if kinds is not None:
         bits = [kind == SLIDING for kind in kinds]
+    elif family.windows == "alternate":
+        bits = [window is not None and layer % 2 == 0 for layer in range(layers)]
     else:
         first = config.get("max_window_layers", 28) if by_layer else 0
         if type(first) is not int:
@@ -266,11 +270,14 @@ def _write_window(model: ModelConfig, family: Family) -> Json:
     window = max((window for window in windows if window is not None), default=None)
     if family.windows == "all":
         return {"sliding_window": window}
+    types = [FULL if window is None else SLIDING for window in windows]
+    if family.windows == "alternate":
+        return {"sliding_window": window, "layer_types": types}
     keys: Json = {"use_sliding_window": window is not None, "sliding_window": window}
     if window is not None:
         full = windows.index(window)  # layers before the first with a window
         keys["max_window_layers"] = full if None not in windows[full:] else model.num_layers  # the older key
-        keys["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+        keys["layer_types"] = types
     return keys
 
 

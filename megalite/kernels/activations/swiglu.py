@@ -2,6 +2,7 @@
 
     a = silu(g) * u,  silu(g) = g s,  s = sigmoid(g)
     dg = da u s (1 + g (1 - s)),  du = da silu(g)
+    clamped (GPT-OSS, arXiv:2508.10925)     a = g sigmoid(1.702 g) (u + 1),  g at most 7,  u within -7 and 7
 
 Backward also returns `a` again, for the weight gradient of the matmul after it, in the same pass: `a` is never stored.
 Arithmetic in fp32 (fp64 for fp64). Bytes for N rows of F outputs of e bytes: forward 3 N F e, backward 6 N F e.
@@ -25,15 +26,24 @@ if TYPE_CHECKING:
 # bf16 from each half.
 FORWARD = TileSizes(1, 2048, 4)
 BACKWARD = TileSizes(1, 1024, 4)  # three inputs and three results are held at once
+LIMIT, ALPHA = 7.0, 1.702  # clamped
 
 
-def swiglu_forward_reference(u: Tensor) -> Tensor:
+def swiglu_forward_reference(u: Tensor, clamped: bool = False) -> Tensor:
     gate, up = u.chunk(2, -1)
+    if clamped:
+        gate = gate.clamp(max=LIMIT)
+        return gate * torch.sigmoid(ALPHA * gate) * (up.clamp(-LIMIT, LIMIT) + 1)
     return F.silu(gate) * up
 
 
-def swiglu_backward_reference(u: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward_reference(u: Tensor, da: Tensor, clamped: bool = False) -> tuple[Tensor, Tensor]:
     gate, up = u.chunk(2, -1)
+    if clamped:
+        g, more = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
+        s = torch.sigmoid(ALPHA * g)
+        dgate = da * more * s * (1 + ALPHA * g * (1 - s)) * (gate <= LIMIT)
+        return g * s * more, torch.cat((dgate, da * g * s * (up.abs() <= LIMIT)), -1)
     if torch.compiler.is_compiling():  # it cannot write into halves, and makes one pass of this
         s = torch.sigmoid(gate)
         silu = gate * s
@@ -47,18 +57,23 @@ def swiglu_backward_reference(u: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @kernel
-def _forward(U, A, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _forward(U, A, rows, columns, stride, CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (at < columns)
     g = tl.load(U + row * stride + at, mask=inside, other=0.0).to(wide)
     u = tl.load(U + row * stride + columns + at, mask=inside, other=0.0).to(wide)
-    tl.store(A + row * columns + at, (g * tl.sigmoid(g) * u).to(A.dtype.element_ty), mask=inside)
+    alpha = 1.0
+    if CLAMPED:
+        g, u, alpha = tl.minimum(g, 7.0), tl.minimum(tl.maximum(u, -7.0), 7.0) + 1.0, 1.702
+    tl.store(A + row * columns + at, (g * tl.sigmoid(alpha * g) * u).to(A.dtype.element_ty), mask=inside)
 
 
 @kernel
-def _backward(U, DA, A, DU, rows, columns, stride_u, stride_da, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _backward(
+    U, DA, A, DU, rows, columns, stride_u, stride_da, CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -66,39 +81,43 @@ def _backward(U, DA, A, DU, rows, columns, stride_u, stride_da, ROWS: tl.constex
     g = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(wide)
     u = tl.load(U + row * stride_u + columns + at, mask=inside, other=0.0).to(wide)
     da = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(wide)
-    s = tl.sigmoid(g)
+    alpha, da_gate = 1.0, da
+    if CLAMPED:
+        da_gate, da = tl.where(g <= 7.0, da, 0.0), tl.where(tl.abs(u) <= 7.0, da, 0.0)
+        g, u, alpha = tl.minimum(g, 7.0), tl.minimum(tl.maximum(u, -7.0), 7.0) + 1.0, 1.702
+    s = tl.sigmoid(alpha * g)
     silu = g * s
     tl.store(A + row * columns + at, (silu * u).to(A.dtype.element_ty), mask=inside)
     du = DU + row * 2 * columns + at
-    tl.store(du, (da * u * (s + silu * (1.0 - s))).to(DU.dtype.element_ty), mask=inside)
+    tl.store(du, (da_gate * u * (s + alpha * silu * (1.0 - s))).to(DU.dtype.element_ty), mask=inside)
     tl.store(du + columns, (da * silu).to(DU.dtype.element_ty), mask=inside)
 
 
-def forward(u: Tensor, block: TileSizes = FORWARD) -> Tensor:
+def forward(u: Tensor, block: TileSizes = FORWARD, *, clamped: bool = False) -> Tensor:
     """[..., 2F] = [gate | up] -> [..., F]."""
     if not use_triton(u):
-        return swiglu_forward_reference(u)
+        return swiglu_forward_reference(u, clamped)
     u_N2F = as_rows(u)
     rows, columns = u_N2F.shape[0], u.shape[-1] // 2
     block = fit(block, columns)
     a = torch.empty((*u.shape[:-1], columns), dtype=u.dtype, device=u.device)
     grid = (ceil_div(rows, block.rows), ceil_div(columns, block.columns))
-    _forward[grid](u_N2F, a, rows, columns, u_N2F.stride(0), block.rows, block.columns, num_warps=block.warps)
+    _forward[grid](u_N2F, a, rows, columns, u_N2F.stride(0), clamped, block.rows, block.columns, num_warps=block.warps)
     return a
 
 
-def backward(u: Tensor, da: Tensor, block: TileSizes = BACKWARD) -> tuple[Tensor, Tensor]:
+def backward(u: Tensor, da: Tensor, block: TileSizes = BACKWARD, *, clamped: bool = False) -> tuple[Tensor, Tensor]:
     """a [..., F] again, and the gradient du [..., 2F]."""
     if not use_triton(u):
-        return swiglu_backward_reference(u, da)
+        return swiglu_backward_reference(u, da, clamped)
     u_N2F, da_NF = as_rows(u), as_rows(da)
     rows, columns = da_NF.shape
     block = fit(block, columns)
     a = torch.empty(da.shape, dtype=u.dtype, device=u.device)
     du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     grid = (ceil_div(rows, block.rows), ceil_div(columns, block.columns))
-    strides = (u_N2F.stride(0), da_NF.stride(0))
-    _backward[grid](u_N2F, da_NF, a, du, rows, columns, *strides, block.rows, block.columns, num_warps=block.warps)
+    facts = (rows, columns, u_N2F.stride(0), da_NF.stride(0), clamped, block.rows, block.columns)
+    _backward[grid](u_N2F, da_NF, a, du, *facts, num_warps=block.warps)
     return a, du
 
 
