@@ -29,7 +29,7 @@ from megalite.config.field import flag_of
 from megalite.config.options import Config, ConfigError, ModelConfig, build
 from megalite.config.toml import parse_toml, to_toml
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
+from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.interop.convert import Ours, model_of
 from megalite.interop.hugging_face import model_files as hugging_face

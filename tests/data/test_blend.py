@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from token_files import numbered
 
 from megalite.data.errors import DataError
-from megalite.data.samples import blend_order, validation_sets
-from megalite.data.samples.blend import Blend, build_blend, parse_data_path
-from megalite.data.samples.blend_order import BlendOrder
+from megalite.data.samples import validation_sets
+from megalite.data.samples.blend import Blend, BlendOrder, build_blend, parse_data_path
 from megalite.data.samples.mock import MockDataset
 from megalite.data.samples.source import Dataset
 from megalite.data.samples.validation_sets import bits_per_byte, bytes_per_token, parse_named_sets, sets_of_each
@@ -59,7 +58,7 @@ def test_far_samples_need_not_the_ones_before() -> None:
 
 
 def test_long_periods_are_cut_and_still_consistent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blend_order, "PERIOD", 1000)
+    monkeypatch.setattr("megalite.data.samples.blend.PERIOD", 1000)
     weights = [123_456_789, 987_654_321, 1_000_003]
     source, number = BlendOrder(weights).at(np.arange(10_000))
     for k in range(3):

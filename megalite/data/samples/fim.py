@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
-from megalite.data.samples.packed_dataset import PackedDataset
+from megalite.data.samples.packing import PackedDataset
 from megalite.data.samples.permutation import below, fold, mix32
 from megalite.data.samples.source import Dataset
 from megalite.data.tokenizers.tokenizer import Tokenizer

@@ -4,7 +4,7 @@
     source      known by a digest of its documents: moved files are the same source
 
 A run that is resumed with the same blend continues the era, bit for bit. With another blend or sequence length a new
-era begins at the present sample: each source continues with the rest of its epoch (token_line.py), a new one starts at
+era begins at the present sample: each source continues with the rest of its epoch (gpt_dataset.py), a new one starts at
 its beginning. The order of data within an era is a pure function of the ledger.
 """
 
@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megalite.data.errors import DataError
-from megalite.data.samples.blend import Blend
-from megalite.data.samples.blend_order import BlendOrder
+from megalite.data.samples.blend import Blend, BlendOrder
 
 VERSION = 1
 
