@@ -15,9 +15,9 @@ from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import Blend
 from megalite.data.samples.fim import WRITTEN, Fim, FimDataset, rearrange, transform
 from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.data.samples.mock import MockDataset
 from megalite.data.samples.packing import PackedDataset
 from megalite.data.samples.permutation import fold
+from megalite.data.samples.source import MockDataset
 from megalite.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
 from megalite.data.tokenizers.tokenizer_json import HuggingFaceTokenizer
 

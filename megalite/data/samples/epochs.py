@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.locks import appearing, locked
-from megalite.data.samples.permutation import permute
+from megalite.data.samples.permutation import Ints, permute
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Epoch:
     """One pass over the documents: order [D] of document numbers, starts [D + 1] in tokens of the epoch."""
 
     order: NDArray[Any]
-    starts: NDArray[np.int64]
+    starts: Ints
 
 
 def build_epoch(lengths: NDArray[Any], key: int) -> Epoch:

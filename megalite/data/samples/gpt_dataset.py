@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.epochs import Epoch, build_epoch, load_or_build
-from megalite.data.samples.permutation import fold, permute
+from megalite.data.samples.permutation import Ints, fold, permute
 from megalite.data.samples.source import Source
+
+MANY_EPOCHS = 4  # up to here repeated data is nearly as good as new (arXiv:2305.16264, fig. 1)
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,15 @@ class Line:
     tokens: int
     key: int
     epoch: int = 0
-    left: NDArray[np.int64] | None = None
+    left: Ints | None = None
     skip: int = 0
 
     @cached_property
-    def _ranges(self) -> NDArray[np.int64]:
+    def _ranges(self) -> Ints:
         return np.array([[0, self.tokens]], np.int64) if self.left is None else self.left
 
     @cached_property
-    def _cumulative(self) -> NDArray[np.int64]:
+    def _cumulative(self) -> Ints:
         """Where each range of the first segment begins in the line; the last entry is the segment's length."""
         lengths = self._ranges[:, 1] - self._ranges[:, 0]
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
@@ -60,12 +62,12 @@ class Line:
         later = int(self._cumulative[-1]) + (segment - 1) * self.tokens
         return (segment > 0) * later - (segment > 1) * self.skip
 
-    def _segment(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _segment(self, at: Ints) -> Ints:
         """The segments with the tokens `at` of the line."""
         first = self._begin(1)
         return np.where(at < first, 0, 1 + (at - first + self.skip) // self.tokens)
 
-    def _shuffle(self, segment: int, index: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    def _shuffle(self, segment: int, index: Ints, count: int) -> Ints:
         whole = self.left is None or segment > 0
         parts = ("samples", self.epoch + segment) if whole else ("samples", self.epoch, "left", self._begin(1))
         return permute(index, count, fold(self.key, *parts))
@@ -75,7 +77,7 @@ class Line:
         first = -(-self._begin(segment) // seq_length)
         return first, -(-self._begin(segment + 1) // seq_length) - first
 
-    def place(self, index: NDArray[Any], seq_length: int) -> NDArray[np.int64]:
+    def place(self, index: NDArray[Any], seq_length: int) -> Ints:
         """Where in the line the samples `index` begin."""
         index = np.asarray(index, np.int64)
         segments = self._segment(index * seq_length)
@@ -86,12 +88,12 @@ class Line:
             starts[rows] = (first + self._shuffle(segment, index[rows] - first, count)) * seq_length
         return starts
 
-    def cover(self, starts: NDArray[np.int64], lengths: NDArray[np.int64] | int) -> tuple[NDArray[np.int64], ...]:
+    def cover(self, starts: Ints, lengths: Ints | int) -> tuple[Ints, ...]:
         """The tokens starts[k] .. starts[k] + lengths[k] of the line, cut where an epoch or a range of it ends: (epoch,
         first token in it, tokens, place among all of them end to end), each [n], not sorted."""
         at, left = starts, np.broadcast_to(lengths, starts.shape)
         places = np.cumsum(left) - left
-        parts: list[tuple[NDArray[np.int64], ...]] = []
+        parts: list[tuple[Ints, ...]] = []
         while at.size or not parts:
             segments = self._segment(at)
             held = np.searchsorted(self._cumulative[:-1], at, side="right") - 1  # range, where it is the first segment
@@ -120,7 +122,7 @@ class Line:
         left = np.stack([offsets, offsets + counts], 1)[order]
         return Line(self.tokens, self.key, self.epoch + segment, left, skip)
 
-    def documents_begun(self, samples: range, seq_length: int, starts_of: Callable[[int], NDArray[np.int64]]) -> int:
+    def documents_begun(self, samples: range, seq_length: int, starts_of: Callable[[int], Ints]) -> int:
         """Documents that begin in the inputs of the samples. `starts_of(epoch)`: their starts, and the end."""
         total = 0
         for a in range(samples.start, samples.stop, 1 << 20):
@@ -131,9 +133,6 @@ class Line:
                 begun = np.searchsorted(starts, (begins + counts)[rows]) - np.searchsorted(starts, begins[rows])
                 total += int(begun.sum())
         return total
-
-
-MANY_EPOCHS = 4  # up to here repeated data is nearly as good as new (arXiv:2305.16264, fig. 1)
 
 
 class GptDataset(Source):
@@ -150,11 +149,10 @@ class GptDataset(Source):
     ):
         super().__init__(data, documents, seq_length, seed, split)
         if self.num_tokens < seq_length + 1:
-            raise DataError(
-                f"{data.prefix}: the {split} split has {self.num_tokens} tokens in {len(documents)} documents, fewer "
-                f"than one sample of seq_length {seq_length} + 1: use a larger part in --split, more data or a smaller "
-                "--seq-length"
-            )
+            few = f"the {split} split has {self.num_tokens} tokens in {len(documents)} documents"
+            least = f"one sample of seq_length {seq_length} + 1"
+            remedy = "use a larger part in --split, more data or a smaller --seq-length"
+            raise DataError(f"{data.prefix}: {few}, fewer than {least}: {remedy}")
         self._line, self._taken = Line(self.num_tokens, self._key), 0  # the next sample is number `taken` of the line
         self._split, self._cache_path = split, cache_path
         self._last_two = functools.lru_cache(2)(self._make_epoch)
@@ -186,7 +184,7 @@ class GptDataset(Source):
         file = f"{stem}-{self._split}-{fold('epoch order 2', self._lengths_digest, len(self._lengths), key):016x}"
         return load_or_build(self._cache_path, file, len(self._lengths), lambda: build_epoch(self._lengths, key))
 
-    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def samples(self, index: Ints) -> Ints:
         width = self.seq_length + 1
         out = np.empty((len(index), width), np.int64)
         starts = self._line.place(np.asarray(index) + self._taken, self.seq_length)
@@ -199,9 +197,7 @@ class GptDataset(Source):
         self._data.copy(begins[order], sizes[order], out.reshape(-1))
         return out
 
-    def _segments(
-        self, number: int, offsets: NDArray[np.int64], counts: NDArray[np.int64], places: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _segments(self, number: int, offsets: Ints, counts: Ints, places: Ints) -> tuple[Ints, Ints, Ints]:
         """(first token in the file, number of tokens, place in the output) of each document's part of the tokens
         offsets[k] .. offsets[k] + counts[k] of epoch `number`; the parts of k follow each other from places[k]."""
         epoch = self._epoch(number)

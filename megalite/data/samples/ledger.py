@@ -86,14 +86,9 @@ class Ledger:
         def rows(totals: Mapping[str, Total]) -> list[dict[str, Any]]:
             return [{"digest": digest, **asdict(total)} for digest, total in totals.items()]
 
-        return {
-            "version": VERSION,
-            "seed": self.seed,
-            "consumed": consumed,
-            "eras": [asdict(era) for era in self.eras],
-            "past": rows(self._past),
-            "sources": rows(self.totals(consumed)),
-        }
+        eras, sources = [asdict(era) for era in self.eras], rows(self.totals(consumed))
+        known = {"version": VERSION, "seed": self.seed, "consumed": consumed}
+        return {**known, "eras": eras, "past": rows(self._past), "sources": sources}
 
     def go_on(self, saved: Mapping[str, Any]) -> list[str]:
         """Resume from a checkpoint's ledger with this run's blend; returns notes for people."""

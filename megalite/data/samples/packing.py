@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.samples.permutation import fold, mix32, permute
+from megalite.data.samples.permutation import Ints, fold, mix32, permute
 from megalite.data.samples.source import Source
 
 CHUNK = 1 << 18  # documents or pieces at a time: temporaries stay in the cache
@@ -59,7 +59,7 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.lengths) + int(self._shift[-1])
 
-    def find(self, piece: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def find(self, piece: NDArray[Any]) -> tuple[Ints, Ints, Ints]:
         """(document, first token in it, length) of each of the pieces numbered `piece`."""
         piece = np.asarray(piece, np.int64)
         before = np.searchsorted(self._after, piece, side="right")  # special documents that end before the piece
@@ -76,12 +76,11 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Packing:
-    """Bin b holds the pieces order[starts[b] : starts[b + 1]], longest first. order [P] int32 (int64 from 2^31 pieces
-    on), starts [bins + 1] int64."""
+    """Bin b holds order[starts[b] : starts[b + 1]], longest first. order [P], int32 below 2^31; starts [bins + 1]."""
 
     pieces: Pieces
     order: NDArray[Any]
-    starts: NDArray[np.int64]
+    starts: Ints
 
     @property
     def num_bins(self) -> int:
@@ -118,7 +117,7 @@ def pack(lengths: NDArray[Any], capacity: int) -> Packing:
     return Packing(pieces, order, starts)
 
 
-def _sorted(pieces: Pieces) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def _sorted(pieces: Pieces) -> tuple[NDArray[Any], Ints]:
     """Piece numbers, longest first and in order among equals, and the number of pieces of each length [capacity + 1],
     by a counting sort in chunks, with 4 bytes per piece where argsort needs 16."""
     total, capacity = len(pieces), pieces.capacity
@@ -143,7 +142,7 @@ def _sorted(pieces: Pieces) -> tuple[NDArray[Any], NDArray[np.int64]]:
     return out, counts[::-1]
 
 
-def _best_fit(counts: NDArray[np.int64]) -> tuple[list[Step], int]:
+def _best_fit(counts: Ints) -> tuple[list[Step], int]:
     """Best-fit decreasing over groups: (steps in the order of the pieces, number of bins). If a bin with room r is the
     fullest that fits length s, it is so until it has no room for another s. So the bins of that room are filled one
     after the other, r // s pieces each, then those of the next larger room."""
@@ -186,8 +185,7 @@ def _best_fit(counts: NDArray[np.int64]) -> tuple[list[Step], int]:
 
 
 class PackedDataset(Source):
-    """The documents `documents` of one file, packed into samples of seq_length + 1 tokens, epoch after epoch. `pad`: id
-    of the padding, usually the end-of-document id."""
+    """The documents `documents` of one file, packed, epoch after epoch. `pad`: usually the end-of-document id."""
 
     packed = True
 
@@ -197,10 +195,8 @@ class PackedDataset(Source):
         super().__init__(data, documents, seq_length, seed, split)
         self.pad, self._first = pad, 0
         if not len(self._lengths) or int(self._lengths.max()) < 2:
-            raise DataError(
-                f"{data.prefix}: the {split} split has no document of two tokens or more among {len(documents)}, so "
-                "nothing to predict: use a larger part in --split, or more data"
-            )
+            none = f"the {split} split has no document of two tokens or more among {len(documents)}"
+            raise DataError(f"{data.prefix}: {none}, so nothing to predict: use a larger part in --split, or more data")
         self.plan = pack(self._lengths, seq_length + 1)
 
     def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
@@ -223,7 +219,7 @@ class PackedDataset(Source):
             documents += int((start == 0).sum())
         return tokens, documents
 
-    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def samples(self, index: Ints) -> Ints:
         ends, document, start, length = self._rows(index)
         out = np.full((len(index), self.seq_length + 1), self.pad, np.int64)
         begins = self._data.spans(document + self._documents.start)[0] + start
@@ -233,11 +229,11 @@ class PackedDataset(Source):
         out[np.arange(self.seq_length + 1) < used[:, None]] = together
         return out
 
-    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+    def layout(self, index: Ints) -> list[NDArray[np.int32]]:
         ends, _, _, length = self._rows(index)
         return np.split(length.astype(np.int32), ends[1:-1]) if len(index) else []
 
-    def _rows(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    def _rows(self, index: Ints) -> tuple[Ints, ...]:
         """The pieces of some samples, one sample after the other: (ends, document, first token in it, length); those of
         row r are ends[r] : ends[r + 1] of the last three."""
         epochs, numbers = np.divmod(np.asarray(index, np.int64) + self._first, self.plan.num_bins)
@@ -267,11 +263,10 @@ class PackedDataset(Source):
 
     def describe(self, samples: int) -> str:
         plan, cut = self.plan, cut_end_to_end(self._lengths, self.seq_length)
-        return (
-            f"{self._data.prefix}: {len(self._documents)} documents, {self.num_tokens} tokens, "
-            f"{samples / plan.num_bins:.2f} epochs; packed into {plan.num_bins} samples, {100 * plan.padding:.2f} % "
-            f"padding, {plan.pieces.num_cut} documents cut (end to end: about {cut:.0f})"
-        )
+        counts = f"{len(self._documents)} documents, {self.num_tokens} tokens, {samples / plan.num_bins:.2f} epochs"
+        packed = f"packed into {plan.num_bins} samples, {100 * plan.padding:.2f} % padding"
+        few = f"{plan.pieces.num_cut} documents cut (end to end: about {cut:.0f})"
+        return f"{self._data.prefix}: {counts}; {packed}, {few}"
 
 
 def cut_end_to_end(lengths: NDArray[np.int32], seq_length: int) -> float:

@@ -14,11 +14,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.config.tables import table_beside
 from megalite.data.errors import DataError, library
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, read
 
 GPT2_EOD = "<|endoftext|>"
 USUAL_EOD = (GPT2_EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
+_UNIGRAM, _BPE = 1, 2
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
+_LITERAL = {"<": "<(?=0x[0-9A-F]{2}>)", ">": "(?<=<0x[0-9A-F]{2})>"}  # where a mark is unknown, no piece has it
+_SPACE = "\u2581"
+_NEVER = -1e6  # the score of a piece that no text is cut into
+NASTY = [*table_beside(__file__, "tables")["nasty"], "a" * 3000, " " * 3000 + "x"]
+NASTY.append("\n" * 500 + "=" * 500 + "1" * 500 + "é" * 500)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -73,28 +81,22 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
 
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.exists():
-        raise DataError(
-            f"tokenizer_model={path} is not a tokenizer.json or a directory with one; names on a hub are not "
-            "fetched: download the tokenizer and give its directory"
-        )
+        remedy = "names on a hub are not fetched: download the tokenizer and give its directory"
+        raise DataError(f"tokenizer_model={path} is not a tokenizer.json or a directory with one; {remedy}")
     content = read(file)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
-        raise DataError(
-            f"tokenizer_model={file} is not a tokenizer.json: it is not UTF-8 text; "
-            "if it is a SentencePiece model, give --tokenizer-type SentencePieceTokenizer"
-        ) from None
+        remedy = "if it is a SentencePiece model, give --tokenizer-type SentencePieceTokenizer"
+        raise DataError(f"tokenizer_model={file} is not a tokenizer.json: it is not UTF-8 text; {remedy}") from None
     with library(f"tokenizer_model={file} is not a tokenizer.json"):
         model = tokenizers.Tokenizer.from_str(text)
     named = _eos_token(file.parent)
     candidates = (named,) if named else USUAL_EOD
     ids = [i for i in (model.token_to_id(token) for token in candidates) if i is not None]
     if not ids:
-        raise DataError(
-            f"{file}: no end-of-document token among {', '.join(candidates)}; "
-            "name it as eos_token in tokenizer_config.json beside it"
-        )
+        lost = f"no end-of-document token among {', '.join(candidates)}"
+        raise DataError(f"{file}: {lost}; name it as eos_token in tokenizer_config.json beside it")
     model.no_padding()
     model.no_truncation()
     return HuggingFaceTokenizer(str(file), "huggingface", model, ids[0], [content])
@@ -116,8 +118,7 @@ def _eos_token(directory: Path) -> str | None:
 
 
 def open_gpt2(vocab: Path, merges: Path) -> Tokenizer:
-    """GPT-2's byte-level BPE from vocab.json and merges.txt; eod is <|endoftext|>, also where a text writes it out, as
-    transformers and so Megatron-LM read it."""
+    """GPT-2's byte-level BPE; eod is <|endoftext|>, also where a text writes it out, as in Megatron-LM."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -133,31 +134,6 @@ def open_gpt2(vocab: Path, merges: Path) -> Tokenizer:
     tokenizer = HuggingFaceTokenizer(str(vocab), "gpt2-bpe special", model, eod, contents)
     tokenizer.unknown = eod  # as in Megatron-LM
     return tokenizer
-
-
-_UNIGRAM, _BPE = 1, 2
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
-_LITERAL = {"<": "<(?=0x[0-9A-F]{2}>)", ">": "(?<=<0x[0-9A-F]{2})>"}  # where a mark is unknown, no piece has it
-_SPACE = "\u2581"
-_NEVER = -1e6  # the score of a piece that no text is cut into
-NASTY = (
-    *("", " ", "a", "a\u0000b", "trailing spaces   ", "  two  and   three", "\u00a0nbsp \u3000wide"),
-    " a  b   c    d\t\te\n\nf\r\n\r\ng \n h\n ",
-    "\n\n\n   \t x = 1  # two  spaces\r\n",
-    "I'm you're he'LL WE'VE 'S 'twas rock'n'roll it’s ''' 'd",
-    "0 1 12 123 1234 12345 1.5e-3 0x1F 1,000,000 ²½Ⅷ ٣٤٥ ०१२ 五",
-    "camelCase HTTPServer snake_case __init__ ALLCAPS Ünïcødé ǅ ǆ İı ß",
-    '!!! ... --- ??? /// ::: @#$%^&*() <tag attr="x"/> // /* */ http://a.b/c?d=e&f#g',
-    "<|endoftext|> <|end_of_text|> </s> <s> <unk> <pad> <|fim_prefix|> <mask>",
-    "漢字かなカナ한국어 ภาษาไทย हिन्दी العربية עברית ქართული",
-    "e\u0301 a\u0308\u0323 \u200d\u200b\ufeff\u00ad\u2060 \u00a0\u2003\u3000\u2028\u2029\x85\x1c\x0b\x0c",
-    "🙂👩‍👩‍👧‍👦🏳️‍🌈🇩🇪 𝔘𝔫𝔦 𐍈 \U0010ffff \ue000 \ufffd \x00\x01\x7f",
-    "a" * 3000,
-    " " * 3000 + "x",
-    "\n" * 500 + "=" * 500 + "1" * 500 + "é" * 500,
-    "\ufb01 \ufb00 \u00c5 \u212b \u2103 \u337f \uff76\uff9e \u00bd",
-    "\u200e\u202e\u05e9\u05dctl\u202c",
-)
 
 
 class SentencePieces:
