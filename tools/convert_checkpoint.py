@@ -29,12 +29,12 @@ from megalite.config.field import flag_of
 from megalite.config.options import Config, ConfigError, ModelConfig, build
 from megalite.config.toml import parse_toml, to_toml
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
+from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.interop.convert import Ours, model_of
 from megalite.interop.hugging_face import model_files as hugging_face
 from megalite.interop.hugging_face.config_json import choose_family
-from megalite.interop.hugging_face.write import write_model
+from megalite.interop.hugging_face.model_files import write_model
 from megalite.interop.megatron import rank_files as megatron
 from megalite.interop.megatron import torch_dist as megatron_dist
 from megalite.models.families import FAMILIES
@@ -180,7 +180,7 @@ def from_megatron(args: argparse.Namespace) -> bool:
 
 
 def checked_megatron(theirs: megatron.MegatronModel, ours: Ours, vocab_size: int) -> bool:
-    return agrees(second_reading.megatron(theirs.shards, theirs.args, theirs.model), theirs, ours, vocab_size)
+    return agrees(second_reading.megatron(theirs.ranks, theirs.args, theirs.model), theirs, ours, vocab_size)
 
 
 def to_hf(args: argparse.Namespace) -> bool:

@@ -14,8 +14,7 @@ from megalite.checkpoint.format.tensor_file import cut
 from megalite.checkpoint.offline import Item, write_checkpoint
 from megalite.checkpoint.storage.location import Location, folder_of
 from megalite.checkpoint.storage.protocol import steps_in
-from megalite.interop.convert import Foreign
-from megalite.interop.rules import Specs, split
+from megalite.interop.convert import Foreign, Specs, split
 from megalite.parallel.rectangles import intersect
 from megalite.parallel.spec import Box, ParamSpec
 

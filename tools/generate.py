@@ -91,7 +91,7 @@ def read_prompts(given: list[str], path: Path | None) -> list[str]:
 
 def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
-    from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
+    from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
     from megalite.data.errors import DataError
     from megalite.train.life.preflight import choose_device
     from megalite.train.setup import SetupError

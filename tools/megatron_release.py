@@ -18,11 +18,9 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config.console import Bar
 from megalite.config.options import ModelConfig
 from megalite.config.pattern import read_pattern
-from megalite.interop.convert import Ours, new_directory
+from megalite.interop.convert import Ours, box_on, join, new_directory, recipes
 from megalite.interop.megatron.args import FLAGGED, SAME
-from megalite.interop.megatron.names import FUSED, MEGATRON
-from megalite.interop.megatron.rank_files import FILES, TRACKER
-from megalite.interop.rules import box_on, join, recipes
+from megalite.interop.megatron.rank_files import FILES, FUSED, MEGATRON, TRACKER
 from megalite.models.specs import specs_of
 from megalite.parallel.spec import Box, ParamSpec
 from tools.foreign_import import unpadded

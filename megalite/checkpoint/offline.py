@@ -2,7 +2,7 @@
 
 A rectangle is filled from the stored boxes that meet it, and the hash of every block is checked before a value of it
 counts. A checkpoint is written tensor by tensor, with one tensor in memory, and committed as a run's
-(format/writer.py).
+(format/manifest.py).
 """
 
 import math
@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import reader, writer
-from megalite.checkpoint.format.manifest import Manifest
+from megalite.checkpoint.format import manifest, reader
 from megalite.checkpoint.format.tensor_file import flat, rows_of
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of
 from megalite.checkpoint.storage.protocol import storage_of
@@ -27,12 +25,8 @@ def whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-class Checkpoint:
+class Checkpoint(reader.Reader):
     """Reads the tensors of one checkpoint. Methods raise CheckpointError."""
-
-    def __init__(self, folder: Location, manifest: Manifest):
-        self.folder, self.manifest = folder, manifest
-        self._scratch = reader.Scratch()
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self.manifest.tensors:
@@ -53,12 +47,12 @@ class Checkpoint:
         self.fill([Piece(name, shape, box, range(box.numel), values.view(-1))])
         return values
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
+    def fill(self, pieces: Sequence[Piece], tell: str | None = None) -> None:
         """Write the values of `pieces` into their data, in the data's dtype."""
         if lines := reader.differences(self.manifest, pieces):
             raise CheckpointError(f"{self.folder} does not fit this model:\n  " + "\n  ".join(lines))
         try:
-            reader.fill_pieces(self.folder, self.manifest, pieces, scratch=self._scratch)
+            super().fill(pieces, tell)
         except OSError as error:  # deleted meanwhile
             raise CheckpointError(f"{self.folder}: cannot be read ({error}); use another checkpoint") from error
 
@@ -66,7 +60,7 @@ class Checkpoint:
 def open_checkpoint(path: str | Location, *, verified: bool = False) -> Checkpoint:
     """The checkpoint `path`, or the newest in it that has all its files; with `verified` also the right contents, all
     of which are then read. Skipped ones are named on stderr. Raises CheckpointError."""
-    return Checkpoint(*manifests.newest(parse(path), reader.verify if verified else manifests.check_sizes))
+    return Checkpoint(*manifest.newest(parse(path), reader.verify if verified else manifest.check_sizes))
 
 
 @dataclass(frozen=True)
@@ -101,10 +95,10 @@ def write_checkpoint(
                 items = sorted(items, key=lambda item: -item.dtype.itemsize)
                 rows = rows_of((name, shapes[name], item.dtype, box) for item in items for name, box in item.parts)
                 values = (one for item in bar.each(items) for one in item.values())
-                writer.write_rank(part, number, rows, flat(rows, values))
-        writer.commit(part, folder, state, step, len(files))
+                manifest.write_rank(part, number, rows, flat(rows, values))
+        manifest.commit(part, folder, state, step, len(files))
     except BaseException as error:
-        writer.abandon(part)
+        manifest.abandon(part)
         if isinstance(error, OSError):
             raise CheckpointError(f"{folder}: cannot be written ({error}); give a writable folder") from error
         raise

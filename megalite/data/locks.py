@@ -21,8 +21,7 @@ SAY_AFTER_SECONDS, SAY_EVERY_SECONDS = 2.0, 60.0
 
 @contextlib.contextmanager
 def locked(path: Path, product: str) -> Iterator[bool]:
-    """Hold the lock file `path` while `product` is made; a process that waits for long logs for what and for whom.
-    Yields False on a file system without locks."""
+    """Hold the lock file `path` while `product` is made; whoever waits for long logs it. Yields False without locks."""
     with open(path, "a+", opener=opener) as file:
         begin, next_line, alone = time.monotonic(), SAY_AFTER_SECONDS, None
         while alone is None:

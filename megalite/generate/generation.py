@@ -22,8 +22,8 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import Location
 from megalite.config.check import check
 from megalite.config.options import ModelConfig, ParallelConfig, build
-from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.generate.cache import KeyValueCache
 from megalite.generate.sampling import Sampling, choose

@@ -1,15 +1,23 @@
-"""Foreign weights straight into a rank's pieces, and tensors of a megalite checkpoint in foreign form.
+"""Foreign tensors as rectangles of ours, by the rules of a family (models/families.toml) at a model's shapes: foreign
+weights straight into a rank's pieces, and tensors of a megalite checkpoint in foreign form.
 
-A foreign checkpoint is a list of `Foreign`: which tensor, in which dtype, and how to read it. The rest, cutting it into
-our rectangles, is the same for all of them. tools/foreign_import.py makes a megalite checkpoint of such a list.
+    theirs c_attn.weight [D, 3 D]  = columns of   q [D, D]   kv[0] [D, D]   kv[1] [D, D]      GPT-2
+    theirs query_key_value [G (H/G + 2) K, D]  = per group   H/G queries, a key, a value      NeoX, Megatron-LM
+
+A `Recipe` makes one foreign tensor, or one rank's shard of it, of ours: the `ParamSpec` of ours says how it is split,
+stacked and padded, so the shards of a foreign checkpoint need no table of their own. `split` cuts a foreign tensor into
+our rectangles, `join` puts them together; each is the other's inverse, bit for bit. A foreign checkpoint is a list of
+`Foreign`: which tensor, in which dtype, and how to read it; tools/foreign_import.py makes a megalite checkpoint of it.
 """
 
+import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +30,130 @@ from megalite.checkpoint.offline import Checkpoint
 from megalite.config.check import check
 from megalite.config.console import told
 from megalite.config.options import ConfigError, ModelConfig, build
-from megalite.interop.rules import Recipe, Specs, join, split
+from megalite.models.family import Naming, TensorRule
 from megalite.parallel.rectangles import inside, intersect
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Box, ParamSpec, Piece
 
+Specs = Mapping[str, ParamSpec]
+Part = tuple[ParamSpec, Box]  # a parameter of ours and a rectangle of it
+BoxOf = Callable[[ParamSpec], Box]
 # options of a run beside its model, so that `check` finds the model's problems alone
 ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
 MOST_LAYERS, MOST_EXPERTS = 10_000, 300_000  # of all layers; more is a damaged file, and would take long to refuse
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`theirs` of `shape` is made of `parts` in order; `groups`: G of form "groups". `copy`: it repeats another foreign
+    tensor (a head tied to the embedding), and files may lack it."""
+
+    theirs: str
+    parts: tuple[Part, ...]
+    form: str
+    groups: int
+    copy: bool
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        shapes = [_shape(box, spec, self.form) for spec, box in self.parts]
+        upright = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return upright[::-1] if self.form == "columns" else upright
+
+
+def _shape(box: Box, spec: ParamSpec, form: str) -> tuple[int, ...]:
+    """The shape that a rectangle of ours has in a foreign tensor: stacked matrices one below the other."""
+    shape = box.shape
+    if form == "row":
+        return (1, *shape)
+    if form == "experts":
+        return (shape[0], math.prod(shape[1:-1]), shape[-1])
+    if form == "reversed":
+        *first, last = shape[:0:-1]
+        in_turns = len(spec.shape) == (3 if spec.looked_up else 4)  # gate and up: [E, 2, F, D], or biases [E, 2, F]
+        return (shape[0], *first[:-1], first[-1] * last) if in_turns else (shape[0], *first, last)
+    stacked = len(shape) - 2 if spec.home == "expert" else int(spec.stacked)
+    return (math.prod(shape[: stacked + 1]), *shape[stacked + 1 :])
+
+
+def _reversed(x: Tensor) -> Tensor:
+    return x.permute(0, *range(x.dim() - 1, 0, -1))
+
+
+def box_on(sizes: Mapping[str, int], ranks: Mapping[str, int]) -> BoxOf:
+    """What the rank at position `ranks` holds; `sizes` of axes."""
+    return lambda spec: spec.box(sizes, ranks)
+
+
+WHOLE = box_on({}, {})  # of a rank that is alone
+
+
+def _part(reference: str, specs: Specs, box_of: BoxOf) -> Part | None:
+    """NAME, NAME[i] or NAME[e,i] as a rectangle of what the rank has; None where there is no such parameter."""
+    name, _, index = reference.partition("[")
+    if name not in specs:
+        return None
+    box = box_of(specs[name])
+    chosen = tuple(a + int(i) for a, i in zip(box.start, index[:-1].split(","), strict=False)) if index else ()
+    rest = len(chosen)
+    return specs[name], Box((*chosen, *box.start[rest:]), (*(i + 1 for i in chosen), *box.stop[rest:]))
+
+
+def _numbers(rule: TensorRule, specs: Specs, box_of: BoxOf, layers: range) -> Iterator[tuple[int, int]]:
+    """The layer n and the expert e of every tensor of a rule; e counts from the rank's first expert."""
+    for n in layers if "{n}" in rule.theirs else (0,):
+        part = _part(rule.ours[0].partition("[")[0].format(n=n), specs, box_of) if "{e}" in rule.theirs else None
+        experts = 1 if "{e}" not in rule.theirs else 0 if part is None else part[1].shape[0]
+        yield from ((n, e) for e in range(experts))
+
+
+def recipes(
+    naming: Naming, specs: Specs, groups: int, layers: range, *, box_of: BoxOf = WHOLE, found: Container[str] = ()
+) -> list[Recipe]:
+    """The foreign tensors of `specs`, a model or a stage with `layers`, of a rank that has `groups` of keys and values,
+    and of each parameter the rectangle `box_of`. Foreign numbers count from its first layer and expert. `found`: the
+    files' names, which may be those of `others`. Raises CheckpointError where a parameter has no foreign name."""
+    result, named, replaced = list[Recipe](), set[str](), set[str]()
+    for rules in (naming.others, naming.rules):
+        for rule in rules:
+            for n, e in _numbers(rule, specs, box_of, layers):
+                theirs = rule.theirs.format(n=n - layers.start, e=e)
+                if rules is naming.others and theirs not in found:
+                    continue
+                for copy, references in ((False, rule.ours), (True, rule.copied)):
+                    parts = [_part(reference.format(n=n, e=e), specs, box_of) for reference in references]
+                    kept = tuple(part for part in parts if part is not None)
+                    names = {spec.name for spec, _ in kept}
+                    if kept and len(kept) == len(parts) and not names & replaced:
+                        result.append(Recipe(theirs, kept, rule.form, groups, copy))
+                        named |= names
+                        break
+        replaced = set(named)
+    if missing := sorted(set(specs) - named):
+        raise CheckpointError(f"{naming.name} has no name for {', '.join(missing[:5])}; choose another family")
+    return result
+
+
+def split(recipe: Recipe, theirs: Tensor) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
+    """(our parameter, rectangle, its values, a view if possible) for a tensor of `recipe.shape`."""
+    rows = [_shape(box, spec, recipe.form)[0] for spec, box in recipe.parts]
+    if recipe.form == "groups":
+        pieces = theirs.unflatten(0, (recipe.groups, -1)).split([n // recipe.groups for n in rows], 1)
+    else:
+        pieces = (theirs.T if recipe.form == "columns" else theirs).split(rows)
+    for (spec, box), piece in zip(recipe.parts, pieces, strict=True):
+        if recipe.form == "reversed":
+            piece = _reversed(piece.reshape(box.shape[0], *box.shape[:0:-1]))
+        yield spec, box, piece.reshape(box.shape)
+
+
+def join(recipe: Recipe, read: Callable[[ParamSpec, Box], Tensor]) -> Tensor:
+    """The foreign tensor, contiguous, from our rectangles, which `read` gives."""
+    turned = _reversed if recipe.form == "reversed" else lambda x: x
+    pieces = [turned(read(spec, box)).reshape(_shape(box, spec, recipe.form)) for spec, box in recipe.parts]
+    if recipe.form == "groups":
+        return torch.cat([p.unflatten(0, (recipe.groups, -1)) for p in pieces], 1).flatten(0, 1)
+    upright = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return upright.T.contiguous() if recipe.form == "columns" else upright.contiguous()
 
 
 @dataclass(frozen=True)
@@ -55,10 +180,9 @@ class Foreign:
         values = self.load()
         if bad := values.numel() - int(values.isfinite().sum()):
             first = values[~values.isfinite()][0]
-            raise CheckpointError(
-                f"{self.place}: {bad:,} of {values.numel():,} values are not finite, the first is {first:g}; "
-                "training cannot begin with them: give another checkpoint"
-            )
+            wrong = f"{bad:,} of {values.numel():,} values are not finite, the first is {first:g}"
+            remedy = "training cannot begin with them: give another checkpoint"
+            raise CheckpointError(f"{self.place}: {wrong}; {remedy}")
         return values
 
 
@@ -66,9 +190,8 @@ def matched(
     ranks: Sequence[tuple[Mapping[str, Found], Sequence[Recipe]]], title: str, remedy: str, problems: Sequence[str] = ()
 ) -> list[Foreign]:
     """Every tensor once, of the tensors and recipes of each tp rank. Several can hold the same part of ours, as copies
-    of a norm do, or a head that is tied to the embedding; then they must be equal. Raises CheckpointError: under
-    `title` `problems` and all that is missing, unknown, or has another shape or type, or else what differs, and the
-    `remedy`."""
+    of a norm do, or a head that is tied to the embedding; then they must be equal. Raises CheckpointError: `title`,
+    `problems` and all that is missing, unknown, or of another shape or type, or else what differs, and `remedy`."""
     lines, result = list(problems), list[Foreign]()
     for found, recipes in ranks:
         wanted = {recipe.theirs: recipe for recipe in recipes}
@@ -171,11 +294,9 @@ def new_directory(folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Ours:
-    """Our side of an export: rectangles in `dtype`; None: as stored.
-
-    For fp32 of a run in half precision the main weights are read, which are more exact. `used`: the model's specs, for
-    a format that holds values as they are used: a stored difference gets its offset back.
-    """
+    """Our side of an export: rectangles in `dtype`; None: as stored. For fp32 of a run in half precision the main
+    weights are read, which are more exact. `used`: the model's specs, for a format that holds values as they are used:
+    a stored difference gets its offset back."""
 
     source: Checkpoint
     dtype: torch.dtype | None = None
@@ -189,12 +310,9 @@ class Ours:
     def dtype_of(self, name: str) -> torch.dtype:
         return self.dtype or self.source.dtype(self._key(name))
 
-    def offset(self, name: str) -> float:
-        return 0.0 if self.used is None else self.used[name].offset
-
     def read(self, name: str, box: Box) -> Tensor:
         values = self.source.read(self._key(name), box)
-        if offset := self.offset(name):
+        if self.used is not None and (offset := self.used[name].offset):
             values = values + offset
         return values if self.dtype is None else values.to(self.dtype)
 

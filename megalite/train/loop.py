@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.run.save_clock import SaveClock
+from megalite.checkpoint.run.agreement import SaveClock
 from megalite.checkpoint.run.saver import Saver
 from megalite.config.console import show
 from megalite.config.faults import fault

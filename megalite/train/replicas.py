@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.checkpoint.format.hashing import fastest, maker
+from megalite.checkpoint.format.tensor_file import FASTEST, maker
 from megalite.parallel.comm import all_reduce_, broadcast_, gather_texts
 from megalite.parallel.mesh import Axis
 from megalite.parallel.spec import HOMES, OWNERS
@@ -132,7 +132,7 @@ def _differences(run: Run) -> tuple[str, Majority]:
 
 def _hash(data: Tensor) -> int:
     raw: Any = data.view(torch.uint8).cpu().numpy()
-    return int.from_bytes(maker(fastest())(raw).digest()[:8]) >> 1  # 63 bits, for a signed integer
+    return int.from_bytes(maker(FASTEST)(raw).digest()[:8]) >> 1  # 63 bits, for a signed integer
 
 
 def _casts(run: Run) -> list[str]:

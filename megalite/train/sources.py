@@ -9,12 +9,10 @@ from typing import Generic, TypeVar
 from megalite.config.field import unusable
 from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
-from megalite.data.samples.blend import Blend, Reading, build_blend, parse_data_path, split_parts
+from megalite.data.samples import blend as blends
 from megalite.data.samples.fim import Fim, FimDataset
 from megalite.data.samples.ledger import Ledger
-from megalite.data.samples.mock import MockDataset
-from megalite.data.samples.source import Dataset
-from megalite.data.samples.validation_sets import bytes_per_token, parse_named_sets, sets_of_each
+from megalite.data.samples.source import Dataset, MockDataset
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 
@@ -65,10 +63,10 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
         valid, test = ([NamedSet[Dataset]("", dataset_)] if eval_iters > 0 else [] for dataset_ in others)
         return Sources(vocab_size, eod, train, tokenizer, None, valid, test)
 
-    how = Reading(data.data_cache_path, tokenizer, data.document_packing == "best-fit", data.mmap_bin_files)
+    how = blends.Reading(data.data_cache_path, tokenizer, data.document_packing == "best-fit", data.mmap_bin_files)
 
-    def blend(paths: Paths, split: str, part: tuple[float, float]) -> Blend:
-        return build_blend(paths, seq_length, seed, split, part, how)
+    def blend(paths: Paths, split: str, part: tuple[float, float]) -> blends.Blend:
+        return blends.build_blend(paths, seq_length, seed, split, part, how)
 
     lists, parts = read_paths(data)
     if lists["train"] is None or parts["train"] is None:
@@ -87,9 +85,9 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
             continue
         each = {"": list(paths)}
         if split == "valid" and data.multiple_validation_sets:
-            each = sets_of_each(each[""], data.validation_set_names)
+            each = blends.sets_of_each(each[""], data.validation_set_names)
         elif split == "valid":
-            each = parse_named_sets(each[""], unnamed="")
+            each = blends.parse_named_sets(each[""], unnamed="")
         for name, own_paths in each.items():
             try:
                 dataset = blend(own_paths, split, part)
@@ -98,7 +96,7 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
                     raise
                 notes.append(f"no {split} set: {error}")  # as in Megatron-LM, which splits small data nevertheless
                 continue
-            named.append(NamedSet(name, dataset, bytes_per_token(*parse_data_path(own_paths))))
+            named.append(NamedSet(name, dataset, blends.bytes_per_token(*blends.parse_data_path(own_paths))))
     if data.fim_data and (sets["valid"] or sets["test"]):
         notes.append("fim_data rearranges the training data alone; Megatron-LM rearranges validation and test too")
     return Sources(vocab_size, eod, train, tokenizer, ledger, sets["valid"], sets["test"], notes, ignored)
@@ -153,7 +151,7 @@ def read_paths(data: DataConfig) -> tuple[dict[str, Paths | None], dict[str, tup
     if data.data_args_path is not None:
         paths = _read_text(data.data_args_path).split()
         _check_paths(data.data_args_path, paths)
-    return dict.fromkeys(SPLITS, paths), dict(zip(SPLITS, split_parts(data.split or DEFAULT_SPLIT), strict=True))
+    return dict.fromkeys(SPLITS, paths), dict(zip(SPLITS, blends.split_parts(data.split or DEFAULT_SPLIT), strict=True))
 
 
 def _check_paths(file: str, paths: Paths) -> None:

@@ -13,7 +13,7 @@ from loads import ALONE
 from loads import whole_piece as whole
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import reader, tensor_file, writer
+from megalite.checkpoint.format import reader, tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError, cover
 from megalite.checkpoint.run import loader, saver
 from megalite.checkpoint.storage import protocol as storage
@@ -71,9 +71,9 @@ def save_all(folder: Path, ranks: list[list[Piece]], step: int, state: dict | No
     part.mkdir(parents=True)
     for rank, pieces in enumerate(ranks):
         rows, ordered = tensor_file.plan(pieces)
-        writer.write_rank(part, rank, rows, (p.data for p in ordered))
+        manifests.write_rank(part, rank, rows, (p.data for p in ordered))
     final = storage.folder_of(folder, step)
-    writer.commit(part, final, state or {}, step, len(ranks))
+    manifests.commit(part, final, state or {}, step, len(ranks))
     return final
 
 
@@ -96,7 +96,7 @@ def test_saved_under_one_layout_loads_under_another(tmp_path_factory, shape, sav
         dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
         for rank in cut(values.to(dtype), "w", dim, *other):
             for fill in (
-                lambda pieces: reader.fill_pieces(final, loaded, pieces),
+                lambda pieces: reader.Reader(final, loaded).fill(pieces),
                 lambda pieces: loader.load(folder, ALONE, lambda *_: loader.Wanted(pieces)),
             ):
                 target = replace(rank[0], data=torch.full_like(rank[0].data, torch.nan))

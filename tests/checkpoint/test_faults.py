@@ -19,8 +19,8 @@ from loads import ALONE, BACKGROUND, flip, reseal, row, save_steps
 from loads import filled as pieces
 from ranks import run_ranks
 
-from megalite.checkpoint.format import hashing, reader, tensor_file
 from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format import reader, tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.run import loader, saver
 from megalite.checkpoint.run.saver import Saver
@@ -163,7 +163,7 @@ def test_every_byte_that_is_wanted_is_read_once(tmp_path: Path, monkeypatch: pyt
     assert torch.equal(targets[0].data, state[0].data[: half.numel])
     header, reads = reads[:2], sorted(reads[2:])  # its length, and its text
     assert sum(size for _, size in header) < 20_000
-    assert sum(size for _, size in reads) == half.numel * 4 + hashing.BLOCK  # the last block ends in the other half
+    assert sum(size for _, size in reads) == half.numel * 4 + tensor_file.BLOCK  # the last block ends in the other half
     assert all(at + size == after for (at, size), (after, _) in pairwise(reads))
 
 
@@ -186,7 +186,6 @@ def test_files_of_two_checkpoints_swapped_are_found(tmp_path: Path, capsys: pyte
 
 
 def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "BLOCK", 256)
     monkeypatch.setattr("megalite.checkpoint.format.tensor_file.write.__defaults__", (256,))
     box = Box((0,), (500,))
     state = [Piece(f"model/{n}", (500,), box, range(500), torch.randn(500)) for n in range(6)]
@@ -322,7 +321,7 @@ def test_a_hostile_header_is_refused(tmp_path: Path, attack: str) -> None:
     changed = HEADERS[attack](content[:end])
     assert changed != content[:end] and len(changed) == end
     file.write_bytes(changed + content[end:])
-    stamp = hashing.BlockHash()
+    stamp = tensor_file.BlockHash()
     stamp.update(memoryview(file.read_bytes()))
     data = json.loads((folder / "manifest.json").read_text())
     made = stamp.stamp()
@@ -332,5 +331,5 @@ def test_a_hostile_header_is_refused(tmp_path: Path, attack: str) -> None:
     reader.verify(folder, loaded)
     target = pieces(0.0, rows=1)[:1]
     with pytest.raises(CheckpointError, match="rank-00000|cannot be read"):
-        reader.fill_pieces(folder, loaded, target)
+        reader.Reader(folder, loaded).fill(target)
     assert not target[0].data.any()

@@ -22,7 +22,7 @@ from train_cases import SMALL
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import reader, tensor_file, writer
+from megalite.checkpoint.format import reader, tensor_file
 from megalite.checkpoint.run import loader, retention, saver
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import location, object_store
@@ -228,13 +228,13 @@ def test_the_later_run_goes_on_and_the_earlier_ends(base: str) -> None:
 
 def test_taken_over_between_the_files_and_the_commit(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Saver(base, ALONE, 0, background=True)
-    real = writer.write_rank
+    real = manifests.write_rank
 
     def other(*args: Any) -> None:
         real(*args)
         Saver(base, ALONE, 0)
 
-    monkeypatch.setattr(writer, "write_rank", other)
+    monkeypatch.setattr(manifests, "write_rank", other)
     one.save(1, pieces(1.0), {})
     with pytest.raises(CheckpointError, match="taken over"):
         one.wait()

@@ -23,12 +23,12 @@ from safetensors.torch import load_file
 from token_files import full, limit_files
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import reader, tensor_file, writer
-from megalite.checkpoint.format.hashing import BlockHash
+from megalite.checkpoint.format import reader, tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.format.tensor_file import BlockHash
 from megalite.checkpoint.run import agreement as shared
 from megalite.checkpoint.run import background_save, retention, saver
-from megalite.checkpoint.run.save_clock import SaveClock
+from megalite.checkpoint.run.agreement import SaveClock
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import file_system
 from megalite.checkpoint.storage import protocol as storage
@@ -149,7 +149,7 @@ def test_what_is_around_a_checkpoint_ends_no_run(tmp_path: Path, background: boo
 
 @BACKGROUND
 def test_a_failure_without_a_text_has_a_type_and_a_place(tmp_path: Path, monkeypatch, background: bool) -> None:
-    monkeypatch.setattr(writer, "write_rank", lambda *_: bytearray(1 << 62))
+    monkeypatch.setattr(manifests, "write_rank", lambda *_: bytearray(1 << 62))
     one = Saver(tmp_path, ALONE, 0, background=background)
     with pytest.raises(CheckpointError, match=r"failed while .*: MemoryError in test_saver.py:\d+$"):
         put(one, 1)
@@ -362,7 +362,7 @@ def test_a_copy_that_fails_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
 
 def test_one_save_is_in_flight_and_closing_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, flying, most = threading.Event(), [0], [0]
-    real = writer.write_rank
+    real = manifests.write_rank
 
     def slow(*args: object) -> None:
         flying[0] += 1
@@ -371,7 +371,7 @@ def test_one_save_is_in_flight_and_closing_ends_it(tmp_path: Path, monkeypatch: 
         real(*args)  # type: ignore[arg-type]
         flying[0] -= 1
 
-    monkeypatch.setattr(writer, "write_rank", slow)
+    monkeypatch.setattr(manifests, "write_rank", slow)
     one = Saver(tmp_path, ALONE, 0, background=True)
     one.save(1, [whole(torch.ones(2))], {})  # returns, although nothing can be written yet
     assert not (tmp_path / "iter_0000001").exists()
@@ -388,8 +388,8 @@ def no_memory(*args: object, **kwargs: object) -> list[torch.Tensor]:
 
 def test_without_memory_for_a_copy_the_update_waits_for_the_file(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(background_save.HostCopy, "_parts", no_memory)
-    gate, real = threading.Event(), writer.write_rank
-    monkeypatch.setattr(writer, "write_rank", lambda *a: (gate.wait(10), real(*a)))
+    gate, real = threading.Event(), manifests.write_rank
+    monkeypatch.setattr(manifests, "write_rank", lambda *a: (gate.wait(10), real(*a)))
     one, piece = Saver(tmp_path, ALONE, 0, background=True), whole(torch.ones(4))
     one.save(1, [piece], {})
     threading.Timer(0.2, gate.set).start()
@@ -417,8 +417,8 @@ def test_without_another_thread_a_save_is_made_at_once(tmp_path: Path, monkeypat
 
 
 def test_the_time_waited_for_the_save_before_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = writer.write_rank
-    monkeypatch.setattr(writer, "write_rank", lambda *a: (time.sleep(0.1), real(*a)))
+    real = manifests.write_rank
+    monkeypatch.setattr(manifests, "write_rank", lambda *a: (time.sleep(0.1), real(*a)))
     one = Saver(tmp_path, ALONE, 0, background=True)
     for step in (1, 2):
         one.save(step, [whole(torch.ones(4))], {})
@@ -439,7 +439,7 @@ def test_a_save_that_failed_and_nobody_waited_for_is_told(tmp_path: Path, monkey
     assert one.close() is None
     one = Saver(tmp_path, ALONE, 0, background=True)
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_rank", no_memory)
+        patch.setattr(manifests, "write_rank", no_memory)
         one.save(2, [whole(torch.ones(2))], {})
         lost = one.close()
     assert lost is not None and "iter_0000002" in lost and "out of memory" in lost and lost in one.news()
@@ -450,7 +450,7 @@ def _silent_failure(directory: str) -> str:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     one = Saver(directory, mesh, 0, background=True)
     if mesh.world.rank == 1:
-        writer.write_rank = lambda *_: (time.sleep(1.0), full())  # type: ignore[assignment]
+        manifests.write_rank = lambda *_: (time.sleep(1.0), full())  # type: ignore[assignment]
         file_system.LocalStorage.put = full  # type: ignore[method-assign, assignment]
     one.save(1, [shard(mesh, 1.0)], {})
     with pytest.raises(CheckpointError) as error:
@@ -480,8 +480,8 @@ def _slow_rank(directory: str) -> list[str]:
     """Rank 1's file comes late; rank 0 waits for it without any collective while all train on."""
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     if mesh.world.rank == 1:
-        real = writer.write_rank
-        writer.write_rank = lambda *a: (time.sleep(0.3), real(*a))[1]  # type: ignore[assignment]
+        real = manifests.write_rank
+        manifests.write_rank = lambda *a: (time.sleep(0.3), real(*a))[1]  # type: ignore[assignment]
     one = Saver(directory, mesh, 0, background=True)
     one.save(4, [shard(mesh, float(mesh.world.rank))], {"step": 4})
     for _ in range(20):  # "training"

@@ -18,7 +18,7 @@ from token_files import byte_level_bpe
 from train_cases import SMALL, config_from, kept, pretrain, run_from, same, train
 
 from megalite.checkpoint import offline
-from megalite.checkpoint.format import writer
+from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config import console
 from megalite.config.options import Config
@@ -273,7 +273,7 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(tmp_path: Pat
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(writer, "write_rank", write)
+    monkeypatch.setattr(manifests, "write_rank", write)
     monkeypatch.setattr(step_module, "train_step", step)
     monkeypatch.setattr(os, "_exit", leave)
     try:

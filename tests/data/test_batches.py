@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megalite.data.errors import DataError
 from megalite.data.samples.batches import Batches, Borders, MicroBatch, Prefetcher, Unread
 from megalite.data.samples.blend import build_blend
-from megalite.data.samples.mock import MockDataset
+from megalite.data.samples.source import MockDataset
 from tools.preprocess.indexed_writer import IndexedWriter
 
 S, V = 6, 40

@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 from token_files import numbered
 
 from megalite.data.errors import DataError
-from megalite.data.samples import blend_order, validation_sets
-from megalite.data.samples.blend import Blend, build_blend, parse_data_path
-from megalite.data.samples.blend_order import BlendOrder
-from megalite.data.samples.mock import MockDataset
-from megalite.data.samples.source import Dataset
-from megalite.data.samples.validation_sets import bits_per_byte, bytes_per_token, parse_named_sets, sets_of_each
+from megalite.data.samples import blend as blends
+from megalite.data.samples.blend import (
+    Blend,
+    BlendOrder,
+    bits_per_byte,
+    build_blend,
+    bytes_per_token,
+    parse_data_path,
+    parse_named_sets,
+    sets_of_each,
+)
+from megalite.data.samples.source import Dataset, MockDataset
 
 WEIGHTS = st.one_of(st.floats(1e-4, 1.0), st.integers(1, 10**12), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0, 1e-6]))
 
@@ -59,7 +65,7 @@ def test_far_samples_need_not_the_ones_before() -> None:
 
 
 def test_long_periods_are_cut_and_still_consistent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blend_order, "PERIOD", 1000)
+    monkeypatch.setattr("megalite.data.samples.blend.PERIOD", 1000)
     weights = [123_456_789, 987_654_321, 1_000_003]
     source, number = BlendOrder(weights).at(np.arange(10_000))
     for k in range(3):
@@ -225,4 +231,4 @@ def test_a_uniform_model_over_bytes_needs_eight_bits_for_each() -> None:
 
 
 def test_examples_of_the_documentation() -> None:
-    assert doctest.testmod(validation_sets).failed == 0
+    assert doctest.testmod(blends).failed == 0

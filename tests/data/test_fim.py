@@ -15,11 +15,11 @@ from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import Blend
 from megalite.data.samples.fim import WRITTEN, Fim, FimDataset, rearrange, transform
 from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.data.samples.mock import MockDataset
-from megalite.data.samples.packed_dataset import PackedDataset
+from megalite.data.samples.packing import PackedDataset
 from megalite.data.samples.permutation import fold
-from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer
+from megalite.data.samples.source import MockDataset
 from megalite.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
+from megalite.data.tokenizers.tokenizer_json import HuggingFaceTokenizer
 
 PRE, MID, SUF, PAD, EOD, SPLIT = range(6)
 SAMPLE = st.lists(st.one_of(st.integers(6, 99), st.sampled_from([EOD, EOD, SPLIT])), min_size=1, max_size=80)

@@ -94,7 +94,7 @@ def test_damaged_index_is_refused_with_file_and_field(tmp_path: Path, name: str)
 
 
 def test_damage_is_found_beyond_the_first_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data.files.index_rules.CHUNK", 2)
+    monkeypatch.setattr("megalite.data.files.indexed.CHUNK", 2)
     write(tmp_path / "a")
     IndexedDataset(tmp_path / "a")
     for at, fmt, value, reason in (
@@ -127,8 +127,8 @@ def test_thousand_mutations_never_read_wrong_tokens(tmp_path: Path, monkeypatch,
     """
     if not full:
         monkeypatch.setattr("megalite.data.files.indexed.FULL_CHECK", 0)
-        monkeypatch.setattr("megalite.data.files.index_rules.PLACES", 2)
-        monkeypatch.setattr("megalite.data.files.index_rules.WINDOW", 1)
+        monkeypatch.setattr("megalite.data.files.indexed.PLACES", 2)
+        monkeypatch.setattr("megalite.data.files.indexed.WINDOW", 1)
     rng = random.Random(0)
     documents = [[rng.randrange(200) for _ in range(rng.randrange(6))] for _ in range(12)]
     write(tmp_path / "a", documents)

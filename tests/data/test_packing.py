@@ -12,8 +12,7 @@ from token_files import numbered
 from megalite.data.errors import DataError
 from megalite.data.samples.batches import Borders
 from megalite.data.samples.epochs import build_epoch
-from megalite.data.samples.packed_dataset import PackedDataset, cut_end_to_end
-from megalite.data.samples.packing import Packing, pack
+from megalite.data.samples.packing import PackedDataset, Packing, cut_end_to_end, pack
 
 PAD = 10**6
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=60)

@@ -17,11 +17,10 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.blend import split_parts
 from megalite.data.samples.epochs import build_epoch
-from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.data.samples.packed_dataset import PackedDataset
+from megalite.data.samples.gpt_dataset import GptDataset, Line
+from megalite.data.samples.packing import PackedDataset
 from megalite.data.samples.permutation import fold, permute
 from megalite.data.samples.source import Dataset
-from megalite.data.samples.token_line import Line
 
 PAD = 10**6
 

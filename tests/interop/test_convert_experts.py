@@ -24,6 +24,7 @@ from train_cases import config_from, run_from
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import open_checkpoint
 from megalite.config.options import build
+from megalite.interop import convert
 from megalite.interop.hugging_face import model_files
 from megalite.interop.hugging_face.config_json import choose_family, misfits, read_config
 from megalite.models.families import FAMILIES
@@ -67,14 +68,14 @@ def test_an_expert_too_few_or_too_many_is_named(models, change: Callable, reason
 
 
 def test_the_second_reading_sees_experts_that_are_exchanged(models, tmp_path: Path, monkeypatch, capsys) -> None:
-    real = model_files.recipes
+    real = convert.recipes
 
     def exchanged(*args: Any, **kwargs: Any) -> list[Any]:
         other = {"experts.0.": "experts.1.", "experts.1.": "experts.0."}
         renamed = lambda name: re.sub(r"experts\.[01]\.", lambda found: other[found[0]], name)  # noqa: E731
         return [replace(recipe, theirs=renamed(recipe.theirs)) for recipe in real(*args, **kwargs)]
 
-    monkeypatch.setattr(model_files, "recipes", exchanged)
+    monkeypatch.setattr(convert, "recipes", exchanged)
     assert tool("--from-hf", models("mixtral")[1], "--save", tmp_path / "ours", "--check-bits") == 1
     out = capsys.readouterr().out
     assert "all bits equal" in out and "layer 0, read a second way, computes something else" in out

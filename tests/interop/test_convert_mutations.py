@@ -13,12 +13,11 @@ from safetensors.torch import save_file
 from token_files import mutated
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.interop.convert import Foreign, model_of
+from megalite.interop.convert import Foreign, model_of, recipes
 from megalite.interop.hugging_face import model_files as hugging_face
 from megalite.interop.hugging_face.config_json import read_config
 from megalite.interop.megatron import rank_files as megatron
 from megalite.interop.megatron import torch_dist as megatron_dist
-from megalite.interop.rules import recipes
 from megalite.models.families import FAMILIES
 from megalite.models.specs import specs_of
 

@@ -16,8 +16,7 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
 from megalite.config.options import ModelConfig
 from megalite.config.packages import needs
-from megalite.interop.convert import Foreign, Ours
-from megalite.interop.rules import Specs
+from megalite.interop.convert import Foreign, Ours, Specs
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.parameter import Maker, weight_pieces
 from megalite.parallel.mesh import Mesh

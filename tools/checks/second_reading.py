@@ -1,8 +1,8 @@
 """A second reading of foreign files, to check a conversion with: does a layer of theirs compute what ours computes?
 
-The tables that convert (models/families.toml, megatron/names.py, rules.py, ParamSpec) are not used: names, the order of
-rows and what is stored as a difference stand here (names in second_reading.toml) once more, in another form, so that a
-mistake in one of them shows.
+The tables that convert (models/families.toml, megatron/names.toml, convert.py, ParamSpec) are not used: names, the
+order of rows and what is stored as a difference stand here (names in second_reading.toml) once more, in another form,
+so that a mistake in one of them shows.
 Layer after layer is filled from the files and run in fp64 beside ours, on the same states; embedding, final norm and
 head are one more layer. One layer of each is in memory at a time, and transformers is not needed.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
 from megalite.config.options import ModelConfig
+from megalite.interop.megatron.rank_files import Ranks
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.parameter import Maker, weight_pieces
 from megalite.parallel.mesh import Mesh
@@ -94,9 +95,13 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
     return weight
 
 
-def megatron(shards: Callable[..., list[Tensor]], args: Any, model: ModelConfig) -> Weight:
-    """The weights of Megatron core's tensors. `shards`: MegatronModel.shards."""
+def megatron(ranks: Ranks, args: Any, model: ModelConfig) -> Weight:
+    """The weights of Megatron core's tensors. `ranks`: MegatronModel.ranks."""
     ep = getattr(args, "expert_model_parallel_size", None) or 1
+
+    def shards(name: str, layer: int, ep_rank: int = 0) -> list[Tensor]:  # of each tp rank; layer -1: outside of them
+        full = name if layer < 0 else f"decoder.layers.{layer}.{name}"
+        return [rank[full].load() for (_, e), rank in ranks.items() if e == ep_rank]
 
     def feed_forward(name: str, found: list[Tensor]) -> Tensor:
         if name.startswith("mlp.gate_up"):

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from megalite.checkpoint.storage import file_system
 from megalite.config.own_file import opener
 from megalite.data.errors import DataError
-from megalite.data.files.index_rules import CHUNK
-from megalite.data.files.indexed import CODES, HEADER, MAGIC, VERSION
+from megalite.data.files.indexed import CHUNK, CODES, HEADER, MAGIC, VERSION
 from tools.preprocess.journal import open_locked, sync
 
 

@@ -1,33 +1,46 @@
-"""manifest.json: for every whole tensor its shape and dtype, and which file holds which box; hashes of every file.
+"""A checkpoint's manifest, and with it the checkpoint: for every whole tensor its shape and dtype, and which file holds
+which box; hashes of every file.
 
-All of it is checked when it is read: names of files stay inside the directory, boxes inside their tensors, and the
-boxes of a tensor cover it exactly once.
+    .iter_0000500.part/ rank-00000.safetensors + its list   `write_rank`: synced, hashed while it is written
+    manifest.json, then COMPLETE (the manifest's sha256)    `commit`: both synced, then the folder
+    rename to iter_0000500/, sync the parent                from here on it exists
+    latest_checkpointed_iteration.txt                       replaced atomically
+
+Behind a URL nothing can be renamed: the files are written to iter_0000500/ itself, and COMPLETE makes it exist. After a
+kill at any moment the checkpoint before is the newest. Files are streamed (tensor_file.py). How the ranks of a run
+agree on all this is in run/saver.py.
+
+All of it is checked when it is read (`load`): names of files stay inside the directory, boxes inside their tensors, and
+the boxes of a tensor cover it exactly once.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from megalite.checkpoint.format.hashing import Stamp
+from megalite.checkpoint.format import tensor_file
+from megalite.checkpoint.format.tensor_file import Row, Stamp
 from megalite.checkpoint.storage.location import CheckpointError, Location, folder_of
-from megalite.checkpoint.storage.location import ElsewhereError as ElsewhereError
-from megalite.checkpoint.storage.protocol import storage_of
+from megalite.checkpoint.storage.protocol import TRACKER, storage_of
 from megalite.config.console import complain
+from megalite.config.faults import fault
 from megalite.parallel.spec import Box
 
 FORMAT = 2
 OF_MODEL = ("model/", "state/")  # begins of names: parameters, and state of the model that is none
 _FILE = re.compile(r"rank-\d{5}\.safetensors")
 _LARGEST = 1 << 30  # bytes of JSON
-_DTYPES = {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+_DTYPES = {str(dtype)[6:] for dtype in tensor_file.NAMES}
 _MOST = 1 << 56  # steps, samples, tokens
 _MOST_DIMS = 6  # of a tensor; a box of n dims has 2^n corners
 
@@ -57,15 +70,6 @@ class Manifest:
     state: dict[str, Any]
 
 
-def dump(manifest: Manifest) -> str:
-    tensors = {}
-    for name, whole in manifest.tensors.items():
-        parts = [[p.file, p.key, p.box.start, p.box.stop] for p in whole.parts]
-        tensors[name] = {"shape": whole.shape, "dtype": whole.dtype, "parts": parts}
-    files = {name: [s.size, s.name, s.block, s.digests] for name, s in manifest.files.items()}
-    return json.dumps({"format": FORMAT, "state": manifest.state, "files": files, "tensors": tensors})
-
-
 def load(folder: Location) -> Manifest:
     """Read and check the manifest of a committed checkpoint, whose sha256 is in COMPLETE."""
     path = folder / "manifest.json"
@@ -91,7 +95,7 @@ def load(folder: Location) -> Manifest:
         data = json.loads(text)
         if data["format"] != FORMAT:
             raise refuse(f"format {data['format']!r} is not {FORMAT}")
-        files = {str(name): read_stamp(entry) for name, entry in data["files"].items()}
+        files = {str(name): _stamp(*entry) for name, entry in data["files"].items()}
         tensors = {str(name): _whole(str(name), entry, files) for name, entry in data["tensors"].items()}
         state = _state(dict(data["state"]))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
@@ -112,29 +116,26 @@ def check_sizes(folder: Location, manifest: Manifest) -> None:
             raise CheckpointError(f"{folder / name}: {sizes[name]} bytes, not {stamp.size}")
 
 
-def load_whole(folder: Location) -> Manifest:
+Check = Callable[[Location, Manifest], object]
+
+
+def load_whole(folder: Location, check: Check = check_sizes) -> Manifest:
     """The manifest of a checkpoint that has all its files; contents are not hashed. Raises CheckpointError."""
     manifest = load(folder)
-    check_sizes(folder, manifest)
+    check(folder, manifest)
     return manifest
 
 
-def newest(place: Location, check: Callable[[Location, Manifest], object] = check_sizes) -> tuple[Location, Manifest]:
+def newest(place: Location, check: Check = check_sizes) -> tuple[Location, Manifest]:
     """The checkpoint `place`, or the newest in it with a valid manifest that passes `check`, and its manifest. Skipped
     ones are named on stderr. Raises CheckpointError, as `check` does."""
-
-    def checked(folder: Location) -> tuple[Location, Manifest]:
-        manifest = load(folder)
-        check(folder, manifest)
-        return folder, manifest
-
     storage = storage_of(place)
     if "manifest.json" in storage.entries(place):
-        return checked(place)
+        return place, load_whole(place, check)
     reasons = []
     for folder in (folder_of(place, step) for step in reversed(storage.steps_in(place))):
         try:
-            return checked(folder)
+            return folder, load_whole(folder, check)
         except CheckpointError as error:
             reasons.append(str(error))
             complain(f"skipping {folder}: {error}")
@@ -142,8 +143,7 @@ def newest(place: Location, check: Callable[[Location, Manifest], object] = chec
     raise CheckpointError(f"{place} holds no checkpoint that can be read; {hint}. {' '.join(reasons)}".strip())
 
 
-def read_stamp(entry: Any) -> Stamp:
-    size, name, block, digests = entry
+def _stamp(size: Any, name: Any, block: Any, digests: Any) -> Stamp:
     return Stamp(int(size), str(name), int(block), tuple(str(digest) for digest in digests))
 
 
@@ -184,10 +184,8 @@ def _state(state: dict[str, Any]) -> dict[str, Any]:
 
 def cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Whether the boxes hold every element of a tensor exactly once, in time n log n. OverflowError from 2^63 elements.
-
     The differences along every dim of a function that is 1 inside a box are its corners, half of them positive. They
-    can be summed up again, so boxes add up to the whole if their corners do.
-    """
+    can be summed up again, so boxes add up to the whole if their corners do."""
     if math.prod(n + 1 for n in shape) >= 1 << 63:
         raise OverflowError(f"a tensor of {shape}")
     strides = np.array([math.prod(n + 1 for n in shape[d + 1 :]) for d in range(len(shape))], np.int64)
@@ -199,3 +197,57 @@ def cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
             signs[negative].append(sides[:, corner, range(len(shape))] @ strides)
     plus, minus = (np.sort(np.concatenate(offsets)) for offsets in signs)
     return np.array_equal(plus, minus)
+
+
+def abandon(part: Location) -> None:
+    """Delete the remains of a failed save, if possible: the error that made it fail matters more."""
+    with contextlib.suppress(OSError):
+        storage_of(part).discard(part)
+
+
+def list_of(rank: int) -> str:
+    """Name of a rank's list of what it has written, which exists once all of that is on disk."""
+    return f"rank-{rank:05d}.json"
+
+
+def write_rank(part: Location, rank: int, rows: Sequence[Row], data: Iterable[Tensor]) -> None:
+    """Write this rank's file, then its list, a part of the manifest. `rows` and `data` in the order of `plan`."""
+    name, tensors = f"rank-{rank:05d}.safetensors", dict[str, dict[str, Any]]()
+    stamp = tensor_file.write(part / name, rows, data)
+    for row in rows:
+        whole = tensors.setdefault(row.name, {"shape": row.whole, "dtype": str(row.dtype)[6:], "parts": []})
+        whole["parts"].append([name, row.key, row.box.start, row.box.stop])
+    listing = {"files": {name: [stamp.size, stamp.name, stamp.block, stamp.digests]}, "tensors": tensors}
+    storage_of(part).put(part / list_of(rank), json.dumps(listing), sync=False)  # swept after a power cut
+
+
+def commit(part: Location, final: Location, state: dict[str, Any], step: int, world: int) -> None:
+    """Make the files of `world` ranks a checkpoint."""
+    storage = storage_of(part)
+    files, tensors = dict[str, list[Any]](), dict[str, dict[str, Any]]()
+    for rank in range(world):
+        listing = json.loads(storage.read(part / list_of(rank)))
+        files |= listing["files"]
+        for name, whole in listing["tensors"].items():
+            tensors.setdefault(name, {**whole, "parts": []})["parts"] += whole["parts"]
+        storage.delete(part / list_of(rank))
+    sizes = storage.entries(part)
+    for name, (size, *_) in files.items():
+        if sizes.get(name) != size:
+            raise CheckpointError(f"{part / name}: {size} bytes were written, {sizes.get(name, 0)} are there")
+    text = json.dumps({"format": FORMAT, "state": state, "files": files, "tensors": tensors})
+    storage.put(part / "manifest.json", text, sync=False)
+    storage.put(part / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n", sync=False)
+    fault("ckpt.before_commit", 0, step)
+    storage.publish(part, final)
+    fault("ckpt.after_commit", 0, step)
+    name_newest(final.parent, step)
+
+
+def name_newest(directory: Location, step: int) -> None:
+    """Write the tracker file, for other programs. The checkpoint exists without it, so a failure only warns."""
+    try:
+        storage_of(directory).put(directory / TRACKER, f"{step}\n", sync=False)
+    except OSError as error:
+        reason = f"{error.strerror or error}; it does not name step {step}, whose checkpoint is complete"
+        complain(f"WARNING: {directory / TRACKER}: {reason}")

@@ -1,6 +1,6 @@
 """Read one checkpoint under any layout: check all of it, or fill pieces from it.
 
-`fill_pieces` finds the blocks that hold something for the pieces. Each is read once, hashed, and its wanted parts are
+`Reader.fill` finds the blocks that hold something for the pieces. Each is read once, hashed, and its wanted parts are
 copied to their targets. One thread reads while another hashes. A file system reads ahead only for a reader that goes in
 order, so there the threads take turns, and bytes go straight into a target that is contiguous in both places; behind a
 URL many blocks are requested at once. All else goes through one buffer per thread, which stays in the processor's
@@ -15,14 +15,13 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.format import hashing
 from megalite.checkpoint.format.manifest import Manifest, check_sizes
-from megalite.checkpoint.format.tensor_file import Place, places, views
+from megalite.checkpoint.format.tensor_file import Place, maker, places, views
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import OpenFile, storage_of
 from megalite.config.console import told
@@ -46,7 +45,7 @@ def verify(folder: Location, manifest: Manifest, tell: str | None = None) -> Non
     the tensors in the block. `tell`: title of the lines of progress."""
     check_sizes(folder, manifest)
     blocks = {(name, i): () for name, stamp in manifest.files.items() for i in range(len(stamp.digests))}
-    _read_blocks(folder, manifest, blocks, tell, [])
+    Reader(folder, manifest).read_blocks(blocks, tell)
 
 
 def differences(manifest: Manifest, pieces: Sequence[Piece], exact: bool = False) -> list[str]:
@@ -63,56 +62,94 @@ def differences(manifest: Manifest, pieces: Sequence[Piece], exact: bool = False
     return lines
 
 
-@dataclass(frozen=True)
-class Scratch:
-    """Shared by many reads of one checkpoint: the checked headers of its files, and the buffers of the threads."""
+class Reader:
+    """Reads one checkpoint. Keeps, between calls, the checked headers of its files, and the buffers of the threads."""
 
-    headers: dict[str, dict[str, Place]] = field(default_factory=dict)
-    buffers: list[Tensor] = field(default_factory=list)
+    def __init__(self, folder: Location, manifest: Manifest):
+        self.folder, self.manifest = folder, manifest
+        self._storage = storage_of(folder)
+        self._headers: dict[str, dict[str, Place]] = {}
+        self._buffers: list[Tensor] = []
 
+    def fill(self, pieces: Sequence[Piece], tell: str | None = None) -> None:
+        """Write the checkpoint's values into `pieces`, which fit it, and check every block that a value comes from. A
+        block with a wrong hash is not used, but those before it were: after CheckpointError the pieces hold a mixture.
+        `tell`: title of the lines of progress."""
+        wanted: dict[str, dict[str, tuple[Box, list[tuple[Tensor, Box]]]]] = {}  # file -> key -> box, its targets
+        for piece in pieces:
+            for box, target in views(piece):
+                for part in self.manifest.tensors[piece.name].parts:
+                    if intersect(box, part.box) is not None:
+                        _, targets = wanted.setdefault(part.file, {}).setdefault(part.key, (part.box, []))
+                        targets.append((target, box))
+        with self._storage.reading(self.folder):
+            new = [name for name in wanted if name not in self._headers]
+            with ThreadPoolExecutor(self._storage.readers, thread_name_prefix="megalite-load") as pool:
+                read = dict(zip(new, pool.map(self._header, new), strict=True))
+            headers = self._headers | read
+            wants: dict[tuple[str, int], list[Want]] = {}
+            for name in sorted(wanted):
+                block, header, last = self.manifest.files[name].block, headers[name], 0
+                begins = {key: header[key].begin if key in header else 0 for key in wanted[name]}
+                for key in sorted(begins, key=lambda key: begins[key]):
+                    (stored, targets), place = wanted[name][key], header.get(key)
+                    if place is None or place.shape != stored.shape or place.begin < last:
+                        wrong = f"its header and the manifest differ about {key}"
+                        raise CheckpointError(f"{self.folder / name}: {wrong}")
+                    last = place.end
+                    want = Want(place, stored, tuple(targets))
+                    for i in sorted({i for target in targets for i in _blocks_of(target[1], stored, place, block)}):
+                        wants.setdefault((name, i), []).append(want)
+                for i in range(-(-min(place.begin for place in header.values()) // block) if name in read else 0):
+                    wants.setdefault((name, i), [])  # to check the header, too
+            self.read_blocks(wants, tell)
+        self._headers.update(read)
 
-def fill_pieces(
-    folder: Location,
-    manifest: Manifest,
-    pieces: Sequence[Piece],
-    tell: str | None = None,
-    scratch: Scratch | None = None,
-) -> None:
-    """Write the checkpoint's values into `pieces`, which fit it, and check every block that a value comes from.
+    def _header(self, name: str) -> dict[str, Place]:
+        try:
+            return places(self.folder / name)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.folder / name}: its header cannot be read ({error!r})") from None
 
-    A block with a wrong hash is not used, but those before it were: after CheckpointError the pieces hold a mixture.
-    `scratch`: shared with other calls for this checkpoint.
-    """
-    scratch = Scratch() if scratch is None else scratch
-    wanted: dict[str, dict[str, tuple[Box, list[tuple[Tensor, Box]]]]] = {}  # file -> key -> box, its targets
-    for piece in pieces:
-        for box, target in views(piece):
-            for part in manifest.tensors[piece.name].parts:
-                if intersect(box, part.box) is not None:
-                    _, targets = wanted.setdefault(part.file, {}).setdefault(part.key, (part.box, []))
-                    targets.append((target, box))
-    storage = storage_of(folder)
-    with storage.reading(folder):
-        new = [name for name in wanted if name not in scratch.headers]
-        with ThreadPoolExecutor(storage.readers, thread_name_prefix="megalite-load") as pool:
-            read = dict(zip(new, pool.map(lambda name: _header(folder / name), new), strict=True))
-        headers = scratch.headers | read
-        wants: dict[tuple[str, int], list[Want]] = {}
-        for name in sorted(wanted):
-            block, header, last = manifest.files[name].block, headers[name], 0
-            begins = {key: header[key].begin if key in header else 0 for key in wanted[name]}
-            for key in sorted(begins, key=lambda key: begins[key]):
-                (stored, targets), place = wanted[name][key], header.get(key)
-                if place is None or place.shape != stored.shape or place.begin < last:
-                    raise CheckpointError(f"{folder / name}: its header and the manifest differ about {key}")
-                last = place.end
-                want = Want(place, stored, tuple(targets))
-                for i in sorted({i for target in targets for i in _blocks_of(target[1], stored, place, block)}):
-                    wants.setdefault((name, i), []).append(want)
-            for i in range(-(-min(place.begin for place in header.values()) // block) if name in read else 0):
-                wants.setdefault((name, i), [])  # to check the header, too
-        _read_blocks(folder, manifest, wants, tell, scratch.buffers)
-    scratch.headers.update(read)
+    def read_blocks(self, wants: Mapping[tuple[str, int], Sequence[Want]], tell: str | None) -> None:
+        """Read the blocks of `wants`, (file, number), in order, check their hashes, and fill the targets. Raises
+        CheckpointError with the first wrong block and the tensors in it."""
+        todo, folder, manifest, storage = sorted(wants), self.folder, self.manifest, self._storage
+        turn = threading.Lock() if storage.in_order else contextlib.nullcontext()
+        files = _Files(folder, Counter(name for name, _ in todo))
+        threads = min(storage.readers, len(todo))
+        largest = max((min(stamp.block, stamp.size) for stamp in manifest.files.values()), default=0)
+        try:  # mmap, since malloc keeps the memory of a thread for later threads
+            more = range(threads - len(self._buffers))
+            self._buffers += [torch.frombuffer(mmap.mmap(-1, largest), dtype=torch.uint8) for _ in more]
+        except (OSError, MemoryError) as error:
+            raise CheckpointError(f"{folder}: cannot be read ({error})") from None
+        free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        for buffer in self._buffers:
+            free.put(buffer)
+
+        def work(job: tuple[str, int]) -> None:
+            name, buffer = job[0], free.get()
+            try:
+                block = _Block(folder / name, manifest, job[1], buffer, wants[job], storage.in_order)
+                with turn:
+                    block.read(files.get(name))
+                block.check(manifest)
+                block.copy()
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise CheckpointError(f"{folder / name}: cannot be read ({error})") from error
+            finally:
+                free.put(buffer)
+            files.done(name)
+            progress.add((block.end - block.begin) / 2**30)
+
+        total = sum(min(s.block, s.size - i * s.block) for name, i in todo for s in [manifest.files[name]]) / 2**30
+        progress = told(tell or "", total, "GiB that this rank needs", tell is None)
+        with contextlib.closing(files), progress, ThreadPoolExecutor(max(1, threads), "megalite-read") as pool:
+            for _ in pool.map(work, todo):  # raises the first error in order; all earlier blocks are done
+                pass
 
 
 def _blocks_of(box: Box, stored: Box, place: Place, block: int) -> range:
@@ -122,61 +159,6 @@ def _blocks_of(box: Box, stored: Box, place: Place, block: int) -> range:
     first, last = offset_in(stored, both.start), offset_in(stored, tuple(n - 1 for n in both.stop))
     item = place.dtype.itemsize
     return range((place.begin + first * item) // block, -(-(place.begin + (last + 1) * item) // block))
-
-
-def _header(path: Location) -> dict[str, Place]:
-    try:
-        return places(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: its header cannot be read ({error!r})") from None
-
-
-def _read_blocks(
-    folder: Location,
-    manifest: Manifest,
-    wants: Mapping[tuple[str, int], Sequence[Want]],
-    tell: str | None,
-    buffers: list[Tensor],
-) -> None:
-    """Read the blocks of `wants`, (file, number), in order, check their hashes, and fill the targets. Raises
-    CheckpointError with the first wrong block and the tensors in it. `tell`: title of the lines of progress. `buffers`:
-    those of earlier calls for this checkpoint, and then of this one."""
-    todo = sorted(wants)
-    storage = storage_of(folder)
-    turn = threading.Lock() if storage.in_order else contextlib.nullcontext()
-    files = _Files(folder, Counter(name for name, _ in todo))
-    threads = min(storage.readers, len(todo))
-    largest = max((min(stamp.block, stamp.size) for stamp in manifest.files.values()), default=0)
-    try:  # mmap, since malloc keeps the memory of a thread for later threads
-        buffers += [torch.frombuffer(mmap.mmap(-1, largest), dtype=torch.uint8) for _ in range(threads - len(buffers))]
-    except (OSError, MemoryError) as error:
-        raise CheckpointError(f"{folder}: cannot be read ({error})") from None
-    free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-    for buffer in buffers:
-        free.put(buffer)
-
-    def work(job: tuple[str, int]) -> None:
-        name, buffer = job[0], free.get()
-        try:
-            block = _Block(folder / name, manifest, job[1], buffer, wants[job], storage.in_order)
-            with turn:
-                block.read(files.get(name))
-            block.check(manifest)
-            block.copy()
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(f"{folder / name}: cannot be read ({error})") from error
-        finally:
-            free.put(buffer)
-        files.done(name)
-        progress.add((block.end - block.begin) / 2**30)
-
-    total = sum(min(s.block, s.size - i * s.block) for name, i in todo for s in [manifest.files[name]]) / 2**30
-    progress = told(tell or "", total, "GiB that this rank needs", tell is None)
-    with contextlib.closing(files), progress, ThreadPoolExecutor(max(1, threads), "megalite-read") as pool:
-        for _ in pool.map(work, todo):  # raises the first error in order; all earlier blocks are done
-            pass
 
 
 class _Files:
@@ -263,7 +245,7 @@ class _Block:
 
     def check(self, manifest: Manifest) -> None:
         stamp = manifest.files[self.path.name]
-        digest = hashing.maker(stamp.name)()
+        digest = maker(stamp.name)()
         for view in self.views:
             digest.update(view)
         if digest.hexdigest() != stamp.digests[self.number]:

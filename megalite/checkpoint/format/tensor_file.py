@@ -6,31 +6,92 @@ A piece's rectangles follow each other in its flat data (parallel/rectangles.py)
 pieces' data one after the other: the header is known before the first byte is written, and nothing is gathered in
 memory. The package safetensors needs all tensors at once to write, and maps the file to read, so that a shrinking file
 causes a SIGBUS.
+
+xxh3-128 of every 4 MiB of a file is kept, so that ranks share the work of one file and damage has a place. xxh3 finds
+accidents, not forgery: whoever can write the files can write the manifest. It runs at the speed of memory, where sha256
+with the processor's instructions is slower than a good disk (docs/checkpoints.md). Without the package `xxhash` a
+checkpoint is written with sha256; the manifest names the hash.
 """
 
 import contextlib
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.format.hashing import BLOCK, BlockHash, Stamp
 from megalite.checkpoint.storage.location import Location
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.parallel.rectangles import rectangles
 from megalite.parallel.spec import Box, Piece
 
+try:
+    from xxhash import xxh3_128
+except ImportError:
+    xxh3_128 = None
+
+BLOCK = 1 << 22  # bytes; 34 bytes of manifest for each
+FASTEST = "sha256" if xxh3_128 is None else "xxh3_128"  # the hash of new files
 _INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of weights
-_NAMES = {**CODES, **_INTEGERS, torch.bool: "BOOL"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+NAMES = {**CODES, **_INTEGERS, torch.bool: "BOOL"}
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 DTYPES = {name: dtype for dtype, name in CODES.items()}
 _PAGE = 4096  # the payload begins at a multiple of it: writes and reads then copy whole pages
 _HEADER = 100_000_000  # bytes; the limit of the format
 _BOUNCE = 1 << 25  # bytes of host memory for data that is on a device, or not contiguous in the file
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """A file's size in bytes, the name of its hash, and the hash of each block of `block` bytes, as hex."""
+
+    size: int
+    name: str
+    block: int
+    digests: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.size < 0 or self.block < 1 or len(self.digests) != -(-self.size // self.block):
+            raise ValueError(f"{len(self.digests)} hashes do not fit {self.size} bytes in blocks of {self.block}")
+
+
+def maker(name: str) -> Callable[..., Any]:
+    """A constructor of hash objects. ValueError for a hash that is unknown, or not installed."""
+    if name == "sha256":
+        return hashlib.sha256
+    if name != "xxh3_128":
+        raise ValueError(f"hash {name!r} is not one of xxh3_128, sha256")
+    if xxh3_128 is None:
+        raise ValueError("its files are hashed with xxh3, which is not installed: pip install xxhash")
+    return xxh3_128
+
+
+class BlockHash:
+    """Hashes a file while it is written: `update` with its bytes in order, then `stamp`."""
+
+    def __init__(self, name: str | None = None, block: int = BLOCK):
+        self.name, self.block = name or FASTEST, block
+        self._make, self._digests, self._size = maker(self.name), list[str](), 0
+        self._begun = self._make()  # the hash of the last block, which is not complete
+
+    def update(self, data: memoryview) -> None:
+        while len(data):
+            part = data[: self.block - self._size % self.block]
+            self._begun.update(part)
+            self._size += len(part)
+            data = data[len(part) :]
+            if self._size % self.block == 0:
+                self._digests.append(self._begun.hexdigest())
+                self._begun = self._make()
+
+    def stamp(self) -> Stamp:
+        last = [self._begun.hexdigest()] if self._size % self.block else []
+        return Stamp(self._size, self.name, self.block, (*self._digests, *last))
 
 
 @dataclass(frozen=True)
@@ -61,14 +122,13 @@ def rows_of(parts: Iterable[tuple[str, tuple[int, ...], torch.dtype, Box]]) -> l
 
 
 def _header(plan: Iterable[Planned], align: int) -> bytes:
-    """The start of a file with the tensors of `plan` in order: wider dtypes first, so that every tensor starts at a
-    multiple of its element's size."""
+    """The start of a file with the tensors of `plan`: wider dtypes first, so that all are aligned to their elements."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end, width = 0, 8
     for p in plan:
         assert p.dtype.itemsize <= width, "narrower dtypes come last"
         begin, end, width = end, end + p.bytes, p.dtype.itemsize
-        entries[p.key] = {"dtype": _NAMES[p.dtype], "shape": p.shape, "data_offsets": [begin, end]}
+        entries[p.key] = {"dtype": NAMES[p.dtype], "shape": p.shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % align)
     return len(text).to_bytes(8, "little") + text
@@ -112,8 +172,7 @@ def flat(plan: Sequence[Planned], values: Iterable[Tensor]) -> Iterator[Tensor]:
 def write(
     path: Location, plan: Sequence[Planned], data: Iterable[Tensor], block: int = BLOCK, *, align: int = _PAGE
 ) -> Stamp:
-    """Write a new file, hash it on the way, and sync it. `data`: the planned tensors as 1-D contiguous ones, which
-    begin at a multiple of `align` bytes."""
+    """Write, hash and sync a new file. `data`: the planned tensors, 1-D and contiguous, at multiples of `align`."""
     hashed = BlockHash(block=block)
     with storage_of(path).create(path) as append:
 

@@ -1,4 +1,4 @@
-"""Actions of all ranks on the --save directory: all succeed, or all raise."""
+"""Actions of all ranks on the --save directory: all succeed, or all raise; and saves by the clock, at the same step."""
 
 import os
 import time
@@ -28,8 +28,7 @@ def agree(error: Exception | None, mesh: Mesh, doing: str) -> None:
 
 
 def together(mesh: Mesh, do: Callable[[], T], doing: str) -> T:
-    """`do()` on this rank; collective. If it raises on one rank, all raise: the others would wait for that one in their
-    next collective until the time-out."""
+    """`do()` on this rank; collective: if it raises on one, all raise, and none waits for that one in vain."""
     try:
         result = do()
     except Exception as error:
@@ -59,3 +58,30 @@ def check_shared(directory: Location, mesh: Mesh, patience_s: float = 10.0) -> N
     finally:
         if mesh.world.is_first:
             storage.delete(token)
+
+
+class SaveClock:
+    """`due(step)` after every step: True about every `interval_s` seconds, at the same step on all ranks. Clocks differ
+    between ranks, so rank 0's decides. Each of its answers fixes the step of the next question: half way to the end at
+    the pace so far, and after no more steps than that pace was measured over. That is about 2 log2(steps per interval)
+    broadcasts per save; an all-reduce in every step would make all ranks wait for the slowest."""
+
+    def __init__(self, interval_s: float, mesh: Mesh, step: int, now: Callable[[], float] = time.monotonic):
+        self._interval_s, self._mesh, self._now = interval_s, mesh, now
+        self.saved(step)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint was made: the interval starts again."""
+        self._from, self._begin, self._ask = step, self._now(), step + 1
+
+    def due(self, step: int) -> bool:
+        """Collective at some steps, the same on all ranks."""
+        if step < self._ask:
+            return False
+        elapsed = self._now() - self._begin
+        steps, left = step - self._from, self._interval_s - elapsed
+        pace = elapsed / steps
+        skip = 0 if left <= pace / 2 else 1 if pace <= 0 else max(1, min(int(left / pace / 2), steps))
+        skip = first_says(skip, self._mesh)
+        self._ask = step + skip
+        return skip == 0

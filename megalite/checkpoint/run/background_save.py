@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.format import tensor_file, writer
+from megalite.checkpoint.format import manifest, tensor_file
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location, reason_of
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.config.faults import fault
@@ -25,9 +25,7 @@ from megalite.parallel.streams import Event, beside, new_stream, reached, wait_f
 
 class HostCopy:
     """A copy of tensors in host memory (pinned on CUDA), kept for the next one: pinning takes longer than filling.
-
-    Training calls `begin` and `wait_before_change`, the writing thread `fill`. One copy at a time.
-    """
+    Training calls `begin` and `wait_before_change`, the writing thread `fill`. One copy at a time."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -46,8 +44,7 @@ class HostCopy:
         self._ready = reached(self._device)
 
     def fill(self, data: Sequence[Tensor]) -> list[Tensor]:
-        """The bytes of `data`, 1-D and contiguous; without memory for them `data` itself, which then must not change
-        until `release`."""
+        """The bytes of `data`, 1-D and contiguous; without memory `data` itself, unchangeable until `release`."""
         try:
             parts = self._parts(data)
         except (MemoryError, RuntimeError) as error:  # depending on the device
@@ -125,7 +122,7 @@ class BackgroundSave:
             if self.host.refused is not None:
                 slow = "the state itself is written, and the next update waits for that"
                 self.tell(f"rank {rank} has no memory for a copy of what it saves ({self.host.refused}): {slow}")
-            writer.write_rank(self.part, rank, rows, data)
+            manifest.write_rank(self.part, rank, rows, data)
             fault("ckpt.shard_written", rank, self.step)
             self.host.release()
             if self.mesh.world.is_first:
@@ -150,7 +147,7 @@ def wait_for_lists(part: Location, world: int, give_up: threading.Event, confirm
     seen, since = -1, time.monotonic()
     while True:
         names = storage.entries(part)
-        missing = [rank for rank in range(world) if writer.list_of(rank) not in names]
+        missing = [rank for rank in range(world) if manifest.list_of(rank) not in names]
         if not missing:
             return
         confirm()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from megalite.checkpoint.format.manifest import Manifest, load_whole
-from megalite.checkpoint.format.reader import differences, fill_pieces
+from megalite.checkpoint.format.reader import Reader, differences
 from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location, parse
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
@@ -26,8 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Wanted:
-    """The pieces to fill from a checkpoint. `exact`: dtypes must agree, and are not converted; `tell`: title of a long
-    load in the log."""
+    """The pieces to fill from a checkpoint. `exact`: dtypes are not converted; `tell`: title of a load in the log."""
 
     pieces: Sequence[Piece]
     exact: bool = False
@@ -44,14 +43,11 @@ def load(
     first: str | Location | None = None,
 ) -> tuple[Location, Manifest] | None:
     """Fill pieces from the newest valid checkpoint of `directory`, or that of `step`: (its folder, its manifest), None
-    where there is none at all.
-
-    Collective, and so may be `wanted`, which is called for a checkpoint with a valid manifest and all files; an error
-    of it, or a piece that does not fit, ends the load before anything changes. When some rank meets a wrong hash, the
-    pieces are filled from the checkpoint before; where there is none, CheckpointError is raised and they are NaN, so
-    that nothing can continue with a mixture. It is raised too where `step` does not exist. `later`: steps after `step`
-    will do as well. `first`: another directory, preferred for a step that both hold.
-    """
+    where there is none at all. Collective, and so may be `wanted`, which is called for a checkpoint with a valid
+    manifest and all files; an error of it, or a piece that does not fit, ends the load before anything changes. When
+    some rank meets a wrong hash, the pieces are filled from the checkpoint before; where there is none, CheckpointError
+    is raised and they are NaN, so that nothing can continue with a mixture. It is raised too where `step` does not
+    exist. `later`: steps after `step` will do as well. `first`: another directory, preferred if both hold it."""
     roots = [parse(root) for root in (directory, first) if root is not None]
     candidates = _candidates(roots, mesh, step, later)
     reasons: list[str] = []
@@ -68,7 +64,7 @@ def load(
                     kind, lines = (CheckpointError, lines) if lines else (ElsewhereError, ["see another rank"])
                     raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines))
                 begun = want.pieces
-                _, reason = _try(mesh, folder, True, partial(fill_pieces, folder, manifest, want.pieces, want.tell))
+                _, reason = _try(mesh, folder, True, partial(Reader(folder, manifest).fill, want.pieces, want.tell))
                 if reason is None:
                     return folder, manifest
             reasons.append(reason or "")

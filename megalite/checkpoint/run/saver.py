@@ -18,12 +18,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megalite.checkpoint.format import tensor_file, writer
+from megalite.checkpoint.format import manifest, tensor_file
 from megalite.checkpoint.run.agreement import agree, check_shared, together
 from megalite.checkpoint.run.background_save import BackgroundSave, HostCopy
-from megalite.checkpoint.run.branch import Branch, settle
-from megalite.checkpoint.run.retention import Retention
-from megalite.checkpoint.run.upload import Uploader
+from megalite.checkpoint.run.retention import Branch, Retention, Uploader, settle
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, reason_of
 from megalite.checkpoint.storage.protocol import RunLock, Storage, folder_of, storage_of
 from megalite.config.faults import fault
@@ -33,13 +31,11 @@ from megalite.parallel.spec import Piece
 
 
 class Saver:
-    """Methods are collective unless they say otherwise; `news` is for the log of rank 0.
-
-    Locks the directory, deletes the remains of interrupted saves, and tries whether all ranks can write to it.
-    `nbytes`: size of this rank's part. `upload_to`: where the checkpoints are kept by `keep_last` and
-    `retain_interval`, instead of in `directory`. Raises CheckpointError on all ranks: not writable, no room for one
-    checkpoint, in use by another run, or not the same directory on every rank.
-    """
+    """Methods are collective unless they say otherwise; `news` is for the log of rank 0. Locks the directory, deletes
+    the remains of interrupted saves, and tries whether all ranks can write to it. `nbytes`: size of this rank's part.
+    `upload_to`: where the checkpoints are kept by `keep_last` and `retain_interval`, instead of in `directory`. Raises
+    CheckpointError on all ranks: not writable, no room for one checkpoint, in use by another run, or not the same
+    directory on every rank."""
 
     def __init__(
         self,
@@ -89,7 +85,7 @@ class Saver:
         self.storage.check_space(self.directory, self._bytes)
 
     def begins_at(self, step: int, damaged: bool = False) -> str | None:
-        """Tell the step at which the run begins: checkpoints of later steps make way for its first save (branch.py),
+        """Tell the step at which the run begins: checkpoints of later steps make way for its first save (retention.py),
         unless they are `damaged`. Returns a note for people, on rank 0. Raises CheckpointError on all ranks."""
 
         def look() -> str | None:
@@ -120,7 +116,7 @@ class Saver:
         def commit() -> None:
             self._confirm()
             with self._branch.replaced_by(step, self._news.append):
-                writer.commit(part, final, json.loads(frozen), step, self.mesh.world.size)
+                manifest.commit(part, final, json.loads(frozen), step, self.mesh.world.size)
             if self._uploader is not None:
                 self._uploader.paused = self._branch.unsettled
             took = time.perf_counter() - begin
@@ -192,7 +188,7 @@ class Saver:
             agree(flight.error, self.mesh, f"saving to {flight.part} in the background")
         except CheckpointError:
             if self.mesh.world.is_first:
-                writer.abandon(flight.part)
+                manifest.abandon(flight.part)
             raise
 
     def news(self) -> list[str]:
@@ -242,27 +238,25 @@ def save(
     commit: Callable[[], None] | None = None,
 ) -> Location:
     """A save that training waits for; collective: every rank writes the pieces that it owns into one file, all agree
-    that every file is there, and rank 0 commits. Returns the folder of the checkpoint.
-
-    `confirm`: called on rank 0 before anything changes; its errors end the save. `commit`: what rank 0 does in the
-    end, in place of the commit alone. Raises CheckpointError on all ranks, and removes the folder.
-    """
+    that every file is there, and rank 0 commits. Returns the folder of the checkpoint. `confirm`: called on rank 0
+    before anything changes; its errors end the save. `commit`: what rank 0 does in the end, in place of the commit
+    alone. Raises CheckpointError on all ranks, and removes the folder."""
     final = folder_of(directory, step)
     part = storage_of(final).part_of(final)
     _begin(part, mesh, confirm)
 
     def write() -> None:
         rows, ordered = tensor_file.plan(pieces)
-        writer.write_rank(part, mesh.world.rank, rows, (p.data for p in ordered))
+        manifest.write_rank(part, mesh.world.rank, rows, (p.data for p in ordered))
         fault("ckpt.shard_written", mesh.world.rank, step)
 
-    commit = commit or (lambda: writer.commit(part, final, state, step, mesh.world.size))
+    commit = commit or (lambda: manifest.commit(part, final, state, step, mesh.world.size))
     try:
         together(mesh, write, f"writing to {part}")
         together(mesh, commit if mesh.world.is_first else lambda: None, f"committing {final}")
     except CheckpointError:
         if mesh.world.is_first:
-            writer.abandon(part)
+            manifest.abandon(part)
         raise
     return final
 

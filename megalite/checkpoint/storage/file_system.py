@@ -34,6 +34,88 @@ def to_disk(path: Path) -> None:
         os.close(number)
 
 
+class LocalFile:
+    """An open file, never behind a link, for reading ranges."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._number = opener(path, os.O_RDONLY)
+        self.size = os.fstat(self._number).st_size
+
+    def pread(self, target: memoryview, begin: int) -> None:
+        """Fill `target` with the bytes from `begin`. ValueError where the file ends early; OSError. Thread-safe."""
+        done = 0
+        while done < len(target):
+            count = os.preadv(self._number, [target[done : done + (1 << 30)]], begin + done)
+            if count == 0:
+                raise ValueError(f"{self._path}: ends at byte {begin + done}, earlier than when it was opened")
+            done += count
+
+    def close(self) -> None:
+        os.close(self._number)
+
+
+def is_held(path: Path, kind: int = fcntl.LOCK_SH) -> bool | None:
+    """Whether another process holds a lock on it that excludes one of this `kind`; None where that cannot be known, as
+    for LOCK_EX on NFS, since the descriptor is read-only."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(number, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return True if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    finally:
+        os.close(number)
+    return False
+
+
+class Lock:
+    """One run per directory; the kernel drops the lock with its process. `option`: the flag that gave the directory.
+    Raises CheckpointError where another process holds it, OSError where none can."""
+
+    def __init__(self, directory: Path, name: str = LOCK, option: str = "save", remedy: str = "save elsewhere"):
+        self._path, self._how = directory / name, (name, option, remedy)
+        self._number = opener(self._path, os.O_RDWR | os.O_CREAT)
+        try:
+            self._take()
+        except OSError as error:
+            holder = os.pread(self._number, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(self._number)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            used = f"{option}={str(directory)!r} is in use by {holder}"
+            raise CheckpointError(f"{used}: stop that run, or {remedy}") from None
+        os.ftruncate(self._number, 0)
+        since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+
+    def _take(self) -> None:
+        for _ in range(4):  # a process in `is_held` has it for a moment
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(0.05)
+        fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def confirm(self) -> None:
+        """Make and take the lock again if its file was deleted. CheckpointError where another has that one, OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._number)):
+                return
+        directory, (name, option, remedy) = self._path.parent, self._how
+        directory.mkdir(parents=True, exist_ok=True)
+        again = Lock(directory, name, option, remedy)
+        self._number, again._number = again._number, self._number
+        os.close(again._number)
+        lost = "its lock was deleted under the run, perhaps with other files"
+        complain(f"WARNING: {option}={str(directory)!r}: {lost}; it is made and locked again")
+
+    def close(self) -> None:
+        os.ftruncate(self._number, 0)
+        os.close(self._number)  # not unlinked: another process may have it open already
+
+
 class LocalStorage:
     """Storage (protocol.py) of a local directory."""
 
@@ -41,6 +123,7 @@ class LocalStorage:
     patience_s = 600.0
     readers = 2  # one waits for the disk while another hashes; more would compete for the processor
     in_order = True
+    open, lock = LocalFile, Lock
 
     def steps_in(self, directory: Path) -> list[int]:
         steps = {p: step for p in directory.glob("iter_*") if (step := step_of(p.name)) is not None and p.is_dir()}
@@ -55,9 +138,6 @@ class LocalStorage:
 
     def read(self, path: Path) -> bytes:
         return path.read_bytes()
-
-    def open(self, path: Path) -> "LocalFile":
-        return LocalFile(path)
 
     @contextlib.contextmanager
     def create(self, path: Path) -> Iterator[Append]:
@@ -148,16 +228,11 @@ class LocalStorage:
             raise CheckpointError(f"save={str(directory)!r} cannot be written ({error.strerror}): {remedy}") from None
 
     def check_space(self, directory: Path, needed: int) -> None:
-        free = shutil.disk_usage(directory).free
-        if free < needed:
+        if (free := shutil.disk_usage(directory).free) < needed:
             left, wanted = _size(free), _size(needed)
-            if left == wanted:
-                left, wanted = f"{free:,} bytes", f"{needed:,} bytes"
+            left, wanted = (left, wanted) if left != wanted else (f"{free:,} bytes", f"{needed:,} bytes")
             room = f"has {left} left, a checkpoint needs {wanted}"
             raise CheckpointError(f"save={str(directory)!r} {room}: free some space, or save elsewhere")
-
-    def lock(self, directory: Path) -> "Lock":
-        return Lock(directory)
 
     @contextlib.contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
@@ -171,86 +246,3 @@ class LocalStorage:
 
     def in_use(self, folder: Path) -> bool:
         return is_held(folder / "COMPLETE", fcntl.LOCK_EX) is True
-
-
-class LocalFile:
-    """An open file, never behind a link, for reading ranges."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._number = opener(path, os.O_RDONLY)
-        self.size = os.fstat(self._number).st_size
-
-    def pread(self, target: memoryview, begin: int) -> None:
-        """Fill `target` with the bytes from `begin`. ValueError where the file ends early; OSError. Thread-safe."""
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._number, [target[done : done + (1 << 30)]], begin + done)
-            if count == 0:
-                raise ValueError(f"{self._path}: ends at byte {begin + done}, earlier than when it was opened")
-            done += count
-
-    def close(self) -> None:
-        os.close(self._number)
-
-
-def is_held(path: Path, kind: int = fcntl.LOCK_SH) -> bool | None:
-    """Whether another process holds a lock on it that excludes one of this `kind`; None where that cannot be known, as
-    for LOCK_EX on NFS, since the descriptor is read-only."""
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(number, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        return True if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    finally:
-        os.close(number)
-    return False
-
-
-class Lock:
-    """One run per directory; the kernel drops the lock with its process. `option`: the flag that gave the directory.
-    Raises CheckpointError where another process holds it, OSError where none can."""
-
-    def __init__(self, directory: Path, name: str = LOCK, option: str = "save", remedy: str = "save elsewhere"):
-        self._path, self._how = directory / name, (name, option, remedy)
-        self._number = opener(self._path, os.O_RDWR | os.O_CREAT)
-        try:
-            self._take()
-        except OSError as error:
-            holder = os.pread(self._number, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(self._number)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            used = f"{option}={str(directory)!r} is in use by {holder}"
-            raise CheckpointError(f"{used}: stop that run, or {remedy}") from None
-        os.ftruncate(self._number, 0)
-        since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
-
-    def _take(self) -> None:
-        for _ in range(4):  # a process in `is_held` has it for a moment
-            with contextlib.suppress(BlockingIOError):
-                return fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            time.sleep(0.05)
-        fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def confirm(self) -> None:
-        """Make and take the lock again if its file was deleted. Raises CheckpointError where another process has that
-        one, OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._number)):
-                return
-        directory, (name, option, remedy) = self._path.parent, self._how
-        directory.mkdir(parents=True, exist_ok=True)
-        again = Lock(directory, name, option, remedy)
-        self._number, again._number = again._number, self._number
-        os.close(again._number)
-        lost = "its lock was deleted under the run, perhaps with other files"
-        complain(f"WARNING: {option}={str(directory)!r}: {lost}; it is made and locked again")
-
-    def close(self) -> None:
-        os.ftruncate(self._number, 0)
-        os.close(self._number)  # not unlinked: another process may have it open already

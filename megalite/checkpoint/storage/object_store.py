@@ -50,6 +50,60 @@ def attempt(url: Url, doing: str, call: Callable[[], T], attempts: int | None = 
     raise AssertionError("not reached")
 
 
+class RemoteFile:
+    """A file for reading ranges, like LocalFile."""
+
+    def __init__(self, path: Url):
+        self._path = path
+        self.size = int(attempt(path, "looking it up", lambda: path.files.info(path.path))["size"])
+
+    def pread(self, target: memoryview, begin: int) -> None:
+        for first in range(0, len(target), READ):
+            part = target[first : first + READ]
+            start, stop = begin + first, begin + first + len(part)
+            if stop > self.size:
+                raise ValueError(f"{self._path}: ends at byte {self.size}, {stop} wanted")
+
+            def call(start: int = start, stop: int = stop) -> bytes:
+                content = self._path.files.cat_file(self._path.path, start=start, end=stop)
+                if len(content) != stop - start:
+                    raise OSError(f"got {len(content)} bytes instead of {stop - start}")
+                return content
+
+            part[:] = attempt(self._path, f"reading bytes {start} to {stop}", call)
+
+    def close(self) -> None:
+        """Nothing stays open between reads."""
+
+
+class Claim:
+    """The name of this run in the directory, until another run writes its own."""
+
+    def __init__(self, directory: Url):
+        self._storage, self._directory = RemoteStorage(), directory
+        self._text = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex}\n"
+        self._storage.put(directory / LOCK, self._text)
+
+    def _holder(self) -> str:
+        try:
+            return self._storage.read(self._directory / LOCK).decode(errors="replace")[:200]
+        except FileNotFoundError:
+            return ""
+
+    def confirm(self) -> None:
+        """Raises CheckpointError when another run has taken the directory over."""
+        holder = self._holder()
+        if holder != self._text:
+            name = holder.partition(",")[0] or "a run that has ended"
+            taken = f"save={str(self._directory)!r} was taken over by {name}, which started later"
+            raise CheckpointError(f"{taken}: this run stops saving")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._holder() == self._text:
+                self._storage.delete(self._directory / LOCK)
+
+
 class RemoteStorage:
     """Storage (protocol.py) behind a URL."""
 
@@ -57,6 +111,7 @@ class RemoteStorage:
     patience_s = 3600.0  # a file is visible only when it is complete
     readers = 16
     in_order = False
+    open, lock = RemoteFile, Claim
 
     def _list(self, folder: Url) -> list[dict[str, Any]]:
         def call() -> list[dict[str, Any]]:
@@ -78,9 +133,6 @@ class RemoteStorage:
 
     def read(self, path: Url) -> bytes:
         return attempt(path, "reading it", lambda: path.files.cat_file(path.path))
-
-    def open(self, path: Url) -> "RemoteFile":
-        return RemoteFile(path)
 
     @contextlib.contextmanager
     def create(self, path: Url) -> Iterator[Append]:
@@ -153,13 +205,9 @@ class RemoteStorage:
     def check_space(self, directory: Url, needed: int) -> None:
         """A store has no limit to ask for."""
 
-    def lock(self, directory: Url) -> "Claim":
-        return Claim(self, directory)
-
     @contextlib.contextmanager
     def reading(self, folder: Url) -> Iterator[None]:
-        """Without the right to write, or before the mark exists, nothing protects `folder`, and a deletion ends the
-        reading with an error."""
+        """Without the right to write, or before the mark exists, a deletion ends the reading with an error."""
         mark, over = folder / f".reading-{uuid.uuid4().hex}", threading.Event()
 
         def renew() -> None:
@@ -187,57 +235,3 @@ class RemoteStorage:
                     if abs(time.time() - float(self.read(folder / name))) < STALE_S:
                         return True
         return False
-
-
-class RemoteFile:
-    """A file for reading ranges, like LocalFile."""
-
-    def __init__(self, path: Url):
-        self._path = path
-        self.size = int(attempt(path, "looking it up", lambda: path.files.info(path.path))["size"])
-
-    def pread(self, target: memoryview, begin: int) -> None:
-        for first in range(0, len(target), READ):
-            part = target[first : first + READ]
-            start, stop = begin + first, begin + first + len(part)
-            if stop > self.size:
-                raise ValueError(f"{self._path}: ends at byte {self.size}, {stop} wanted")
-
-            def call(start: int = start, stop: int = stop) -> bytes:
-                content = self._path.files.cat_file(self._path.path, start=start, end=stop)
-                if len(content) != stop - start:
-                    raise OSError(f"got {len(content)} bytes instead of {stop - start}")
-                return content
-
-            part[:] = attempt(self._path, f"reading bytes {start} to {stop}", call)
-
-    def close(self) -> None:
-        """Nothing stays open between reads."""
-
-
-class Claim:
-    """The name of this run in the directory, until another run writes its own."""
-
-    def __init__(self, storage: RemoteStorage, directory: Url):
-        self._storage, self._directory = storage, directory
-        self._text = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex}\n"
-        storage.put(directory / LOCK, self._text)
-
-    def _holder(self) -> str:
-        try:
-            return self._storage.read(self._directory / LOCK).decode(errors="replace")[:200]
-        except FileNotFoundError:
-            return ""
-
-    def confirm(self) -> None:
-        """Raises CheckpointError when another run has taken the directory over."""
-        holder = self._holder()
-        if holder != self._text:
-            name = holder.partition(",")[0] or "a run that has ended"
-            taken = f"save={str(self._directory)!r} was taken over by {name}, which started later"
-            raise CheckpointError(f"{taken}: this run stops saving")
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._holder() == self._text:
-                self._storage.delete(self._directory / LOCK)

@@ -81,12 +81,11 @@ class UrlFile:
 
     def confirm(self) -> None:
         """DataError when the file has changed."""
-        now = self._look()
-        if now != (self.size, self.version):
-            raise DataError(
-                f"{self.url}: changed while it was in use: {self.size} bytes, {self.version or 'no version'} before, "
-                f"now {now[0]} bytes, {now[1] or 'no version'}; start the run again to use the new data"
-            )
+        known, now = (self.size, self.version), self._look()
+        if now != known:
+            was, new = (f"{size} bytes, {version or 'no version'}" for size, version in (known, now))
+            changed = f"changed while it was in use: {was} before, now {new}"
+            raise DataError(f"{self.url}: {changed}; start the run again to use the new data")
 
     def fetch(self, start: int, stop: int) -> bytes:
         """Bytes start..stop-1."""
@@ -111,21 +110,9 @@ class UrlFile:
                 raise DataError(f"{self.url}: {doing}: {type(error).__name__}: {error}{hint}") from error
             except Exception as error:  # the packages of the protocols raise kinds of their own
                 last = error
-        raise DataError(
-            f"{self.url}: {doing} failed {ATTEMPTS} times, the last time with {type(last).__name__}: {last}; check the "
-            "network and the credentials, then start again: fetched blocks are kept"
-        ) from last
-
-
-def read_whole(url: str, limit: int) -> bytes:
-    """A small file, its first `limit` bytes at most. FileNotFoundError when it does not exist."""
-    try:
-        source = UrlFile(url)
-    except DataError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            raise error.__cause__ from None
-        raise
-    return source.fetch(0, min(source.size, limit)) if source.size else b""
+        failed = f"{doing} failed {ATTEMPTS} times, the last time with {type(last).__name__}: {last}"
+        remedy = "check the network and the credentials, then start again: fetched blocks are kept"
+        raise DataError(f"{self.url}: {failed}; {remedy}") from last
 
 
 class LocalCopy:
@@ -137,9 +124,6 @@ class LocalCopy:
         self._data, self._crcs = (os.fdopen(file, "r+b", 0) for file in files)
         os.truncate(self._data.fileno(), source.size)
         self._sound: set[int] = set()  # blocks that this process has compared with their crc
-
-    def bytes_missing(self) -> int:
-        return max(0, self.source.size - 512 * os.fstat(self._data.fileno()).st_blocks)
 
     def need(self, numbers: Iterable[int]) -> None:
         """Have the blocks `numbers` in the file: those that are not there are fetched together."""
@@ -186,8 +170,7 @@ def _crc(part: bytes) -> int:
 
 
 def open_pair(prefix: str, cache_path: str | Path | None) -> list[LocalCopy]:
-    """The .idx, whole, and the .bin of the pair at `prefix`, copied to `cache_path`, else to $MEGALITE_CACHE, else to
-    the user's cache directory."""
+    """The .idx, whole, and the .bin of the pair at `prefix`, in `cache_path`, $MEGALITE_CACHE or the user's cache."""
     sources = [UrlFile(prefix + suffix) for suffix in (".idx", ".bin")]
     parts = [part for source in sources for part in (source.url, str(source.size), source.version)]
     digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
@@ -197,14 +180,14 @@ def open_pair(prefix: str, cache_path: str | Path | None) -> list[LocalCopy]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         copies = [LocalCopy(source, directory / f"copy{source.url[-4:]}") for source in sources]
-        missing, free = sum(copy.bytes_missing() for copy in copies), shutil.disk_usage(root).free
+        missing = sum(max(0, copy.source.size - 512 * os.stat(copy.path).st_blocks) for copy in copies)
+        free = shutil.disk_usage(root).free
     except OSError as error:
         raise DataError(f"{directory}: {error.strerror}; give a directory for copies of {prefix}") from error
     if missing > free:
-        log.warning(
-            f"{prefix}: {missing / 1e9:.3g} GB of it are not at {root} yet, where {free / 1e9:.3g} GB are free: the "
-            "run ends when that disk is full; give a larger one, or remove folders of older data there"
-        )
+        lacks = f"{missing / 1e9:.3g} GB of it are not at {root} yet, where {free / 1e9:.3g} GB are free"
+        remedy = "the run ends when that disk is full; give a larger one, or remove folders of older data there"
+        log.warning(f"{prefix}: {lacks}: {remedy}")
     copies[0].need(range(-(-sources[0].size // BLOCK)))
     return copies
 

@@ -4,6 +4,7 @@ It is not a part of Megatron's format: of data without it only the ids are check
 Keys: tokenizer (fingerprint, name, vocabulary size, end of document), documents, tokens, sources, version.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,24 @@ def read_info(prefix: str | Path) -> dict[str, Any] | None:
     path = f"{prefix}.json"
     try:
         if "://" in path:
-            from megalite.data.files.remote import read_whole
+            from megalite.data.files.remote import UrlFile
 
-            text = read_whole(path, LIMIT_BYTES + 1)
+            source = UrlFile(path)
+            text = source.fetch(0, min(source.size, LIMIT_BYTES + 1)) if source.size else b""
         else:
             with open(path, "rb") as file:
                 text = file.read(LIMIT_BYTES + 1)
-    except FileNotFoundError:
-        return None
+    except (FileNotFoundError, DataError) as error:
+        if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    try:
-        info = json.loads(text) if len(text) <= LIMIT_BYTES else None
-    except (ValueError, RecursionError):
-        info = None
-    made_by = info.get("tokenizer") if isinstance(info, dict) else None
-    known = made_by if isinstance(made_by, dict) else {}
-    if not isinstance(known.get("fingerprint"), str) or type(known.get("vocab_size")) is not int:
-        raise DataError(f"{path}: damaged; write the data again with tools/preprocess_data.py, or remove this file")
-    return info
+    with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
+        info: Any = json.loads(text) if len(text) <= LIMIT_BYTES else None
+        if type(info["tokenizer"]["fingerprint"]) is str and type(info["tokenizer"]["vocab_size"]) is int:
+            return info
+    raise DataError(f"{path}: damaged; write the data again with tools/preprocess_data.py, or remove this file")
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
@@ -52,7 +52,5 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     trait, theirs, ours = "fingerprint", made_by["fingerprint"][:12], tokenizer.fingerprint[:12]
     if small:
         trait, theirs, ours = "vocabulary", made_by["vocab_size"], tokenizer.vocab_size
-    raise DataError(
-        f"{prefix}: made with {made_by.get('name')} ({trait} {theirs}), but this "
-        f"run has {tokenizer.name} ({ours}): give the tokenizer that made the data, or preprocess it again"
-    )
+    other = f"made with {made_by.get('name')} ({trait} {theirs}), but this run has {tokenizer.name} ({ours})"
+    raise DataError(f"{prefix}: {other}: give the tokenizer that made the data, or preprocess it again")

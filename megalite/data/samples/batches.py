@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
+from megalite.data.samples.permutation import Ints
 from megalite.data.samples.source import Dataset
 
 T = TypeVar("T")
@@ -30,8 +31,8 @@ class MicroBatch:
     first         [B, S], position of the first token of the document that each token is of; None: not asked for
     """
 
-    tokens: NDArray[np.int64]
-    sample_ids: NDArray[np.int64]
+    tokens: Ints
+    sample_ids: Ints
     loss_mask: NDArray[np.float32] | None
     first: NDArray[np.int32] | None = None
 
@@ -42,7 +43,7 @@ class Unread(Dataset):
     def __init__(self, seq_length: int):
         self.seq_length = seq_length
 
-    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def samples(self, index: Ints) -> Ints:
         return np.zeros((len(index), self.seq_length + 1), np.int64)
 
     def where(self, i: int, position: int) -> str:
@@ -70,7 +71,7 @@ class Borders:
             raise ValueError("eod_mask_loss and documents need the id of the end-of-document token (eod)")
 
     def find(
-        self, tokens: NDArray[np.int64], layout: list[NDArray[np.int32]] | None
+        self, tokens: Ints, layout: list[NDArray[np.int32]] | None
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
         """(MicroBatch.loss_mask, MicroBatch.first) of all rows."""
         inputs = tokens[:, :-1]
@@ -97,9 +98,7 @@ class Borders:
 
 class Batches:
     """Cuts the samples of one dataset into micro-batches. Ids outside [0, vocab_size) are refused with their place.
-
-    ignored_label  an id that only fills samples and does not count as a label
-    """
+    `ignored_label`: an id that only fills samples and does not count as a label."""
 
     def __init__(
         self,
@@ -119,10 +118,8 @@ class Batches:
         """The micro-batches of the step after `consumed` samples."""
         per_micro = self._micro * self._dp
         if global_batch_size < 1 or global_batch_size % per_micro:
-            raise ValueError(
-                f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size {self._micro} "
-                f"x data parallel {self._dp} = {per_micro}"
-            )
+            step = f"micro_batch_size {self._micro} x data parallel {self._dp} = {per_micro}"
+            raise ValueError(f"global_batch_size={global_batch_size} is not a multiple of {step}")
         ids_MB = consumed + np.arange(global_batch_size).reshape(-1, self._dp, self._micro)[:, self._rank]
         ids = ids_MB.reshape(-1)
         tokens = self.dataset.samples(ids)
@@ -137,22 +134,18 @@ class Batches:
             micros.append(MicroBatch(tokens[rows], ids_B, counted, None if first is None else first[rows]))
         return micros
 
-    def _check(self, ids: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+    def _check(self, ids: Ints, tokens: Ints) -> None:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             row, position = (int(i) for i in np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0])
-            raise DataError(
-                f"{self.dataset.where(int(ids[row]), position)}: token id {int(tokens[row, position])} is outside the "
-                f"vocabulary 0..{self.vocab_size - 1} (sample {int(ids[row])}): use the tokenizer that made the data"
-            )
+            where, token = self.dataset.where(int(ids[row]), position), int(tokens[row, position])
+            wrong = f"token id {token} is outside the vocabulary 0..{self.vocab_size - 1} (sample {int(ids[row])})"
+            raise DataError(f"{where}: {wrong}: use the tokenizer that made the data")
 
 
 class Prefetcher(Generic[T]):
-    """`get(consumed, n)` -> (micro-batches, seconds waited), after which a thread reads the following step.
-
-    Requests may come in any order; the next one in sequence costs no wait. `size_at(consumed)`: the size of the next
-    batch where it changes (ramp-up), 0 for the end. `prepare`: applied to each micro-batch in the thread, for example
-    to move it to pinned memory.
-    """
+    """`get(consumed, n)` -> (micro-batches, seconds waited), after which a thread reads the following step. Requests
+    may come in any order; the next one in sequence costs no wait. `size_at(consumed)`: the size of the next batch where
+    it changes (ramp-up), 0 for the end. `prepare`: applied to each micro-batch in the thread (to pinned memory)."""
 
     def __init__(
         self, batches: Batches, prepare: Callable[[MicroBatch], T], size_at: Callable[[int], int] | None = None

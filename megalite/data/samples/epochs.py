@@ -3,7 +3,7 @@
     epoch e    the documents in the order of a shuffle of (seed, e), laid end to end: T tokens
 
 Only the two epochs in use exist, at 12 bytes per document (`Epoch`). No table of samples is kept: the beginning of
-sample j is arithmetic (token_line.py), and a binary search in `starts` finds the document there.
+sample j is arithmetic (gpt_dataset.py), and a binary search in `starts` finds the document there.
 
 Orders are kept on disk, so that the ranks of a node share one copy and a restart does not build it again:
 
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.locks import appearing, locked
-from megalite.data.samples.permutation import permute
+from megalite.data.samples.permutation import Ints, permute
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Epoch:
     """One pass over the documents: order [D] of document numbers, starts [D + 1] in tokens of the epoch."""
 
     order: NDArray[Any]
-    starts: NDArray[np.int64]
+    starts: Ints
 
 
 def build_epoch(lengths: NDArray[Any], key: int) -> Epoch:

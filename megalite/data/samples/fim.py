@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
-from megalite.data.samples.packed_dataset import PackedDataset
-from megalite.data.samples.permutation import below, fold, mix32
+from megalite.data.samples.packing import PackedDataset
+from megalite.data.samples.permutation import Ints, below, fold, mix32
 from megalite.data.samples.source import Dataset
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
 WRITTEN = -1  # in a source: a token that the sample did not hold
-Part = NDArray[np.int64]  # positions in the sample of the tokens that it held, and ~id of those that it did not
+Part = Ints  # positions in the sample of the tokens that it held, and ~id of those that it did not
 DOCUMENT, FRAGMENT, ORDER, CUT = 0, 1, 2, 3  # purpose of a draw; a cut takes two
 
 
@@ -69,22 +69,16 @@ class Fim:
                 raise DataError(f"fim_{other}_token and fim_{one}_token are both id {a}; they must differ")
 
 
-def transform(
-    tokens: NDArray[np.int64], key: int, fim: Fim, codec: Tokenizer | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """One sample [n] -> (tokens [n], source [n]): rearranged, and cut or filled to the same length.
-
-    source: the position in the sample that each token comes from, WRITTEN for tokens that were encoded again.
-    """
+def transform(tokens: Ints, key: int, fim: Fim, codec: Tokenizer | None = None) -> tuple[Ints, Ints]:
+    """One sample [n] -> (tokens [n], source [n]): rearranged, and cut or filled to the same length. `source`: the
+    position in the sample that each token comes from, WRITTEN for tokens that were encoded again."""
     out, source = rearrange(tokens, key, fim, codec)
     fill = max(0, len(tokens) - len(out))
     out, source = np.append(out, np.full(fill, fim.pad)), np.append(source, np.full(fill, WRITTEN))
     return out[: len(tokens)], source[: len(tokens)]
 
 
-def rearrange(
-    tokens: NDArray[np.int64], key: int, fim: Fim, codec: Tokenizer | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def rearrange(tokens: Ints, key: int, fim: Fim, codec: Tokenizer | None = None) -> tuple[Ints, Ints]:
     """As `transform`, before the sample is cut or filled."""
     tokens = np.asarray(tokens, np.int64)
     sample = _Sample(tokens, key, fim, codec)
@@ -93,12 +87,9 @@ def rearrange(
     return np.where(part < 0, ~part, tokens[source]), source
 
 
-@dataclass(frozen=True)
 class _Sample:
-    tokens: NDArray[np.int64]
-    key: int
-    fim: Fim
-    codec: Tokenizer | None
+    def __init__(self, tokens: Ints, key: int, fim: Fim, codec: Tokenizer | None):
+        self.tokens, self.key, self.fim, self.codec = tokens, key, fim, codec
 
     def texts(
         self, mark: int, begin: int, end: int, purpose: int, rate: float, change: Callable[[int, int], list[Part]]
@@ -175,10 +166,10 @@ class FimDataset(Dataset):
         self.seq_length = dataset.seq_length
         self._key = fold(seed, "train")
 
-    def _transform(self, tokens: NDArray[np.int64], i: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _transform(self, tokens: Ints, i: int) -> tuple[Ints, Ints]:
         return transform(tokens, fold(self._key, "fim", i), self.fim, self.codec)
 
-    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def samples(self, index: Ints) -> Ints:
         out = self.dataset.samples(index)
         for row, i in enumerate(np.asarray(index).tolist()):
             out[row] = self._transform(out[row], i)[0]

@@ -4,7 +4,7 @@
     source      known by a digest of its documents: moved files are the same source
 
 A run that is resumed with the same blend continues the era, bit for bit. With another blend or sequence length a new
-era begins at the present sample: each source continues with the rest of its epoch (token_line.py), a new one starts at
+era begins at the present sample: each source continues with the rest of its epoch (gpt_dataset.py), a new one starts at
 its beginning. The order of data within an era is a pure function of the ledger.
 """
 
@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megalite.data.errors import DataError
-from megalite.data.samples.blend import Blend
-from megalite.data.samples.blend_order import BlendOrder
+from megalite.data.samples.blend import Blend, BlendOrder
 
 VERSION = 1
 
@@ -87,14 +86,9 @@ class Ledger:
         def rows(totals: Mapping[str, Total]) -> list[dict[str, Any]]:
             return [{"digest": digest, **asdict(total)} for digest, total in totals.items()]
 
-        return {
-            "version": VERSION,
-            "seed": self.seed,
-            "consumed": consumed,
-            "eras": [asdict(era) for era in self.eras],
-            "past": rows(self._past),
-            "sources": rows(self.totals(consumed)),
-        }
+        eras, sources = [asdict(era) for era in self.eras], rows(self.totals(consumed))
+        known = {"version": VERSION, "seed": self.seed, "consumed": consumed}
+        return {**known, "eras": eras, "past": rows(self._past), "sources": sources}
 
     def go_on(self, saved: Mapping[str, Any]) -> list[str]:
         """Resume from a checkpoint's ledger with this run's blend; returns notes for people."""

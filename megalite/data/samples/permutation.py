@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 ROUNDS = 8  # 6 leave the order of 3 elements visibly uneven over keys (tests/data/test_permutation.py)
 CHUNK = 1 << 14  # elements at a time: temporaries stay in the cache
-Round = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+Ints = NDArray[np.int64]
+Round = Callable[[Ints], Ints]
 
 
 def fold(*parts: int | str) -> int:
@@ -45,7 +46,7 @@ def below(hashed: NDArray[np.uint32], n: int) -> NDArray[np.uint64]:
     return (hashed.astype(np.uint64) * np.uint64(n)) >> np.uint64(32)
 
 
-def permute(index: NDArray[Any], n: int, key: int) -> NDArray[np.int64]:
+def permute(index: NDArray[Any], n: int, key: int) -> Ints:
     """Where the bijection of 0..n-1 named `key` sends each of `index`, 1-D. n < 2^62. A round's hash has about sqrt(n)
     different arguments, so for more numbers than that it is a table, in the cache: 23 ns each instead of 38."""
     index = np.asarray(index, np.int64)
@@ -71,11 +72,11 @@ def _grid(n: int, key: int) -> tuple[int, int, list[Round]]:
     return a, b, [functools.partial(_hashed, fold(key, turn), (a, b)[turn % 2]) for turn in range(ROUNDS)]
 
 
-def _hashed(key: int, size: int, half: NDArray[np.int64]) -> NDArray[np.int64]:
+def _hashed(key: int, size: int, half: Ints) -> Ints:
     return below(mix32(half.astype(np.uint32), key), size).astype(np.int64)
 
 
-def _send(index: NDArray[Any], a: int, b: int, rounds: Sequence[Round]) -> NDArray[np.int64]:
+def _send(index: NDArray[Any], a: int, b: int, rounds: Sequence[Round]) -> Ints:
     right = index // a
     left = index - right * a
     for turn, added in enumerate(rounds):

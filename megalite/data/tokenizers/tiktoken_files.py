@@ -7,8 +7,7 @@
                            tokens are ids 0..999 (<unk> <s> </s> ... <SPECIAL_999>), ranks come after them, the list is
                            cut to --vocab-size (default 131072); eod is </s>. The pattern is v2 unless v1 is asked for
 
-As in Megatron-LM, special tokens that are written out in a text become their ids. The patterns are those of
-Megatron-LM's TikTokenizer (v1, v2) and of tiktoken's openai_public.py: another pattern would give other ids.
+As in Megatron-LM, special tokens that are written out in a text become their ids.
 """
 
 import base64
@@ -22,29 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.packages import needs
+from megalite.config.tables import table_beside
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.tokenizer import Tokenizer, read
+from megalite.data.tokenizers.tokenizer import Tokenizer, lengths_of, read
 
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_WORDS = (rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+", rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*")
-_SPACES = (r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
-_ALTERNATIVES = {
-    "v1": [r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"\p{N}", r" ?[^\s\p{L}\p{N}]++[\r\n]*", r"\s*[\r\n]", *_SPACES[1:]],
-    "v2": [*_WORDS, r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", *_SPACES],
-    "gpt2": ["'s|'t|'re|'ve|'m|'ll|'d", r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p{L}\p{N}]+", *_SPACES[1:]],
-    "cl100k": [_SUFFIX, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s+$", *_SPACES],
-    "o200k": [*(word + _SUFFIX + "?" for word in _WORDS), r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", *_SPACES],
-}
-PATTERNS: Mapping[str, str] = {name: "|".join(parts) for name, parts in _ALTERNATIVES.items()}
+_TABLES = table_beside(__file__, "tables")
+PATTERNS: Mapping[str, str] = {name: "|".join(parts) for name, parts in _TABLES["patterns"].items()}
+ENCODINGS: Mapping[str, tuple[str, Mapping[str, int]]] = _TABLES["encodings"]
 _END = "<|endoftext|>"
-_FIM = {f"<|fim_{part}|>": 100258 + i for i, part in enumerate(("prefix", "middle", "suffix"))}
-ENCODINGS: Mapping[str, tuple[str, Mapping[str, int]]] = {
-    "r50k_base": ("gpt2", {_END: 50256}),
-    "p50k_base": ("gpt2", {_END: 50256}),
-    "cl100k_base": ("cl100k", {_END: 100257, **_FIM, "<|endofprompt|>": 100276}),
-    "o200k_base": ("o200k", {_END: 199999, "<|endofprompt|>": 200018}),
-}
 SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 NUM_SPECIAL = 1000
 DEFAULT_VOCAB = 1 << 17
@@ -78,8 +62,7 @@ class TikTokenizer(Tokenizer):
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         documents = [self._model.encode_to_numpy(text, allowed_special="all") for text in texts]
-        lengths = np.fromiter(map(len, documents), np.int64, len(documents))
-        return np.concatenate(documents) if documents else np.empty(0, np.uint32), lengths
+        return np.concatenate(documents) if documents else np.empty(0, np.uint32), lengths_of(documents)
 
     def token_id(self, token: str) -> int | None:
         return self._special.get(token)
@@ -108,10 +91,9 @@ def open_tiktoken(path: Path, pattern: str | None = None, vocab_size: int | None
         ranks = _ranks_of_json(path, content)
         total = vocab_size or min(DEFAULT_VOCAB, len(ranks) + NUM_SPECIAL)
         if not NUM_SPECIAL + 256 <= total <= len(ranks) + NUM_SPECIAL:
-            raise DataError(
-                f"vocab_size={total} is outside {NUM_SPECIAL + 256}..{len(ranks) + NUM_SPECIAL}, the sizes that {path} "
-                f"allows with its {len(ranks)} ranks and {NUM_SPECIAL} special tokens"
-            )
+            allowed = f"{NUM_SPECIAL + 256}..{len(ranks) + NUM_SPECIAL}, the sizes that {path} allows"
+            has = f"{len(ranks)} ranks and {NUM_SPECIAL} special tokens"
+            raise DataError(f"vocab_size={total} is outside {allowed} with its {has}")
         names = [*SPECIAL, *(f"<SPECIAL_{i}>" for i in range(len(SPECIAL), NUM_SPECIAL))]
         kept = {token: rank + NUM_SPECIAL for rank, token in enumerate(ranks[: total - NUM_SPECIAL])}
         if len(kept) != total - NUM_SPECIAL:
@@ -120,10 +102,8 @@ def open_tiktoken(path: Path, pattern: str | None = None, vocab_size: int | None
     lines = _ranks_of_lines(path, content)
     known = ENCODINGS.get(path.stem)
     if known is None and pattern is None:
-        raise DataError(
-            f"{path}: the file does not say how text is split, and it is not named for one of {', '.join(ENCODINGS)}; "
-            f"give --tiktoken-pattern ({', '.join(PATTERNS)})"
-        )
+        unnamed = f"the file does not say how text is split, and it is not named for one of {', '.join(ENCODINGS)}"
+        raise DataError(f"{path}: {unnamed}; give --tiktoken-pattern ({', '.join(PATTERNS)})")
     special = dict(known[1]) if known else {_END: max(lines.values()) + 1}
     return TikTokenizer(path, content, lines, special, _END, pattern or (known[0] if known else ""))
 
@@ -139,9 +119,8 @@ def _ranks_of_lines(path: Path, content: bytes) -> dict[bytes, int]:
                 raise ValueError
             raw = base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
-            raise DataError(
-                f"{path}:{number}: {line[:60]!r} is not 'base64 rank', so this is not a tiktoken file"
-            ) from None
+            wrong = f"{line[:60]!r} is not 'base64 rank', so this is not a tiktoken file"
+            raise DataError(f"{path}:{number}: {wrong}") from None
         if not raw or raw in ranks:
             raise DataError(f"{path}:{number}: the token {raw!r} is {'repeated' if raw else 'empty'}")
         ranks[raw] = int(rank)

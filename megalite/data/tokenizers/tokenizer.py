@@ -41,7 +41,7 @@ class Tokenizer(ABC):
         """The ids of `encode_batch` end to end [tokens], in some integer dtype, and how many each text has [texts];
         without a Python object for each id where the library can do so."""
         documents = self.encode_batch(texts)
-        lengths = _lengths(documents)
+        lengths = lengths_of(documents)
         return np.fromiter(chain.from_iterable(documents), np.int32, int(lengths.sum())), lengths
 
     @abstractmethod
@@ -97,7 +97,7 @@ class ByteTokenizer(Tokenizer):
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         raw = [text.encode("utf-8") for text in texts]
-        return np.frombuffer(b"".join(raw), np.uint8), _lengths(raw)
+        return np.frombuffer(b"".join(raw), np.uint8), lengths_of(raw)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The end of a document has no text; bytes that are not UTF-8 become U+FFFD."""
@@ -126,7 +126,7 @@ class SentencePieceTokenizer(Tokenizer):
         if not texts or not hasattr(self._model, "encode_as_numpy"):  # since sentencepiece 0.2.2
             return super().encode_flat(texts)
         documents = self._model.encode(list(texts), num_threads=1, return_type="numpy")
-        return np.concatenate(documents), _lengths(documents)
+        return np.concatenate(documents), lengths_of(documents)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
@@ -155,5 +155,5 @@ def read(path: Path) -> bytes:
         raise DataError(f"{path}: {error.strerror}; give the tokenizer's file") from error
 
 
-def _lengths(items: Sequence[Any]) -> NDArray[np.int64]:
+def lengths_of(items: Sequence[Any]) -> NDArray[np.int64]:
     return np.fromiter(map(len, items), np.int64, len(items))

@@ -13,9 +13,9 @@ from typing import Any
 
 from megalite.config.run_options import TOKENIZERS
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.hugging_face_files import open_gpt2, open_tokenizer_json
 from megalite.data.tokenizers.tiktoken_files import open_tiktoken
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
+from megalite.data.tokenizers.tokenizer_json import open_gpt2, open_tokenizer_json
 
 
 def build_tokenizer(

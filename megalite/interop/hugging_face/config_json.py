@@ -32,11 +32,8 @@ Json = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 _FACTS = table_beside(__file__, "facts")
 _LLAMA3: Mapping[str, str] = _FACTS["llama3"]
-# key of rope_scaling -> (option, value where the key is missing; None: it must be there)
-_YARN: Mapping[str, tuple[str, Any]] = {
-    key: (option, usual[0] if usual else None) for key, (option, *usual) in _FACTS["yarn"].items()
-}
-_STRETCH = ("use_rope_scaling", "rope_scaling_factor", *(option for option, _ in _YARN.values()))
+_YARN: Mapping[str, str] = _FACTS["yarn"]
+_STRETCH = ("use_rope_scaling", "rope_scaling_factor", *_YARN.values())
 
 
 def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, Json]:
@@ -55,12 +52,9 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
         value = config.get(key, family.optional.get(key))
         if value is None and key != "n_inner":  # whose null is 4 times the width
             problems.append(f"{key} is missing")
-            return None
         return value
 
-    for option, key in family.keys.items():
-        options[option] = get(key)
-    options["vocab_size"] = get("vocab_size")
+    options |= {option: get(key) for option, key in {**family.keys, "vocab_size": "vocab_size"}.items()}
     if options["ffn_hidden_size"] is None and isinstance(options["hidden_size"], int):
         options["ffn_hidden_size"] = 4 * options["hidden_size"]
     activation = config.get(family.activation_key, next(iter(family.activations)))
@@ -92,8 +86,9 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     options["seq_length"] = seq_length or positions
     if isinstance(positions, int) and seq_length is not None and seq_length > positions:
         problems.append(f"seq_length={seq_length} is above the model's {positions} positions")
-    for read in (_read_window, _read_experts):
-        more, wrong = read(config, family, options["num_layers"])
+    layers = options["num_layers"]  # if out of range, `model_of` refuses it
+    for read in (_read_window, _read_experts) if type(layers) is int and 0 < layers <= LONGEST else ():
+        more, wrong = read(config, family, layers)
         options |= more
         problems += wrong
     refuse(problems, f"{where} describes a model that megalite cannot express")
@@ -133,10 +128,9 @@ def _read_rope(config: Json, options: Json, family: Family) -> list[str]:
 def _read_yarn(rope: Json, options: Json) -> list[str]:
     """In transformers, without attention_factor, mscale counts only beside mscale_all_dim."""
     options["position_embedding_type"] = "yarn"
-    for key, (option, default) in _YARN.items():
-        value = rope.get(key)
-        options[option] = default if value is None else value
-    missing = [f"rope scaling without {key}" for key, (option, _) in _YARN.items() if options[option] is None]
+    given = _FACTS["yarn_usual"] | {key: value for key, value in rope.items() if value is not None}
+    options |= {option: given.get(key) for key, option in _YARN.items()}
+    missing = [f"rope scaling without {key}" for key in _YARN if given.get(key) is None]
     magnitude = rope.get("attention_factor")
     if magnitude is None and not (rope.get("mscale") and rope.get("mscale_all_dim")):
         options |= {"mscale": 1.0, "mscale_all_dim": 0.0}
@@ -195,8 +189,7 @@ def choose_family(model: ModelConfig, wanted: str | None, usual: str | None) -> 
 
 
 def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tokens: Mapping[str, Any]) -> Json:
-    """A config.json for old and new releases of transformers, as near to the model as the family can. `tokens`:
-    bos_token_id and the like."""
+    """A config.json for any transformers, as near to the model as the family can; `tokens`: bos_token_id and such."""
     family = FAMILIES[name]
     fitting = [key for key, ours in family.activations.items() if ours == model.activation]
     config: Json = {"architectures": [family.architecture], "model_type": name, "vocab_size": vocab_size}
@@ -216,7 +209,7 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
 
 def _write_scaling(model: ModelConfig) -> Json | None:
     if model.position_embedding_type == "yarn":
-        values = {key: getattr(model, option) for key, (option, _) in _YARN.items()}
+        values = {key: getattr(model, option) for key, option in _YARN.items()}
         scaling = rope_scaling(model)
         assert isinstance(scaling, Yarn)
         return {"rope_type": "yarn", **values, "attention_factor": scaling.magnitude}
@@ -229,10 +222,8 @@ def _write_scaling(model: ModelConfig) -> Json | None:
     return {"rope_type": "llama3", "factor": model.rope_scaling_factor, **constants}
 
 
-def _read_window(config: Json, family: Family, layers: Any) -> tuple[Json, list[str]]:
-    """(options, problems). `layers`: num_hidden_layers, as it is in the file."""
-    if type(layers) is not int or not 0 < layers <= LONGEST:
-        return {}, []  # `model_of` refuses it
+def _read_window(config: Json, family: Family, layers: int) -> tuple[Json, list[str]]:
+    """(options, problems)."""
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         return {}, [f"layer_types is not a list of {layers} kinds, one for each layer"]
@@ -281,9 +272,9 @@ def _write_window(model: ModelConfig, family: Family) -> Json:
     return keys
 
 
-def _read_experts(config: Json, family: Family, layers: Any) -> tuple[Json, list[str]]:
-    """(options, problems). `layers`: as in `_read_window`."""
-    if not family.sparse_layers or type(layers) is not int or not 0 < layers <= LONGEST:
+def _read_experts(config: Json, family: Family, layers: int) -> tuple[Json, list[str]]:
+    """(options, problems)."""
+    if not family.sparse_layers:
         return {}, []
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if type(step) is not int or step < 1 or not isinstance(dense, list) or any(type(n) is not int for n in dense):

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory, read without transformers; write.py writes one.
+"""A Hugging Face model directory, read and written without transformers, with one tensor in memory at a time.
 
     config.json -> options; model.safetensors, or the files that model.safetensors.index.json names -> tensors
 
@@ -7,6 +7,8 @@ configuration asks for, in their shapes. Only safetensors is read, since the oth
 """
 
 import json
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.format import tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import DTYPES
+from megalite.config.console import Bar
 from megalite.config.options import ModelConfig
 from megalite.config.tables import table_beside
-from megalite.interop.convert import Foreign, Found, matched, model_of, usual_dtype
-from megalite.interop.hugging_face.config_json import Json, read_config
-from megalite.interop.rules import recipes
+from megalite.interop import convert
+from megalite.interop.hugging_face.config_json import Json, read_config, write_config
 from megalite.models.families import FAMILIES
 from megalite.models.family import Naming
 from megalite.models.specs import specs_of
@@ -58,40 +61,41 @@ class HuggingFaceModel:
     model: ModelConfig
     vocab_size: int
     dtype: torch.dtype
-    tensors: list[Foreign]
+    tensors: list[convert.Foreign]
 
 
 def open_model(folder: Path, seq_length: int | None = None) -> HuggingFaceModel:
     """Read the configuration and the headers of all files. Raises CheckpointError with all problems."""
     path = folder / "config.json"
     family, options = read_config(read_json(path), seq_length, str(path))
-    model, vocab_size = model_of(options, str(path)), options["vocab_size"]
+    model, vocab_size = convert.model_of(options, str(path)), options["vocab_size"]
     if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31:
         raise CheckpointError(f"{path}: vocab_size={vocab_size!r} is out of range; it is damaged")
     tensors = _tensors(folder, FAMILIES[family], model, vocab_size)
-    return HuggingFaceModel(folder, family, options, model, vocab_size, usual_dtype(tensors), tensors)
+    return HuggingFaceModel(folder, family, options, model, vocab_size, convert.usual_dtype(tensors), tensors)
 
 
-def _files(folder: Path) -> list[str]:
-    """Names of the safetensors files, checked with the index. Raises CheckpointError."""
+def _files(folder: Path) -> dict[str, Any]:
+    """The safetensors files by name, opened, checked with the index. Raises CheckpointError."""
     index = folder / INDEX
     if not index.exists():
         if (folder / SINGLE).is_file():
-            return [SINGLE]
+            return {SINGLE: _open(folder / SINGLE)}
         others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         hint = f"{others[0]} can run code and is not read: save the model as safetensors" if others else ""
         raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}; {hint or 'give the directory of a model'}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index}: has no weight_map of names to files; it is damaged")
-    files = sorted(set(weight_map.values()))
-    for file in files:
+    files: dict[str, Any] = {}
+    for file in sorted(set(weight_map.values())):
         if not file or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             wrong = f"{file!r} is not the plain name of a safetensors file"
             raise CheckpointError(f"{index}: {wrong}; do not use this model")
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file}: missing, but {INDEX} names it; fetch the model again")
-        stored = set(_open(folder / file).keys())
+        files[file] = _open(folder / file)
+        stored = set(files[file].keys())
         if lost := sorted(name for name, f in weight_map.items() if f == file and name not in stored):
             raise CheckpointError(f"{folder / file}: has no {lost[0]}, but {INDEX} lists it; fetch the model again")
     return files
@@ -106,13 +110,13 @@ def _open(path: Path) -> Any:
         raise CheckpointError(f"{path}: not a complete safetensors file ({error}); fetch the model again") from None
 
 
-def _tensors(folder: Path, naming: Naming, model: ModelConfig, vocab_size: int) -> list[Foreign]:
+def _tensors(folder: Path, naming: Naming, model: ModelConfig, vocab_size: int) -> list[convert.Foreign]:
     """Every tensor of the model, in the order of the files. Raises CheckpointError with all problems."""
-    handles = {file: _open(folder / file) for file in _files(folder)}
+    handles = _files(folder)
     there = {start + name for handle in handles.values() for name in handle.keys() for start in ("", naming.prefix)}  # noqa: SIM118
     specs, layers = specs_of(model, vocab_size), range(model.num_layers)
-    wanted = recipes(naming, specs, model.groups, layers, found=there)
-    found, problems, known = dict[str, Found](), [], {recipe.theirs for recipe in wanted}
+    wanted = convert.recipes(naming, specs, model.groups, layers, found=there)
+    found, problems, known = dict[str, convert.Found](), [], {recipe.theirs for recipe in wanted}
     for file, handle in handles.items():
         for name in sorted(handle.keys()):
             theirs = name if name in known else naming.prefix + name
@@ -122,9 +126,9 @@ def _tensors(folder: Path, naming: Naming, model: ModelConfig, vocab_size: int) 
                 part = handle.get_slice(name)
                 shape, code = tuple(part.get_shape()), part.get_dtype()
                 load = partial(_read, handle, name, folder / file)
-                found[theirs] = Found(shape, DTYPES.get(code) or code, f"{name} in {file}", load)
+                found[theirs] = convert.Found(shape, DTYPES.get(code) or code, f"{name} in {file}", load)
     title = f"{folder} does not fit its config.json"
-    return matched([(found, wanted)], title, "set tie_word_embeddings to false in it", problems)
+    return convert.matched([(found, wanted)], title, "set tie_word_embeddings to false in it", problems)
 
 
 def _read(handle: Any, name: str, path: Path) -> Tensor:
@@ -158,3 +162,61 @@ def stop_ids(folder: Path) -> list[int]:
     if not all(type(i) is int for i in ids):
         raise CheckpointError(f"{folder}: eos_token_id={given!r} is neither a token id nor a list of them; correct it")
     return ids
+
+
+def write_model(
+    folder: Path,
+    ours: convert.Ours,
+    model: ModelConfig,
+    family: str,
+    vocab_size: int,
+    *,
+    tokens: Json,
+    files: Mapping[str, Path | str] | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> HuggingFaceModel:
+    """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, and open it. The vocabulary has no padding.
+    `folder` must be empty or missing. Raises CheckpointError. `tokens`: bos_token_id and the like. `files`: further
+    files, as the tokenizer's: name to a file to copy, or to a text."""
+    specs = specs_of(model, vocab_size)
+    every = convert.recipes(FAMILIES[family], specs, model.groups, range(model.num_layers))
+    wanted = [recipe for recipe in every if not recipe.copy]
+    rows = min(ours.source.shape(f"model/{spec.name}")[0] for spec in specs.values() if spec.vocabulary)
+    if rows < vocab_size:
+        raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
+    with convert.new_directory(folder) as part:
+        widest = _write_shards(part, ours, wanted, shard_bytes)
+        config = write_config(model, family, vocab_size, str(widest)[6:], tokens)
+        _write_json(part / "config.json", config)
+        for name, content in (files or {}).items():
+            if isinstance(content, Path):
+                shutil.copyfile(content, part / name)
+            else:
+                (part / name).write_text(content, encoding="utf-8")
+        if not (part / "generation_config.json").exists():
+            _write_json(part / "generation_config.json", {name: config.get(name) for name in TOKENS[:2]})
+    return open_model(folder)
+
+
+def _write_shards(part: Path, ours: convert.Ours, wanted: Sequence[convert.Recipe], shard_bytes: int) -> torch.dtype:
+    """Write the files and their index; returns their widest dtype."""
+    planned = [(r, tensor_file.Planned(r.theirs, ours.dtype_of(r.parts[0][0].name), r.shape)) for r in wanted]
+    planned.sort(key=lambda pair: -pair[1].dtype.itemsize)
+    files = tensor_file.cut([plan.bytes for _, plan in planned], shard_bytes)
+    weight_map: dict[str, str] = {}
+    with Bar("writing for Hugging Face", len(planned), "tensors") as bar:
+        for number, chosen in enumerate(files, start=1):
+            name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            pairs = [planned[i] for i in chosen]
+            plans = [plan for _, plan in pairs]
+            values = tensor_file.flat(plans, (ours.join(recipe) for recipe, _ in bar.each(pairs)))
+            tensor_file.write(part / name, plans, values, align=8)
+            weight_map |= {plan.key: name for _, plan in pairs}
+    if len(files) > 1:
+        total = sum(plan.bytes for _, plan in planned)
+        _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return planned[0][1].dtype
+
+
+def _write_json(path: Path, data: Json) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

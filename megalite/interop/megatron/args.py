@@ -13,19 +13,10 @@ from megalite.config.pattern import LONGEST, read_pattern, write_pattern
 from megalite.config.tables import table_beside
 from megalite.interop.convert import refuse
 
-# options that have another name, meaning or default there, or are none of its model
-_OTHERWISE = {"num_query_groups", "norm_epsilon", "activation", "bias_gelu_fusion", "openai_gelu", "parallel_residual"}
-_OTHERWISE |= {"add_position_embedding", "rotary_base", "rotary_seq_len_interpolation_factor", "no_rope_freq"}
-_OTHERWISE |= {"window_size", "window_attn_skip_freq", "make_vocab_size_divisible_by"}
-_OTHERWISE |= {"no_weight_decay_cond_type", "cp_comm_type", "moe_layer_freq"}
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
-SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _OTHERWISE)
+_TABLE = table_beside(__file__, "names")
+SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _TABLE["otherwise"])
 # activations with a flag of their own there; the others are forms of gelu
 FLAGGED = ("swiglu", "squared_relu")
-# argument -> the values with no effect
-_ONLY = {
-    name: (None,) if usual == "" else (None, usual) for name, usual in table_beside(__file__, "names")["only"].items()
-}
 
 
 def read_args(args: Namespace, where: str) -> dict[str, Any]:
@@ -37,7 +28,7 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
             continue
         if (value := getattr(args, name, None)) is not None:
             options[name] = value
-        elif name in _REQUIRED and not hasattr(args, name):
+        elif name in _TABLE["required"] and not hasattr(args, name):
             problems.append(f"{name} is missing")
     if options.get("num_experts"):
         options["moe_layer_freq"] = str(given(args, "moe_layer_freq", 1)).replace(" ", "")
@@ -51,9 +42,9 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
         options |= _read_patterns(args, options.get("num_layers"))
     except ValueError as error:
         problems.append(str(error))
-    for name, usual in _ONLY.items():
-        if getattr(args, name, None) not in usual:
-            problems.append(f"{name}={getattr(args, name)!r}")
+    for name, usual in _TABLE["only"].items():
+        if (value := given(args, name, usual)) != usual:
+            problems.append(f"{name}={value!r}")
     refuse(problems, f"{where}: args with values that megalite does not have")
     return options
 
@@ -62,9 +53,7 @@ def _read_patterns(args: Namespace, layers: Any) -> dict[str, Any]:
     """The options of which layers have a window and rotary positions. No layer has a window if the left side is -1 or
     every bit of the pattern is 0. ValueError: what is wrong."""
     options: dict[str, Any] = {}
-    window, skipped, bare = (
-        getattr(args, name, None) for name in ("window_size", "window_attn_skip_freq", "no_rope_freq")
-    )
+    window, skipped, bare = (given(args, n, None) for n in ("window_size", "window_attn_skip_freq", "no_rope_freq"))
     size = tuple(window) if isinstance(window, (list, tuple)) else (window,)
     if size not in ((None,), (-1, 0), (-1, -1)):
         if len(size) != 2 or type(size[0]) is not int or size[0] < 1 or size[1] != 0:

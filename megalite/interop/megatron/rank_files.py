@@ -16,6 +16,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,23 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.storage.location import TRACKER, is_megatron
 from megalite.config.options import ModelConfig
 from megalite.config.tables import table_beside
-from megalite.interop.convert import Foreign, Found, matched, model_of, usual_dtype
+from megalite.interop.convert import Foreign, Found, box_on, matched, model_of, recipes, usual_dtype
 from megalite.interop.megatron.args import given, read_args
-from megalite.interop.megatron.names import LAYER, MEGATRON, WORD, core_name
-from megalite.interop.rules import box_on, recipes
+from megalite.models.family import Naming, rules
 from megalite.models.specs import stored_specs
 
+TABLE = table_beside(__file__, "names")
+_CORE_RULES = rules(TABLE["core"], "decoder.layers.{n}.")
+_STACKED_RULES = rules(TABLE["stacked"], "decoder.layers.{n}.mlp.experts.experts.")
+MEGATRON = Naming(name="megatron", rules=_CORE_RULES, others=_STACKED_RULES, ignored=("._extra_state", ".inv_freq"))
+GROUPED = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")  # an expert of Transformer Engine's layers
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # numbered
+STACKED_LAYERS = re.compile(r"decoder\.layers\.(?!\d)")  # [L, ...] under one name
+WORD = "embedding.word_embeddings.weight"
+
+FUSED: list[list[str]] = TABLE["fused"]  # (another name, Megatron core's)
+INERT: list[str] = TABLE["inert"]
+At = tuple[int, int, int]  # tp, pp and ep rank
 Ranks = Mapping[tuple[int, int], Mapping[str, Found]]  # (tp, ep) rank -> its tensors
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 # errors of the restricted loader for damaged files, as mutated files have shown
@@ -39,6 +51,13 @@ DAMAGED = (OSError, ArithmeticError, AssertionError, AttributeError, EOFError, L
 DAMAGED += (RuntimeError, TypeError, ValueError)
 _RANK = re.compile(r"mp_rank_(\d{2,}(?:_\d{3,}){0,2})")
 _ONE_MATRIX = re.compile(r".*\.mlp\.experts\.weight[12]")
+
+
+def core_name(name: str) -> str:
+    """Megatron core's name of a tensor of any release."""
+    for other, core in [*FUSED, *TABLE["older"]]:
+        name = name.replace(other, core)
+    return GROUPED.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
 
 
 class Inert:
@@ -60,16 +79,9 @@ class InertMember(Inert):
             raise pickle.UnpicklingError("global getattr")
 
 
-INERT: list[str] = table_beside(__file__, "names")["inert"]
-
-
 @dataclass(frozen=True)
 class MegatronModel:
-    """An opened checkpoint: `padded_vocab_size` rows in embedding and head, `args` as they were saved.
-
-    shards(name within its layer, layer), or (name, -1) outside the layers: the tensor of each tp rank; a third argument
-    is the ep rank. KeyError.
-    """
+    """An opened checkpoint: `padded_vocab_size` rows in embedding and head, `args` as they were saved."""
 
     folder: Path
     options: dict[str, Any]
@@ -78,7 +90,7 @@ class MegatronModel:
     dtype: torch.dtype
     tensors: list[Foreign]
     args: Namespace
-    shards: Callable[..., list[Tensor]]
+    ranks: Ranks
 
 
 def load_pickle(path: Path, say: Callable[[str], object]) -> dict[str, Any]:
@@ -162,12 +174,10 @@ def rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
     return files
 
 
-def _places(
-    names: Iterable[tuple[int, ...]], args: Namespace, folder: Path
-) -> dict[tuple[int, int, int], tuple[int, ...]]:
+def _places(names: Iterable[tuple[int, ...]], args: Namespace, folder: Path) -> dict[At, tuple[int, ...]]:
     """(tp, pp, ep) rank -> the numbers in its name: of pp and ep only where they are above 1. Raises CheckpointError
     where a rank is missing, or the experts are cut in another way than by these."""
-    result, ep = dict[tuple[int, int, int], tuple[int, ...]](), given(args, "expert_model_parallel_size", 1)
+    result, ep = dict[At, tuple[int, ...]](), given(args, "expert_model_parallel_size", 1)
     for name in names:
         t, *rest = name
         e = rest.pop() if ep != 1 or len(rest) > 1 else 0
@@ -213,20 +223,14 @@ def model_in(folder: Path, args: Namespace, where: Path, ranks: Ranks) -> Megatr
     padded, layers = word.shape[0] * tp, range(model.num_layers)
     specs, sizes = stored_specs(model, padded), {"tp": tp, "ep": ep, "etp": tp}
     boxes = {(t, e): box_on(sizes, {"tp": t, "ep": e, "etp": t}) for t, e in ranks}
-    pairs = [
-        (rank, recipes(MEGATRON, specs, model.groups // tp, layers, box_of=boxes[at], found=rank))
-        for at, rank in ranks.items()
-    ]
+    make = partial(recipes, MEGATRON, specs, model.groups // tp, layers)
+    pairs = [(rank, make(box_of=boxes[at], found=rank)) for at, rank in ranks.items()]
     tensors = matched(pairs, f"{folder}: the tensors do not fit the args", "copy the checkpoint again")
 
-    def shards(name: str, layer: int, ep_rank: int = 0) -> list[Tensor]:
-        full = name if layer < 0 else f"decoder.layers.{layer}.{name}"
-        return [rank[full].load() for (_, e), rank in ranks.items() if e == ep_rank]
-
-    return MegatronModel(folder, options, model, padded, usual_dtype(tensors), tensors, args, shards)
+    return MegatronModel(folder, options, model, padded, usual_dtype(tensors), tensors, args, ranks)
 
 
-def _depths(stages: Mapping[tuple[int, int, int], Sequence[Mapping[str, Found]]]) -> Ranks:
+def _depths(stages: Mapping[At, Sequence[Mapping[str, Found]]]) -> Ranks:
     """The tensors of all stages on each rank of tp and ep; their layers are counted in the model."""
     ranks, begin = {(t, e): dict[str, Found]() for t, _, e in sorted(stages)}, 0
     pp = 1 + max(p for _, p, _ in stages)

@@ -14,7 +14,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,15 +24,14 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import CODES
+from megalite.checkpoint.offline import whole
 from megalite.config.pattern import LONGEST
-from megalite.config.tables import table_beside
 from megalite.interop.convert import Found
-from megalite.interop.megatron.names import STACKED_LAYERS, core_name
-from megalite.interop.megatron.rank_files import DAMAGED, MegatronModel, args_of, load_pickle, model_in, open_megatron
+from megalite.interop.megatron import rank_files
 from megalite.parallel.rectangles import inside, intersect
 from megalite.parallel.spec import Box
 
-RECORDS: list[str] = table_beside(__file__, "names")["records"]
+RECORDS: list[str] = rank_files.TABLE["records"]
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 _OTHER = ("optimizer.", "rng_state", "rerun_state_machine_state", "chained_")  # entries beside the model
 _LARGEST = 1 << 30  # bytes of .metadata
@@ -53,73 +52,58 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass
-class Reader:
-    """Reads rectangles of stored tensors; keeps the last chunk, since stacked layers are read one after the other."""
-
-    folder: Path
-    last: tuple[Chunk, Tensor] | None = None
-
-    def read(self, key: str, stored: StoredTensor, box: Box) -> Tensor:
-        result = torch.empty(box.shape, dtype=stored.dtype)
-        filled = 0
-        for chunk in stored.chunks:
-            both = intersect(box, chunk.box)
-            if both is not None:
-                result[inside(both, box)] = self._load(key, chunk, stored)[inside(both, chunk.box)]
-                filled += both.numel
-        if filled != box.numel:
-            raise CheckpointError(f"{self.folder}: damaged: {key} has a hole: {filled} of {box.numel} elements exist")
-        return result
-
-    def _load(self, key: str, chunk: Chunk, stored: StoredTensor) -> Tensor:
-        if self.last is not None and self.last[0] == chunk:
-            return self.last[1]
-        path = self.folder / chunk.file
-        try:
-            with open(path, "rb") as file:
-                file.seek(chunk.offset)
-                data = io.BytesIO(file.read(chunk.length))
-            values = torch.load(data, map_location="cpu", weights_only=True)
-        except (*DAMAGED, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path}: {key} cannot be read ({type(error).__name__}); it is damaged") from None
-        if not isinstance(values, Tensor) or tuple(values.shape) != chunk.box.shape or values.dtype != stored.dtype:
-            raise CheckpointError(f"{path}: {key} is not the tensor that .metadata describes; it is damaged")
-        self.last = (chunk, values)
-        return values
+def _read(folder: Path, load: Callable[..., Tensor], key: str, stored: StoredTensor, box: Box) -> Tensor:
+    result = torch.empty(box.shape, dtype=stored.dtype)
+    filled = 0
+    for chunk in stored.chunks:
+        both = intersect(box, chunk.box)
+        if both is not None:
+            result[inside(both, box)] = load(key, chunk, stored.dtype)[inside(both, chunk.box)]
+            filled += both.numel
+    if filled != box.numel:
+        raise CheckpointError(f"{folder}: damaged: {key} has a hole: {filled} of {box.numel} elements exist")
+    return result
 
 
-def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> MegatronModel:
-    """Open either of the two formats that can be read. Raises CheckpointError."""
-    if not (folder / ".metadata").is_file() and not (folder / "metadata.json").is_file():
-        return open_megatron(folder, say)
-    if not (folder / "common.pt").is_file() or not (folder / ".metadata").is_file():
-        raise CheckpointError(
-            f"{folder}: cannot be read: of Megatron-LM's formats only torch_dist and torch are; "
-            "convert it there with --ckpt-convert-format torch_dist"
-        )
-    return open_dist(folder, say)
+def _load(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    path = folder / chunk.file
+    try:
+        with open(path, "rb") as file:
+            file.seek(chunk.offset)
+            data = io.BytesIO(file.read(chunk.length))
+        values = torch.load(data, map_location="cpu", weights_only=True)
+    except (*rank_files.DAMAGED, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: {key} cannot be read ({type(error).__name__}); it is damaged") from None
+    if not isinstance(values, Tensor) or tuple(values.shape) != chunk.box.shape or values.dtype != dtype:
+        raise CheckpointError(f"{path}: {key} is not the tensor that .metadata describes; it is damaged")
+    return values
 
 
-def open_dist(folder: Path, say: Callable[[str], object] = print) -> MegatronModel:
-    """Read args and the list of all tensors. Raises CheckpointError with all problems."""
+def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> rank_files.MegatronModel:
+    """Open either of the two formats that can be read. Raises CheckpointError with all problems."""
     common, metadata = folder / "common.pt", folder / ".metadata"
-    args = args_of(load_pickle(common, say), common)
+    if not metadata.is_file() and not (folder / "metadata.json").is_file():
+        return rank_files.open_megatron(folder, say)
+    if not common.is_file() or not metadata.is_file():
+        known, remedy = "only torch_dist and torch are", "convert it there with --ckpt-convert-format torch_dist"
+        raise CheckpointError(f"{folder}: cannot be read: of Megatron-LM's formats {known}; {remedy}")
+    args = rank_files.args_of(rank_files.load_pickle(common, say), common)
     say(f"opening {metadata}: a pickle, of which {2 + len(RECORDS)} listed names are accepted as plain data")
-    found, read = dict[str, Found](), Reader(folder).read
+    load = lru_cache(1)(partial(_load, folder))  # stacked layers are read one after the other
+    found, read = dict[str, Found](), partial(_read, folder, load)
     for key, stored in read_metadata(folder).items():
-        name, shape = core_name(key), stored.shape
-        stacked = STACKED_LAYERS.match(name)
+        name, shape = rank_files.core_name(key), stored.shape
+        stacked = rank_files.STACKED_LAYERS.match(name)
         if not stacked or not shape:
-            load = partial(read, key, stored, Box((0,) * len(shape), shape))
-            found[name] = Found(shape, stored.dtype, f"{key} in {folder}", load)
+            every = partial(read, key, stored, whole(shape))
+            found[name] = Found(shape, stored.dtype, f"{key} in {folder}", every)
             continue
         for n in range(min(shape[0], LONGEST)):
             box = Box((n, *(0 for _ in shape[1:])), (n + 1, *shape[1:]))
             one = lambda key=key, stored=stored, box=box: read(key, stored, box)[0]  # noqa: E731
             layer = f"decoder.layers.{n}.{name[stacked.end() :]}"
             found[layer] = Found(shape[1:], stored.dtype, f"{key}[{n}] in {folder}", one)
-    return model_in(folder, args, common, {(0, 0): found})  # whole tensors, whatever tp was
+    return rank_files.model_in(folder, args, common, {(0, 0): found})  # whole tensors, whatever tp was
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
@@ -129,11 +113,8 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
         if path.stat().st_size > _LARGEST:
             raise CheckpointError(f"{path}: larger than any .metadata file; it is damaged")
         root = _unpickle(path.read_bytes())
-        places = {
-            (index.state["fqn"], tuple(index.state["offset"])): info.state
-            for index, info in root.state["storage_data"].items()
-            if index.state.get("offset") is not None
-        }
+        stored = [(index.state, info.state) for index, info in root.state["storage_data"].items()]
+        places = {(at["fqn"], tuple(at["offset"])): place for at, place in stored if at.get("offset") is not None}
         return {
             str(key): _stored(str(key), value.state, places, folder)
             for key, value in root.state["state_dict_metadata"].items()

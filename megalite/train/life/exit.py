@@ -10,7 +10,7 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
+from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
 from megalite.config.console import complain
 from megalite.data.errors import DataError
 from megalite.launch.ranks import LaunchError, Ranks

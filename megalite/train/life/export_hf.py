@@ -21,7 +21,7 @@ from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json
 from megalite.interop.convert import Ours
 from megalite.interop.hugging_face import model_files as hugging_face
 from megalite.interop.hugging_face.config_json import choose_family
-from megalite.interop.hugging_face.write import write_model
+from megalite.interop.hugging_face.model_files import write_model
 from megalite.models.specs import specs_of
 from megalite.parallel.comm import first_says
 from megalite.train.sources import open_tokenizer

@@ -21,7 +21,7 @@ from megalite.config.console import show
 from megalite.config.options import Config, DataConfig, ModelConfig
 from megalite.config.run_options import TOKENIZERS
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
+from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.interop.convert import Foreign, fill_from
 from megalite.interop.hugging_face.model_files import open_model
