@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.models.family import Naming, TensorRule
+from megalite.models.families import Naming, TensorRule
 from megalite.parallel.spec import Box, ParamSpec
 
 Specs = Mapping[str, ParamSpec]

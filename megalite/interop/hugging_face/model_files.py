@@ -22,8 +22,7 @@ from megalite.config.tables import table_beside
 from megalite.interop.convert import Foreign, Found, matched, model_of, usual_dtype
 from megalite.interop.hugging_face.config_json import Json, read_config
 from megalite.interop.rules import recipes
-from megalite.models.families import FAMILIES
-from megalite.models.family import Naming
+from megalite.models.families import FAMILIES, Naming
 from megalite.models.specs import specs_of
 
 INDEX = "model.safetensors.index.json"

@@ -3,7 +3,7 @@
 import re
 
 from megalite.config.tables import table_beside
-from megalite.models.family import Naming, rules
+from megalite.models.families import Naming, rules
 
 _TABLE = table_beside(__file__, "names")
 _CORE_RULES = rules(_TABLE["core"], "decoder.layers.{n}.")
