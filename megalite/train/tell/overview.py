@@ -11,8 +11,8 @@ from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import describe_kernels
 from megalite.models.compiled import COMPILED
 from megalite.plan.arrangement import Arrangement
+from megalite.plan.cluster import Peak
 from megalite.plan.memory import SHARED_PARTS, by_stage, on_host
-from megalite.plan.peak_rates import Peak
 from megalite.train.sources import Sources
 from megalite.train.tell import figures as lines
 from megalite.train.watch.fingerprint import facts_of_machine
