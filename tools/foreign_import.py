@@ -16,8 +16,7 @@ from megalite.checkpoint.storage.location import Location, folder_of
 from megalite.checkpoint.storage.protocol import steps_in
 from megalite.interop.convert import Foreign
 from megalite.interop.rules import Specs, split
-from megalite.parallel.rectangles import intersect
-from megalite.parallel.spec import Box, ParamSpec
+from megalite.parallel.spec import Box, ParamSpec, intersect
 
 FILE_BYTES = 4 << 30  # of a checkpoint that is made here
 

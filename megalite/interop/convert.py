@@ -23,8 +23,7 @@ from megalite.config.check import check
 from megalite.config.console import told
 from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.interop.rules import Recipe, Specs, join, split
-from megalite.parallel.rectangles import inside, intersect
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Box, Piece, inside, intersect
 
 # options of a run beside its model, so that `check` finds the model's problems alone
 ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}

@@ -135,7 +135,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def _families() -> dict[str, Family]:
     families: dict[str, Family] = {}
     for name, table in _TABLES["families"].items():
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
         for key in ("rules", "others"):
             if key in values:
                 parts = [_TABLES["rules"][part] for part in values[key]]

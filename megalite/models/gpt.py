@@ -88,15 +88,9 @@ class Recompute:
 def rope_scaling(model: ModelConfig) -> Scaling:
     """The stretching of the model's rotary wavelengths, if any."""
     if model.position_embedding_type == "yarn":
-        return Yarn(
-            model.rotary_scaling_factor,
-            model.yarn_original_max_position_embeddings,
-            model.yarn_beta_fast,
-            model.yarn_beta_slow,
-            model.yarn_correction_range_round_to_int,
-            model.mscale,
-            model.mscale_all_dim,
-        )
+        stretch = model.rotary_scaling_factor, model.yarn_original_max_position_embeddings
+        borders = model.yarn_beta_fast, model.yarn_beta_slow, model.yarn_correction_range_round_to_int
+        return Yarn(*stretch, *borders, model.mscale, model.mscale_all_dim)
     return RopeScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None
 
 
@@ -108,19 +102,11 @@ def _norm_of(model: ModelConfig) -> tuple[int, str, float, bool]:
 def routing_of(model: ModelConfig) -> Routing:
     """How the model's routers choose experts."""
     aux, seq = (model.balancing.get(name, 0.0) for name in ("aux_loss", "seq_aux_loss"))
-    return Routing(
-        model.num_experts or 0,
-        model.moe_router_topk,
-        model.moe_router_score_function,
-        model.moe_router_pre_softmax,
-        model.moe_router_topk_scaling_factor,
-        model.moe_router_num_groups,
-        model.moe_router_group_topk,
-        bias=model.moe_router_enable_expert_bias,
-        wide=model.moe_router_dtype == "fp64",
-        coefficients=(aux, seq, model.moe_z_loss_coeff),
-        drawn=model.moe_router_force_load_balancing,
-    )
+    first, losses = (model.num_experts or 0, model.moe_router_topk), (aux, seq, model.moe_z_loss_coeff)
+    scores = model.moe_router_score_function, model.moe_router_pre_softmax, model.moe_router_topk_scaling_factor
+    groups = model.moe_router_num_groups, model.moe_router_group_topk
+    more = dict(bias=model.moe_router_enable_expert_bias, drawn=model.moe_router_force_load_balancing)
+    return Routing(*first, *scores, *groups, wide=model.moe_router_dtype == "fp64", coefficients=losses, **more)
 
 
 class Block(nn.Module):

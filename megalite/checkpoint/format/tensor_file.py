@@ -2,7 +2,7 @@
 
     8 bytes: length of the header | header, JSON: key -> dtype, shape, [begin, end) | bytes of the tensors, packed
 
-A piece's rectangles follow each other in its flat data (parallel/rectangles.py), so the payload of a file is the
+A piece's rectangles follow each other in its flat data (parallel/spec.py), so the payload of a file is the
 pieces' data one after the other: the header is known before the first byte is written, and nothing is gathered in
 memory. The package safetensors needs all tensors at once to write, and maps the file to read, so that a shrinking file
 causes a SIGBUS.
@@ -20,8 +20,7 @@ from torch import Tensor
 from megalite.checkpoint.format.hashing import BLOCK, BlockHash, Stamp
 from megalite.checkpoint.storage.location import Location
 from megalite.checkpoint.storage.protocol import storage_of
-from megalite.parallel.rectangles import rectangles
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Box, Piece, rectangles
 
 _INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of weights

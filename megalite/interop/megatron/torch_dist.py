@@ -29,8 +29,7 @@ from megalite.config.tables import table_beside
 from megalite.interop.convert import Found
 from megalite.interop.megatron.names import STACKED_LAYERS, core_name
 from megalite.interop.megatron.rank_files import DAMAGED, MegatronModel, args_of, load_pickle, model_in, open_megatron
-from megalite.parallel.rectangles import inside, intersect
-from megalite.parallel.spec import Box
+from megalite.parallel.spec import Box, inside, intersect
 
 RECORDS: list[str] = table_beside(__file__, "names")["records"]
 _FILE = re.compile(r"__\d+_\d+\.distcp")
