@@ -221,10 +221,10 @@ def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
     by_cp = f" x cp {cp}" * (cp > 1)
     shape = f"tp {p.tensor_model_parallel_size} x pp {p.pipeline_model_parallel_size}{by_cp}"
     facts = dict(world=world_size, last=world_size - 1, unit=unit, shape=shape, ranks=dp * unit)
-    yield from broken("of a world", say, **facts, dp=dp, by_cp=by_cp, sharing=dp * cp)
-    if beyond := tuple(r for r in config.operations.profile_ranks if r >= world_size):
-        text = "{=profile_ranks} is not among {world} ranks; give 0 to {last}"
-        yield say(text, profile_ranks=beyond, world=world_size, last=world_size - 1)
+    facts |= dict(dp=dp, by_cp=by_cp, sharing=dp * cp, evaluated=config.train.eval_batch_size(dp))
+    micro = config.train.eval_micro_batch_size or config.train.micro_batch_size
+    beyond = ",".join(str(rank) for rank in config.operations.profile_ranks if rank >= world_size)
+    yield from broken("of a world", say, **facts, eval_micro=micro, eval_unit=micro * dp, beyond=beyond)
     yield from expert_world_problems(config, world_size, say)
     yield from _batch_sizes(config, dp, say)
 
@@ -241,12 +241,7 @@ def _ranks_for(size: int, dp: int, config: Config) -> str:
 
 def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:
     t = config.train
-    unit, evaluated = t.micro_batch_size * dp, t.eval_batch_size(dp)
-    micro = t.eval_micro_batch_size or t.micro_batch_size
-    if (t.eval_global_batch_size or t.eval_micro_batch_size) and evaluated % (micro * dp):
-        text = "{=eval_global_batch_size} is not a multiple of {eval_micro_batch_size} {micro} x data parallel {dp} = "
-        text += "{unit}; change one"
-        yield say(text, eval_global_batch_size=evaluated, micro=micro, dp=dp, unit=micro * dp)
+    unit = t.micro_batch_size * dp
     sizes = [("global_batch_size", "", t.global_batch_size)]
     if t.step_batch_size_schedule is not None:
         with contextlib.suppress(ValueError):  # told already
@@ -261,11 +256,10 @@ def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:
             text = "{option}{part}={size} is more than {most} micro-batches of {unit}"
             yield say(text + "; raise {micro_batch_size} or lower it", most=MOST_MICROBATCHES, **words)
         if size is not None and size % unit:
-            low, high = size // unit * unit, -(-size // unit) * unit
             text = "{option}{part}={size} is not a multiple of {micro_batch_size} {micro} x data parallel {dp} = {unit}"
             ranks = _ranks_for(size, dp, config)
             text += ": use {fit}" + (", or start {ranks} ranks" if ranks else "")
-            yield say(text, fit=f"{low} or {high}" if low else high, ranks=ranks, **words)
+            yield say(text, fit=multiples(size, unit), ranks=ranks, **words)
     smallest = min((size for _, part, size in sizes if size is not None and part != " increment"), default=unit)
     if t.cuda_graph_impl != "none" and dp > 1 and smallest < 3 * unit:
         text = "{=cuda_graph_impl} replays what is between a step's first and last micro-batch; with data parallel "
