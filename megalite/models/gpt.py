@@ -258,15 +258,10 @@ class Stage(nn.Module):
             self.head = Head(make, model, spec, shared, vocab_size, z_loss)
         self.rope: tuple[Tensor, Tensor] | None = None
         if any(model.rotary) and not make.meta:
-            self.rope = rope_tables(
-                model.positions,
-                int(model.head_size * model.rotary_percent),
-                model.rotary_base,
-                rope_scaling(model),
-                interpolation=model.rotary_seq_len_interpolation_factor,
-                device=mesh.device,
-                dtype=torch.float64 if make.dtype == torch.float64 else torch.float32,
-            )
+            size, by = int(model.head_size * model.rotary_percent), model.rotary_seq_len_interpolation_factor
+            waves = model.positions, size, model.rotary_base, rope_scaling(model)
+            dtype = torch.float64 if make.dtype == torch.float64 else torch.float32
+            self.rope = rope_tables(*waves, interpolation=by, device=mesh.device, dtype=dtype)
 
     def forward(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states x_sBD; on the last stage the summed loss ([2] with a z-loss), or logits without labels."""
