@@ -48,7 +48,7 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DATA = """config/megatron_flags.txt config/option_rules.txt config/faults.toml config/help.toml config/refused.toml
- models/families.toml plan/causes.toml plan/devices.toml completion.sh"""
+ config/spellings.toml models/families.toml plan/causes.toml plan/devices.toml plan/links.toml completion.sh"""
 
 
 @RARELY

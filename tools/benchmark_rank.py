@@ -112,8 +112,8 @@ def facts_of(run: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
     import torch
 
     from megalite.config.options import padded_vocab_size
+    from megalite.plan.cluster import find_peak
     from megalite.plan.kinds import model_flops
-    from megalite.plan.peak_rates import find_peak
     from megalite.train.tell.device_memory import memory_there
 
     m, device, size = config.model, run.mesh.device, run.batch_sizes.at(0)

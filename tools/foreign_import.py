@@ -15,8 +15,7 @@ from megalite.checkpoint.offline import Item, write_checkpoint
 from megalite.checkpoint.storage.location import Location, folder_of
 from megalite.checkpoint.storage.protocol import steps_in
 from megalite.interop.convert import Foreign, Specs, split
-from megalite.parallel.rectangles import intersect
-from megalite.parallel.spec import Box, ParamSpec
+from megalite.parallel.spec import Box, ParamSpec, intersect
 
 FILE_BYTES = 4 << 30  # of a checkpoint that is made here
 

@@ -113,8 +113,7 @@ def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
 def generate(args: argparse.Namespace, prompts: list[str], device, speak: bool) -> None:
     import torch
 
-    from megalite.generate.generation import continue_texts, load_model
-    from megalite.generate.sampling import Sampling
+    from megalite.generate.generation import Sampling, continue_texts, load_model
     from megalite.parallel.mesh import build_mesh
 
     mesh = build_mesh(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size, device=device)

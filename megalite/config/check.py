@@ -2,22 +2,36 @@
 conditions. Each is a Problem (problem.py). Pure, as options.py is."""
 
 import contextlib
+import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from megalite.config.check_experts import expert_effects, expert_problems, expert_world_problems
-from megalite.config.check_model import layout_problems, model_effects, model_problems
-from megalite.config.check_sharing import context_problems, instances_problem, sharing_effects, sharing_problems
-from megalite.config.check_training import training_problems
+from megalite.config.check_model import (
+    any_divisor,
+    context_problems,
+    layout_problems,
+    model_effects,
+    model_problems,
+    multiples,
+)
 from megalite.config.field import facts_of, flag_of
-from megalite.config.option_rules import broken
-from megalite.config.options import Config, DataConfig, ModelConfig, options
+from megalite.config.options import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig, options
 from megalite.config.pattern import read_batch_schedule, read_split
 from megalite.config.problem import Problem, Say
 
 MOST_MICROBATCHES = 100_000  # of one rank and step
 MOST_NEAR = 4096  # how far off another number of ranks is looked for
+RECOMPUTED = ("core_attn", "layernorm", "mlp")
+_OF_EXPERTS = ("moe", "shared_experts")  # taken of a dense model, too, as by Megatron-LM
+TERM = re.compile(r"([!?]?)(\w+)(?:(!=|<=|>=|[=<>%~])(.+))?")
+ORDER = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "%": operator.mod}
+Term = tuple[str, str, str | None, str]  # ! or ? or "", name, relation, other side
 
 
 def check(
@@ -31,14 +45,13 @@ def check(
         unclear |= {f.name for f in fields(ModelConfig) if facts_of(f).required and not getattr(config.model, f.name)}
     unclear |= wrong.keys()
     config = _made_plausible(config, unclear)
-    say, m = Say(config), config.model
+    say = Say(config)
     complete = complete or (c.load is None and c.pretrained_checkpoint is None)
     problems = [
         *broken("contradictions", say, complete=complete),
-        *model_problems(m, config.parallel.tensor_model_parallel_size, say),
+        *model_problems(config.model, say),
         *layout_problems(config, say),
         *training_problems(config, say),
-        *sharing_problems(config, say),
         *context_problems(config, say),
         *expert_problems(config, say),
         *_data(config.data, say),
@@ -51,8 +64,59 @@ def check(
 def without_effect(config: Config) -> list[Problem]:
     """Options that do nothing, or less than expected, beside others; no errors, as Megatron-LM accepts them."""
     say = Say(config)
-    effects = [*model_effects(config.model, say), *sharing_effects(config, say), *expert_effects(config, say)]
-    return [*broken("without effect", say), *effects]
+    return [*broken("without effect", say), *model_effects(config.model, say), *expert_effects(config, say)]
+
+
+@cache
+def rules_of(part: str) -> tuple[tuple[list[list[Term]], str], ...]:
+    """(conditions, each of which is some terms, and the text) of each rule of a part of the file."""
+    file = Path(__file__).with_name("option_rules.txt").read_text(encoding="utf-8")
+    rules, text = [], file.partition(f"\n# {part}\n")[2].partition("\n# ")[0]
+    for line in filter(None, text.replace("\\\n", "").replace("\n    ", "\t").split("\n")):
+        conditions, *text = line.split("\t")
+        sign, names, more = re.fullmatch(r"(\W?)([\w,]+)(.*)", conditions).groups()  # pyright: ignore
+        for name in names.split(","):
+            words = (sign + name + more).split(" ")
+            terms = [[TERM.fullmatch(term).groups() for term in word.split("|")] for word in words]  # pyright: ignore
+            rules.append((terms, " ".join(text)))
+    return tuple(rules)
+
+
+@cache
+def _defaults() -> Mapping[str, object]:
+    return MappingProxyType({f.name: f.default for _, f in options()})
+
+
+def broken(part: str, say: Say, **facts: Any) -> Iterator[Problem]:
+    """What the rules of this part have to say; `facts`: more that they name."""
+    for conditions, text in rules_of(part):
+        if all(any(holds(term, say, facts) for term in terms) for terms in conditions):
+            named = [name for terms in conditions for _, name, *_ in terms]
+            (_, first, _, other), more = conditions[0][0], {}
+            if "{divisors}" in text:
+                more["divisors"] = any_divisor(_value(first, say, facts))
+            elif "{multiples}" in text:
+                more["multiples"] = multiples(_value(first, say, facts), _value(other, say, facts))
+            yield say(text, *(name for name in named if name in say.values), option=named[0], **more, **facts)
+
+
+def _value(name: str, say: Say, facts: Mapping[str, Any]) -> Any:
+    return facts[name] if name in facts else say.value(name)
+
+
+def holds(term: Term, say: Say, facts: Mapping[str, Any]) -> bool:
+    """Whether a term of a condition holds."""
+    sign, name, relation, other = term
+    value = _value(name, say, facts)
+    if relation is None:
+        return sign == "?" or (value not in (_defaults().get(name, False), "", ())) != (sign == "!")
+    if relation == "~":
+        return other in str(value)
+    if relation in ("=", "!="):
+        alike = any(str(value) == one or (one in say.values and value == say.values[one]) for one in other.split(","))
+        return alike == (relation == "=")
+    bound = float(other) if re.match(r"[-\d.]", other) else _value(other, say, facts)
+    return (value is not None and bound is not None and bool(ORDER[relation](value, bound))) != (sign == "!")
 
 
 def _made_plausible(config: Config, unclear: Collection[str]) -> Config:
@@ -99,30 +163,68 @@ def _data(d: DataConfig, say: Say) -> Iterator[Problem]:
         yield say(text, *" ".join(ways).split(), named=" and ".join(ways))
 
 
+def training_problems(config: Config, say: Say) -> Iterator[Problem]:
+    t = config.train
+    if not t.skip_train:
+        yield from _rate(t, config.optim, say)
+    yield from _batches(t, config.model.seq_length, say)
+    for module in t.recompute_modules:
+        known = RECOMPUTED + _OF_EXPERTS + ("moe_act",) * bool(config.model.num_experts)  # which is always so
+        if module not in known:
+            text = "{=recompute_modules} is not a part of a dense block; use {known}"
+            yield say(text, recompute_modules=module, known=", ".join(RECOMPUTED))
+
+
+def _rate(t: TrainConfig, o: OptimConfig, say: Say) -> Iterator[Problem]:
+    unit = "iters" if t.train_samples is None else "samples"
+    wsd_name, decay_name = f"lr_wsd_decay_{unit}", f"lr_decay_{unit}"
+    decay = getattr(o, decay_name) or getattr(t, f"train_{unit}")
+    warm_up = getattr(o, f"lr_warmup_{unit}")
+    if o.lr_warmup_fraction is not None and decay:
+        warm_up = o.lr_warmup_fraction * decay
+    elif decay and warm_up >= decay:
+        text = f"{{=lr_warmup_{unit}}} is not below {{=option}}; shorten the warm-up"
+        yield say(text, f"train_{unit}", option=decay_name, **{decay_name: decay})
+    if o.lr_decay_style != "WSD":
+        return
+    if (wsd := getattr(o, wsd_name)) and decay and wsd > decay - warm_up:
+        text = "{=option} is longer than what the warm-up leaves, {left:g}; shorten it"
+        yield say(text, decay_name, f"train_{unit}", f"lr_warmup_{unit}", option=wsd_name, left=decay - warm_up)
+
+
+def _batches(t: TrainConfig, seq_length: int, say: Say) -> Iterator[Problem]:
+    if t.iterations_to_skip is not None and min(t.iterations_to_skip, default=1) < 1:
+        yield say("{=iterations_to_skip}: steps count from 1; remove the others")
+    if t.step_batch_size_schedule is not None:
+        try:
+            last = read_batch_schedule(t.step_batch_size_schedule, seq_length)[-1][1]
+            if t.global_batch_size not in (None, last):  # Megatron-LM's own GPT-3 script gives both
+                text = "{=step_batch_size_schedule!r} does not end with {=global_batch_size}; give {last}"
+                yield say(text + ", or one of both", last=last)
+        except ValueError as error:
+            yield say("{=step_batch_size_schedule!r} {error}", "seq_length", error=error)
+    if t.rampup_batch_size is not None and len(t.rampup_batch_size) != 3:
+        yield say("{=rampup_batch_size} is not three numbers; give START INCREMENT SAMPLES")
+    elif t.rampup_batch_size is not None and t.global_batch_size is not None:
+        first, increment, _ = t.rampup_batch_size
+        way = t.global_batch_size - first
+        if way < 0 or increment < 1 or way % increment:
+            text = "{rampup_batch_size}={first} {increment}: {=global_batch_size} is not reached in such steps; "
+            yield say(text + "choose a divisor of {way}", first=first, increment=increment, way=way)
+
+
 def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
     p = config.parallel
-    unit, cp = p.model_parallel_size, p.context_parallel_size
-    dp, sizes = max(1, world_size // unit), ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    shape = f"tp {p.tensor_model_parallel_size} x pp {p.pipeline_model_parallel_size}"
-    if cp > 1:
-        shape, sizes = f"{shape} x cp {cp}", (*sizes, "context_parallel_size")
-    if p.data_parallel_size is not None:
-        dp = p.data_parallel_size
-        if (ranks := dp * unit) != world_size:
-            text = "{=data_parallel_size} x {shape} is not the world size {world}; start {ranks} ranks, or "
-            yield say(text + "leave it out", *sizes, shape=shape, world=world_size, ranks=ranks)
-    elif world_size % unit:
-        text = "world size {world} is not a multiple of {shape} = {unit}; start a multiple of it, as with "
-        yield say(text + "{--nproc} {unit}", *sizes, world=world_size, shape=shape, unit=unit)
-        dp = 1  # what does not divide by the micro-batch is wrong with any
-    if config.operations.max_restarts and config.checkpoint.save is None:
-        yield say("{=max_restarts} has no effect; add {--save}", max_restarts=config.operations.max_restarts)
-    if beyond := tuple(r for r in config.operations.profile_ranks if r >= world_size):
-        text = "{=profile_ranks} is not among {world} ranks; give 0 to {last}"
-        yield say(text, profile_ranks=beyond, world=world_size, last=world_size - 1)
-    if config.train.as_rank is not None and config.train.as_rank >= world_size:
-        yield say("{=as_rank} is not among {world} ranks; give 0 to {last}", world=world_size, last=world_size - 1)
-    yield from instances_problem(config, dp, say)
+    unit, cp, dp = p.model_parallel_size, p.context_parallel_size, p.data_parallel_size
+    if dp is None:
+        dp = 1 if world_size % unit else world_size // unit  # what does not divide by the micro-batch is wrong with any
+    by_cp = f" x cp {cp}" * (cp > 1)
+    shape = f"tp {p.tensor_model_parallel_size} x pp {p.pipeline_model_parallel_size}{by_cp}"
+    facts = dict(world=world_size, last=world_size - 1, unit=unit, shape=shape, ranks=dp * unit)
+    facts |= dict(dp=dp, by_cp=by_cp, sharing=dp * cp, evaluated=config.train.eval_batch_size(dp))
+    micro = config.train.eval_micro_batch_size or config.train.micro_batch_size
+    beyond = ",".join(str(rank) for rank in config.operations.profile_ranks if rank >= world_size)
+    yield from broken("of a world", say, **facts, eval_micro=micro, eval_unit=micro * dp, beyond=beyond)
     yield from expert_world_problems(config, world_size, say)
     yield from _batch_sizes(config, dp, say)
 
@@ -139,12 +241,7 @@ def _ranks_for(size: int, dp: int, config: Config) -> str:
 
 def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:
     t = config.train
-    unit, evaluated = t.micro_batch_size * dp, t.eval_batch_size(dp)
-    micro = t.eval_micro_batch_size or t.micro_batch_size
-    if (t.eval_global_batch_size or t.eval_micro_batch_size) and evaluated % (micro * dp):
-        text = "{=eval_global_batch_size} is not a multiple of {eval_micro_batch_size} {micro} x data parallel {dp} = "
-        text += "{unit}; change one"
-        yield say(text, eval_global_batch_size=evaluated, micro=micro, dp=dp, unit=micro * dp)
+    unit = t.micro_batch_size * dp
     sizes = [("global_batch_size", "", t.global_batch_size)]
     if t.step_batch_size_schedule is not None:
         with contextlib.suppress(ValueError):  # told already
@@ -159,11 +256,10 @@ def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:
             text = "{option}{part}={size} is more than {most} micro-batches of {unit}"
             yield say(text + "; raise {micro_batch_size} or lower it", most=MOST_MICROBATCHES, **words)
         if size is not None and size % unit:
-            low, high = size // unit * unit, -(-size // unit) * unit
             text = "{option}{part}={size} is not a multiple of {micro_batch_size} {micro} x data parallel {dp} = {unit}"
             ranks = _ranks_for(size, dp, config)
             text += ": use {fit}" + (", or start {ranks} ranks" if ranks else "")
-            yield say(text, fit=f"{low} or {high}" if low else high, ranks=ranks, **words)
+            yield say(text, fit=multiples(size, unit), ranks=ranks, **words)
     smallest = min((size for _, part, size in sizes if size is not None and part != " increment"), default=unit)
     if t.cuda_graph_impl != "none" and dp > 1 and smallest < 3 * unit:
         text = "{=cuda_graph_impl} replays what is between a step's first and last micro-batch; with data parallel "

@@ -1,4 +1,5 @@
-"""Contradictions in the model's options and in the layout of its layers, and options of these without effect."""
+"""Contradictions in the options of the model and of the ranks that share it, and options of these without effect, that
+option_rules.txt cannot say."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,8 +8,10 @@ from megalite.config.pattern import read_pattern
 from megalite.config.problem import Problem, Say
 from megalite.config.stage_layers import GIVEN, given_stages
 
+EXCHANGES = ("allgather", "a2a", "p2p")
 
-def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
+
+def model_problems(m: ModelConfig, say: Say) -> Iterator[Problem]:
     heads = m.num_attention_heads
     if m.kv_channels is None and m.hidden_size % heads:
         unit = heads * (2 if m.position_embedding_type in ("rope", "yarn") else 1)  # channels turn in pairs
@@ -16,23 +19,6 @@ def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
         yield say(text, fit=multiples(m.hidden_size, unit))
     elif m.position_embedding_type in ("rope", "yarn") and int(m.head_size * m.rotary_percent) % 2:
         yield say("{=rotary_percent} rotates an odd number of {size} channels; make it even", size=m.head_size)
-    tp_breaks = "{=tensor_model_parallel_size} does not divide "
-    if heads % tp:
-        yield say(tp_breaks + "{=num_attention_heads}: use {fit}", fit=any_divisor(heads))
-    if heads % m.groups:
-        text = "{=num_query_groups} does not divide {=num_attention_heads}: use {fit}"
-        yield say(text, fit=any_divisor(heads), num_query_groups=m.groups)
-    elif m.groups % tp and tp % m.groups:
-        text = "{=tensor_model_parallel_size} and {=num_query_groups}: neither divides the other; change one"
-        yield say(text, num_query_groups=m.groups)
-    if m.ffn_size < 1:
-        yield say("{=hidden_size} is too small for the default width of swiglu; give {--ffn-hidden-size}")
-    if m.ffn_size % tp:
-        text = tp_breaks + "{=ffn_hidden_size}: use {fit} for it, or another tp"
-        yield say(text, ffn_hidden_size=m.ffn_size, fit=multiples(m.ffn_size, tp))
-    if m.seq_length % tp:
-        text = tp_breaks + "{=seq_length}: use {fit} for it, or another tp"
-        yield say(text, fit=multiples(m.seq_length, tp))
     if m.no_rope_freq is not None:
         try:
             read_pattern(m.no_rope_freq, m.num_layers)
@@ -81,6 +67,25 @@ def layout_problems(config: Config, say: Say) -> Iterator[Problem]:
         if stages is None and pp * chunks > m.num_layers:
             text = "{=pipeline_model_parallel_size} x {chunks} chunks is above {=num_layers}: use fewer"
             yield say(text, "num_virtual_stages_per_pipeline_rank", chunks=chunks)
+
+
+def context_problems(config: Config, say: Say) -> Iterator[Problem]:
+    m, (cp, tp) = config.model, (config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size)
+    names = ("context_parallel_size", "tensor_model_parallel_size")
+    for word in dict.fromkeys(m.cp_comm_type):
+        if word not in EXCHANGES:
+            yield say("{=cp_comm_type} is not available; use allgather or a2a", cp_comm_type=word)
+    if len(m.cp_comm_type) not in (1, m.num_layers):
+        text = "{=cp_comm_type} has {n} values for {=num_layers}; give one, or one for each layer"
+        yield say(text, n=len(m.cp_comm_type))
+    if cp == 1:
+        return
+    if m.seq_length % (2 * cp * tp):
+        text = "{=context_parallel_size} x 2{tp} does not divide {=seq_length}: use {fit}"
+        yield say(text, names[1], tp=f" x tp {tp}" if tp > 1 else "", fit=multiples(m.seq_length, 2 * cp * tp))
+    if "a2a" in m.cp_comm_type and m.num_attention_heads % (tp * cp):
+        text = "{=cp_comm_type}: {=num_attention_heads} / tp {tp} is not a multiple of cp {cp}; use allgather"
+        yield say(text, *names, cp_comm_type="a2a", tp=tp, cp=cp)
 
 
 def multiples(n: int, of: int) -> str:

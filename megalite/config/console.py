@@ -105,7 +105,7 @@ def complain(text: str) -> None:
         sys.stderr.flush()
 
 
-class Bar:
+class Bar(contextlib.AbstractContextManager["Bar"]):
     """Progress out of `total`, in `unit`. Where nobody watches, `plain` is called with what is done: `first_s` after
     the beginning, then every `every_s` seconds. `quiet`: another rank shows it. `add` and `at` may be called from any
     thread."""
@@ -129,9 +129,6 @@ class Bar:
         if self.live:
             self._next, self._begin = 0.0, (time.monotonic(), done)
             _bars.append(self)
-
-    def __enter__(self) -> "Bar":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -33,7 +33,6 @@ LONGEST_PATH, LONGEST_NAME = 4000, 240  # bytes; Linux takes 4095 and 255, with 
 class Facts:
     """The facts of an option.
 
-    flags      other spellings; "--x=VALUE" sets the field to VALUE
     required   0 means "not set"
     least      the smallest value; `above`: an exclusive lower bound
     below      (an exclusive upper bound, the message for a larger value); `most`: (the largest value, the same)
@@ -45,7 +44,6 @@ class Facts:
     resume: str
     help: str
     choices: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
     required: bool = False
     least: int = 0
     above: int | None = None
@@ -101,6 +99,11 @@ def refused() -> Mapping[str, Mapping[str, str]]:
     }
 
 
+@cache
+def _more_spellings() -> Mapping[str, str]:
+    return table_beside(__file__, "spellings")
+
+
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -114,7 +117,7 @@ def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
         result = [(flag, True), ("--" + flag.removeprefix("--no-"), False)]
     else:
         result = [(flag, True), (f"--no-{flag[2:]}", False), (f"--disable-{flag[2:]}", False)]
-    for extra in facts_of(f).flags:
+    for extra in _more_spellings().get(f.name, "").split():
         spelt, _, value = extra.partition("=")
         result.append((spelt, {"": None, "true": True, "false": False}.get(value, value)))
     return result

@@ -13,7 +13,7 @@ ALL_DROPPED = (1, "drops everything; use less than 1")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    num_layers: int = model(0, "transformer layers", flags=("--encoder-num-layers",), required=True, stand_in=2)
+    num_layers: int = model(0, "transformer layers", required=True, stand_in=2)
     hidden_size: int = model(0, "model width D", required=True, stand_in=64)
     ffn_hidden_size: int | None = model(
         None, "feed-forward width; default 4 D, or 8/3 D in steps of 64 with --swiglu", same_as="ffn_size"
@@ -22,33 +22,23 @@ class ModelConfig:
     kv_channels: int | None = model(None, "head size K; default D / H", same_as="head_size")
     group_query_attention: bool = model(False, "share key/value heads in groups", through="num_query_groups")
     num_query_groups: int | None = model(None, "K/V heads G with --group-query-attention; default 1", same_as="groups")
-    seq_length: int = training(0, "tokens per sequence", flags=("--encoder-seq-length",), required=True, stand_in=1)
+    seq_length: int = training(0, "tokens per sequence", required=True, stand_in=1)
     max_position_embeddings: int | None = training(None, "length of the table of positions; default seq_length")
     normalization: str = model("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = model(1e-5, "added to the variance in norms", flags=("--layernorm-epsilon",))
+    norm_epsilon: float = model(1e-5, "added to the variance in norms")
     apply_layernorm_1p: bool = model(False, "store norm weights as their difference from 1")
-    add_bias_linear: bool = model(True, "biases in all linear layers", flags=("--disable-bias-linear=false",))
+    add_bias_linear: bool = model(True, "biases in all linear layers")
     add_qkv_bias: bool = model(False, "biases in the query, key, value projections only")
     activation: str = model(
-        "gelu",
-        "feed-forward activation; gelu is the tanh form, gelu_erf the exact one",
-        choices=ACTIVATIONS,
-        flags=("--swiglu=swiglu", "--squared-relu=squared_relu"),
+        "gelu", "feed-forward activation; gelu is the tanh form, gelu_erf the exact one", choices=ACTIVATIONS
     )
     bias_gelu_fusion: bool = model(True, "tanh form of gelu; off: exact, where none is named", through="activation")
-    openai_gelu: bool = model(
-        False, "tanh form of gelu where none is named", flags=("--use-te-activation-func=true",), through="activation"
-    )
+    openai_gelu: bool = model(False, "tanh form of gelu where none is named", through="activation")
     parallel_residual: bool = model(False, "attention and feed-forward side by side on the same input, as in GPT-NeoX")
     position_embedding_type: str = model(
-        "learned_absolute",
-        "positions",
-        choices=("learned_absolute", "rope", "yarn", "none"),
-        flags=("--use-rotary-position-embeddings=rope",),
+        "learned_absolute", "positions", choices=("learned_absolute", "rope", "yarn", "none")
     )
-    add_position_embedding: bool = model(
-        True, "off: no learned positions", flags=("--no-position-embedding=false",), through="position_embedding_type"
-    )
+    add_position_embedding: bool = model(True, "off: no learned positions", through="position_embedding_type")
     rotary_base: float = model(10000.0, "base of the rotary wavelengths", above=0)
     rotary_percent: float = model(1.0, "part of each head that rotates")
     rotary_interleaved: bool = model(False, "channels 2i and 2i + 1 turn as a pair, instead of i and i + half")
@@ -81,7 +71,6 @@ class ModelConfig:
         None,
         "apply_wd_to_qk_layernorm: weight decay on the norms of query and key heads too",
         choices=("apply_wd_to_qk_layernorm",),
-        flags=("--apply-wd-to-qk-layernorm=apply_wd_to_qk_layernorm",),
     )
     window_size: tuple[int, ...] | None = model(None, "LEFT,0: earlier keys that a query sees; default, -1: all")
     window_attn_skip_freq: str | None = model(

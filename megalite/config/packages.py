@@ -25,8 +25,5 @@ def needs(what: str, package: str) -> str:
 def missing_packages(log: LogConfig) -> list[str]:
     """One line for each option of a run whose package is not installed; imports none of them."""
     wanted = (("tensorboard_dir", log.tensorboard_dir, "tensorboard"), ("wandb_project", log.wandb_project, "wandb"))
-    return [
-        needs(f"{option}={value!r}", package)
-        for option, value, package in wanted
-        if value is not None and importlib.util.find_spec(package) is None
-    ]
+    wanted = ((f"{option}={value!r}", package) for option, value, package in wanted if value is not None)
+    return [needs(option, package) for option, package in wanted if importlib.util.find_spec(package) is None]

@@ -18,14 +18,12 @@ TO_THREE = (3, "is above 3; use 0, 1, 2 or 3")
 class ParallelConfig:
     nproc: int | None = how(None, "local processes to start where no launcher does; default: tp x pp x --dp, else 1")
     device: str = how("auto", "where to compute; auto: cuda where there is a card", choices=("auto", "cpu", "cuda"))
-    tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", flags=("--tp",), above=0)
-    pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", flags=("--pp",), above=0)
-    context_parallel_size: int = how(1, "cp: ranks that share the tokens of each sequence", flags=("--cp",), above=0)
-    expert_model_parallel_size: int = how(
-        1, "ep: ranks of dp x cp x tp that share the experts", flags=("--ep",), above=0
-    )
+    tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", above=0)
+    pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", above=0)
+    context_parallel_size: int = how(1, "cp: ranks that share the tokens of each sequence", above=0)
+    expert_model_parallel_size: int = how(1, "ep: ranks of dp x cp x tp that share the experts", above=0)
     expert_tensor_parallel_size: int = how(1, "ranks of dp x cp x tp that share each expert", above=0)
-    data_parallel_size: int | None = how(None, "dp: ranks that share the batch; default: all left", flags=("--dp",))
+    data_parallel_size: int | None = how(None, "dp: ranks that share the batch; default: all left")
     num_layers_per_virtual_pipeline_stage: int | None = how(None, "layers per chunk of the interleaved schedule")
     num_virtual_stages_per_pipeline_rank: int | None = how(None, "chunks per pipeline rank of the interleaved schedule")
     pipeline_model_parallel_layout: str | None = how(None, "layers of each stage, as in 'Et|(tt|)*2tL'")
@@ -40,9 +38,7 @@ class ParallelConfig:
     use_tp_pp_dp_mapping: bool = how(False, "number the ranks in the order tp, pp, dp; default: tp, dp, pp")
     pipeline_schedule: str = how("1f1b", "order of micro-batches in the pipeline", choices=SCHEDULES)
     split_backward: bool = how(
-        False,
-        "compute weight gradients separately, where the pipeline would idle (zero bubble)",
-        flags=("--enable-zero-bubble=true", "--enable-zbh1-pipeline=true", "--delay-wgrad-compute=true"),
+        False, "compute weight gradients separately, where the pipeline would idle (zero bubble)"
     )
     zero_bubble_max_pending_backward: int | None = how(
         None, "forwards that may wait for their weight gradients; default: as the unsplit schedule's memory allows"
@@ -54,23 +50,17 @@ class ParallelConfig:
         least=0,
         most=TO_THREE,
     )
-    use_megatron_fsdp: bool = how(
-        False, "ZeRO-3, or as the next option says", flags=("--use-torch-fsdp2=true", "--use-custom-fsdp=true")
-    )
+    use_megatron_fsdp: bool = how(False, "ZeRO-3, or as the next option says")
     data_parallel_sharding_strategy: str | None = how(None, "the stages 0 to 3 by name", choices=SHARED_OUT)
     zero_hold: str = how(
         "auto",
         "ZeRO-3: weights are whole for a layer, or for a run of a pipeline chunk; auto: chunk if a rank has 4 or more",
         choices=("auto", "layer", "chunk"),
-        flags=("--torch-fsdp2-no-reshard-after-forward=chunk",),
     )
     param_cpu_offload: bool = how(False, "ZeRO-3: a rank's share of the weights lies in host memory")
     num_distributed_optimizer_instances: int = how(1, "sets of dp ranks that each hold all that is shared", above=0)
     outer_dp_sharding_strategy: str = how(
-        "no_shard",
-        "optim: these sets share out among them what the optimizer keeps",
-        choices=SHARED_OUT[:2],
-        flags=("--enable-full-sharding-in-hsdp=optim",),
+        "no_shard", "optim: these sets share out among them what the optimizer keeps", choices=SHARED_OUT[:2]
     )
     overlap_grad_reduce: bool = how(True, "reduce gradients during the last backward")
     grad_reduce_in_bf16: bool = how(False, "round gradients to bf16 for their sum over dp; each rank adds in fp32")
@@ -88,11 +78,14 @@ class ParallelConfig:
     @property
     def shared_out(self) -> int:
         """The ZeRO stage that these options come to."""
-        if self.zero_stage is not None:
-            return self.zero_stage
-        if self.data_parallel_sharding_strategy is not None and self.use_megatron_fsdp:
-            return SHARED_OUT.index(self.data_parallel_sharding_strategy)
-        return 3 if self.use_megatron_fsdp else int(self.use_distributed_optimizer)
+        stage = self.fsdp_stage if self.zero_stage is None else self.zero_stage
+        return int(self.use_distributed_optimizer) if stage is None else stage
+
+    @property
+    def fsdp_stage(self) -> int | None:
+        """That of Megatron-LM's FSDP, where it is asked for."""
+        strategy = self.data_parallel_sharding_strategy or SHARED_OUT[3]
+        return SHARED_OUT.index(strategy) if self.use_megatron_fsdp else None
 
     @property
     def model_parallel_size(self) -> int:

@@ -38,10 +38,7 @@ class TrainConfig:
     exit_signal_handler: bool = free(False, "save and stop on SIGTERM, SIGINT and --exit-signal")
     exit_signal: str | None = free(None, "save and stop on this signal", choices=EXIT_SIGNALS)
     recompute_granularity: str | None = how(
-        None,
-        "activations to recompute in backward; selective: see --recompute-modules",
-        choices=("selective", "full"),
-        flags=("--recompute-activations=selective",),
+        None, "activations to recompute in backward; selective: see --recompute-modules", choices=("selective", "full")
     )
     recompute_modules: tuple[str, ...] = how(("core_attn",), "selective: core_attn (softmax), layernorm, mlp, moe")
     recompute_method: str | None = how(None, "full: groups of layers, or single layers", choices=("uniform", "block"))
@@ -65,9 +62,7 @@ class TrainConfig:
     spike_window: int = training(100, "steps that the median is taken over", above=0)
     deterministic_mode: bool = how(False, "refuse operations whose results may differ from run to run")
     compile: bool = how(False, "torch.compile between a block's matmuls; not with --kernels triton")
-    cuda_graph_impl: str = how(
-        "none", "local: replay a recorded micro-batch", choices=("none", "local"), flags=("--enable-cuda-graph=local",)
-    )
+    cuda_graph_impl: str = how("none", "local: replay a recorded micro-batch", choices=("none", "local"))
     dry_run: bool = free(False, "print the plan and stop")
     as_rank: int | None = free(None, "--dry-run: a step as this rank, without memory", least=0)
 
@@ -221,14 +216,9 @@ class DataConfig:
 class CheckpointConfig:
     save: str | None = free(None, "directory or URL of checkpoints; without an interval, one at the end of the run")
     save_local: str | None = free(None, "fast directory to save in first; copied to --save during training")
-    save_interval: int | None = free(None, "steps between checkpoints", flags=("--persistent-save-interval",))
+    save_interval: int | None = free(None, "steps between checkpoints")
     save_interval_mins: float | None = free(None, "minutes between checkpoints, also together with --save-interval")
-    asynchronous_save: str = free(
-        "auto",
-        "write in the background; auto: on cuda",
-        choices=("auto", "on", "off"),
-        flags=("--async-save=on", "--no-async-save=off"),
-    )
+    asynchronous_save: str = free("auto", "write in the background; auto: on cuda", choices=("auto", "on", "off"))
     keep_last: int | None = free(None, "checkpoints to keep; default: all, 1 with --save-retain-interval")
     save_retain_interval: int | None = free(None, "checkpoints of steps divisible by this are never deleted")
     no_save_optim: bool = free(False, "save weights only; such a checkpoint does not resume a run exactly")
@@ -238,12 +228,8 @@ class CheckpointConfig:
     )
     no_load_optim: bool = training(False, "load weights, step and data position, not the optimizer's state")
     finetune: bool = training(False, "load weights only, and start at step 0")
-    override_opt_param_scheduler: bool = free(
-        False, "learning rates and weight decay from the flags", flags=("--override-lr-scheduler=true",)
-    )
-    use_checkpoint_opt_param_scheduler: bool = free(
-        False, "learning rates and weight decay from the checkpoint", flags=("--use-checkpoint-lr-scheduler=true",)
-    )
+    override_opt_param_scheduler: bool = free(False, "learning rates and weight decay from the flags")
+    use_checkpoint_opt_param_scheduler: bool = free(False, "learning rates and weight decay from the checkpoint")
     pretrained_checkpoint: str | None = free(None, "initial weights, also Hugging Face's, if --load has no checkpoint")
     use_checkpoint_args: bool = free(False, "take the model's options from the checkpoint")
     exit_on_missing_checkpoint: bool = free(False, "stop when --load holds no checkpoint")

@@ -3,13 +3,16 @@
     prompts [B, S] --stage 0 .. pp-1--> logits of each one's last token --choose--> a token of each, to all ranks
     then the new tokens alone, [tp, B]: sequence parallelism needs a multiple of tp, so all but the first are padding
 
-Each rank keeps the keys and values of its layers and heads (generate/cache.py). The stages work one after the other,
-since a token depends on the one before it: a pipeline is for models that do not fit otherwise.
+Each rank keeps the keys and values of its layers and heads. The stages work one after the other, since a token depends
+on the one before it: a pipeline is for models that do not fit otherwise.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +28,12 @@ from megalite.config.options import ModelConfig, ParallelConfig, build
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
-from megalite.generate.cache import KeyValueCache
-from megalite.generate.sampling import Sampling, choose
 from megalite.interop.convert import fill_from
 from megalite.interop.hugging_face.model_files import open_model, stop_ids
-from megalite.models.gpt import Batch, Head, Stage
+from megalite.kernels.attention import attention
+from megalite.kernels.cached_attention import cached_attention
+from megalite.kernels.dropout import fold
+from megalite.models.gpt import Batch, Block, Head, Stage
 from megalite.models.specs import specs_of
 from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
@@ -40,6 +44,112 @@ from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
 from megalite.train.start.foreign_weights import usable
 from megalite.train.start.resume import saved_config, tokenizer_differences
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The choice of the next token: the likeliest, or one drawn with temperature, top-k and top-p (arXiv:1904.09751).
+
+        p = softmax(logits / temperature);  the k likeliest;  of these the fewest whose sum reaches top_p
+
+    A draw is a function of (seed, number of the prompt, position), not of a generator's state: given equal logits it is
+    the same under every layout, and for a prompt alone or among others. temperature 0: always the likeliest. top_k 0
+    and top_p 1: no limit.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 1234
+
+
+def uniform(seed: int, prompt: int, position: int) -> float:
+    """A number in (0, 1), with 32 bits.
+
+    >>> 0 < uniform(1, 2, 3) < 1 and uniform(1, 2, 3) != uniform(1, 3, 2)
+    True
+    """
+    return (fold(seed, prompt, position) + 0.5) / 2**32
+
+
+def distribution(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """(probabilities [B, V] in fp64, descending; their tokens). Needs a temperature above 0."""
+    values_BV, order_BV = (logits_BV.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k:
+        values_BV[:, sampling.top_k :] = float("-inf")
+    p_BV = values_BV.softmax(-1)
+    if sampling.top_p < 1:
+        p_BV = p_BV.masked_fill(p_BV.cumsum(-1) - p_BV >= sampling.top_p, 0.0)
+    return p_BV / p_BV.sum(-1, keepdim=True), order_BV
+
+
+def choose(logits_BV: Tensor, sampling: Sampling, places: Sequence[tuple[int, int]]) -> Tensor:
+    """The next token of each sample, [B] int64; of equal logits the lowest token. `places`: (prompt, position)."""
+    if sampling.temperature < 1e-6:  # too small to divide by
+        return logits_BV.argmax(-1)
+    p_BV, order_BV = distribution(logits_BV, sampling)
+    drawn_B1 = torch.tensor([[uniform(sampling.seed, *place)] for place in places], dtype=torch.float64)
+    below_B1 = (p_BV.cumsum(-1) <= drawn_B1).sum(-1, keepdim=True)
+    most_B1 = (p_BV > 0).sum(-1, keepdim=True) - 1  # the sum may end below 1 by rounding
+    return order_BV.gather(-1, below_B1.minimum(most_B1)).squeeze(-1)
+
+
+class KeyValueCache:
+    """Keys and values of earlier positions, so that each is computed once. `length`: T, places per sample.
+
+    The first forward pass has the prompts, padded at their end to one length; each later one a few tokens, at places
+    that differ between samples. Before each `go_to` says which. Padding after a sample's last token is never seen: its
+    places are written again before a query comes that far. Bytes: 2 T B g K times the size of an element for each layer
+    of this rank; of a layer with a window only the keys that some query can see are read.
+    """
+
+    def __init__(self, length: int):
+        self.length = length
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def go_to(self, places_SB: Tensor, device: torch.device) -> None:
+        """Set the places of the tokens in the next forward pass; on the CPU, so that nothing waits for a card."""
+        self.earliest, self.places_SB = int(places_SB.min()), places_SB.to(device)
+
+    @contextlib.contextmanager
+    def used_by(self, stage: Stage) -> Iterator[None]:
+        """Within the block the layers of `stage` attend to this cache."""
+        layers = [block for block in stage.blocks if isinstance(block, Block)]
+        for block in layers:
+            block.attention.attend = partial(self.attend, block.layer)
+        try:
+            yield
+        finally:
+            for block in layers:
+                block.attention.attend = attention
+
+    def attend(
+        self,
+        layer: int,
+        q_SBhK: Tensor,
+        k_SBgK: Tensor,
+        v_SBgK: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        sink_H: Tensor | None,
+        **_: Any,
+    ) -> Tensor:
+        """Store the new keys and values of `layer`, and attend to all up to each query's place, or the last `window` of
+        these: o_SBhK. Further arguments of kernels/attention.py are for training."""
+        first = layer not in self._layers
+        if first:
+            shape = (self.length, *k_SBgK.shape[1:])
+            self._layers[layer] = (k_SBgK.new_zeros(shape), v_SBgK.new_zeros(shape))
+        k_TBgK, v_TBgK = self._layers[layer]
+        samples_B = torch.arange(k_SBgK.shape[1], device=k_SBgK.device)
+        k_TBgK[self.places_SB, samples_B] = k_SBgK
+        v_TBgK[self.places_SB, samples_B] = v_SBgK
+        if first:  # nothing came before: the training path, which makes no mask
+            return attention(q_SBhK, k_SBgK, v_SBgK, scale=scale, window=window, sink_H=sink_H)
+        low = 0 if window is None else max(0, self.earliest - window + 1)
+        seen = (k_TBgK[low:], v_TBgK[low:], self.places_SB - low)
+        return cached_attention(q_SBhK, *seen, scale=scale, window=window, sink_H=sink_H)
 
 
 @dataclass(frozen=True)

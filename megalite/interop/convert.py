@@ -30,9 +30,8 @@ from megalite.checkpoint.offline import Checkpoint
 from megalite.config.check import check
 from megalite.config.console import told
 from megalite.config.options import ConfigError, ModelConfig, build
-from megalite.models.family import Naming, TensorRule
-from megalite.parallel.rectangles import inside, intersect
-from megalite.parallel.spec import Box, ParamSpec, Piece
+from megalite.models.families import Naming, TensorRule
+from megalite.parallel.spec import Box, ParamSpec, Piece, inside, intersect
 
 Specs = Mapping[str, ParamSpec]
 Part = tuple[ParamSpec, Box]  # a parameter of ours and a rectangle of it

@@ -36,6 +36,8 @@ from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm, add_and_normalise, normalise
 
 Backend = str | Callable[..., Any]
+# for the plan
+COMPILED = "inductor, in blocks: norms, rotary positions, activation, dropout; matmuls and collectives as without"
 
 
 class CompileError(Exception):
@@ -59,11 +61,6 @@ def check_compile(device_type: str) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         why = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().partition("\n")[0] or error
         raise CompileError(f"compile=True needs a C++ compiler and {name} does not work ({why}); {remedy}") from None
-
-
-def describe_compile() -> str:
-    """One line for the plan."""
-    return "inductor, in blocks: norms, rotary positions, activation, dropout; matmuls and collectives as without"
 
 
 def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:

@@ -88,15 +88,9 @@ class Recompute:
 def rope_scaling(model: ModelConfig) -> Scaling:
     """The stretching of the model's rotary wavelengths, if any."""
     if model.position_embedding_type == "yarn":
-        return Yarn(
-            model.rotary_scaling_factor,
-            model.yarn_original_max_position_embeddings,
-            model.yarn_beta_fast,
-            model.yarn_beta_slow,
-            model.yarn_correction_range_round_to_int,
-            model.mscale,
-            model.mscale_all_dim,
-        )
+        stretch = model.rotary_scaling_factor, model.yarn_original_max_position_embeddings
+        borders = model.yarn_beta_fast, model.yarn_beta_slow, model.yarn_correction_range_round_to_int
+        return Yarn(*stretch, *borders, model.mscale, model.mscale_all_dim)
     return RopeScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None
 
 
@@ -273,15 +267,10 @@ class Stage(nn.Module):
             self.head = Head(make, model, spec, shared, vocab_size, z_loss)
         self.rope: tuple[Tensor, Tensor] | None = None
         if any(model.rotary) and not make.meta:
-            self.rope = rope_tables(
-                model.positions,
-                int(model.head_size * model.rotary_percent),
-                model.rotary_base,
-                rope_scaling(model),
-                interpolation=model.rotary_seq_len_interpolation_factor,
-                device=mesh.device,
-                dtype=torch.float64 if make.dtype == torch.float64 else torch.float32,
-            )
+            size, by = int(model.head_size * model.rotary_percent), model.rotary_seq_len_interpolation_factor
+            waves = model.positions, size, model.rotary_base, rope_scaling(model)
+            dtype = torch.float64 if make.dtype == torch.float64 else torch.float32
+            self.rope = rope_tables(*waves, interpolation=by, device=mesh.device, dtype=dtype)
 
     def forward(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states x_sBD; on the last stage the summed loss ([2] with a z-loss), or logits without labels."""

@@ -98,7 +98,7 @@ class Attention(nn.Module):
         self.cp, self.tp, self.shape, self.layer = make.mesh.cp, tp, shape, layer
         self.seed, self.again = make.seed, again
         self.rotate = rotate  # or compiled (models/compiled.py)
-        self.attend: Callable[..., Tensor] = attention  # or one with a cache of keys and values (generate/cache.py)
+        self.attend: Callable[..., Tensor] = attention  # or one with a cache of keys and values (generate/)
         D, H, G, K, std = shape.hidden_size, shape.heads, shape.groups, shape.head_size, shape.std
         self.replicated = tp.size > G
         self.group = tp.rank * G // tp.size  # this rank's only group if they are replicated

@@ -4,7 +4,7 @@
     rank 1 owns  | B B B C |       of B, C: rank 0         rank 1 -> rank 0: B B B C     the results the other way
 
 What a rank owns of a matrix is a range of its flattened box, cut by tp and by the edges of the ZeRO shards: some
-rectangles of the matrix (parallel/rectangles.py), each in one piece where it is owned. Of copies the first is sent, and
+rectangles of the matrix (parallel/spec.py), each in one piece where it is owned. Of copies the first is sent, and
 all get the result. A rank can tell from the layout and the sizes of the axes what each rank of its stage owns, so
 nothing is asked. Bytes per rank: 2 e P / d for P elements in e bytes on a stage of d owners, less what stays.
 
@@ -21,8 +21,7 @@ from typing import NamedTuple
 from megalite.optim.bucket_rule import BucketRule
 from megalite.optim.layout import Bucket, Kind, Layout, Slot
 from megalite.parallel.mesh import stage_positions
-from megalite.parallel.rectangles import offset_in, rectangles
-from megalite.parallel.spec import Box, ParamSpec
+from megalite.parallel.spec import Box, ParamSpec, offset_in, rectangles
 
 GROUP = 1 << 26  # elements of a group per rank of the stage: 128 MiB of bf16 to send
 

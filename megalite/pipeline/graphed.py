@@ -68,12 +68,12 @@ class GraphedPipeline(Pipeline):
             return total
 
     def _replay(self, batch: Any, loss_weight: float) -> Tensor:
-        shape = tuple(_shape(name, value) for name, value in _values(batch).items())
+        shape = tuple(_shape(name, value) for name, value in vars(batch).items())
         if shape not in self._recorded:
             self._recorded[shape] = None
             return super().step([batch], loss_weight, more=True)
         static, losses, graph = self._recorded[shape] = self._recorded[shape] or self._record(batch)
-        for name, value in _values(batch).items():
+        for name, value in vars(batch).items():
             if isinstance(value, Tensor):
                 getattr(static, name).copy_(value)
         with self.mesh.clock.span("graph", "replay"):
@@ -81,7 +81,7 @@ class GraphedPipeline(Pipeline):
         return losses
 
     def _record(self, batch: Any) -> tuple[Any, Tensor, CudaGraph]:
-        tensors = {name: value.clone() for name, value in _values(batch).items() if isinstance(value, Tensor)}
+        tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
         static, graph = dataclasses.replace(batch, **tensors), self.graphs()
         made: list[Tensor] = []
 
@@ -100,10 +100,6 @@ class GraphedPipeline(Pipeline):
         finally:
             clock.timed = timed
         return static, made[0], graph
-
-
-def _values(batch: Any) -> dict[str, Any]:
-    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
 
 
 def _shape(name: str, value: Any) -> Any:

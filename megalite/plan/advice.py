@@ -35,9 +35,7 @@ def limit_of(shares: Mapping[str, float]) -> str:
     """
     above = {name: share / CAUSES[name].worth for name, share in shares.items() if name in CAUSES}
     worst = max(above, key=lambda name: above[name], default="compute")
-    if above.get(worst, 0.0) >= 1:
-        return worst
-    return max(COMPUTING, key=lambda name: shares.get(name, 0.0))
+    return worst if above.get(worst, 0.0) >= 1 else max(COMPUTING, key=lambda name: shares.get(name, 0.0))
 
 
 def sentence(cause: str, share: float, figures: str = "", of: str = "a step") -> str:

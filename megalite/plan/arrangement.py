@@ -10,6 +10,7 @@ each kind (plan/kinds.py). Activations are the bytes that the schedule has in fl
 a moment; memory of CUDA and NCCL is not counted.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,18 +27,16 @@ from megalite.config.stage_layers import given_stages
 from megalite.models.gpt import Block, Recompute
 from megalite.models.specs import specs_of
 from megalite.nn.parameter import Maker, named_specs
-from megalite.optim.buffer import lay_out_chunks
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
-from megalite.parallel.spec import ParamSpec
+from megalite.parallel.spec import HOMES, ParamSpec
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, kept_of, sharing
-from megalite.plan.kinds import Setting, cut
+from megalite.plan.kinds import Kind, Setting, cut
 from megalite.plan.partition import evenly, fastest, ranges, splits
-from megalite.plan.stage_costs import StageCosts, stage_costs
-from megalite.plan.stages import build_stage, build_stages, elements_of, parameters_of
-from megalite.plan.sums import Sums
+from megalite.plan.stage_costs import StageCosts, Sums, stage_costs
+from megalite.plan.stages import build_stage, build_stages
 
 TRIED_ACTIONS = 200_000  # simulated in all to balance the stages: about a second
 LONG = 3  # groups of micro-batches that are simulated to compare splits; later groups are like the last
@@ -153,7 +152,7 @@ class Arrangement:
         if self.given_or_even:
             return ranges(self.given_or_even)
         layers, stages = self.config.model.num_layers, self.placement.num_stages
-        actions = sum(map(len, self._rows(self._split_of(evenly(layers, stages)), LONG)[1]))
+        actions = sum(map(len, self.rows(self._split_of(evenly(layers, stages)), LONG)[1]))
         least_time = lambda split: self.microbatches * self._slowest(self.layers.costs_of(split))  # noqa: E731
         return ranges(fastest(self.choices, least_time, self._rate, max(1, TRIED_ACTIONS // actions)))
 
@@ -192,12 +191,11 @@ class Arrangement:
 
     @cached_property
     def layers(self) -> StageCosts:
-        micro, parts = self.config.train.micro_batch_size, self.recompute.parts
-        places = cut(self.config.model, self.cp)
-        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts, places, self.ep, self.etp)
-        t, vocabulary = self.config.train, (self.vocab_size, self.padded_vocab)
+        m, t, again = self.config.model, self.config.train, self.recompute
+        split, places = self.splits_backward, cut(m, self.cp)
+        setting = Setting(self.tp, t.micro_batch_size, self.dtype, split, again.parts, places, self.ep, self.etp)
         offload = t.cpu_offloading_num_layers, t.min_offloaded_tensor_size
-        return stage_costs(self.config.model, self.recompute, setting, *vocabulary, t.z_loss_coeff, offload)
+        return stage_costs(m, again, setting, self.vocab_size, self.padded_vocab, t.z_loss_coeff, offload)
 
     @property
     def edge(self) -> int:
@@ -221,12 +219,10 @@ class Arrangement:
     def holdings(self) -> list[Holding]:
         """The holding of every pipeline rank. It is built once for ranks with equal layers and the same end of the
         model."""
-        sizes = self.elements
-        ranks = [[self.stages[s] for s in self.placement.stages(rank)] for rank in range(self.pp)]
-        kinds = [
-            (r == 0, r == self.pp - 1, *(sizes[layers.start : layers.stop] for layers in stages))
-            for r, stages in enumerate(ranks)
-        ]
+        kinds = []
+        for rank in range(self.pp):
+            layers = (self.stages[stage] for stage in self.placement.stages(rank))
+            kinds.append((rank == 0, rank == self.pp - 1, *(self.elements[n.start : n.stop] for n in layers)))
         built = {kind: self._holding(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
         return [built[kind] for kind in kinds]
 
@@ -238,7 +234,8 @@ class Arrangement:
     @cached_property
     def of_homes(self) -> Counter[str]:
         """The number of parameters of the whole model by their home, each counted once, without padding."""
-        return parameters_of(specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab))
+        specs = specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab).values()
+        return sum((Counter({spec.home: math.prod(spec.stored_shape)}) for spec in specs), Counter())
 
     @property
     def parameters(self) -> int:
@@ -287,13 +284,13 @@ class Arrangement:
     ) -> tuple[float, Simulation]:
         """(time of a step in units of the costs, simulation of it or of its first groups of micro-batches). `more`: of
         simulate()."""
-        run, rows = self._rows(split, groups)
+        run, rows = self.rows(split, groups)
         simulation = simulate(rows, costs, **more)
         if run == self.microbatches:
             return simulation.end, simulation
         each = self._slowest(costs)
         if more or self.config.parallel.pipeline_schedule != "1f1b":  # a message, or F and B of different ranks, may be
-            fewer, rows = self._rows(split, groups - 1)  # the slowest
+            fewer, rows = self.rows(split, groups - 1)  # the slowest
             each = max(each, (simulation.end - simulate(rows, costs, **more).end) / (run - fewer))
         return simulation.end + (self.microbatches - run) * each, simulation
 
@@ -324,16 +321,19 @@ class Arrangement:
         return element_bytes(self.dtype, kept_of(self.config.optim, matrix))
 
     def _holding(self, rank: int) -> Holding:
-        mesh, p = self.mesh_of(rank), self.config.parallel
-        chunks = build_stages(self, mesh, self.dtype, meta=True)
-        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=p.shared_out > 1, **self.config.optim.apart)
-        return Holding.of(layout, mesh, self.bytes_of_element, self.config)
+        mesh = self.mesh_of(rank)
+        return Holding.of(build_stages(self, mesh, self.dtype, meta=True), mesh, self.bytes_of_element, self.config)
 
     @cached_property
     def elements(self) -> tuple[tuple[int, ...], ...]:
         """The number of elements of each layer's parameters on a rank, by home in the order of HOMES."""
         make = Maker(self.mesh_of(0), self.dtype, 0, meta=True)
-        return tuple(self.layers.each(lambda kind: elements_of(Block(make, kind, 0))))
+
+        def of(kind: Kind) -> tuple[int, ...]:
+            specs = list(named_specs(Block(make, kind, 0)))
+            return tuple(sum(p.numel() for spec, p in specs if spec.home == home) for home in HOMES)
+
+        return tuple(self.layers.each(of))
 
     @cached_property
     def module_bytes(self) -> ModuleBytes:
@@ -361,15 +361,10 @@ class Arrangement:
 
     @property
     def told(self) -> int:
-        """The number of groups that the figures describe."""
+        """The number of groups of micro-batches that the figures describe: all of a short step."""
         return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self.group_size))
 
-    @property
-    def told_rows(self) -> tuple[tuple[Action, ...], ...]:
-        """The actions of each pipeline rank for the micro-batches that the figures describe: all of a short step."""
-        return self._rows(self.split, self.told)[1]
-
-    def _rows(self, split: Split | None, groups: int) -> tuple[int, tuple[tuple[Action, ...], ...]]:
+    def rows(self, split: Split | None, groups: int) -> tuple[int, tuple[tuple[Action, ...], ...]]:
         """(micro-batches, the actions of each pipeline rank for them) of a step, or of its first `groups` groups."""
         p, m, group = self.config.parallel, self.microbatches, self.group_size
         size = p.microbatch_group_size_per_virtual_pipeline_stage
@@ -379,16 +374,15 @@ class Arrangement:
 
     def most_alive(self, held: Sequence[Held] | None, split: Split | None, groups: int = LONG) -> list[float]:
         """The most that is in flight on every pipeline rank: each forward counts `held` of its stage, or 1."""
-        run, rows = self._rows(split, groups)
+        run, rows = self.rows(split, groups)
         now = [in_flight(row, held) for row in rows]
         if run == self.microbatches:
             return now
         # each further group adds as much as one group without a split adds, because what waits is limited
-        (run_2, two), (run_3, three) = self._rows(None, LONG - 1), self._rows(None, LONG)
+        (run_2, two), (run_3, three) = self.rows(None, LONG - 1), self.rows(None, LONG)
         more = (self.microbatches - run) / (run_3 - run_2)
-        return [
-            most + (in_flight(b, held) - in_flight(a, held)) * more for most, a, b in zip(now, two, three, strict=True)
-        ]
+        grown = (in_flight(b, held) - in_flight(a, held) for a, b in zip(two, three, strict=True))
+        return [most + each * more for most, each in zip(now, grown, strict=True)]
 
 
 def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:

@@ -14,6 +14,7 @@ of a card, whatever device the plan is made on.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -84,34 +85,24 @@ class Bill:
         return sum(event.phase in phases and event.what in ("matmul", "stream", "begin") for event in self.trace)
 
 
-class _Begun:
-    """A collective that has begun."""
-
-    def __init__(self, recorder: "Recorder", number: int):
-        self.recorder, self.number = recorder, number
-
-    def wait(self, *_: Any) -> None:
-        self.recorder.add("wait", "", self.number)
-
-
 class _Counted(Transport):
     """Moves nothing and records each collective. `axis`: "" or the axis and a space, before its name."""
 
     def __init__(self, recorder: "Recorder", axis: str = ""):
         self.recorder, self.group, self.axis = recorder, self, axis
 
-    def _begin(self, name: str, x: Tensor) -> _Begun:
+    def _begin(self, name: str, x: Tensor) -> Any:
         number = len(self.recorder.trace)
         self.recorder.add("begin", self.axis + name, x.nbytes, number)
-        return _Begun(self.recorder, number)
+        return SimpleNamespace(wait=partial(self.recorder.add, "wait", "", number))
 
-    def start_all_gather(self, out: Tensor, x: Tensor) -> _Begun:
+    def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
         return self._begin("all-gather", out)
 
-    def start_reduce_scatter(self, out: Tensor, x: Tensor) -> _Begun:
+    def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
         return self._begin("reduce-scatter", x)
 
-    def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> _Begun:
+    def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> Any:
         return self._begin("all-to-all", max(out, x, key=len))
 
 

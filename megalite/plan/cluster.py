@@ -1,4 +1,4 @@
-"""Devices, nodes and the links between them: those of devices.toml, or the user's own TOML file.
+"""Devices, their peak rates, nodes and the links between them: those of devices.toml, or the user's own TOML file.
 
     device = "h100"              # a name of the table; for another device a section [device] in place of this line
     nodes = 16
@@ -16,25 +16,118 @@
     latency_us = 8
 
 A file's sections and keys are all optional.
+
+Dense peak rates, the denominator of MFU, are from the vendors' data sheets. A CPU's is measured with a short matmul; an
+unknown card has none (MFU n/a) unless --peak-tflops gives it, because a wrong one would give an MFU that looks right.
 """
 
 import dataclasses
 import functools
 import math
 import os
+import re
+import time
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megalite.plan.peak_rates import SHORT, TABLE, measure_cpu_peak, peak_of
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from megalite.config.tables import table_beside
+from megalite.launch.local_ranks import cores
 
 GB, GIB, US = 1e9, 2**30, 1e-6
+REPETITIONS = 8  # of each size of a matmul, because the system may interrupt some
+TABLE = table_beside(__file__, "devices")
+PEAKS: Mapping[str, Mapping[str, float]] = TABLE["peaks"]  # words of a device's name -> dtype -> TFLOP/s
+# words in the names of parts of a card, or of cards at a lower clock, that contain the card's name
+SLOWER = ("MIG", "Laptop", "Max-Q")
+
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """`tflops` None: unknown. `source`: where the figure is from, for the plan."""
+
+    tflops: float | None
+    source: str
+
+
+def peak_of(device_name: str, dtype: torch.dtype) -> Peak:
+    """The table's entry for a device name as torch reports it.
+
+    >>> peak_of("NVIDIA A100-SXM4-80GB", torch.bfloat16)
+    Peak(tflops=312.0, source='NVIDIA A100-SXM4-80GB bf16 dense')
+    """
+    unknown = Peak(None, f"{device_name} is not in the table; give --peak-tflops")
+    if any(_holds(device_name, words) for words in SLOWER):
+        return unknown
+    for words, rates in PEAKS.items():
+        if _holds(device_name, words):
+            if (tflops := rates.get(SHORT[dtype])) is None:
+                return Peak(None, f"no {SHORT[dtype]} peak is known for {device_name}; give --peak-tflops")
+            return Peak(tflops, f"{device_name} {SHORT[dtype]} dense")
+    return unknown
+
+
+def _holds(device_name: str, words: str) -> bool:
+    """Whether the name contains `words`, as whole words: an RTX A4000 is no A40."""
+    return re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", device_name, re.IGNORECASE) is not None
+
+
+def measure_cpu_peak(
+    dtype: torch.dtype, seconds: float = 0.25, local_ranks: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> Peak:
+    """The best rate of square matmuls on this process's threads, in TFLOP/s. It takes about `seconds`, but always
+    REPETITIONS matmuls.
+
+    The size doubles while the next one fits into the time. Large ones are faster if the dtype has fast units; fp16 has
+    none on many CPUs, where one product of size 1024 would take seconds. If `local_ranks` processes have more threads
+    than cores, each gets its share of the rate.
+    """
+    best, size, end = 0.0, 128, clock() + seconds
+    while True:
+        a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+        torch.mm(a, b)  # the first call makes the kernel
+        fastest, runs, now = math.inf, 0, clock()
+        bigger = False
+        while runs < REPETITIONS or (not bigger and now < end):
+            start = clock()
+            torch.mm(a, b)
+            now = clock()
+            fastest, runs = min(fastest, now - start), runs + 1
+            # the next size is 8 times the work, REPETITIONS + 1 times
+            bigger = size < 1024 and now + 8 * fastest * (REPETITIONS + 1) < end
+        best = max(best, 2 * size**3 / fastest)
+        if not bigger:
+            break
+        size *= 2
+    threads = torch.get_num_threads()
+    share = min(1.0, cores() / (local_ranks * threads))
+    where = f"{threads} thread{'s' * (threads > 1)}" + (f" on {share:.2g} of their cores" if share < 1 else "")
+    return Peak(best * share / 1e12, f"cpu {SHORT[dtype]}, measured matmul, {where}")
+
+
+def find_peak(
+    device: torch.device, dtype: torch.dtype, override_tflops: float | None = None, local_ranks: int = 1
+) -> Peak:
+    """The peak of one device, or of one of the `local_ranks` processes that share this machine's CPU."""
+    if override_tflops is not None:
+        return Peak(override_tflops, "given by --peak-tflops")
+    if device.type == "cuda":
+        return peak_of(torch.cuda.get_device_name(device), dtype)
+    return measure_cpu_peak(dtype, local_ranks=local_ranks)
+
+
+@functools.cache
+def _measured(dtype: torch.dtype, local_ranks: int) -> float:
+    measured = measure_cpu_peak(dtype, local_ranks=local_ranks).tflops
+    assert measured is not None
+    return measured
 
 
 @dataclass(frozen=True)
@@ -52,7 +145,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """vendor_name    the name that torch reports; megalite/plan/peak_rates.py finds the peak by it
+    """vendor_name    the name that torch reports, by which `peak_of` finds the peak
     memory_bytes      as the driver shows it
     price_per_hour    US dollars: an example, as rented by the hour in 2026; give your own
     peaks             dtype -> TFLOP/s, for devices that are not in the table of peaks
@@ -67,12 +160,12 @@ class Device:
     peaks: Mapping[str, float] = field(default_factory=dict)
     local_ranks: int = 1
 
-    def peak_tflops(self, dtype: "torch.dtype") -> float:
+    def peak_tflops(self, dtype: torch.dtype) -> float:
         """Dense rate, accumulating in fp32. Raises ValueError if the device has no known peak for `dtype`."""
         if (given := self.peaks.get(SHORT[dtype])) is not None:
             return given
         if self.name == "cpu":
-            return _cpu_peak(dtype, self.local_ranks)
+            return _measured(dtype, self.local_ranks)
         if (peak := peak_of(self.vendor_name, dtype).tflops) is None:
             names = [name for other, name in SHORT.items() if peak_of(self.vendor_name, other).tflops]
             remedy = f"train in {' or '.join(names)}" if names else "give peak_tflops in the cluster's file"
@@ -93,13 +186,6 @@ class Cluster:
     @property
     def world(self) -> int:
         return self.per_node * self.nodes
-
-
-@functools.cache
-def _cpu_peak(dtype: "torch.dtype", local_ranks: int) -> float:
-    measured = measure_cpu_peak(dtype, local_ranks=local_ranks).tflops
-    assert measured is not None
-    return measured
 
 
 def _link(label_gb_per_s: float, reached: float, latency_us: float) -> Link:
@@ -178,10 +264,8 @@ def _is_device(value: Any) -> bool:
 
 # kinds of values: the test of one, and what another one is not
 NUMBER, WHOLE = (_is_number, "a number above 0"), (lambda x: type(x) is int and x > 0, "a whole number above 0")
-WORDS, SECTION = (
-    (lambda x: isinstance(x, str), "a string; write it in quotes"),
-    (lambda x: isinstance(x, dict), "a table; write [inside] or [between]"),
-)
+WORDS = (lambda x: isinstance(x, str), "a string; write it in quotes")
+SECTION = (lambda x: isinstance(x, dict), "a table; write [inside] or [between]")
 RATES = (_is_rates, f"a table of numbers above 0 of {', '.join(SHORT.values())}, as {{ bf16 = 500 }}")
 DEVICE = (_is_device, f"in the table; give one of {', '.join(DEVICES)}, or a table [device]")
 LINK, SIZE = {"gb_per_s": NUMBER, "latency_us": NUMBER}, {"memory_gib": NUMBER, "memory_gb_per_s": NUMBER}
@@ -199,11 +283,10 @@ def _problems(tables: dict[str, Any]) -> list[str]:
     for section, keys in KEYS.items():
         given, place = tables.get(section, {}) if section else tables, f"{section}." * bool(section)
         if isinstance(given, dict):
-            unknown, known = (
-                sorted(given.keys() - keys),
-                ((key, given[key], *keys[key]) for key in keys if key in given),
-            )
-            problems += [f"{place}{key}: no such key; there are {', '.join(keys)}" for key in unknown]
+            known = ((key, given[key], *keys[key]) for key in keys if key in given)
+            problems += [
+                f"{place}{key}: no such key; there are {', '.join(keys)}" for key in sorted(given.keys() - keys)
+            ]
             problems += [f"{place}{key}={value!r} is not {what}" for key, value, fits, what in known if not fits(value)]
     if isinstance(own := tables.get("device"), dict):
         missing = (key for key in ("name", *SIZE) if key not in own)

@@ -20,7 +20,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,32 +31,10 @@ from megalite.plan.cluster import Cluster
 from megalite.plan.kinds import Kind, layers_bill
 from megalite.plan.links import Group, Links
 from megalite.plan.profile import Profile
-from megalite.plan.sums import Sums
+from megalite.plan.stage_costs import Sums
 
 SCORES_AGAIN = 1.25  # times backward's stated FLOPs, because it computes the scores again
 SCORE_BYTES = (13, 21)  # moved in forward and backward per 16-bit score that is kept; dropout's mask is one byte of it
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """`all`: the time of F, B and W on one rank; `tp`, `cp`: the parts of it that are waiting for that axis, tp with
-    the exchanges of experts."""
-
-    all: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    tp: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    cp: tuple[float, float, float] = (0.0, 0.0, 0.0)
-
-    @classmethod
-    def of(cls, figures: Any) -> "Seconds":
-        """Of [3 x 3] seconds, as `figures` gives them."""
-        return cls(*map(tuple, np.reshape(figures, (3, 3)).tolist()))
-
-    @property
-    def figures(self) -> tuple[float, ...]:
-        return *self.all, *self.tp, *self.cp
-
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds.of(np.add(self.figures, other.figures))
 
 
 def shape_of(made: Arrangement, kind: Kind | None = None) -> str:
@@ -69,7 +46,8 @@ def shape_of(made: Arrangement, kind: Kind | None = None) -> str:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of the stages of `made`, on a rank of the first tp group."""
+    """The costs of the stages of `made`, on a rank of the first tp group, as seconds [3, 3] of F, B and W: all of their
+    time, and the parts of it that are waiting for tp, with the exchanges of experts, and for cp."""
 
     made: Arrangement
     cluster: Cluster
@@ -77,8 +55,7 @@ class Costs:
 
     @cached_property
     def links(self) -> Links:
-        measured = self.profile.collective
-        return Links(dataclasses.replace(self.cluster, inside=measured) if measured else self.cluster)
+        return Links.of(self.cluster, self.profile.collective)
 
     @cached_property
     def peak(self) -> float:
@@ -126,9 +103,9 @@ class Costs:
         share, half = profile.attention[not forward], profile.attention_half[not forward]
         return flops * (1.0 if forward else SCORES_AGAIN) / (self.peak * share * S / (S + half))
 
-    def _priced(self, bill: Bill, head: bool = False) -> Seconds:
-        """The time of a bill's F, B and W. `head`: matmuls and loss together, at the profile's rate for both."""
-        return Seconds.of(np.transpose([self._queued(bill.of(phase), head) for phase in "FBW"]))
+    def _priced(self, bill: Bill, head: bool = False) -> np.ndarray:
+        """The time of a bill. `head`: matmuls and loss together, at the profile's rate for both."""
+        return np.transpose([self._queued(bill.of(phase), head) for phase in "FBW"])
 
     def _queued(self, events: Sequence[Event], head: bool) -> tuple[float, float, float]:
         """(seconds, seconds of these that wait for tp, and for cp) of one rank that does `events` in order."""
@@ -167,7 +144,7 @@ class Costs:
         sums = self.memory_s(8 * rows * columns * self.profile.sums) * sinks
         return self.matmul_s(rows, columns, depth, *more) + sums
 
-    def layer(self, kind: Kind, whole: bool = False) -> Seconds:
+    def layer(self, kind: Kind, whole: bool = False) -> np.ndarray:
         """The time of a layer; `whole`: all of it is recomputed."""
         if (measured := self._calibrated("layer, split" if self.made.splits_backward else "layer", kind)) is not None:
             return measured  # recomputation is part of it
@@ -175,36 +152,38 @@ class Costs:
         time = self._priced(bill)
         if not (host := self.profile.dispatch_s) or self.made.config.train.cuda_graph_impl != "none":
             return time
-        f, b, w = time.all
+        f, b, w = time[0]
         late = max(0.0, host * bill.launches("BW") - (b + w))
         b, w = b + late * b / (b + w), w + late * w / (b + w)
-        return dataclasses.replace(time, all=(max(f, host * bill.launches("F")), b, w))
+        return np.array([(max(f, host * bill.launches("F")), b, w), *time[1:]])
 
     @cached_property
     def layers(self) -> Sums:
-        """The figures of layers' Seconds."""
-        return self.made.layers.sums(lambda kind, whole: self.layer(kind, whole).figures)
+        return self.made.layers.sums(self.layer)
 
-    def stages(self) -> list[Seconds]:
+    def stages(self) -> list[np.ndarray]:
         """The time of each stage for one micro-batch."""
-        times = [Seconds.of(self.layers.of(layers.start, layers.stop)) for layers in self.made.stages]
+        times = [self.layers.of(layers.start, layers.stop) for layers in self.made.stages]
         times[0] += self.embedding
         times[-1] += self.head
         return times
 
-    def _calibrated(self, name: str, *kinds: Kind) -> Seconds | None:
+    def _calibrated(self, name: str, *kinds: Kind) -> np.ndarray | None:
         """The ends of a model are those of all its kinds."""
         known = any(self.profile.shape == shape_of(self.made, kind) for kind in kinds or set(self.made.layers.kinds))
-        return Seconds(self.profile.blocks[name]) if known and name in self.profile.blocks else None
+        blocks = self.profile.blocks
+        return np.array([blocks[name], (0.0,) * 3, (0.0,) * 3]) if known and name in blocks else None
 
     @cached_property
-    def embedding(self) -> Seconds:
-        return self._calibrated("embedding") or self._priced(self.made.layers.embedding)
+    def embedding(self) -> np.ndarray:
+        measured = self._calibrated("embedding")
+        return self._priced(self.made.layers.embedding) if measured is None else measured
 
     @cached_property
-    def head(self) -> Seconds:
+    def head(self) -> np.ndarray:
         """Final norm, output projection and loss, whose gradients are computed in forward."""
-        return self._calibrated("head") or self._priced(self.made.layers.head, head=True)
+        measured = self._calibrated("head")
+        return self._priced(self.made.layers.head, head=True) if measured is None else measured
 
     def update_s(self) -> tuple[float, float]:
         """Seconds of the gradient norm and of the optimizer's step, on the rank with the most to do."""
@@ -213,7 +192,7 @@ class Costs:
         gradients = held.owned * gradient
         moved = gradients + 2 * held.optimizer + held.owned * weight
         if (measured := self._calibrated("update")) is not None:  # seconds per byte: update, norm
-            return gradients * measured.all[1], moved * measured.all[0] + self.whole_matrices_s
+            return gradients * float(measured[0, 1]), moved * float(measured[0, 0]) + self.whole_matrices_s
         return self.memory_s(gradients), self.memory_s(moved) + self.whole_matrices_s
 
     @cached_property

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from megalite.config.options import Config, OptimConfig
 from megalite.config.parallel_options import ParallelConfig
 from megalite.kernels.newton_schulz import coefficients, newton_schulz, newton_schulz_flops
+from megalite.optim.buffer import lay_out_chunks
 from megalite.optim.exchange import Matrix, homes_of, matrices_of
 from megalite.optim.flat_storage import main_dtype
 from megalite.optim.host_memory import pinned_bytes
@@ -21,7 +23,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import OWNERS
 from megalite.pipeline.schedule import Placement, Sharing
 from megalite.plan.meta import META, Meta
-from megalite.plan.sums import Sums
+from megalite.plan.stage_costs import Sums
 
 
 class Shares(NamedTuple):
@@ -70,10 +72,11 @@ class Holding:
 
     @classmethod
     def of(
-        cls, layout: Layout, mesh: Mesh, element: Callable[[bool], tuple[int, int, int]], config: Config
+        cls, chunks: Sequence[nn.Module], mesh: Mesh, element: Callable[[bool], tuple[int, int, int]], config: Config
     ) -> "Holding":
         """What stays of weights and gradients is whole. `element`: its bytes, of a matrix or not."""
         o, p, shares = config.optim, config.parallel, Shares.of(config.parallel, mesh)
+        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=p.shared_out > 1, **o.apart)
         units, elements, held = dict[str, dict[str, int]](), dict.fromkeys(shares, 0), list[int]()
         weights = gradients = owned = 0
         for bucket in layout.buckets:

@@ -27,17 +27,11 @@ def kinds_of(model: ModelConfig) -> tuple[Kind, ...]:
 
     @functools.cache
     def kind(window: int | None, rotary: bool, exchange: str, experts: bool) -> Kind:
-        return replace(
-            model,
-            num_layers=1,
-            window_size=None if window is None else (window - 1, 0),
-            window_attn_skip_freq=None,
-            position_embedding_type=model.position_embedding_type if rotary else "none",
-            no_rope_freq=None,
-            cp_comm_type=(exchange,),
-            num_experts=model.num_experts if experts else None,
-            moe_layer_freq="1",
-        )
+        alike = dict(num_layers=1, window_attn_skip_freq=None, no_rope_freq=None, moe_layer_freq="1")
+        positions, number = model.position_embedding_type if rotary else "none", model.num_experts if experts else None
+        size = None if window is None else (window - 1, 0)
+        kind = replace(model, **alike, window_size=size, position_embedding_type=positions, num_experts=number)
+        return replace(kind, cp_comm_type=(exchange,))
 
     return tuple(map(kind, model.windows, model.rotary, model.exchanges, model.experts))
 
@@ -94,8 +88,11 @@ def layers_bill(
     blocks = [recorder.own(Block(make, kind, 0, setting.again)) for kind in kinds]
     later = Later() if setting.split else None
     sample_ids_B = torch.empty(setting.micro_batch, dtype=torch.int64, device=META)
-    rows_S = setting.tokens(first)[:, 0]
-    where = Coordinates(_rope(first, len(rows_S)), sample_ids_B, 0, None, later, again=whole, loss_weight=1.0)
+    rows_S, rope = setting.tokens(first)[:, 0], None
+    if any(first.rotary):
+        shape = len(rows_S), int(first.head_size * first.rotary_percent) // 2
+        rope = torch.empty(shape, device=META), torch.empty(shape, device=META)
+    where = Coordinates(rope, sample_ids_B, 0, None, later, again=whole, loss_weight=1.0)
     if setting.places is not None:
         where = replace(where, places=setting.places, places_S=rows_S)
 
@@ -115,14 +112,6 @@ def layers_bill(
         return bill
     plain = layers_bill(kinds, setting)
     return replace(plain, away=plain.saved - bill.saved + setting.hidden(first).nbytes, sent=offload.sent)
-
-
-def _rope(model: ModelConfig, rows: int) -> tuple[Tensor, Tensor] | None:
-    if not any(model.rotary):
-        return None
-    size = int(model.head_size * model.rotary_percent) // 2
-    cos, sin = (torch.empty(rows, size, device=META) for _ in range(2))
-    return cos, sin
 
 
 @functools.lru_cache(maxsize=256)

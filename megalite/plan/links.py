@@ -18,9 +18,10 @@ Groups that run at the same time therefore never share a card, unless the ranks 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megalite.plan.cluster import Cluster
+from megalite.config.tables import table_beside
+from megalite.plan.cluster import Cluster, Link
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Links:
     """
 
     cluster: Cluster
+
+    @classmethod
+    def of(cls, cluster: Cluster, inside: Link | None) -> "Links":
+        """`inside`: measured, in place of the table's."""
+        return cls(replace(cluster, inside=inside) if inside else cluster)
 
     def rate(self, group: Group) -> float:
         """Bytes/s of a ring through the group, per rank."""
@@ -101,19 +107,7 @@ def table(cluster: Cluster) -> list[tuple[str, str, str, str]]:
 
 def in_words(cluster: Cluster) -> list[str]:
     """The meaning of the formulas for this cluster, for readers of a plan."""
-    ring = (
-        "An all-reduce moves 2 (N - 1) / N of the tensor over each link of the ring, an all-gather or reduce-scatter "
-        "half of that. This hardly depends on the number of ranks: only the latency of N - 1 hops grows with N."
-    )
-    if cluster.nodes == 1:
-        return [ring]
+    words = table_beside(__file__, "links")
     ratio = cluster.inside.bytes_per_s / cluster.between.bytes_per_s
     even = cluster.between.latency_s * cluster.between.bytes_per_s
-    return [
-        ring,
-        f"A link within a node is {ratio:.1f} times as fast as a device's share of the network. Keep tensor "
-        "parallelism, which waits for 4 collectives per layer in forward, inside a node; pipeline stages exchange the "
-        "least, so they may be on different nodes.",
-        f"Between nodes a message of {even / 1e3:.0f} kB takes as long to start as to travel, so buckets should be "
-        "much larger.",
-    ]
+    return [words["ring"], *(text.format(ratio=ratio, kB=even / 1e3) for text in words["nodes"] if cluster.nodes > 1)]

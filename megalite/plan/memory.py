@@ -14,7 +14,6 @@ with buffers are within ACTIVATIONS_ERROR of the allocated bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megalite.optim.buffer import lay_out_chunks
 from megalite.pipeline.runtime import SENT
 from megalite.pipeline.schedule import Action, Op, with_sharing
 from megalite.plan.arrangement import Arrangement
@@ -46,7 +45,8 @@ class RankMemory:
 def memory(made: Arrangement) -> list[RankMemory]:
     """The memory of every pipeline rank."""
     found = []
-    for rank, (held, kept, row) in enumerate(zip(made.holdings, made.activations, made.told_rows, strict=True)):
+    rows = made.rows(made.split, made.told)[1]
+    for rank, (held, kept, row) in enumerate(zip(made.holdings, made.activations, rows, strict=True)):
         buffers = max(0, round(peak_of(row, made, rank)) - kept)
         found.append(RankMemory(held.weights, held.gradients, held.optimizer, kept, buffers))
     return found
@@ -57,10 +57,9 @@ def by_stage(made: Arrangement) -> list[Holding]:
     chunks = build_stages(made, made.mesh_of(made.worst), made.dtype, meta=True)
     found = list[Holding]()
     for stage in range(len(SHARED_PARTS)):
-        config = replace(made.config, parallel=(p := replace(made.config.parallel, zero_stage=stage)))
+        config = replace(made.config, parallel=replace(made.config.parallel, zero_stage=stage))
         mesh = replace(made, config=config).mesh_of(made.worst)
-        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, by_unit=stage > 1, **config.optim.apart)
-        found.append(Holding.of(layout, mesh, made.bytes_of_element, config))
+        found.append(Holding.of(chunks, mesh, made.bytes_of_element, config))
     return found
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megalite.plan.cluster import Link
-from megalite.plan.peak_rates import TABLE
+from megalite.plan.cluster import TABLE, Link
 
 
 @dataclass(frozen=True)

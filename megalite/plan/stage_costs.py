@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,9 +13,32 @@ from megalite.models.gpt import Recompute
 from megalite.pipeline.schedule import Cost, Held
 from megalite.plan.bill import Bill
 from megalite.plan.kinds import Kind, Setting, embedding_bill, head_bill, kinds_of, layers_bill
-from megalite.plan.sums import Sums
 
 T = TypeVar("T")
+
+
+class Sums:
+    """Sums over any range of layers by prefix sums, in O(1), also for arrays of ranges. Sums of integers are exact.
+
+    rows           [layers, figures]
+    again, first   rows that count instead for the `first` layers of each stage
+    """
+
+    def __init__(self, rows: Sequence[Any], again: Sequence[Any] | None = None, first: int = 0):
+        self.each, self.first = np.array(rows), first
+        self._plain, self._again = _prefix(rows), None if again is None else _prefix(again)
+
+    def of(self, starts: Any, stops: Any) -> np.ndarray:
+        """Sums [..., figures] over the layers from start to stop, which are numbers or arrays."""
+        if self._again is None:
+            return self._plain[stops] - self._plain[starts]
+        middles = np.minimum(np.asarray(starts) + self.first, stops)
+        return self._again[middles] - self._again[starts] + self._plain[stops] - self._plain[middles]
+
+
+def _prefix(rows: Sequence[Any]) -> np.ndarray:
+    table = np.array(rows)
+    return np.concatenate([np.zeros_like(table[:1]), table.cumsum(0)])
 
 
 @dataclass(frozen=True)
@@ -71,7 +94,7 @@ class StageCosts:
         """The setting of embedding and head, where no weight gradient waits and nothing is recomputed."""
         return replace(self.setting, split=False, again=())
 
-    def sums(self, of: Callable[..., Sequence[float]]) -> Sums:
+    def sums(self, of: Callable[..., Any]) -> Sums:
         """Sums over the layers of any stage of the figures of(kind, whole); `whole`: the layer is recomputed."""
         full, recompute = self.recompute.granularity == "full", self.recompute
         if not full or recompute.method == "uniform":

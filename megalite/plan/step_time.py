@@ -11,7 +11,6 @@
 It looks at one rank of each pipeline position, because all others there do the same.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from megalite.pipeline.schedule import Cost, Op
 from megalite.pipeline.simulate import Simulation
 from megalite.plan.arrangement import LONG, Arrangement
 from megalite.plan.cluster import Cluster
-from megalite.plan.cost import Costs, Seconds
+from megalite.plan.cost import Costs
 from megalite.plan.kinds import model_flops
 from megalite.plan.links import Group, Links
 from megalite.plan.profile import Profile, default_profile
@@ -92,8 +91,8 @@ class _Step:
     def parts(self) -> dict[str, float]:
         made, stages = self.made, self.stages
         each = made.microbatches / made.pp
-        busy, tp, cp = (each * sum(sum(getattr(s, name)) for s in stages) for name in ("all", "tp", "cp"))
-        costs = [stage.all for stage in stages]
+        busy, tp, cp = (each * sum(sum(seconds) for seconds in of_stages) for of_stages in zip(*stages, strict=True))
+        costs: list[Cost] = [(f, b, w) for (f, b, w), *_ in stages]
         slowed = [self._slowed(number, cost) for number, cost in enumerate(costs)]
         groups = LONG if made.split is None else made.told  # what waits of a split backward may take long to settle
         alone, simulation = made.run(costs, made.split, groups)
@@ -110,33 +109,21 @@ class _Step:
         hidden = max(0.0, self.exchanged_s - shown)
         agreement = self.costs.links.all_reduce(64, self.costs.group(range(made.world)))  # a few numbers
         dp = shown + self.profile.contention * hidden + agreement + self.tied_s
-        return {
-            "compute": busy - tp - cp,
-            "bubble": alone - busy,
-            "tp": tp,
-            "cp": cp,
-            "pp": sent - alone,
-            "dp": dp,
-            "optimizer": norm + update + self.profile.step_s,
-        }
+        parts = {"compute": busy - tp - cp, "bubble": alone - busy, "tp": tp, "cp": cp, "pp": sent - alone, "dp": dp}
+        return parts | {"optimizer": norm + update + self.profile.step_s}
 
     @cached_property
     def costs(self) -> Costs:
         return Costs(self.made, self.cluster, self.profile)
 
     @cached_property
-    def stages(self) -> list[Seconds]:
-        return self.costs.stages()
-
-    @cached_property
-    def messages(self) -> Links:
-        measured = self.profile.message
-        return Links(dataclasses.replace(self.cluster, inside=measured) if measured else self.cluster)
+    def stages(self) -> list[list[list[float]]]:
+        return [times.tolist() for times in self.costs.stages()]
 
     def delay(self, source: int, target: int) -> float:
         """Seconds of a message between two pipeline ranks: this tp rank's part of the hidden states."""
         ranks = self.costs.mesh.pp.ranks
-        return self.messages.message(self.made.edge, ranks[source], ranks[target])
+        return Links.of(self.cluster, self.profile.message).message(self.made.edge, ranks[source], ranks[target])
 
     def _chunk_bytes(self, rank: int, size: int, ends: bool = True) -> list[np.ndarray]:
         """Bytes of the weights or gradients, of `size` bytes each, by home, of each chunk of a pipeline rank, in order.
@@ -170,15 +157,12 @@ class _Step:
             times * self._collective(self._chunk_bytes(rank, size, ends)[chunk], size, gather=True, buckets=units)
             for times, ends in ((often.forward, True), (often.backward, False))
         ]
-        forward, backward, later = cost
-        behind = (forward, backward if made.split else backward + later)
-        shown = [
-            max(0.0, gathers[0] - behind[0] * p.overlap_param_gather),
-            max(0.0, gathers[1] * p.overlap_param_gather + reduce * p.overlap_grad_reduce - behind[1])
-            + gathers[1] * (not p.overlap_param_gather)
-            + reduce * (not p.overlap_grad_reduce),
-        ]
-        return forward + shown[0], backward + shown[1], later
+        (forward, backward, later), (first, second) = cost, gathers
+        hidden = second * p.overlap_param_gather + reduce * p.overlap_grad_reduce
+        shown = max(0.0, hidden - (backward if made.split else backward + later))
+        shown += second * (not p.overlap_param_gather)
+        shown += reduce * (not p.overlap_grad_reduce)
+        return forward + max(0.0, first - forward * p.overlap_param_gather), backward + shown, later
 
     def _buckets(self, num_bytes: Any, size: int) -> int:
         limit = self.made.config.parallel.ddp_bucket_size
@@ -206,7 +190,7 @@ class _Step:
             for stage, n in zip(made.placement.stages(rank), self._chunk_bytes(rank, made.dtype.itemsize), strict=True):
                 buckets = self._buckets(n, made.dtype.itemsize)
                 one = self._collective(n, made.dtype.itemsize, gather=True, buckets=buckets) / buckets
-                forward = self.stages[stage].all[0] / buckets
+                forward = self.stages[stage][0][0] / buckets
                 begin[stage] = max(now + (k + 1) * one - k * forward for k in (0, buckets - 1))
                 now += buckets * one
         return begin

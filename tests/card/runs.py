@@ -20,8 +20,7 @@ from train_cases import config_from, pretrain, run_from
 from card.simulator import nccl
 from card.simulator.device import Card, simulated
 from card.simulator.trace import Fact
-from megalite.generate.generation import continue_texts, load_model
-from megalite.generate.sampling import Sampling
+from megalite.generate.generation import Sampling, continue_texts, load_model
 from megalite.launch.ranks import Ranks
 from megalite.parallel.mesh import build_mesh
 from megalite.train.life import run as train_run

@@ -27,8 +27,7 @@ from card.test_trainer import COMMON as STEPS
 from card.test_trainer import LLAMA
 from megalite.checkpoint.run.background_save import HostCopy
 from megalite.checkpoint.run.saver import Saver
-from megalite.generate.generation import Generator, continue_texts
-from megalite.generate.sampling import Sampling
+from megalite.generate.generation import Generator, Sampling, continue_texts
 from megalite.launch.ranks import LaunchError
 from megalite.optim import param_gather
 from megalite.parallel.comm import gather_texts, start_all_gather_into

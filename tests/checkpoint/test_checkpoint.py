@@ -17,8 +17,7 @@ from megalite.checkpoint.format import reader, tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError, cover
 from megalite.checkpoint.run import loader, saver
 from megalite.checkpoint.storage import protocol as storage
-from megalite.parallel.rectangles import inside, rectangles
-from megalite.parallel.spec import Box, ParamSpec, Piece
+from megalite.parallel.spec import Box, ParamSpec, Piece, inside, rectangles
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())

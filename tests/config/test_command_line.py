@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pretrain_gpt
-from megalite.config import cli, help
+from megalite.config import cli
 from megalite.config.field import base_type, flag_of, spellings
 from megalite.config.megatron_flags import DEPENDENT, NO_EFFECT, REFUSED, WARNED, answer, known_flags
 from megalite.config.options import SECTIONS, ConfigError, options
@@ -211,9 +211,9 @@ def asked(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_first_page_holds_fifteen_flags_examples_and_groups() -> None:
-    page = help.help_text("", sorted(PRESETS))
+    page = cli.help_text("", sorted(PRESETS))
     begin, _, rest = page.partition("examples:")
-    first = help.PAGES["first"].split()
+    first = cli.PAGES["first"].split()
     assert flags_in(begin) == {flag_of(name) for name in first}
     assert len(first) == 15 and "--tensor-model-parallel-size INT, --tp INT" in begin
     examples = re.findall(r"^  # .*\n((?:.*\\\n)*.*)$", rest, re.MULTILINE)
@@ -221,12 +221,12 @@ def test_the_first_page_holds_fifteen_flags_examples_and_groups() -> None:
     for example in examples:
         words = shlex.split(example.replace("\\\n", " "))
         cli.read(words[next(i for i, word in enumerate(words) if word.startswith("--")) :], PRESETS)  # raises if wrong
-    assert set(re.findall(r"--help (\w+)", rest)) == {*SECTIONS, "all"} == {*help.PAGES["groups"], "all"}
+    assert set(re.findall(r"--help (\w+)", rest)) == {*SECTIONS, "all"} == {*cli.PAGES["groups"], "all"}
 
 
 def test_each_flag_is_on_the_page_of_its_group_and_on_that_of_all() -> None:
-    every = flags_in(help.help_text("all", ["one"]))
-    pages = {section: flags_in(help.help_text(section, ["one"])) for section in SECTIONS}
+    every = flags_in(cli.help_text("all", ["one"]))
+    pages = {section: flags_in(cli.help_text(section, ["one"])) for section in SECTIONS}
     assert every == set().union(*pages.values()) and {"--preset", "--config"} <= every
     for section, f in options():
         assert spellings(f)[0][0] in pages[section]
@@ -238,7 +238,7 @@ PAGES = {"": None, "--lr 3": None, "--help": "", "-h": "", "--help data": "data"
 
 @pytest.mark.parametrize("line,page", [*PAGES.items(), ("--lr 3 --help --bf16", ""), ("--lr 3 -h all --bf16", "all")])
 def test_the_word_behind_help_is_its_page(line: str, page: str | None) -> None:
-    assert help.asked_for(line.split()) == page
+    assert cli.asked_for(line.split()) == page
 
 
 def test_a_page_that_is_none_is_answered_with_the_nearest() -> None:
@@ -252,5 +252,5 @@ def test_help_needs_few_modules_and_no_torch() -> None:
     """0.2 to 0.3 s; what takes time are imports."""
     words = [sys.executable, "-X", "importtime", "pretrain_gpt.py", "--help"]
     imported = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr
-    assert "megalite.config.help" in imported and not re.search(r"\| +(torch|numpy|rich)\b", imported)
+    assert "megalite.config.cli" in imported and not re.search(r"\| +(torch|numpy|rich)\b", imported)
     assert imported.count("import time:") < 300  # 213 with Python 3.11, whose own are 99

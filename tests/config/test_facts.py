@@ -13,6 +13,7 @@ from megalite.config import field
 from megalite.config.field import FREE, HOW, MODEL, TRAINING, base_type, facts_of
 from megalite.config.options import SECTIONS, Config, ConfigError, build, options, training_of
 from megalite.config.problem import Problem, Say
+from megalite.config.tables import table_beside
 from megalite.config.toml import parse_toml, to_toml
 from megalite.train.start import origin
 
@@ -91,6 +92,7 @@ def test_an_option_without_a_class_is_an_error_at_import() -> None:
 
 
 def test_facts_name_what_there_is() -> None:
+    assert {*table_beside(field.__file__, "spellings")} < {f.name for _, f in options()}
     for section, f in options():
         facts = facts_of(f)
         assert facts.same_as is None or isinstance(getattr(SECTIONS[section], facts.same_as), property)

@@ -18,9 +18,16 @@ from train_cases import SMALL, config_from
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.run import saver
-from megalite.generate.cache import KeyValueCache
-from megalite.generate.generation import chosen_logits, continue_texts, load_model
-from megalite.generate.sampling import Sampling, choose, distribution, uniform
+from megalite.generate.generation import (
+    KeyValueCache,
+    Sampling,
+    choose,
+    chosen_logits,
+    continue_texts,
+    distribution,
+    load_model,
+    uniform,
+)
 from megalite.interop.hugging_face.model_files import stop_ids
 from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention

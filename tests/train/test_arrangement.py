@@ -128,7 +128,7 @@ def test_what_is_told_of_a_long_step_is_what_the_whole_of_it_takes(flags: str) -
     made = arrange(config_from([*SMALL, "--train-iters", "1", *flags.split()]), int(flags.split()[6]), 5000)
     p = made.config.parallel
     rows = plan(p.pipeline_schedule, made.pp, made.microbatches, made.chunks, None, made.split)
-    assert made._rows(made.split, made.told)[0] < made.microbatches
+    assert made.rows(made.split, made.told)[0] < made.microbatches
     assert made.bubble == pytest.approx(simulate(rows, made.costs).bubble, abs=0.005)
     assert made.in_flight == [in_flight(row) for row in rows]
 

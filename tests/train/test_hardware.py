@@ -5,7 +5,7 @@ import torch
 
 from megalite.launch import local_ranks
 from megalite.launch.ranks import Ranks
-from megalite.plan.peak_rates import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
+from megalite.plan.cluster import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
 from megalite.train.life import preflight
 
 # names as torch.cuda.get_device_name reports them

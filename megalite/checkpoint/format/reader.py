@@ -25,8 +25,7 @@ from megalite.checkpoint.format.tensor_file import Place, maker, places, views
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import OpenFile, storage_of
 from megalite.config.console import told
-from megalite.parallel.rectangles import inside, intersect, offset_in, rectangles
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Box, Piece, inside, intersect, offset_in, rectangles
 
 _DIRECT = 1 << 16  # bytes; a read of less costs more than copying it
 

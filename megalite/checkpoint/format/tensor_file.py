@@ -2,7 +2,7 @@
 
     8 bytes: length of the header | header, JSON: key -> dtype, shape, [begin, end) | bytes of the tensors, packed
 
-A piece's rectangles follow each other in its flat data (parallel/rectangles.py), so the payload of a file is the
+A piece's rectangles follow each other in its flat data (parallel/spec.py), so the payload of a file is the
 pieces' data one after the other: the header is known before the first byte is written, and nothing is gathered in
 memory. The package safetensors needs all tensors at once to write, and maps the file to read, so that a shrinking file
 causes a SIGBUS.
@@ -26,8 +26,7 @@ from torch import Tensor
 
 from megalite.checkpoint.storage.location import Location
 from megalite.checkpoint.storage.protocol import storage_of
-from megalite.parallel.rectangles import rectangles
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Box, Piece, rectangles
 
 try:
     from xxhash import xxh3_128

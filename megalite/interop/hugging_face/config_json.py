@@ -24,8 +24,7 @@ from megalite.config.pattern import LONGEST, write_pattern
 from megalite.config.tables import table_beside
 from megalite.interop.convert import refuse
 from megalite.kernels.rope import RopeScaling, Yarn
-from megalite.models.families import FAMILIES, REFUSED
-from megalite.models.family import Family
+from megalite.models.families import FAMILIES, REFUSED, Family
 from megalite.models.gpt import rope_scaling
 
 Json = dict[str, Any]

@@ -28,8 +28,7 @@ from megalite.checkpoint.offline import whole
 from megalite.config.pattern import LONGEST
 from megalite.interop.convert import Found
 from megalite.interop.megatron import rank_files
-from megalite.parallel.rectangles import inside, intersect
-from megalite.parallel.spec import Box
+from megalite.parallel.spec import Box, inside, intersect
 
 RECORDS: list[str] = rank_files.TABLE["records"]
 _FILE = re.compile(r"__\d+_\d+\.distcp")

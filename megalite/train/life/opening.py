@@ -21,8 +21,8 @@ from megalite.launch.ranks import CUDA_VARIABLES, Ranks
 from megalite.models.gpt import Block, Stage
 from megalite.parallel.comm import all_reduce_
 from megalite.plan.arrangement import Arrangement
+from megalite.plan.cluster import find_peak
 from megalite.plan.kinds import model_flops
-from megalite.plan.peak_rates import find_peak
 from megalite.train.batch import host_batch, on_device
 from megalite.train.setup import batch_marks
 from megalite.train.sources import Sources

@@ -9,10 +9,10 @@ import torch
 
 from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import describe_kernels
-from megalite.models.compiled import describe_compile
+from megalite.models.compiled import COMPILED
 from megalite.plan.arrangement import Arrangement
+from megalite.plan.cluster import Peak
 from megalite.plan.memory import SHARED_PARTS, by_stage, on_host
-from megalite.plan.peak_rates import Peak
 from megalite.train.sources import Sources
 from megalite.train.tell import figures as lines
 from megalite.train.watch.fingerprint import facts_of_machine
@@ -71,7 +71,7 @@ def describe(
     if n := config.train.cpu_offloading_num_layers:
         rows["activations"] = f"of each chunk's first {n} layers on the host"
     if config.train.compile:
-        rows["compile"] = describe_compile()
+        rows["compile"] = COMPILED
     if config.train.cuda_graph_impl != "none":
         rows["CUDA graph"] = "one micro-batch, recorded at its second and then replayed"
     if peak is not None:
