@@ -23,7 +23,7 @@ from megalite.config.pattern import LONGEST, write_pattern
 from megalite.config.tables import table_beside
 from megalite.interop.convert import refuse
 from megalite.kernels.rope import RopeScaling, Yarn
-from megalite.models.families import FAMILIES, REFUSED
+from megalite.models.families import FAMILIES
 from megalite.models.family import Family
 from megalite.models.gpt import rope_scaling
 
@@ -45,7 +45,7 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        known = REFUSED.get(str(kind), f"is not one of {', '.join(FAMILIES)}; convert a model of one of these")
+        known = f"is not one of {', '.join(FAMILIES)}; convert a model of one of these"
         raise CheckpointError(f"{where}: model_type={kind!r} {known}")
     options: Json = dict(family.fixed)
 
@@ -70,8 +70,7 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     for key, allowed in family.only.items():
         if config.get(key, allowed[0]) not in allowed:
             problems.append(f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}")
-    if config.get("quantization_config") is not None:
-        problems.append("quantization_config: the weights are quantised; give the model as it was before")
+    problems += [f"{key}: {why}" for key, why in _FACTS["absent"].items() if config.get(key) is not None]
     if family.grouped:
         groups = config.get("num_key_value_heads")
         if groups is not None and groups != options["num_attention_heads"]:

@@ -17,7 +17,7 @@ from megalite.interop.convert import refuse
 _OTHERWISE = {"num_query_groups", "norm_epsilon", "activation", "bias_gelu_fusion", "openai_gelu", "parallel_residual"}
 _OTHERWISE |= {"add_position_embedding", "rotary_base", "rotary_seq_len_interpolation_factor", "no_rope_freq"}
 _OTHERWISE |= {"window_size", "window_attn_skip_freq", "make_vocab_size_divisible_by"}
-_OTHERWISE |= {"no_weight_decay_cond_type", "cp_comm_type", "moe_layer_freq"}
+_OTHERWISE |= {"no_weight_decay_cond_type", "cp_comm_type", "moe_layer_freq", "qk_layernorm_over_heads"}
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
 SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _OTHERWISE)
 # activations with a flag of their own there; the others are forms of gelu
