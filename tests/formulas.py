@@ -36,7 +36,7 @@ def layer_saved(model: ModelConfig, size: int, tp: int = 1, again: tuple[str, ..
     elements = (3 if m.parallel_residual else 4) * D + (3 if m.qk_layernorm else 2) * q + (3 if moved else 2) * kv + up
     elements -= 2 * D * ("layernorm" in again) + up * ("mlp" in again)
     heads = m.num_attention_heads / tp
-    normed = heads + max(m.groups / tp, 1) if m.qk_layernorm else 0
+    normed = (2 if m.qk_layernorm_over_heads else heads + max(m.groups / tp, 1)) if m.qk_layernorm else 0
     stats = (2 / tp + normed) * (1 if m.normalization == "RMSNorm" else 2) + heads
     return elements * size + stats * STAT_BYTES
 

@@ -14,7 +14,7 @@ import torch
 from cover import rarely
 from loads import reseal
 from ranks import run_ranks
-from test_layouts import BF16, COMMON, DROP, FP64, LLAMA, NAME, PARTS, Row, row
+from test_layouts import BF16, COMMON, DROP, FP64, FULL, LLAMA, NAME, PARTS, Row, row
 from train_cases import config_from, run_from
 from whole import owned, whole_of
 
@@ -37,6 +37,8 @@ DEEPSEEK = f"""{LLAMA} {DROP} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidd
  --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4
  --moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.003
  --moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.05"""
+OLMOE = f"""{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-pre-softmax --qk-layernorm
+ --qk-layernorm-over-heads"""
 EP2, EP4, ETP2 = "--ep 2", "--ep 4", "--expert-tensor-parallel-size 2"
 CP2, ZERO2, ZERO3, SPLIT = "--cp 2", "--zero-stage 2", "--zero-stage 3", "--split-backward"
 SINKHORN = (
@@ -47,6 +49,10 @@ OSS = f"""{LLAMA.replace("--disable-bias-linear", "")} --num-experts 4 --moe-ffn
 ROWS = [
     row("oss tp2 dp2 ep2, experts split, too", 4, OSS, tp=2, extra=f"{EP2} {ETP2}"),
     row("oss pp2 ep2 dp2 ZeRO-3 split", 4, OSS, pp=2, extra=f"{EP2} {ZERO3} {SPLIT}"),
+    row("olmoe tp4, two ranks have the same keys", 4, OLMOE, tp=4, extra=EP2),
+    row("olmoe tp2 cp2", 4, OLMOE, tp=2, extra=CP2),
+    row("olmoe tp2 pp2 split", 4, OLMOE, tp=2, pp=2, extra=SPLIT),
+    row("olmoe less one tp2, recompute full", 2, OLMOE + " --apply-layernorm-1p", tp=2, extra=f"{FULL} uniform"),
     row("sinkhorn tp2 cp2 ep2", 4, SINKHORN, tp=2, extra=f"{EP2} {CP2}"),
     row("mixtral tp2 cp2 ep2, loss of a step so far", 4, MIXTRAL + GLOBAL, tp=2, extra=f"{EP2} {CP2}"),
     row("mixtral ep2", 2, MIXTRAL, extra=EP2),
@@ -62,12 +68,7 @@ ROWS = [
     row("qwen dp4 ep2 ZeRO-2", 4, QWEN, extra=f"{EP2} {ZERO2}"),
     row("deepseek dp4 ep2 ZeRO-3", 4, DEEPSEEK, extra=f"{EP2} {ZERO3}"),
     row("mixtral ZeRO-3 hybrid 2x2 ep2", 4, MIXTRAL, extra=f"{EP2} {ZERO3} --num-distributed-optimizer-instances 2"),
-    row(
-        "deepseek ep2, recompute full",
-        2,
-        DEEPSEEK,
-        extra=f"{EP2} --recompute-granularity full --recompute-method uniform",
-    ),
+    row("deepseek ep2, recompute full", 2, DEEPSEEK, extra=f"{EP2} {FULL} uniform"),
     row("mixtral ep2, k = E", 2, MIXTRAL + " --moe-router-topk 4", extra=EP2),
     row("mixtral cp2, experts split", 2, MIXTRAL, extra=f"{CP2} {ETP2}"),
     row("qwen cp2 pp2 dp2 vpp2 ep2 ZeRO-3 split", 8, QWEN, pp=2, vpp=2, extra=f"{EP2} {CP2} {ZERO3} {SPLIT}"),
@@ -85,7 +86,16 @@ OFTEN = [
     r
     for r in ROWS
     if r.name.startswith(
-        ("oss tp2", "sinkhorn", "mixtral ep2", "deepseek tp2", "qwen tp2 dp2", "deepseek cp2", "deepseek split")
+        (
+            "oss tp2",
+            "olmoe tp4",
+            "sinkhorn",
+            "mixtral ep2",
+            "deepseek tp2",
+            "qwen tp2 dp2",
+            "deepseek cp2",
+            "deepseek split",
+        )
     )
 ]
 

@@ -93,8 +93,9 @@ def write_args(
     """
     if any(model.experts):
         raise CheckpointError(f"num_experts={model.num_experts}: experts are not written for Megatron-LM, only read")
-    if model.parallel_residual:
-        raise CheckpointError("parallel_residual=True is not in Megatron-LM; export to Hugging Face instead")
+    for option in ("parallel_residual", "qk_layernorm_over_heads"):
+        if getattr(model, option):
+            raise CheckpointError(f"{option}=True is not in Megatron-LM; export to Hugging Face instead")
     if model.activation not in (*FLAGGED, "gelu", "gelu_erf"):
         raise CheckpointError(f"activation={model.activation} is not in Megatron-LM; keep megalite's own checkpoint")
     values = {name: getattr(model, name) for name in SAME if not name.startswith("moe_")}

@@ -67,6 +67,7 @@ class ModelConfig:
         choices=("vanilla", "off-by-one", "learnable"),
     )
     qk_layernorm: bool = model(False, "norm on each query and key head")
+    qk_layernorm_over_heads: bool = model(False, "instead a norm on all query heads of a token, one on all key heads")
     no_weight_decay_cond_type: str | None = training(
         None,
         "apply_wd_to_qk_layernorm: weight decay on the norms of query and key heads too",

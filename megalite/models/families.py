@@ -150,4 +150,3 @@ def _families() -> dict[str, Family]:
 
 # in the order in which an export tries them
 FAMILIES: Mapping[str, Family] = MappingProxyType(_families())
-REFUSED: Mapping[str, str] = MappingProxyType(_TABLES["refused"])  # model type -> why it cannot be expressed

@@ -141,6 +141,7 @@ class Block(nn.Module):
             bias=model.add_bias_linear,
             qkv_bias=model.add_qkv_bias,
             qk_norm=(*norm[1:], model.no_weight_decay_cond_type is not None) if model.qk_layernorm else None,
+            over_heads=model.qk_layernorm_over_heads,
             window=model.windows[layer],
             softmax_type=model.softmax_type,
             rotary=model.rotary[layer],

@@ -83,7 +83,8 @@ def test_the_second_reading_sees_experts_that_are_exchanged(models, tmp_path: Pa
 
 CONFIG = {**SHAPE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "model_type": "qwen3_moe"}
 REFUSED = {
-    "model_type='olmoe' norms queries and keys over all heads at once": {"model_type": "olmoe"},
+    "clip_qkv: queries, keys and values are clipped": {"model_type": "olmoe", "clip_qkv": 8.0},
+    "norm_topk_prob=True is not False": {"model_type": "olmoe", "norm_topk_prob": True},
     "decoder_sparse_step=0, mlp_only_layers=[]": {"decoder_sparse_step": 0},
     "mlp_only_layers=['a']": {"mlp_only_layers": ["a"]},
     "use_sliding_window=True is not False": {"use_sliding_window": True},
@@ -114,8 +115,14 @@ def test_layers_with_experts_are_those_of_transformers(step: int, dense: list[in
 def test_keys_that_are_left_away_have_the_values_of_transformers() -> None:
     import transformers
 
-    named = {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}
-    for name, cls in named.items():
+    classes = {
+        "mixtral": "Mixtral",
+        "qwen2_moe": "Qwen2Moe",
+        "qwen3_moe": "Qwen3Moe",
+        "olmoe": "Olmoe",
+        "gpt_oss": "GptOss",
+    }
+    for name, cls in classes.items():
         theirs = getattr(transformers, f"{cls}Config")(**SHAPE)
         want = build(read_config(theirs.to_dict(), None, "")[1]).model
         given = SHAPE | {"num_key_value_heads": theirs.num_key_value_heads}
@@ -128,6 +135,7 @@ MOE: dict[str, Any] = {
     **{"normalization": "RMSNorm", "activation": "swiglu", "position_embedding_type": "rope", "hidden_dropout": 0.0},
     **{"num_experts": 4, "moe_ffn_hidden_size": 12},
 }
+OVER_HEADS = {"qk_layernorm": True, "qk_layernorm_over_heads": True, "moe_router_pre_softmax": True}
 NO_EXPORT: list[tuple[dict[str, Any], str, str]] = [
     ({}, "llama", "num_experts=4 is not None"),
     ({"num_experts": 0}, "mixtral", "num_experts=0, but mixtral has some"),
@@ -138,6 +146,9 @@ NO_EXPORT: list[tuple[dict[str, Any], str, str]] = [
     ({"moe_router_topk_scaling_factor": 2.5}, "mixtral", "moe_router_topk_scaling_factor=2.5 is not 1.0"),
     ({"moe_router_enable_expert_bias": True}, "mixtral", "moe_router_enable_expert_bias=True is not False"),
     ({"moe_shared_expert_intermediate_size": 8}, "mixtral", "moe_shared_expert_intermediate_size=8 is not None"),
+    (OVER_HEADS, "qwen3_moe", "qk_layernorm_over_heads=True is not False"),
+    (OVER_HEADS | {"moe_layer_freq": "2"}, "olmoe", "moe_layer_freq=2 is not 1"),
+    (OVER_HEADS | {"kv_channels": 6}, "olmoe", "kv_channels=6 is not 4"),
     ({"moe_shared_expert_intermediate_size": 8, "add_qkv_bias": True}, "qwen2_moe", "shared_expert_gate=False is not True"),
 ]  # fmt: skip
 

@@ -29,10 +29,12 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "olmoe-1b-7b": 6_919_161_856,
     "gpt-oss-20b": 20_914_757_184,
 }
-# 12.9, 3.3 and 3.61 billion are published, the last without the embedding's 0.58
-ACTIVE = {"mixtral-8x7b": 12_879_925_248, "qwen3-30b-a3b": 3_353_032_704, "gpt-oss-20b": 4_187_440_704}
+# 12.9, 3.3, 1.3 and 3.61 billion are published, the last without the embedding's 0.58
+ACTIVE = {"mixtral-8x7b": 12_879_925_248, "qwen3-30b-a3b": 3_353_032_704, "olmoe-1b-7b": 1_282_017_280}
+ACTIVE |= {"gpt-oss-20b": 4_187_440_704}
 
 
 def num_parameters(config: Config, vocab_size: int) -> int:

@@ -23,6 +23,7 @@ KINDS = {
     "gpt": "--disable-bias-linear",
     "biases": "",
     "qk-norm, window": f"{LLAMA} {GROUPS} 4 --qk-layernorm --window-size 63,0",
+    "qk-norm over heads": f"{LLAMA} {GROUPS} 4 --qk-layernorm --qk-layernorm-over-heads",
     "squared ReLU, parallel": f"{LLAMA} {GROUPS} 4 --squared-relu --parallel-residual".replace("--swiglu ", ""),
 }
 

@@ -24,7 +24,7 @@ from megalite.config.pattern import LONGEST, write_pattern
 from megalite.config.tables import table_beside
 from megalite.interop.convert import refuse
 from megalite.kernels.rope import RopeScaling, Yarn
-from megalite.models.families import FAMILIES, REFUSED, Family
+from megalite.models.families import FAMILIES, Family
 from megalite.models.gpt import rope_scaling
 
 Json = dict[str, Any]
@@ -42,7 +42,7 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        known = REFUSED.get(str(kind), f"is not one of {', '.join(FAMILIES)}; convert a model of one of these")
+        known = f"is not one of {', '.join(FAMILIES)}; convert a model of one of these"
         raise CheckpointError(f"{where}: model_type={kind!r} {known}")
     options: Json = dict(family.fixed)
 
@@ -64,9 +64,7 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     for key, allowed in family.only.items():
         if config.get(key, allowed[0]) not in allowed:
             problems.append(f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}")
-    if config.get("quantization_config") is not None:
-        remedy = "give the model as it was before, or save it dequantised with transformers"
-        problems.append(f"quantization_config: the weights are quantised; {remedy}")
+    problems += [f"{key}: {why}" for key, why in _FACTS["absent"].items() if config.get(key) is not None]
     if family.grouped:
         groups = config.get("num_key_value_heads")
         if groups is not None and groups != options["num_attention_heads"]:
