@@ -309,9 +309,12 @@ class Ours:
     def dtype_of(self, name: str) -> torch.dtype:
         return self.dtype or self.source.dtype(self._key(name))
 
+    def offset(self, name: str) -> float:
+        return 0.0 if self.used is None else self.used[name].offset
+
     def read(self, name: str, box: Box) -> Tensor:
         values = self.source.read(self._key(name), box)
-        if self.used is not None and (offset := self.used[name].offset):
+        if offset := self.offset(name):
             values = values + offset
         return values if self.dtype is None else values.to(self.dtype)
 
