@@ -48,7 +48,8 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DATA = """config/megatron_flags.txt config/option_rules.txt config/faults.toml config/help.toml config/refused.toml
- models/families.toml plan/causes.toml plan/devices.toml completion.sh"""
+ interop/hugging_face/facts.toml interop/megatron/names.toml kernels/newton_schulz.toml launch/ranks.toml
+ models/families.toml plan/causes.toml plan/devices.toml train/tell/figures.toml completion.sh"""
 
 
 @RARELY
