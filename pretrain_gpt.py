@@ -24,7 +24,7 @@ def train(ranks: Ranks, asked: Command) -> int:
     from megalite.train.setup import build_run
     from megalite.train.step import train_step
 
-    with Life(asked, ranks, stop) as life:  # how it ends is told here, whatever happens: life/exit.py
+    with Life(asked, ranks, stop) as life:  # how it ends is told here, whatever happens: life/run.py: failure
         plan, sources = life.preflight()
         if plan.config.train.dry_run:
             return life.tell(plan, sources)

@@ -42,7 +42,7 @@ from megalite.models.specs import specs_of, stored_specs
 from megalite.optim.loss_scale import LossScaler
 from megalite.train.life.export_hf import family_in, like_of, tokenizer_files
 from megalite.train.sources import TOKENIZER, open_tokenizer
-from megalite.train.start.foreign_weights import UNKNOWN_VOCABULARY, tokenizer_named_in
+from megalite.train.start.origin import UNKNOWN_VOCABULARY, tokenizer_named_in
 from megalite.train.start.resume import saved_config
 from megalite.train.state import State
 from tools.checks import second_reading

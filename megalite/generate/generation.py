@@ -42,7 +42,7 @@ from megalite.plan.arrangement import Arrangement
 from megalite.plan.stages import build_stages
 from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
-from megalite.train.start.foreign_weights import usable
+from megalite.train.start.origin import usable
 from megalite.train.start.resume import saved_config, tokenizer_differences
 
 

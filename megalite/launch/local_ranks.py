@@ -4,8 +4,7 @@ They come from a fork server that has imported torch once (0.2 s for 8 ranks; 8 
 meet through a file and gloo's loopback device, so no port is opened that another machine could reach.
 
 When a rank dies, the launcher ends the others, and restarts all of them if its caller wants that. When the launcher is
-killed, its ranks end themselves. The kernel would not end them: PR_SET_PDEATHSIG watches the fork server, which lives
-as long as a rank does.
+killed, its ranks end themselves: PR_SET_PDEATHSIG would watch the fork server, which lives as long as a rank does.
 """
 
 import contextlib
@@ -69,9 +68,7 @@ def _quota(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
             with contextlib.suppress(OSError):
                 texts.append((mounted / folder.relative_to("/") / "cpu.max").read_text("utf-8"))
     with contextlib.suppress(OSError):  # cgroup version 1
-        texts.append(
-            " ".join((mounted / "cpu" / f"cpu.cfs_{name}_us").read_text("utf-8") for name in ("quota", "period"))
-        )
+        texts.append(" ".join((mounted / f"cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period")))
     for text in texts:
         with contextlib.suppress(ValueError, ZeroDivisionError):  # "max 100000" is none
             quota, period = map(int, text.split())
@@ -90,8 +87,7 @@ def start_local(
     holds_signals: bool = False,
     ended: Callable[[End], bool | None] = lambda end: None,
 ) -> int:
-    """Run `target(ranks, *args)` in `nproc` local processes. Returns 0, or the first failing exit code that `target`
-    returns or raises as SystemExit.
+    """Run `target(ranks, *args)` in `nproc` local processes. Returns 0, or its first failing exit code or SystemExit.
 
     `target` must be importable (a module-level function). FORWARDED signals are passed on to every rank, AT_ONCE kills
     the ranks; the fork server never gets a signal, because ranks die with it. With `holds_signals` they stay blocked
@@ -132,13 +128,11 @@ def start_local(
 
 def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder: Path) -> tuple[int, str]:
     """Wait until all have ended. Returns the first failing exit code, or 0, and what happened to that rank."""
-    failed, cause, early = 0, "", ""
+    failed, cause, early, alive = 0, "", "", list(processes)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    alive = list(processes)
     while alive:
         wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ended = connection.wait([p.sentinel for p in alive], wait)
-        if not ended:
+        if not (ended := connection.wait([p.sentinel for p in alive], wait)):
             for process in alive:
                 process.kill()
             failed = failed or 124
@@ -172,8 +166,7 @@ def _first_failure(folder: Path, code: int, cause: str) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _scratch_folder() -> Iterator[str]:
-    """A locked folder of this launcher. Folders of killed launchers have no lock and are removed. Raises LaunchError
-    if it cannot be made."""
+    """A locked folder of this launcher; those of killed ones have no lock and are removed. Raises LaunchError."""
     try:
         own = tempfile.gettempdir()
         root = own if len(os.fsencode(own)) <= LONGEST_ROOT else "/tmp"
@@ -183,9 +176,8 @@ def _scratch_folder() -> Iterator[str]:
         _keep_server_in(root)
         scratch = tempfile.TemporaryDirectory(prefix=SCRATCH)
     except OSError as error:
-        raise LaunchError(
-            f"no folder for temporary files: {error}; set TMPDIR to a short path that can be written"
-        ) from None
+        remedy = "set TMPDIR to a short path that can be written"
+        raise LaunchError(f"no folder for temporary files: {error}; {remedy}") from None
     with scratch as folder:
         number = _locked(folder)
         try:
@@ -245,8 +237,7 @@ def _signal(process: Any, number: int) -> None:
 
 
 def tell_stopping(number: int) -> None:
-    """Print at once that the run is stopping, which may take a while. Safe in a signal handler that interrupts a
-    print."""
+    """Print at once that the run is stopping, which may take a while; safe in a signal handler amid a print."""
     with contextlib.suppress(OSError):
         os.write(2, f"stopping: {signal.Signals(number).name}\n".encode())
 

@@ -83,8 +83,7 @@ def within(seconds: float, do: Callable[[], T]) -> T:
 
 
 def name_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> str:
-    """Agree on a name that only the ranks of this meeting know. Raises MeetingError on rank 0, elsewhere torch's
-    errors."""
+    """Agree on a name that only the ranks of this meeting know. Raises MeetingError on rank 0, else torch's errors."""
     word = f"{socket.gethostname()} {rank} {os.getpid()} {time.time_ns()}"
     if rank:
         store.set(f"hello {rank}", word)

@@ -1,7 +1,6 @@
 """From a command to a process group: the only reader of rank variables.
 
-Four ways in: torchrun's variables (RANK, WORLD_SIZE, ...), mpirun's (MPI_LAUNCHERS), SLURM's (SLURM_PROCID, ...), or
-ranks that were started on this machine by local_ranks.py.
+Four ways in: variables of torchrun (RANK, ...), mpirun (ranks.toml) or SLURM (SLURM_PROCID, ...), or local_ranks.py.
 """
 
 import atexit
@@ -24,9 +23,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.config.console import complain, let_go_of_console
+from megalite.config.tables import table_beside
 from megalite.launch.meeting import AGENT_STORE, MeetingError, meet
 
 STARTERS = "torchrun, srun, mpirun or --nproc"
+VARIABLES = table_beside(__file__, "ranks")
+CUDA_VARIABLES: dict[str, str] = {name: facts["other"] for name, facts in VARIABLES["cuda"].items()}
 # files in `Ranks.shared`
 FIRST_FAILURE = "first-failure.json"  # written by the first rank that fails on this machine (train/tell/rank_log.py)
 SAID = "said"  # exists once that failure is on the console
@@ -65,14 +67,6 @@ class Ranks:
     shared: str | None = None
 
 
-# rank, world, local rank, local world of Open MPI, of MVAPICH, and of Hydra (MPICH, Intel MPI) and others that use PMI
-MPI_LAUNCHERS: tuple[tuple[str, str, str, str], ...] = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-
-
 def read_environment(env: Mapping[str, str] = os.environ) -> Ranks | None:
     """The ranks that torchrun, mpirun or SLURM announce in `env`; None if no launcher did."""
     if "RANK" in env or "WORLD_SIZE" in env:
@@ -82,7 +76,7 @@ def read_environment(env: Mapping[str, str] = os.environ) -> Ranks | None:
         return replace(ranks, resumes=again, shared=own and str(Path(own).parents[1]))
     slurm = "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS", "1") > 1
     slurm_place = env.get("SLURM_PROCID"), env.get("SLURM_NTASKS")
-    for names in MPI_LAUNCHERS:
+    for names in VARIABLES["mpi"]:
         # In a SLURM job mpirun has SLURM start its daemons, and the ranks inherit SLURM's variables, which then count
         # the daemons. Both agree only where srun provides PMI itself, and then SLURM knows the first host.
         same = slurm and names[0] == "PMI_RANK" and (env.get(names[0]), env.get(names[1])) == slurm_place
@@ -123,13 +117,8 @@ def _checked(
     for name, other in ((rank, world), (world, rank)):
         if name not in env:
             raise LaunchError(f"{name} is not set although {other} is: start with {STARTERS}")
-    ranks = Ranks(
-        rank=_number(env, rank),
-        world=_number(env, world),
-        local_rank=_number(env, local_rank, env[rank]),
-        local_world=_number(env, local_world, "1"),
-        init_method=init_method,
-    )
+    place = _number(env, rank), _number(env, world), _number(env, local_rank, env[rank])
+    ranks = Ranks(*place, _number(env, local_world, "1"), init_method)
     if ranks.world < 1 or ranks.rank >= ranks.world:
         raise LaunchError(f"{rank}={ranks.rank} is not below {world}={ranks.world}: start with {STARTERS}")
     if init_method is None and ranks.world > 1:
@@ -148,31 +137,14 @@ def first_host(nodelist: str) -> str:
     >>> first_host("gpu[007-009,12],login1"), first_host("a1,a2")
     ('gpu007', 'a1')
     """
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\](\S*?))?(?:,|$)", nodelist)
-    if not match:
+    if not (match := re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\](\S*?))?(?:,|$)", nodelist)):
         raise LaunchError(f"SLURM_NODELIST={nodelist!r} names no host: set MASTER_ADDR")
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-# the variables that we set, and the other name by which a user may set each; torch gives priority to ours
-CUDA_VARIABLES: dict[str, str] = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "",
-    "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
-    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "",
-    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-}
-
-
 def cuda_environment(tp: int, folder: Path, capability: int | None) -> dict[str, str]:
-    """Variables that torch, CUDA and NCCL read when they are loaded, so they are set before torch is imported.
-
-    One hardware queue keeps the order in which kernels were launched, so that a tensor-parallel collective starts
-    before the matmul that it hides behind. Devices from Blackwell on (`capability` 10) do not need it. The flight
-    recorder keeps the last collectives of a group and writes them into `folder` when one times out.
-    """
-    values = ("1", "expandable_segments:True", "2000", "1", str(folder / "nccl_trace_rank_"))
-    wanted = dict(zip(CUDA_VARIABLES, values, strict=True))
+    """The variables of ranks.toml. Devices from Blackwell on (`capability` 10) do not need one queue."""
+    wanted = {name: facts["value"].replace("FOLDER", str(folder)) for name, facts in VARIABLES["cuda"].items()}
     if tp == 1 or (capability or 0) >= 10:
         del wanted["CUDA_DEVICE_MAX_CONNECTIONS"]
     return wanted
@@ -182,8 +154,7 @@ def prepare_cuda(tp: int, folder: Path, deterministic: bool = False) -> None:
     """Set `cuda_environment` if there is a card, except what the user has set."""
     if deterministic:  # or torch refuses every matmul on a card, and a container may have a card without nvidia-smi
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    if (tool := shutil.which("nvidia-smi")) is None:
         return
     words = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
@@ -197,8 +168,7 @@ def prepare_cuda(tp: int, folder: Path, deterministic: bool = False) -> None:
 
 
 def card_of(ranks: Ranks) -> Any:
-    """The torch.device of this rank's card. Raises LaunchError, which the first rank without a card reports: the ranks
-    that have one only wait for it."""
+    """The torch.device of this rank's card. Raises LaunchError, which the first rank without one reports."""
     import torch
 
     count = torch.cuda.device_count()
@@ -212,12 +182,9 @@ def card_of(ranks: Ranks) -> Any:
 def process_group(
     ranks: Ranks, *, device: str, backend: str | None = None, startup_timeout: datetime.timedelta
 ) -> Iterator[Any]:
-    """Choose this rank's device, join the group if there are other ranks, and leave it on every way out.
-
-    device   "cpu" or "cuda"; with "cuda" the local rank picks the card
-    backend  None: nccl on CUDA, gloo elsewhere
-    Yields the torch.device. `startup_timeout` covers the rendezvous and everything until `Mesh.set_timeout`.
-    """
+    """Join the group if there are other ranks, yield this rank's torch.device, and leave it on every way out. `device`:
+    "cpu" or "cuda", where the local rank picks the card. `backend` None: nccl on CUDA, gloo elsewhere.
+    `startup_timeout` covers the rendezvous and everything until `Mesh.set_timeout`."""
     import torch
     import torch.distributed as dist
 
@@ -251,17 +218,15 @@ def leave(run: Callable[[], int | None]) -> NoReturn:
     """End the process with the exit code of `run`, whether returned or raised as SystemExit.
 
     A rank of a launcher ends as multiprocessing ends a rank of --nproc: everything is flushed and closed, but the
-    interpreter is not shut down. gloo's threads live until the last reference to their group is gone, which may be
-    during the shutdown. Python would end such a thread when it needs the interpreter, for example to free a tensor, and
-    C++ would answer with SIGABRT.
+    interpreter is not shut down: gloo's threads live until the last reference to their group is gone, maybe during the
+    shutdown, where Python ends a thread that needs the interpreter, as to free a tensor, and C++ answers with SIGABRT.
     """
     try:
         code: Any = run()
     except SystemExit as error:
         code = error.code
     with contextlib.suppress(LaunchError):
-        ranks = read_environment()
-        if ranks is not None and ranks.world > 1 and isinstance(code, int | None):
+        if (ranks := read_environment()) is not None and ranks.world > 1 and isinstance(code, int | None):
             threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
             atexit._run_exitfuncs()
             let_go_of_console()

@@ -64,7 +64,7 @@ def check_compile(device_type: str) -> None:
 
 
 def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:
-    """Make the blocks of `stages` use compiled functions, compiled at first use (train/life/opening.py: warm_up)."""
+    """Make the blocks of `stages` use compiled functions, compiled at first use (train/life/preflight.py: warm_up)."""
 
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)

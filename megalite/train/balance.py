@@ -4,8 +4,7 @@
     bias_e += rate * sign(mean of the counts - count_e)       arXiv:2408.15664, after each step that updates weights
 
 They are summed over the world in the step's one all-reduce (train/step.py), in fp64, in which sums of integers are
-exact below 2^53: so biases have the same bits on all ranks and under every layout. A bias is state that no gradient
-trains: `pieces` are its place in a checkpoint.
+exact below 2^53: so biases have the same bits on all ranks and under every layout. No gradient trains them.
 """
 
 from collections.abc import Iterable, Sequence

@@ -26,9 +26,8 @@ from megalite.train.state import Loader, Run, StepResult
 from megalite.train.step import parameter_norm
 from megalite.train.tell.device_memory import memory_figures, memory_line, memory_tags
 from megalite.train.tell.metrics import Reporter
-from megalite.train.tell.profiling import Collector, Profiler, write_timeline
 from megalite.train.tell.run_dir import Events, Exit
-from megalite.train.tell.timers import Phases, Timers
+from megalite.train.tell.timers import Collector, Phases, Profiler, Timers, write_timeline
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.pulse import Pulse
 from megalite.train.watch.suspect import Doubts
@@ -115,7 +114,6 @@ class Training:
         self._asks: str | None = None  # why this rank asks to stop
         self._ill: str | None = None  # what the pulse found at the last log line
         self._ends: tuple[Exit, str] | None = None  # how the run ends before its last step
-        self._stop_file = self.folder / STOP_FILE
         self._doubts = Doubts(self.run, self.watch.events, self.report.say, self.config.train.max_skipped_steps)
         minutes = self.config.checkpoint.save_interval_mins
         self._clock = None if minutes is None else SaveClock(60 * minutes, self.run.mesh, self.run.state.step)
@@ -162,12 +160,8 @@ class Training:
         fault("step.begin", run.mesh.world.rank, step)
         self._asks = self._why()
         self._before_s = time.perf_counter() - begin
-        return dict(
-            want_stop=self._asks is not None,
-            count_zeros=log.log_num_zeros_in_grad,
-            timers=timers,
-            empty_level=self.config.operations.empty_unused_memory_level,
-        )
+        zeros, level = log.log_num_zeros_in_grad, self.config.operations.empty_unused_memory_level
+        return dict(want_stop=self._asks is not None, count_zeros=zeros, timers=timers, empty_level=level)
 
     def after(self, result: StepResult) -> None:
         """Log, evaluate, save, and check the run, where each is due."""
@@ -185,8 +179,7 @@ class Training:
         with self.watch.phases("profiler"):
             self.watch.profiler.after(step, logged)
         if _due(o.check_weight_hash_across_dp_replicas_interval, step):
-            differing = check_replicas(run, step, o.check_replicas_action)
-            if differing:
+            if differing := check_replicas(run, step, o.check_replicas_action):
                 self._tell_copies(differing, step)
             else:
                 self.report.say(f">>> Weight hashes match after {step} iterations...")
@@ -219,13 +212,13 @@ class Training:
 
     def _told_to_stop(self) -> bool:
         """Whether a signal or the stop file asks to stop; one rank alone reads the file, and removes it."""
-        file = str(self._stop_file)
+        file = self.folder / STOP_FILE
         if self.stop.seen:
             self._asks = self.stop.seen[0]
-        elif self.run.mesh.world.is_first and self._stop_file.is_file():
-            self._stop_file.unlink(missing_ok=True)
-            self._asks = file
-        return bool(self.stop.seen) or self._asks == file
+        elif self.run.mesh.world.is_first and file.is_file():
+            file.unlink(missing_ok=True)
+            self._asks = str(file)
+        return bool(self.stop.seen) or self._asks == str(file)
 
     def _why(self) -> str | None:
         """Why this rank asks the run to stop."""

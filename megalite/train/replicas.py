@@ -12,8 +12,7 @@ main weights of all ranks, and all replicas would agree. Therefore each step sum
 computed with (`disagreement`), and the sums are compared in the step's one agreement, before the update.
 
 A value without a replica is not checked. Healing: where weights are in half precision the owners' main weights are
-right, and are cast and gathered again; else, with 3 ranks or more over data, the majority is. Of two nobody can say
-which is.
+right, and are cast and gathered again; else, with 3 ranks or more over data, the majority is. Of two nobody knows.
 """
 
 import json
@@ -28,19 +27,15 @@ from megalite.checkpoint.format.tensor_file import FASTEST, maker
 from megalite.parallel.comm import all_reduce_, broadcast_, gather_texts
 from megalite.parallel.mesh import Axis
 from megalite.parallel.spec import HOMES, OWNERS
-from megalite.train.state import Run
+from megalite.train.state import BadResult, Run
 
 BLOCK = 1 << 22  # main weights that are cast at a time, to reuse memory
 PRIME = 2**32 - 5  # divides no power of two, so flipping one bit changes the remainder of a sum of bits
 Majority = list[tuple[Tensor, Axis, int]]  # what differs over its data axis, and a rank there that is right
 
 
-class ReplicaError(RuntimeError):
-    """Replicas differ; the same text on all ranks."""
-
-
 def check_replicas(run: Run, step: int, action: str = "stop", seen: bool = False) -> str | None:
-    """What differs, or was healed, in words; None where nothing differs. Raises ReplicaError with `action` stop, or
+    """What differs, or was healed, in words; None where nothing differs. Raises BadResult with `action` stop, or
     where healing fails. `seen`: this step's sums of bits differed. Collective."""
     found, majority = _differences(run)
     if not found and not seen:
@@ -54,7 +49,7 @@ def check_replicas(run: Run, step: int, action: str = "stop", seen: bool = False
         told += f"; still after healing from {how}: {found}"
     if action == "warn":
         return told
-    raise ReplicaError(told)
+    raise BadResult(told)
 
 
 def disagreement(run: Run) -> Tensor:
@@ -69,10 +64,10 @@ def disagreement(run: Run) -> Tensor:
         stays, copy = buffer.weights.stays(bucket), buffer.weights.owned(bucket)
         over = _copied_over(bucket.kind.home, stays)
         copies = buffer.weights.whole(bucket) if stays else buffer.weights.held(bucket)
-        sums[over] = _sum_of_bits(copies) + sums.get(over, 0)
+        sums[over] = copies.view(torch.int64).sum() + sums.get(over, 0)
         if optimizer.has_copy(bucket):
-            casts = (_sum_of_bits(block.to(copy.dtype)) for block in main.split(BLOCK))
-            total[1] += sum(casts, -_sum_of_bits(copy)).remainder(PRIME)
+            casts = (block.to(copy.dtype).view(torch.int64).sum() for block in main.split(BLOCK))
+            total[1] += sum(casts, -copy.view(torch.int64).sum()).remainder(PRIME)
     for bias, _ in run.balance.pieces():
         sums["data"] = bias.data.view(torch.int32).sum() + sums.get("data", 0)
     for over, bits in sums.items():
@@ -84,10 +79,6 @@ def disagreement(run: Run) -> Tensor:
 def _copied_over(home: str, stays: bool) -> str:
     """The axis of data that has copies of a bucket's weights: of those that come and go only of what a rank holds."""
     return HOMES[home][0] if stays else OWNERS[home][1]
-
-
-def _sum_of_bits(weights: Tensor) -> Tensor:
-    return weights.view(torch.int64).sum()
 
 
 def _differences(run: Run) -> tuple[str, Majority]:

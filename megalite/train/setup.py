@@ -3,14 +3,13 @@
 import datetime
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megalite.config.check import check
 from megalite.config.environment import override
-from megalite.config.options import Config, OptimConfig
+from megalite.config.options import Config
 from megalite.data.samples.batches import Batches, Borders, Prefetcher, Unread
 from megalite.data.samples.source import Dataset
 from megalite.kernels.dispatch import choose
@@ -56,19 +55,11 @@ def rates(made: Arrangement) -> Rates:
     warm_up = samples(o.lr_warmup_iters, o.lr_warmup_samples)
     if o.lr_warmup_fraction is not None:
         warm_up = o.lr_warmup_fraction * decay
-    lr = LrSchedule(
-        peak=o.lr or 0.0,  # not given: an evaluation alone
-        minimum=o.min_lr,
-        style=o.lr_decay_style,
-        warm_up=warm_up,
-        decay=decay,
-        warm_up_init=o.lr_warmup_init,
-        wsd=samples(o.lr_wsd_decay_iters, o.lr_wsd_decay_samples),
-        wsd_style=o.lr_wsd_decay_style,
-    )
-    apart = None
-    if o.decoupled_lr is not None:
-        apart = replace(lr, peak=o.decoupled_lr, minimum=o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr)
+    wsd = samples(o.lr_wsd_decay_iters, o.lr_wsd_decay_samples)
+    by_style = o.lr_decay_style, warm_up, decay, o.lr_warmup_init, wsd, o.lr_wsd_decay_style
+    lr = LrSchedule(o.lr or 0.0, o.min_lr, *by_style)  # not given: an evaluation alone
+    least = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
+    apart = None if o.decoupled_lr is None else LrSchedule(o.decoupled_lr, least, *by_style)
     if o.lr_base_batch_size is not None:
         factor = made.batch_sizes.final / o.lr_base_batch_size
         lr, apart = lr.times(factor), apart and apart.times(factor)
@@ -83,26 +74,25 @@ def update_rules(config: Config) -> tuple[Rule, Rule | None]:
     o = config.optim
     if config.train.skip_train:
         return SGD(momentum=0.0), None  # has no states
-    if not o.is_muon:
-        return _update_rule(o), None
-    ways: dict[str, Any] = dict(coefficient_type=o.muon_coefficient_type, scale_mode=o.muon_scale_mode)
-    ways |= dict(extra_scale=o.muon_extra_scale_factor, in_bf16=o.muon_fp32_matmul_prec == "medium")
-    return _update_rule(o), Muon(o.muon_momentum, o.muon_nesterov, o.muon_num_ns_steps, **ways)
-
-
-def _update_rule(o: OptimConfig) -> Rule:
+    betas = o.adam_beta1, o.adam_beta2
     if o.optimizer == "sgd":
-        return SGD(o.sgd_momentum)
+        return SGD(o.sgd_momentum), None
     if o.optimizer == "lamb":
-        return Lamb((o.adam_beta1, o.adam_beta2), o.adam_eps)
+        return Lamb(betas, o.adam_eps), None
     if o.optimizer == "lars":
-        return Lars(o.sgd_momentum, o.lars_trust_coefficient)
+        return Lars(o.sgd_momentum, o.lars_trust_coefficient), None
     if o.optimizer_impl == "apex":
         if not ApexAdamW.available():
             raise SetupError("optimizer_impl=apex needs apex's CUDA extension amp_C on a CUDA device; use auto")
-        return ApexAdamW((o.adam_beta1, o.adam_beta2), o.adam_eps)
-    dtypes = [torch.bfloat16 if dtype == "bf16" else None for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype)]
-    return AdamW((o.adam_beta1, o.adam_beta2), o.adam_eps, *dtypes)
+        of_vectors: Rule = ApexAdamW(betas, o.adam_eps)
+    else:
+        dtypes = [torch.bfloat16 if dtype == "bf16" else None for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype)]
+        of_vectors = AdamW(betas, o.adam_eps, *dtypes)
+    if not o.is_muon:
+        return of_vectors, None
+    ways: dict[str, Any] = dict(coefficient_type=o.muon_coefficient_type, scale_mode=o.muon_scale_mode)
+    ways |= dict(extra_scale=o.muon_extra_scale_factor, in_bf16=o.muon_fp32_matmul_prec == "medium")
+    return of_vectors, Muon(o.muon_momentum, o.muon_nesterov, o.muon_num_ns_steps, **ways)
 
 
 def loss_scaler(config: Config) -> LossScaler:
@@ -135,12 +125,9 @@ def build_run(
         raise SetupError("\n".join(problems))
     sources = sources or open_sources(config.data, m.seq_length, t.seed, t.eval_iters)
     made = arrangement or arrange(config, ranks.world, sources.vocab_size)
-    mesh = build_mesh(
-        **made.sizes,
-        device=device,
-        timeout=datetime.timedelta(minutes=p.distributed_timeout_minutes),
-        shared_memory=override("shared_memory", p.shared_memory),
-    )
+    timeout = datetime.timedelta(minutes=p.distributed_timeout_minutes)
+    shared_memory = override("shared_memory", p.shared_memory)
+    mesh = build_mesh(**made.sizes, device=device, timeout=timeout, shared_memory=shared_memory)
     choose(p.kernels, p.attention_kernel)
     stages = build_stages(made, mesh, dtype or made.dtype, deferred=True)
     if t.compile:
@@ -183,6 +170,7 @@ def _build_pipeline(
         stage.moved = Offload(t.cpu_offloading_num_layers, t.min_offloaded_tensor_size, mesh.device)
     if t.cuda_graph_impl != "none" and graphs is None:
         stream, graphs = new_stream(mesh.device), cuda_graphs()
+    over_replicas = p.outer_dp_sharding_strategy == "optim"
     with on_stream(stream):
         buffer = ParamBuffer(
             stages,
@@ -191,19 +179,11 @@ def _build_pipeline(
             overlap_grad_reduce=p.overlap_grad_reduce,
             overlap_param_gather=p.overlap_param_gather,
             reduce_in_bf16=p.grad_reduce_in_bf16 and dtype == torch.bfloat16,
-            shared=Shared(
-                p.shared_out, made.sharing.by_chunk, p.outer_dp_sharding_strategy == "optim", p.param_cpu_offload
-            ),
+            shared=Shared(p.shared_out, made.sharing.by_chunk, over_replicas, p.param_cpu_offload),
             **config.optim.apart,
         )
-    options: dict[str, Any] = dict(
-        schedule=p.pipeline_schedule,
-        split=made.split,
-        group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
-        width=config.model.hidden_size,
-        dtype=dtype,
-        store=buffer,
-    )
+    options: dict[str, Any] = dict(schedule=p.pipeline_schedule, split=made.split, dtype=dtype, store=buffer)
+    options |= dict(width=config.model.hidden_size, group_size=p.microbatch_group_size_per_virtual_pipeline_stage)
     if graphs is None:
         return buffer, Pipeline(stages, mesh, **options)
     apart = mesh.data.size > 1  # weights are gathered and gradients are reduced
@@ -220,25 +200,18 @@ def batch_marks(config: Config, mesh: Mesh) -> dict[str, Any]:
 def _open_loaders(
     made: Arrangement, sources: Sources, mesh: Mesh
 ) -> tuple[Loader, list[NamedSet[Loader]], list[NamedSet[Loader]]]:
-    """The loaders of training, validation and test data. A rank between the ends of the pipeline reads no data, unless
-    documents must be kept apart."""
+    """Loaders of training, validation and test data. Between the pipeline's ends only documents kept apart are read."""
     d, t, seq_length = made.config.data, made.config.train, made.config.model.seq_length
     documents = d.reset_position_ids or d.reset_attention_mask
     reads = mesh.pp.is_first or mesh.pp.is_last or documents
+    borders = Borders(sources.eod, d.eod_mask_loss, documents)
     prepare = functools.partial(host_batch, pin=mesh.device.type == "cuda", **batch_marks(made.config, mesh))
 
     def loader(
         dataset: Dataset, micro_batch_size: int, size_at: Callable[[int], int], ignored_label: int | None = None
     ) -> Loader:
-        batches = Batches(
-            dataset if reads else Unread(seq_length),
-            micro_batch_size,
-            mesh.dp.rank,
-            mesh.dp.size,
-            sources.vocab_size,
-            Borders(sources.eod, d.eod_mask_loss, documents),
-            ignored_label,
-        )
+        of, dp = dataset if reads else Unread(seq_length), mesh.dp
+        batches = Batches(of, micro_batch_size, dp.rank, dp.size, sources.vocab_size, borders, ignored_label)
         return Prefetcher(batches, prepare, size_at)
 
     def evaluation(sets: list[NamedSet[Dataset]]) -> list[NamedSet[Loader]]:

@@ -104,8 +104,7 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
 
 def _fim(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> Fim:
     def id_of(name: str) -> int:
-        number = tokenizer.token_id(getattr(data, name))
-        if number is not None:
+        if (number := tokenizer.token_id(getattr(data, name))) is not None:
             return number
         lacks = f"{name}={getattr(data, name)!r} is not a token of {tokenizer.name}"
         if tokenizer.unknown is None:
@@ -173,10 +172,9 @@ def _read_json(path: str) -> dict[str, Paths | None]:
         lists = json.loads(_read_text(path))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error}); {form}") from None
-    if not isinstance(lists, dict) or not lists.get("train") or lists.keys() - set(SPLITS):
+    right = isinstance(lists, dict) and bool(lists.get("train")) and not lists.keys() - set(SPLITS)
+    for words in [words for words in lists.values() if words is not None] if right else ():
+        right &= isinstance(words, list) and all(isinstance(word, str | float | int) for word in words)
+    if not right:
         raise DataError(f"{path}: {form}")
-    given = {split: words for split, words in lists.items() if words is not None}
-    for words in given.values():
-        if not isinstance(words, list) or not all(isinstance(word, str | float | int) for word in words):
-            raise DataError(f"{path}: {form}")
-    return {split: [str(word) for word in given[split]] if split in given else None for split in SPLITS}
+    return {split: None if lists.get(split) is None else [str(word) for word in lists[split]] for split in SPLITS}

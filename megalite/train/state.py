@@ -77,20 +77,13 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Why a step is not trusted: the same on all ranks.
+    """Why a step is not trusted: the same on all ranks."""
 
-    reason    what is wrong with its numbers
-    finding   the result of the search for the cause, "" if there is none
-    passed    the second computation was right, and was used
-    differs   ranks whose second result has other bits
-    finite    its numbers are finite, but too large
-    """
-
-    reason: str
-    finding: str = ""
-    passed: bool = False
-    differs: tuple[int, ...] = ()
-    finite: bool = True
+    reason: str  # what is wrong with its numbers
+    finding: str = ""  # the result of the search for the cause
+    passed: bool = False  # the second computation was right, and was used
+    differs: tuple[int, ...] = ()  # ranks whose second result has other bits
+    finite: bool = True  # its numbers are finite, but too large
 
     def __str__(self) -> str:
         return f"{self.reason}; {self.finding}" if self.finding else self.reason

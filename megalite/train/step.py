@@ -23,10 +23,6 @@ AGREED = ("norm_sq", "loss_sum", "tokens", "stop", "z_sum")  # fields of Numbers
 COPIES = ("weights differ", "main weights differ")  # of train/replicas.py: disagreement
 
 
-class NonFiniteError(BadResult):
-    """The loss or a gradient is not finite; nothing was updated on any rank."""
-
-
 def train_step(
     run: Run,
     want_stop: bool = False,
@@ -35,7 +31,8 @@ def train_step(
     timers: Timers = Timers(),  # noqa: B008 (measures nothing)
     empty_level: int = 0,
 ) -> StepResult:
-    """Advance `run` by one step. Raises NonFiniteError, on all ranks, unless the loss scaler handles it.
+    """Advance `run` by one step. Raises BadResult on all ranks for a loss or gradient that is not finite, and updates
+    nothing, unless the loss scaler handles it.
 
     `count_zeros`: elements of the gradient that are 0; one number more in the all-reduce. `empty_level`: whether the
     allocator gives memory back to CUDA before the update (1) and after it (2).
@@ -104,11 +101,11 @@ def _judge(
     return numbers, None, copies
 
 
-def _stopped(run: Run, doubt: Doubt | None, size: int) -> NonFiniteError:
+def _stopped(run: Run, doubt: Doubt | None, size: int) -> BadResult:
     assert doubt is not None
     state = run.state
     where = samples_in_words(run, range(state.consumed_samples, state.consumed_samples + size))
-    return NonFiniteError(
+    return BadResult(
         f"step {state.step + 1}: {doubt.reason} at {where}; nothing was updated; {doubt.finding}. "
         "Look at these samples, lower --lr (and give --override-opt-param-scheduler), or skip such steps with "
         "--no-check-for-nan-in-loss-and-grad"
@@ -119,8 +116,8 @@ def _agree(
     run: Run, losses: torch.Tensor, hosts: Sequence[HostBatch], want_stop: bool, count_zeros: bool, nominal: int
 ) -> Numbers:
     """Sums over the world, in float64: squared gradient norm, loss, tokens that count, ranks that want to stop, z-loss,
-    and where asked for gradient elements that are 0, and disagreement of replicas. This is the step's one sync with the
-    device. Sums keep NaN and inf, where a maximum may drop a NaN."""
+    and where asked zeros in the gradient and disagreement of replicas; the step's one sync with the device. Sums keep
+    NaN and inf, where a maximum may drop a NaN."""
     mesh = run.mesh
     fault("step.after_reduce", mesh.world.rank, run.state.step + 1, run.buffer.first_gradient)
     names = [*AGREED, *["zeros"] * count_zeros, *COPIES * bool(run.check_copies)]

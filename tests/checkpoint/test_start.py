@@ -29,9 +29,9 @@ from megalite.parallel.mesh import Mesh
 from megalite.train import step as step_module
 from megalite.train.setup import SetupError
 from megalite.train.start.origin import start_run
-from megalite.train.start.resume import open_saver, options_that_differ, save, with_checkpoint_args
-from megalite.train.state import Run
-from megalite.train.step import NonFiniteError, train_step
+from megalite.train.start.resume import open_saver, options_that_differ, save, with_saved_args
+from megalite.train.state import BadResult, Run
+from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,20 +206,20 @@ WITHOUT_MODEL = """--micro-batch-size 2 --global-batch-size 8 --lr 0.01 --mock-d
 def test_use_checkpoint_args(saved: tuple[Path, dict], tmp_path: Path) -> None:
     folder, then = saved
     config = parse("--load", str(folder), base=WITHOUT_MODEL)
-    whole = with_checkpoint_args(config)
+    whole = with_saved_args(config)
     assert whole.model == parse().model
     run = run_from(whole)
     start_run(run, whole)
     assert same(weights(run), then[3])
-    changed = with_checkpoint_args(parse("--load", str(folder), "--hidden-dropout", "0.3", base=WITHOUT_MODEL))
+    changed = with_saved_args(parse("--load", str(folder), "--hidden-dropout", "0.3", base=WITHOUT_MODEL))
     assert changed.model.hidden_dropout == 0.3 and changed.model.num_layers == 4
     wrong = parse("--load", str(folder), "--num-layers", "8", "--swiglu", base=WITHOUT_MODEL)
     with pytest.raises(SetupError) as error:
-        with_checkpoint_args(wrong)
+        with_saved_args(wrong)
     assert "num_layers=8, but 4" in str(error.value) and "activation='swiglu', but 'gelu'" in str(error.value)
     with pytest.raises(SetupError, match="holds no checkpoint; give the model's options"):
-        with_checkpoint_args(parse("--load", str(tmp_path), base=WITHOUT_MODEL))
-    assert with_checkpoint_args(parse()) == parse()  # not asked for
+        with_saved_args(parse("--load", str(tmp_path), base=WITHOUT_MODEL))
+    assert with_saved_args(parse()) == parse()  # not asked for
 
 
 def test_use_checkpoint_args_tells_what_it_passes_over(saved: tuple[Path, dict], tmp_path: Path, capsys) -> None:
@@ -227,12 +227,12 @@ def test_use_checkpoint_args_tells_what_it_passes_over(saved: tuple[Path, dict],
     newest = max((tmp_path / "run").glob("iter_*"))
     (newest / "manifest.json").write_text("{")
     config = parse("--load", str(tmp_path / "run"), "--dry-run", base=WITHOUT_MODEL)
-    assert with_checkpoint_args(config).model == parse().model
+    assert with_saved_args(config).model == parse().model
     assert f"skipping {newest}" in capsys.readouterr().err
     for folder in (tmp_path / "run").glob("iter_*"):
         (folder / "manifest.json").write_text("{")
     with pytest.raises(SetupError, match="none in it can be read: .*manifest.json"):
-        with_checkpoint_args(config)
+        with_saved_args(config)
 
 
 # ---- the loop
@@ -255,7 +255,7 @@ def test_without_an_interval_a_run_saves_where_it_ends_or_stops(tmp_path: Path) 
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
-@pytest.mark.parametrize("kind", [NonFiniteError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [BadResult, KeyboardInterrupt])
 def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(tmp_path: Path, monkeypatch, kind: type) -> None:
     """Nobody asks for it any more: neither a step nor another save comes after it."""
     failed, real = threading.Event(), step_module.train_step
@@ -281,7 +281,7 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(tmp_path: Pat
     except SystemExit as end:
         code = int(end.code)  # type: ignore[arg-type]
     status = json.loads((tmp_path / "status.json").read_text())
-    assert (code, status["outcome"]) == ((17, "bad-result") if kind is NonFiniteError else (130, "interrupted"))
+    assert (code, status["outcome"]) == ((17, "bad-result") if kind is BadResult else (130, "interrupted"))
     lost = f"the last save, to {tmp_path}/.iter_0000002.part, failed: [Errno 28] No space left on device"
     assert status["reason"].endswith(f"; {lost}") and status["checkpoint"] is None
     assert lost in (tmp_path / "log.txt").read_text()

@@ -28,7 +28,7 @@ from megalite.interop import convert
 from megalite.interop.hugging_face import model_files
 from megalite.interop.hugging_face.config_json import choose_family, misfits, read_config
 from megalite.models.families import FAMILIES
-from megalite.train.start import foreign_weights as foreign
+from megalite.train.start import origin
 
 
 @pytest.fixture(scope="module")
@@ -261,9 +261,9 @@ def test_experts_are_read_bit_for_bit(freq, tp: int, pp: int, ep: int, form: str
 def test_a_run_begins_with_their_experts_and_biases(tmp_path: Path) -> None:
     write(tmp_path, SOME, form="dist")
     words = "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --device cpu --vocab-size 50"
-    config = foreign.with_source(config_from([*words.split(), "--load", str(tmp_path), "--use-checkpoint-args"]))
+    config = origin.with_source(config_from([*words.split(), "--load", str(tmp_path), "--use-checkpoint-args"]))
     run, want = run_from(config), weights_of(SOME)
-    assert foreign.start(run, config) is not None
+    assert origin.begin_with_foreign(run, config) is not None
     assert [router.layer for router in run.balance.routers] == [1, 3]
     for router in run.balance.routers:
         assert router.bias is not None and torch.equal(router.bias, want[f"layers.{router.layer}.mlp.router.bias"])

@@ -19,7 +19,7 @@ from megalite.checkpoint.storage.protocol import steps_in
 from megalite.config.options import Config
 from megalite.interop.megatron.rank_files import find
 from megalite.train.setup import SetupError
-from megalite.train.start import foreign_weights as foreign
+from megalite.train.start import origin
 from megalite.train.start.origin import start_run
 from megalite.train.start.resume import saved_config
 from megalite.train.step import train_step
@@ -35,7 +35,7 @@ GUARDS = ("megalite/interop",)
 
 
 def parse(folder: Path | str, *flags: str) -> Config:
-    return foreign.with_source(config_from([*BASE.split(), "--load", str(folder), *flags]))
+    return origin.with_source(config_from([*BASE.split(), "--load", str(folder), *flags]))
 
 
 def first_loss(folder: str, flags: str) -> tuple[float, list[str]]:

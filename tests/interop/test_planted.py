@@ -30,7 +30,7 @@ from megalite.generate import generation as generate
 from megalite.interop.hugging_face.model_files import INDEX, open_model
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError
-from megalite.train.start import foreign_weights as foreign
+from megalite.train.start import origin
 from megalite.train.start.origin import start_run
 from tools import checkpoint
 from tools import convert_checkpoint as convert
@@ -145,7 +145,7 @@ def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys
         (folder / name).write_bytes(evil)
         weights = name in ("config.json", "model.safetensors", INDEX)
         words = [*flags, "--use-checkpoint-args", "--load", str(folder)]
-        begin = lambda: foreign.with_source(config_from(words))  # noqa: B023, E731
+        begin = lambda: origin.with_source(config_from(words))  # noqa: B023, E731
         text = refused(lambda: generate.load_model(folder, Mesh.alone()))  # noqa: B023
         code = convert.main(["--from-hf", str(folder), "--save", str(tmp_path / "out")])
         said = "".join(capsys.readouterr())

@@ -40,13 +40,13 @@ def _twice(ranks: Ranks, folder: str) -> None:
 def _slow_to_say(ranks: Ranks, console: str) -> None:
     """Rank 1's disk is full; rank 0 has heard of that before rank 1 has said it. The fork server's own stderr is that of
     the test which started it."""
-    from megalite.train.life.exit import Moment, failure
+    from megalite.train.life.run import failure
 
     sys.stderr = open(console, "a", buffering=1)  # noqa: SIM115 (until the process ends)
     if ranks.rank == 0:
-        os._exit(int(failure(ElsewhereError("rank 1 failed while saving"), Moment(ranks))[0]))
+        os._exit(int(failure(ElsewhereError("rank 1 failed while saving"), ranks)[0]))
     time.sleep(0.7)
-    os._exit(int(failure(CheckpointError("rank 1: [Errno 27] File too large"), Moment(ranks))[0]))
+    os._exit(int(failure(CheckpointError("rank 1: [Errno 27] File too large"), ranks)[0]))
 
 
 def test_the_words_of_the_rank_that_failed_reach_the_console(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from megalite.models.compiled import CompileError, check_compile
 from megalite.models.gpt import Batch
 from megalite.nn.later import Later
 from megalite.plan.arrangement import arrange
-from megalite.train.life.opening import warm_up
-from megalite.train.life.preflight import check_machine
+from megalite.train.life.preflight import check_machine, warm_up
 from megalite.train.setup import SetupError
 from megalite.train.state import Run
 from megalite.train.step import train_step

@@ -24,7 +24,7 @@ from whole_runs import ROOT, rows, running, status_of
 from megalite.parallel import comm
 from megalite.parallel.mesh import PLANNED, RECEIVE, SEND, Mesh, build_mesh
 from megalite.parallel.shared_memory import OrderError
-from megalite.train.life.opening import many_evaluations
+from megalite.train.life.preflight import many_evaluations
 from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
 from megalite.train.tell.timers import Timers

@@ -31,7 +31,7 @@ from megalite.train.batch import on_device
 from megalite.train.life.export_hf import export
 from megalite.train.life.preflight import preflight
 from megalite.train.setup import SetupError
-from megalite.train.start import foreign_weights as foreign
+from megalite.train.start import origin
 from megalite.train.start.resume import open_saver, save
 from megalite.train.state import Run
 from megalite.train.step import train_step
@@ -63,12 +63,12 @@ def parse(folder: Path | str, *flags: str, base: str = BASE) -> Config:
 
 
 def taken(folder: Path, *flags: str, base: str = BASE) -> Config:
-    return foreign.with_source(parse(folder, "--use-checkpoint-args", *flags, base=base))
+    return origin.with_source(parse(folder, "--use-checkpoint-args", *flags, base=base))
 
 
 def begun(config: Config) -> Run:
     run = run_from(config)
-    assert foreign.start(run, config) is not None
+    assert origin.begin_with_foreign(run, config) is not None
     return run
 
 
@@ -109,7 +109,7 @@ def test_half_precision_keeps_the_exact_values_as_main_weights(models) -> None:
     theirs, folder = models("llama")
     config = taken(folder, "--bf16")
     run = run_from(config)
-    found = foreign.start(run, config)
+    found = origin.begin_with_foreign(run, config)
     assert found is not None and "llama in float32" in found[1][0]
     pieces = {e.piece.name: e.piece.data for e in run.optimizer.pieces()}
     word = theirs.model.embed_tokens.weight.detach()
@@ -127,11 +127,11 @@ MODEL += "--untie-embeddings-and-output-weights"
 
 def test_options_that_contradict_are_named_together(models) -> None:
     _, folder = models("llama")
-    right = foreign.with_source(parse(folder, *MODEL.split()))
+    right = origin.with_source(parse(folder, *MODEL.split()))
     assert right.model.num_layers == 4 and right.data.tokenizer_type is None
     wrong = f"{MODEL} --num-layers 6 --squared-relu --norm-epsilon 1e-5 --vocab-size 95 --ckpt-step 3"
     with pytest.raises(SetupError) as error:
-        foreign.with_source(parse(folder, *wrong.split()))
+        origin.with_source(parse(folder, *wrong.split()))
     lines = str(error.value).splitlines()
     assert len(lines) == 5 and sum("--use-checkpoint-args" in line for line in lines) == 3
     for text in (
@@ -146,9 +146,9 @@ def test_options_that_contradict_are_named_together(models) -> None:
     with pytest.raises(SetupError, match="num_layers=6, but 4 in .*; drop the option"):
         taken(folder, "--num-layers", "6")
     learned = [models("gpt2")[1], *"--num-layers 4 --hidden-size 32 --num-attention-heads 4".split()]
-    assert foreign.with_source(parse(*learned, "--max-position-embeddings", str(S)))
+    assert origin.with_source(parse(*learned, "--max-position-embeddings", str(S)))
     with pytest.raises(SetupError, match="max_position_embeddings: 16 here, 48 in"):
-        foreign.with_source(parse(*learned))
+        origin.with_source(parse(*learned))
 
 
 def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -
         taken(folder, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(other))
     nothing = parse(tmp_path, *"--num-layers 1 --hidden-size 8 --num-attention-heads 2".split())
     with pytest.raises(SetupError, match="vocab_size is not set"):
-        preflight(foreign.with_source(nothing), Ranks())
+        preflight(origin.with_source(nothing), Ranks())
 
 
 def test_a_restart_goes_on_from_the_checkpoint_and_not_from_the_model(models, tmp_path: Path) -> None:
@@ -178,14 +178,14 @@ def test_a_restart_goes_on_from_the_checkpoint_and_not_from_the_model(models, tm
     config = taken(tmp_path / "run", *again)
     run = run_from(config)
     saver = open_saver(run, config)
-    assert saver is not None and foreign.start(run, config) is not None
+    assert saver is not None and origin.begin_with_foreign(run, config) is not None
     train_step(run)
     save(run, saver, "num_layers = 4\n")
     saver.close()
-    assert foreign.source_of(config) is None and foreign.start(run, config) is None
+    assert origin.source_of(config) is None and origin.begin_with_foreign(run, config) is None
     direct = parse(folder, "--use-checkpoint-args", "--save", str(tmp_path / "other"), "--save-interval", "1")
-    run = run_from(config := foreign.with_source(direct))
-    found = foreign.start(run, config)
+    run = run_from(config := origin.with_source(direct))
+    found = origin.begin_with_foreign(run, config)
     assert found is not None and "--pretrained-checkpoint" in found[1][1]
 
 
@@ -216,15 +216,15 @@ def _starts(base: str) -> list[Outcome]:
         return real(handle, name, path)
 
     hf_files._read = read
-    outcomes.append(_fails(lambda: foreign.start(run, config)))
+    outcomes.append(_fails(lambda: origin.begin_with_foreign(run, config)))
     mesh = build_mesh(tp=1, pp=2, device=CPU)
     outcomes.append(_fails(lambda: generate.load_model(folder, mesh)))
     hf_files._read = real
     if rank == 1:
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
-    outcomes.append(_fails(lambda: foreign.start(run, config)))
+    outcomes.append(_fails(lambda: origin.begin_with_foreign(run, config)))
     other = config if rank == 0 else replace(config, checkpoint=replace(config.checkpoint, load=f"{base}/nothing"))
-    outcomes.append(_fails(lambda: foreign.start(run, other)))
+    outcomes.append(_fails(lambda: origin.begin_with_foreign(run, other)))
     return outcomes
 
 

@@ -74,7 +74,7 @@ def test_megatrons_line_to_the_letter() -> None:
 
 def test_megatrons_other_lines() -> None:
     said = "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
-    assert figures.megatron_moment("after dataloaders are built", NOW) == said
+    assert figures.megatron("moment", what="after dataloaders are built", now=NOW) == said
     for reason, end in (
         ("SIGUSR1", "exiting program after receiving SIGUSR1."),
         ("SIGTERM; nothing was saved", "exiting program after receiving SIGTERM."),
@@ -84,8 +84,8 @@ def test_megatrons_other_lines() -> None:
     ):
         assert figures.megatron_end(reason, 5, 1.5) == end
     said = " > number of parameters on (tensor, pipeline) model parallel rank (1, 3): 123456"
-    assert figures.megatron_parameters(1, 3, 123456) == said
-    assert figures.megatron_sizes(8, {"dp": 2, "cp": 1, "tp": 2, "pp": 2}) == (
+    assert figures.megatron("parameters", tp=1, pp=3, number=123456) == said
+    assert figures.megatron("sizes", world=8, dp=2, cp=1, tp=2, pp=2) == (
         "using world size: 8, data-parallel size: 2, context-parallel size: 1, hierarchical context-parallel sizes: "
         "None, tensor-model-parallel size: 2, pipeline-model-parallel size: 2"
     )

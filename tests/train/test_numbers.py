@@ -26,7 +26,8 @@ from megalite.launch.ranks import Ranks
 from megalite.parallel.mesh import plan_mesh
 from megalite.pipeline import runtime as pipeline_module
 from megalite.train import step as step_module
-from megalite.train.step import NonFiniteError, train_step
+from megalite.train.state import BadResult
+from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
 from megalite.train.watch import suspect
 from megalite.train.watch.spikes import Spikes
@@ -51,7 +52,7 @@ def _named(flags: str, where: str, bad_rank: int) -> str:
         block = run.pipeline.stages[0].blocks[1]  # type: ignore[index]
         block.register_full_backward_hook(lambda module, given, grad: (given[0] * math.nan, *given[1:]))
     before = kept(run)
-    with pytest.raises(NonFiniteError) as error:
+    with pytest.raises(BadResult) as error:
         train_step(run)
     pairs = zip(kept(run).values(), before.values(), strict=True)
     assert run.state.step == 1 and all(torch.equal(a, b) or a.isnan().any() for a, b in pairs)

@@ -125,14 +125,14 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 LOST_FIRST = """
 import signal, sys
 import pretrain_gpt
-from megalite.train.life import exit
+from megalite.train.life import run
 
 def lost(error):
-    exit.lost_another = lambda error: False
+    run.lost_another = lambda error: False
     signal.raise_signal(signal.SIGTERM)
     return True
 
-exit.lost_another = lost
+run.lost_another = lost
 sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
 

@@ -22,12 +22,12 @@ from megalite.models.families import PRESETS
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import PLANNED, Axis, Mesh
 from megalite.pipeline.runtime import Timed
-from megalite.train.replicas import ReplicaError, check_replicas, disagreement
+from megalite.train.replicas import check_replicas, disagreement
+from megalite.train.state import BadResult
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.tell.metrics import ProgressLog
-from megalite.train.tell.profiling import Profiler
 from megalite.train.tell.run_dir import Exit
-from megalite.train.tell.timers import OF_STEP, PHASES, Timers
+from megalite.train.tell.timers import OF_STEP, PHASES, Profiler, Timers
 
 CASES = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))
 
@@ -189,7 +189,7 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
             and check_replicas(run, 2) is None
         )
         return told
-    except ReplicaError as error:
+    except BadResult as error:
         return f"stopped: {error}"
 
 
@@ -221,7 +221,7 @@ def flipped_between(flags: str, action: str, where: int | None, part: str = "cop
         told = [train_step(run).copies or "" for _ in range(2)]
         assert action == "warn" or not told[1]
         return told[0], torch.cat(run.optimizer.main)
-    except ReplicaError as error:
+    except BadResult as error:
         assert torch.equal(torch.cat(run.optimizer.main), before)  # nothing was updated
         return f"stopped: {error}", before
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from megalite.config import cli
 from megalite.launch.ranks import Ranks, process_group
 from megalite.models.families import PRESETS
-from megalite.train.life.run import choose_device
+from megalite.train.life.preflight import choose_device
 from tools.bench.contender import limit_memory, peak_memory, time_steps, write
 
 

@@ -15,16 +15,9 @@ from megalite.config.console import complain, let_go_of_console
 from megalite.config.options import Config, local_processes
 from megalite.config.packages import missing_packages
 from megalite.data.files.missing_files import absent, rehearsed
+from megalite.launch import ranks as launcher
 from megalite.launch.local_ranks import INTERRUPTED, ORDERLY_S, cores, start_local, tell_stopping
-from megalite.launch.ranks import (
-    LaunchError,
-    Ranks,
-    follow_torchrun,
-    leave,
-    prepare_cuda,
-    read_environment,
-    save_after_torchrun,
-)
+from megalite.launch.ranks import LaunchError, Ranks
 from megalite.models.families import PRESETS
 from megalite.train.life.restarts import Restarts, locked_run
 from megalite.train.life.stop import Stopped, StopSignal, hold
@@ -50,11 +43,11 @@ class Command:
         try:
             with locked_run(config) if first and not rehearses else contextlib.nullcontext():
                 if missing := _missing(config):
-                    ranks, folder = self.ranks or Ranks(), run_folder(config)
+                    ranks, reason = self.ranks or Ranks(), "\n".join(missing)
                     for line in missing if ranks.local_rank == 0 else []:
                         complain(f"pretrain_gpt.py: {line}")
-                    if ranks.rank == 0 and folder.is_dir() and not rehearses:
-                        leave_status(folder, Exit.PREFLIGHT.outcome, config, "\n".join(missing), resumes=ranks.resumes)
+                    if ranks.rank == 0 and not rehearses:
+                        leave_status(run_folder(config), Exit.PREFLIGHT.outcome, config, reason, resumes=ranks.resumes)
                     return Exit.PREFLIGHT
                 if self.ranks is None and (nproc > 1 or config.operations.max_restarts) and not rehearses:
                     return start_local(nproc, train, (self,), holds_signals=True, ended=Restarts(config))
@@ -73,17 +66,16 @@ class Command:
         stop = StopSignal(asks_first, [t.exit_signal] if t.exit_signal else [], tells=no_launcher)
         stop.install()
         if saves:
-            save_after_torchrun(ORDERLY_S)
+            launcher.save_after_torchrun(ORDERLY_S)
         return stop
 
 
 def parse(argv: list[str]) -> Command:
     """Read flags, environment and launcher; all problems are printed at once, with exit code 2."""
     hold()
-    warnings = follow_torchrun()
-    of_launcher: list[str] = []
+    warnings = launcher.follow_torchrun()
     try:
-        ranks = read_environment()
+        ranks, of_launcher = launcher.read_environment(), list[str]()
     except LaunchError as error:
         ranks, of_launcher = None, [str(error)]
     world: Callable[[Config], int] = lambda c: local_processes(c.parallel) if ranks is None else ranks.world  # noqa: E731
@@ -98,8 +90,8 @@ def parse(argv: list[str]) -> Command:
 
     read = cli.read_or_exit(argv, PRESETS, of_this_machine, world, quiet=ranks is not None and ranks.rank > 0)
     config = read.config
-    if config.parallel.device != "cpu":
-        prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)
+    if (p := config.parallel).device != "cpu":
+        launcher.prepare_cuda(p.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)
     if ranks is not None and config.operations.max_restarts:
         warnings.append("max_restarts is for ranks that --nproc starts: torchrun has its own --max-restarts")
     return Command(config, [*read.warnings, *environment.warnings(), *warnings], ranks)
@@ -115,7 +107,7 @@ def _missing(config: Config) -> list[str]:
 def as_program(main: Callable[[list[str]], int]) -> NoReturn:
     """End the process with the exit code of `main`, also after a signal that came before a run could take it."""
     try:
-        leave(lambda: main(sys.argv[1:]))
+        launcher.leave(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt as error:
         if not isinstance(error, Stopped):  # that one was reported
             tell_stopping(signal.Signals[error.args[0]] if error.args else signal.SIGINT)

@@ -25,7 +25,7 @@ from megalite.interop.hugging_face.model_files import write_model
 from megalite.models.specs import specs_of
 from megalite.parallel.comm import first_says
 from megalite.train.sources import open_tokenizer
-from megalite.train.start.foreign_weights import named_by
+from megalite.train.start.origin import named_by
 from megalite.train.start.resume import pieces_to_save
 from megalite.train.state import Run
 
@@ -41,8 +41,7 @@ def family_in(folder: Path | None) -> str | None:
 def like_of(data: DataConfig) -> Path | None:
     """The model directory of the run's tokenizer, whose other files and token ids an export takes over. None for a
     tokenizer file with a name of its own, which may be in any directory."""
-    name = data.tokenizer_model or data.vocab_file
-    if name is None:
+    if (name := data.tokenizer_model or data.vocab_file) is None:
         return None
     path = Path(name)
     return path if path.is_dir() else path.parent if path.name in hugging_face.COMPANIONS else None
@@ -101,8 +100,7 @@ def export_problems(config: Config) -> list[str]:
 
 def export(run: Run, config: Config, eod: int | None) -> str | None:
     """Write the directory of --export-hf; returns lines about it, on the first rank. Collective until the weights are
-    in files: those of the last checkpoint of --save, or else of a temporary one beside the new directory, with weights
-    only. Raises CheckpointError."""
+    in files: those of --save's last checkpoint, or of a temporary one with weights only. Raises CheckpointError."""
     c, mesh = config.checkpoint, run.mesh
     if c.export_hf is None:
         return None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.checkpoint.storage.file_system import Lock
-from megalite.checkpoint.storage.location import CheckpointError, parse
+from megalite.checkpoint.storage.location import CheckpointError, is_url
 from megalite.checkpoint.storage.protocol import folder_of, steps_in
 from megalite.config.console import complain
 from megalite.config.options import Config
@@ -59,18 +59,16 @@ class Restarts:
         self._most, self._roots = config.operations.max_restarts, save_roots(config)
         self._events, self._began, self._times = Events(self._folder), time.time(), list[float]()
         self._at_first = self._newest = self._saved()
-        self._fruitless = self._refused = 0
-        self._again = False
+        self._fruitless, self._refused, self._again = 0, 0, False
 
     def _saved(self) -> dict[str, object]:
         """By directory: the newest checkpoint and, unless the directory is a URL, the time of its completion."""
         newest: dict[str, object] = {}
         for root in self._roots if self._most else []:
             try:
-                place, step = parse(root), max(steps_in(root), default=None)
-                newest[root] = step
-                if isinstance(place, Path) and step is not None:
-                    newest[root] = step, Path(str(folder_of(place, step)), "COMPLETE").stat().st_mtime_ns
+                newest[root] = step = max(steps_in(root), default=None)
+                if step is not None and not is_url(root):
+                    newest[root] = step, Path(str(folder_of(root, step)), "COMPLETE").stat().st_mtime_ns
             except (OSError, CheckpointError):  # a store that does not answer, or a checkpoint that was just deleted
                 newest[root] = object()  # equal to nothing, so that the ranks will look
         return newest

@@ -1,8 +1,12 @@
-"""A rank from preflight to its exit code: set up, resume, train, leave a status behind."""
+"""A rank from preflight to its exit code: set up, resume, train, leave a status behind; and what every error means."""
 
 import contextlib
 import datetime
+import os
+import signal
+import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
@@ -10,36 +14,86 @@ from types import TracebackType
 import torch
 
 from megalite.checkpoint.run.saver import Saver
+from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
 from megalite.config.console import complain
 from megalite.config.faults import fault
 from megalite.config.options import Config
-from megalite.launch.ranks import Ranks, process_group, torchrun_restarts
+from megalite.data.errors import DataError
+from megalite.launch.ranks import LaunchError, Ranks, process_group, torchrun_restarts
+from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.mesh import PLANNED, Axis, Mesh, world_axis
 from megalite.parallel.self_test import check_collectives
 from megalite.plan.arrangement import Arrangement
+from megalite.train.life import preflight
 from megalite.train.life.command import Command
-from megalite.train.life.exit import Moment, failure, leave_at_once
 from megalite.train.life.export_hf import export
-from megalite.train.life.opening import get_ready, many_evaluations, open_reporter
-from megalite.train.life.preflight import check_machine, check_save, choose_device, many_threads, preflight
-from megalite.train.life.stop import StopSignal
+from megalite.train.life.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.loop import Training, Watch
 from megalite.train.setup import SetupError
 from megalite.train.sources import Sources
-from megalite.train.start import foreign_weights as foreign
-from megalite.train.start.origin import begin_branch, start_run
+from megalite.train.start.origin import begin_branch, start_run, with_source
 from megalite.train.start.resume import loaded_line, open_saver
-from megalite.train.state import Run
+from megalite.train.state import BadResult, Run
 from megalite.train.tell import figures as lines
 from megalite.train.tell.device_memory import keep_freed_memory
 from megalite.train.tell.metrics import Reporter, Silent
 from megalite.train.tell.overview import describe, facts
-from megalite.train.tell.rank_log import rank_log
+from megalite.train.tell.rank_log import complain_aside, complain_of, fails_first, rank_log, told_first, wait_until_told
 from megalite.train.tell.report import Account
 from megalite.train.tell.run_dir import Exit, leave_status, newest_saved, run_folder
 from megalite.train.tell.timers import Phases, Timers
-from megalite.train.watch.fingerprint import compare_ranks
-from megalite.train.watch.hang import Heartbeat, Watchdog
+from megalite.train.watch.hang import Heartbeat, Watchdog, lost_another
+from megalite.train.watch.pulse import compare_ranks
+
+AT_ONCE = (Exit.INTERRUPTED, Exit.HANG)  # outcomes after which a process exits without waiting for others
+AT_ONCE_IN_GROUP = (*AT_ONCE, Exit.CRASH, Exit.PREFLIGHT)
+
+
+def failure(
+    error: BaseException, ranks: Ranks, run: Run | None = None, begun: bool = False, dog: Watchdog | None = None
+) -> tuple[Exit, str]:
+    """The outcome and the reason of a run that an error ended; the rank that knows most reports it. `run`: if its parts
+    are built. `begun`: so is the first step; before it, the next start would meet the same error of a checkpoint."""
+    where = f"{run.mesh.describe()}, step {run.state.step + 1}" if run else f"rank {ranks.rank} of {ranks.world}"
+    if dog is not None and (known := dog.explain(error)) is not None:
+        complain_of(ranks, *known, f"{where}: {known[0].outcome}: {known[1]}")
+        return known
+    mesh, reason = run and run.mesh, str(error)
+    match error:
+        case SetupError() | LaunchError() | DataError() if mesh is None:
+            code = Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
+            teller = getattr(error, "local_rank", 0)
+            # on the rank that it is about, else on one rank of each machine, where all have the same error
+            if fails_first(ranks, code, reason) if teller is None else ranks.local_rank == teller:
+                for line in reason.splitlines():
+                    complain(f"pretrain_gpt.py: {line}")
+            return code, reason
+        case KeyboardInterrupt():  # one Ctrl-C gives a rank two signals, the terminal's and the launcher's
+            since = time.monotonic()
+            leave = lambda *_: os._exit(Exit.INTERRUPTED) if time.monotonic() > since + AGAIN_S else None  # noqa: E731
+            for number in STOPPING:
+                signal.signal(number, leave)  # from now on a later one kills
+            return Exit.INTERRUPTED, reason or "SIGINT"
+        case BadResult() | ScaleExhausted():
+            code, tells = Exit.BAD_RESULT, ranks.rank == 0
+        case CheckpointError():
+            code = Exit.CRASH if begun else Exit.PREFLIGHT
+            # not those that heard of it from another, which reports it first: their exit would end that one
+            tells = not isinstance(error, ElsewhereError) or not wait_until_told(ranks)
+        case DataError():  # one rank of each dp position, whose ranks read the same samples
+            code, tells = Exit.PREFLIGHT, mesh is not None and mesh.pp.is_first and mesh.tp.is_first
+        case RuntimeError() if lost_another(error):  # the lost rank, or its launcher, reports why
+            reason = f"lost another rank ({reason.splitlines()[0]})"
+            (complain if ranks.rank == 0 else complain_aside)(f"{where}: {reason}")
+            return Exit.CRASH, told_first(ranks) or reason
+        case _:
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            text = "".join(traceback.format_exception(error)).rstrip()
+            complain_of(ranks, Exit.CRASH, reason, f"{where}:\n{text}")
+            return Exit.CRASH, reason
+    if tells:
+        complain_of(ranks, code, reason, f"pretrain_gpt.py: {reason}")
+    return code, reason
 
 
 class Life:
@@ -70,11 +124,12 @@ class Life:
         refused = isinstance(error, Exception | KeyboardInterrupt)  # `training` has handled later ones
         try:
             if refused:
-                code, reason = self.ended = failure(error, Moment(self.ranks), self.dog)
+                code, reason = self.ended = failure(error, self.ranks, dog=self.dog)
                 writes = self.ranks.rank == 0 or code is Exit.HANG  # in a hang rank 0 may not get here
-                if writes and self.folder.is_dir() and not self.config.train.dry_run:
+                if writes and not self.config.train.dry_run:
                     leave_status(self.folder, code.outcome, self.config, reason, resumes=self.ranks.resumes)
-                leave_at_once(code, in_group=False)
+                if code in AT_ONCE:
+                    os._exit(int(code))
         finally:
             self.dog.close()
             self._log.__exit__(None, None, None)
@@ -82,8 +137,8 @@ class Life:
 
     def preflight(self) -> tuple[Arrangement, Sources]:
         """What will run, on which data; raises all errors that can be found before ranks meet."""
-        self.config = foreign.with_source(self.config)
-        sources, plan = preflight(self.config, self.ranks)
+        self.config = with_source(self.config)
+        sources, plan = preflight.preflight(self.config, self.ranks)
         return plan, sources
 
     def tell(self, plan: Arrangement, sources: Sources) -> int:
@@ -102,10 +157,10 @@ class Life:
     def group(self, plan: Arrangement, sources: Sources) -> Iterator[torch.device]:
         """The process group of all ranks, whose program, options and data are compared; yields this rank's device."""
         p, ranks, startup = self.config.parallel, self.ranks, self._startup
-        device = choose_device(p.device)
-        check_machine(plan, device, ranks)
-        check_save(self.config, ranks)
-        self.warnings += many_threads(device, ranks)
+        device = preflight.choose_device(p.device)
+        preflight.check_machine(plan, device, ranks)
+        preflight.check_save(self.config, ranks)
+        self.warnings += preflight.many_threads(device, ranks)
         if self.config.train.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         if device == "cpu":
@@ -139,7 +194,7 @@ class Life:
                 run.last_step = run.state.step
             saved, of_branch = begin_branch(run, config, saver, loaded)
             if ranks.rank == 0:
-                report = open_reporter(plan, config, run, sources, self.folder, ranks, self.warnings)
+                report = preflight.open_reporter(plan, config, run, sources, self.folder, ranks, self.warnings)
                 heart.begin()
                 about = report.attempt("events.jsonl", facts, plan, sources, self.hosts, run.mesh.device)
                 account = Account(
@@ -147,9 +202,9 @@ class Life:
                 )
                 if loaded is not None:
                     report.say(loaded_line(run, config, loaded))
-                for note in [*notes, *of_branch, *many_evaluations(run, t)]:
+                for note in [*notes, *of_branch, *preflight.many_evaluations(run, t)]:
                     report.say(f"note: {note}")
-            get_ready(run, config, report)
+            preflight.get_ready(run, config, report)
             watch.begin, begun, self.stop.begun = time.monotonic(), True, True
             watch.phases.ready()
             training = Training(run, config, self.folder, report, self.stop, saver, saved, watch)
@@ -163,15 +218,16 @@ class Life:
         except SetupError:
             raise
         except (Exception, KeyboardInterrupt) as error:
-            now = Moment(ranks, run, begun)
             try:
-                self.ended = failure(error, now, self.dog)
+                self.ended = failure(error, ranks, run, begun, self.dog)
             except KeyboardInterrupt as asked:  # this rank's signal came while it handled a lost rank that had one
-                self.ended = failure(asked, now, self.dog)
+                self.ended = failure(asked, ranks, run, begun, self.dog)
         finally:
             heart.close()
             self._conclude(run, config, saver, report, account, watch)
-        leave_at_once(self.ended[0], in_group=True)
+        if self.ended[0] in AT_ONCE_IN_GROUP:
+            sys.stdout.flush()
+            os._exit(int(self.ended[0]))
 
     def _conclude(
         self, run: Run, config: Config, saver: Saver | None, report: Reporter, account: Account | None, watch: Watch
@@ -186,26 +242,24 @@ class Life:
             for line in saver.news() if saver is not None else []:
                 report.say(line)
             costs = report.attempt("report.json", account.close, outcome, saver)
-            report.summary(
-                {
-                    "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
-                    "steps": f"{run.state.step:,} of {run.last_step:,}",
-                    "tokens": f"{run.state.consumed_tokens:,}",
-                    "time": lines.duration(time.monotonic() - watch.begin),
-                    "checkpoint": newest_saved(config)[1],
-                    **({"to continue": to_continue(config)} if outcome in (Exit.REQUEUE, Exit.INTERRUPTED) else {}),
-                    **(costs or {}),
-                }
-            )
+            rows = {
+                "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
+                "steps": f"{run.state.step:,} of {run.last_step:,}",
+                "tokens": f"{run.state.consumed_tokens:,}",
+                "time": lines.duration(time.monotonic() - watch.begin),
+                "checkpoint": newest_saved(config)[1],
+            }
+            if outcome in (Exit.REQUEUE, Exit.INTERRUPTED):
+                rows["to continue"] = to_continue(config)
+            report.summary(rows | (costs or {}))
             report.close()
         if not run.mesh.world.is_first and outcome is not Exit.HANG:  # in a hang rank 0 may not get here
             return
         if outcome is Exit.INTERRUPTED:
             where = f"interrupted at step {run.state.step}; checkpoint: {newest_saved(config)[1]}"
             complain(f"pretrain_gpt.py: {where}; to continue: {to_continue(config)}")
-        if self.folder.is_dir():
-            steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
-            leave_status(self.folder, outcome.outcome, config, reason, resumes=self.ranks.resumes, **steps)
+        steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
+        leave_status(self.folder, outcome.outcome, config, reason, resumes=self.ranks.resumes, **steps)
 
 
 def to_continue(config: Config) -> str:

@@ -1,7 +1,6 @@
 """Signals that ask a run to stop, as launchers, schedulers and terminals send them.
 
-Until `install`, which the program calls as soon as it knows its options, signals are held (`hold`), so that none is
-lost while torch is imported. Imports no torch.
+Until `install` signals are held (`hold`), so that none is lost while torch is imported. Imports no torch.
 """
 
 import signal
@@ -27,21 +26,15 @@ def hold() -> None:
 
 
 class StopSignal:
-    """`seen`: signals that asked to stop; ranks agree on them between steps and during evaluations.
-
-    final  the run has stopped though no rank had a signal, so a launcher is not to start it again at once
-    begun  the first step has begun: before, SIGINT stops at once, by raising `Stopped`
-    saves  the run writes checkpoints, so the first signal only asks; a later SIGINT, and any SIGQUIT, stops at once.
-           Without checkpoints every signal does.
-    more   names of further signals that ask to stop
-    tells  this process reports a signal, as no launcher does
-    """
+    """Signals that ask to stop. `saves`: the run writes checkpoints, so the first only asks; a later SIGINT, and any
+    SIGQUIT, stops at once. Without checkpoints every signal does. `more`: names of further signals. `tells`: this
+    process reports a signal, as no launcher does."""
 
     def __init__(self, saves: bool = True, more: Sequence[str] = (), tells: bool = False):
-        self.saves, self.more, self.tells, self.begun = saves, more, tells, False
-        self.seen: list[str] = []
-        self.final = False
-        self._first = 0.0
+        self.saves, self.more, self.tells, self._first = saves, more, tells, 0.0
+        self.seen: list[str] = []  # ranks agree on them between steps and during evaluations
+        self.begun = False  # the first step has begun: before, SIGINT stops at once, by raising `Stopped`
+        self.final = False  # it has stopped though no rank had a signal: no launcher is to start it again at once
 
     def install(self) -> None:
         """Only in the main thread. A signal that the parent process ignores, as nohup does, stays ignored."""

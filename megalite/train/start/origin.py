@@ -1,36 +1,57 @@
-"""The checkpoint that a run begins with, and what happens to those that it does not continue from."""
+"""What a run begins with, and what happens to the checkpoints that it does not continue from.
+
+--load, or --pretrained-checkpoint while --load holds no checkpoint of megalite's, may also name the weights of another
+program: a Hugging Face directory (config.json and safetensors files) or checkpoints of Megatron-LM (format torch_dist
+or torch). Each rank reads its part of them; everything else begins afresh.
+"""
 
 import contextlib
 import difflib
-from dataclasses import replace
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.storage.location import CheckpointError, Location, parse
-from megalite.config.options import Config, training_of
+from megalite.checkpoint.storage.location import CheckpointError, Location, is_megatron, is_url, parse
+from megalite.config.console import show
+from megalite.config.options import Config, DataConfig, ModelConfig, training_of
+from megalite.config.run_options import TOKENIZERS
+from megalite.data.errors import DataError
+from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.interop.convert import Foreign, fill_from
+from megalite.interop.hugging_face.model_files import open_model
 from megalite.interop.megatron import rank_files as megatron
+from megalite.interop.megatron.rank_files import true_vocab_size
+from megalite.interop.megatron.torch_dist import open_checkpoint
+from megalite.models.specs import stored_specs
 from megalite.parallel.comm import first_says
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError
-from megalite.train.start import foreign_weights as foreign
-from megalite.train.start.resume import Start, resume, saved_config
+from megalite.train.sources import TOKENIZER, open_tokenizer
+from megalite.train.start.resume import Start, options_that_differ, resume, saved_config, with_model, with_saved_args
 from megalite.train.state import Run
+
+AGAIN = "and does not begin again; for that, change an option of the training, or rename its checkpoints"
+UNKNOWN_VOCABULARY = "the checkpoint does not hold its true vocabulary size: rows of padding count as tokens"
 
 
 def start_run(run: Run, config: Config, resumes: bool = False) -> tuple[Location | None, list[str]]:
     """Begin as --load, --finetune and --pretrained-checkpoint say, or, where the launcher starts it again (`resumes`),
     with what this same training has saved: (the checkpoint, notes); collective."""
-    c, loaded = config.checkpoint, None
+    c = config.checkpoint
     after = Start(weights_only=c.no_save_optim and (c.no_load_optim or c.finetune))  # with what this run has saved
-    if c.save is not None and started_again(run.mesh, config, c.save, c.save_local, resumes):
-        loaded = resume(run, c.save, config, after, c.save_local)
-    if loaded is not None:
+    again = c.save is not None and started_again(run.mesh, config, c.save, c.save_local, resumes)
+    if again and (loaded := resume(run, c.save or "", config, after, c.save_local)):
         return loaded[0], ["the run was started again", *loaded[1]]
-    if (theirs := foreign.start(run, config)) is not None:
+    if theirs := begin_with_foreign(run, config):
         return theirs
     if c.load is not None:
         # symbolic links may differ between machines
@@ -40,19 +61,16 @@ def start_run(run: Run, config: Config, resumes: bool = False) -> tuple[Location
         again = in_save and (c.finetune or c.ckpt_step is not None) and started_again(run.mesh, config, c.load, local)
         if again:
             start = replace(after, step=1 if c.finetune else c.ckpt_step, later=True)
-        loaded = resume(run, c.load, config, start, local)
-        if loaded is not None:
+        if loaded := resume(run, c.load, config, start, local):
             notes = [f"this same training has saved that: it continues, {AGAIN}"] if again else []
             return loaded[0], [*notes, *loaded[1]]
         if c.exit_on_missing_checkpoint:
             near = near_names(c.load)
             raise SetupError(f"load={c.load!r} holds no checkpoint{near}; drop --exit-on-missing-checkpoint")
-    if c.pretrained_checkpoint is not None:
-        loaded = resume(run, c.pretrained_checkpoint, config, Start(afresh=True))
-        if loaded is None:
-            name = f"pretrained_checkpoint={c.pretrained_checkpoint!r}"
-            raise SetupError(f"{name} holds no checkpoint; give the --save of a run")
-        return loaded
+    if (name := c.pretrained_checkpoint) is not None:
+        if loaded := resume(run, name, config, Start(afresh=True)):
+            return loaded
+        raise SetupError(f"pretrained_checkpoint={name!r} holds no checkpoint; give the --save of a run")
     if (load := c.load) is None:
         return None, []
     together(run.mesh, lambda: _none_was_left(parse(load)), f"looking for checkpoints in {load}")
@@ -66,8 +84,7 @@ def near_names(load: str) -> str:
     if not isinstance(place, Path) or place.exists() or not place.parent.is_dir():
         return ""
     neighbours = [p.name for p in place.parent.iterdir() if p.is_dir() and (storage.steps_in(p) or megatron.holds(p))]
-    near = difflib.get_close_matches(place.name, neighbours, n=3)
-    if not near:
+    if not (near := difflib.get_close_matches(place.name, neighbours, n=3)):
         return " and does not exist"
     return f", but {' and '.join(str(place.with_name(name)) for name in near)} {'does' if len(near) == 1 else 'do'}"
 
@@ -80,9 +97,6 @@ def _none_was_left(directory: Location) -> None:
             f"load={str(directory)!r} holds only checkpoints that a run has abandoned, as {left[-1].name}: rename the "
             "one to begin with to iter_NUMBER, or, to start from scratch, move them away"
         )
-
-
-AGAIN = "and does not begin again; for that, change an option of the training, or rename its checkpoints"
 
 
 def started_again(mesh: Mesh, config: Config, root: str, local: str | None, asked: bool = True) -> bool:
@@ -126,3 +140,156 @@ def begin_branch(run: Run, config: Config, saver: Saver | None, found: Location 
 def _same(a: str | Location, b: str | Location) -> bool:
     first, second = (place.resolve() if isinstance(place, Path) else place for place in map(parse, (a, b)))
     return first == second
+
+
+@dataclass(frozen=True)
+class Weights:
+    """An opened model of another program. `rows`: of its embedding; `vocab_size`: how many of them are tokens, if
+    known; `padded`: others may be padding; `tokenizer`: the options of its tokenizer."""
+
+    folder: Path
+    what: str
+    model: ModelConfig
+    rows: int
+    vocab_size: int | None
+    padded: bool
+    dtype: torch.dtype
+    tokenizer: dict[str, Any]
+    tensors: Sequence[Foreign]
+
+
+def open_weights(config: Config, folder: Path) -> Weights:
+    """Of Megatron-LM's checkpoints that of --ckpt-step, or the one that it would load. Raises CheckpointError."""
+    c = config.checkpoint
+    step = c.ckpt_step if c.load is not None and Path(c.load) == folder else None
+    release = None if (folder / "config.json").is_file() else megatron.find(folder, step)
+    if release is None:
+        model = open_model(folder, config.model.seq_length or None)
+        rows = model.vocab_size
+        tokenizer = usable(tokenizer_beside(folder), rows)
+        return Weights(folder, model.family, model.model, rows, rows, False, model.dtype, tokenizer, model.tensors)
+    theirs = open_checkpoint(release, lambda line: None)
+    rows = theirs.padded_vocab_size
+    tokenizer = usable(tokenizer_named_in(theirs.args), rows)
+    vocab_size = true_vocab_size(theirs.args, rows, build_tokenizer(**tokenizer).vocab_size if tokenizer else None)
+    what = f"Megatron-LM's {release.name}"
+    return Weights(release, what, theirs.model, rows, vocab_size, True, theirs.dtype, tokenizer, theirs.tensors)
+
+
+def named_by(config: Config) -> Path | None:
+    """The other program's directory that --load or --pretrained-checkpoint names, even if the run does not use it."""
+    for name in (config.checkpoint.load, config.checkpoint.pretrained_checkpoint):
+        if name is None or storage.steps_in(folder := Path(name)):
+            continue
+        if (folder / "config.json").is_file() or is_megatron(folder) or megatron.holds(folder):
+            return folder
+    return None
+
+
+def source_of(config: Config) -> Path | None:
+    """The other program's directory that the run begins with; None where it begins with its own checkpoint, or none."""
+    c, folder = config.checkpoint, named_by(config)
+    if folder is None or (c.load is not None and storage.steps_in(c.load)):
+        return None
+    missing = c.load is not None and folder != Path(c.load)
+    return None if missing and c.exit_on_missing_checkpoint else folder
+
+
+def with_source(config: Config) -> Config:
+    """`config` completed from the checkpoint or the other program's directory: the model with --use-checkpoint-args,
+    of the directory also vocabulary and tokenizer. Raises SetupError with all contradictions at once."""
+    folder, c = named_by(config), config.checkpoint
+    if c.save is not None and not is_url(c.save) and megatron.holds(Path(c.save)):
+        raise SetupError(f"save={c.save!r} holds checkpoints of Megatron-LM, which are kept; give another directory")
+    if folder is None:
+        return with_saved_args(config)
+    try:
+        theirs = open_weights(config, folder)
+    except CheckpointError as error:
+        raise SetupError(str(error)) from None
+    problems: list[str] = []
+    if source_of(config) is None:
+        config = with_saved_args(config)
+    else:
+        if c.ckpt_step is not None and not theirs.padded:
+            problems.append(f"ckpt_step={c.ckpt_step}, but {folder} has no steps; drop --ckpt-step")
+        if c.use_checkpoint_args:
+            config = with_model(config, theirs.model, str(folder))
+        else:
+            remedy = "; correct it, or give --use-checkpoint-args and drop the model's options"
+            lines = options_that_differ(config.model, theirs.model, str(theirs.folder))
+            own, other = config.model.positions, theirs.model.positions
+            if theirs.model.position_embedding_type == "learned_absolute" and own != other:
+                lines.append(f"max_position_embeddings: {own} here, {other} in {theirs.folder}")
+            problems += [line + remedy for line in lines]
+    tokenizer, of_tokenizer = _tokenizer(config.data, theirs)
+    if problems or of_tokenizer:
+        raise SetupError("\n".join([*problems, *of_tokenizer]))
+    return replace(config, data=replace(config.data, **tokenizer))
+
+
+def _tokenizer(data: DataConfig, theirs: Weights) -> tuple[dict[str, Any], list[str]]:
+    """(options of the vocabulary, contradictions). A tokenizer may have fewer tokens than the model has rows."""
+    rows, given = theirs.rows, data.vocab_size
+    if data.tokenizer_type is not None and given is None:
+        tokenizer = open_tokenizer(data)
+        given = None if tokenizer is None else tokenizer.vocab_size
+        if given is not None and given <= rows and not theirs.padded:
+            given = None
+    if given is not None and (given > rows if theirs.padded else given != rows):
+        remedy = "drop --vocab-size" if data.vocab_size is not None else "give the model's own tokenizer"
+        return {}, [f"vocab_size: {given} here, {rows} in {theirs.folder}; {remedy}"]
+    if given is not None and (data.tokenizer_type is not None or theirs.tokenizer.get("vocab_size", given) != given):
+        return {}, []
+    options = dict(theirs.tokenizer) if data.tokenizer_type is None else {}
+    if data.vocab_size is None:
+        options["vocab_size"] = theirs.vocab_size or rows  # the weights decide, as in a conversion
+    return options, []
+
+
+def tokenizer_named_in(args: Namespace) -> dict[str, Any]:
+    """The data options of the tokenizer that Megatron-LM's args name; {} for a type that megalite does not have."""
+    if getattr(args, "tokenizer_type", None) not in TOKENIZERS:
+        return {}
+    return {name: value for name in TOKENIZER if (value := getattr(args, name, None)) is not None}
+
+
+def usable(options: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """`options` of a tokenizer if it opens here and has at most `rows` tokens, else {}."""
+    try:
+        return dict(options) if options and build_tokenizer(**options).vocab_size <= rows else {}
+    except DataError:
+        return {}
+
+
+def begin_with_foreign(run: Run, config: Config) -> tuple[Path, list[str]] | None:
+    """Fill the weights from the other program's directory: (it, notes); None where the run does not begin with one;
+    collective. Raises CheckpointError on all ranks."""
+    folder, mesh = source_of(config), run.mesh
+    if not first_says(folder is not None, mesh):  # the first rank decides, as others may see a new checkpoint late
+        return None
+
+    def read() -> tuple[Path, Weights]:
+        if folder is None:
+            raise CheckpointError("it does not exist here, but rank 0 sees it: share it, or copy it to all nodes")
+        theirs = open_weights(config, folder)
+        pieces = [entry.piece for entry in run.optimizer.pieces()]
+        main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # exact where weights are not
+        wanted = main or [piece for piece in pieces if piece.name.startswith("model/")]
+        wanted += [piece for piece, _ in run.balance.pieces()]
+        rows = run.vocab_size if theirs.padded else theirs.rows
+        if mesh.world.is_first:
+            show(f"loading {theirs.folder} ({len(theirs.tensors)} tensors)")
+        fill_from(theirs.tensors, wanted, stored_specs(theirs.model, rows), str(folder), mesh.world.is_first)
+        return folder, theirs
+
+    folder, theirs = together(mesh, read, f"reading the weights of {folder}")
+    run.optimizer.after_load()
+    dtype = str(theirs.dtype)[6:]
+    notes = [f"weights of {theirs.what} in {dtype}; step, optimizer and data begin afresh"]
+    if theirs.vocab_size is None and run.vocab_size == theirs.rows:
+        notes.append(f"{UNKNOWN_VOCABULARY}; give the tokenizer, or --vocab-size")
+    if config.checkpoint.load is not None and Path(config.checkpoint.load) == folder and config.checkpoint.save:
+        again = "a restart with this --load begins afresh again; to continue, give --load"
+        notes.append(f"{again} {config.checkpoint.save} --pretrained-checkpoint {folder}")
+    return theirs.folder, notes

@@ -60,17 +60,10 @@ def open_saver(run: Run, config: Config) -> Saver | None:
     c = config.checkpoint
     if c.save is None:
         return None
-    pieces = pieces_to_save(run, not c.no_save_optim)
+    size = sum(piece.data.nbytes for piece in pieces_to_save(run, not c.no_save_optim))
     background = c.asynchronous_save == "on" or (c.asynchronous_save == "auto" and run.mesh.device.type == "cuda")
-    saver = Saver(
-        c.save_local or c.save,
-        run.mesh,
-        sum(piece.data.numel() * piece.data.element_size() for piece in pieces),
-        keep_last=c.keep_last,
-        retain_interval=c.save_retain_interval,
-        background=background,
-        upload_to=c.save if c.save_local else None,
-    )
+    policy: dict[str, Any] = dict(keep_last=c.keep_last, retain_interval=c.save_retain_interval, background=background)
+    saver = Saver(c.save_local or c.save, run.mesh, size, upload_to=c.save if c.save_local else None, **policy)
     saver.megatron = config.log.log_style == "megatron"
     return saver
 
@@ -105,8 +98,7 @@ def resume(
         notes.clear()  # of the checkpoint looked at before
         return _wanted(run, config, start, folder, manifest, notes)
 
-    loaded = loader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
-    if loaded is None:
+    if (loaded := loader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)) is None:
         return None
     folder, manifest = loaded
     progress, updates, scaler, rates, spikes = _numbers(run, folder, manifest, config.checkpoint)
@@ -190,9 +182,8 @@ def _misfit(
     states: Sequence[Mapping[str, str]],
 ) -> list[str]:
     """Why the checkpoint does not fit and what to do, in at most seven lines; [] where it fits. `own`: name -> shape of
-    what is of the model. `options`, `tokenizer`:
-    their differences, a line each. `states`: of the optimizer, -> dtype, those wanted and those there. All ranks find
-    the same, as the answer is about whole tensors."""
+    what is of the model. `options`, `tokenizer`: their differences, a line each. `states`: of the optimizer, -> dtype,
+    those wanted and those there. All ranks find the same, as the answer is about whole tensors."""
     saved = {name: whole.shape for name, whole in manifest.tensors.items() if name.startswith(OF_MODEL)}
     wrong = [name for name in sorted({*own, *saved}) if own.get(name) != saved.get(name)]
     other = states[0] and states[0] != states[1]
@@ -327,7 +318,7 @@ def tokenizer_differences(tokenizer: Tokenizer | None, manifest: Manifest) -> li
     return [f"tokenizer: {own['name']} {own['fingerprint'][:12]} here, {other} in the checkpoint"]
 
 
-def with_checkpoint_args(config: Config) -> Config:
+def with_saved_args(config: Config) -> Config:
     """With --use-checkpoint-args: the model's options, and the tokenizer's where none is given, from the newest
     checkpoint that can be read. Raises SetupError where a given option contradicts it."""
     c = config.checkpoint

@@ -78,7 +78,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    for size in FROM_THE_HEAP:
-        if mallopt(M_MMAP_THRESHOLD, size) == 1:
-            return mallopt(M_TRIM_THRESHOLD, KEPT) == 1
-    return False  # M_TRIM_THRESHOLD alone would fix the threshold of mapping at 128 KiB
+    # M_TRIM_THRESHOLD alone would fix the threshold of mapping at 128 KiB
+    return any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in FROM_THE_HEAP) and mallopt(M_TRIM_THRESHOLD, KEPT) == 1

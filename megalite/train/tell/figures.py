@@ -31,7 +31,8 @@ class Figure(NamedTuple):
     usual: float | None = None
 
 
-FIGURES = tuple(Figure(name, **fields) for name, fields in table_beside(__file__, "figures").items())
+TABLES = table_beside(__file__, "figures")
+FIGURES = tuple(Figure(name, **fields) for name, fields in TABLES["figures"].items())
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class Speed:
     peak_tflops: float | None
 
     def with_rates(self, v: Values) -> dict[str, Any]:
-        """The figures and those that follow from them. `too_fast`: the run is above the peak, which then is wrong:
-        measured on a busy CPU, or given wrong."""
+        """The figures and those that follow from them. `too_fast`: above a peak of a busy CPU, or one given wrong."""
         step_s, peak = v["step_s"], self.peak_tflops
         tokens = v["tokens_per_step"] / step_s / self.devices
         tflops = tokens * self.flops_per_token / 1e12
@@ -79,11 +79,6 @@ def row_of(v: Values) -> dict[str, Any]:
     return {f.key: v.get(f.name) for f in FIGURES if f.key and not (f.optional and v.get(f.name) is None)}
 
 
-def tags_of(v: Values) -> dict[str, Any]:
-    """The figures in TensorBoard, at each step."""
-    return {f.tag: v[f.name] for f in FIGURES if f.tag and v.get(f.name) is not None}
-
-
 def megalite_line(v: Values, now: datetime.datetime) -> str:
     parts = [f"{now:%H:%M:%S}", f"step {v['step']:5d}/{v['last_step']}"]
     for f in FIGURES:
@@ -114,32 +109,18 @@ def megatron_validation_lines(prefix: str, loss: float, name: str = "") -> str:
     return f"{dashes}\n{line}\n{dashes}"
 
 
-def megatron_moment(what: str, now: datetime.datetime) -> str:
-    """A point of the run, as "after dataloaders are built", and its time."""
-    return f"[{what}] datetime: {now:%Y-%m-%d %H:%M:%S.%f} "
+def megatron(line: str, **values: Any) -> str:
+    """One of Megatron-LM's lines beside those of steps (figures.toml)."""
+    return TABLES["megatron"][line].format(**values)
 
 
 def megatron_end(reason: str, step: int, minutes: float) -> str:
-    """The `what` of `megatron_moment` for the end of training; `reason` is the loop's."""
+    """The `what` of Megatron-LM's `moment` for the end of training; `reason` is the loop's."""
     if reason.startswith("SIG"):
         return f"exiting program after receiving {reason.partition(';')[0]}."
     if reason.startswith("exit_duration"):
         return f"exiting program after {minutes} minutes"
     return f"exiting program at iteration {step}" if reason.startswith("exit_interval") else "after training is done"
-
-
-def megatron_sizes(world: int, sizes: Mapping[str, int]) -> str:
-    """`sizes`: of the axes dp, cp, tp and pp, by name."""
-    return (
-        f"using world size: {world}, data-parallel size: {sizes['dp']}, context-parallel size: {sizes['cp']}, "
-        f"hierarchical context-parallel sizes: None, tensor-model-parallel size: {sizes['tp']}, "
-        f"pipeline-model-parallel size: {sizes['pp']}"
-    )
-
-
-def megatron_parameters(tp_rank: int, pp_rank: int, number: int) -> str:
-    """`number`: of elements that the rank holds. (Megatron-LM of August 2026 names a third rank between the two.)"""
-    return f" > number of parameters on (tensor, pipeline) model parallel rank ({tp_rank}, {pp_rank}): {number}"
 
 
 def megatron_arguments(config: Config) -> str:

@@ -1,8 +1,7 @@
 """The logs of a run: console, log.txt, metrics.jsonl, progress.txt, TensorBoard with Megatron-LM's tags, W&B.
 
 Rank 0 writes them; other ranks have a `Silent` reporter. A figure that does not exist is null in metrics.jsonl and
-absent from TensorBoard. A log that cannot be written, as on a full disk, ends no run: that is said once on stderr, and
-the losses are counted.
+absent from TensorBoard. A log that a full disk refuses ends no run: that is said once on stderr, and losses counted.
 """
 
 import datetime
@@ -101,14 +100,10 @@ class Reporter:
         wandb_config: dict[str, Any] | None = None,
         progress: ProgressLog | None = None,
     ):
-        self.speed, self.log, self.megatron = speed, log, log.log_style == "megatron"
-        self._progress = progress
-        self._lost: Counter[str] = Counter()
-        self._warnings: list[str] = []
-        self._results: dict[str, str] = {}
-        self._too_fast = False
+        self.speed, self.log, self.megatron, self._progress = speed, log, log.log_style == "megatron", progress
+        self._lost, self._warnings, self._results = Counter[str](), list[str](), dict[str, str]()
+        self._too_fast, self._rates = False, ""
         self._bar: Bar | None = None
-        self._rates = ""
         self._log, self._rows = AppendedFile(folder / "log.txt"), AppendedFile(folder / "metrics.jsonl")
         self._board = None if log.tensorboard_dir is None else self.attempt("TensorBoard", self._open_board)
         self._wandb = None if log.wandb_project is None else self.attempt("W&B", self._open_wandb, wandb_config)
@@ -123,9 +118,8 @@ class Reporter:
     def _open_wandb(self, config: dict[str, Any] | None) -> Any:
         import wandb  # type: ignore[import-not-found]
 
-        log = self.log
-        names = dict(project=log.wandb_project, name=log.wandb_exp_name, entity=log.wandb_entity)
-        return wandb.init(**names, dir=log.wandb_save_dir, config=config)
+        names = dict(project=self.log.wandb_project, name=self.log.wandb_exp_name, entity=self.log.wandb_entity)
+        return wandb.init(**names, dir=self.log.wandb_save_dir, config=config)
 
     def attempt(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
         """`call(*args)`, or None where that fails: the first time is said on stderr, all are counted under `what`."""
@@ -151,17 +145,15 @@ class Reporter:
     def moment(self, what: str) -> None:
         """A point of the run that has a line in Megatron-LM's log."""
         if self.megatron:
-            self.say(lines.megatron_moment(what, datetime.datetime.now()))
+            self.say(lines.megatron("moment", what=what, now=datetime.datetime.now()))
 
     def train(self, figures: Values) -> None:
         v, speed, now = self.speed.with_rates(figures), self.speed, datetime.datetime.now()
         self._rates = f"{v['rates']}  {v['memory_gib']:.1f}/{v['memory_limit_gib']:.0f} GiB"
         if v["too_fast"] and not self._too_fast:
-            self._too_fast = True
-            self.say(
-                f"note: MFU is n/a: {v['tflops']:.3g} TFLOP/s is above the peak of {speed.peak_tflops:.3g}, which "
-                "was measured while the machine was busy or given wrong; give --peak-tflops"
-            )
+            self._too_fast, above = True, f"{v['tflops']:.3g} TFLOP/s is above the peak of {speed.peak_tflops:.3g}"
+            cause = "which was measured while the machine was busy or given wrong; give --peak-tflops"
+            self.say(f"note: MFU is n/a: {above}, {cause}")
         self.say(lines.megatron_line(v, now, self.log.log_throughput) if self.megatron else lines.megalite_line(v, now))
         if v["loss"] is not None:
             self._results["training loss"] = f"{v['loss']:.4f} at step {v['step']:,}"
@@ -175,7 +167,8 @@ class Reporter:
 
     def step(self, figures: Values, memory: dict[str, float]) -> None:
         """One step in TensorBoard. `memory`: bytes by tag."""
-        tags, step = lines.tags_of(figures), figures["step"]
+        step = figures["step"]
+        tags = {f.tag: figures[f.name] for f in lines.FIGURES if f.tag and figures.get(f.name) is not None}
         if not self.log.log_loss_scale_to_tensorboard:
             tags.pop("loss-scale", None)
         if self.log.moe_per_layer_logging:
@@ -197,11 +190,9 @@ class Reporter:
         what, begin = f"evaluating {name}".rstrip(), time.monotonic()
 
         def plain(done: float) -> None:
-            if done == iters:  # the line with its loss follows
-                return
-            if self.megatron:
+            if self.megatron and done < iters:
                 self.say(f"Evaluating iter {done:.0f}/{iters}")
-            else:
+            elif done < iters:  # after the last the line with its loss follows
                 left = lines.duration((time.monotonic() - begin) * (iters / done - 1))
                 head = f"{datetime.datetime.now():%H:%M:%S}  step {step:5d}  {what}"
                 self.say(f"{head}: {done:.0f} of {iters} batches, about {left} left")
@@ -262,8 +253,7 @@ class Reporter:
         self.attempt(str(self._rows.path), self._rows.write, row)
         if self._wandb is not None:
             numbers = {k: v for k, v in finite.items() if v is not None and not isinstance(v, list)}
-            there = {"tokens": tokens, **numbers}
-            self.attempt("W&B", functools.partial(self._wandb.log, there, step=step))
+            self.attempt("W&B", functools.partial(self._wandb.log, {"tokens": tokens, **numbers}, step=step))
 
     def close(self) -> None:
         if self._board is not None:

@@ -15,7 +15,7 @@ from megalite.plan.cluster import Peak
 from megalite.plan.memory import SHARED_PARTS, by_stage, on_host
 from megalite.train.sources import Sources
 from megalite.train.tell import figures as lines
-from megalite.train.watch.fingerprint import facts_of_machine
+from megalite.train.watch.pulse import facts_of_machine
 
 MOST_ROWS = 16  # of the table of memory
 STATE = ("weights", "gradients", "optimizer")
@@ -49,12 +49,8 @@ def describe(
         rows["learning rate"] = f"{config.optim.lr:g} at a batch of {base}, so {peak_rate:g} at one of {sizes.final}"
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
-        rows["attention"] = describe_attention(
-            device_type,
-            m.attention_dropout > 0,
-            half=config.precision.bf16 or config.precision.fp16,
-            window=bool(windows),
-        )
+        half = config.precision.bf16 or config.precision.fp16
+        rows["attention"] = describe_attention(device_type, m.attention_dropout > 0, half=half, window=bool(windows))
     if (matrices := plan.holdings[plan.worst].matrices) is not None:
         rows["whole matrices"] = f"{matrices}, per step"
     if plan.cp > 1:
@@ -62,10 +58,8 @@ def describe(
         rows["context"] = f"{m.seq_length // plan.cp:,} tokens of each sample on a rank of cp; "
         rows["context"] += f"attention gathers keys in {m.num_layers - by_heads} layers, exchanges heads in {by_heads}"
     if plan.has_experts:
-        rows["experts"] = (
-            f"{m.num_experts:,} in {sum(m.experts)} of {m.num_layers} layers, {m.moe_router_topk} for a token; "
-        )
-        rows["experts"] += f"ep {plan.ep} x etp {plan.etp} x edp {plan.mesh_of(0).edp.size}"
+        where = f"{m.num_experts:,} in {sum(m.experts)} of {m.num_layers} layers, {m.moe_router_topk} for a token"
+        rows["experts"] = f"{where}; ep {plan.ep} x etp {plan.etp} x edp {plan.mesh_of(0).edp.size}"
     if windows:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
     if n := config.train.cpu_offloading_num_layers:

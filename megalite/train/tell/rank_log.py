@@ -57,20 +57,19 @@ class RankStderr:
 @contextlib.contextmanager
 def rank_log(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Copies this rank's stderr into its file, which is removed if it stays empty. Never raises by itself."""
-    path, console = folder / FOLDER / f"rank-{ranks.rank:05d}.log", sys.stderr
+    path = folder / FOLDER / f"rank-{ranks.rank:05d}.log"
     who = f"rank {ranks.rank} of {ranks.world} on {socket.gethostname()}, process {os.getpid()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        stderr = RankStderr(console, path, who)
+        stderr = RankStderr(sys.stderr, path, who)
     except OSError:
         yield
         return
     faulthandler.enable(stderr.number)
-    sys.stderr = stderr  # type: ignore[assignment]
     try:
-        yield
+        with contextlib.redirect_stderr(stderr):
+            yield
     finally:
-        sys.stderr = console
         faulthandler.disable()
         with contextlib.suppress(OSError):
             if os.fstat(stderr.number).st_size == 0:

@@ -59,8 +59,7 @@ def read_past(folder: Path, until: float) -> dict[str, Any] | None:
             lives = []
         if row.get("event") in (STARTED, ENDED) and "at" in row:
             lives.append(row)
-    starts = [row for row in lives if row["event"] == STARTED]
-    if not starts:
+    if not (starts := [row for row in lives if row["event"] == STARTED]):
         return None
     ends = [*(row["at"] for row in lives[1:]), until if lives[-1]["event"] == STARTED else lives[-1]["at"]]
     wall = sum(end - row["at"] for row, end in zip(lives, ends, strict=True) if row.get("outcome") not in IN_ORDER)

@@ -150,18 +150,12 @@ def stands(folder: Path, config: Config, resumes: bool) -> bool:
 
 
 def leave_status(
-    folder: Path,
-    outcome: str,
-    config: Config,
-    reason: str = "",
-    *,
-    step: int = 0,
-    tokens: int = 0,
-    resumes: bool = False,
+    folder: Path, outcome: str, config: Config, reason: str = "", step: int = 0, tokens: int = 0, resumes: bool = False
 ) -> None:
-    """Write status.json. `outcome`: of `Exit`, or "running", which is repeated while the run trains; a run that ends
-    without it leaves another run's status alone. `reason`: for people. `step`, `tokens`: trained. `resumes`: of
-    `Ranks`."""
+    """Write status.json, if there is a folder. `outcome`: of `Exit`, or "running", which is repeated while the run
+    trains; without it a run leaves another's status alone. `step`, `tokens`: trained. `resumes`: of `Ranks`."""
+    if not folder.is_dir():
+        return
     me = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED)
     before = read_status(folder)
     begun = outcome == "running" or all(before.get(key) == value for key, value in me.items())

@@ -1,5 +1,5 @@
-"""Where the time of a rank goes: always in seconds by phase, which add up to its wall time, and where asked by timers
-under Megatron-LM's names.
+"""Where a rank's time goes: in seconds by phase, which add up to its wall time, and where asked by timers under
+Megatron-LM's names, in profiles of steps and the pipeline's timeline. And control over Python's garbage collector.
 
 Phases: start-up, evaluations, saves and the wait for data are always measured. The parts of a step come from the steps
 that the clock times (parallel/clock.py), and hold for the steps after them: the FIRST of a process, then one of EVERY,
@@ -13,17 +13,25 @@ level 2  also its micro-batches: forward-compute and backward-compute, without t
 """
 
 import contextlib
+import gc
+import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megalite.config.console import complain
+from megalite.config.options import OperationsConfig
 from megalite.parallel.clock import REST
-from megalite.parallel.comm import all_reduce_
+from megalite.parallel.comm import all_reduce_, gather_texts
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.streams import synchronize
-from megalite.pipeline.runtime import Timed
+from megalite.pipeline.runtime import Pipeline, Timed
+from megalite.train.tell.run_dir import write_atomically
 
 FIRST, EVERY, WINDOW = 10, 10, 8
 COMPUTE = ("forward", "backward", "graph")  # the last is both, in one replay
@@ -119,8 +127,7 @@ class Phases:
 
     def _settle(self) -> None:
         """Divide the seconds of the last timed step, and of those after it, among the phases."""
-        spent = self._clock.read()
-        if spent:
+        if spent := self._clock.read():
             self.timed.append(dict(spent))
         spent.pop("data", None)
         waited = spent.pop("checkpoint", 0.0)
@@ -148,3 +155,116 @@ class Phases:
         spent = {phase: self._seconds[phase] for phase in PHASES if self._seconds[phase] > 0}
         spent[REST] = spent.get(REST, 0.0) + max(0.0, self.wall_s - sum(spent.values()))
         return spent
+
+
+class Profiler:
+    """Profiles steps first .. last of this rank: with torch's profiler, into `folder`/rank-NNN.json.gz, with the
+    clock's spans by name (the pipeline's actions, collectives and their axis); or for nsys
+    (--capture-range=cudaProfilerApi), by CUDA's start and stop alone."""
+
+    def __init__(self, options: OperationsConfig, mesh: Mesh, folder: Path):
+        o, rank, cuda = options, mesh.world.rank, mesh.device.type == "cuda"
+        chosen = not o.profile_ranks or rank in o.profile_ranks
+        self.on = o.profile and chosen and (cuda or o.use_pytorch_profiler)
+        self.first, self.last = o.profile_step_start + 1, o.profile_step_end
+        self.path, self._clock, self._running = folder / f"rank-{rank:03d}.json.gz", mesh.clock, False
+        self._torch: Any = None
+        self._cuda: Any = torch.cuda.cudart
+        if self.on and o.use_pytorch_profiler:
+            of = torch.profiler.ProfilerActivity
+            shapes, stacks = o.pytorch_profiler_collect_shapes, o.pytorch_profiler_collect_callstack
+            kinds = [of.CPU, *[of.CUDA] * cuda]
+            self._torch = torch.profiler.profile(activities=kinds, record_shapes=shapes, with_stack=stacks)
+        self.history: str | None = None
+        if o.record_memory_history and chosen and cuda:
+            path = Path(o.memory_snapshot_path)
+            self.history = str(path.with_name(f"{path.stem}_{rank}{path.suffix}"))
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        if rank == 0 and chosen and not cuda:
+            if o.profile and not self.on:
+                complain("WARNING: profile does nothing on a CPU; add --use-pytorch-profiler")
+            if o.record_memory_history:
+                complain("WARNING: record_memory_history needs CUDA; nothing is recorded")
+
+    def before(self, step: int) -> None:
+        if self.on and step == self.first:
+            self._running = True
+            self._torch.start() if self._torch is not None else self._cuda().cudaProfilerStart()
+            self._clock.traced = self._torch is not None
+
+    def after(self, step: int, logged: bool) -> None:
+        if logged and self.history is not None:
+            try:
+                Path(self.history).unlink(missing_ok=True)  # CUDA would follow a link
+                torch.cuda.memory._dump_snapshot(self.history)
+            except OSError as error:
+                complain(f"WARNING: {self.history}: {error.strerror}; the memory history is no longer recorded")
+                self.history = None
+        if step == self.last:
+            self.close()
+
+    def close(self) -> None:
+        """Also of a run that ends before the last step to profile."""
+        if not self._running:
+            return
+        self._running = self._clock.traced = False
+        if self._torch is None:
+            self._cuda().cudaProfilerStop()
+            return
+        self._torch.stop()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.unlink(missing_ok=True)  # as above
+            self._torch.export_chrome_trace(str(self.path))
+        except (OSError, RuntimeError) as error:
+            complain(f"WARNING: {self.path}: {error}; the profile is lost")
+
+
+class Collector:
+    """With `manual`, Python's garbage is collected only after every `interval`-th step (0: none) and, with
+    `around_evaluations`, around evaluations: ranks then pause at the same steps, and do not wait for each other."""
+
+    def __init__(self, manual: bool = False, interval: int = 0, around_evaluations: bool = True):
+        self.manual, self.interval, self.around = manual, interval, manual and around_evaluations
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around all steps."""
+        if self.manual:
+            gc.disable()
+            gc.collect()
+        try:
+            yield
+        finally:
+            if self.manual:
+                gc.enable()
+
+    def after(self, step: int) -> None:
+        if self.manual and self.interval and step % self.interval == 0:
+            gc.collect()
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        if self.around:
+            gc.collect()
+        yield
+        if self.around:
+            gc.collect(0)  # the evaluation's garbage
+
+
+def write_timeline(pipeline: Pipeline, folder: Path) -> None:
+    """Write timeline.json: when each pipeline rank did what; collective over the pipeline."""
+    mesh = pipeline.mesh
+    spans = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in pipeline.timeline or []]
+    mine = json.dumps(spans)
+    longest = all_reduce_(torch.tensor(len(mine), device=mesh.device), mesh.pp, dist.ReduceOp.MAX)
+    texts = gather_texts(mine, mesh.pp, mesh.device, room=int(longest))
+    if not mesh.world.is_first:
+        return
+    ranks = [{"pp_rank": rank, "spans": json.loads(text)} for rank, text in enumerate(texts)]
+    head = {"schedule": pipeline.schedule, "pp": mesh.pp.size, "vpp": len(pipeline.stages)}
+    microbatches = sum(s["action"].startswith("F") for s in spans) // len(pipeline.stages)
+    try:
+        write_atomically(folder / "timeline.json", json.dumps({**head, "microbatches": microbatches, "ranks": ranks}))
+    except OSError as error:
+        complain(f"WARNING: {folder / 'timeline.json'}: {error.strerror}; training continues without it")

@@ -12,22 +12,16 @@ Told = tuple[str, int, int, int]  # a collective or message: its name, the peer'
 
 @dataclass(frozen=True)
 class View:
-    """A rank's view of itself, in JSON's types.
-
-    doing, seconds  step, evaluate, ..., and for how long; `phase`: the timer's name within it, or ""
-    places          its main thread's lines in megalite, the innermost first
-    waits           axis, collective and seconds, if it is blocked in one
-    axes            axis -> its ranks and the last collectives begun
-    """
+    """A rank's view of itself, in JSON's types."""
 
     rank: int
     step: int
-    doing: str
-    phase: str
-    seconds: float
-    places: list[str]
-    waits: tuple[str, Told, float] | None
-    axes: dict[str, tuple[list[int], list[Told]]]
+    doing: str  # step, evaluate, ...
+    phase: str  # the timer's name within it, or ""
+    seconds: float  # since it does so
+    places: list[str]  # its main thread's lines in megalite, the innermost first
+    waits: tuple[str, Told, float] | None  # axis, collective and seconds, if it is blocked in one
+    axes: dict[str, tuple[list[int], list[Told]]]  # axis -> its ranks and the last collectives begun
 
     @property
     def place(self) -> str:
@@ -78,8 +72,7 @@ def diagnose(views: Mapping[int, View], silent: Mapping[int, str]) -> tuple[str,
         return f"{ranks(silent)} no longer {answers}{f' ({known})' if known else ''}{others}", sorted(silent)
     if difference := _difference(views):
         return difference
-    busy = [view for view in views.values() if not view.waits]
-    if not busy:
+    if not (busy := [view for view in views.values() if not view.waits]):
         behind = min(waiting, key=lambda view: (view.step, view.waits and view.waits[1][2], view.rank))
         return f"every rank waits for another: {ranks([behind.rank])} in {behind}{others}", [behind.rank]
     first = min(busy, key=lambda view: (view.cause is None, view.step, view.rank))

@@ -69,11 +69,10 @@ class Watchdog:
         self.started = time.perf_counter()
         self._at, self._took = ("start", 0, time.monotonic()), deque[float](maxlen=50)
         self._told: object = None  # where this rank was in the last round
-        self._rounds, self._led = 0, False
+        self._rounds, self._led, self._met = 0, False, False
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._main, self.pace = threading.get_ident(), max(1.0, mesh.world.size / RANKS)
         self._store: Any = None
-        self._met = False
         self.join(mesh, timeout_s)
         self._thread = threading.Thread(target=self._watch, name="megalite-watchdog", daemon=True)
         self._thread.start()
@@ -180,9 +179,8 @@ class Watchdog:
         if not self._met and world > 1:
             self.reason += "; the others wait for it"
         elif self._store is None and world > 1:
-            self.reason = (
-                f"the store by which ranks met (MASTER_ADDR) does not answer; this {ranks([self.rank])}: {mine}"
-            )
+            who = f"this {ranks([self.rank])}: {mine}"
+            self.reason = f"the store by which ranks met (MASTER_ADDR) does not answer; {who}"
         self._put(f"{n}/said", json.dumps([self.reason, self.late]))
         self._tell(views, silent)
 
@@ -317,5 +315,4 @@ class Heartbeat:
     def _say(self) -> None:
         state = self._run.state
         with self._writing:
-            if self._folder.is_dir():
-                leave_status(self._folder, "running", self._config, step=state.step, tokens=state.consumed_tokens)
+            leave_status(self._folder, "running", self._config, step=state.step, tokens=state.consumed_tokens)

@@ -97,8 +97,7 @@ def _conclude(run: Run, mine: Finding | None, differs: bool) -> tuple[str, tuple
     text = json.dumps([None if mine is None else [*mine[:2], mine[2][:LONGEST]], differs])
     told = [json.loads(text) for text in gather_texts(text, run.mesh.world, run.mesh.device)]
     other = tuple(rank for rank, (_, yes) in enumerate(told) if yes)
-    found = sorted((finding, rank) for rank, (finding, _) in enumerate(told) if finding is not None)
-    if not found:
+    if not (found := sorted((finding, rank) for rank, (finding, _) in enumerate(told) if finding is not None)):
         return "", other
     (kind, number, words), _ = found[0]
     alike = [rank for (k, n, _), rank in found if (k, n) == (kind, number)]
