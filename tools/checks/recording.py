@@ -163,9 +163,10 @@ class _Recorder:
 
     def routers(self) -> None:
         """What they counted in the step, and their auxiliary losses."""
-        for what, sums in (("counts", self.run.balance.counts_LE), ("losses", self.run.balance.losses_L3)):
-            for name, of_layer in zip(self.routed, sums, strict=True):
-                self.add("router", f"{name}.{what}", of_layer)
+        balance = self.run.balance
+        for name, router in zip(self.routed, balance.routers, strict=True):
+            for what, sums in (("counts", balance.counts_LE), ("losses", balance.losses_L3)):
+                self.add("router", f"{name}.{what}", sums[balance.layers.index(router.layer)])
 
     def before_update(self) -> None:
         """Every gradient that this rank owns is complete; weights are those of the step before."""
