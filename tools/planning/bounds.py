@@ -44,7 +44,7 @@ def least_time(made: Arrangement, costs: Costs) -> float:
     """Seconds of a step."""
     counts, pp, m = possible(made), made.pp, made.microbatches
     stops = counts.cumsum(1)
-    f, b, w = np.moveaxis(costs.layers.of(stops - counts, stops)[..., :3], -1, 0)  # each [splits, stages], of one
+    f, b, w = np.moveaxis(costs.layers.of(stops - counts, stops)[..., 0, :], -1, 0)  # each [splits, stages], of one
     for stage, end in ((0, costs.embedding[0]), (-1, costs.head[0])):
         for part, seconds in zip((f, b, w), end, strict=True):
             part[:, stage] += seconds
