@@ -8,7 +8,8 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SUFFIXES = (".py", ".css", ".toml")  # of programs and the data that they read
-PROGRAMS = ["pretrain_gpt.py", *sorted(str(path) for path in Path("tools").rglob("*") if path.suffix in SUFFIXES)]
+FILES = [*Path("tools").rglob("*"), *Path("examples/recipes").glob("*")]
+PROGRAMS = ["pretrain_gpt.py", *sorted(str(path) for path in FILES if path.suffix in SUFFIXES)]
 
 
 class WithPrograms(build_py):

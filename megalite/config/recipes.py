@@ -1,0 +1,34 @@
+"""Recipes: configurations of runs that people do, each with what the planner says of it.
+
+megalite recipe                     their names, a line each
+megalite recipe NAME > mine.toml    one of them: its top says how to start it, and what it takes
+"""
+
+import argparse
+from pathlib import Path
+
+from megalite.config.console import complain, show
+
+_HERE = Path(__file__).resolve().parents[1]
+FOLDERS = (_HERE / "programs" / "examples" / "recipes", _HERE.parent / "examples" / "recipes")  # of a wheel, of a clone
+
+
+def recipes() -> dict[str, str]:
+    """Name -> TOML, whose first line says what it is."""
+    folder = next(folder for folder in FOLDERS if folder.is_dir())
+    return {path.stem: path.read_text("utf-8") for path in sorted(folder.glob("*.toml"))}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", help="which one to print")
+    name, known = parser.parse_args(argv).name, recipes()
+    if name is None:
+        width = max(map(len, known))
+        show("\n".join(f"{each:<{width}}  {text.partition(chr(10))[0].lstrip('# ')}" for each, text in known.items()))
+    elif name in known:
+        show(known[name].rstrip("\n"))
+    else:
+        complain(f"megalite recipe: {name!r} is not the name of one; megalite recipe lists them")
+        return 2
+    return 0
