@@ -33,6 +33,7 @@ from megalite.parallel.comm import first_says
 from megalite.train.setup import SetupError
 from megalite.train.sources import TOKENIZER, open_tokenizer
 from megalite.train.start.resume import options_that_differ, with_checkpoint_args, with_model
+from megalite.train.start.upcycling import BEGUN, of_dense, read_as, remedies, upcycles
 from megalite.train.state import Run
 
 UNKNOWN_VOCABULARY = "the checkpoint does not hold its true vocabulary size: rows of padding count as tokens"
@@ -109,15 +110,16 @@ def with_source(config: Config) -> Config:
     else:
         if c.ckpt_step is not None and not theirs.padded:
             problems.append(f"ckpt_step={c.ckpt_step}, but {folder} has no steps; drop --ckpt-step")
+        model = read_as(config, theirs.model, str(folder))
         if c.use_checkpoint_args:
             config = with_model(config, theirs.model, str(folder))
         else:
             remedy = "; correct it, or give --use-checkpoint-args and drop the model's options"
-            lines = options_that_differ(config.model, theirs.model, str(theirs.folder))
+            lines = options_that_differ(model, theirs.model, str(theirs.folder))
             own, other = config.model.positions, theirs.model.positions
             if theirs.model.position_embedding_type == "learned_absolute" and own != other:
                 lines.append(f"max_position_embeddings: {own} here, {other} in {theirs.folder}")
-            problems += [line + remedy for line in lines]
+            problems += [line + remedy for line in lines] + remedies(model, theirs.model)
     tokenizer, of_tokenizer = _tokenizer(config.data, theirs)
     if problems or of_tokenizer:
         raise SetupError("\n".join([*problems, *of_tokenizer]))
@@ -173,6 +175,7 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
         main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # exact where weights are not
         wanted = main or [piece for piece in pieces if piece.name.startswith("model/")]
         wanted += [piece for piece, _ in run.balance.pieces()]
+        wanted = of_dense(wanted) if upcycles(config) else wanted
         rows = run.vocab_size if theirs.padded else theirs.rows
         if mesh.world.is_first:
             show(f"loading {theirs.folder} ({len(theirs.tensors)} tensors)")
@@ -183,6 +186,7 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
     run.optimizer.after_load()
     dtype = str(theirs.dtype)[6:]
     notes = [f"weights of {theirs.what} in {dtype}; step, optimizer and data begin afresh"]
+    notes += [BEGUN] * upcycles(config)
     if theirs.vocab_size is None and run.vocab_size == theirs.rows:
         notes.append(f"{UNKNOWN_VOCABULARY}; give the tokenizer, or --vocab-size")
     if config.checkpoint.load is not None and Path(config.checkpoint.load) == folder and config.checkpoint.save:
