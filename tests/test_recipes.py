@@ -6,12 +6,12 @@ import sys
 
 import programs
 import pytest
+from train_cases import pretrain
 
 from megalite.config import cli
 from megalite.config.recipes import recipes
 from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from train_cases import config_from, pretrain
 from tools import plan
 from tools.program import read_json
 

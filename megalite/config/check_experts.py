@@ -27,6 +27,9 @@ def expert_problems(config: Config, say: Say) -> Iterator[Problem]:
     if m.add_bias_linear and m.hidden_size and m.hidden_size % etp:
         text = "{=expert_tensor_parallel_size} does not divide {=hidden_size}, whose biases it splits: use {fit} for it"
         yield say(text, fit=multiples(m.hidden_size, etp))
+    if config.checkpoint.moe_use_upcycling and m.expert_ffn_size != m.ffn_size:
+        text = "{=moe_ffn_hidden_size} is not {=ffn_hidden_size}, of which {moe_use_upcycling} makes copies; drop it"
+        yield say(text, "hidden_size", moe_ffn_hidden_size=m.expert_ffn_size, ffn_hidden_size=m.ffn_size)
     if (shared := m.moe_shared_expert_intermediate_size or tp) % tp:
         text = "{=tensor_model_parallel_size} does not divide {=moe_shared_expert_intermediate_size}: use {fit} for it"
         yield say(text, fit=multiples(shared, tp))

@@ -232,6 +232,7 @@ class CheckpointConfig:
     use_checkpoint_opt_param_scheduler: bool = free(False, "learning rates and weight decay from the checkpoint")
     pretrained_checkpoint: str | None = free(None, "initial weights, also Hugging Face's, if --load has no checkpoint")
     use_checkpoint_args: bool = free(False, "take the model's options from the checkpoint")
+    moe_use_upcycling: bool = free(False, "start experts as copies of a dense model's feed-forward block")
     exit_on_missing_checkpoint: bool = free(False, "stop when --load holds no checkpoint")
     export_hf: str | None = free(None, "new directory; write a Hugging Face model there after the last step")
 

@@ -37,6 +37,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError
 from megalite.train.sources import TOKENIZER, open_tokenizer
 from megalite.train.start.resume import Start, options_that_differ, resume, saved_config, with_model, with_saved_args
+from megalite.train.start.upcycling import BEGUN, of_dense, read_as, remedies, upcycles
 from megalite.train.state import Run
 
 AGAIN = "and does not begin again; for that, change an option of the training, or rename its checkpoints"
@@ -213,15 +214,16 @@ def with_source(config: Config) -> Config:
     else:
         if c.ckpt_step is not None and not theirs.padded:
             problems.append(f"ckpt_step={c.ckpt_step}, but {folder} has no steps; drop --ckpt-step")
+        model = read_as(config, theirs.model, str(folder))
         if c.use_checkpoint_args:
             config = with_model(config, theirs.model, str(folder))
         else:
             remedy = "; correct it, or give --use-checkpoint-args and drop the model's options"
-            lines = options_that_differ(config.model, theirs.model, str(theirs.folder))
+            lines = options_that_differ(model, theirs.model, str(theirs.folder))
             own, other = config.model.positions, theirs.model.positions
             if theirs.model.position_embedding_type == "learned_absolute" and own != other:
                 lines.append(f"max_position_embeddings: {own} here, {other} in {theirs.folder}")
-            problems += [line + remedy for line in lines]
+            problems += [line + remedy for line in lines] + remedies(model, theirs.model)
     tokenizer, of_tokenizer = _tokenizer(config.data, theirs)
     if problems or of_tokenizer:
         raise SetupError("\n".join([*problems, *of_tokenizer]))
@@ -277,6 +279,7 @@ def begin_with_foreign(run: Run, config: Config) -> tuple[Path, list[str]] | Non
         main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # exact where weights are not
         wanted = main or [piece for piece in pieces if piece.name.startswith("model/")]
         wanted += [piece for piece, _ in run.balance.pieces()]
+        wanted = of_dense(wanted) if upcycles(config) else wanted
         rows = run.vocab_size if theirs.padded else theirs.rows
         if mesh.world.is_first:
             show(f"loading {theirs.folder} ({len(theirs.tensors)} tensors)")
@@ -287,6 +290,7 @@ def begin_with_foreign(run: Run, config: Config) -> tuple[Path, list[str]] | Non
     run.optimizer.after_load()
     dtype = str(theirs.dtype)[6:]
     notes = [f"weights of {theirs.what} in {dtype}; step, optimizer and data begin afresh"]
+    notes += [BEGUN] * upcycles(config)
     if theirs.vocab_size is None and run.vocab_size == theirs.rows:
         notes.append(f"{UNKNOWN_VOCABULARY}; give the tokenizer, or --vocab-size")
     if config.checkpoint.load is not None and Path(config.checkpoint.load) == folder and config.checkpoint.save:

@@ -24,6 +24,7 @@ from megalite.optim.lr import Rates
 from megalite.parallel.spec import Piece
 from megalite.train.setup import SetupError
 from megalite.train.sources import TOKENIZER
+from megalite.train.start.upcycling import BEGUN, OF_EXPERTS, of_dense, read_as, remedies, upcycles
 from megalite.train.state import Run
 from megalite.train.watch.spikes import Spikes
 
@@ -133,7 +134,9 @@ def _wanted(
 ) -> loader.Wanted:
     """The pieces to fill from this checkpoint; adds notes. Raises SetupError where it does not fit the run."""
     theirs = _numbers(run, folder, manifest, config.checkpoint)[3]
-    options = options_that_differ(config.model, saved_config(manifest, folder).model, "the checkpoint")
+    there = saved_config(manifest, folder).model
+    model = read_as(config, there, str(folder)) if start.afresh else config.model
+    options = options_that_differ(model, there, "the checkpoint")
     if (rows := manifest.state.get("vocab_size", run.vocab_size)) != run.vocab_size:
         options.append(f"vocab_size: {run.vocab_size} here, {rows} in the checkpoint")
     tokenizer = tokenizer_differences(run.tokenizer, manifest)
@@ -148,13 +151,16 @@ def _wanted(
     if states and not any(kind.startswith("optimizer.") for kind in saved):
         states, remedy = {}, "add --no-load-optim to continue without it, or --finetune to start afresh"
         of_optimizer.insert(0, f"{folder} holds no optimizer state: {remedy}")
-    shapes = {spec.stored_name: spec.stored_shape for spec in stored_specs(config.model, run.vocab_size).values()}
+    shapes = {spec.stored_name: spec.stored_shape for spec in stored_specs(model, run.vocab_size).values()}
     if why := _misfit(shapes, manifest, options, tokenizer, (states, _states(saved))):
-        why.insert(0, f"{folder} does not fit this run:")
+        why = [f"{folder} does not fit this run:", *why, *remedies(model, there)]
     if why or of_optimizer:
         raise SetupError("\n".join([*why, *of_optimizer]))
     if not start.optimizer:
         pieces = [piece for piece in pieces if piece.name.startswith(OF_MODEL)]
+        if start.afresh and upcycles(config):
+            pieces = of_dense(pieces)
+            notes.append(BEGUN)
     elif own["model"] != saved["model"]:
         pieces = across_precisions(pieces, own, saved)
         notes.append(f"saved in {saved['model']}: the main weights continue bit for bit, in {own['model']}")
@@ -354,9 +360,11 @@ def with_model(config: Config, saved: ModelConfig, where: str) -> Config:
         mine, theirs = getattr(config.model, f.name), getattr(saved, f.name)
         if facts_of(f).resume == TRAINING and mine != f.default:
             continue  # the weights fit all the same
+        if f.name in OF_EXPERTS and upcycles(config) and not saved.num_experts:
+            continue  # they are this run's
         if mine not in (f.default, theirs):
             problems.append(f"{f.name}={mine!r}, but {theirs!r} in {where}; drop the option")
         model[f.name] = theirs
     if problems:
-        raise SetupError("\n".join(problems))
+        raise SetupError("\n".join([*problems, *(remedies(config.model, saved) * (not upcycles(config)))]))
     return replace(config, model=replace(config.model, **model))

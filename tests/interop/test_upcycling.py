@@ -1,0 +1,106 @@
+"""Experts that begin as copies of a dense model's feed-forward blocks: where probabilities sum to 1, the first loss is
+that of the dense model, whatever it comes from and under every layout; and a run begins so once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_convert_megatron_dist as megatron
+import torch
+from hugging_face_cases import make
+from ranks import run_ranks
+from test_convert_megatron import Case
+from train_cases import config_from, run_from
+from whole import owned, whole_of
+
+from megalite.config.toml import to_toml
+from megalite.train.setup import SetupError
+from megalite.train.start import foreign_weights as foreign
+from megalite.train.start.origin import start_run
+from megalite.train.start.resume import open_saver, save
+from megalite.train.step import train_step
+
+BASE = """--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 0.01 --mock-data --eval-iters 0 --device cpu
+ --seq-length 8 --hidden-dropout 0 --attention-dropout 0 --vocab-size 93"""
+SHAPE = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --swiglu --ffn-hidden-size 48 --disable-bias-linear
+ --position-embedding-type rope"""
+ARGS = "--use-checkpoint-args"
+EXPERTS = "--num-experts 4 --moe-layer-freq [0,1,1,0] --moe-router-dtype fp64"
+SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+UPCYCLE, FP64 = "--moe-use-upcycling", 1e-12
+
+
+def first(words: str) -> tuple[float, list[Any], list[str]]:
+    """(first loss, pieces of the weights before it, notes) of a run in fp64 on this rank, which may save."""
+    run = run_from(config := foreign.with_source(config_from(f"{BASE} {words}")), dtype=torch.float64)
+    saver, notes = open_saver(run, config), start_run(run, config)[1]
+    pieces, loss = owned(run.optimizer, "model/"), train_step(run).loss
+    if saver is not None:
+        save(run, saver, to_toml(config))
+        saver.close()
+    return loss, pieces, notes
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Flags that begin with a dense model, by what has written it."""
+    base = tmp_path_factory.mktemp("dense")
+    make("llama", base / "hugging_face", num_hidden_layers=4)
+    megatron.write(base / "megatron", Case(groups=2, llama=True, tied=False))
+    first(f"{SHAPE} --init-method-std 0.2 --save {base / 'megalite'}")
+    more = {"megalite": "--finetune", "megatron": "--vocab-size 50"}
+    return lambda name: f"--load {base / name} {more.get(name, '')}"
+
+
+SPLIT = "--tp 2 --ep 2 --expert-tensor-parallel-size 2"
+ROWS = {
+    "experts split": ("hugging_face", EXPERTS, SPLIT),
+    "experts split, sigmoids": ("megalite", SIGMOID, SPLIT),
+    "ZeRO-3": ("megalite", EXPERTS, "--zero-stage 3"),
+    "pp2 ep2 ZeRO-2, sigmoids": ("megatron", SIGMOID, "--pp 2 --ep 2 --zero-stage 2"),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_first_loss_is_that_of_the_dense_model(dense: Callable[[str], str], row: str) -> None:
+    source, experts, layout = ROWS[row]
+    want, pieces, _ = first(words := f"{dense(source)} {ARGS}")
+    loss, _, notes = first(words := f"{words} {experts} {UPCYCLE}")
+    assert loss == pytest.approx(want, rel=FP64) and any("a copy of its layer's" in note for note in notes)
+    ranks = run_ranks(4, first, f"{words} {layout}")
+    assert [rank[0] for rank in ranks] == pytest.approx([want] * 4, rel=FP64)
+    weights, theirs = whole_of(piece for rank in ranks for piece in rank[1]), whole_of(pieces)
+    routers = [weights.pop(f"model/layers.{n}.mlp.router") for n in (1, 2)]
+    assert all(values.std() > 0.01 for values in routers)  # as drawn
+    for name, values in weights.items():
+        copies = values if ".experts." in name else [values]
+        assert all(copy.equal(theirs[name.replace(".experts", "")]) for copy in copies), name
+
+
+def test_a_resume_does_not_upcycle_again(dense: Callable[[str], str], tmp_path: Path) -> None:
+    source = dense("megalite").replace("--load", "--pretrained-checkpoint").replace("--finetune", "")
+    words = f"{ARGS} {EXPERTS} {UPCYCLE} --load {tmp_path} --save {tmp_path} {source}"
+    assert "a copy of its layer's" in " ".join(first(words)[2])
+    _, pieces, notes = first(words)
+    trained = [values for name, values in whole_of(pieces).items() if ".experts." in name]
+    assert notes == [] and len(trained) == 4 and not any(values[0].equal(values[1]) for values in trained)
+    with pytest.raises(SetupError, match="moe_use_upcycling, but .* has num_experts=4; drop the flag"):
+        first(f"{SHAPE} {EXPERTS} {UPCYCLE} --pretrained-checkpoint {tmp_path}")
+
+
+HINT = ".*\nto make experts of a dense model, give --moe-use-upcycling"
+
+
+@pytest.mark.parametrize("source,words,said", [
+    ("megalite", f"--finetune {SHAPE} {EXPERTS}", f"layers.1.mlp.down: nothing here{HINT}"),
+    ("megalite", f"{SHAPE} {EXPERTS} {UPCYCLE}", f"num_experts: 4 here, None in{HINT}, and --finetune with --load"),
+    ("megalite", f"--finetune {SHAPE} {EXPERTS} {UPCYCLE} --ffn-hidden-size 40", r"\(32, 40\) here, \(32, 48\) in"),
+    ("hugging_face", f"{ARGS} {EXPERTS}", f"num_experts=4, but None in{HINT}"),
+    ("hugging_face", f"{SHAPE} {EXPERTS}", f"num_experts: 4 here, None in{HINT}"),
+    ("hugging_face", f"{SHAPE} {EXPERTS} {UPCYCLE} --num-layers 6 --moe-layer-freq 1", "num_layers: 6 here, 4 in"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(dense: Callable[[str], str], source: str, words: str, said: str) -> None:
+    with pytest.raises(SetupError, match=f"(?s){said}") as error:
+        first(f"{dense(source).replace('--finetune', '')} {words}")
+    assert HINT in said or "to make experts" not in str(error.value)
