@@ -16,7 +16,7 @@ from whole import owned, whole_of
 
 from megalite.config.toml import to_toml
 from megalite.train.setup import SetupError
-from megalite.train.start import foreign_weights as foreign
+from megalite.train.start import origin
 from megalite.train.start.origin import start_run
 from megalite.train.start.resume import open_saver, save
 from megalite.train.step import train_step
@@ -33,7 +33,7 @@ UPCYCLE, FP64 = "--moe-use-upcycling", 1e-12
 
 def first(words: str) -> tuple[float, list[Any], list[str]]:
     """(first loss, pieces of the weights before it, notes) of a run in fp64 on this rank, which may save."""
-    run = run_from(config := foreign.with_source(config_from(f"{BASE} {words}")), dtype=torch.float64)
+    run = run_from(config := origin.with_source(config_from(f"{BASE} {words}")), dtype=torch.float64)
     saver, notes = open_saver(run, config), start_run(run, config)[1]
     pieces, loss = owned(run.optimizer, "model/"), train_step(run).loss
     if saver is not None:
