@@ -68,8 +68,8 @@ class Norm(nn.Module):
 
 def _means_over(tp: Axis, products: Sequence[Tensor]) -> Sequence[Tensor]:
     """The mean [..., 1] of each product [..., c] over its channels on all ranks; all travel together."""
-    own = torch.cat([product.mean(-1, keepdim=True) for product in products], -1)
-    return start_all_gather(own[None], tp).wait().mean(0).split(1, -1)
+    own = torch.stack([product.mean(-1, keepdim=True) for product in products])
+    return start_all_gather(own[None], tp).wait().mean(0).unbind(0)
 
 
 class _SplitRMSNorm(Function):
@@ -78,17 +78,18 @@ class _SplitRMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, tp: Axis, eps: float, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor) -> tuple[Tensor, ...]:
-        means = _means_over(tp, [x.to(stat_dtype(x)).square() for x in (q, k)])
+        wide = [x.to(stat_dtype(x)) for x in (q, k)]
+        means = _means_over(tp, [x.square() for x in wide])
         rs = [torch.rsqrt(mean + eps) for mean in means]
         ctx.tp = tp
         ctx.save_for_backward(q, k, wq, wk, *rs)
-        return tuple((x * r * w).to(x.dtype) for x, r, w in zip((q, k), rs, (wq, wk), strict=True))
+        return tuple((x * r * w).to(q.dtype) for x, r, w in zip(wide, rs, (wq, wk), strict=True))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         xs, ws, rs = (ctx.saved_tensors[i : i + 2] for i in (0, 2, 4))
-        xhats = [x * r for x, r in zip(xs, rs, strict=True)]
-        products = [dy * xhat for dy, xhat in zip(dys, xhats, strict=True)]
+        xhats = [x.to(r.dtype) * r for x, r in zip(xs, rs, strict=True)]
+        products = [dy.to(xhat.dtype) * xhat for dy, xhat in zip(dys, xhats, strict=True)]
         means = _means_over(ctx.tp, [product * w for product, w in zip(products, ws, strict=True)])
         dxs = [
             (dy * r * w - xhat * (r * mean)).to(dy.dtype)

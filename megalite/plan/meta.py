@@ -24,9 +24,9 @@ from megalite.optim.flat_storage import listening
 META = torch.device("meta")
 aten: Any = torch.ops.aten
 MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1}  # place of the left operand
-OVER_DIMS = {aten.all.default: 1, aten.logsumexp.default: 1, aten.linalg_vector_norm.default: 2}  # where these stand
-SAME = (aten.add, aten.mul, aten.sub, aten.div, aten.pow, aten.relu, aten.neg, aten.empty_like, aten.ones_like)
-SAME += (aten.zeros_like, aten.clone, aten.clamp_min, aten.floor_divide, aten.remainder)
+OVER_DIMS = {aten.all.default: 1, aten.logsumexp.default: 1, aten.mean.dim: 1, aten.linalg_vector_norm.default: 2}
+SAME = (aten.add, aten.mul, aten.sub, aten.div, aten.pow, aten.relu, aten.neg, aten.rsqrt, aten.empty_like)
+SAME += (aten.ones_like, aten.zeros_like, aten.clone, aten.clamp_min, aten.floor_divide, aten.remainder)
 BOOLS = (aten.bitwise_or, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
 DTYPES = dict.fromkeys(SAME) | dict.fromkeys(BOOLS, torch.bool)  # elementwise operation -> its result's; None: promoted
 DENSE = {"memory_format": (None, torch.contiguous_format, torch.preserve_format), "pin_memory": (None, False)}

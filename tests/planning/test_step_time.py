@@ -249,7 +249,7 @@ ROPE = "--position-embedding-type rope"
 )
 def test_a_layer_of_another_kind_is_priced_and_not_what_was_calibrated(more: str) -> None:
     one, other = (made(f"{ROPE} {also} --global-batch-size 8", 1) for also in ("", more))
-    of_same, of_other = (Costs(of, fast(1), known(one)).layers.each[:, 0] for of in (one, other))
+    of_same, of_other = (Costs(of, fast(1), known(one)).layers.each[:, 0, 0] for of in (one, other))
     alike = [n % 4 != 3 for n in range(8)] if "freq" in more else [False] * 8  # every fourth layer has no positions
     assert (of_same == 1.0).all() and [s == 1.0 for s in of_other] == alike and of_other[3] < 0.1
 
