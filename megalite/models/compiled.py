@@ -33,7 +33,7 @@ from megalite.models.gpt import Block, Stage
 from megalite.nn.attention import rotate
 from megalite.nn.experts import Experts
 from megalite.nn.mlp import MLP
-from megalite.nn.norm import Norm, add_and_normalise, normalise
+from megalite.nn.norm import HeadNorms, Norm, add_and_normalise, normalise
 
 Backend = str | Callable[..., Any]
 # for the plan
@@ -86,5 +86,7 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
         for module in block.modules():
             if isinstance(module, Norm):
                 module.normalise, module.add_and_normalise = norms
+            elif isinstance(module, HeadNorms):
+                module.normalise = norms[0]
             elif isinstance(module, MLP | Experts):
                 module.activation = activation

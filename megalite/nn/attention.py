@@ -22,7 +22,7 @@ from megalite.nn.context import ByHeads, Gathered
 from megalite.nn.embedding import SITE_ATTENTION
 from megalite.nn.later import Later
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
-from megalite.nn.norm import Norm, norm_split
+from megalite.nn.norm import HeadNorms, Norm
 from megalite.nn.parameter import Maker
 from megalite.nn.places import Places
 from megalite.nn.recompute import recompute
@@ -66,7 +66,7 @@ class AttentionShape:
     std, out_std   standard deviations of the initial weights; `out_std`: of the output projection
     bias           whether all projections have a bias; `qkv_bias`: all but the output projection
     qk_norm        kind, eps, one_plus and decay (nn/norm.py) of a norm on each head of q and k; None: no norm.
-                   `over_heads`: it is on all heads of a token at once
+                   `over_heads`: RMSNorm on all heads of a token at once
     window         how many keys a query sees, its own included; None: all keys up to its own
     softmax_type   vanilla; learnable: one more logit per head, a sink, in the softmax's sum; off-by-one: a sink of 0
     rotary         whether q and k are rotated by position; `interleaved`: neighbouring channels are a pair
@@ -113,12 +113,12 @@ class Attention(nn.Module):
         if shape.bias or shape.qkv_bias:
             self.q_bias = make(ParamSpec(f"{name}.q_bias", (H * K,), shards=((0, "tp"),), init=zero, decay=False))
             self.kv_bias = make(kv(f"{name}.kv_bias", (2, G * K), init=zero, decay=False))
-        self.q_norm = self.k_norm = None
-        if shape.qk_norm is not None:
-            heads, groups = (H, G) if shape.over_heads else (1, 1)
-            split = ((0, "tp"),) if shape.over_heads else ()
-            self.q_norm = Norm(make, f"{name}.q_norm", heads * K, *shape.qk_norm, shards=split)
-            self.k_norm = Norm(make, f"{name}.k_norm", groups * K, *shape.qk_norm, shards=split if kv_shards else ())
+        self.q_norm = self.k_norm = self.head_norms = None
+        if shape.qk_norm is not None and shape.over_heads:
+            self.head_norms = HeadNorms(make, name, (H * K, G * K), not self.replicated, *shape.qk_norm[1:])
+        elif shape.qk_norm is not None:
+            self.q_norm = Norm(make, f"{name}.q_norm", K, *shape.qk_norm)
+            self.k_norm = Norm(make, f"{name}.k_norm", K, *shape.qk_norm)
         self.sink = None
         if shape.softmax_type == "learnable":
             self.sink = make(ParamSpec(f"{name}.sink", (H,), shards=((0, "tp"),), init=Normal(std), decay=False))
@@ -136,13 +136,11 @@ class Attention(nn.Module):
         q, kv_out = gather_linear(x_sBD, [self.q, kv], self.tp, where.later)
         q_SBhK = add_bias(q, self.q_bias).unflatten(-1, (-1, K))
         k_SBgK, v_SBgK = add_bias(kv_out, kv_bias).unflatten(-1, (2, -1, K)).unbind(-3)
-        if self.q_norm is not None and self.k_norm is not None:
-            if self.shape.over_heads:
-                flat = q_SBhK.flatten(-2), k_SBgK.flatten(-2)
-                q, k = norm_split(*flat, self.q_norm, self.k_norm, rows, self.tp)
-                q_SBhK, k_SBgK = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K))
-            else:
-                q_SBhK, k_SBgK = self.q_norm(q_SBhK), self.k_norm(k_SBgK)
+        if self.head_norms is not None:
+            normed = self.head_norms(q_SBhK.flatten(-2), k_SBgK.flatten(-2), rows)
+            q_SBhK, k_SBgK = (x.unflatten(-1, (-1, K)) for x in normed)
+        elif self.q_norm is not None and self.k_norm is not None:
+            q_SBhK, k_SBgK = self.q_norm(q_SBhK), self.k_norm(k_SBgK)
         if where.rope is not None and self.shape.rotary:
             if self.shape.interleaved:
                 size = 2 * where.rope[0].shape[-1]

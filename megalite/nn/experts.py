@@ -4,8 +4,7 @@
     x_RD      rows of the tokens that have experts here (token_exchange.py: each crosses once to a rank); alone R = N
     u_M2F     = x[rows] up[e]^T (+ bias)   M choices in the order of experts, rows read inside the matmul
     a_MF      = probs * act(u)             so no output of an expert is needed for the gradient of its probability
-    y_RD      = sum over a row's choices of a down[e]^T (+ probs * bias), and back to the token's rank, where ranks are
-                summed
+    y_RD      = sum over a row's choices of a down[e]^T (+ probs * bias), and the sum of these at the token's rank
 
 Experts are split over ep and the width of each over etp: ranks of the same stage, whatever they are in dp, cp and tp
 (arXiv:2504.14960). Saved: x, ids and probs of rows, u of choices; backward makes `a` again. The shared block, which all
@@ -118,8 +117,7 @@ class _Compute(Function):
 @dataclass(frozen=True)
 class ExpertsShape:
     """ffn_size: the width of an expert; shared_size: of the block that all tokens go through, None: there is none;
-    shared_gate: whether its output is scaled by a sigmoid of the token, as in Qwen2-MoE. bias: whether experts and the
-    router have biases."""
+    shared_gate: whether its output is scaled by a sigmoid of the token, as in Qwen2-MoE; bias: of experts, router."""
 
     hidden_size: int
     ffn_size: int

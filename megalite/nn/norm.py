@@ -34,30 +34,20 @@ def add_and_normalise(
 
 
 class Norm(nn.Module):
-    """`kind` is "LayerNorm" or "RMSNorm"; `one_plus` stores the weight as its difference from 1. `shards`: of the
-    weight (ParamSpec)."""
+    """`kind` is "LayerNorm" or "RMSNorm"; `one_plus` stores the weight as its difference from 1."""
 
     def __init__(
-        self,
-        make: Maker,
-        name: str,
-        size: int,
-        kind: str,
-        eps: float,
-        one_plus: bool = False,
-        decay: bool = False,
-        shards: tuple[tuple[int, str], ...] = (),
+        self, make: Maker, name: str, size: int, kind: str, eps: float, one_plus: bool = False, decay: bool = False
     ):
         super().__init__()
         self.eps, self.one_plus = eps, one_plus
         self.normalise, self.add_and_normalise = normalise, add_and_normalise  # or compiled (models/compiled.py)
         offset = 1.0 if one_plus else 0.0
         init = Constant(1.0 - offset)
-        spec = partial(ParamSpec, shape=(size,), shards=shards, partial=() if shards else ("tp",), decay=decay)
-        self.weight = make(spec(f"{name}.weight", init=init, offset=offset))
+        self.weight = make(ParamSpec(f"{name}.weight", (size,), partial=("tp",), init=init, decay=decay, offset=offset))
         self.bias = None
         if kind == "LayerNorm":
-            self.bias = make(spec(f"{name}.bias", init=Constant(0.0)))
+            self.bias = make(ParamSpec(f"{name}.bias", (size,), partial=("tp",), init=Constant(0.0), decay=decay))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x; with a residual, their sum and the norm of the sum."""
@@ -87,20 +77,35 @@ class _SplitRMSNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        xs, ws, rs = (ctx.saved_tensors[i : i + 2] for i in (0, 2, 4))
+        saved = ctx.saved_tensors  # once: recomputation lets go of what was asked for
+        xs, ws, rs = saved[:2], saved[2:4], saved[4:]
         xhats = [x.to(r.dtype) * r for x, r in zip(xs, rs, strict=True)]
         products = [dy.to(xhat.dtype) * xhat for dy, xhat in zip(dys, xhats, strict=True)]
         means = _means_over(ctx.tp, [product * w for product, w in zip(products, ws, strict=True)])
-        dxs = [
-            (dy * r * w - xhat * (r * mean)).to(dy.dtype)
-            for dy, r, w, xhat, mean in zip(dys, rs, ws, xhats, means, strict=True)
-        ]
+        each = zip(dys, xhats, rs, ws, means, strict=True)
+        dxs = [(dy * r * w - xhat * (r * mean)).to(dy.dtype) for dy, xhat, r, w, mean in each]
         return None, None, *dxs, *(p.flatten(0, -2).sum(0).to(w.dtype) for p, w in zip(products, ws, strict=True))
 
 
-def norm_split(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, own: slice, tp: Axis) -> tuple[Tensor, Tensor]:
-    """RMSNorm of q and of k [..., c], of whose channels every rank has c. `own`: where these are in k's weight."""
-    if tp.size == 1:
-        return q_norm(q), k_norm(k)  # type: ignore[return-value]
-    weights = [w + 1 if q_norm.one_plus else w for w in (q_norm.weight, k_norm.weight[own])]
-    return _SplitRMSNorm.apply(tp, q_norm.eps, q, k, *weights)  # type: ignore[return-value]
+class HeadNorms(nn.Module):
+    """RMSNorm of the queries of a token over all heads, and of its keys over all groups: `widths` channels, which the
+    ranks of tp share; of keys they have copies if these are not `split`. It holds both weights itself, since the call
+    of a module waits for its own that are on their way (optim/param_gather.py)."""
+
+    def __init__(
+        self, make: Maker, name: str, widths: tuple[int, int], split: bool, eps: float, one_plus: bool, decay: bool
+    ):
+        super().__init__()
+        self.tp, self.eps, self.one_plus = make.mesh.tp, eps, one_plus
+        self.normalise = normalise  # or compiled (models/compiled.py)
+        spec = partial(ParamSpec, init=Constant(1.0 - one_plus), decay=decay, offset=float(one_plus))
+        shards, summed = (((0, "tp"),), ()) if split else ((), ("tp",))
+        self.q = make(spec(f"{name}.q_norm.weight", widths[:1], shards=((0, "tp"),)))
+        self.k = make(spec(f"{name}.k_norm.weight", widths[1:], shards=shards, partial=summed))
+
+    def forward(self, q: Tensor, k: Tensor, own: slice) -> tuple[Tensor, ...]:
+        """Of this rank's channels, q [..., h*K] and k [..., g*K]. `own`: where the latter are in the weight here."""
+        ws = [w + 1 if self.one_plus else w for w in (self.q, self.k[own])]
+        if self.tp.size > 1:
+            return _SplitRMSNorm.apply(self.tp, self.eps, q, k, *ws)  # type: ignore[return-value]
+        return tuple(self.normalise(x, w, None, self.eps, False) for x, w in zip((q, k), ws, strict=True))

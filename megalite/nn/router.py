@@ -14,9 +14,9 @@ With f_i the choices of expert i over their mean, and P the softmax, or the sigm
     seq_aux_loss      the same                  f: of each sample                                      arXiv:2412.19437
     global_aux_loss   the same                  f: of the step's micro-batches so far, of all of dp    arXiv:2501.11873
     z-loss            sum_n log(sum_i exp(logits_ni))^2                                                arXiv:2202.08906
-global_aux_loss is Megatron-LM's, so it depends on how dp and accumulation share out a batch, as no other loss here
-does. Only f needs other ranks. Gradients, sums and counts of choices are made in backward, which runs once for each
-micro-batch, so neither recomputation nor evaluation counts. Logits are computed again there, not saved.
+global_aux_loss, Megatron-LM's, alone depends on how dp and accumulation share out a batch. Only f needs other ranks.
+Gradients, sums and counts of choices are made in backward, which runs once for each micro-batch, so neither
+recomputation nor evaluation counts. Logits are computed again there, not saved.
 """
 
 from collections.abc import Mapping
@@ -213,11 +213,6 @@ class Router(nn.Module):
             at += axis.start_of(len(logits_NE))
             logits_NE = start_all_gather(logits_NE, axis).wait()
         return sinkhorn(logits_NE)[at : at + N]
-
-    def begin(self) -> None:
-        """Count from zero."""
-        for counted in (self.counts, self.of_dp, self.losses):
-            counted.zero_()
 
     def count_(self, ids_NK: Tensor, samples: int) -> Tensor:
         """Add to the counts; returns those of each sample, [B, E]."""

@@ -36,7 +36,8 @@ class Balance:
     def begin(self) -> None:
         """Before the first forward of a step, or of its computation once more."""
         for router in self.routers:
-            router.begin()
+            for counted in (router.counts, router.of_dp, router.losses):
+                counted.zero_()
 
     def counted(self) -> Tensor:
         """What this rank counted, in fp64: the summand of what `take` is given."""

@@ -50,10 +50,10 @@ HYBRID = f"{ZERO} --num-distributed-optimizer-instances 2 --outer-dp-sharding-st
 # a layer gathers what its window sees, one all keys, and one exchanges heads
 CP = "--context-parallel-size 2 --cp-comm-type allgather allgather a2a"
 EP = f"{TP} --ep 2 --num-experts 4 --moe-aux-loss-coeff 0.1 --disable-bias-linear"
+EP += " --qk-layernorm --qk-layernorm-over-heads --normalization RMSNorm"
 SO_FAR = "--ep 2 --num-experts 4 --moe-aux-loss-coeff 0.1 --disable-bias-linear"
 SO_FAR += " --moe-router-load-balancing-type global_aux_loss"
 SINKHORN = f"{TP} --num-experts 4 --moe-router-topk 1 --disable-bias-linear --moe-router-load-balancing-type sinkhorn"
-OVER_HEADS = f"{TP} --qk-layernorm --qk-layernorm-over-heads --normalization RMSNorm"
 
 OFFLOAD = "--optimizer-cpu-offload --ddp-bucket-size 3000"
 MOVED = "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 64"
@@ -77,7 +77,7 @@ BETWEEN_RANKS = {
     "nn/later.py Later.run: x.wait()": SPLIT,
     # the first of its layout: with what a step leaves behind that lacks another wait, no row may travel
     "nn/token_exchange.py _Back.backward: ctx.travel.swap(dy_ND[token_S], back=False).wait()": EP,
-    "nn/norm.py _means_over: start_all_gather(own[None], tp).wait()": OVER_HEADS,
+    "nn/norm.py _means_over: start_all_gather(own[None], tp).wait()": EP,
     "nn/router.py Router.add_losses_: start_all_gather(counts_BE[None], axis).wait()": EP,
     "nn/router.py Router.add_losses_: start_all_gather(counts_BE.sum(0)[None], self.dp).wait()": SO_FAR,
     "nn/router.py Router.balanced: start_all_gather(logits_NE, axis).wait()": SINKHORN,

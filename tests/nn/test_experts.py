@@ -254,7 +254,8 @@ def _of_a_step_so_far(sizes: dict[str, int]) -> None:
         taken = torch.zeros_like(logits).scatter(-1, logits.topk(2, -1).indices, 1.0)
         F_ME = taken.sum((1, 2, 3)).cumsum(0)  # over ranks and micro-batches so far
         loss = 8 / 2 * (logits.softmax(-1).sum((1, 2, 3)) * F_ME / F_ME.sum(1, keepdim=True) * 2).sum()
-        experts.router.begin()
+        for counted in (experts.router.of_dp, experts.router.losses):
+            counted.zero_()
         experts.router.weight.grad = None
         for x_RSBD in x_MRSBD:
             mine = x_RSBD[mesh.dp.rank].unflatten(0, (mesh.tp.size, -1))[mesh.tp.rank]
