@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import documents
 import pytest
@@ -107,10 +109,22 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
             yield re.sub(r"\{[^{}]*\}|%s", "…", node.value)
 
 
+def of_table(table: Any) -> Iterator[str]:
+    """Every key and text of a TOML file."""
+    if isinstance(table, str):
+        yield table
+    elif isinstance(table, dict):
+        yield from table
+    for each in table.values() if isinstance(table, dict) else table if isinstance(table, list) else ():
+        yield from of_table(each)
+
+
 @functools.cache
 def said_in_code() -> list[str]:
     files = [ROOT / "pretrain_gpt.py", *(ROOT / "megalite").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     texts = [text for file in files for text in texts_of(ast.parse(file.read_text("utf-8")))]
+    for file in (ROOT / "megalite").rglob("*.toml"):
+        texts += [re.sub(r"\{[^{}]*\}", "…", text) for text in of_table(tomllib.loads(file.read_text("utf-8")))]
     return texts + [re.sub(r"\{[^{}]*\}", "…", text) for part in PARTS_OF_RULES for _, text in rules_of(part)]
 
 
@@ -150,6 +164,8 @@ def read_of_the_environment() -> set[str]:
                 found |= {n for n in names if isinstance(n, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+_?", n)}
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("variable") and node.args:
                 found |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant)}
+    launchers = of_table(tomllib.loads((ROOT / "megalite/launch/ranks.toml").read_text("utf-8")))
+    found |= {name for name in launchers if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", name)}
     for file in (*(ROOT / "tools").glob("*.sh"), ROOT / "tests/run.sh"):
         found |= {*re.findall(r"\bMEGALITE_[A-Z_]+", file.read_text("utf-8"))}
     return {name for name in found if not name.startswith("SC_")} | {"RANK", "OMPI_MCA_ess_base_jobid"}  # of sysconf

@@ -176,8 +176,8 @@ def _scratch_folder() -> Iterator[str]:
         _keep_server_in(root)
         scratch = tempfile.TemporaryDirectory(prefix=SCRATCH)
     except OSError as error:
-        remedy = "set TMPDIR to a short path that can be written"
-        raise LaunchError(f"no folder for temporary files: {error}; {remedy}") from None
+        text = f"no folder for temporary files: {error}; set TMPDIR to a short path that can be written"
+        raise LaunchError(text) from None
     with scratch as folder:
         number = _locked(folder)
         try:

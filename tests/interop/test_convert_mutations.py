@@ -32,7 +32,7 @@ def legacy(folder: Path) -> tuple[Path, Callable[[], list[Foreign]]]:
 def dist(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[Foreign]]]]:
     def make(folder: Path) -> tuple[Path, Callable[[], list[Foreign]]]:
         target = dist_files.write(folder, dist_files.GPT)
-        return target / name, lambda: megatron_dist.open_dist(target, say=lambda text: None).tensors
+        return target / name, lambda: megatron_dist.open_checkpoint(target, say=lambda text: None).tensors
 
     return make
 

@@ -81,7 +81,7 @@ def test_every_program_for_launchers_ends_its_ranks_alike() -> None:
     starts = having("= read_environment(")  # on_ranks of collectives.py is what two programs start by
     programs = starts - {"collectives.py"} | {name for name in having("on_ranks(") if name != "collectives.py"}
     leaving = {"command.py", "check_cluster.py", "benchmark_comm.py", "generate.py"}
-    assert programs == having(" leave(lambda: ") == leaving
+    assert programs == having("leave(lambda: ") == leaving
     assert starts == {"command.py", "generate.py", "collectives.py"}
     assert "as_program(main)" in (ROOT / "pretrain_gpt.py").read_text()
 

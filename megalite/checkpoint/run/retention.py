@@ -134,10 +134,12 @@ class Branch:
         for place, steps in later.items():
             if isinstance(place, Url) and not damaged:
                 copy = f" (and copy iter_{begin:07d} to it, to load from it as well)" if begin else ""
-                holds = f"holds {_named(steps)}, of later steps than {begin}, where this run begins"
                 why = "they would be taken for its own, and cannot be renamed behind a URL; give --save another URL"
                 newest = "continue from the newest: --load without --ckpt-step and --finetune"
-                raise CheckpointError(f"save={str(place)!r} {holds}: {why}{copy}, delete them, or {newest}")
+                raise CheckpointError(
+                    f"save={str(place)!r} holds {_named(steps)}, of later steps than {begin}, where this run begins: "
+                    f"{why}{copy}, delete them, or {newest}"
+                )
         self.damaged = {step for place, steps in later.items() if isinstance(place, Url) for step in steps}
         self.pending = bool(later)  # until there is a first save
         self.unsettled = False  # some are still hidden: the first save must stay, since it shows that they are left

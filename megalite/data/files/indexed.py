@@ -246,9 +246,10 @@ class IndexedDataset:
         except OSError as error:
             raise self._refuse("size", f"cannot be read: {error.strerror}") from error
         if wrong and wrong[0] == "size":
-            size = f"size is {self._bin_size} bytes of {self.dtype}, but {self._index_path} {wrong[1]}"
-            remedy = "the file is truncated or belongs to another index: write the pair again"
-            raise DataError(f"{self.prefix}.bin: {size}; {remedy}")
+            raise DataError(
+                f"{self.prefix}.bin: size is {self._bin_size} bytes of {self.dtype}, but {self._index_path} {wrong[1]}"
+                "; the file is truncated or belongs to another index: write the pair again"
+            )
         if wrong:
             raise self._refuse(*wrong)
 

@@ -52,5 +52,7 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     trait, theirs, ours = "fingerprint", made_by["fingerprint"][:12], tokenizer.fingerprint[:12]
     if small:
         trait, theirs, ours = "vocabulary", made_by["vocab_size"], tokenizer.vocab_size
-    other = f"made with {made_by.get('name')} ({trait} {theirs}), but this run has {tokenizer.name} ({ours})"
-    raise DataError(f"{prefix}: {other}: give the tokenizer that made the data, or preprocess it again")
+    raise DataError(
+        f"{prefix}: made with {made_by.get('name')} ({trait} {theirs}), but this run has {tokenizer.name} ({ours}): "
+        "give the tokenizer that made the data, or preprocess it again"
+    )

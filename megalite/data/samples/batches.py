@@ -138,8 +138,10 @@ class Batches:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             row, position = (int(i) for i in np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0])
             where, token = self.dataset.where(int(ids[row]), position), int(tokens[row, position])
-            wrong = f"token id {token} is outside the vocabulary 0..{self.vocab_size - 1} (sample {int(ids[row])})"
-            raise DataError(f"{where}: {wrong}: use the tokenizer that made the data")
+            raise DataError(
+                f"{where}: token id {token} is outside the vocabulary 0..{self.vocab_size - 1} "
+                f"(sample {int(ids[row])}): use the tokenizer that made the data"
+            )
 
 
 class Prefetcher(Generic[T]):

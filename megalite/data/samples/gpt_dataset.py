@@ -149,10 +149,11 @@ class GptDataset(Source):
     ):
         super().__init__(data, documents, seq_length, seed, split)
         if self.num_tokens < seq_length + 1:
-            few = f"the {split} split has {self.num_tokens} tokens in {len(documents)} documents"
-            least = f"one sample of seq_length {seq_length} + 1"
-            remedy = "use a larger part in --split, more data or a smaller --seq-length"
-            raise DataError(f"{data.prefix}: {few}, fewer than {least}: {remedy}")
+            raise DataError(
+                f"{data.prefix}: the {split} split has {self.num_tokens} tokens in {len(documents)} documents, fewer "
+                f"than one sample of seq_length {seq_length} + 1: use a larger part in --split, more data or a smaller "
+                "--seq-length"
+            )
         self._line, self._taken = Line(self.num_tokens, self._key), 0  # the next sample is number `taken` of the line
         self._split, self._cache_path = split, cache_path
         self._last_two = functools.lru_cache(2)(self._make_epoch)

@@ -81,8 +81,10 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
 
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.exists():
-        remedy = "names on a hub are not fetched: download the tokenizer and give its directory"
-        raise DataError(f"tokenizer_model={path} is not a tokenizer.json or a directory with one; {remedy}")
+        raise DataError(
+            f"tokenizer_model={path} is not a tokenizer.json or a directory with one; names on a hub are not fetched: "
+            "download the tokenizer and give its directory"
+        )
     content = read(file)
     try:
         text = content.decode("utf-8")
