@@ -78,7 +78,7 @@ def test_every_program_for_launchers_ends_its_ranks_alike() -> None:
     files = (*ROOT.glob("tools/**/*.py"), *ROOT.glob("megalite/train/life/*.py"))
     texts = {path.name: path.read_text() for path in files}
     having = lambda part: {name for name, text in texts.items() if part in text}  # noqa: E731
-    starts = having("= read_environment(")  # on_ranks of collectives.py is what two programs start by
+    starts = having("read_environment(")  # on_ranks of collectives.py is what two programs start by
     programs = starts - {"collectives.py"} | {name for name in having("on_ranks(") if name != "collectives.py"}
     leaving = {"command.py", "check_cluster.py", "benchmark_comm.py", "generate.py"}
     assert programs == having("leave(lambda: ") == leaving
