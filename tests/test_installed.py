@@ -47,7 +47,7 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", clone, tmp_path_factory.mktemp("wheel"))
 
 
-DATA = """config/megatron_flags.txt config/option_rules.txt config/faults.toml config/help.toml config/refused.toml
+DATA = """commands.toml config/megatron_flags.txt config/option_rules.txt config/faults.toml config/help.toml config/refused.toml
  config/spellings.toml data/tokenizers/tables.toml interop/hugging_face/facts.toml interop/megatron/names.toml
  kernels/newton_schulz.toml launch/ranks.toml models/families.toml plan/causes.toml plan/devices.toml plan/links.toml
  train/tell/figures.toml completion.sh"""
@@ -59,7 +59,8 @@ def test_what_a_wheel_holds(clone: Path, wheel: Path, tmp_path: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {str(p.relative_to(ROOT)) for p in (ROOT / "megalite").rglob("*.py")}
     package |= {f"megalite/{name}" for name in DATA.split()}
-    files = [p for p in (ROOT / "tools").rglob("*") if p.is_file() and p.suffix not in (".sh", ".pyc")]
+    folders = (ROOT / "tools", ROOT / "examples/recipes")
+    files = [p for folder in folders for p in folder.rglob("*") if p.is_file() and p.suffix not in (".sh", ".pyc")]
     programs = {str(p.relative_to(ROOT)) for p in files} | {"pretrain_gpt.py"}
     assert {"megalite/config/console.py", "megalite/__main__.py"} <= package and "tools/bench/limited.py" in programs
     assert held == package | {f"megalite/programs/{name}" for name in programs}
