@@ -1,9 +1,6 @@
-"""megalite from Python: a front on its commands (docs/python.md).
-
-`train`, `plan`, `verify`, `convert` are `megalite train` and so on, each in a process of its own: ranks, signals, exits
-and torch's settings stay out of the caller's. `load` is in this process. An exit code is an exception with the words of
-the command: 2 a ConfigError, 130 a KeyboardInterrupt, any other but those of an orderly stop a CommandError.
-"""
+"""megalite from Python (docs/python.md). `train`, `plan`, `verify` and `convert` are the commands of that name, in a
+process of its own each: ranks, signals, exits and torch's settings stay out of the caller's. Exit codes are exceptions
+with the words of the command: 2 a ConfigError, 130 a KeyboardInterrupt, others but an orderly stop's a CommandError."""
 
 import json
 import re
@@ -71,9 +68,9 @@ class RunConfig(tuple[str, ...]):
 
 
 def train(config: RunConfig, *, quiet: bool = False) -> Path:
-    """Train, on `nproc` ranks of this machine, until the run ends, or stops as asked: status.json tells which. Prints
-    the run's lines, unless `quiet`. Returns the folder of its files, which `name`, `run_dir` or `save` says. Ctrl-C: it
-    saves, and stops. Raises ConfigError before it begins, CommandError where it fails."""
+    """Train, on `nproc` ranks of this machine, until the run ends, or stops as asked: its status.json tells. Returns
+    the folder of its files, which `name`, `run_dir` or `save` says. Prints its lines, unless `quiet`. Ctrl-C: it saves,
+    and stops. Raises ConfigError before it begins, CommandError where it fails."""
     folder = run_folder(config.options)
     _command("train", config, quiet)
     return folder
@@ -127,8 +124,7 @@ def load(path: str | Path, *, dtype: Literal["float32", "bfloat16"] = "float32",
         raise CommandError("generate", Exit.PREFLIGHT, str(error)) from error
 
 
-def _told(command: str, config: RunConfig, **flags: Any) -> dict[str, Any]:
-    """What the command writes as JSON, and as "text" what it prints."""
+def _told(command: str, config: RunConfig, **flags: Any) -> dict[str, Any]:  # JSON, and as "text" what is printed
     with TemporaryDirectory() as folder:
         file = Path(folder, "told.json")
         text = _command(command, [*config, *words_of({**flags, "json": file})])
@@ -152,10 +148,7 @@ def _command(command: str, words: Sequence[str], quiet: bool = True) -> str:
     said, code = "".join(lines), child.returncode if child.returncode >= 0 else 128 - child.returncode
     if code in (0, *ORDERLY):
         return said
-    first = _TELLER.search(said)
-    text = _TELLER.sub("", said[first.start() if first else 0 :]).strip()
-    kinds: dict[int, BaseException] = {
-        Exit.USAGE: ConfigError(text.splitlines()),
-        Exit.INTERRUPTED: KeyboardInterrupt(text),
-    }
-    raise kinds.get(code, CommandError(command, code, text))
+    text = ("".join(_TELLER.split(said)[1:]) or said).strip()  # from the first that was told on
+    if code == Exit.USAGE:
+        raise ConfigError(text.splitlines())
+    raise KeyboardInterrupt(text) if code == Exit.INTERRUPTED else CommandError(command, code, text)

@@ -112,11 +112,11 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     """Option -> value, as words of a command line; None is an option that is not given."""
     words = list[str]()
     for name, value in options.items():
-        flag, texts = flag_of(name), [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        flag = flag_of(name)
         if isinstance(value, bool):
             words.append(flag if value else f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}")
         elif value is not None:
-            words += [f"{flag}={texts[0]}"] if texts[0].startswith("-") else [flag, *texts]
+            words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
     return words
 
 
