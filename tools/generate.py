@@ -113,21 +113,19 @@ def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
 def generate(args: argparse.Namespace, prompts: list[str], device, speak: bool) -> None:
     import torch
 
-    from megalite.generate.generation import Sampling, continue_texts, load_model
+    from megalite.generate.generation import Sampling, continue_prompts, load_model
     from megalite.parallel.mesh import build_mesh
 
     mesh = build_mesh(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size, device=device)
     model = load_model(args.load, mesh, getattr(torch, args.dtype))
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    ids = [model.tokenizer.encode(prompt) or [model.tokenizer.eod] for prompt in prompts]
-    for first in range(0, len(ids), args.batch_size):
-        batch = ids[first : first + args.batch_size]
-        for number, text in enumerate(continue_texts(model, batch, args.max_new_tokens, sampling, first), first):
-            new = text.ids[text.begin :]
-            row = {"number": number, "prompt": prompts[number], "text": model.tokenizer.decode(new), "ids": text.ids}
-            row |= {"new_ids": new, "stop": text.stop, "step": model.step}
-            if speak:
-                print(line_of(row, model.tokenizer.decode(text.ids), args.json), flush=True)
+    texts = continue_prompts(model, prompts, args.max_new_tokens, sampling, args.batch_size)
+    for number, text in enumerate(texts):
+        new = text.ids[text.begin :]
+        row = {"number": number, "prompt": prompts[number], "text": model.tokenizer.decode(new), "ids": text.ids}
+        row |= {"new_ids": new, "stop": text.stop, "step": model.step}
+        if speak:
+            print(line_of(row, model.tokenizer.decode(text.ids), args.json), flush=True)
 
 
 def line_of(row: dict[str, Any], whole: str, as_json: bool) -> str:

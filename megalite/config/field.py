@@ -108,6 +108,18 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Option -> value, as words of a command line; None is an option that is not given."""
+    words = list[str]()
+    for name, value in options.items():
+        flag = flag_of(name)
+        if isinstance(value, bool):
+            words.append(flag if value else f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}")
+        elif value is not None:
+            words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
+    return words
+
+
 def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
     """Every flag that sets this option: (flag, None) when a value follows, else (flag, the value it stands for)."""
     flag = flag_of(f.name)

@@ -62,6 +62,10 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 1234
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < float("inf") and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ValueError(f"{self}: temperature and top_k are 0 or more, top_p is in (0, 1]; correct them")
+
 
 def uniform(seed: int, prompt: int, position: int) -> float:
     """A number in (0, 1), with 32 bits.
@@ -154,7 +158,7 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class Generator:
-    """This rank's stage of a model. `stops`: tokens that end a text; `step`: of the training that made it."""
+    """This rank's stage of a model. `stops`: tokens that end a text; `step`: of the training that made it, or 0."""
 
     stage: Stage
     mesh: Mesh
@@ -162,6 +166,27 @@ class Generator:
     tokenizer: Tokenizer
     stops: frozenset[int]
     step: int
+
+    @torch.no_grad()
+    def logits(self, tokens_SB: Tensor | Sequence[Sequence[int]]) -> Tensor:
+        """[S, B, V] in fp32, on the model's device, of tokens [S, B]: position first, then sample; a position sees
+        those up to it. V: the vocabulary, without padding. Of a whole model on one rank. Raises ValueError."""
+        assert self.stage.head is not None and self.mesh.world.size == 1
+        ids_SB, rows = torch.as_tensor(tokens_SB, device=self.mesh.device), self.stage.head.vocab_size
+        shape, most = [*ids_SB.shape], self.shape.positions
+        if len(shape) != 2 or shape[0] > most or not ids_SB.numel() or ids_SB.min() < 0 or ids_SB.max() >= rows:
+            raise ValueError(f"tokens {shape} are not ids below {rows}, [S, B] with S up to {most}; give those")
+        return self.stage(None, Batch(ids_SB, None, None, torch.zeros_like(ids_SB[0]), 0))[..., :rows].float()
+
+    def generate(
+        self, prompts: Sequence[str], max_new_tokens: int = 60, *, temperature: float = 0.8, top_k: int = 40,
+        top_p: float = 1.0, seed: int = 1234, batch_size: int = 16,
+    ) -> list[str]:  # fmt: skip
+        """What follows each prompt, as megalite generate draws it; temperature 0: always the likeliest token. Raises
+        ValueError for numbers out of range, SetupError for a prompt that fills all positions."""
+        texts, how = [prompts] if isinstance(prompts, str) else prompts, Sampling(temperature, top_k, top_p, seed)
+        found = continue_prompts(self, texts, max_new_tokens, how, batch_size)
+        return [self.tokenizer.decode(text.ids[text.begin :]) for text in found]
 
 
 @dataclass(frozen=True)
@@ -259,6 +284,13 @@ def continue_texts(
         Text(row, len(prompt), "eod" if row[-1] in model.stops else "length")
         for row, prompt in zip(rows, prompts, strict=True)
     ]
+
+
+def continue_prompts(model: Generator, prompts: Sequence[str], most: int, how: Sampling, size: int) -> Iterator[Text]:
+    """As `continue_texts`, `size` prompts at once. An empty one is the end of a document, after which one begins."""
+    ids = [model.tokenizer.encode(prompt) or [model.tokenizer.eod] for prompt in prompts]
+    for first in range(0, len(ids), size):
+        yield from continue_texts(model, ids[first : first + size], most, how, first)
 
 
 def _logits(

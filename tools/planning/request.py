@@ -13,7 +13,7 @@ from typing import Any
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
 from megalite.config.check import check
-from megalite.config.field import flag_of, spellings
+from megalite.config.field import flag_of, spellings, words_of
 from megalite.config.options import Config, ConfigError, DataConfig, build, options
 from megalite.config.stage_layers import GIVEN
 from megalite.config.toml import read_toml
@@ -134,16 +134,9 @@ def _of_hugging_face(path: Path, words: Sequence[str]) -> list[str]:
 
 def as_flags(config: Config, names: Iterable[str]) -> list[str]:
     """The options called so as words of a command line, where they are not the defaults."""
-    wanted, words = set(names), []
-    for section, f in options():
-        value = getattr(getattr(config, section), f.name)
-        if f.name not in wanted or value == f.default or value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(flag_of(f.name) if value else f"--no-{flag_of(f.name)[2:]}")
-        else:
-            words += [flag_of(f.name), *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return words
+    wanted = set(names)
+    chosen = {f.name: (getattr(getattr(config, section), f.name), f.default) for section, f in options()}
+    return words_of({name: value for name, (value, usual) in chosen.items() if name in wanted and value != usual})
 
 
 def _unlike(args: argparse.Namespace, words: Sequence[str], where: Cluster | None) -> list[str]:

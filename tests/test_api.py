@@ -1,0 +1,140 @@
+"""megalite from Python: every function with a real run, the words of its errors, what importing costs, the notebook."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import documents
+import programs
+import pytest
+import torch
+from train_cases import ROOT, run_from
+
+import megalite
+from megalite import api
+from megalite.models.gpt import Batch
+from megalite.train.start.origin import start_run
+
+SMALL = megalite.Config(
+    "--preset tiny --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2"
+    " --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --eval-iters 1"
+    " --log-interval 1 --mock-data --tokenizer-type ByteTokenizer --device cpu"
+)
+TOKENS_SB = [[1, 72], [256, 0], [9, 9]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of two steps on two pipeline stages, in the folder that one is in. Commands need not import torch again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api.subprocess, "Popen", programs.Popen)
+        patch.chdir(tmp_path_factory.mktemp("runs"))
+        yield megalite.train(megalite.Config(SMALL, train_iters=2, nproc=2, pp=2, save="run"), quiet=True)
+
+
+def test_a_run_its_metrics_and_its_model(run: Path) -> None:
+    rows = megalite.read_metrics(run)
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2] and "val/valid/loss" in rows[2]
+    model = megalite.load(run, device="cpu")
+    logits_SBV = model.logits(TOKENS_SB)
+    assert logits_SBV.shape == (3, 2, 257) and logits_SBV.dtype == torch.float32 and model.step == 2
+    options = megalite.Config(SMALL, train_iters=2, load=run).options
+    there = run_from(options)  # the same run, on one rank, as it would continue
+    assert start_run(there, options)[0] is not None
+    batch = Batch(torch.tensor(TOKENS_SB), None, None, torch.zeros(2, dtype=torch.int64), 0)
+    assert there.pipeline.stages[0](None, batch)[..., :257].equal(logits_SBV) and logits_SBV.std() > 0
+    assert model.generate(["a text", ""], 5, temperature=0)[:1] == model.generate("a text", 5, temperature=0)
+    for wrong in ([1, 2], [[257]], [[-1]], [[0]] * 33, torch.zeros(2, 0, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"are not ids below 257, \[S, B\] with S up to 32"):
+            model.logits(wrong)
+    with pytest.raises(ValueError, match="top_p is in"):
+        model.generate("a", top_p=0)
+
+
+def test_a_plan_is_a_run(run: Path) -> None:
+    found = megalite.plan(megalite.Config(preset="llama3-8b", global_batch_size=128), gpus=8, top=2)
+    best, _ = found["plans"]
+    assert best["seconds"] > 0 and best["peak"] < 80 * 2**30 and best["world"] == 8 and "8 x h100" in found["text"]
+    options = megalite.Config(found["command"]).options
+    assert options.parallel.tensor_model_parallel_size == best["layout"]["tp"] and options.model.num_layers == 32
+    with pytest.raises(megalite.CommandError, match="as given: .* does not fit into"):
+        megalite.plan(megalite.Config(preset="llama3-70b", global_batch_size=8, tp=1), gpus=1)
+
+
+def test_weights_there_and_back(run: Path) -> None:
+    assert megalite.convert("to_hf", run, "hf") == Path("hf")
+    places = run, "hf", megalite.convert("from_hf", "hf", "back", check_bits=True)
+    first, *others = (megalite.load(place, device="cpu").logits(TOKENS_SB) for place in places)
+    assert all(other.equal(first) for other in others)
+
+
+@pytest.mark.everything(guards=("megalite/api.py", "tools/verify.py"))
+def test_a_layout_is_verified(run: Path) -> None:
+    verdict = megalite.verify(megalite.Config(SMALL, train_iters=2, nproc=2, tp=2), steps=1)
+    assert verdict["agrees"] and verdict["first"] is None and len(verdict["rows"]) > 10 and verdict["text"]
+
+
+def test_errors_are_those_of_the_commands(run: Path) -> None:
+    small = megalite.Config(SMALL, train_iters=2)
+    absent = megalite.Config(small, mock_data=False, data_path="none/there")
+    says: dict[str, Any] = {
+        "2 unknown flag --train-iterz; did you mean --train-iters?": lambda: megalite.Config(train_iterz=3),
+        "2 lr='abc' is not a float; write it as one": lambda: megalite.train(megalite.Config(small, lr="abc")),
+        "2 num_gpus=0 is not positive": lambda: megalite.plan(small, gpus=0),
+        "2 unrecognized arguments: --chek": lambda: megalite.convert("to_hf", run, "x", chek=True),
+        "2 steps=0 is below 1; give 1 or more": lambda: megalite.verify(small, steps=0),
+        "3 none/there.idx: No such file": lambda: megalite.train(absent, quiet=True),
+        "3 load='none' holds no checkpoint; give": lambda: megalite.load("none"),
+        "2 none/metrics.jsonl does not exist; give": lambda: megalite.read_metrics("none"),
+        "3 none holds no checkpoint that can be read": lambda: megalite.convert("to_hf", "none", "x"),
+    }
+    for words, call in says.items():
+        with pytest.raises((megalite.ConfigError, megalite.CommandError, FileNotFoundError)) as error:
+            call()
+        assert f"{getattr(error.value, 'code', 2)} {error.value}".startswith(words)
+
+
+def test_ctrl_c_stops_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It saves, and the interrupt comes once it has ended."""
+
+    def press(text: str, **_: Any) -> None:
+        if "step     1/" in text:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "print", press, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        megalite.train(megalite.Config(SMALL, train_iters=10_000, save="long"))
+    status = json.loads(Path("long/status.json").read_text())
+    assert status["outcome"] == "requeue" and 0 < status["checkpoint_step"] < 10_000
+
+
+def test_of_command_lines() -> None:
+    line = "torchrun --nproc_per_node 8 pretrain_gpt.py \\\n --num-layers 2 --use-mcore-models"
+    assert megalite.Config(line) == ("--num-layers", "2", "--use-mcore-models")
+    named = megalite.Config(["--bf16"], lr=None, data_path=["a", "b"], no_load_optim=False, seed=-1)
+    assert named == ("--bf16", "--data-path", "a", "b", "--load-optim", "--seed", "-1")
+
+
+def test_importing_costs_nothing() -> None:
+    text = "import sys, time; t = time.process_time(); import megalite; t = time.process_time() - t; megalite.Config;"
+    text += "print(t, 'torch' in sys.modules, callable(megalite.train), megalite.train.__name__, *dir(megalite))"
+    words = [sys.executable, "-B", "-c", text]  # an interpreter that has imported nothing
+    seconds, *facts = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.split()
+    assert float(seconds) < 0.1 and facts[:3] == ["False", "True", "megalite.train"]
+    assert {"Config", "train", "plan", "load", "convert", "verify", "read_metrics"} <= {*facts}
+
+
+@pytest.mark.everything(guards=("megalite/api.py", "examples/python.ipynb"))
+def test_the_notebook_and_the_page(tmp_path: Path) -> None:
+    cells = json.loads((ROOT / "examples/python.ipynb").read_text("utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in code)
+    said = programs.python("-c", "\n".join("".join(cell["source"]) for cell in code), cwd=tmp_path, ok=True).stdout
+    assert "step    20/20" in said and "torch.Size([6, 1, 257])" in said and "did you mean" in said
+    assert (tmp_path / "models/notebook/config.json").is_file()
+    page = "\n".join(text for language, text in documents.fences(ROOT / "docs/python.md") if language == "python")
+    said = programs.python("-c", page, cwd=tmp_path, ok=True, timeout=250).stdout
+    assert "step    20/20" in said and "torch.Size([6, 1, 257])" in said and "\nTrue " in said
