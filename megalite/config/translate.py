@@ -76,13 +76,10 @@ def _read(path: str) -> Tree:
 def table_of(name: str) -> dict[str, Tree]:
     """Section -> key -> row, and `defaults`, `settings`."""
     table = {"top": {}, "defaults": {}} | table_beside(str(Path(__file__).parent / "translate" / "x"), name)
-    return {
-        section: {key: row for keys, row in rows.items() for key in keys.split()} for section, rows in table.items()
-    }
+    return {at: {key: row for keys, row in rows.items() for key in keys.split()} for at, rows in table.items()}
 
 
 def _keys(tree: Tree, defaults: Tree, name: str = "", section: str = "top", off: bool = False) -> Iterator[Key]:
-    """Of a file, and of its sections' defaults."""
     own = {last: value for last, value in defaults.get(section, {}).items() if last not in tree}
     is_off = off or any(str({**own, **tree}.get(switch)).lower() == "false" for switch in SWITCHES)
     for last, value in {**tree, **own}.items():
@@ -124,10 +121,9 @@ def _of_megatron(key: Key) -> str | None:
 
 
 def _typed(option: str, value: Any) -> Any:
-    """The value as the option's type. Raises ValueError."""
+    """The value as the option's type. Raises ValueError, TypeError."""
     kind = base_type(FIELDS[option])
-    if kind == "bool":
-        value = {"true": True, "false": False}.get(str(value).lower(), value)
+    value = {"true": True, "false": False}.get(value, value) if kind == "bool" else value
     return convert(FIELDS[option], _number(value) if kind in ("int", "float") else value)
 
 

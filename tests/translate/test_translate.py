@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -89,31 +90,16 @@ def test_rows_are_of_options_and_flags_that_there_are() -> None:
             assert option in FIELDS and (not equals or tables._typed(option, value) is not None), row
 
 
-WRONG: list[tuple[dict[str, Any] | str, int | None, str]] = [
-    ({}, 4, "256 is not micro-batch x accumulation x data-parallel size, 8 x 4 x 4 = 128; correct one of them"),
-    (
-        {"train_batch_size": 250},
-        None,
-        "250 is not micro-batch x accumulation x data-parallel size, 8 x 4 x dp; correct",
-    ),
-    ({"train_micro_batch_size_per_gpu": 0}, 8, "are not all above 0"),
-    ({"tensor_parallel": {"autotp_size": 3}}, 8, "8 devices are no multiple of tp x pp x cp = 3"),
-    ({"train_batch_size": None}, None, "depends on the number of devices; give --gpus N"),
-    ({"train_micro_batch_size_per_gpu": None}, 5, "256 is no multiple of 4 x 5 (dp)"),
-    ("{", 8, "is no JSON, TOML or YAML that can be read"),
-    ("use_cpu: !!python/object/apply:os.getcwd []", 8, "could not determine a constructor for the tag"),
-    ("a: [", 8, "is no JSON, TOML or YAML that can be read"),
-    ("colour: red", 8, "has no key of DeepSpeed, Accelerate, torchtitan, nanotron, Megatron-Bridge, NeMo"),
-]
+FAULTS: list[dict[str, Any]] = tomllib.loads((HERE / "wrong.toml").read_text("utf-8"))["faults"]
 
 
-@pytest.mark.parametrize("change,gpus,message", WRONG)
-def test_what_contradicts_itself_is_one_error(change: Any, gpus: int | None, message: str, tmp_path: Path) -> None:
-    keys = json.loads((HERE / "zero2.json").read_text("utf-8"))
-    (tmp_path / "ds").write_text(change if isinstance(change, str) else json.dumps(keys | change))
+@pytest.mark.parametrize("fault", FAULTS, ids=itemgetter("said"))
+def test_what_contradicts_itself_is_one_error(fault: dict[str, Any], tmp_path: Path) -> None:
+    keys = json.loads((HERE / "zero2.json").read_text("utf-8")) | fault.get("keys", {})
+    (tmp_path / "ds").write_text(fault.get("text", json.dumps(keys)))
     with pytest.raises(ConfigError) as error:
-        translate(str(tmp_path / "ds"), gpus, PRESETS)
-    assert len(error.value.problems) == 1 and message in error.value.problems[0]
+        translate(str(tmp_path / "ds"), fault["gpus"] or None, PRESETS)
+    assert len(error.value.problems) == 1 and fault["said"] in error.value.problems[0]
 
 
 def test_what_is_typed_wrong_or_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
