@@ -49,7 +49,7 @@ from tools.checks import second_reading
 from tools.checks.conversion import compare, compare_logits
 from tools.foreign_import import write_import
 from tools.megatron_release import write_megatron
-from tools.program import local_path, parser_of, run_program
+from tools.program import local_path, parser_of, refusing, run_program
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_BOUND = 1e-4
@@ -250,6 +250,7 @@ def agrees(
     return verdict.good and not bits.differing
 
 
+@refusing(3, CheckpointError, ConfigError, DataError, OSError)
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -279,12 +280,8 @@ def main(argv: list[str]) -> int:
         parser.error(problem)
     args.check_bits |= args.check  # which is of logits, too
     torch.set_num_threads(1)  # it copies; nothing is computed
-    try:
-        ways = ("from_hf", from_hf), ("from_megatron", from_megatron), ("to_hf", to_hf), ("to_megatron", to_megatron)
-        return next(0 if convert(args) else 1 for name, convert in ways if getattr(args, name) is not None)
-    except (CheckpointError, ConfigError, DataError, OSError) as error:
-        complain(f"convert_checkpoint.py: {error}")
-        return 3
+    ways = ("from_hf", from_hf), ("from_megatron", from_megatron), ("to_hf", to_hf), ("to_megatron", to_megatron)
+    return next(0 if convert(args) else 1 for name, convert in ways if getattr(args, name) is not None)
 
 
 if __name__ == "__main__":

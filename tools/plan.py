@@ -69,21 +69,17 @@ def flags_of(command: str) -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     name = argv[0] if argv and argv[0] in (*COMMANDS, "--compare") else ""
     command, rest = name.removeprefix("--"), argv[1:] if name else argv
-    try:
-        if command == "compare":
-            from tools.planning import compare
+    if command == "compare":
+        from tools.planning import compare
 
-            return compare.main(rest)
-        parser = flags_of(command)
-        args, words = parser.parse_known_args(rest)
-        if words and command in ("sizes", "published"):
-            parser.error(f"unrecognized arguments: {' '.join(words)}")
-        from tools.planning import commands  # imports torch, which --help does without
+        return compare.main(rest)
+    parser = flags_of(command)
+    args, words = parser.parse_known_args(rest)
+    if words and command in ("sizes", "published"):
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    from tools.planning import commands  # imports torch, which --help does without
 
-        return commands.run(command, args, words)
-    except KeyboardInterrupt:
-        print("plan.py: interrupted", file=sys.stderr)
-        return 130
+    return commands.run(command, args, words)
 
 
 if __name__ == "__main__":

@@ -89,11 +89,9 @@ def timeline(runs: list[Run]) -> Picture:
 
 def of_plan(args: argparse.Namespace) -> None:
     try:
-        make = {"memory": plans.picture, "layout": plans.layout}[args.show]
-        picture = make(json.loads(args.plan.read_text("utf-8")))
+        picture = {"memory": plans.picture, "layout": plans.layout}[args.show](json.loads(args.plan.read_text("utf-8")))
     except OSError as error:
-        why = f"{args.plan}: {error.strerror}; give what tools/plan.py --json wrote"
-        raise SystemExit(printable(f"plot.py: {why}")) from None
+        raise RunError(f"{args.plan}: {error.strerror}; give what tools/plan.py --json wrote") from None
     except (ValueError, RecursionError) as error:
         raise SystemExit(printable(f"plot.py: {args.plan}: {error}")) from None
     put(picture, args)

@@ -21,7 +21,7 @@ from megalite.train.tell.run_dir import write_atomically
 from tools.pictures.canvas import save
 from tools.pictures.page import DAMAGE, Page
 from tools.pictures.run import Run, RunError, read_runs
-from tools.program import local_path, parser_of, run_program
+from tools.program import local_path, parser_of, refusing, run_program
 
 
 def text(run: Run) -> str:
@@ -49,6 +49,7 @@ def write(runs: list[Run], folder: Path) -> Path:
     return path
 
 
+@refusing(1, RunError)
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
@@ -56,10 +57,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--text", action="store_true", help="print where the time went, and write nothing")
     args = parser.parse_args(argv)
     code = 0
-    try:
-        runs = read_runs(args.run_dirs)
-    except RunError as error:
-        raise SystemExit(printable(f"report.py: {error}")) from None
+    runs = read_runs(args.run_dirs)
     for run in runs:
         if len(runs) > 1:
             print(f"\n{run.name}")

@@ -103,8 +103,7 @@ def main(argv: list[str]) -> int:
         if args.out is not None:
             verdict.draw(verdicts[0] if verdicts[-1].agrees else verdicts[-1], args.out, args.dtype)
     except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
-        complain(f"verify.py: {error}")
-        return 2
+        raise ConfigError([str(error)]) from None
     return 0 if verdicts[-1].agrees else 1
 
 

@@ -3,9 +3,10 @@
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from typing import Any
 
-from megalite.config.megatron_flags import INSTEAD, known_flags, nearest
+from megalite.config.megatron_flags import nearest
 from megalite.config.options import SECTIONS, Config, ConfigError, gelu_form, options
 
 
@@ -21,31 +22,14 @@ def read_toml(path: str) -> dict[str, Any]:
     return parse_toml(text, path)
 
 
-_OWNERS = {  # keys that only the files of this program have
-    "DeepSpeed": "zero_optimization train_micro_batch_size_per_gpu",
-    "Accelerate": "compute_environment distributed_type",
-    "Hugging Face, of a model": "model_type architectures",
-    "Hugging Face's Trainer": "per_device_train_batch_size",
-}
-_MOST_NAMED = 6
-
-
-def _other_format(text: str) -> str | None:
-    """The format of a file that is JSON or YAML, and the flags for its keys; None for another file."""
+def _other_format(text: str, path: str) -> str | None:
+    """What to do with a file that is JSON or YAML; None for another file."""
     is_json = text.lstrip()[:1] == "{"
-    keys = set(re.findall(r'"(\w+)"\s*:' if is_json else r"^\s*([A-Za-z_]\w*):(?:\s|$)", text, re.M))
-    if not is_json and not keys:
+    if not is_json and not re.search(r"^\s*[A-Za-z_]\w*:(?:\s|$)", text, re.M):
         return None
-    owner = next((f" ({name})" for name, own in _OWNERS.items() if keys & {*own.split()}), "")
-    ours, theirs = {f.name for _, f in options()}, known_flags()
-    said = {}
-    for key in sorted(keys):
-        known = theirs.get(f"--{key.replace('_', '-')}")
-        if key not in ours and known is not None and known.verdict == INSTEAD and known.reason.startswith("--"):
-            said[key] = re.split("[;(]", known.reason)[0].strip()
-    named = "".join(f"; {key} is {flag}" for key, flag in [*said.items()][:_MOST_NAMED])
-    remedy = f"write it as TOML, a line name = value for each option: docs/flags.md has all options{named}"
-    return f"is {'JSON' if is_json else 'YAML'}{owner}; {remedy}"
+    of = "DeepSpeed, Accelerate, nanotron, NeMo or Megatron-Bridge"
+    remedy = f"if it is of {of}, megalite translate {path} writes it as TOML; docs/flags.md has all options"
+    return f"is {'JSON' if is_json else 'YAML'}; {remedy}"
 
 
 def parse_toml(text: str, path: str) -> dict[str, Any]:
@@ -53,7 +37,7 @@ def parse_toml(text: str, path: str) -> dict[str, Any]:
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4,300 digits
-        why = _other_format(text) or f"is not TOML ({error}); correct that line"
+        why = _other_format(text, path) or f"is not TOML ({error}); correct that line"
         raise ConfigError([f"config={path!r} {why}"]) from None
     known = {f.name: section for section, f in options()}
     values: dict[str, Any] = {}
@@ -91,12 +75,17 @@ def differences(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """A TOML text that starts the same run again, with --config. TOML has JSON's literals, but takes no bare DEL."""
-    lines = []
-    for section, values in differences(config).items():
-        lines.append(f"[{section}]")
-        for name, value in values.items():
-            literal = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-            lines.append(f"{name} = {literal}")
-        lines.append("")
-    return "\n".join(lines)
+    """A TOML text that starts the same run again, with --config."""
+    return toml_of({name: value for values in differences(config).values() for name, value in values.items()})
+
+
+def toml_of(values: Mapping[str, Any]) -> str:
+    """Option -> value as TOML, by sections. TOML has JSON's literals, but takes no bare DEL."""
+    lines, last = [], ""
+    for section, f in options():
+        if f.name in values:
+            lines += ["", f"[{section}]"] if section != last else []
+            literal = json.dumps(values[f.name], ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{f.name} = {literal}")
+            last = section
+    return "\n".join([*lines[1:], ""])

@@ -227,7 +227,8 @@ def _named(factor: float, seen: Seen) -> str:
 
 def _gradient(seen: Seen) -> list[str]:
     wrong, found = [row for row in seen.rows if row.differs], _border(seen)
-    every = len(wrong) == len(seen.rows)
+    every, stages = len(wrong) == len(seen.rows), range(seen.layout.pp)
+    copied = all(len({p.box for p in row.pieces if p.place.pp == pp}) < 2 for row in wrong for pp in stages)
     factors = [_factor(row) for row in wrong]
     if None not in factors and max(factors) - min(factors) < max(CLOSE, seen.row.tolerance) * max(map(abs, factors)):  # type: ignore[type-var, operator]
         one = f"the gradient of {wrong[0].name}" if len(wrong) == 1 else "each of these"
@@ -238,7 +239,7 @@ def _gradient(seen: Seen) -> list[str]:
     elif all(_tp_sums(row) for row in wrong) and seen.layout.tp > 1:
         missing = "the all-reduce over tp of replicated weights is missing"
         found.append(f"tp ranks hold summands whose sum is right: {missing}")
-    elif all(_copied(row, seen.layout) for row in wrong) and not every and seen.layout.tp > 1:
+    elif copied and not every and seen.layout.tp > 1:
         found.append("only what all tp ranks hold alike: norms, biases after a sum, learned positions")
     if {row.name for row in wrong} <= {*seen.reference.vocabulary}:
         tied = "if it is tied, the sum over the first and the last stage; its padding"
@@ -286,11 +287,6 @@ def _dp_alone(row: Row) -> bool:
 def _close(a: Any, b: Any, tolerance: float) -> bool:
     close = max(CLOSE, tolerance) * float(np.linalg.norm(b))
     return a.shape == b.shape and float(np.linalg.norm(a - b)) <= close
-
-
-def _copied(row: Row, layout: Layout) -> bool:
-    """Whether all tp ranks hold the same elements of it."""
-    return all(len({p.box for p in row.pieces if p.place.pp == pp}) < 2 for pp in range(layout.pp))
 
 
 def _norm(seen: Seen) -> list[str]:

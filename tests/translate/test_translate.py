@@ -1,0 +1,114 @@
+"""Configurations of other trainers, as guides give them, become files that this parser takes and that plan a run."""
+
+import json
+import re
+import sys
+import tomllib
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import documents
+import pytest
+from train_cases import config_from, pretrain
+
+from megalite.config import translate as tables
+from megalite.config.field import spellings
+from megalite.config.megatron_flags import known_flags
+from megalite.config.options import ConfigError
+from megalite.config.packages import MissingPackage
+from megalite.config.translate import FIELDS, FORMATS, Key, table_of, translate
+from megalite.launch.ranks import Ranks
+from megalite.models.families import PRESETS
+from tools.translate import main
+
+HERE = Path(__file__).parent
+PAGE = documents.ROOT / "docs/from_other_trainers.md"
+REST = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "seq_length": 32,
+    "micro_batch_size": 2,
+    "lr": 0.01,
+}
+REST |= {"train_iters": 4}  # what a file lacks
+CASES: dict[str, dict[str, Any]] = tomllib.loads((HERE / "cases.toml").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_becomes_one_that_plans_a_run(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    case, ranks = CASES[name], CASES[name]["ranks"]
+    assert main([str(HERE / name), "--gpus", str(ranks)]) == case["code"]
+    text = capsys.readouterr().out
+    read = tomllib.loads(text)
+    values = {"preset": read.pop("preset", None)} | {
+        key: value for part in read.values() for key, value in part.items()
+    }
+    assert case["sets"].items() <= values.items() and case["said"] in text
+    missing = set(re.findall(r"^#   (\w+)(?:=0)? is not set", text, re.MULTILINE))
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in REST.items() if key in missing]
+    (tmp_path / "run.toml").write_text(text)
+    config = config_from(["--config", str(tmp_path / "run.toml"), *words, "--mock-data", "--vocab-size=128"])
+    data = replace(config.data, tokenizer_type=None, tokenizer_model=None, vocab_file=None, merge_file=None)
+    monkeypatch.chdir(tmp_path)
+    plan = replace(config, data=data, train=replace(config.train, dry_run=True))
+    assert pretrain(plan, Ranks(world=ranks, local_world=ranks)) == 0
+    keys = [key.name for key in tables._keys(tables._read(str(HERE / name)), {})]
+    assert all(f"#   {key} = " in text for key in keys), "every key has a verdict"
+
+
+def test_the_examples_of_the_page_are_what_comes_of_them(tmp_path: Path) -> None:
+    fences = [text for language, text in documents.fences(PAGE) if language in ("json", "yaml", "toml")]
+    assert len(fences) == 10
+    for source, target in zip(fences[::2], fences[1::2], strict=True):
+        file = tmp_path / ("a.toml" if "[training]" in source else "a")
+        file.write_text(source)
+        text, _ = translate(str(file), None if "dp" in source else 8, PRESETS)
+        shown = tomllib.loads(target)
+        assert {section: tomllib.loads(text)[section] for section in shown} == shown
+
+
+def test_every_key_of_the_others_has_a_row() -> None:
+    listed = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))
+    keys = [
+        (name, Key(k, at, k, "x", False)) for name, of in listed.items() for at, ks in of.items() for k in ks.split()
+    ]
+    assert len(keys) > 1400 and [key for name, key in keys if tables._row_of(name, key) is None] == []
+    assert tables._row_of("deepspeed", Key("staeg", "zero_optimization", "staeg", 2, False)) is None
+
+
+def test_rows_are_of_options_and_flags_that_there_are() -> None:
+    flags = {flag for f in FIELDS.values() for flag, _ in spellings(f)} | known_flags().keys() | {"--preset"}
+    sections = [of for name in FORMATS for at, of in table_of(name).items() if at not in ("defaults", "settings")]
+    rows = [row for of in sections for row in of.values()]
+    for row in [text for one in rows for text in (one.values() if isinstance(one, dict) else [one])]:
+        assert re.fullmatch(r"[+>] .+|[=!]\S* .+", row), row
+        assert {*re.findall(r"(?<![\w-])--[a-z][\w-]*", row)} <= flags, row
+        for option, equals, value in (word.partition("=") for word in row[2:].split() * (row[0] == "+")):
+            assert option in FIELDS and (not equals or tables._typed(option, value) is not None), row
+
+
+FAULTS: list[dict[str, Any]] = tomllib.loads((HERE / "wrong.toml").read_text("utf-8"))["faults"]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=itemgetter("said"))
+def test_what_contradicts_itself_is_one_error(fault: dict[str, Any], tmp_path: Path) -> None:
+    keys = json.loads((HERE / "zero2.json").read_text("utf-8")) | fault.get("keys", {})
+    (tmp_path / "ds").write_text(fault.get("text", json.dumps(keys)))
+    with pytest.raises(ConfigError) as error:
+        translate(str(tmp_path / "ds"), fault["gpus"] or None, PRESETS)
+    assert len(error.value.problems) == 1 and fault["said"] in error.value.problems[0]
+
+
+def test_what_is_typed_wrong_or_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ds.json"
+    keys = {"train_batch_size": 8, "zero_optimization": {"staeg": 2}, "bf16": {"enabled": True}, "a\n[model]\nlr": 1}
+    file.write_text(json.dumps(keys | {"comet": {"enabled": True, "api_key": "TOP"}, "gradient_clipping": "much"}))
+    text, whole = translate(str(file), 8, PRESETS)
+    assert not whole and "zero_optimization.staeg = 2: no key that is known" in text and "TOP" not in text
+    assert tomllib.loads(text).keys() == {"train", "precision"} and "could not convert string to float" in text
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(MissingPackage, match="needs the package pyyaml"):
+        translate(str(HERE / "fsdp.yaml"), 8, PRESETS)

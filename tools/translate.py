@@ -1,0 +1,32 @@
+#!/usr/bin/env python
+"""A configuration of DeepSpeed, Accelerate, torchtitan, nanotron, Megatron-Bridge or NeMo as a file for --config.
+
+python tools/translate.py ds.json --gpus 8 > run.toml    its comments are a verdict on each key, and the launch line
+
+Exit codes: 0 all keys act or are always so here; 3 some have no equivalent; 2 it cannot be read, or contradicts itself.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.config.options import ConfigError
+from megalite.config.translate import translate
+from megalite.models.families import PRESETS
+from tools.program import parser_of, positive, refusing, run_program
+
+
+@refusing(2, ConfigError)
+def main(argv: list[str]) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("file", help="JSON, YAML or TOML")
+    parser.add_argument("--gpus", type=positive, metavar="N", help="devices of all machines; default: the file's")
+    args = parser.parse_args(argv)
+    text, whole = translate(args.file, args.gpus, PRESETS)
+    print(text, end="")
+    return 0 if whole else 3
+
+
+if __name__ == "__main__":
+    run_program(main)
