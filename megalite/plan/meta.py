@@ -103,7 +103,7 @@ class Meta(TorchDispatchMode):
             shape = list(parts[0].shape)
             shape.insert((args[1] if len(args) > 1 else 0) % (len(shape) + 1), len(parts))
             return torch.empty(shape, dtype=parts[0].dtype, device=META)
-        if (at := OVER_DIMS.get(op)) is not None:
+        if (at := OVER_DIMS.get(op)) is not None and args[0].is_meta:
             dims = {dim % args[0].dim() for dim in args[at]} if len(args) > at else range(args[0].dim())
             ones = [n if dim not in dims else 1 for dim, n in enumerate(args[0].shape)]
             shape = ones if args[at + 1 :] == (True,) else [n for dim, n in enumerate(ones) if dim not in dims]
