@@ -6,11 +6,11 @@ import json
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -133,9 +133,8 @@ def _told(command: str, config: RunConfig, **flags: Any) -> dict[str, Any]:  # J
 
 def _command(command: str, words: Sequence[str], quiet: bool = True) -> str:
     """The last lines that `megalite COMMAND WORDS` prints. Raises what its exit code says."""
-    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace")
     start, lines = [sys.executable, "-c", _START.format(path=sys.path), command, *words], deque[str](maxlen=1000)
-    with subprocess.Popen(start, **pipes) as child:
+    with Popen(start, stdout=PIPE, stderr=STDOUT, encoding="utf-8", errors="replace") as child:
         try:
             for line in child.stdout or ():
                 lines.append(line)
