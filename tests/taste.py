@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FUNCTION_LINES, FILE_LINES, PARAMETERS = 60, 400, 8
 # fields of the option sections: 246 of today, and some fifty that sharding, context parallelism and experts will bring
 OPTIONS = 310
-# Lines of Python. The aims for tools and tests are 14,000 and 40,000: these two limits are what stood here on 2026-11-24
+# Lines of Python. The aims for tools and tests are 14,000 and 40,000: the limit of tools is what stood here on 2026-11-24
 # and a small reserve. They go down with every merge that has fewer, and never up.
-LINES = {"megalite": 30_000, "tools": 13_970, "tests": 40_200}
+LINES = {"megalite": 30_000, "tools": 13_970, "tests": 40_000}
 PATH_LINES = 11_000  # of the files that a training step runs through
 READERS = {
     "megalite/config/environment.py",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hugging_face_cases import SHAPE, collection, copied
+from hugging_face_cases import CASES, SHAPE, collection, copied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -82,21 +82,13 @@ def test_the_second_reading_sees_experts_that_are_exchanged(models, tmp_path: Pa
 
 
 CONFIG = {**SHAPE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "model_type": "qwen3_moe"}
-REFUSED = {
-    "clip_qkv: queries, keys and values are clipped": {"model_type": "olmoe", "clip_qkv": 8.0},
-    "norm_topk_prob=True is not False": {"model_type": "olmoe", "norm_topk_prob": True},
-    "decoder_sparse_step=0, mlp_only_layers=[]": {"decoder_sparse_step": 0},
-    "mlp_only_layers=['a']": {"mlp_only_layers": ["a"]},
-    "use_sliding_window=True is not False": {"use_sliding_window": True},
-    "qkv_bias=False is not True": {"model_type": "qwen2_moe", "qkv_bias": False},
-    "router_jitter_noise=0.1 is not 0.0": {"model_type": "mixtral", "router_jitter_noise": 0.1},
-}
+EXPERTS = CASES["experts"]
 
 
-@pytest.mark.parametrize("reason", REFUSED)
+@pytest.mark.parametrize("reason", EXPERTS["refused"])
 def test_what_cannot_be_expressed_is_refused_by_name(reason: str) -> None:
     with pytest.raises(CheckpointError) as error:
-        read_config({**CONFIG, **REFUSED[reason]}, None, "config.json")
+        read_config({**CONFIG, **EXPERTS["refused"][reason]}, None, "config.json")
     assert reason in str(error.value)
 
 
@@ -115,13 +107,7 @@ def test_layers_with_experts_are_those_of_transformers(step: int, dense: list[in
 def test_keys_that_are_left_away_have_the_values_of_transformers() -> None:
     import transformers
 
-    classes = {
-        "mixtral": "Mixtral",
-        "qwen2_moe": "Qwen2Moe",
-        "qwen3_moe": "Qwen3Moe",
-        "olmoe": "Olmoe",
-        "gpt_oss": "GptOss",
-    }
+    classes = dict(mixtral="Mixtral", qwen2_moe="Qwen2Moe", qwen3_moe="Qwen3Moe", olmoe="Olmoe", gpt_oss="GptOss")
     for name, cls in classes.items():
         theirs = getattr(transformers, f"{cls}Config")(**SHAPE)
         want = build(read_config(theirs.to_dict(), None, "")[1]).model
@@ -130,34 +116,11 @@ def test_keys_that_are_left_away_have_the_values_of_transformers() -> None:
         assert got == want and got.num_experts == theirs.num_experts
 
 
-MOE: dict[str, Any] = {
-    **{"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4, "add_bias_linear": False},
-    **{"normalization": "RMSNorm", "activation": "swiglu", "position_embedding_type": "rope", "hidden_dropout": 0.0},
-    **{"num_experts": 4, "moe_ffn_hidden_size": 12},
-}
-OVER_HEADS = {"qk_layernorm": True, "qk_layernorm_over_heads": True, "moe_router_pre_softmax": True}
-NO_EXPORT: list[tuple[dict[str, Any], str, str]] = [
-    ({}, "llama", "num_experts=4 is not None"),
-    ({"num_experts": 0}, "mixtral", "num_experts=0, but mixtral has some"),
-    ({}, "qwen2_moe", "shared_expert_intermediate_size=None, but qwen2_moe has some"),
-    ({"moe_layer_freq": "2"}, "mixtral", "moe_layer_freq=2 is not 1"),
-    ({"moe_router_pre_softmax": True}, "mixtral", "moe_router_pre_softmax=True is not False"),
-    ({"moe_router_score_function": "sigmoid"}, "mixtral", "moe_router_score_function=sigmoid is not softmax"),
-    ({"moe_router_topk_scaling_factor": 2.5}, "mixtral", "moe_router_topk_scaling_factor=2.5 is not 1.0"),
-    ({"moe_router_enable_expert_bias": True}, "mixtral", "moe_router_enable_expert_bias=True is not False"),
-    ({"moe_shared_expert_intermediate_size": 8}, "mixtral", "moe_shared_expert_intermediate_size=8 is not None"),
-    (OVER_HEADS, "qwen3_moe", "qk_layernorm_over_heads=True is not False"),
-    (OVER_HEADS | {"moe_layer_freq": "2"}, "olmoe", "moe_layer_freq=2 is not 1"),
-    (OVER_HEADS | {"kv_channels": 6}, "olmoe", "kv_channels=6 is not 4"),
-    ({"moe_shared_expert_intermediate_size": 8, "add_qkv_bias": True}, "qwen2_moe", "shared_expert_gate=False is not True"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options,family,line", NO_EXPORT)
+@pytest.mark.parametrize("options,family,line", EXPERTS["export"])
 def test_what_a_family_has_not_is_refused_at_export(options: dict, family: str, line: str) -> None:
-    assert choose_family(build(MOE).model, None, None) == "mixtral"
+    assert choose_family(build(EXPERTS["ours"]).model, None, None) == "mixtral"
     with pytest.raises(CheckpointError, match=f"(?s)family={family} cannot express.*{line}"):
-        choose_family(build(MOE | options).model, family, None)
+        choose_family(build(EXPERTS["ours"] | options).model, family, None)
 
 
 # ---- Megatron-LM
