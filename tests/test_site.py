@@ -3,6 +3,7 @@ tell what the code says: messages, variables."""
 
 import ast
 import functools
+import json
 import os
 import re
 import subprocess
@@ -11,7 +12,6 @@ import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import documents
 import pytest
@@ -26,9 +26,8 @@ HEAVY = ("torch", "numpy", "safetensors", "tokenizers")  # what docstrings are r
 
 def copied(folder: Path) -> Path:
     """What a build reads, in a folder where it can be broken, and packages that cannot be imported."""
-    documents.copy_parts(
-        (*PARTS, "tests/chaos/README.md", "tests/card/simulator/README.md", "tests/test_layouts.py"), folder
-    )
+    tests = ("tests/chaos/README.md", "tests/card/simulator/README.md", "tests/test_layouts.py")
+    documents.copy_parts((*PARTS, *tests, "examples/python.ipynb"), folder)
     for name in HEAVY:
         (folder / "heavy" / name).mkdir(parents=True)
         (folder / "heavy" / name / "__init__.py").write_text("raise SystemExit('imported')\n")
@@ -109,14 +108,10 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
             yield re.sub(r"\{[^{}]*\}|%s", "…", node.value)
 
 
-def of_table(table: Any) -> Iterator[str]:
+def of_table(file: Path) -> list[str]:
     """Every key and text of a TOML file."""
-    if isinstance(table, str):
-        yield table
-    elif isinstance(table, dict):
-        yield from table
-    for each in table.values() if isinstance(table, dict) else table if isinstance(table, list) else ():
-        yield from of_table(each)
+    table = json.dumps(tomllib.loads(file.read_text("utf-8")))
+    return [json.loads(text) for text in re.findall(r'"(?:[^"\\]|\\.)*"', table)]
 
 
 @functools.cache
@@ -124,7 +119,7 @@ def said_in_code() -> list[str]:
     files = [ROOT / "pretrain_gpt.py", *(ROOT / "megalite").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     texts = [text for file in files for text in texts_of(ast.parse(file.read_text("utf-8")))]
     for file in (ROOT / "megalite").rglob("*.toml"):
-        texts += [re.sub(r"\{[^{}]*\}", "…", text) for text in of_table(tomllib.loads(file.read_text("utf-8")))]
+        texts += [re.sub(r"\{[^{}]*\}", "…", text) for text in of_table(file)]
     return texts + [re.sub(r"\{[^{}]*\}", "…", text) for part in PARTS_OF_RULES for _, text in rules_of(part)]
 
 
@@ -164,7 +159,7 @@ def read_of_the_environment() -> set[str]:
                 found |= {n for n in names if isinstance(n, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+_?", n)}
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("variable") and node.args:
                 found |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant)}
-    launchers = of_table(tomllib.loads((ROOT / "megalite/launch/ranks.toml").read_text("utf-8")))
+    launchers = of_table(ROOT / "megalite/launch/ranks.toml")
     found |= {name for name in launchers if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", name)}
     for file in (*(ROOT / "tools").glob("*.sh"), ROOT / "tests/run.sh"):
         found |= {*re.findall(r"\bMEGALITE_[A-Z_]+", file.read_text("utf-8"))}
