@@ -117,8 +117,13 @@ def _checked(
     for name, other in ((rank, world), (world, rank)):
         if name not in env:
             raise LaunchError(f"{name} is not set although {other} is: start with {STARTERS}")
-    place = _number(env, rank), _number(env, world), _number(env, local_rank, env[rank])
-    ranks = Ranks(*place, _number(env, local_world, "1"), init_method)
+    ranks = Ranks(
+        rank=_number(env, rank),
+        world=_number(env, world),
+        local_rank=_number(env, local_rank, env[rank]),
+        local_world=_number(env, local_world, "1"),
+        init_method=init_method,
+    )
     if ranks.world < 1 or ranks.rank >= ranks.world:
         raise LaunchError(f"{rank}={ranks.rank} is not below {world}={ranks.world}: start with {STARTERS}")
     if init_method is None and ranks.world > 1:

@@ -171,10 +171,8 @@ class Router(nn.Module):
         self.tp, self.cp, self.dp = make.mesh.tp, make.mesh.cp, make.mesh.dp
         E, device = routing.experts, torch.device("meta") if make.meta else make.mesh.device
         self.weight = make(ParamSpec(name, (E, hidden_size), partial=("tp",), init=Normal(std)))
-        self.logit_bias = None
-        if biased:
-            spec = ParamSpec(f"{name}.logit_bias", (E,), partial=("tp",), init=Constant(0.0), decay=False)
-            self.logit_bias = make(spec)
+        bias = ParamSpec(f"{name}.logit_bias", (E,), partial=("tp",), init=Constant(0.0), decay=False)
+        self.logit_bias = make(bias) if biased else None
         self.bias = torch.zeros(E, dtype=torch.float32, device=device) if routing.bias else None
         self.counts = torch.zeros(E, dtype=torch.int64, device=device)
         self.of_dp = torch.zeros_like(self.counts)
@@ -233,10 +231,8 @@ class Router(nn.Module):
                 self.of_dp += start_all_gather(counts_BE.sum(0)[None], self.dp).wait().sum(0)
             scores_NE = logits_NE.sigmoid() if sigmoid else logits_NE.softmax(-1)
             total_N1 = scores_NE.sum(-1, keepdim=True) + TINY
-            P_NE, dP_BE = (
-                scores_NE / total_N1 if sigmoid else scores_NE,
-                torch.zeros_like(counts_BE, dtype=scores_NE.dtype),
-            )
+            P_NE = scores_NE / total_N1 if sigmoid else scores_NE
+            dP_BE = torch.zeros_like(counts_BE, dtype=P_NE.dtype)
             P_BE = P_NE.view(-1, *counts_BE.shape).sum(0)
             for kind in chosen:
                 counted = {"aux_loss": counts_BE.sum(0), "seq_aux_loss": counts_BE, "global_aux_loss": self.of_dp}[kind]

@@ -55,11 +55,11 @@ def rates(made: Arrangement) -> Rates:
     warm_up = samples(o.lr_warmup_iters, o.lr_warmup_samples)
     if o.lr_warmup_fraction is not None:
         warm_up = o.lr_warmup_fraction * decay
-    wsd = samples(o.lr_wsd_decay_iters, o.lr_wsd_decay_samples)
-    by_style = o.lr_decay_style, warm_up, decay, o.lr_warmup_init, wsd, o.lr_wsd_decay_style
-    lr = LrSchedule(o.lr or 0.0, o.min_lr, *by_style)  # not given: an evaluation alone
+    shape: dict[str, Any] = dict(style=o.lr_decay_style, warm_up=warm_up, decay=decay, warm_up_init=o.lr_warmup_init)
+    shape |= dict(wsd=samples(o.lr_wsd_decay_iters, o.lr_wsd_decay_samples), wsd_style=o.lr_wsd_decay_style)
+    lr = LrSchedule(o.lr or 0.0, o.min_lr, **shape)  # not given: an evaluation alone
     least = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
-    apart = None if o.decoupled_lr is None else LrSchedule(o.decoupled_lr, least, *by_style)
+    apart = None if o.decoupled_lr is None else LrSchedule(o.decoupled_lr, least, **shape)
     if o.lr_base_batch_size is not None:
         factor = made.batch_sizes.final / o.lr_base_batch_size
         lr, apart = lr.times(factor), apart and apart.times(factor)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FORWARD = TileSizes(1, 2048, 4)
 BACKWARD = TileSizes(1, 1024, 4)  # three inputs and three results are held at once
 LIMIT, ALPHA = 7.0, 1.702  # clamped
+PLAIN, CLAMPED = (0.0, 1.0), (LIMIT, ALPHA)  # as kernels take them; 0: there is no limit
 
 
 def swiglu_forward_reference(u: Tensor, clamped: bool = False) -> Tensor:
@@ -57,23 +58,25 @@ def swiglu_backward_reference(u: Tensor, da: Tensor, clamped: bool = False) -> t
 
 
 @kernel
-def _forward(U, A, rows, columns, stride, CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _forward(
+    U, A, rows, columns, stride, LIMIT: tl.constexpr, ALPHA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (at < columns)
     g = tl.load(U + row * stride + at, mask=inside, other=0.0).to(wide)
     u = tl.load(U + row * stride + columns + at, mask=inside, other=0.0).to(wide)
-    alpha = 1.0
-    if CLAMPED:
-        g, u, alpha = tl.minimum(g, 7.0), tl.minimum(tl.maximum(u, -7.0), 7.0) + 1.0, 1.702
-    tl.store(A + row * columns + at, (g * tl.sigmoid(alpha * g) * u).to(A.dtype.element_ty), mask=inside)
+    if LIMIT > 0:
+        g, u = tl.minimum(g, LIMIT), tl.minimum(tl.maximum(u, -LIMIT), LIMIT) + 1.0
+    tl.store(A + row * columns + at, (g * tl.sigmoid(ALPHA * g) * u).to(A.dtype.element_ty), mask=inside)
 
 
 @kernel
 def _backward(
-    U, DA, A, DU, rows, columns, stride_u, stride_da, CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    U, DA, A, DU, rows, columns, stride_u, stride_da,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -81,15 +84,15 @@ def _backward(
     g = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(wide)
     u = tl.load(U + row * stride_u + columns + at, mask=inside, other=0.0).to(wide)
     da = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(wide)
-    alpha, da_gate = 1.0, da
-    if CLAMPED:
-        da_gate, da = tl.where(g <= 7.0, da, 0.0), tl.where(tl.abs(u) <= 7.0, da, 0.0)
-        g, u, alpha = tl.minimum(g, 7.0), tl.minimum(tl.maximum(u, -7.0), 7.0) + 1.0, 1.702
-    s = tl.sigmoid(alpha * g)
+    da_gate = da
+    if LIMIT > 0:
+        da_gate, da = tl.where(g <= LIMIT, da, 0.0), tl.where(tl.abs(u) <= LIMIT, da, 0.0)
+        g, u = tl.minimum(g, LIMIT), tl.minimum(tl.maximum(u, -LIMIT), LIMIT) + 1.0
+    s = tl.sigmoid(ALPHA * g)
     silu = g * s
     tl.store(A + row * columns + at, (silu * u).to(A.dtype.element_ty), mask=inside)
     du = DU + row * 2 * columns + at
-    tl.store(du, (da_gate * u * (s + alpha * silu * (1.0 - s))).to(DU.dtype.element_ty), mask=inside)
+    tl.store(du, (da_gate * u * (s + ALPHA * silu * (1.0 - s))).to(DU.dtype.element_ty), mask=inside)
     tl.store(du + columns, (da * silu).to(DU.dtype.element_ty), mask=inside)
 
 
@@ -102,7 +105,8 @@ def forward(u: Tensor, block: TileSizes = FORWARD, *, clamped: bool = False) -> 
     block = fit(block, columns)
     a = torch.empty((*u.shape[:-1], columns), dtype=u.dtype, device=u.device)
     grid = (ceil_div(rows, block.rows), ceil_div(columns, block.columns))
-    _forward[grid](u_N2F, a, rows, columns, u_N2F.stride(0), clamped, block.rows, block.columns, num_warps=block.warps)
+    facts = (rows, columns, u_N2F.stride(0), *(CLAMPED if clamped else PLAIN), block.rows, block.columns)
+    _forward[grid](u_N2F, a, *facts, num_warps=block.warps)
     return a
 
 
@@ -116,7 +120,8 @@ def backward(u: Tensor, da: Tensor, block: TileSizes = BACKWARD, *, clamped: boo
     a = torch.empty(da.shape, dtype=u.dtype, device=u.device)
     du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     grid = (ceil_div(rows, block.rows), ceil_div(columns, block.columns))
-    facts = (rows, columns, u_N2F.stride(0), da_NF.stride(0), clamped, block.rows, block.columns)
+    strides = (u_N2F.stride(0), da_NF.stride(0))
+    facts = (rows, columns, *strides, *(CLAMPED if clamped else PLAIN), block.rows, block.columns)
     _backward[grid](u_N2F, da_NF, a, du, *facts, num_warps=block.warps)
     return a, du
 
