@@ -146,7 +146,7 @@ UNSEEN = {
 OF_THE_HOST = {
     "checkpoint/run/background_save.py wait_for_lists: give_up.wait(storage.look_every_s)",
     "checkpoint/run/saver.py Saver.save: self.wait()",
-    "checkpoint/run/retention.py Uploader._run: self._wake.wait()",
+    "checkpoint/run/upload.py Uploader._run: self._wake.wait()",
     "checkpoint/storage/object_store.py RemoteStorage.reading.renew: over.wait(RENEW_S)",
     "launch/meeting.py within: futures.wait([outcome], seconds)",
     "launch/local_ranks.py _watch: connection.wait([p.sentinel for p in alive], wait)",

@@ -14,9 +14,9 @@ from loads import ALONE, BACKGROUND, filled, save_steps
 from token_files import full
 from train_cases import config_from, pretrain, run_from
 
-from megalite.checkpoint.run import loader, retention
-from megalite.checkpoint.run.retention import Uploader
+from megalite.checkpoint.run import branch, loader
 from megalite.checkpoint.run.saver import Saver
+from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.launch.ranks import Ranks
@@ -99,7 +99,7 @@ def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monk
                 one.save(2, pieces(20.0), {})
         assert storage.steps_in(tmp_path) == [1, 2, 3] and value_of(tmp_path) == 3.0
     with monkeypatch.context() as patch:
-        patch.setattr(retention.os, "replace", full)
+        patch.setattr(branch.os, "replace", full)
         with pytest.raises(CheckpointError, match="No space left"):
             one.save(2, pieces(20.0), {})
     assert not list(tmp_path.glob(".iter_*"))
@@ -116,7 +116,7 @@ def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(tmp_path
     folder = tmp_path / "fast" if local else kept
     one = Saver(folder, ALONE, 0, keep_last=2, upload_to=kept if local else None)
     one.begins_at(2)
-    real, calls = retention.settle, list[int]()
+    real, calls = branch.settle, list[int]()
 
     def settle(*directories: Path) -> Any:
         calls.append(1)
@@ -124,7 +124,7 @@ def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(tmp_path
             raise OSError(116, "Stale file handle")
         return real(*directories)
 
-    monkeypatch.setattr(retention, "settle", settle)
+    monkeypatch.setattr(branch, "settle", settle)
     for step in (4, 5, 6):
         one.save(step, pieces(step * 10.0), {})
     assert {4, 5, 6} <= set(storage.steps_in(folder)) and 9 not in storage.steps_in(kept)
@@ -221,7 +221,7 @@ def test_saved_locally_first_both_places_are_left_together(tmp_path: Path, monke
     one.begins_at(1)
     if killed:
         with monkeypatch.context() as patch:
-            patch.setattr(retention, "settle", dead)
+            patch.setattr(branch, "settle", dead)
             with pytest.raises(KeyboardInterrupt):
                 one.save(2, pieces(20.0), {})
         one._lock.close()
@@ -275,17 +275,17 @@ def test_what_settles_may_be_killed_too(tmp_path: Path, monkeypatch: pytest.Monk
         places = {tmp_path / str(last) / name: ["iter_0000002", "iter_0000003"] for name in ("fast", "kept")}
         for folder in [place / name for place, names in places.items() for name in names]:
             folder.mkdir(parents=True)
-        retention.hide(places, 1, 2)
+        branch.hide(places, 1, 2)
         if committed:
             (next(iter(places)) / "iter_0000002").mkdir()
         with monkeypatch.context() as patch:
             die_at_rename(patch, last)
             try:
-                retention.settle(*places)
+                branch.settle(*places)
                 ended = True
             except KeyboardInterrupt:
                 pass
-        retention.settle(*places)
+        branch.settle(*places)
         left = [sum(name.startswith("abandoned") for name in names(place)) for place in places]
         assert left == ([2, 2] if committed else [0, 0]), last
         assert all(not list(place.glob(".iter_*")) for place in places)

@@ -21,7 +21,9 @@ from typing import Any
 from megalite.checkpoint.format import manifest, tensor_file
 from megalite.checkpoint.run.agreement import agree, check_shared, together
 from megalite.checkpoint.run.background_save import BackgroundSave, HostCopy
-from megalite.checkpoint.run.retention import Branch, Retention, Uploader, settle
+from megalite.checkpoint.run.branch import Branch, settle
+from megalite.checkpoint.run.retention import Retention
+from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, reason_of
 from megalite.checkpoint.storage.protocol import RunLock, Storage, folder_of, storage_of
 from megalite.config.faults import fault
