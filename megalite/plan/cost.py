@@ -44,10 +44,13 @@ def shape_of(made: Arrangement, kind: Kind | None = None) -> str:
     return f"{kind or made.layers.kinds[0]} {made.padded_vocab} {batch} {made.dtype} {recompute}"
 
 
+ALL, OF_TP, OF_CP = range(3)  # rows of seconds: all of the time, and what of it waits for tp (and experts) and for cp
+F, B, W = range(3)  # their columns
+
+
 @dataclass(frozen=True)
 class Costs:
-    """The costs of the stages of `made`, on a rank of the first tp group, as seconds [3, 3] of F, B and W: all of their
-    time, and the parts of it that are waiting for tp, with the exchanges of experts, and for cp."""
+    """The costs of the stages of `made`, on a rank of the first tp group, as seconds [3, 3]: rows by columns above."""
 
     made: Arrangement
     cluster: Cluster
@@ -152,10 +155,10 @@ class Costs:
         time = self._priced(bill)
         if not (host := self.profile.dispatch_s) or self.made.config.train.cuda_graph_impl != "none":
             return time
-        f, b, w = time[0]
+        f, b, w = time[ALL]
         late = max(0.0, host * bill.launches("BW") - (b + w))
         b, w = b + late * b / (b + w), w + late * w / (b + w)
-        return np.array([(max(f, host * bill.launches("F")), b, w), *time[1:]])
+        return np.array([(max(f, host * bill.launches("F")), b, w), time[OF_TP], time[OF_CP]])
 
     @cached_property
     def layers(self) -> Sums:
@@ -192,7 +195,7 @@ class Costs:
         gradients = held.owned * gradient
         moved = gradients + 2 * held.optimizer + held.owned * weight
         if (measured := self._calibrated("update")) is not None:  # seconds per byte: update, norm
-            return gradients * float(measured[0, 1]), moved * float(measured[0, 0]) + self.whole_matrices_s
+            return gradients * float(measured[ALL, B]), moved * float(measured[ALL, F]) + self.whole_matrices_s
         return self.memory_s(gradients), self.memory_s(moved) + self.whole_matrices_s
 
     @cached_property

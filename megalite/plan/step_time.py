@@ -25,7 +25,7 @@ from megalite.pipeline.schedule import Cost, Op
 from megalite.pipeline.simulate import Simulation
 from megalite.plan.arrangement import LONG, Arrangement
 from megalite.plan.cluster import Cluster
-from megalite.plan.cost import Costs
+from megalite.plan.cost import ALL, Costs, F
 from megalite.plan.kinds import model_flops
 from megalite.plan.links import Group, Links
 from megalite.plan.profile import Profile, default_profile
@@ -190,7 +190,7 @@ class _Step:
             for stage, n in zip(made.placement.stages(rank), self._chunk_bytes(rank, made.dtype.itemsize), strict=True):
                 buckets = self._buckets(n, made.dtype.itemsize)
                 one = self._collective(n, made.dtype.itemsize, gather=True, buckets=buckets) / buckets
-                forward = self.stages[stage][0][0] / buckets
+                forward = self.stages[stage][ALL][F] / buckets
                 begin[stage] = max(now + (k + 1) * one - k * forward for k in (0, buckets - 1))
                 now += buckets * one
         return begin

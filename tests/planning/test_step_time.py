@@ -10,7 +10,7 @@ from megalite.pipeline.schedule import plan
 from megalite.pipeline.simulate import simulate
 from megalite.plan.arrangement import Arrangement, arrange
 from megalite.plan.cluster import Cluster, Link, cluster
-from megalite.plan.cost import Costs, shape_of
+from megalite.plan.cost import ALL, Costs, F, shape_of
 from megalite.plan.kinds import kinds_of, model_flops
 from megalite.plan.profile import Profile, default_profile
 from megalite.plan.step_time import StepTime, step_time
@@ -249,7 +249,7 @@ ROPE = "--position-embedding-type rope"
 )
 def test_a_layer_of_another_kind_is_priced_and_not_what_was_calibrated(more: str) -> None:
     one, other = (made(f"{ROPE} {also} --global-batch-size 8", 1) for also in ("", more))
-    of_same, of_other = (Costs(of, fast(1), known(one)).layers.each[:, 0, 0] for of in (one, other))
+    of_same, of_other = (Costs(of, fast(1), known(one)).layers.each[:, ALL, F] for of in (one, other))
     alike = [n % 4 != 3 for n in range(8)] if "freq" in more else [False] * 8  # every fourth layer has no positions
     assert (of_same == 1.0).all() and [s == 1.0 for s in of_other] == alike and of_other[3] < 0.1
 

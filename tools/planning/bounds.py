@@ -21,7 +21,7 @@ from megalite.parallel.spec import HOMES, OWNERS
 from megalite.pipeline.schedule import ONE, SCHEDULES, Op, Placement, group_sizes, held_more
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Recorder
-from megalite.plan.cost import Costs
+from megalite.plan.cost import ALL, Costs
 from megalite.plan.holding import ModuleBytes
 from megalite.plan.kinds import Kind
 from megalite.plan.stage_costs import StageCosts
@@ -44,8 +44,8 @@ def least_time(made: Arrangement, costs: Costs) -> float:
     """Seconds of a step."""
     counts, pp, m = possible(made), made.pp, made.microbatches
     stops = counts.cumsum(1)
-    f, b, w = np.moveaxis(costs.layers.of(stops - counts, stops)[..., 0, :], -1, 0)  # each [splits, stages], of one
-    for stage, end in ((0, costs.embedding[0]), (-1, costs.head[0])):
+    f, b, w = np.moveaxis(costs.layers.of(stops - counts, stops)[..., ALL, :], -1, 0)  # each [splits, stages], of one
+    for stage, end in ((0, costs.embedding[ALL]), (-1, costs.head[ALL])):
         for part, seconds in zip((f, b, w), end, strict=True):
             part[:, stage] += seconds
     back = b if made.splits_backward else b + w
