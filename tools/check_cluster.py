@@ -57,7 +57,7 @@ def check(ranks: Ranks, args: argparse.Namespace) -> int:
 
     from megalite.parallel.mesh import build_mesh, world_axis
     from megalite.parallel.self_test import check_collectives
-    from megalite.train.watch.pulse import compare, facts_of_machine
+    from megalite.train.watch.fingerprint import compare, facts_of_machine
 
     device = args.device
     if device == "auto":

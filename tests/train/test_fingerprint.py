@@ -16,8 +16,8 @@ from whole_runs import ROOT, status_of
 
 from megalite.launch.ranks import LaunchError
 from megalite.parallel.mesh import world_axis
-from megalite.train.watch import pulse
-from megalite.train.watch.pulse import ALIKE, EQUAL, compare, describe, facts_of_machine
+from megalite.train.watch import fingerprint
+from megalite.train.watch.fingerprint import ALIKE, EQUAL, compare, describe, facts_of_machine
 
 CPU = torch.device("cpu")
 
@@ -57,13 +57,13 @@ def test_only_the_lines_that_differ_are_told() -> None:
 
 def test_an_edited_source_file_is_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rope.py").write_text("theta = 10_000")
-    monkeypatch.setattr(pulse.megalite, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(fingerprint.megalite, "__file__", str(tmp_path / "__init__.py"))
     seen = set()
     for text in ("theta = 10_000", "theta = 10_001"):
         (tmp_path / "rope.py").write_text(text)
-        seen.add(pulse.sources_hash())
+        seen.add(fingerprint.sources_hash())
     (tmp_path / "rope.py").rename(tmp_path / "pore.py")
-    seen.add(pulse.sources_hash())
+    seen.add(fingerprint.sources_hash())
     assert len(seen) == 3
 
 

@@ -17,7 +17,8 @@ from megalite.config.options import OperationsConfig
 from megalite.parallel.mesh import Mesh
 from megalite.train.tell.run_dir import Events, Exit
 from megalite.train.tell.timers import Phases
-from megalite.train.watch.pulse import HEALTH, LINES, OWN, Card, Pulse, read, slow_ranks, straggler_line
+from megalite.train.watch.fingerprint import Card, read
+from megalite.train.watch.pulse import HEALTH, LINES, OWN, Pulse, slow_ranks, straggler_line
 
 
 def row(pp: int = 0, **known: float) -> dict[str, float]:

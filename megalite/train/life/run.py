@@ -42,8 +42,8 @@ from megalite.train.tell.rank_log import complain_aside, complain_of, fails_firs
 from megalite.train.tell.report import Account
 from megalite.train.tell.run_dir import Exit, leave_status, newest_saved, run_folder
 from megalite.train.tell.timers import Phases, Timers
+from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Heartbeat, Watchdog, lost_another
-from megalite.train.watch.pulse import compare_ranks
 
 AT_ONCE = (Exit.INTERRUPTED, Exit.HANG)  # outcomes after which a process exits without waiting for others
 AT_ONCE_IN_GROUP = (*AT_ONCE, Exit.CRASH, Exit.PREFLIGHT)

@@ -15,7 +15,7 @@ from megalite.plan.cluster import Peak
 from megalite.plan.memory import SHARED_PARTS, by_stage, on_host
 from megalite.train.sources import Sources
 from megalite.train.tell import figures as lines
-from megalite.train.watch.pulse import facts_of_machine
+from megalite.train.watch.fingerprint import facts_of_machine
 
 MOST_ROWS = 16  # of the table of memory
 STATE = ("weights", "gradients", "optimizer")
