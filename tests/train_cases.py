@@ -141,9 +141,9 @@ def logged(folder: Path, what: str = "train/loss") -> list[Any]:
 
 
 def waits(pid: int, number: int) -> bool:
-    """Whether a process has blocked a signal."""
-    [mask] = re.findall(r"SigBlk:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
-    return bool(int(mask, 16) >> (number - 1) & 1)
+    """Whether a process holds a signal or has a handler for it: it holds for a moment that a loaded machine may miss."""
+    masks = re.findall(r"Sig(?:Blk|Cgt):\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def signalled(
