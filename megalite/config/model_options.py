@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megalite.config.activations import ACTIVATIONS
@@ -124,6 +125,11 @@ class ModelConfig:
         if not self.group_query_attention:
             return self.num_attention_heads
         return self.num_query_groups or self.num_attention_heads  # None in a configuration that is not `completed`
+
+    @property
+    def out_std(self) -> float:
+        """The standard deviation of the initial weights of projections that are added to the hidden states."""
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers)
 
     @property
     def ffn_size(self) -> int:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config import environment
-from megalite.kernels.blocked_attention import Drop, blocked_attention, in_range
+from megalite.kernels.blocked_attention import Scoring, blocked_attention, in_range
 from megalite.kernels.blocked_attention import supports as blocked_supports
 from megalite.kernels.dispatch import chosen, device_type, runs_triton, use_triton
 from megalite.kernels.dropout import keep_mask
@@ -50,25 +50,22 @@ def attention_reference(
     k_TBGK: Tensor,
     v_TBGK: Tensor,
     *,
-    scale: float,
-    drop: Drop | None = None,
     documents: Documents | None = None,
-    window: int | None = None,
     sink_H: Tensor | None = None,
-    q_first: int = 0,
-    k_first: int = 0,
+    **given: Any,
 ) -> Tensor:
     """The definition, with the scores in memory; arguments as of `attention`."""
+    how = Scoring(**given)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_TBGK, v_TBGK))
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    rows = torch.arange(q_first, q_first + q.shape[2], device=q.device).view(-1, 1)
-    columns = torch.arange(k_first, k_first + k.shape[2], device=q.device)
+    rows = torch.arange(how.q_first, how.q_first + q.shape[2], device=q.device).view(-1, 1)
+    columns = torch.arange(how.k_first, how.k_first + k.shape[2], device=q.device)
     q, k = in_range(q, k)
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * how.scale
     hidden = columns > rows
-    if window is not None:
-        hidden = hidden | (columns <= rows - window)
+    if how.window is not None:
+        hidden = hidden | (columns <= rows - how.window)
     if documents is not None:
         hidden = hidden | (columns < documents.first_BS.unsqueeze(-1)).unsqueeze(1)
     blind = hidden.all(-1, keepdim=True)  # softmax of these rows is of anything finite
@@ -77,7 +74,7 @@ def attention_reference(
         sink = sink_H.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], -1)
     weights = scores.softmax(-1)[..., : len(columns)]
-    if drop is not None:
+    if (drop := how.drop) is not None:
         heads = torch.arange(drop.head_offset, drop.head_offset + q.shape[1], device=q.device).view(-1, 1, 1)
         keep = keep_mask(drop.key, drop.p, drop.sample_ids_B.view(-1, 1, 1, 1), heads, rows, columns)
         weights = weights * keep / (1 - drop.p)
@@ -181,40 +178,35 @@ def attention(
     k_TBGK: Tensor,
     v_TBGK: Tensor,
     *,
-    scale: float,
-    drop: Drop | None = None,
     documents: Documents | None = None,
-    window: int | None = None,
     sink_H: Tensor | None = None,
-    q_first: int = 0,
-    k_first: int = 0,
+    **given: Any,
 ) -> Tensor:
-    """o_SBHK of queries at the positions from `q_first` and keys at those from `k_first`, one or more of each. `drop`:
-    of attention weights; None: no dropout. `documents` None: one per sample. `window`: how many keys a query sees,
-    itself included; None: all before it. sink_H: of each head a logit without a value; None: there is none.
-    Values may have another width than queries and keys, and o has it, too."""
-    if window is not None and window >= q_first + q_SBHK.shape[0] - k_first:
-        window = None
-    part = q_first != k_first or q_SBHK.shape[0] != k_TBGK.shape[0]
-    own = part or window is not None or sink_H is not None or v_TBGK.shape[-1] != q_SBHK.shape[-1]
-    name = backend(q_SBHK, v_TBGK, masked=documents is not None, window=own, dropout=drop is not None)
-    qkv = (q_SBHK, k_TBGK, v_TBGK)
-    how: dict[str, Any] = dict(scale=scale, drop=drop, window=window, sink_H=sink_H, q_first=q_first, k_first=k_first)
+    """o_SBHK of one or more queries and keys. `documents` None: one per sample. sink_H: of each head a logit without a
+    value; None: there is none. `given`: the fields of Scoring. Values may have another width than queries and keys, and
+    o has it, too."""
+    how = Scoring(**given)
+    if how.window is not None and how.window >= how.q_first + q_SBHK.shape[0] - how.k_first:
+        how = replace(how, window=None)
+    part = how.q_first != how.k_first or q_SBHK.shape[0] != k_TBGK.shape[0]
+    own = part or how.window is not None or sink_H is not None or v_TBGK.shape[-1] != q_SBHK.shape[-1]
+    name = backend(q_SBHK, v_TBGK, masked=documents is not None, window=own, dropout=how.drop is not None)
+    qkv, given = (q_SBHK, k_TBGK, v_TBGK), {"sink_H": sink_H, **vars(how)}
     if name == "explicit":
-        return attention_reference(*qkv, documents=documents, **how)
+        return attention_reference(*qkv, documents=documents, **given)
     if name == "triton":
-        return flash_attention(*qkv, first_BS=None if documents is None else documents.first_BS, **how)
+        return flash_attention(*qkv, first_BS=None if documents is None else documents.first_BS, **given)
     if documents is not None:
-        return _by_document(*qkv, documents, **how)
+        return _by_document(*qkv, documents, sink_H, how)
     if name == "blocked":
-        return blocked_attention(*qkv, **how)
+        return blocked_attention(*qkv, **given)
     q, k, v = ((readable(x) if x.is_cuda else x).permute(1, 2, 0, 3) for x in qkv)
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel there takes groups in fp32
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
     with _sdpa(name):
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=how.scale, enable_gqa=grouped)
     if o.is_cuda and o.requires_grad:
         # cuDNN 9.19 (torch 2.11): with groups and other strides than o's, dq was wrong. Flash attention takes any.
         strides = o.stride() if name == "cudnn" else None
@@ -223,25 +215,18 @@ def attention(
 
 
 def _by_document(
-    q_SBHK: Tensor,
-    k_TBGK: Tensor,
-    v_TBGK: Tensor,
-    documents: Documents,
-    *,
-    q_first: int,
-    k_first: int,
-    drop: Drop | None,
-    **how: Any,
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, documents: Documents, sink_H: Tensor | None, how: Scoring
 ) -> Tensor:
     """Each document's queries with its keys, where the parts have such."""
     rows: list[list[Tensor]] = [[] for _ in range(q_SBHK.shape[1])]
     for row, start, end in documents.spans:
-        first, last = max(start, q_first), min(end, q_first + q_SBHK.shape[0])
+        first, last = max(start, how.q_first), min(end, how.q_first + q_SBHK.shape[0])
         if first >= last:
             continue
-        q = q_SBHK[first - q_first : last - q_first, row : row + 1]
-        low = max(start, k_first)
-        k, v = (x[low - k_first : max(low, last) - k_first, row : row + 1] for x in (k_TBGK, v_TBGK))  # or none
-        here = None if drop is None else replace(drop, sample_ids_B=drop.sample_ids_B[row : row + 1])
-        rows[row].append(attention(q, k, v, drop=here, q_first=first, k_first=low, **how))
+        q = q_SBHK[first - how.q_first : last - how.q_first, row : row + 1]
+        low = max(start, how.k_first)
+        k, v = (x[low - how.k_first : max(low, last) - how.k_first, row : row + 1] for x in (k_TBGK, v_TBGK))  # or none
+        drop = how.drop and replace(how.drop, sample_ids_B=how.drop.sample_ids_B[row : row + 1])
+        here = replace(how, drop=drop, q_first=first, k_first=low)
+        rows[row].append(attention(q, k, v, sink_H=sink_H, **vars(here)))
     return torch.cat([torch.cat(row) for row in rows], dim=1)

@@ -55,6 +55,23 @@ class Drop:
         return keep_mask(self.key, self.p, samples, numbers, rows.unsqueeze(-1), columns)
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Which keys a query sees, and what its scores become.
+
+    scale             of q k^T
+    window            how many keys a query sees, itself included; None: all before it
+    drop              dropout of attention weights; None: there is none
+    q_first, k_first  the positions of row 0 of q and of k
+    """
+
+    scale: float
+    window: int | None = None
+    drop: Drop | None = None
+    q_first: int = 0
+    k_first: int = 0
+
+
 def supports(q: Tensor) -> bool:
     """Whether this form is the fastest one without a window."""
     return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
@@ -78,29 +95,19 @@ def _by_position(x_MQSK: Tensor, batch: int) -> Tensor:
 
 
 class _Blocks:
-    """The blocks of one call, and their probabilities. `places`: the positions of row 0 of q and of k."""
+    """The blocks of one call, and their probabilities."""
 
-    def __init__(
-        self,
-        q_MQSK: Tensor,
-        k_MTK: Tensor,
-        sink_H: Tensor | None,
-        batch: int,
-        scale: float,
-        window: int | None,
-        drop: Drop | None,
-        places: tuple[int, int],
-    ):
-        self.q, self.k, self.scale, self.drop, self.places, self.sink_H = q_MQSK, k_MTK, scale, drop, places, sink_H
-        self.shift = places[0] - places[1]  # of queries against keys
+    def __init__(self, q_MQSK: Tensor, k_MTK: Tensor, sink_H: Tensor | None, batch: int, how: Scoring):
+        self.q, self.k, self.scale, self.drop, self.sink_H = q_MQSK, k_MTK, how.scale, how.drop, sink_H
+        self.places, self.shift = (how.q_first, how.k_first), how.q_first - how.k_first  # of queries against keys
         n, per_group, self.length, _ = q_MQSK.shape
-        self.kept = 1.0 if drop is None else 1.0 - drop.p  # by which is divided what was dropped from
+        self.kept = 1.0 if how.drop is None else 1.0 - how.drop.p  # by which is divided what was dropped from
         groups, first = torch.arange(n, device=q_MQSK.device).view(-1, 1, 1, 1), n // batch
         within = torch.arange(per_group, device=q_MQSK.device).view(-1, 1, 1)
         self.samples, self.heads = groups // first, groups % first * per_group + within
         self.keys = k_MTK.shape[1]
         whole = max(self.keys, self.length + self.shift)
-        self.window = min(window or whole, whole)
+        self.window = min(how.window or whole, whole)
         fewest, most = IN_WINDOW if self.window < whole else (QUERIES, QUERIES)
         self.rows = min(self.length, most, max(fewest, self.window))
         columns = max(1, min(self.keys, self.rows + self.window))
@@ -167,30 +174,22 @@ class _Blocks:
 class _BlockedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q_SBHK: Tensor,
-        k_TBGK: Tensor,
-        v_TBGK: Tensor,
-        scale: float,
-        window: int | None,
-        drop: Drop | None,
-        places: tuple[int, int],
-        sink_H: Tensor | None,
+        ctx: Any, q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, sink_H: Tensor | None, how: Scoring
     ) -> Tensor:
         ctx.save_for_backward(q_SBHK, k_TBGK, v_TBGK, sink_H)
-        ctx.given = (q_SBHK.shape[1], scale, window, drop, places)
+        ctx.how = how
         groups, dtype = k_TBGK.shape[2], q_SBHK.dtype
         q_SBHK, k_TBGK, v_TBGK = in_range(q_SBHK, k_TBGK, v_TBGK)
         q_MQSK = _by_group(q_SBHK, groups)
         k_MTK, v_MTK = (_by_group(x, groups)[:, 0] for x in (k_TBGK, v_TBGK))
         same = v_MTK.shape[-1] == q_MQSK.shape[-1]
         o_MQSK = torch.empty_like(q_MQSK) if same else q_MQSK.new_empty(*q_MQSK.shape[:-1], v_MTK.shape[-1])
-        blocks = _Blocks(q_MQSK, k_MTK, sink_H, *ctx.given)
+        blocks = _Blocks(q_MQSK, k_MTK, sink_H, q_SBHK.shape[1], how)
         for some, here, keys in blocks:
             p = blocks.probabilities(blocks.scores(blocks.queries(q_MQSK, some, here), some, here, keys), some, here)
             blocks.dropped_(some, here, keys, p)
             target, v = o_MQSK[some, :, here], v_MTK[some, keys]
-            o = p @ v if drop is None else blocks.scaled(p, v, 1 / blocks.kept)
+            o = p @ v if how.drop is None else blocks.scaled(p, v, 1 / blocks.kept)
             target.copy_(o.view(target.shape))
         return _by_position(o_MQSK, q_SBHK.shape[1]).to(dtype)
 
@@ -205,7 +204,7 @@ class _BlockedAttention(Function):
         dq_MQSK = torch.empty_like(q_MQSK)
         dk_MTK, dv_MTK = (torch.zeros_like(x, dtype=stat_dtype(x)) for x in (k_MTK, v_MTK))
         dsink_MQ = None if sink_H is None else dk_MTK.new_zeros(q_MQSK.shape[:2])
-        blocks = _Blocks(q_MQSK, k_MTK, sink_H, *ctx.given)
+        blocks = _Blocks(q_MQSK, k_MTK, sink_H, batch, ctx.how)
         scale = blocks.scale / blocks.kept  # the gradient of a softmax is linear in that of p
         for some, here, keys in blocks:
             q, do = (blocks.queries(x, some, here) for x in (q_MQSK, do_MQSK))
@@ -227,23 +226,13 @@ class _BlockedAttention(Function):
         dsink_H = None
         if sink_H is not None and dsink_MQ is not None:
             dsink_H = (dsink_MQ / blocks.kept).view(batch, -1).sum(0).to(sink_H.dtype)
-        return *(_by_position(x.to(dtype), batch) for x in grads), *(None,) * 4, dsink_H
+        return *(_by_position(x.to(dtype), batch) for x in grads), dsink_H, None
 
 
 def blocked_attention(
-    q_SBHK: Tensor,
-    k_TBGK: Tensor,
-    v_TBGK: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    drop: Drop | None = None,
-    sink_H: Tensor | None = None,
-    q_first: int = 0,
-    k_first: int = 0,
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, sink_H: Tensor | None = None, **how: Any
 ) -> Tensor:
-    """softmax(scale * q k^T + causal) v: o_SBHK; H a multiple of G; queries at the positions from `q_first`, keys at
-    those from `k_first`. `window`: how many keys a query sees, itself included. sink_H: kernels/attention.py. In any
-    floating dtype, on any device, and with values of any width, whatever `supports` advises."""
-    given = (scale, window, drop, (q_first, k_first), sink_H)
-    return _BlockedAttention.apply(q_SBHK, k_TBGK, v_TBGK, *given)  # type: ignore[return-value]
+    """softmax(scale * q k^T + causal) v: o_SBHK; H a multiple of G. `how`: the fields of Scoring. sink_H:
+    kernels/attention.py. In any floating dtype, on any device, and with values of any width, whatever `supports`
+    advises."""
+    return _BlockedAttention.apply(q_SBHK, k_TBGK, v_TBGK, sink_H, Scoring(**how))  # type: ignore[return-value]

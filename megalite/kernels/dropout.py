@@ -171,22 +171,15 @@ class _DropoutAdd(Function):
         return dx, dy if ctx.needs_input_grad[1] else None, None, *(None for _ in ctx.args)
 
 
-def dropout(x_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int | Tensor = 0) -> Tensor:
-    """Drop elements of x_sBD."""
-    fn = drop if use_triton(x_sBD) else drop_reference
-    return _DropoutAdd.apply(x_sBD, None, fn, p, key, sample_ids_B, first_position)  # type: ignore[return-value]
-
-
-def dropout_add(
-    x_sBD: Tensor, residual_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int | Tensor = 0
+def dropout(
+    x_sBD: Tensor,
+    p: float,
+    key: int | Tensor,
+    sample_ids_B: Tensor,
+    first_position: int | Tensor = 0,
+    residual_sBD: Tensor | None = None,
+    by: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """residual + dropout(x)."""
-    fn = drop if use_triton(x_sBD) else drop_reference
-    return dropout_add_by(fn, x_sBD, residual_sBD, p, key, sample_ids_B, first_position)
-
-
-def dropout_add_by(
-    fn: Callable[..., Tensor], x: Tensor, residual: Tensor, p: float, key: int | Tensor, *where: Any
-) -> Tensor:
-    """The same with `fn` in place of `drop`; it draws the mask in forward and again in backward."""
-    return _DropoutAdd.apply(x, residual, fn, p, key, *where)  # type: ignore[return-value]
+    """dropout(x), or residual + dropout(x). `by`: in place of `drop`; it draws the mask in forward and in backward."""
+    by = by or (drop if use_triton(x_sBD) else drop_reference)
+    return _DropoutAdd.apply(x_sBD, residual_sBD, by, p, key, sample_ids_B, first_position)  # type: ignore[return-value]

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.blocked_attention import Drop
+from megalite.kernels.blocked_attention import Scoring
 from megalite.kernels.dispatch import ceil_div, kernel, power_of_two, unit_of, widened
 from megalite.kernels.dropout import as_int32
 from megalite.kernels.flash_blocks import blocks_of_keys, count_masked, dot, first_key, kept_of, nth_masked, tile
@@ -306,28 +306,19 @@ def _backward_kv(
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        first_BS: Tensor | None,
-        drop: Drop | None,
-        places: tuple[int, int],
-        sink_H: Tensor | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None, first_BS: Tensor | None, how: Scoring
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        (S, B, H, K), (T, _, G, V), (q_first, k_first) = q.shape, v.shape, places
+        (S, B, H, K), (T, _, G, V), drop, k_first = q.shape, v.shape, how.drop, how.k_first
         o, lse = q.new_empty(S, B, H, V), q.new_empty(B, H, S, dtype=torch.float32)
         first = lse if first_BS is None else first_BS.contiguous()
         dropout_p, key, ids, head_offset = (0.0, 0, lse, 0)
         if drop is not None:
             dropout_p, key, ids, head_offset = drop.p, drop.key, drop.sample_ids_B.contiguous(), drop.head_offset
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-        shift = q_first - k_first
-        seen = max(1, S + shift) if window is None else window  # None: as if it reached back to key 0
-        ctx.given = (S, T, shift, k_first, B, H, H // G, scale * LOG2_E, seen, as_int32(key), head_offset, *strides)
+        shift = how.q_first - k_first
+        seen = max(1, S + shift) if how.window is None else how.window  # None: as if it reached back to key 0
+        ctx.given = (S, T, shift, k_first, B, H, H // G, how.scale * LOG2_E, seen, as_int32(key), head_offset, *strides)
         ctx.kind = (first_BS is not None, widened(q), K, padded(K), V, padded(V))
         ctx.kind += (int(dropout_p * 2**32), 1.0 / (1.0 - dropout_p))
         rows, columns, warps, stages = FORWARD[unit(q, v)]
@@ -366,7 +357,7 @@ class _Attention(Function):
         if sink_H is not None:
             share = torch.exp2(sink_H.float().unsqueeze(-1) * LOG2_E - lse)
             dsink_H = -(share * delta).sum((0, 2)).to(sink_H.dtype)
-        return dq, dk, dv, *(None,) * 5, dsink_H
+        return dq, dk, dv, dsink_H, None, None
 
 
 def flash_attention(
@@ -374,18 +365,12 @@ def flash_attention(
     k_TBGK: Tensor,
     v_TBGK: Tensor,
     *,
-    scale: float,
-    window: int | None = None,
-    first_BS: Tensor | None = None,
-    drop: Drop | None = None,
     sink_H: Tensor | None = None,
-    q_first: int = 0,
-    k_first: int = 0,
+    first_BS: Tensor | None = None,
+    **how: Any,
 ) -> Tensor:
-    """o_SBHK of queries at the positions from `q_first` and keys at those from `k_first`. `window`: how many keys a
-    query sees, itself included. first_BS: int64, of each query the first position of its document. sink_H:
-    kernels/attention.py. Head sizes, of queries and keys and of values, up to 256 in bf16 and fp16, 128 in fp32."""
+    """o_SBHK. `how`: the fields of Scoring. sink_H: kernels/attention.py. first_BS: int64, of each query the first
+    position of its document. Head sizes, of queries and keys and of values, up to 256 in bf16 and fp16, 128 in fp32."""
     if v_TBGK.shape[:-1] != k_TBGK.shape[:-1]:
         raise ValueError(f"values {(*v_TBGK.shape,)} are not of the keys {(*k_TBGK.shape,)}; each key has one")
-    given = (scale, window, first_BS, drop, (q_first, k_first), sink_H)
-    return _Attention.apply(q_SBHK, k_TBGK, v_TBGK, *given)  # type: ignore[return-value]
+    return _Attention.apply(q_SBHK, k_TBGK, v_TBGK, sink_H, first_BS, Scoring(**how))  # type: ignore[return-value]

@@ -28,12 +28,12 @@ from torch import Tensor
 from megalite.config.environment import variable
 from megalite.config.packages import MissingPackage, needs
 from megalite.kernels.dispatch import asked_for, chosen, installed
-from megalite.kernels.dropout import drop_reference, dropout_add_by
+from megalite.kernels.dropout import drop_reference, dropout
 from megalite.models.gpt import Block, Stage
 from megalite.nn.attention import rotate
 from megalite.nn.experts import Experts
 from megalite.nn.mlp import MLP
-from megalite.nn.norm import HeadNorms, Norm, add_and_normalise, normalise
+from megalite.nn.norm import HeadNorms, Norm, normalise
 
 Backend = str | Callable[..., Any]
 # for the plan
@@ -69,12 +69,11 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
 
-    norms, rotation = (compiled(normalise), compiled(add_and_normalise)), compiled(rotate)
-    drop = compiled(drop_reference)
+    norm, rotation, drop = compiled(normalise), compiled(rotate), compiled(drop_reference)
 
-    def add(x: Tensor, residual: Tensor, p: float, key: int, *where: Any) -> Tensor:
+    def dropped(x: Tensor, p: float, key: int, *where: Any) -> Tensor:
         given = torch.full((), key, dtype=torch.int64, device=x.device)  # a number would become a constant of the graph
-        return dropout_add_by(drop, x, residual, p, given, *where)
+        return dropout(x, p, given, *where, by=drop)
 
     blocks = [block for stage in stages for block in stage.blocks if isinstance(block, Block)]
     if not blocks:
@@ -82,11 +81,9 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
     pair = blocks[0].mlp.activation
     activation = replace(pair, forward=compiled(pair.forward), backward=compiled(pair.backward))
     for block in blocks:
-        block.dropout_add, block.attention.rotate = add, rotation
+        block.dropout, block.attention.rotate = dropped, rotation
         for module in block.modules():
-            if isinstance(module, Norm):
-                module.normalise, module.add_and_normalise = norms
-            elif isinstance(module, HeadNorms):
-                module.normalise = norms[0]
+            if isinstance(module, Norm | HeadNorms):
+                module.normalise = norm
             elif isinstance(module, MLP | Experts):
                 module.activation = activation

@@ -9,7 +9,6 @@ A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last sta
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,46 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.options import ModelConfig
-from megalite.kernels.attention import Documents
-from megalite.kernels.dropout import dropout_add, fold
+from megalite.kernels.dropout import dropout, fold
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
-from megalite.nn.attention import Attention, AttentionShape, Coordinates
-from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, first_position, vocabulary_spec
+from megalite.nn.attention import Attention
+from megalite.nn.batch import SITE_HIDDEN_1, SITE_HIDDEN_2, Batch
+from megalite.nn.embedding import Embedding, vocabulary_spec
 from megalite.nn.experts import Experts, ExpertsShape
-from megalite.nn.later import Later
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.mlp import MLP
-from megalite.nn.norm import Norm
+from megalite.nn.norm import Norm, norm_of
 from megalite.nn.parameter import Maker, Use, run_unit
-from megalite.nn.places import Places
 from megalite.nn.recompute import recompute, without_keeping
 from megalite.nn.router import Routing
 from megalite.parallel.spec import ParamSpec
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch. labels_SB None: the last stage returns logits_SBv. mask_SB: 1 where a token counts; None: all.
-
-    sample_ids_B and step are the coordinates of dropout: global sample numbers and the training step.
-    positions_SB: position of each token; None: 0 .. S - 1. documents: kernels/attention.py.
-    loss_weight: the gradient that the loss will get in backward, if it is known (nn/loss.py).
-    later: where weight gradients wait (nn/later.py). places, places_S: of Coordinates (nn/attention.py). documents are
-    those of whole samples; the other tensors hold this rank's S tokens of each.
-    """
-
-    tokens_SB: Tensor
-    labels_SB: Tensor | None
-    mask_SB: Tensor | None
-    sample_ids_B: Tensor
-    step: int
-    positions_SB: Tensor | None = None
-    documents: Documents | None = None
-    loss_weight: float | Tensor | None = None
-    later: Later | None = None
-    places: Places | None = None
-    places_S: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -94,11 +67,6 @@ def rope_scaling(model: ModelConfig) -> Scaling:
     return RopeScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None
 
 
-def _norm_of(model: ModelConfig) -> tuple[int, str, float, bool]:
-    """size, kind, eps and one_plus (nn/norm.py) of a norm over the hidden dim."""
-    return model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p
-
-
 def routing_of(model: ModelConfig) -> Routing:
     """How the model's routers choose experts."""
     sinkhorn = "sinkhorn" in model.moe_router_load_balancing_type
@@ -126,42 +94,22 @@ class Block(nn.Module):
         self.layer, self.seed, self.dropout_p = layer, make.seed, model.hidden_dropout
         self.tp, self.parallel = make.mesh.tp, model.parallel_residual
         self.norms_again, self.mlp_again = "layernorm" in again, ("moe" if model.experts[layer] else "mlp") in again
-        self.dropout_add: Callable[..., Tensor] = dropout_add  # or compiled (models/compiled.py)
-        std = model.init_method_std
-        out_std = std / math.sqrt(2.0 * model.num_layers)
-        norm = _norm_of(model)
+        self.dropout: Callable[..., Tensor] = dropout  # or compiled (models/compiled.py)
+        norm, stds = (model.hidden_size, *norm_of(model)), (model.init_method_std, model.out_std)
         self.attention_norm = Norm(make, f"layers.{layer}.attention.norm", *norm)
-        shape = AttentionShape(
-            hidden_size=model.hidden_size,
-            heads=model.num_attention_heads,
-            groups=model.groups,
-            head_size=model.head_size,
-            std=std,
-            out_std=out_std,
-            bias=model.add_bias_linear,
-            qkv_bias=model.add_qkv_bias,
-            qk_norm=(*norm[1:], model.no_weight_decay_cond_type is not None) if model.qk_layernorm else None,
-            over_heads=model.qk_layernorm_over_heads,
-            window=model.windows[layer],
-            softmax_type=model.softmax_type,
-            rotary=model.rotary[layer],
-            interleaved=model.rotary_interleaved,
-            dropout_p=model.attention_dropout,
-            exchange=model.exchanges[layer],
-        )
-        self.attention = Attention(make, f"layers.{layer}.attention", shape, layer, "core_attn" in again)
+        self.attention = Attention(make, f"layers.{layer}.attention", model, layer, "core_attn" in again)
         self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
         name = f"layers.{layer}.mlp"
         if model.experts[layer]:
             shared = model.moe_shared_expert_intermediate_size, model.moe_shared_expert_gate
             widths = model.hidden_size, model.expert_ffn_size
-            shape = ExpertsShape(*widths, *shared, model.activation, std, out_std, model.add_bias_linear)
+            shape = ExpertsShape(*widths, *shared, model.activation, *stds, model.add_bias_linear)
             self.mlp = Experts(make, name, layer, routing_of(model), shape, "shared_experts" in again)
         else:
             widths = model.hidden_size, model.ffn_size
-            self.mlp = MLP(make, name, widths, model.activation, (std, out_std), bias=model.add_bias_linear)
+            self.mlp = MLP(make, name, widths, model.activation, stds, bias=model.add_bias_linear)
 
-    def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
+    def forward(self, x_sBD: Tensor, where: Batch) -> Tensor:
         if self.training and (self.norms_again or self.mlp_again):
             return self._forward_again(x_sBD, where)
         a_sBD = self.attention(self.attention_norm(x_sBD), where)
@@ -172,10 +120,10 @@ class Block(nn.Module):
             h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)
         return self._add(self._feed(n_sBD, where), h_sBD, SITE_HIDDEN_2, where)
 
-    def _feed(self, n_sBD: Tensor, where: Coordinates) -> Tensor:
+    def _feed(self, n_sBD: Tensor, where: Batch) -> Tensor:
         return self.mlp(n_sBD, where) if isinstance(self.mlp, Experts) else self.mlp(n_sBD, where.later)  # an MLP
 
-    def _forward_again(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
+    def _forward_again(self, x_sBD: Tensor, where: Batch) -> Tensor:
         """The same result, but norms or the feed-forward keep only their inputs for backward."""
         keeping = without_keeping if self.norms_again else lambda make, use: use(make())
         a_sBD = keeping(lambda: self.attention_norm(x_sBD), lambda n_sBD: self.attention(n_sBD, where))
@@ -192,12 +140,12 @@ class Block(nn.Module):
     def _drops(self) -> bool:
         return bool(self.dropout_p and self.training)
 
-    def _add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, where: Coordinates) -> Tensor:
+    def _add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, where: Batch) -> Tensor:
         if not self._drops():
             return x_sBD + y_sBD
         key = fold(self.seed, where.step, self.layer, site)
-        first = first_position(self.tp.share_of(x_sBD.shape[0]), where.places_S)
-        return self.dropout_add(y_sBD, x_sBD, self.dropout_p, key, where.sample_ids_B, first)
+        first = where.places_of(self.tp, x_sBD.shape[0])
+        return self.dropout(y_sBD, self.dropout_p, key, where.sample_ids_B, first, x_sBD)
 
 
 class Head(nn.Module):
@@ -218,7 +166,7 @@ class Head(nn.Module):
         super().__init__()
         make = make.of("head")
         self.tp, self.vocab_size, self.z_loss = make.mesh.tp, vocab_size, z_loss
-        self.norm = Norm(make, "final_norm", *_norm_of(model))
+        self.norm = Norm(make, "final_norm", model.hidden_size, *norm_of(model))
         self.weight = word if word is not None else make(spec)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
@@ -288,22 +236,18 @@ class Stage(nn.Module):
     def hidden(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
         """x_sBD after the stage's layers, before the head."""
         if self.embedding is not None:
-            given = batch.tokens_SB, batch.sample_ids_B, batch.step, batch.positions_SB, batch.places_S
-            x_sBD = self.use(self.embedding, *given)
+            x_sBD = self.use(self.embedding, batch)
         else:
             assert received_sBD is not None, "only the first stage starts from tokens"
             x_sBD = received_sBD
-        where, blocks = self.coordinates(batch), list(self.blocks)
+        where, blocks = self.rotated(batch), list(self.blocks)
         use = self.moved(self.use, len(blocks), [x_sBD, *(where.rope or ())])
         for group, again in self.recompute.groups(len(blocks)):
             runs, again = itertools.count(), again and self.training
             here = replace(where, again=again)
 
             def run(
-                x_sBD: Tensor,
-                blocks: list[nn.Module] = blocks[group],
-                where: Coordinates = here,
-                runs: Iterator[int] = runs,
+                x_sBD: Tensor, blocks: list[nn.Module] = blocks[group], where: Batch = here, runs: Iterator[int] = runs
             ) -> Tensor:
                 second = next(runs) > 0  # in backward
                 for block in blocks:
@@ -313,13 +257,10 @@ class Stage(nn.Module):
             x_sBD = recompute(run, x_sBD) if again else run(x_sBD)
         return x_sBD
 
-    def coordinates(self, batch: Batch) -> Coordinates:
-        """The facts of a micro-batch that the blocks need."""
-        rope = None
-        if self.rope is not None:
-            own = slice(batch.tokens_SB.shape[0]) if batch.places_S is None else batch.places_S
-            chosen = own if batch.positions_SB is None else batch.positions_SB
-            rope = (self.rope[0][chosen], self.rope[1][chosen])
-        places = batch.places, batch.places_S
-        given = rope, batch.sample_ids_B, batch.step, batch.documents, batch.later, *places
-        return Coordinates(*given, loss_weight=batch.loss_weight)
+    def rotated(self, batch: Batch) -> Batch:
+        """The batch with the angles of its positions."""
+        if self.rope is None:
+            return batch
+        own = slice(batch.tokens_SB.shape[0]) if batch.places_S is None else batch.places_S
+        chosen = own if batch.positions_SB is None else batch.positions_SB
+        return replace(batch, rope=(self.rope[0][chosen], self.rope[1][chosen]))

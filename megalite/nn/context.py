@@ -183,41 +183,6 @@ class _Gather(Function):
         return ctx.shelf.route.scatter(ctx.like, list(parts)), None, None
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """`attend` of this rank's queries. again: the caller runs this again in backward, so that nothing needs to be
-    gathered for it."""
-
-    attend: Attend
-    cp: Axis
-    places: Places
-    again: bool
-
-    def __call__(
-        self,
-        q_SBHK: Tensor,
-        k_SBGK: Tensor,
-        v_SBGK: Tensor,
-        *,
-        window: int | None,
-        documents: Documents | None,
-        **how: Any,
-    ) -> Tensor:
-        window = None if window is not None and window >= self.cp.size * q_SBHK.shape[0] else window
-        kv, runs = torch.stack((k_SBGK, v_SBGK)), self.places.runs(self.cp.rank)
-        seen = [self.places.seen(run, window) for run in runs]
-        shelf = _Shelf(Route(self.cp, self.places, window), kv.detach(), self.again)
-        parts: Any = _Gather.apply(kv, shelf, seen)
-        outputs: list[Tensor] = []
-        with nullcontext() if self.again else saved_tensors_hooks(shelf.keep, shelf.restore):
-            queries = q_SBHK.split([len(run) for run in runs])
-            for run, keys, q, k, v in zip(runs, seen, queries, parts[::2], parts[1::2], strict=True):
-                mine = documents and replace(documents, first_BS=documents.first_BS[:, run.start : run.stop])
-                at = dict(q_first=run.start, k_first=keys.start)
-                outputs.append(self.attend(q, k, v, window=window, documents=mine, **at, **how))
-        return shelf.join(outputs)
-
-
 class _Swap(Function):
     """The rank's tokens of all heads -> all tokens, in order, of its share of the heads (dim 2); or, `back`, the
     inverse, which is also the gradient."""
@@ -291,17 +256,44 @@ class _Home(_Swap):
 
 
 @dataclass(frozen=True)
-class ByHeads:
-    """`attend` of all tokens, and of some heads on each rank; cp divides H. again: as of Gathered."""
+class Across:
+    """`attend` of whole samples, of which this rank has a part. again: the caller runs this again in backward, so that
+    nothing needs to be gathered for it."""
 
     attend: Attend
     cp: Axis
     places: Places
     again: bool
 
-    def __call__(
+    def gathered(
+        self,
+        q_SBHK: Tensor,
+        k_SBGK: Tensor,
+        v_SBGK: Tensor,
+        *,
+        window: int | None,
+        documents: Documents | None,
+        **how: Any,
+    ) -> Tensor:
+        """This rank's queries, with the keys of all."""
+        window = None if window is not None and window >= self.cp.size * q_SBHK.shape[0] else window
+        kv, runs = torch.stack((k_SBGK, v_SBGK)), self.places.runs(self.cp.rank)
+        seen = [self.places.seen(run, window) for run in runs]
+        shelf = _Shelf(Route(self.cp, self.places, window), kv.detach(), self.again)
+        parts: Any = _Gather.apply(kv, shelf, seen)
+        outputs: list[Tensor] = []
+        with nullcontext() if self.again else saved_tensors_hooks(shelf.keep, shelf.restore):
+            queries = q_SBHK.split([len(run) for run in runs])
+            for run, keys, q, k, v in zip(runs, seen, queries, parts[::2], parts[1::2], strict=True):
+                mine = documents and replace(documents, first_BS=documents.first_BS[:, run.start : run.stop])
+                at = dict(q_first=run.start, k_first=keys.start)
+                outputs.append(self.attend(q, k, v, window=window, documents=mine, **at, **how))
+        return shelf.join(outputs)
+
+    def by_heads(
         self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, *, drop: Drop | None, sink_H: Tensor | None, **how: Any
     ) -> Tensor:
+        """All tokens, and some heads on each rank; cp divides H."""
         H, G, cp = q_SBHK.shape[2], k_SBGK.shape[2], self.cp
         mine = H // cp.size
         together = gcd(mine, H // G)  # heads that share a group on every rank

@@ -12,12 +12,11 @@ from torch.autograd import Function
 
 from megalite.kernels.dropout import dropout, fold
 from megalite.kernels.weight_grad import accumulate_rows_
+from megalite.nn.batch import SITE_EMBEDDING, Batch
 from megalite.nn.parameter import GradientSink, Maker, sink_of
 from megalite.parallel.comm import scatter_seq
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Normal, ParamSpec
-
-SITE_EMBEDDING, SITE_ATTENTION, SITE_HIDDEN_1, SITE_HIDDEN_2, SITE_ROUTER = range(5)  # where numbers are drawn
 
 
 def vocabulary_spec(name: str, padded: int, vocab_size: int, hidden_size: int, std: float, tied: bool) -> ParamSpec:
@@ -50,11 +49,6 @@ def look_up(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
     return F.embedding(index_SB, weight_vD) if sink is None else _Lookup.apply(index_SB, weight_vD, sink)  # type: ignore[return-value]
 
 
-def first_position(share: slice, places_S: Tensor | None) -> int | Tensor:
-    """Where the tokens of a tp rank are: the first position, or each. places_S: as of Coordinates (nn/attention.py)."""
-    return share.start if places_S is None else places_S[share]
-
-
 class Embedding(nn.Module):
     def __init__(self, make: Maker, spec: ParamSpec, *, positions: int | None, dropout_p: float):
         super().__init__()
@@ -68,18 +62,9 @@ class Embedding(nn.Module):
             learned = ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
             self.position = make(learned)
 
-    def forward(
-        self,
-        tokens_SB: Tensor,
-        sample_ids_B: Tensor,
-        step: int,
-        positions_SB: Tensor | None = None,
-        places_S: Tensor | None = None,
-    ) -> Tensor:
-        """`places_S`: where the tokens are in their samples; None: 0 .. S - 1. `positions_SB`: their learned positions;
-        None: the same."""
-        tp = self.mesh.tp
-        rows = self.word.shape[0]
+    def forward(self, batch: Batch) -> Tensor:
+        """x_sBD. Where there are no positions of their own, tokens have those of their places as learned ones."""
+        tp, rows, tokens_SB = self.mesh.tp, self.word.shape[0], batch.tokens_SB
         if tp.size == 1:
             x_sBD = look_up(tokens_SB, self.word)
         else:
@@ -87,15 +72,15 @@ class Embedding(nn.Module):
             elsewhere_SB = (local_SB < 0) | (local_SB >= rows)
             x_SBD = look_up(local_SB.masked_fill(elsewhere_SB, 0), self.word)
             x_sBD = scatter_seq(x_SBD.masked_fill(elsewhere_SB.unsqueeze(-1), 0), tp)
-        share = tp.share_of(x_sBD.shape[0])
         if self.position is not None:
-            if positions_SB is None and places_S is not None:
-                positions_SB = places_S.unsqueeze(1)
+            share, positions_SB = tp.share_of(x_sBD.shape[0]), batch.positions_SB
+            if positions_SB is None and batch.places_S is not None:
+                positions_SB = batch.places_S.unsqueeze(1)
             if positions_SB is None:
                 x_sBD = x_sBD + self.position[share].unsqueeze(1)
             else:
                 x_sBD = x_sBD + look_up(positions_SB[share], self.position)
         if self.dropout_p and self.training:
-            key = fold(self.seed, step, -1, SITE_EMBEDDING)
-            x_sBD = dropout(x_sBD, self.dropout_p, key, sample_ids_B, first_position(share, places_S))
+            key, first = fold(self.seed, batch.step, -1, SITE_EMBEDDING), batch.places_of(tp, x_sBD.shape[0])
+            x_sBD = dropout(x_sBD, self.dropout_p, key, batch.sample_ids_B, first)
         return x_sBD

@@ -23,7 +23,7 @@ from megalite.kernels.activation import Activation, activation_named
 from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.route import combine, expert_of_rows, slots_of, sort_by_expert
-from megalite.nn.attention import Coordinates
+from megalite.nn.batch import Batch
 from megalite.nn.later import Later
 from megalite.nn.mlp import MLP
 from megalite.nn.parameter import GradientSink, Maker, sink_of
@@ -157,7 +157,7 @@ class Experts(nn.Module):
         if shape.shared_gate:
             self.shared_gate = make(ParamSpec(f"{name}.shared_gate", (D,), partial=("tp",), init=Normal(std)))
 
-    def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
+    def forward(self, x_sBD: Tensor, where: Batch) -> Tensor:
         probs_NK, ids_NK = self.router(x_sBD, where)
         compute = partial(_Compute.apply, self.up, self.down, self.activation, where.later)
         biases = (self.etp.start_of(self.biases[1].shape[1]) if self.biases else 0, *self.biases)
@@ -169,7 +169,7 @@ class Experts(nn.Module):
             y_sBD = exchange_back(compute(*sent.receive(x_sBD, probs_NK), *biases), sent).view_as(x_sBD)
         return y_sBD if shared_sBD is None else y_sBD + shared_sBD
 
-    def _shared(self, x_sBD: Tensor, where: Coordinates) -> Tensor | None:
+    def _shared(self, x_sBD: Tensor, where: Batch) -> Tensor | None:
         if self.shared is None:
             return None
         again = self.shared_again and self.training

@@ -5,7 +5,7 @@ gradient: they are `partial`, and the optimizer's buffer sums them over tp once 
 split, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megalite.config.options import ModelConfig
 from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.norms import add_norm, norm
 from megalite.nn.parameter import Maker
@@ -21,16 +22,17 @@ from megalite.parallel.mesh import Axis
 from megalite.parallel.spec import Constant, ParamSpec
 
 
-def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool) -> Tensor:
-    """RMSNorm if there is no bias, otherwise LayerNorm."""
-    return norm(x, weight + 1 if one_plus else weight, bias, eps)
+def normalise(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMSNorm if there is no bias, otherwise LayerNorm; with a residual h = x + residual, and the norm of h."""
+    weight = weight + 1 if one_plus else weight
+    return norm(x, weight, bias, eps) if residual is None else add_norm(x, residual, weight, bias, eps)
 
 
-def add_and_normalise(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool
-) -> tuple[Tensor, Tensor]:
-    """h = x + residual and the norm of h."""
-    return add_norm(x, residual, weight + 1 if one_plus else weight, bias, eps)
+def norm_of(model: ModelConfig) -> tuple[str, float, bool]:
+    """kind, eps and one_plus of the model's norms."""
+    return model.normalization, model.norm_epsilon, model.apply_layernorm_1p
 
 
 class Norm(nn.Module):
@@ -41,7 +43,7 @@ class Norm(nn.Module):
     ):
         super().__init__()
         self.eps, self.one_plus = eps, one_plus
-        self.normalise, self.add_and_normalise = normalise, add_and_normalise  # or compiled (models/compiled.py)
+        self.normalise: Callable[..., Any] = normalise  # or compiled (models/compiled.py)
         offset = 1.0 if one_plus else 0.0
         init = Constant(1.0 - offset)
         self.weight = make(ParamSpec(f"{name}.weight", (size,), partial=("tp",), init=init, decay=decay, offset=offset))
@@ -51,9 +53,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x; with a residual, their sum and the norm of the sum."""
-        if residual is None:
-            return self.normalise(x, self.weight, self.bias, self.eps, self.one_plus)
-        return self.add_and_normalise(x, residual, self.weight, self.bias, self.eps, self.one_plus)
+        return self.normalise(x, residual, self.weight, self.bias, self.eps, self.one_plus)
 
 
 def _means_over(tp: Axis, products: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -97,7 +97,7 @@ class HeadNorms(nn.Module):
     ):
         super().__init__()
         self.tp, self.eps, self.one_plus = make.mesh.tp, eps, one_plus
-        self.normalise = normalise  # or compiled (models/compiled.py)
+        self.normalise: Callable[..., Any] = normalise  # or compiled (models/compiled.py)
         spec = partial(ParamSpec, init=Constant(1.0 - one_plus), decay=decay, offset=float(one_plus))
         shards, summed = (((0, "tp"),), ()) if split else ((), ("tp",))
         self.q = make(spec(f"{name}.q_norm.weight", widths[:1], shards=((0, "tp"),)))
@@ -108,4 +108,4 @@ class HeadNorms(nn.Module):
         ws = [w + 1 if self.one_plus else w for w in (self.q, self.k[own])]
         if self.tp.size > 1:
             return _SplitRMSNorm.apply(self.tp, self.eps, q, k, *ws)  # type: ignore[return-value]
-        return tuple(self.normalise(x, w, None, self.eps, False) for x, w in zip((q, k), ws, strict=True))
+        return tuple(self.normalise(x, None, w, None, self.eps, False) for x, w in zip((q, k), ws, strict=True))

@@ -30,8 +30,7 @@ from torch.autograd import Function
 from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.dropout import fold, hash_coordinates
 from megalite.kernels.weight_grad import accumulate_outer_
-from megalite.nn.attention import Coordinates
-from megalite.nn.embedding import SITE_ROUTER, first_position
+from megalite.nn.batch import SITE_ROUTER, Batch
 from megalite.nn.parameter import Maker, sink_of
 from megalite.parallel.comm import start_all_gather
 from megalite.parallel.spec import Box, Constant, Normal, ParamSpec, Piece
@@ -125,7 +124,7 @@ def _softmax_backward(P: Tensor, dP: Tensor) -> Tensor:
 class _Route(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_sBD: Tensor, weight: Tensor, logit_bias: Tensor | None, router: "Router", where: Coordinates
+        ctx: Any, x_sBD: Tensor, weight: Tensor, logit_bias: Tensor | None, router: "Router", where: Batch
     ) -> tuple[Tensor, Tensor]:
         ctx.router, ctx.loss_weight, ctx.sink = router, where.loss_weight, sink_of(weight)
         how, logits_NE = router.routing, router.logits(x_sBD, weight)
@@ -178,7 +177,7 @@ class Router(nn.Module):
         self.of_dp = torch.zeros_like(self.counts)
         self.losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
 
-    def forward(self, x_sBD: Tensor, where: Coordinates) -> tuple[Tensor, Tensor]:
+    def forward(self, x_sBD: Tensor, where: Batch) -> tuple[Tensor, Tensor]:
         """(probs_NK in fp32 or fp64, ids_NK) of this rank's tokens N = s * B. where.loss_weight None: there are no
         auxiliary losses."""
         return _Route.apply(x_sBD, self.weight, self.logit_bias, self, where)  # type: ignore[return-value]
@@ -195,10 +194,10 @@ class Router(nn.Module):
         logits_NE = x_sBD.flatten(0, 1).to(dtype) @ weight.to(dtype).T
         return logits_NE if self.logit_bias is None else logits_NE + self.logit_bias.to(dtype)
 
-    def lots(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
+    def lots(self, x_sBD: Tensor, where: Batch) -> Tensor:
         """A number for each token and expert, by the token's place in the run alone: [N, E]."""
         s, device = x_sBD.shape[0], x_sBD.device
-        at = first_position(self.tp.share_of(s), where.places_S)
+        at = where.places_of(self.tp, s)
         at_s = at if isinstance(at, Tensor) else torch.arange(at, at + s, device=device)
         experts = torch.arange(self.routing.experts, device=device)
         key = fold(self.seed, where.step, self.layer, SITE_ROUTER)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megalite.config.options import ModelConfig
-from megalite.models.gpt import Batch, Block, Head
+from megalite.models.gpt import Block, Head
 from megalite.nn.activation_offload import Offload
-from megalite.nn.attention import Coordinates
+from megalite.nn.batch import Batch
 from megalite.nn.embedding import Embedding, vocabulary_spec
 from megalite.nn.later import Later
 from megalite.nn.parameter import Maker, run_unit
@@ -87,14 +87,13 @@ def layers_bill(
     make = setting.maker(recorder, first.windows[0])
     blocks = [recorder.own(Block(make, kind, 0, setting.again)) for kind in kinds]
     later = Later() if setting.split else None
-    sample_ids_B = torch.empty(setting.micro_batch, dtype=torch.int64, device=META)
-    rows_S, rope = setting.tokens(first)[:, 0], None
+    tokens, rope = setting.tokens(first), None
     if any(first.rotary):
-        shape = len(rows_S), int(first.head_size * first.rotary_percent) // 2
+        shape = len(tokens), int(first.head_size * first.rotary_percent) // 2
         rope = torch.empty(shape, device=META), torch.empty(shape, device=META)
-    where = Coordinates(rope, sample_ids_B, 0, None, later, again=whole, loss_weight=1.0)
+    where = Batch(tokens, None, None, tokens[0], 0, later=later, rope=rope, again=whole, loss_weight=1.0)
     if setting.places is not None:
-        where = replace(where, places=setting.places, places_S=rows_S)
+        where = replace(where, places=setting.places, places_S=tokens[:, 0])
 
     offload = Offload(int(least is not None), least or 0, META)
 
@@ -134,7 +133,7 @@ def embedding_bill(model: ModelConfig, setting: Setting, vocab_size: int, padded
     module = recorder.own(Embedding(setting.maker(recorder), spec, positions=positions, dropout_p=model.hidden_dropout))
     tokens = setting.tokens(model)
     with recorder:
-        return recorder.read(lambda: module(tokens, tokens[0], 0), [], torch.empty_like)
+        return recorder.read(lambda: module(Batch(tokens, None, None, tokens[0], 0)), [], torch.empty_like)
 
 
 @functools.lru_cache(maxsize=256)

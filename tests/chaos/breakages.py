@@ -65,7 +65,7 @@ BREAKAGES = [
     Breakage(
         "every rank draws its dropout as rank 0 does",
         "tests/test_layouts.py::test_layout_equals_one_process_in_fp32[gpt dropout tp2]",
-        (("first = first_position(self.tp.share_of(x_sBD.shape[0]), where.places_S)", "first = 0"),),
+        (("first = where.places_of(self.tp, x_sBD.shape[0])", "first = 0"),),
     ),
     Breakage(
         "directories that are no whole checkpoint count as kept ones",

@@ -94,21 +94,21 @@ MISTAKES = [
     ),
     Mistake(
         "every rank draws its dropout as rank 0 does",
-        "first = first_position(self.tp.share_of(x_sBD.shape[0]), where.places_S)",
+        "first = where.places_of(self.tp, x_sBD.shape[0])",
         "first = 0",
         RUN + DROPOUT + TP,
         {"kind": "forward", "step": 1, "name": "layers.0.attention_added", "ranks.tp": [1], "causes": "dropout"},
     ),
     Mistake(
         "positions begin at 0 on every rank",
-        "        share = tp.share_of(x_sBD.shape[0])\n        if self.position",
-        "        share = slice(x_sBD.shape[0])\n        if self.position",
+        "share, positions_SB = tp.share_of(x_sBD.shape[0]), batch.positions_SB",
+        "share, positions_SB = slice(x_sBD.shape[0]), batch.positions_SB",
         RUN + TP, {"kind": "forward", "step": 1, "name": "embedding", "ranks.tp": [1], "causes": "offset of positions"},
     ),
     Mistake(
         "a cp rank's second block goes on where its first ends",
-        "                positions_SB = places_S.unsqueeze(1)\n",
-        "                positions_SB = places_S[:1, None] + places_S.argsort()[:, None]\n",
+        "                positions_SB = batch.places_S.unsqueeze(1)\n",
+        "                positions_SB = batch.places_S[:1, None] + batch.places_S.argsort()[:, None]\n",
         RUN + CP, {"kind": "forward", "step": 1, "name": "embedding", "ranks.cp": [0], "causes": "offset of positions"},
     ),
     Mistake(

@@ -25,7 +25,7 @@ from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
 from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.cross_entropy import shard_grad_, shard_grad_reference_, shard_stats, shard_stats_reference
-from megalite.kernels.dropout import drop_reference, dropout, dropout_add, dropout_add_by, keep_mask
+from megalite.kernels.dropout import drop_reference, dropout, keep_mask
 from megalite.kernels.norms import add_norm, norm, norm_reference
 from megalite.kernels.rope import RopeScaling, _Rope, apply_rope, rope_tables, rotate_reference
 
@@ -388,12 +388,12 @@ OPS: dict[str, Op] = {
     ),
     "dropout": Op(
         lambda x, ids: dropout(x, 0.25, KEY, ids, two_ranges(x)),
-        lambda x, ids: dropout_add_by(drop_reference, x, torch.zeros_like(x), 0.25, KEY, ids, two_ranges(x)),
+        lambda x, ids: dropout(x, 0.25, KEY, ids, two_ranges(x), torch.zeros_like(x), by=drop_reference),
         tuple(numbered(s) for s in STREAMS),
     ),
     "dropout_add": Op(
-        lambda x, a, ids: dropout_add(x, a, 0.1, KEY, ids, 2**20),
-        lambda x, a, ids: dropout_add_by(drop_reference, x, a, 0.1, KEY, ids, 2**20),
+        lambda x, a, ids: dropout(x, 0.1, KEY, ids, 2**20, a),
+        lambda x, a, ids: dropout(x, 0.1, KEY, ids, 2**20, a, by=drop_reference),
         tuple(numbered(s, s) for s in STREAMS),
     ),
     "grouped_matmul": Op(

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.config.activations import ACTIVATIONS
 from megalite.kernels.activation import activation_named
 from megalite.kernels.attention import attention, in_sixteens, readable
-from megalite.kernels.dropout import drop_reference, dropout, dropout_add, fold, keep_mask
+from megalite.kernels.dropout import drop_reference, dropout, fold, keep_mask
 from megalite.kernels.norms import norm
 from megalite.kernels.rope import apply_rope, rope_tables
 from megalite.nn.linear import gather_linear, linear_scatter
@@ -154,7 +154,7 @@ def test_dropout_backward_uses_the_same_mask_and_saves_nothing() -> None:
     saved: list[Tensor] = []
     x, residual = normal(4, 2, 8).requires_grad_(), normal(4, 2, 8, seed=1).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-        y = dropout_add(x, residual, 0.5, fold(3), torch.tensor([1, 2]))
+        y = dropout(x, 0.5, fold(3), torch.tensor([1, 2]), 0, residual)
     y.sum().backward()
     assert x.grad is not None and residual.grad is not None and not saved
     torch.testing.assert_close(x.grad * x.detach() + residual.detach(), y.detach())

@@ -19,7 +19,7 @@ from megalite.config.options import Config
 from megalite.kernels import dispatch
 from megalite.launch.ranks import Ranks
 from megalite.models.compiled import CompileError, check_compile
-from megalite.models.gpt import Batch
+from megalite.nn.batch import Batch
 from megalite.nn.later import Later
 from megalite.plan.arrangement import arrange
 from megalite.train.life.preflight import check_machine, warm_up

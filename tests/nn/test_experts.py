@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalite.nn.attention import Coordinates
+from megalite.nn.batch import Batch
 from megalite.nn.experts import Experts, ExpertsShape
 from megalite.nn.later import Later
 from megalite.nn.parameter import Maker, named_specs
@@ -62,8 +62,8 @@ def make(name: str) -> tuple[Experts, Routing]:
     return experts, routing
 
 
-def where(later: Later | None = None, step: int = 0) -> Coordinates:
-    return Coordinates(None, torch.arange(B), step, later=later, loss_weight=WEIGHT)
+def where(later: Later | None = None, step: int = 0) -> Batch:
+    return Batch(torch.zeros(0), None, None, torch.arange(B), step, later=later, loss_weight=WEIGHT)
 
 
 def balanced(logits_NE: Tensor) -> Tensor:

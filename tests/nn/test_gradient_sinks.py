@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_cases import stage_from
 
-from megalite.models.gpt import Batch, Stage
+from megalite.models.gpt import Stage
+from megalite.nn.batch import Batch
 from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import ParamBuffer

@@ -6,7 +6,8 @@ import torch
 from ranks import run_ranks
 from train_cases import config_from
 
-from megalite.models.gpt import Batch, Stage
+from megalite.models.gpt import Stage
+from megalite.nn.batch import Batch
 from megalite.nn.later import Later
 from megalite.nn.linear import gather_linear
 from megalite.nn.parameter import Maker

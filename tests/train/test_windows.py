@@ -59,7 +59,7 @@ def test_every_path_trains_as_the_definition(path: str) -> None:
 
 def test_the_layers_that_the_pattern_names_have_the_window() -> None:
     seen: list[int | None] = []
-    trained(WINDOW, change=lambda module: seen.append(module.shape.window))
+    trained(WINDOW, change=lambda module: seen.append(module.window))
     assert seen == [5, None, 5]
     with_it = trained(WINDOW)
     assert len({with_it[0], trained(" --window-size 4,0")[0], trained("")[0]}) == 3

@@ -17,7 +17,8 @@ from megalite.checkpoint.offline import Checkpoint
 from megalite.config.options import ModelConfig
 from megalite.config.packages import needs
 from megalite.interop.convert import Foreign, Ours, Specs
-from megalite.models.gpt import Batch, Stage
+from megalite.models.gpt import Stage
+from megalite.nn.batch import Batch
 from megalite.nn.parameter import Maker, weight_pieces
 from megalite.parallel.mesh import Mesh
 from tools.foreign_import import kept

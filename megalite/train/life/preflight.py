@@ -218,7 +218,7 @@ def warm_up(run: Run, config: Config) -> float:
     first = np.zeros((B, S), np.int32) if d.reset_position_ids or d.reset_attention_mask else None
     micro = MicroBatch(zeros, np.arange(B, dtype=np.int64), None, first)
     host = host_batch(micro, pin=False, **batch_marks(config, run.mesh))
-    where = stage.coordinates(on_device(host, run.mesh.device, step=1))
+    where = stage.rotated(on_device(host, run.mesh.device, step=1))
     block = stage.blocks[0]
     assert isinstance(block, Block)
     shape, kind = (len(host.batch.tokens_SB) // run.mesh.tp.size, B, run.pipeline.width), run.pipeline.dtype

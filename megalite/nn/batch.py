@@ -1,0 +1,48 @@
+"""A micro-batch on its way through the layers, and the coordinates of what is drawn there."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megalite.kernels.attention import Documents
+from megalite.nn.later import Later
+from megalite.nn.places import Places
+from megalite.parallel.mesh import Axis
+
+SITE_EMBEDDING, SITE_ATTENTION, SITE_HIDDEN_1, SITE_HIDDEN_2, SITE_ROUTER = range(5)  # where numbers are drawn
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: this rank's S tokens of each of its B samples. What a Stage adds for its blocks: rope, again.
+
+    labels_SB     None: the last stage returns logits_SBv
+    mask_SB       1 where a token counts; None: all do
+    sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
+    positions_SB  position of each token; None: 0 .. S - 1
+    documents     those of whole samples that attention is limited to (kernels/attention.py); None: each sample is one
+    loss_weight   the gradient that the loss will get in backward (nn/loss.py); None: unknown
+    later         where weight gradients wait (nn/later.py)
+    places        how the samples are cut over cp; None: they are whole
+    places_S      the position in its sample of each of the rank's S tokens; None: 0 .. S - 1
+    rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
+    again         the layers are computed again in backward, as a whole
+    """
+
+    tokens_SB: Tensor
+    labels_SB: Tensor | None
+    mask_SB: Tensor | None
+    sample_ids_B: Tensor
+    step: int
+    positions_SB: Tensor | None = None
+    documents: Documents | None = None
+    loss_weight: float | Tensor | None = None
+    later: Later | None = None
+    places: Places | None = None
+    places_S: Tensor | None = None
+    rope: tuple[Tensor, Tensor] | None = None
+    again: bool = False
+
+    def places_of(self, tp: Axis, s: int) -> int | Tensor:
+        """Where the s tokens of a tp rank are: the first position, or each."""
+        return tp.start_of(s) if self.places_S is None else self.places_S[tp.share_of(s)]
