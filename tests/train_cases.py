@@ -90,7 +90,7 @@ def kept(run: Run, kind: str = "") -> dict[str, Tensor]:
     """A copy of all that an update changes: weights, main weights, moments, and the number of updates; or of one kind."""
     import torch
 
-    pieces = {entry.piece.name: entry.piece.data.clone() for entry in run.optimizer.pieces()}
+    pieces = {piece.name: piece.data.clone() for piece in run.optimizer.pieces()}
     pieces |= {"updates": torch.tensor(run.optimizer.updates)}
     return {name: data for name, data in pieces.items() if name.startswith(kind)}
 

@@ -17,7 +17,7 @@ def part_of(whole: Tensor, box: Box) -> Tensor:
 
 def owned(optimizer: Zero1, prefix: str = "") -> list[Owned]:
     """What this rank owns of all whose names begin so, copied, in fp64."""
-    pieces = (entry.piece for entry in optimizer.pieces() if entry.owned)
+    pieces = (piece for piece in optimizer.pieces() if piece.mine)
     return [(p.name, p.shape, p.box, p.span, p.data.double().clone()) for p in pieces if p.name.startswith(prefix)]
 
 

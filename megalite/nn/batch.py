@@ -21,6 +21,7 @@ class Batch:
     sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
     positions_SB  position of each token; None: 0 .. S - 1
     documents     those of whole samples that attention is limited to (kernels/attention.py); None: each sample is one
+    counted       labels that count, where the loader has counted them
     loss_weight   the gradient that the loss will get in backward (nn/loss.py); None: unknown
     later         where weight gradients wait (nn/later.py)
     places        how the samples are cut over cp; None: they are whole
@@ -40,6 +41,7 @@ class Batch:
     later: Later | None = None
     places: Places | None = None
     places_S: Tensor | None = None
+    counted: int = 0
     rope: tuple[Tensor, Tensor] | None = None
     again: bool = False
 

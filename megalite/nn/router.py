@@ -186,8 +186,8 @@ class Router(nn.Module):
         """The bias, which every rank has whole, as a checkpoint holds it: a view that loading may write."""
         if self.bias is None:
             return []
-        shape = tuple(self.bias.shape)
-        return [Piece(f"state/{self.name}.bias", shape, Box((0,), shape), range(len(self.bias)), self.bias)]
+        shape, first = tuple(self.bias.shape), self.tp.is_first and self.cp.is_first and self.dp.is_first
+        return [Piece(f"state/{self.name}.bias", shape, Box((0,), shape), range(len(self.bias)), self.bias, first)]
 
     def logits(self, x_sBD: Tensor, weight: Tensor) -> Tensor:
         dtype = torch.float64 if self.routing.wide else stat_dtype(x_sBD)

@@ -10,7 +10,7 @@ factor that unscales, averages and clips.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,14 +21,6 @@ from megalite.optim.host_store import HostStore
 from megalite.optim.layout import Bucket
 from megalite.optim.rule import Finish, Rule, Update, WholeRule
 from megalite.parallel.spec import Piece
-
-
-@dataclass(frozen=True)
-class Owned:
-    """A piece, and whether this rank is the one of its replicas that saves it."""
-
-    piece: Piece
-    owned: bool
 
 
 class Zero1:
@@ -108,7 +100,7 @@ class Zero1:
         for mine, finish in self.second_halves:
             finish([updates[b] for b in mine])
 
-    def pieces(self) -> list[Owned]:
+    def pieces(self) -> list[Piece]:
         """Everything a checkpoint needs of this rank, as views that loading may write: names are
         model/NAME, optimizer.main/NAME (unless the weights are the main weights) and optimizer.STATE/NAME."""
         buffer, mesh = self.buffer, self.buffer.mesh
@@ -127,7 +119,7 @@ class Zero1:
                 mine = (rule.outer.size > 1 or rule.replica.is_first) and spec.first_copy(position)
                 for prefix, flat in flats.items():
                     name, data = f"{prefix}/{spec.name}", part.of(flat)
-                    result.append(Owned(Piece(name, spec.stored_shape, box, part.span, data), mine))
+                    result.append(Piece(name, spec.stored_shape, box, part.span, data, mine))
         return result
 
     def kinds(self) -> dict[str, str]:

@@ -164,7 +164,8 @@ class Piece:
     """The part of one named value that one rank holds: a contiguous range of the flattened (row-major) `box`.
 
     `span` counts elements inside the flattened box: range(0, box.numel) is the whole box; a ZeRO shard is a
-    proper part of it. `data` is the 1-D tensor of `len(span)` elements, a view that loading may write into.
+    proper part of it. `data` is the 1-D tensor of `len(span)` elements, a view that loading may write into. `mine`:
+    whether this rank is the one of its replicas that saves it.
     """
 
     name: str
@@ -172,6 +173,7 @@ class Piece:
     box: Box
     span: range
     data: Any
+    mine: bool = True
 
 
 def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -79,7 +79,6 @@ class Balance:
             if router.bias is not None:
                 router.bias += self.rate * (counts_E.sum() - len(counts_E) * counts_E).sign()
 
-    def pieces(self) -> list[tuple[Piece, bool]]:
-        """(a bias, whether this rank is the one that saves it); views that loading may write."""
-        mine = self.mesh.tp.is_first and self.mesh.data.is_first
-        return [(piece, mine) for router in self.routers for piece in router.state_pieces()]
+    def pieces(self) -> list[Piece]:
+        """The biases, as views that loading may write."""
+        return [piece for router in self.routers for piece in router.state_pieces()]

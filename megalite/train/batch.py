@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,6 @@ from megalite.nn.places import place
 from megalite.parallel.mesh import Axis
 
 
-@dataclass(frozen=True)
-class HostBatch:
-    """A batch in host memory (pinned where there is a card), and the number of its labels that count."""
-
-    batch: Batch
-    counted_tokens: int
-
-
 def host_batch(
     micro: MicroBatch,
     *,
@@ -33,10 +25,10 @@ def host_batch(
     documents: bool = False,
     cp: Axis | None = None,
     windows: Sequence[int | None] = (),
-) -> HostBatch:
-    """tokens [B, T + 1] -> inputs and labels [S, B], those that this rank of `cp` has. `positions`: count them within
-    each document; `documents`: let tokens attend to their own document only. Both need micro.first. `windows`: of every
-    layer, as of ModelConfig; the cut over cp depends on them."""
+) -> Batch:
+    """tokens [B, T + 1] -> inputs and labels [S, B], those that this rank of `cp` has, in host memory (pinned with
+    `pin`). `positions`: count them within each document; `documents`: let tokens attend to their own document only.
+    Both need micro.first. `windows`: of every layer, as of ModelConfig; the cut over cp depends on them."""
     places = own = None
     if cp is not None and cp.size > 1:
         places = place(micro.tokens.shape[1] - 1, cp.size, windows, micro.first if documents else None)
@@ -54,8 +46,9 @@ def host_batch(
         assert micro.first is not None
         positions_SB = tensor(np.arange(micro.first.shape[1], dtype=np.int64) - micro.first)
     mask_SB = None if micro.loss_mask is None else tensor(micro.loss_mask)
-    batch = Batch(
-        tokens_SB=tensor(micro.tokens[:, :-1]),
+    tokens_SB = tensor(micro.tokens[:, :-1])
+    return Batch(
+        tokens_SB=tokens_SB,
         labels_SB=tensor(micro.tokens[:, 1:]),
         mask_SB=mask_SB,
         sample_ids_B=ready(micro.sample_ids),
@@ -64,9 +57,8 @@ def host_batch(
         documents=_documents(micro.first, ready(micro.first)) if documents and micro.first is not None else None,
         places=places,
         places_S=None if own is None else ready(own),
+        counted=tokens_SB.numel() if mask_SB is None else int(mask_SB.sum(dtype=torch.float64)),
     )
-    counted = batch.tokens_SB.numel() if mask_SB is None else int(mask_SB.sum(dtype=torch.float64))
-    return HostBatch(batch, counted)
 
 
 def _documents(first_BT: NDArray[np.generic], first_BS: Tensor) -> Documents:
@@ -77,9 +69,9 @@ def _documents(first_BT: NDArray[np.generic], first_BS: Tensor) -> Documents:
     return Documents(tuple(spans), first_BS)
 
 
-def on_device(host: HostBatch, device: torch.device, step: int) -> Batch:
+def on_device(b: Batch, device: torch.device, step: int) -> Batch:
     """The batch on the device; copies from pinned memory do not block."""
-    b, to = host.batch, functools.partial(Tensor.to, device=device, non_blocking=True)
+    to = functools.partial(Tensor.to, device=device, non_blocking=True)
     moved: dict[str, Any] = {name: to(x) for name, x in vars(b).items() if isinstance(x, Tensor)}
     if b.documents is not None:
         moved["documents"] = replace(b.documents, first_BS=to(b.documents.first_BS))

@@ -80,7 +80,7 @@ def evaluate(
         loss = run.pipeline.evaluate([on_device(host, mesh.device, run.state.step) for host in hosts])
         if mesh.pp.is_last and mesh.tp.is_first:
             sums[0] += loss
-            sums[1:] += float(sum(host.counted_tokens for host in hosts))
+            sums[1:] += float(sum(host.counted for host in hosts))
         done(1)
         if wants_end is not None and i + 1 == look < iters:  # the same on all ranks: LOOK_S at the slowest rank's pace
             now = torch.tensor([time.monotonic() - begin, wants_end()], dtype=torch.float64, device=mesh.device)

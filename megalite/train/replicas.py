@@ -68,7 +68,7 @@ def disagreement(run: Run) -> Tensor:
         if optimizer.has_copy(bucket):
             casts = (block.to(copy.dtype).view(torch.int64).sum() for block in main.split(BLOCK))
             total[1] += sum(casts, -copy.view(torch.int64).sum()).remainder(PRIME)
-    for bias, _ in run.balance.pieces():
+    for bias in run.balance.pieces():
         sums["data"] = bias.data.view(torch.int32).sum() + sums.get("data", 0)
     for over, bits in sums.items():
         axis = run.mesh.axis(over)
@@ -89,7 +89,7 @@ def _differences(run: Run) -> tuple[str, Majority]:
     stay = [buffer.weights.stays(layout.buckets[slot.bucket]) for slot, _ in slots]
     over = [(_copied_over(s.home, stays), *s.copied_over) for (_, s), stays in zip(slots, stay, strict=True)]
     copies = [(s.name, axes, buffer.weights.kept(slot)[1]) for (slot, s), axes in zip(slots, over, strict=True)]
-    copies += [(bias.name.partition("/")[2], ("data", "tp"), bias.data) for bias, _ in run.balance.pieces()]
+    copies += [(bias.name.partition("/")[2], ("data", "tp"), bias.data) for bias in run.balance.pieces()]
     hashes: dict[int, int] = {}
     found, majority = _casts(run), []
     for name in ("data", "replica", "edp", "expert_replica", "tp", "ep", "etp", "ends"):

@@ -8,6 +8,7 @@ from typing import Any
 from megalite.data.samples.batches import Prefetcher
 from megalite.data.samples.ledger import Ledger
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.nn.batch import Batch
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import Rates
@@ -16,11 +17,10 @@ from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
 from megalite.plan.batch_size import BatchSizes
 from megalite.train.balance import Balance
-from megalite.train.batch import HostBatch
 from megalite.train.sources import NamedSet
 from megalite.train.watch.spikes import Spikes
 
-Loader = Prefetcher[HostBatch]
+Loader = Prefetcher[Batch]
 
 
 class BadResult(RuntimeError):

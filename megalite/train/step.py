@@ -13,7 +13,7 @@ import torch
 from megalite.config.faults import fault
 from megalite.nn.batch import Batch
 from megalite.parallel.comm import all_reduce_
-from megalite.train.batch import HostBatch, on_device
+from megalite.train.batch import on_device
 from megalite.train.replicas import check_replicas, disagreement
 from megalite.train.state import BadResult, Doubt, Numbers, Run, StepResult
 from megalite.train.tell.timers import Timers
@@ -113,7 +113,7 @@ def _stopped(run: Run, doubt: Doubt | None, size: int) -> BadResult:
 
 
 def _agree(
-    run: Run, losses: torch.Tensor, hosts: Sequence[HostBatch], want_stop: bool, count_zeros: bool, nominal: int
+    run: Run, losses: torch.Tensor, hosts: Sequence[Batch], want_stop: bool, count_zeros: bool, nominal: int
 ) -> Numbers:
     """Sums over the world, in float64: squared gradient norm, loss, tokens that count, ranks that want to stop, z-loss,
     and where asked zeros in the gradient and disagreement of replicas; the step's one sync with the device. Sums keep
@@ -131,7 +131,7 @@ def _agree(
     if mesh.pp.is_last and mesh.tp.is_first:  # replicated values are counted once per data-parallel rank
         mine["loss_sum"].copy_(losses[0])
         mine["z_sum"].copy_(losses[1])
-        mine["tokens"].fill_(float(sum(host.counted_tokens for host in hosts)))
+        mine["tokens"].fill_(float(sum(host.counted for host in hosts)))
     mine["stop"].fill_(float(want_stop))
     if count_zeros:
         mine["zeros"].copy_(run.optimizer.local_zeros())

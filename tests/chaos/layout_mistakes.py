@@ -71,7 +71,7 @@ MISTAKES = [
     Mistake(
         "every rank weights its micro-batches by the tokens that it counts itself",
         "losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)",
-        "own = sum(host.counted_tokens for host in hosts) / sum(h.batch.tokens_SB.numel() for h in hosts)\n"
+        "own = sum(host.counted for host in hosts) / sum(h.tokens_SB.numel() for h in hosts)\n"
             "        losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal / own)",
         RUN + LLAMA + DP + " --eod-mask-loss",
         {"kind": "gradient", "step": 1, "name": "head", "causes": "weight of micro-batches"},

@@ -37,7 +37,7 @@ def _note_what_is_read(base: Path, rank: int) -> None:
 
     def noted(run, *args, **options):  # type: ignore[no-untyped-def]
         hosts, _ = run.data.get(run.state.consumed_samples, BATCH)
-        batches = [host.batch for host in hosts]
+        batches = list(hosts)
         rows = [(int(i), one.tokens_SB[:, b].tolist()) for one in batches for b, i in enumerate(one.sample_ids_B)]
         result = train_step(run, *args, **options)
         file.write(json.dumps([run.state.step, rows]) + "\n")

@@ -92,7 +92,7 @@ def opened(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
 
 
 def facts(run: Run) -> tuple[Any, ...]:
-    values = torch.cat([entry.piece.data.double().nan_to_num(7.0) for entry in run.optimizer.pieces()])
+    values = torch.cat([piece.data.double().nan_to_num(7.0) for piece in run.optimizer.pieces()])
     return run.state.to_json(), run.optimizer.updates, replace(run.loss_scaler), values.tolist()
 
 

@@ -125,7 +125,7 @@ def test_what_is_loaded_reaches_the_host(flags: str) -> None:
     for _ in range(2):
         train_step(trained)
     for mine, theirs in zip(other.optimizer.pieces(), trained.optimizer.pieces(), strict=True):
-        mine.piece.data.copy_(theirs.piece.data)
+        mine.data.copy_(theirs.data)
     other.optimizer.updates, other.state = trained.optimizer.updates, replace(trained.state)
     other.optimizer.after_load()
     other.data = trained.data  # whose order is the other seed's
@@ -133,7 +133,7 @@ def test_what_is_loaded_reaches_the_host(flags: str) -> None:
     other.state.consumed_samples = trained.state.consumed_samples - 16
     train_step(other)
     for mine, theirs in zip(other.optimizer.pieces(), trained.optimizer.pieces(), strict=True):
-        assert torch.equal(mine.piece.data, theirs.piece.data), mine.piece.name
+        assert torch.equal(mine.data, theirs.data), mine.name
     for flat in other.buffer.weights.flats:
         flat.fill_(0.5)
     other.optimizer.after_load(main_loaded=False)

@@ -257,8 +257,8 @@ def test_one_bad_gradient_makes_the_norm_not_finite(bad: float) -> None:
 def test_main_weights_follow_the_weights_where_only_those_were_loaded() -> None:
     optimizer = _optimizer(Case(1), "adamw", torch.bfloat16)
     for o in optimizer.pieces():
-        if o.piece.name.startswith("model/"):
-            o.piece.data.fill_(0.5)
+        if o.name.startswith("model/"):
+            o.data.fill_(0.5)
     optimizer.after_load(main_loaded=False)
-    main = {o.piece.name: o.piece.data for o in optimizer.pieces() if o.piece.name.startswith("optimizer.main/")}
+    main = {o.name: o.data for o in optimizer.pieces() if o.name.startswith("optimizer.main/")}
     assert len(main) == len(SHAPES) and all((data == 0.5).all() for data in main.values())

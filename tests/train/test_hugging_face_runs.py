@@ -111,7 +111,7 @@ def test_half_precision_keeps_the_exact_values_as_main_weights(models) -> None:
     run = run_from(config)
     found = origin.begin_with_foreign(run, config)
     assert found is not None and "llama in float32" in found[1][0]
-    pieces = {e.piece.name: e.piece.data for e in run.optimizer.pieces()}
+    pieces = {e.name: e.data for e in run.optimizer.pieces()}
     word = theirs.model.embed_tokens.weight.detach()
     main = pieces["optimizer.main/embedding.word"].view(V, -1)
     assert torch.equal(main, word)

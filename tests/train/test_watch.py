@@ -249,7 +249,7 @@ def test_sums_see_every_bit_of_every_copy() -> None:
 def unseen(flags: str) -> bool:
     """Whether `disagreement` is zero as it is, and never with a bit of a weight turned on any rank."""
     run = build(flags)
-    biases = [bias.data for bias, _ in run.balance.pieces()]
+    biases = [bias.data for bias in run.balance.pieces()]
     weights = [flat.view(torch.uint8) for flat in (*run.buffer.weights.flats, *biases)]
     seen = [bool(all_reduce_(disagreement(run), run.mesh.world).any())]
     for turn in range(40):

@@ -221,7 +221,7 @@ def warm_up(run: Run, config: Config) -> float:
     where = stage.rotated(on_device(host, run.mesh.device, step=1))
     block = stage.blocks[0]
     assert isinstance(block, Block)
-    shape, kind = (len(host.batch.tokens_SB) // run.mesh.tp.size, B, run.pipeline.width), run.pipeline.dtype
+    shape, kind = (len(host.tokens_SB) // run.mesh.tp.size, B, run.pipeline.width), run.pipeline.dtype
     x_sBD = torch.zeros(shape, dtype=kind, device=run.mesh.device, requires_grad=True)
     y_sBD = stage.use(block, x_sBD, where)
     torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))

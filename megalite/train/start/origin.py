@@ -275,10 +275,10 @@ def begin_with_foreign(run: Run, config: Config) -> tuple[Path, list[str]] | Non
         if folder is None:
             raise CheckpointError("it does not exist here, but rank 0 sees it: share it, or copy it to all nodes")
         theirs = open_weights(config, folder)
-        pieces = [entry.piece for entry in run.optimizer.pieces()]
+        pieces = run.optimizer.pieces()
         main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # exact where weights are not
         wanted = main or [piece for piece in pieces if piece.name.startswith("model/")]
-        wanted += [piece for piece, _ in run.balance.pieces()]
+        wanted += run.balance.pieces()
         wanted = of_dense(wanted) if upcycles(config) else wanted
         rows = run.vocab_size if theirs.padded else theirs.rows
         if mesh.world.is_first:

@@ -51,9 +51,8 @@ class Start:
 
 def pieces_to_save(run: Run, optimizer: bool = True) -> list[Piece]:
     """The pieces that this rank writes; without the optimizer's state also without the main weights."""
-    owned = [entry.piece for entry in run.optimizer.pieces() if entry.owned]
-    owned += [piece for piece, mine in run.balance.pieces() if mine]
-    return [piece for piece in owned if optimizer or piece.name.startswith(OF_MODEL)]
+    pieces = [*run.optimizer.pieces(), *run.balance.pieces()]
+    return [piece for piece in pieces if piece.mine and (optimizer or piece.name.startswith(OF_MODEL))]
 
 
 def open_saver(run: Run, config: Config) -> Saver | None:
@@ -143,8 +142,7 @@ def _wanted(
     if start.afresh:
         notes += [f"changed since the checkpoint: {line}" for line in [*options, *tokenizer]]
         options, tokenizer = [], []
-    pieces, own = [entry.piece for entry in run.optimizer.pieces()], run.optimizer.kinds()
-    pieces += [piece for piece, _ in run.balance.pieces()]
+    pieces, own = [*run.optimizer.pieces(), *run.balance.pieces()], run.optimizer.kinds()
     saved = {name.partition("/")[0]: whole.dtype for name, whole in manifest.tensors.items()}  # of the names KIND/NAME
     states = _states(own) if start.optimizer else {}
     of_optimizer = _rate_problems(run.rates, theirs, config.checkpoint) if start.optimizer else []
