@@ -15,7 +15,7 @@ from train_cases import ROOT, run_from
 
 import megalite
 from megalite import api
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 from megalite.train.start.origin import start_run
 
 SMALL = megalite.Config(

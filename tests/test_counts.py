@@ -6,7 +6,7 @@ from planning.measured_memory import Live
 from train_cases import stage_from
 
 from megalite.kernels.dispatch import chosen
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
  --micro-batch-size 2 --train-iters 2 --lr 0.01 --mock-data --vocab-size 64 --eval-iters 0 --hidden-dropout 0

@@ -16,7 +16,7 @@ import test_layouts
 from documents import ROOT
 
 from megalite.config.megatron_flags import INSTEAD, known_flags
-from megalite.models.families import FAMILIES
+from megalite.interop.naming import FAMILIES
 from tools.document_flags import OUTSIDE
 
 sys.path.insert(0, str(ROOT / "tests/chaos"))

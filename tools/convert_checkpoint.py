@@ -37,7 +37,7 @@ from megalite.interop.hugging_face.config_json import choose_family
 from megalite.interop.hugging_face.model_files import write_model
 from megalite.interop.megatron import rank_files as megatron
 from megalite.interop.megatron import torch_dist as megatron_dist
-from megalite.models.families import FAMILIES
+from megalite.interop.naming import FAMILIES
 from megalite.models.specs import specs_of, stored_specs
 from megalite.optim.loss_scale import LossScaler
 from megalite.train.life.export_hf import family_in, like_of, tokenizer_files

@@ -35,7 +35,7 @@ from megalite.kernels.cached_attention import cached_attention
 from megalite.kernels.dropout import fold
 from megalite.models.gpt import Block, Head, Stage
 from megalite.models.specs import specs_of
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh

@@ -30,7 +30,7 @@ from megalite.checkpoint.offline import Checkpoint
 from megalite.config.check import check
 from megalite.config.console import told
 from megalite.config.options import ConfigError, ModelConfig, build
-from megalite.models.families import Naming, TensorRule
+from megalite.interop.naming import Naming, TensorRule
 from megalite.parallel.spec import Box, ParamSpec, Piece, inside, intersect
 
 Specs = Mapping[str, ParamSpec]

@@ -19,11 +19,11 @@ from megalite.config.options import ModelConfig
 from megalite.kernels.dropout import dropout, fold
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
 from megalite.nn.attention import Attention
-from megalite.nn.batch import SITE_HIDDEN_1, SITE_HIDDEN_2, Batch
 from megalite.nn.embedding import Embedding, vocabulary_spec
 from megalite.nn.experts import Experts, ExpertsShape
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import linear_cross_entropy
+from megalite.nn.micro_batch import SITE_HIDDEN_1, SITE_HIDDEN_2, Batch
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm, norm_of
 from megalite.nn.parameter import Maker, Use, run_unit

@@ -18,9 +18,9 @@ from megalite.kernels.attention import attention
 from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.dropout import fold
 from megalite.kernels.rope import apply_rope, pairs_to_halves
-from megalite.nn.batch import SITE_ATTENTION, Batch
 from megalite.nn.context import Across
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
+from megalite.nn.micro_batch import SITE_ATTENTION, Batch
 from megalite.nn.norm import HeadNorms, Norm, norm_of
 from megalite.nn.parameter import Maker
 from megalite.nn.recompute import recompute

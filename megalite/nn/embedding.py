@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from megalite.kernels.dropout import dropout, fold
 from megalite.kernels.weight_grad import accumulate_rows_
-from megalite.nn.batch import SITE_EMBEDDING, Batch
+from megalite.nn.micro_batch import SITE_EMBEDDING, Batch
 from megalite.nn.parameter import GradientSink, Maker, sink_of
 from megalite.parallel.comm import scatter_seq
 from megalite.parallel.mesh import Mesh

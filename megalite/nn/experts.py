@@ -23,8 +23,8 @@ from megalite.kernels.activation import Activation, activation_named
 from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.route import combine, expert_of_rows, slots_of, sort_by_expert
-from megalite.nn.batch import Batch
 from megalite.nn.later import Later
+from megalite.nn.micro_batch import Batch
 from megalite.nn.mlp import MLP
 from megalite.nn.parameter import GradientSink, Maker, sink_of
 from megalite.nn.recompute import recompute

@@ -30,7 +30,7 @@ from torch.autograd import Function
 from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.dropout import fold, hash_coordinates
 from megalite.kernels.weight_grad import accumulate_outer_
-from megalite.nn.batch import SITE_ROUTER, Batch
+from megalite.nn.micro_batch import SITE_ROUTER, Batch
 from megalite.nn.parameter import Maker, sink_of
 from megalite.parallel.comm import start_all_gather
 from megalite.parallel.spec import Box, Constant, Normal, ParamSpec, Piece

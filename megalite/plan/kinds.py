@@ -9,9 +9,9 @@ from torch import Tensor
 from megalite.config.options import ModelConfig
 from megalite.models.gpt import Block, Head
 from megalite.nn.activation_offload import Offload
-from megalite.nn.batch import Batch
 from megalite.nn.embedding import Embedding, vocabulary_spec
 from megalite.nn.later import Later
+from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import Maker, run_unit
 from megalite.nn.places import Places, place
 from megalite.nn.recompute import recompute

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.data.samples.batches import MicroBatch
 from megalite.kernels.attention import Documents
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 from megalite.nn.places import place
 from megalite.parallel.mesh import Axis
 

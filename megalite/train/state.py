@@ -8,7 +8,7 @@ from typing import Any
 from megalite.data.samples.batches import Prefetcher
 from megalite.data.samples.ledger import Ledger
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import Rates

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megalite.config.faults import fault
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 from megalite.parallel.comm import all_reduce_
 from megalite.train.batch import on_device
 from megalite.train.replicas import check_replicas, disagreement

@@ -32,7 +32,7 @@ from megalite.interop.hugging_face.model_files import stop_ids
 from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention
 from megalite.models.gpt import Stage
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.plan.arrangement import arrange
 from megalite.plan.stages import build_stages

@@ -27,7 +27,7 @@ from megalite.config.options import build
 from megalite.interop import convert
 from megalite.interop.hugging_face import model_files
 from megalite.interop.hugging_face.config_json import choose_family, misfits, read_config
-from megalite.models.families import FAMILIES
+from megalite.interop.naming import FAMILIES
 from megalite.train.start import origin
 
 

@@ -18,7 +18,7 @@ from megalite.interop.hugging_face import model_files as hugging_face
 from megalite.interop.hugging_face.config_json import read_config
 from megalite.interop.megatron import rank_files as megatron
 from megalite.interop.megatron import torch_dist as megatron_dist
-from megalite.models.families import FAMILIES
+from megalite.interop.naming import FAMILIES
 from megalite.models.specs import specs_of
 
 ROUNDS = 120

@@ -19,8 +19,8 @@ from megalite.config.options import Config
 from megalite.kernels import dispatch
 from megalite.launch.ranks import Ranks
 from megalite.models.compiled import CompileError, check_compile
-from megalite.nn.batch import Batch
 from megalite.nn.later import Later
+from megalite.nn.micro_batch import Batch
 from megalite.plan.arrangement import arrange
 from megalite.train.life.preflight import check_machine, warm_up
 from megalite.train.setup import SetupError

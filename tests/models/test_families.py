@@ -9,7 +9,8 @@ import pytest
 from formulas import head_flops, layer_flops, mean_keys
 
 from megalite.config.options import Config, build
-from megalite.models.families import PRESETS, rules
+from megalite.interop.naming import rules
+from megalite.models.families import PRESETS
 from megalite.models.specs import specs_of
 from megalite.plan.kinds import model_flops
 

@@ -10,9 +10,9 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalite.nn.batch import Batch
 from megalite.nn.experts import Experts, ExpertsShape
 from megalite.nn.later import Later
+from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import Maker, named_specs
 from megalite.nn.router import LOSSES, Routing
 from megalite.parallel.comm import all_reduce_

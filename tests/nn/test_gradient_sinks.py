@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train_cases import stage_from
 
 from megalite.models.gpt import Stage
-from megalite.nn.batch import Batch
 from megalite.nn.loss import linear_cross_entropy
+from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import ParamBuffer
 from megalite.parallel.mesh import Mesh

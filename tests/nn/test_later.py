@@ -7,9 +7,9 @@ from ranks import run_ranks
 from train_cases import config_from
 
 from megalite.models.gpt import Stage
-from megalite.nn.batch import Batch
 from megalite.nn.later import Later
 from megalite.nn.linear import gather_linear
+from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import ParamBuffer
 from megalite.parallel.mesh import Mesh, build_mesh

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from train_cases import stage_from
 
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 from megalite.nn.recompute import without_keeping
 
 S, B, V = 12, 2, 64

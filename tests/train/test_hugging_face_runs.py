@@ -25,7 +25,7 @@ from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.generate import generation as generate
 from megalite.interop.hugging_face import model_files as hf_files
 from megalite.launch.ranks import Ranks
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 from megalite.parallel.mesh import build_mesh
 from megalite.train.batch import on_device
 from megalite.train.life.export_hf import export

@@ -18,7 +18,7 @@ from megalite.config.options import ModelConfig
 from megalite.config.packages import needs
 from megalite.interop.convert import Foreign, Ours, Specs
 from megalite.models.gpt import Stage
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import Maker, weight_pieces
 from megalite.parallel.mesh import Mesh
 from tools.foreign_import import kept

@@ -23,7 +23,7 @@ from megalite.checkpoint.offline import Checkpoint
 from megalite.config.options import ModelConfig
 from megalite.interop.megatron.rank_files import Ranks
 from megalite.models.gpt import Stage
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import Maker, weight_pieces
 from megalite.parallel.mesh import Mesh
 from tools.checks.conversion import fill_stage

@@ -23,8 +23,8 @@ from megalite.config.options import ModelConfig, build
 from megalite.config.pattern import LONGEST, write_pattern
 from megalite.config.tables import table_beside
 from megalite.interop.convert import refuse
+from megalite.interop.naming import FAMILIES, Family
 from megalite.kernels.rope import RopeScaling, Yarn
-from megalite.models.families import FAMILIES, Family
 from megalite.models.gpt import rope_scaling
 
 Json = dict[str, Any]

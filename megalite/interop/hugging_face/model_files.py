@@ -25,7 +25,7 @@ from megalite.config.options import ModelConfig
 from megalite.config.tables import table_beside
 from megalite.interop import convert
 from megalite.interop.hugging_face.config_json import Json, read_config, write_config
-from megalite.models.families import FAMILIES, Naming
+from megalite.interop.naming import FAMILIES, Naming
 from megalite.models.specs import specs_of
 
 INDEX = "model.safetensors.index.json"

@@ -29,7 +29,7 @@ from megalite.config.options import ModelConfig
 from megalite.config.tables import table_beside
 from megalite.interop.convert import Foreign, Found, box_on, matched, model_of, recipes, usual_dtype
 from megalite.interop.megatron.args import given, read_args
-from megalite.models.families import Naming, rules
+from megalite.interop.naming import Naming, rules
 from megalite.models.specs import stored_specs
 
 TABLE = table_beside(__file__, "names")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.nn.batch import Batch
+from megalite.nn.micro_batch import Batch
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.layout import Bucket, Slot
 from megalite.parallel.comm import gather_texts
