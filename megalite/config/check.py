@@ -2,6 +2,7 @@
 conditions. Each is a Problem (problem.py). Pure, as options.py is."""
 
 import contextlib
+import math
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -11,15 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megalite.config.check_experts import expert_effects, expert_problems, expert_world_problems
-from megalite.config.check_model import (
-    any_divisor,
-    context_problems,
-    layout_problems,
-    model_effects,
-    model_problems,
-    multiples,
-)
+from megalite.config.check_model import any_divisor, layout_problems, model_effects, model_problems, multiples
 from megalite.config.field import facts_of, flag_of
 from megalite.config.options import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig, options
 from megalite.config.pattern import read_batch_schedule, read_split
@@ -27,9 +20,7 @@ from megalite.config.problem import Problem, Say
 
 MOST_MICROBATCHES = 100_000  # of one rank and step
 MOST_NEAR = 4096  # how far off another number of ranks is looked for
-RECOMPUTED = ("core_attn", "layernorm", "mlp")
-_OF_EXPERTS = ("moe", "shared_experts")  # taken of a dense model, too, as by Megatron-LM
-TERM = re.compile(r"([!?]?)(\w+)(?:(!=|<=|>=|[=<>%~])(.+))?")
+TERM = re.compile(r"([!?]?)([#*\w]+)(?:(!=|<=|>=|[=<>%~])(.+))?")
 ORDER = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "%": operator.mod}
 Term = tuple[str, str, str | None, str]  # ! or ? or "", name, relation, other side
 
@@ -52,8 +43,6 @@ def check(
         *model_problems(config.model, say),
         *layout_problems(config, say),
         *training_problems(config, say),
-        *context_problems(config, say),
-        *expert_problems(config, say),
         *_data(config.data, say),
         *_run_name(config.log.name, say),
         *(_world(config, world_size, say) if world_size is not None else ()),
@@ -64,7 +53,7 @@ def check(
 def without_effect(config: Config) -> list[Problem]:
     """Options that do nothing, or less than expected, beside others; no errors, as Megatron-LM accepts them."""
     say = Say(config)
-    return [*broken("without effect", say), *model_effects(config.model, say), *expert_effects(config, say)]
+    return [*broken("without effect", say), *model_effects(config.model, say)]
 
 
 @cache
@@ -91,7 +80,7 @@ def broken(part: str, say: Say, **facts: Any) -> Iterator[Problem]:
     """What the rules of this part have to say; `facts`: more that they name."""
     for conditions, text in rules_of(part):
         if all(any(holds(term, say, facts) for term in terms) for terms in conditions):
-            named = [name for terms in conditions for _, name, *_ in terms]
+            named = [name for terms in conditions for _, names, *_ in terms for name in re.findall(r"[a-z]\w*", names)]
             (_, first, _, other), more = conditions[0][0], {}
             if "{divisors}" in text:
                 more["divisors"] = any_divisor(_value(first, say, facts))
@@ -100,8 +89,15 @@ def broken(part: str, say: Say, **facts: Any) -> Iterator[Problem]:
             yield say(text, *(name for name in named if name in say.values), option=named[0], **more, **facts)
 
 
-def _value(name: str, say: Say, facts: Mapping[str, Any]) -> Any:
-    return facts[name] if name in facts else say.value(name)
+def _value(term: str, say: Say, facts: Mapping[str, Any]) -> Any:
+    """Of a number, an option, a property, a fact, a length or a product of these."""
+    if len(factors := term.split("*")) > 1:
+        values = [_value(factor, say, facts) for factor in factors]
+        return None if None in values else math.prod(values)
+    if re.match(r"[-\d.]", term):
+        return float(term) if "." in term else int(term)
+    value = facts[term] if term in facts else say.value(term.removeprefix("#"))
+    return len(value) if term[0] == "#" and value is not None else value
 
 
 def holds(term: Term, say: Say, facts: Mapping[str, Any]) -> bool:
@@ -111,11 +107,11 @@ def holds(term: Term, say: Say, facts: Mapping[str, Any]) -> bool:
     if relation is None:
         return sign == "?" or (value not in (_defaults().get(name, False), "", ())) != (sign == "!")
     if relation == "~":
-        return other in str(value)
+        return (other in str(value)) != (sign == "!")
     if relation in ("=", "!="):
         alike = any(str(value) == one or (one in say.values and value == say.values[one]) for one in other.split(","))
         return alike == (relation == "=")
-    bound = float(other) if re.match(r"[-\d.]", other) else _value(other, say, facts)
+    bound = _value(other, say, facts)
     return (value is not None and bound is not None and bool(ORDER[relation](value, bound))) != (sign == "!")
 
 
@@ -168,11 +164,6 @@ def training_problems(config: Config, say: Say) -> Iterator[Problem]:
     if not t.skip_train:
         yield from _rate(t, config.optim, say)
     yield from _batches(t, config.model.seq_length, say)
-    for module in t.recompute_modules:
-        known = RECOMPUTED + _OF_EXPERTS + ("moe_act",) * bool(config.model.num_experts)  # which is always so
-        if module not in known:
-            text = "{=recompute_modules} is not a part of a dense block; use {known}"
-            yield say(text, recompute_modules=module, known=", ".join(RECOMPUTED))
 
 
 def _rate(t: TrainConfig, o: OptimConfig, say: Say) -> Iterator[Problem]:
@@ -203,9 +194,7 @@ def _batches(t: TrainConfig, seq_length: int, say: Say) -> Iterator[Problem]:
                 yield say(text + ", or one of both", last=last)
         except ValueError as error:
             yield say("{=step_batch_size_schedule!r} {error}", "seq_length", error=error)
-    if t.rampup_batch_size is not None and len(t.rampup_batch_size) != 3:
-        yield say("{=rampup_batch_size} is not three numbers; give START INCREMENT SAMPLES")
-    elif t.rampup_batch_size is not None and t.global_batch_size is not None:
+    if t.rampup_batch_size is not None and len(t.rampup_batch_size) == 3 and t.global_batch_size is not None:
         first, increment, _ = t.rampup_batch_size
         way = t.global_batch_size - first
         if way < 0 or increment < 1 or way % increment:
@@ -222,10 +211,12 @@ def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
     shape = f"tp {p.tensor_model_parallel_size} x pp {p.pipeline_model_parallel_size}{by_cp}"
     facts = dict(world=world_size, last=world_size - 1, unit=unit, shape=shape, ranks=dp * unit)
     facts |= dict(dp=dp, by_cp=by_cp, sharing=dp * cp, evaluated=config.train.eval_batch_size(dp))
+    share = p.expert_model_parallel_size * p.expert_tensor_parallel_size
+    per_stage = world_size // p.pipeline_model_parallel_size
+    facts |= dict(share=share, per_stage=per_stage, alike=per_stage // share)
     micro = config.train.eval_micro_batch_size or config.train.micro_batch_size
     beyond = ",".join(str(rank) for rank in config.operations.profile_ranks if rank >= world_size)
     yield from broken("of a world", say, **facts, eval_micro=micro, eval_unit=micro * dp, beyond=beyond)
-    yield from expert_world_problems(config, world_size, say)
     yield from _batch_sizes(config, dp, say)
 
 
