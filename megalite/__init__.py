@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megalite.api import CommandError, ConfigError, convert, load, plan, read_metrics, train, verify
     from megalite.api import RunConfig as Config
+    from megalite.config.plugins import register
 
 __version__ = "0.1.0"
-__all__ = ["CommandError", "Config", "ConfigError", "convert", "load", "plan", "read_metrics", "train", "verify"]
+__all__ = ["CommandError", "Config", "ConfigError", "convert", "load", "plan", "read_metrics"]
+__all__ += ["register", "train", "verify"]
 
 
 class _Called(ModuleType):
@@ -27,7 +29,8 @@ for _room in ("plan", "train"):
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'megalite' has no attribute {name!r}")
-    return getattr(importlib.import_module("megalite.api"), "RunConfig" if name == "Config" else name)
+    module = "megalite.config.plugins" if name == "register" else "megalite.api"
+    return getattr(importlib.import_module(module), "RunConfig" if name == "Config" else name)
 
 
 def __dir__() -> list[str]:

@@ -18,6 +18,7 @@ from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
 from megalite.config.field import words_of
 from megalite.config.options import Config, ConfigError
+from megalite.config.plugins import load as load_plugins
 from megalite.data.errors import DataError
 from megalite.launch.local_ranks import ORDERLY
 from megalite.models.families import PRESETS
@@ -108,16 +109,24 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     return [row for _, row in json_rows(path)]
 
 
-def load(path: str | Path, *, dtype: Literal["float32", "bfloat16"] = "float32", device: str = "auto") -> "Generator":
+def load(
+    path: str | Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    device: str = "auto",
+    plugins: Sequence[str] = (),
+) -> "Generator":
     """A model, whole on one device, for `logits` and `generate`: the newest checkpoint of a run, of whatever layout, or
     a Hugging Face model. `dtype`: of weights and arithmetic. `device`: cpu, cuda, or auto, the card if there is one.
-    Imports torch. Raises CommandError where there is none, it cannot be read, or it has no tokenizer."""
+    `plugins`: those that the run had, for this process. Imports torch. Raises CommandError where there is no model, it
+    cannot be read, or it has no tokenizer, ConfigError where a plugin fails."""
     import torch
 
     from megalite.generate.generation import SetupError, load_model
     from megalite.parallel.mesh import Mesh
     from megalite.train.life.preflight import choose_device
 
+    load_plugins(plugins)
     try:
         return load_model(path, Mesh.alone(choose_device(device)), getattr(torch, dtype))
     except (SetupError, CheckpointError, DataError) as error:

@@ -94,6 +94,8 @@ def environment_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def runs_are_closed() -> Iterator[None]:
+def runs_are_closed_without_plugins() -> Iterator[None]:
     yield
     train_cases.close_runs()
+    if plugins := sys.modules.get("megalite.config.plugins"):
+        plugins.load([])

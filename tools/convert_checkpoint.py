@@ -27,6 +27,7 @@ from megalite.checkpoint.offline import Checkpoint, open_checkpoint
 from megalite.config.console import complain
 from megalite.config.field import flag_of
 from megalite.config.options import Config, ConfigError, ModelConfig, build
+from megalite.config.plugins import missing
 from megalite.config.toml import parse_toml, to_toml
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
@@ -49,7 +50,7 @@ from tools.checks import second_reading
 from tools.checks.conversion import compare, compare_logits
 from tools.foreign_import import write_import
 from tools.megatron_release import write_megatron
-from tools.program import local_path, parser_of, refusing, run_program
+from tools.program import Plugins, local_path, parser_of, refusing, run_program
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_BOUND = 1e-4
@@ -126,7 +127,11 @@ def saved_model(source: Checkpoint) -> ModelConfig:
     where = f"{source.folder}: its configuration"
     try:
         return model_of(parse_toml(str(source.manifest.state["config"]), str(source.folder)), where)
-    except (KeyError, ConfigError) as error:
+    except (KeyError, ConfigError, CheckpointError) as error:
+        if lacks := missing(source.manifest.state.get("plugins")):
+            raise CheckpointError(f"{source.folder} {lacks}") from None
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{where} cannot be read ({error}); use another checkpoint") from None
 
 
@@ -262,6 +267,7 @@ def main(argv: list[str]) -> int:
     target.add_argument("--to-hf", type=local_path, metavar="DIR", help="make a Hugging Face model directory")
     target.add_argument("--to-megatron", type=local_path, metavar="DIR", help="make a release of Megatron-LM")
     both = "compare both sides: all bits, each layer, and logits with transformers'"
+    parser.add_argument("--plugin", action=Plugins)
     parser.add_argument("--check", action="store_true", help=both)
     parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")

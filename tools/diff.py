@@ -21,7 +21,7 @@ from megalite.config.field import HOW, MODEL, TRAINING, facts_of
 from megalite.config.options import Config, ConfigError, build, completed, options, over_preset
 from megalite.config.toml import read_toml
 from megalite.models.families import PRESETS
-from tools.program import parser_of, refusing, run_program
+from tools.program import Plugins, parser_of, refusing, run_program
 
 CHANGES = {MODEL: "the model", TRAINING: "the training", HOW: "how it is computed"}
 ORDER = (*CHANGES.values(), "neither")
@@ -69,6 +69,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("a", type=Path, help="a run directory, or a TOML file")
     parser.add_argument("b", type=Path, help="the other one")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument("--plugin", action=Plugins)
     args = parser.parse_args(argv)
     rows = differences(config_of(args.a), config_of(args.b))
     print(json.dumps(rows) if args.json else printable(text_of(rows, args.a, args.b)))

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.console import complain, printable
 from megalite.launch.local_ranks import INTERRUPTED, start_local
 from megalite.launch.ranks import LaunchError, Ranks, leave, process_group, read_environment
-from tools.program import parser_of
+from tools.program import Plugins, parser_of
 
 LEAST = {"max_new_tokens": 1, "top_k": 0, "temperature": 0, "batch_size": 1, "nproc": 1}
 LEAST |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "seed": 0}
@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and arithmetic")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--nproc", type=int, default=1, help="local processes to start when no launcher did")
+    parser.add_argument("--plugin", action=Plugins)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="TP")
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="PP")
     return parser

@@ -7,17 +7,34 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.config.console import as_command, complain
+from megalite.config.options import ConfigError
+from megalite.config.plugins import load
 
 
 def parser_of(doc: str | None, name: str | None = None, *, allow_abbrev: bool = False) -> argparse.ArgumentParser:
     """`doc`: of the module, which --help prints as it stands."""
     raw = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(name, description=doc, formatter_class=raw, allow_abbrev=allow_abbrev)
+
+
+class Plugins(argparse.Action):
+    """Of --plugin in programs that read a run's files and not its options: loads what is named, again what was."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any):
+        text = "FILE.py or module of your own that the run had; may be given again"
+        super().__init__(option_strings, dest, **{"default": [], "help": text, **more})
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), values])
+        try:
+            load(getattr(namespace, self.dest))
+        except ConfigError as error:
+            parser.error(str(error))
 
 
 Main = Callable[[list[str]], int | None]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalite.config import options as configs
+from megalite.config import plugins
 from megalite.config.check import check, without_effect
 from megalite.config.console import complain
 from megalite.config.field import LISTS, base_type, facts_of, flag_of, masked, spellings
@@ -120,6 +121,8 @@ def take_apart(argv: Sequence[str]) -> Words:
                 remedy = f"give it after the flag (one that begins with -: {flag}=-1)"
                 found.problems.append(f"{flag} needs a value; {remedy}")
                 found.unclear.add(name)
+            elif f is not None and facts_of(f).adds_up:
+                found.given.setdefault(name, []).extend(values)
             else:
                 found.give(name, values if lists else values[0])
                 text = name if kind == "str" else ""
@@ -174,6 +177,7 @@ def read_all(argv: Sequence[str], presets: Presets, also: Also | None = None, wo
         except ConfigError as error:
             problems += error.problems
             follows = check(Config())  # problems of an empty command line: the file may have had these options
+    _load_plugins(file, given, problems)
     preset = str(given.pop("preset", "") or file.get("preset", ""))
     file.pop("preset", None)
     if preset and preset not in presets:
@@ -198,6 +202,17 @@ def read_all(argv: Sequence[str], presets: Presets, also: Also | None = None, wo
     if configs.resolved_style(config, megatron_spelling=bool(words.foreign)) == "megatron":
         config = replace(config, log=replace(config.log, log_style="megatron"))
     return Read(config, [*words.notes, *foreign.notes, *without_effect(config)], foreign.warnings)
+
+
+def _load_plugins(file: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+    """Before values are looked at, which may name what plugins register. Raises ConfigError."""
+    there, _ = configs.convert_all({name: value for name, value in file.items() if name == "plugin"})
+    if words := [*dict.fromkeys([*there.get("plugin", ()), *given.get("plugin", ())])]:
+        given["plugin"] = words
+    try:
+        plugins.load(words)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
 
 
 def read(argv: Sequence[str], presets: Presets) -> tuple[Config, list[str]]:

@@ -11,11 +11,12 @@
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from functools import cache, partial
 from typing import Any
 
+from megalite.config.registry import MORE, Registry
 from megalite.config.tables import table_beside
 
 FREE, HOW, TRAINING, MODEL = "free", "how", "training", "model"
@@ -39,11 +40,12 @@ class Facts:
     stand_in   a value that contradicts nothing, for checking the others where this one is unclear
     same_as    the section's property with the effective value: options whose effective values agree are equal
     through    the option through which alone this one acts: where that is equal, this one may differ
+    adds_up    values of a flag that is given again, and of a file, are added to the others
     """
 
     resume: str
     help: str
-    choices: tuple[str, ...] = ()
+    choices: Sequence[str] = ()
     required: bool = False
     least: int = 0
     above: int | None = None
@@ -52,6 +54,7 @@ class Facts:
     stand_in: float | None = None
     same_as: str | None = None
     through: str | None = None
+    adds_up: bool = False
 
     def problem(self, value: object) -> str | None:
         """Why a number is out of range; None where it is not."""
@@ -196,13 +199,14 @@ def convert(f: Field[Any], value: Any) -> Any:
         except OverflowError:
             raise ValueError(f"{f.name}={shown} is beyond a float's range; give a smaller number") from None
     if kind == "str" and isinstance(value, str):
-        other = refused().get(f.name, {})
+        other, more = refused().get(f.name, {}), MORE if isinstance(facts.choices, Registry) else ""
         if (reason := other.get(value) or other.get(value.lower())) and value not in facts.choices:
-            raise ValueError(f"{f.name}={value} is not supported: {reason}")
+            raise ValueError(f"{f.name}={value} is not supported: {reason}{more}")
         if facts.choices and value not in facts.choices:
             plain = {re.sub(r"[-_ ]", "", choice).lower(): choice for choice in facts.choices}
             near = difflib.get_close_matches(re.sub(r"[-_ ]", "", value).lower(), plain, 1, cutoff=0.7)
             remedy = f"did you mean {plain[near[0]]}?" if near else "use one of them"
+            remedy += more * (not near)
             raise ValueError(f"{f.name}={value!r} is not one of {', '.join(facts.choices)}; {remedy}")
         return value
     raise bad

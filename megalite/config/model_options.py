@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megalite.config.activations import ACTIVATIONS
 from megalite.config.field import how, model, training
 from megalite.config.pattern import read_pattern
+from megalite.config.registry import KINDS
 
 ALL_DROPPED = (1, "drops everything; use less than 1")
 
@@ -31,7 +31,7 @@ class ModelConfig:
     add_bias_linear: bool = model(True, "biases in all linear layers")
     add_qkv_bias: bool = model(False, "biases in the query, key, value projections only")
     activation: str = model(
-        "gelu", "feed-forward activation; gelu is the tanh form, gelu_erf the exact one", choices=ACTIVATIONS
+        "gelu", "feed-forward activation; gelu is the tanh form, gelu_erf the exact one", choices=KINDS["activation"]
     )
     bias_gelu_fusion: bool = model(True, "tanh form of gelu; off: exact, where none is named", through="activation")
     openai_gelu: bool = model(False, "tanh form of gelu where none is named", through="activation")

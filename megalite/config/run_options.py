@@ -273,8 +273,11 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class OperationsConfig:
-    """How a run is watched and stopped; none of these changes the training."""
+    """How a run is watched and stopped; none of these changes the training, unless a plugin's part is chosen."""
 
+    plugin: tuple[str, ...] = free(
+        (), "Python of your own that registers parts: FILE.py or a module; may be given again", adds_up=True
+    )
     manual_gc: bool = free(False, "run Python's garbage collector only at fixed steps, the same on all ranks")
     manual_gc_interval: int = free(0, "steps between collections with --manual-gc; 0: at evaluations only")
     manual_gc_eval: bool = free(True, "collect before and after evaluations with --manual-gc")

@@ -8,6 +8,7 @@ from typing import Any
 
 from megalite.config.megatron_flags import nearest
 from megalite.config.options import SECTIONS, Config, ConfigError, gelu_form, options
+from megalite.config.plugins import hashes
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -86,6 +87,7 @@ def toml_of(values: Mapping[str, Any]) -> str:
         if f.name in values:
             lines += ["", f"[{section}]"] if section != last else []
             literal = json.dumps(values[f.name], ensure_ascii=False).replace("\x7f", "\\u007f")
-            lines.append(f"{f.name} = {literal}")
+            texts = ", ".join(f"{name} {sha256}" for name, sha256 in hashes().items() if f.name == "plugin")
+            lines.append(f"{f.name} = {literal}" + f"  # sha256: {texts}" * bool(texts))
             last = section
     return "\n".join([*lines[1:], ""])

@@ -1,19 +1,18 @@
 """Activations of the feed-forward block, each with its backward from the input alone.
 
 Each is a file of megalite/kernels/activations/ that defines ACTIVATION, and the file's name is the activation's:
-`--activation` offers what the folder holds (megalite/config/activations.py). Nothing else names them one by one.
+`--activation` offers what the folder holds, and those of plugins (megalite/config/registry.py). Nothing else names
+them one by one.
 
 Backward needs only the input, so a caller saves that (nn/linear.py), and also returns `a` again.
 """
 
-import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megalite.config.activations import ACTIVATIONS
+from megalite.config.registry import KINDS
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,6 @@ class Activation:
     takes_bias: bool = False
 
 
-@functools.cache
 def activation_named(name: str) -> Activation:
-    """The activation that megalite/kernels/activations/<name>.py defines. Raises ValueError where there is no such
-    file: only what is in that folder is ever imported by name."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation={name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
-    return importlib.import_module(f"megalite.kernels.activations.{name}").ACTIVATION
+    """Raises ValueError where there is none."""
+    return KINDS["activation"].find(name)

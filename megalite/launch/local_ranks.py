@@ -26,7 +26,9 @@ from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
+from megalite.config import plugins
 from megalite.config.console import complain, let_go_of_console
+from megalite.config.options import ConfigError
 from megalite.config.run_options import EXIT_SIGNALS
 from megalite.launch.ranks import FIRST_FAILURE, HANG, SAID, LaunchError, Ranks, die_with_parent, read_first_failure
 
@@ -112,7 +114,7 @@ def start_local(
             folder = tempfile.mkdtemp(dir=scratch)  # each start needs a rendezvous file of its own
             for rank in range(nproc):
                 ranks = Ranks(rank, nproc, rank, nproc, f"file://{folder}/rendezvous", resumes, folder)
-                rank_args = (ranks, target, args, holds_signals)
+                rank_args = (ranks, target, args, holds_signals, plugins.texts())
                 process = context.Process(target=_local_rank, args=rank_args, name=f"rank {rank}")
                 let_go_of_console()  # `start` flushes it, which fails if its disk is full
                 process.start()  # the first waits until torch is imported
@@ -275,7 +277,9 @@ def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _local_rank(ranks: Ranks, target: Callable[..., int | None], args: tuple[Any, ...], holds_signals: bool) -> None:
+def _local_rank(
+    ranks: Ranks, target: Callable[..., int | None], args: tuple[Any, ...], holds_signals: bool, parts: plugins.Texts
+) -> None:
     die_with_parent()  # its parent is the fork server
 
     def end_with_launcher() -> None:
@@ -290,6 +294,11 @@ def _local_rank(ranks: Ranks, target: Callable[..., int | None], args: tuple[Any
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        plugins.load([*parts], parts)
+    except ConfigError as error:  # one that fails on some ranks alone, or a module that has changed
+        complain(f"rank {ranks.rank}: {error}")
+        sys.exit(2)
     try:
         sys.exit(target(ranks, *args))
     except KeyboardInterrupt:  # during start-up; later the run itself handles it

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cases import activation_run, normal, normals, results
 from torch import Tensor
 
-from megalite.config.activations import ACTIVATIONS
+from megalite.config.registry import KINDS
 from megalite.kernels.activation import activation_named
 from megalite.kernels.attention import attention, in_sixteens, readable
 from megalite.kernels.dropout import drop_reference, dropout, fold, keep_mask
@@ -161,7 +161,7 @@ def test_dropout_backward_uses_the_same_mask_and_saves_nothing() -> None:
     assert (residual.grad == 1).all()
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", KINDS["activation"])
 def test_an_activations_width_and_backward_are_those_of_its_forward(name: str) -> None:
     """Of every file of kernels/activations/: backward's gradients and its `a` against differences in fp64."""
     activation = activation_named(name)

@@ -14,6 +14,7 @@ from megalite.config.check import check
 from megalite.config.console import complain, show
 from megalite.config.field import MODEL, TRAINING, facts_of
 from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build
+from megalite.config.plugins import changed, hashes, missing
 from megalite.config.toml import parse_toml
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -79,6 +80,7 @@ def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, la
         "loss_scaler": run.loss_scaler.to_json(),
         "spikes": run.spikes.to_json(),
         "config": config_toml,
+        "plugins": hashes(),
         "vocab_size": run.vocab_size,
         "tokenizer": _identity(run.tokenizer),
     }
@@ -132,6 +134,10 @@ def _wanted(
     run: Run, config: Config, start: Start, folder: Location, manifest: Manifest, notes: list[str]
 ) -> loader.Wanted:
     """The pieces to fill from this checkpoint; adds notes. Raises SetupError where it does not fit the run."""
+    plugins = manifest.state.get("plugins")
+    if lacks := missing(plugins):
+        raise SetupError(f"{folder} {lacks}")
+    notes += changed(plugins, str(folder))
     theirs = _numbers(run, folder, manifest, config.checkpoint)[3]
     there = saved_config(manifest, folder).model
     model = read_as(config, there, str(folder)) if start.afresh else config.model
@@ -289,7 +295,9 @@ def saved_config(manifest: Manifest, folder: Location) -> Config:
             config = replace(config, data=replace(data, vocab_size=rows))  # old ones do not count the end of document
         return config
     except (KeyError, ConfigError, OverflowError) as error:
-        raise CheckpointError(f"{folder}: its configuration cannot be read ({error}); use another checkpoint") from None
+        lacks = missing(manifest.state.get("plugins"))
+        why = f": its configuration cannot be read ({error}); use another checkpoint"
+        raise CheckpointError(f"{folder}{f' {lacks}' if lacks else why}") from None
 
 
 def options_that_differ(own: ModelConfig, saved: ModelConfig, where: str) -> list[str]:

@@ -23,6 +23,7 @@ import torch
 import megalite
 from megalite.config import environment
 from megalite.config.options import Config
+from megalite.config.plugins import hashes
 from megalite.config.toml import differences
 from megalite.data.samples.ledger import Ledger
 from megalite.launch.ranks import LaunchError
@@ -45,6 +46,7 @@ def compare_ranks(
     if world.size == 1:
         return [socket.gethostname()], []
     chosen = [f"{name}={value!r}" for section in differences(config).values() for name, value in section.items()]
+    chosen += [f"plugin {name}: sha256 {sha256[:16]}" for name, sha256 in hashes().items()]
     sources = [] if ledger is None else ledger.eras[-1].sources
     mine = {"options": "\n".join(chosen), "data": "\n".join(f"{s.name} {s.digest} {s.weight:g}" for s in sources)}
     return compare(facts_of_machine(device) | mine, world, device)

@@ -1,0 +1,26 @@
+"""An activation: Mish (arXiv:1908.08681), a = x t with t = tanh(softplus(x)); da/dx = t + x sigmoid(x) (1 - t^2).
+
+megalite train --plugin examples/plugins/activation.py --activation mish ...
+
+It prices itself: a plan runs a layer with it on the meta device, and counts what happens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import megalite
+from megalite.kernels.activation import Activation
+
+
+def forward(u: Tensor) -> Tensor:
+    return F.mish(u)
+
+
+def backward(u: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
+    """The activation once more, and the gradient of its input."""
+    t = torch.tanh(F.softplus(u))
+    return u * t, da * (t + u * torch.sigmoid(u) * (1 - t * t))
+
+
+megalite.register("activation", "mish", Activation(forward, backward))

@@ -1,0 +1,184 @@
+"""Plugins: Python of the user's own that registers parts (docs/extending.md).
+
+One runs because its user has typed its name, or that of a TOML file that has it (cli.py): nothing that a run reads,
+be it data, a checkpoint or a model's folder, can name one. A process has those that it was given last; ranks that
+--nproc starts get the texts that their launcher has read, so that all of them, restarted ones too, run the same.
+"""
+
+import hashlib
+import os
+import re
+import stat
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, overload
+
+from megalite.config.options import ConfigError
+from megalite.config.own_file import opener
+from megalite.config.registry import KINDS
+
+Part = TypeVar("Part")
+Texts = Mapping[str, bytes | None]
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass
+class Plugin:
+    """`word`: as its user named it. `text`: of a file. `sha256`: of the text, or of all files of a module."""
+
+    word: str
+    text: bytes | None
+    sha256: str
+    parts: list[tuple[str, str, Any]] = field(default_factory=list)  # kind, name, part
+
+    @property
+    def name(self) -> str:
+        """Without its folder: what a checkpoint knows it by."""
+        return os.path.basename(self.word)
+
+
+_known: dict[tuple[str, str], Plugin] = {}  # by word and hash: the code of each has run once
+_active: list[Plugin] = []
+_loading: list[Plugin] = []
+
+
+@overload
+def register(kind: str, name: str) -> Callable[[Part], Part]: ...
+@overload
+def register(kind: str, name: str, part: Part) -> Part: ...
+def register(kind: str, name: str, part: Any = None) -> Any:
+    """Make `part` the one that is called `name`, from then on a value of the option `kind`; without a part, the class
+    or function below this line. For plugins. Raises ValueError where there is no such kind, the name is taken, or the
+    part lacks something."""
+    if part is None:
+        return lambda below: register(kind, name, below)
+    if not _loading:
+        raise ValueError(f"{kind}={name!r} is registered outside of a plugin; put it into FILE.py: --plugin FILE.py")
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is no kind of part; use one of {', '.join(KINDS)}")
+    KINDS[kind].add(name, part)
+    _loading[-1].parts.append((kind, name, part))
+    return part
+
+
+def texts() -> Texts:
+    """What `load` gives another process the same plugins from."""
+    return {plugin.word: plugin.text for plugin in _active}
+
+
+def hashes() -> dict[str, str]:
+    """Name -> sha256 of this process's plugins."""
+    return {plugin.name: plugin.sha256 for plugin in _active}
+
+
+def _of_checkpoint(saved: object) -> dict[str, str]:
+    """Name -> sha256 as a checkpoint has them; whatever else stands there is none."""
+    return {str(name): str(sha256) for name, sha256 in saved.items()} if isinstance(saved, dict) else {}
+
+
+def missing(saved: object) -> str:
+    """What to do where plugins of a checkpoint are not given here; "" where all are."""
+    lost = [(name, sha256[:12]) for name, sha256 in _of_checkpoint(saved).items() if name not in hashes()]
+    was = " and ".join(f"plugin={name!r} (sha256 {sha256}...)" for name, sha256 in lost)
+    return f"was written with {was}, not given here; add {' '.join(f'--plugin {n}' for n, _ in lost)}" if lost else ""
+
+
+def changed(saved: object, where: str) -> list[str]:
+    """A note for each plugin that has another text here than where a checkpoint was written."""
+    here = [(name, sha256[:12], hashes().get(name, "")[:12]) for name, sha256 in _of_checkpoint(saved).items()]
+    return [f"plugin={n!r} has another text than in {where}: sha256 {b}..., not {a}..." for n, a, b in here if a != b]
+
+
+def load(words: Sequence[str], known: Texts | None = None) -> None:
+    """Make these the plugins of this process: files, whose names end in .py, or modules. `known`: texts of files
+    that were read already. Raises ConfigError with a line for each that fails."""
+    problems, wanted = list[str](), list[Plugin]()
+    for word in dict.fromkeys(words):
+        try:
+            wanted.append(_read(word, (known or {}).get(word)))
+        except (OSError, ValueError) as error:
+            problems.append(f"plugin={word!r} cannot be read ({getattr(error, 'strerror', None) or error}); correct it")
+    if twice := {one.name for one in wanted for other in wanted if one is not other and one.name == other.name}:
+        problems.append(f"plugin: {' and '.join(sorted(twice))} is the name of two files; rename one")
+    for registry in KINDS.values():
+        registry.added.clear()
+    _active.clear()
+    for plugin in [] if problems else wanted:
+        try:
+            _activate(plugin)
+        except (Exception, SystemExit) as error:
+            problems.append(_problem(plugin, error))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _read(word: str, text: bytes | None) -> Plugin:
+    if not word.endswith(".py"):
+        total = hashlib.sha256()
+        for path in _files_of(word):
+            total.update(path.name.encode() + b"\0" + path.read_bytes())
+        return _known.get((word, total.hexdigest()), Plugin(word, None, total.hexdigest()))
+    if text is None:
+        # where others may write, a link could be somebody else's
+        others = os.stat(os.path.dirname(word) or ".").st_mode & OTHERS_MAY_WRITE
+        with open(word, "rb", opener=opener if others else None) as file:
+            text = file.read()
+    sha256 = hashlib.sha256(text).hexdigest()
+    return _known.get((word, sha256), Plugin(word, text, sha256))
+
+
+def _files_of(module: str) -> list[Path]:
+    """Of a module, without importing it. Raises ValueError where there is none."""
+    named = re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module)
+    try:
+        spec = find_spec(module) if named else None
+    except ImportError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ValueError("is neither a file whose name ends in .py nor a module that can be imported")
+    if spec.submodule_search_locations is None:
+        return [Path(spec.origin)]
+    return sorted(path for folder in spec.submodule_search_locations for path in Path(folder).rglob("*.py"))
+
+
+def _activate(plugin: Plugin) -> None:
+    key = plugin.word, plugin.sha256
+    if key in _known:
+        for kind, name, part in plugin.parts:
+            KINDS[kind].add(name, part)
+    else:
+        _loading.append(plugin)
+        try:
+            _run(plugin)
+        finally:
+            _loading.pop()
+        _known[key] = plugin
+    _active.append(plugin)
+
+
+def _run(plugin: Plugin) -> None:
+    if plugin.text is None:
+        import_module(plugin.word)
+        return
+    module = ModuleType(f"megalite_plugin_{Path(plugin.word).stem}")
+    module.__file__ = os.path.abspath(plugin.word)
+    sys.modules[module.__name__] = module  # where dataclasses look up annotations
+    exec(compile(plugin.text, module.__file__, "exec", dont_inherit=True), module.__dict__)
+
+
+def _problem(plugin: Plugin, error: BaseException) -> str:
+    """With the plugin's own line: the last of its files that the error came through."""
+    files = {os.path.abspath(plugin.word)} if plugin.text is not None else {*map(str, _files_of(plugin.word))}
+    if isinstance(error, SyntaxError) and error.filename in files:
+        where = f"{error.filename}:{error.lineno}"
+    else:
+        own = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+        where = own[-1] if own else plugin.word
+    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"plugin={plugin.word!r}: {where}: {type(error).__name__}: {said}; correct the plugin"

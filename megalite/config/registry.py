@@ -1,0 +1,75 @@
+"""The names of what can be chosen and the parts that they stand for, a registry for each kind (registry.toml): built-in
+parts and those of plugins (plugins.py). A part is imported when it is first asked for, so that a command line is read
+without torch. Of a process, unlike all else here: docs/decisions.md#plugins-are-of-a-process says why."""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, overload
+
+from megalite.config.tables import table_beside
+
+MORE = ", or give the --plugin that registers it"
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class Registry(Sequence[str]):
+    """Of one kind: its names, which are the choices of an option. `added`: the parts of plugins."""
+
+    def __init__(
+        self, kind: str, what: str, has: str = "", lacks: str = "", takes: int = 0, folder: str = "", **built_in: str
+    ):
+        self.kind, self.added, self._what, self._takes = kind, dict[str, Any](), what, takes
+        self._has, self._lacks = has.split(), lacks.split()
+        files = sorted(PACKAGE.joinpath(folder).glob("[a-z]*.py")) if folder else []
+        there = {file.stem: f"megalite.{folder.replace('/', '.')}.{file.stem}:{kind.upper()}" for file in files}
+        self._built_in: Mapping[str, str] = there | built_in
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._built_in, *self.added))
+
+    def __len__(self) -> int:
+        return len(self._built_in) + len(self.added)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[str]: ...
+    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
+        return tuple(self)[at]
+
+    def find(self, name: str) -> Any:
+        """The part. Raises ValueError: only what is in this table, or came from a plugin, has a name."""
+        if name in self.added:
+            return self.added[name]
+        if name not in self._built_in:
+            raise ValueError(f"{self.kind}={name!r} is unknown; use one of {', '.join(self)}{MORE}")
+        module, _, part = self._built_in[name].partition(":")
+        return getattr(import_module(module), part)
+
+    def add(self, name: str, part: Any) -> None:
+        """Raises ValueError where the name is taken, or none, or the part is no such part."""
+        if not re.fullmatch(r"[A-Za-z]\w*([-.]\w+)*", name):
+            raise ValueError(f"{self.kind}={name!r} is not a name; use letters, digits and - _ . between them")
+        if name in self:
+            raise ValueError(f"{self.kind}={name!r} is taken; choose another name")
+        if lacks := [one for one in self._has if not hasattr(part, one)]:
+            raise ValueError(f"{self.kind}={name!r} has no {' and no '.join(lacks)}; give {self._what}")
+        if more := [one for one in self._lacks if hasattr(part, one)]:
+            raise ValueError(f"{self.kind}={name!r} has {more[0]}, which only built-in ones may; give {self._what}")
+        if self._takes and not _takes(part, self._takes):
+            raise ValueError(f"{self.kind}={name!r} does not take {self._takes} arguments; give {self._what}")
+        self.added[name] = part
+
+
+def _takes(part: Any, count: int) -> bool:
+    try:
+        inspect.signature(part).bind(*[None] * count)
+    except (TypeError, ValueError):  # not callable, other arguments, or a signature that nobody knows
+        return callable(part) and not hasattr(part, "__code__") and not isinstance(part, type)
+    return True
+
+
+KINDS = {kind: Registry(kind, **row) for kind, row in table_beside(__file__, "registry").items()}

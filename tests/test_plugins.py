@@ -1,0 +1,168 @@
+"""Parts of a user's own: each kind as an example of examples/plugins/, typed on real command lines; what is refused."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import documents
+import programs
+import pytest
+from documents import ROOT
+from train_cases import SMALL, config_from
+
+from megalite.config import plugins
+from megalite.config.options import ConfigError
+from megalite.config.registry import KINDS
+from megalite.config.toml import to_toml
+
+EXAMPLES = ROOT / "examples/plugins"
+LINE = [*SMALL, "--device", "cpu"]
+STEPS = "--train-iters 3 --lr-decay-iters 6".split()
+
+
+def typed(folder: Path, *words: str, program: str = "pretrain_gpt.py", code: int = 0) -> str:
+    done = programs.python(program, *words, cwd=folder)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["train/loss"] for row in rows(folder) if "train/loss" in row]
+
+
+def plugin(folder: Path, text: str, name: str = "mine.py") -> str:
+    (folder / name).write_text(f"import megalite\n{text}\n", "utf-8")
+    return name
+
+
+@pytest.fixture(scope="module")
+def mish(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run on two ranks that has an activation of its own, and the file that has it."""
+    folder = tmp_path_factory.mktemp("mish")
+    (folder / "mine.py").write_text((EXAMPLES / "activation.py").read_text("utf-8"), "utf-8")
+    words = ["--plugin", "mine.py", "--activation", "mish", *LINE, *STEPS, "--save", "run"]
+    typed(folder, *words, "--nproc", "2", "--tp", "2")
+    return folder
+
+
+def test_ranks_train_with_an_activation_and_the_run_knows_its_text(mish: Path) -> None:
+    sha256 = hashlib.sha256((mish / "mine.py").read_bytes()).hexdigest()
+    assert f'plugin = ["mine.py"]  # sha256: mine.py {sha256}' in (mish / "run/run_config.toml").read_text("utf-8")
+    assert len(losses(mish / "run")) == 3
+    typed(mish, "--config", "run/run_config.toml", "--nproc", "1", "--tp", "1", "--save", "one")
+    assert losses(mish / "one") == pytest.approx(losses(mish / "run"), rel=1e-5)
+    typed(mish, *LINE, *STEPS, "--save", "gelu")
+    assert losses(mish / "gelu") != pytest.approx(losses(mish / "run"), rel=1e-5)
+
+
+def test_a_resume_wants_the_plugin_and_tells_of_another_text(mish: Path) -> None:
+    on = [*LINE, "--train-iters", "4", "--lr-decay-iters", "6", "--load", "run"]
+    said = typed(mish, *on, code=2)
+    assert "run/iter_0000003 was written with plugin='mine.py' (sha256 " in said and "add --plugin mine.py" in said
+    (mish / "other").mkdir(exist_ok=True)
+    (mish / "other/mine.py").write_text((mish / "mine.py").read_text("utf-8") + "# longer\n", "utf-8")
+    said = typed(mish, "--plugin", "other/mine.py", "--activation", "mish", *on, "--save", "on")
+    (note,) = [line for line in said.splitlines() if "another text" in line]
+    assert note.startswith("note: plugin='mine.py' has another text than in run/iter_0000003: sha256 ")
+    typed(mish, "--plugin", "mine.py", "--activation", "mish", *on, "--save", "on")
+    assert "another text" not in (mish / "on/log.txt").read_text("utf-8").split("note: ")[-1]
+
+
+def test_what_a_checkpoint_says_loads_nothing(mish: Path) -> None:
+    """Its configuration and its state name a plugin, whose file is there; programs that read it do not run it."""
+    for program, words in (("convert_checkpoint", "--load run --to-hf hf"), ("diff", "run run")):
+        said = typed(mish, *words.split(), program=f"tools/{program}.py", code=3 if program[0] == "c" else 2)
+        assert "activation" in said or "plugin='mine.py'" in said
+        assert "--plugin" in said
+    typed(mish, "run", "run", "--plugin", "mine.py", program="tools/diff.py")
+    said = typed(mish, *LINE, "--use-checkpoint-args", "--load", "run", "--train-iters", "4", code=2)
+    assert "was written with plugin='mine.py'" in said
+    assert "--plugin: " not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    {
+        "boom = 1 / 0": "mine.py:2: ZeroDivisionError: division by zero; correct the plugin",
+        "def f(:": "mine.py:2: SyntaxError: ",
+        "import sys; sys.exit(0)": "mine.py:2: SystemExit: 0",
+        "megalite.register('activation', 'gelu', 3)": "activation='gelu' is taken; choose another name",
+        "megalite.register('activation', 'relu6', 3)": "has no forward and no backward and no width",
+        "megalite.register('activation', 'a b', 3)": "activation='a b' is not a name; use letters",
+        "megalite.register('activator', 'relu6', 3)": "'activator' is no kind of part; use one of activation",
+    }.items(),
+)
+def test_a_plugin_that_fails_ends_the_command(text: str, said: str, tmp_path: Path) -> None:
+    name = plugin(tmp_path, text)
+    found = typed(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", "run", "--nproc", "2", code=2)
+    assert found.startswith("pretrain_gpt.py: plugin='mine.py': ") and len(found.splitlines()) == 1, found
+    assert said in found and not (tmp_path / "run").exists()
+
+
+def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plugin(tmp_path, "")
+    os.mkdir("open")
+    os.chmod("open", 0o777)
+    os.symlink("../mine.py", "open/link.py")
+    os.symlink("mine.py", "link.py")
+    plugin(tmp_path / "open", "")
+    for word, said in {
+        "none.py": "No such file", "no_such_module": "neither a file", "../x": "neither", "open/link.py": "is a link"
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"plugin='{word}' cannot be read \(.*{said}"):
+            config_from([*LINE, "--plugin", word])
+    with pytest.raises(ConfigError, match="mine.py is the name of two files; rename one"):
+        config_from([*LINE, "--plugin", "mine.py", "open/mine.py"])
+    assert config_from([*LINE, *STEPS, "--plugin", "link.py"]).operations.plugin == ("link.py",)  # one's own folder
+
+
+def test_words_of_a_file_and_of_the_line_add_up_and_a_process_has_those_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    body = "from megalite.kernels.activation import Activation\nmegalite.register('activation', '{}', Activation(1, 2))"
+    for number in "123":
+        plugin(tmp_path, body.format(f"act{number}"), f"part{number}.py")
+    (tmp_path / "run.toml").write_text('plugin = "part1.py"\nactivation = "act3"\n', "utf-8")
+    words = [*LINE, *STEPS, "--config", "run.toml", "--plugin", "part2.py", "--plugin", "part3", "part1.py"]
+    config = config_from(words)
+    assert config.operations.plugin == ("part1.py", "part2.py", "part3") and config.model.activation == "act3"
+    assert {*KINDS["activation"]} > {"act1", "act2", "act3"} and list(plugins.hashes()) == [*config.operations.plugin]
+    assert "# sha256: part1.py " in to_toml(config)
+    part = KINDS["activation"].find("act2")
+    config_from([*LINE, *STEPS, "--plugin", "part2.py"])
+    assert KINDS["activation"].find("act2") is part  # its code has run once
+    plugin(tmp_path, body.format("act4"), "part2.py")
+    config_from([*LINE, *STEPS, "--plugin", "part2.py"])
+    assert list(KINDS["activation"].added) == ["act4"]
+    with pytest.raises(ConfigError, match="activation='act1' is not one of .*, or give the --plugin that registers it"):
+        config_from([*LINE, *STEPS, "--activation", "act1"])
+    with pytest.raises(ValueError, match="registered outside of a plugin"):
+        plugins.register("activation", "mine", part)
+
+
+def test_importing_register_costs_no_torch() -> None:
+    said = "import sys, megalite; megalite.register; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", said], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+@pytest.mark.everything(guards=("docs/extending.md", "examples/plugins", "megalite/config/plugins.py"))
+def test_the_page(tmp_path: Path) -> None:
+    """Every command of it, typed where its reader stands."""
+    os.symlink(ROOT / "examples", tmp_path / "examples")
+    for command in documents.commands():
+        if command.place.startswith("extending.md: megalite"):
+            short = ["--num-layers", "2", "--device", "cpu"] * (command.words[1] in ("train", "verify"))
+            done = programs.python("-m", "megalite", *command.words[1:], *short, cwd=tmp_path, timeout=300)
+            assert done.returncode == 0, f"{command.place}\n{done.stdout}{done.stderr}"
