@@ -88,6 +88,18 @@ def test_what_a_checkpoint_says_loads_nothing(mish: Path) -> None:
     assert "--plugin: " not in said
 
 
+def test_a_schedule_of_rates(tmp_path: Path) -> None:
+    words = ["--plugin", str(EXAMPLES / "lr_schedule.py"), "--lr-decay-style", "power", "--lr-warmup-iters", "1"]
+    typed(tmp_path, *words, *LINE, "--train-iters", "5", "--min-lr", "0.001", "--save", "run")
+    rates = [row["train/lr"] for row in rows(tmp_path / "run") if "train/lr" in row]  # after each step
+    assert rates == pytest.approx([0.01, *(0.001 + 0.009 * (1 - (n / 4) ** 2) for n in range(1, 5))])
+    on = ["--train-iters", "6", "--lr-decay-iters", "5", "--load", "run", "--save", "run"]
+    said = typed(tmp_path, *words[2:], *LINE, *on, code=2)
+    assert "lr_decay_style='power' is not one of" in said and "or give the --plugin that registers it" in said
+    said = typed(tmp_path, *LINE, *on, code=2)
+    assert "add --plugin lr_schedule.py" in said
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.field import free, how, training
+from megalite.config.registry import KINDS
 
 # the launcher passes these on to its ranks
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
@@ -95,9 +96,7 @@ class OptimConfig:
     lr_base_batch_size: int | None = training(
         None, "global batch size that the rates are given for; they are scaled in proportion to the actual one"
     )
-    lr_decay_style: str = training(
-        "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
-    )
+    lr_decay_style: str = training("linear", "shape of the decay", choices=KINDS["lr_decay_style"])
     lr_decay_iters: int | None = training(None, "steps of decay; default train_iters")
     lr_decay_samples: int | None = training(None, "samples of decay; default train_samples")
     lr_warmup_iters: int = training(0, "steps of linear warm-up")

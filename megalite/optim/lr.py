@@ -13,14 +13,11 @@ Samples of steps that updated nothing (fp16 overflow, --iterations-to-skip) do n
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
-STYLES = {
-    "style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
-    "wsd_style": ("exponential", "linear", "cosine", "minus_sqrt"),
-}
+from megalite.config.registry import KINDS
 
 
 @dataclass(frozen=True)
@@ -50,29 +47,47 @@ class LrSchedule:
     def at(self, n: float) -> float:
         if self.warm_up and n <= self.warm_up:
             return self.warm_up_init + (self.peak - self.warm_up_init) * n / self.warm_up
-        if self.style == "constant":
-            return self.peak
-        if n > self.decay:
+        if n > self.decay and self.style != "constant":
             return self.minimum
-        if self.style == "inverse-square-root":
-            return max(self.minimum, self.peak * math.sqrt(max(self.warm_up, 1) / max(n, 1)))
-        return self.minimum + (self.peak - self.minimum) * self._height(n)
+        return KINDS["lr_decay_style"].find(self.style)(self, n)
 
-    def _height(self, n: float) -> float:
-        """1 at the peak, 0 at the minimum; for warm_up < n <= decay, so no length here is 0."""
-        style, start, length = self.style, self.warm_up, self.decay - self.warm_up
-        if style == "WSD":
-            style, start, length = self.wsd_style, self.decay - self.wsd, self.wsd
-            if n <= start:
-                return 1.0
-        r = (n - start) / length
-        heights = {
-            "linear": 1.0 - r,
-            "cosine": 0.5 * (1.0 + math.cos(math.pi * r)),
-            "exponential": 2.0 * 0.5**r - 1.0,
-            "minus_sqrt": 1.0 - math.sqrt(r),
-        }
-        return heights[style]
+    def part(self, n: float) -> float:
+        """Of the decay that is over, from 0 to 1; for warm_up < n <= decay, so its length is not 0."""
+        return (n - self.warm_up) / (self.decay - self.warm_up)
+
+    def between(self, height: float) -> float:
+        """The rate at a height from 0, the minimum, to 1, the peak."""
+        return self.minimum + (self.peak - self.minimum) * height
+
+
+def constant(lr: LrSchedule, n: float) -> float:
+    return lr.peak
+
+
+def linear(lr: LrSchedule, n: float) -> float:
+    return lr.between(HEIGHTS["linear"](lr.part(n)))
+
+
+def cosine(lr: LrSchedule, n: float) -> float:
+    return lr.between(HEIGHTS["cosine"](lr.part(n)))
+
+
+def inverse_square_root(lr: LrSchedule, n: float) -> float:
+    return max(lr.minimum, lr.peak * math.sqrt(max(lr.warm_up, 1) / max(n, 1)))
+
+
+def wsd(lr: LrSchedule, n: float) -> float:
+    start = lr.decay - lr.wsd
+    return lr.between(1.0 if n <= start else HEIGHTS[lr.wsd_style]((n - start) / lr.wsd))
+
+
+HEIGHTS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda r: 1.0 - r,
+    "cosine": lambda r: 0.5 * (1.0 + math.cos(math.pi * r)),
+    "exponential": lambda r: 2.0 * 0.5**r - 1.0,
+    "minus_sqrt": lambda r: 1.0 - math.sqrt(r),
+}
+STYLES = {"style": KINDS["lr_decay_style"], "wsd_style": HEIGHTS}
 
 
 @dataclass(frozen=True)
