@@ -18,6 +18,7 @@ from megalite.config import plugins
 from megalite.config.options import ConfigError
 from megalite.config.registry import KINDS
 from megalite.config.toml import to_toml
+from megalite.plan.holding import kept_of
 
 EXAMPLES = ROOT / "examples/plugins"
 LINE = [*SMALL, "--device", "cpu"]
@@ -98,6 +99,17 @@ def test_a_schedule_of_rates(tmp_path: Path) -> None:
     assert "lr_decay_style='power' is not one of" in said and "or give the --plugin that registers it" in said
     said = typed(tmp_path, *LINE, *on, code=2)
     assert "add --plugin lr_schedule.py" in said
+
+
+def test_an_optimizer_is_shared_out_by_every_stage_of_zero(tmp_path: Path) -> None:
+    words = ["--plugin", str(EXAMPLES / "optimizer.py"), "--optimizer", "lion", *LINE, *STEPS, "--lr", "1e-3"]
+    typed(tmp_path, *words, "--save", "alone")
+    typed(tmp_path, *words, "--nproc", "2", "--zero-stage", "3", "--save", "shared")
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    saved = json.loads((tmp_path / "shared/iter_0000003/manifest.json").read_text("utf-8"))["tensors"]
+    assert {name.partition("/")[0] for name in saved} == {"model", "optimizer.exp_avg"}
+    kept = [kept_of(config_from(line).optim, matrix=True) for line in (words, [*LINE, *STEPS])]
+    assert kept == [(None,), (None, None)]  # the planner counts one state
 
 
 @pytest.mark.parametrize(

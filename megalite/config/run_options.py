@@ -86,7 +86,7 @@ class OptimConfig:
     optimizer: str = training(
         "adam",
         "adam is AdamW; muon updates matrices, and AdamW the rest; dist_muon is muon",
-        choices=("adam", "sgd", "muon", "dist_muon", "lamb", "lars"),
+        choices=KINDS["optimizer"],
     )
     optimizer_impl: str = how("auto", "kind of AdamW; apex needs its CUDA extension", choices=("auto", "torch", "apex"))
     lr: float | None = training(None, "peak learning rate", stand_in=1.0, least=0)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megalite.config.run_options import OptimConfig
 from megalite.kernels.adamw import adamw_
 from megalite.optim.rule import Update
 
@@ -17,6 +18,12 @@ class AdamW:
     eps: float = 1e-8
     exp_avg_dtype: torch.dtype | None = None
     exp_avg_sq_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, o: OptimConfig) -> "AdamW":
+        dtypes = [torch.bfloat16 if dtype == "bf16" else None for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype)]
+        kind = ApexAdamW if o.optimizer_impl == "apex" else AdamW
+        return kind((o.adam_beta1, o.adam_beta2), o.adam_eps, *dtypes)
 
     @property
     def states(self) -> dict[str, torch.dtype | None]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megalite.config.run_options import OptimConfig
 from megalite.kernels.grad_norm import sum_of_squares
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.layout import Bucket
@@ -28,6 +29,10 @@ from megalite.parallel.comm import all_reduce_
 class Lamb:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
+
+    @classmethod
+    def of(cls, o: OptimConfig) -> "Lamb":
+        return cls((o.adam_beta1, o.adam_beta2), o.adam_eps)
 
     @property
     def states(self) -> dict[str, torch.dtype | None]:
@@ -58,6 +63,10 @@ class Lars:
 
     momentum: float = 0.9
     trust: float = 0.001
+
+    @classmethod
+    def of(cls, o: OptimConfig) -> "Lars":
+        return cls(o.sgd_momentum, o.lars_trust_coefficient)
 
     @property
     def states(self) -> dict[str, torch.dtype | None]:

@@ -15,10 +15,12 @@ Scales of an [m, n] matrix: spectral sqrt(max(m, n)), shape_scaling sqrt(max(1, 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.config.run_options import OptimConfig
 from megalite.kernels.newton_schulz import CoefficientType, coefficients, newton_schulz
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.exchange import Exchange, Matrix, Range, exchanges, homes_of, in_groups
@@ -45,6 +47,12 @@ class Muon:
     scale_mode: str = "spectral"
     extra_scale: float = 1.0
     in_bf16: bool = True
+
+    @classmethod
+    def of(cls, o: OptimConfig) -> "Muon":
+        ways: dict[str, Any] = dict(coefficient_type=o.muon_coefficient_type, scale_mode=o.muon_scale_mode)
+        ways |= dict(extra_scale=o.muon_extra_scale_factor, in_bf16=o.muon_fp32_matmul_prec == "medium")
+        return cls(o.muon_momentum, o.muon_nesterov, o.muon_num_ns_steps, **ways)
 
     @property
     def states(self) -> dict[str, torch.dtype | None]:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from megalite.config.registry import KINDS
+from megalite.config.run_options import OptimConfig
+
 if TYPE_CHECKING:
     from megalite.optim.buffer import ParamBuffer
     from megalite.optim.layout import Bucket
@@ -34,7 +37,11 @@ class Update:
 
 
 class Rule(Protocol):
-    """`states` names the tensors that it keeps, with their dtype (None: that of the main weights)."""
+    """`of`: with a run's options. `states` names the tensors that it keeps, with their dtype (None: that of the main
+    weights)."""
+
+    @classmethod
+    def of(cls, o: OptimConfig) -> "Rule": ...
 
     @property
     def states(self) -> Mapping[str, torch.dtype | None]: ...
@@ -52,3 +59,9 @@ class WholeRule(Rule, Protocol):
     the rule, in their order, and moves the weights; collective over the stage."""
 
     def second_half(self, buffer: "ParamBuffer", buckets: "Sequence[Bucket]") -> Finish: ...
+
+
+def rules_of(o: OptimConfig) -> tuple[Rule, Rule | None]:
+    """The rule that the options name, and of matrices, where they have another one."""
+    named: Rule = KINDS["optimizer"].find(o.optimizer).of(o)
+    return (KINDS["optimizer"].find("adam").of(o), named) if o.is_muon else (named, None)

@@ -4,12 +4,17 @@ from dataclasses import dataclass
 
 import torch
 
+from megalite.config.run_options import OptimConfig
 from megalite.optim.rule import Update
 
 
 @dataclass(frozen=True)
 class SGD:
     momentum: float = 0.9
+
+    @classmethod
+    def of(cls, o: OptimConfig) -> "SGD":
+        return cls(o.sgd_momentum)
 
     @property
     def states(self) -> dict[str, torch.dtype | None]:

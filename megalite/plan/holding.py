@@ -19,6 +19,7 @@ from megalite.optim.host_memory import pinned_bytes
 from megalite.optim.host_store import host_parts, moved
 from megalite.optim.layout import Layout
 from megalite.optim.muon import bytes_at_once
+from megalite.optim.rule import rules_of
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import OWNERS
 from megalite.pipeline.schedule import Placement, Sharing
@@ -164,19 +165,18 @@ class ModuleBytes(NamedTuple):
         return layers + self.embedding * (rank == 0) + self.head * (rank == place.pp - 1)
 
 
-def kept_of(o: OptimConfig, matrix: bool) -> tuple[str, ...]:
-    """dtypes of what the optimizer keeps of a parameter."""
-    if o.optimizer in ("sgd", "lars") or (o.is_muon and matrix):
-        return ("fp32",)
-    return o.exp_avg_dtype, o.exp_avg_sq_dtype
+def kept_of(o: OptimConfig, matrix: bool) -> tuple[torch.dtype | None, ...]:
+    """dtypes of what the optimizer keeps of a parameter, as its rule says."""
+    rule, of_matrices = rules_of(o)
+    return tuple(((of_matrices if matrix else None) or rule).states.values())
 
 
-def element_bytes(dtype: torch.dtype, states: Sequence[str]) -> tuple[int, int, int]:
+def element_bytes(dtype: torch.dtype, states: Sequence[torch.dtype | None]) -> tuple[int, int, int]:
     """Bytes of an element's weight, gradient, and optimizer state on the rank that updates it. `states`: the dtypes of
-    the optimizer's states."""
-    wide = main_dtype(dtype).itemsize
-    main = 0 if wide == dtype.itemsize else wide
-    return dtype.itemsize, wide, main + sum(2 if state == "bf16" else 4 for state in states)
+    the optimizer's states, None as the gradient's."""
+    wide = main_dtype(dtype)
+    main = 0 if wide == dtype else wide.itemsize
+    return dtype.itemsize, wide.itemsize, main + sum((state or wide).itemsize for state in states)
 
 
 def sharing(p: ParallelConfig, chunks: int) -> Sharing:

@@ -17,13 +17,11 @@ from megalite.launch.ranks import Ranks
 from megalite.models.compiled import Backend, compile_blocks
 from megalite.models.gpt import Stage
 from megalite.nn.activation_offload import Offload
-from megalite.optim.adamw import AdamW, ApexAdamW
+from megalite.optim.adamw import ApexAdamW
 from megalite.optim.buffer import ParamBuffer, Shared
-from megalite.optim.lamb import Lamb, Lars
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
-from megalite.optim.muon import Muon
-from megalite.optim.rule import Rule
+from megalite.optim.rule import Rule, rules_of
 from megalite.optim.sgd import SGD
 from megalite.optim.zero1 import Zero1
 from megalite.parallel.mesh import Mesh, build_mesh
@@ -71,28 +69,11 @@ def rates(made: Arrangement) -> Rates:
 
 def update_rules(config: Config) -> tuple[Rule, Rule | None]:
     """And of matrices, where they have another one."""
-    o = config.optim
     if config.train.skip_train:
         return SGD(momentum=0.0), None  # has no states
-    betas = o.adam_beta1, o.adam_beta2
-    if o.optimizer == "sgd":
-        return SGD(o.sgd_momentum), None
-    if o.optimizer == "lamb":
-        return Lamb(betas, o.adam_eps), None
-    if o.optimizer == "lars":
-        return Lars(o.sgd_momentum, o.lars_trust_coefficient), None
-    if o.optimizer_impl == "apex":
-        if not ApexAdamW.available():
-            raise SetupError("optimizer_impl=apex needs apex's CUDA extension amp_C on a CUDA device; use auto")
-        of_vectors: Rule = ApexAdamW(betas, o.adam_eps)
-    else:
-        dtypes = [torch.bfloat16 if dtype == "bf16" else None for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype)]
-        of_vectors = AdamW(betas, o.adam_eps, *dtypes)
-    if not o.is_muon:
-        return of_vectors, None
-    ways: dict[str, Any] = dict(coefficient_type=o.muon_coefficient_type, scale_mode=o.muon_scale_mode)
-    ways |= dict(extra_scale=o.muon_extra_scale_factor, in_bf16=o.muon_fp32_matmul_prec == "medium")
-    return of_vectors, Muon(o.muon_momentum, o.muon_nesterov, o.muon_num_ns_steps, **ways)
+    if config.optim.optimizer_impl == "apex" and not ApexAdamW.available():
+        raise SetupError("optimizer_impl=apex needs apex's CUDA extension amp_C on a CUDA device; use auto")
+    return rules_of(config.optim)
 
 
 def loss_scaler(config: Config) -> LossScaler:

@@ -15,7 +15,7 @@ PARTS = (("weights", "blue"), ("gradients", "vermilion"), ("optimizer", "green")
 
 def picture() -> Picture:
     """A line per stage and rank, as wide as a parameter's bytes; what is filled is held."""
-    sizes = element_bytes(torch.bfloat16, ("fp32", "fp32"))
+    sizes = element_bytes(torch.bfloat16, (None, None))
 
     def draw(width: float) -> Any:
         fig, (axis,) = figure(width, [4.0])

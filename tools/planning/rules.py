@@ -95,7 +95,7 @@ PARAMETERS_B = (1, 3, 7, 13, 30, 70, 100)  # of the table, 10^9
 
 def per_device(parameters: int, dp: int, stage: int, dtype: torch.dtype) -> float:
     """Bytes of state on each of `dp` devices; AdamW in fp32."""
-    return parameters * Shares.at(stage, dp).bytes_of(*element_bytes(dtype, ("fp32", "fp32")))
+    return parameters * Shares.at(stage, dp).bytes_of(*element_bytes(dtype, (None, None)))
 
 
 def zero_rows(parameters: int, dp: int) -> list[tuple[str, ...]]:
@@ -109,7 +109,7 @@ def zero_rows(parameters: int, dp: int) -> list[tuple[str, ...]]:
 
 def size_rows(dtype: torch.dtype) -> list[tuple[str, ...]]:
     """A table of GB of one device that holds all of the state."""
-    weight, gradient, optimizer = element_bytes(dtype, ("fp32", "fp32"))
+    weight, gradient, optimizer = element_bytes(dtype, (None, None))
     rows: list[tuple[str, ...]] = [("parameters", "weights", "gradients", "optimizer", "all")]
     for n in PARAMETERS_B:
         sizes = (weight * n, gradient * n, optimizer * n, (weight + gradient + optimizer) * n)

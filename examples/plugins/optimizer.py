@@ -1,0 +1,38 @@
+"""An optimizer: Lion (arXiv:2302.06675), w -= lr (sign(b1 m + (1 - b1) g) + decay w), then m = b2 m + (1 - b2) g.
+
+megalite train --plugin examples/plugins/optimizer.py --optimizer lion --adam-beta1 0.9 --adam-beta2 0.99 ...
+
+A rule sees what a rank owns of a bucket as flat tensors, element by element; so every ZeRO stage shares it out, with
+its state in the checkpoint. What it keeps stands in `states`, which the planner counts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+import megalite
+from megalite.config.run_options import OptimConfig
+from megalite.optim.rule import Update
+
+
+@megalite.register("optimizer", "lion")
+@dataclass(frozen=True)
+class Lion:
+    betas: tuple[float, float]
+
+    @classmethod
+    def of(cls, o: OptimConfig) -> "Lion":
+        return cls((o.adam_beta1, o.adam_beta2))
+
+    @property
+    def states(self) -> dict[str, torch.dtype | None]:
+        return {"exp_avg": None}  # None: in the dtype of the main weights
+
+    @torch.no_grad()
+    def update_(self, u: Update) -> None:
+        (b1, b2), moment, grad = self.betas, u.state["exp_avg"], u.grad.mul_(u.scale)
+        step = moment.lerp(grad, 1 - b1).sign_().add_(u.param, alpha=u.weight_decay)
+        moment.lerp_(grad, 1 - b2)
+        u.param.add_(step, alpha=-u.lr)
+        if u.copy is not None:
+            u.copy.copy_(u.param)
