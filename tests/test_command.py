@@ -21,7 +21,7 @@ from megalite.config.options import options
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {name: module for name, (module, _) in command.COMMANDS.items() if module}
-OF_A_CLONE = {"tools.document_flags", "tools.gpu_report"}  # they write its documents, and run its tests
+OF_A_CLONE = {"tools.gpu_report"}  # it runs its tests
 
 
 PIPES: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}

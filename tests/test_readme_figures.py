@@ -15,9 +15,9 @@ import taste
 import test_layouts
 from documents import ROOT
 
+from docs.document_flags import OUTSIDE
 from megalite.config.megatron_flags import INSTEAD, known_flags
 from megalite.interop.naming import FAMILIES
-from tools.document_flags import OUTSIDE
 
 sys.path.insert(0, str(ROOT / "tests/chaos"))
 import layout_mistakes  # noqa: E402

@@ -53,20 +53,17 @@ def main(argv: list[str]) -> int:
 
 def check(ranks: Ranks, args: argparse.Namespace) -> int:
     """The exit code, the same on all ranks."""
-    import torch
-
     from megalite.parallel.mesh import build_mesh, world_axis
     from megalite.parallel.self_test import check_collectives
+    from megalite.train.life.preflight import choose_device
+    from megalite.train.setup import SetupError
     from megalite.train.watch.fingerprint import compare, facts_of_machine
 
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     limit = datetime.timedelta(seconds=args.timeout_s)
     report: dict[str, Any] = {"ranks": ranks.world, "hosts": [socket.gethostname()], "warnings": [], "rows": []}
     code = 0
     try:
-        with process_group(ranks, device=device, startup_timeout=limit) as here:
+        with process_group(ranks, device=choose_device(args.device), startup_timeout=limit) as here:
             if ranks.world > 1:
                 report["hosts"], report["warnings"] = compare(facts_of_machine(here), world_axis(), here)
                 try:
@@ -81,7 +78,7 @@ def check(ranks: Ranks, args: argparse.Namespace) -> int:
                 if "wrong" not in report:  # how fast a wrong result comes is of no interest
                     report |= measure(mesh, here, args)
             code = 1 if "wrong" in report or report.get("slow") else 0
-    except LaunchError as error:
+    except (LaunchError, SetupError) as error:
         code, report["could not begin"] = 3, str(error)
     if ranks.rank == 0 or (code == 3 and ranks.local_rank == 0):
         tell(report, code, args)

@@ -48,8 +48,7 @@ from megalite.train.start.resume import saved_config
 from megalite.train.state import State
 from tools.checks import second_reading
 from tools.checks.conversion import compare, compare_logits
-from tools.foreign_import import write_import
-from tools.megatron_release import write_megatron
+from tools.foreign_files import write_import, write_megatron
 from tools.program import Plugins, local_path, parser_of, refusing, run_program
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

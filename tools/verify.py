@@ -44,10 +44,9 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
         raise ConfigError(["use_checkpoint_args takes the sizes from a checkpoint; give them as flags, or --config"])
     config = parsed.config
     if any(config.model.experts) and args.dtype == "bfloat16":
+        what = f"dtype=bfloat16 with num_experts={config.model.num_experts}"
         why = "a token between two experts goes by rounding to another one than in one process"
-        raise ConfigError(
-            [f"dtype=bfloat16 with num_experts={config.model.num_experts}: {why}; give float64 or float32"]
-        )
+        raise ConfigError([f"{what}: {why}; give float64 or float32"])
     if args.dtype != "float64":  # there options stay (a loss scale, bf16 moments), and only tensors are wider
         config = replace(config, precision=replace(config.precision, bf16=args.dtype == "bfloat16", fp16=False))
     try:

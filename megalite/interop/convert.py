@@ -7,7 +7,7 @@ weights straight into a rank's pieces, and tensors of a megalite checkpoint in f
 A `Recipe` makes one foreign tensor, or one rank's shard of it, of ours: the `ParamSpec` of ours says how it is split,
 stacked and padded, so the shards of a foreign checkpoint need no table of their own. `split` cuts a foreign tensor into
 our rectangles, `join` puts them together; each is the other's inverse, bit for bit. A foreign checkpoint is a list of
-`Foreign`: which tensor, in which dtype, and how to read it; tools/foreign_import.py makes a megalite checkpoint of it.
+`Foreign`: which tensor, in which dtype, and how to read it; tools/foreign_files.py makes a megalite checkpoint of it.
 """
 
 import math

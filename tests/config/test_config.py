@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
+from docs.document_flags import flags_page, megatron_page
 from megalite.config import cli
 from megalite.config.check import check, holds, rules_of
 from megalite.config.field import PATHS, base_type, facts_of, spellings
@@ -18,7 +19,6 @@ from megalite.config.options import Config, ConfigError, DataConfig, ModelConfig
 from megalite.config.problem import Say
 from megalite.config.toml import parse_toml, to_toml
 from megalite.models.families import PRESETS
-from tools.document_flags import flags_page, megatron_page
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 16
@@ -214,7 +214,7 @@ def test_the_padded_vocabulary_does_not_depend_on_usual_tp() -> None:
 
 def test_documents_are_up_to_date() -> None:
     for page, made in (("docs/flags.md", flags_page()), ("docs/megatron.md", megatron_page())):
-        assert made == (ROOT / page).read_text(), f"make {page} anew with tools/document_flags.py"
+        assert made == (ROOT / page).read_text(), f"make {page} anew with docs/document_flags.py"
 
 
 @pytest.mark.parametrize("path", sorted(p.name for p in (ROOT / "examples").glob("*.toml")))

@@ -34,7 +34,7 @@ from megalite.parallel.mesh import Mesh
 from tools import convert_checkpoint
 from tools.checks import conversion
 from tools.checks.conversion import Verdict, compare
-from tools.foreign_import import write_import
+from tools.foreign_files import write_import
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 2e-5  # of logits of size 1 to 6 in fp32; measured 5e-6

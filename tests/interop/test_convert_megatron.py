@@ -30,7 +30,7 @@ from megalite.interop.megatron.args import read_args
 from megalite.interop.megatron.rank_files import load_pickle, open_megatron
 from megalite.train.start.resume import options_that_differ
 from tools import convert_checkpoint
-from tools.megatron_release import write_args
+from tools.foreign_files import write_args
 
 L, D, H, K, F, S, V, ROWS = 4, 16, 4, 4, 24, 8, 50, 64
 

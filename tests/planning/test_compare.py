@@ -8,10 +8,11 @@ from pathlib import Path
 import programs
 import pytest
 
+from megalite.config.options import ConfigError
 from megalite.plan.cluster import Cluster, read_cluster
 from tools import plan
 from tools.pictures.run import read_run
-from tools.planning.compare import CompareError, Row, arrangement_of, cluster_of, compare, text
+from tools.planning.compare import Row, arrangement_of, cluster_of, compare, text
 
 L, D, V, S, B, M = 4, 32, 64, 16, 2, 4
 FLAGS = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
@@ -134,7 +135,7 @@ def test_the_cluster_is_that_of_the_run(run: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_refused(run: Path, here: Cluster, tmp_path: Path, capsys) -> None:
-    with pytest.raises(CompareError, match="no files of a run"):
+    with pytest.raises(ConfigError, match="no files of a run"):
         compare(tmp_path / "nothing")
     events = run / "events.jsonl"
     told = events.read_text()
@@ -145,8 +146,8 @@ def test_what_cannot_be_compared_is_refused(run: Path, here: Cluster, tmp_path: 
     options = config.read_text()
     pp = "pipeline_model_parallel_size = 2"
     config.write_text(options.replace(pp, f"{pp}\nnonsense = 1"))
-    with pytest.raises(CompareError, match="nonsense"):
+    with pytest.raises(ConfigError, match="nonsense"):
         compare(run, here)
     config.unlink()
-    with pytest.raises(CompareError, match=r"run_config.toml is not there"):
+    with pytest.raises(ConfigError, match=r"run_config.toml is not there"):
         compare(run, here)

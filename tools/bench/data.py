@@ -128,13 +128,10 @@ def samples(folder: Path, documents: int) -> None:
     pair, million = str(folder / "hollow"), documents / 1e6
     write_hollow(pair, documents)
     seconds, size, tokens = min(alone(plan_epoch, pair) for _ in range(3))
-    print(
-        f"order of an epoch, {million:g} M documents, {tokens / 1e9:.3g} G tokens: {seconds:.2f} s, {size / 1e9:.3g} GB"
-    )
-    ours, numpys = (million / taken for taken in alone(shuffle, documents))
-    print(
-        f"documents walked and shuffled: {million / seconds:.1f} M/s; shuffled alone: {ours:.1f}, by numpy {numpys:.1f}"
-    )
+    what = f"{million:g} M documents, {tokens / 1e9:.3g} G tokens"
+    print(f"order of an epoch, {what}: {seconds:.2f} s, {size / 1e9:.3g} GB")
+    walked, ours, numpys = (million / taken for taken in (seconds, *alone(shuffle, documents)))
+    print(f"documents walked and shuffled: {walked:.1f} M/s; shuffled alone: {ours:.1f}, by numpy {numpys:.1f}")
     write_hollow(pair, documents // 5)
     first, others = alone(open_pair, pair)
     print(f"open a pair of {million / 5:g} M documents: {others * 1e3:.1f} ms, {first * 1e3:.1f} ms the first time")

@@ -46,9 +46,8 @@ def kernel_goals(results: Results) -> Iterator[Goal]:
             for row in results.get(part, {}).get("rows", [])}  # fmt: skip
     for goal in TABLE["kernels"]:
         part, peer = goal.get("part", "kernels"), goal.get("peer", "megalite")
-        for op, size, half in itertools.product(
-            goal["ops"], goal["sizes"], goal.get("halves", ("forward", "backward"))
-        ):
+        halves = goal.get("halves", ("forward", "backward"))
+        for op, size, half in itertools.product(goal["ops"], goal["sizes"], halves):
             kernel = f"{op} {half}"
             name = f"{kernel}, {size}" + f", {peer}" * (peer != "megalite")
             row = rows.get((part, kernel, size, peer), {})

@@ -65,9 +65,8 @@ def started(program: str, *words: object) -> list[str]:
 def kernels(name: str, limit_s: float, flags: str, setting: Setting) -> Part:
     def command(folder: Path, seconds: float) -> list[str]:
         options = [*flags.split(), "--device", setting.device, *(["--tiny", "--repeats", "1"] if setting.tiny else [])]
-        return started(
-            "bench/kernels.py", *options, "--seconds", max(5, seconds - 10), "--json", folder / "kernels.json"
-        )
+        options += ["--seconds", str(max(5, seconds - 10)), "--json", str(folder / "kernels.json")]
+        return started("bench/kernels.py", *options)
 
     skip = None if setting.triton or setting.cpu else "triton is not installed: all of it runs torch's kernels here"
     return Part(name, limit_s, command, lambda folder: read_json(folder / "kernels.json"), skip)

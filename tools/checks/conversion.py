@@ -21,7 +21,7 @@ from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import Maker, weight_pieces
 from megalite.parallel.mesh import Mesh
-from tools.foreign_import import kept
+from tools.foreign_files import kept
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from tools.checks.causes import Finding, find
 from tools.checks.places import Layout
 from tools.checks.recording import STEP, Recording, read_all, take
 from tools.checks.smaller import Smaller, twin
-from tools.pictures.agreement import picture
 from tools.pictures.canvas import save
+from tools.pictures.curves import verified
 
 WORDS = {  # kind: all of it, and the one of a name
     "input": ("what micro-batches hold", "the {} of a micro-batch"),
@@ -184,4 +184,4 @@ def _one(verdict: Verdict, dtype: str) -> dict[str, Any]:
 
 def draw(verdict: Verdict, path: Path, dtype: str) -> None:
     """Raises OSError, ValueError and MissingPackage."""
-    save(picture(verdict.rows, str(verdict.made.layout), dtype), path)
+    save(verified(verdict.rows, str(verdict.made.layout), dtype), path)

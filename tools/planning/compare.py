@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from megalite.config import options
+from megalite.config.options import ConfigError, build, completed
 from megalite.config.toml import read_toml
 from megalite.data.errors import DataError
 from megalite.parallel.mesh import rank_grid
@@ -33,10 +33,6 @@ from tools.program import parser_of, unwritable
 
 NOT_TOLD, NOT_PREDICTED = "the run did not tell", "not predicted"
 MOST_RANKS = 16  # pipeline ranks that have a row each
-
-
-class CompareError(ValueError):
-    """There is nothing to compare; the text says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +53,11 @@ class Row:
 
 
 def compare(run_dir: Path, cluster: Cluster | None = None, profile: Profile | None = None) -> list[Row]:
-    """`cluster`, `profile`: in place of the table's by the run's device. Raises CompareError."""
+    """`cluster`, `profile`: in place of the table's by the run's device. Raises ConfigError."""
     try:
         run = read_run(run_dir, run_dir.name)
     except RunError as error:
-        raise CompareError(str(error)) from None
+        raise ConfigError([str(error)]) from None
     arrangement = arrangement_of(run)
     return [
         *_times(run, arrangement, cluster or cluster_of(run, arrangement), profile),
@@ -71,35 +67,32 @@ def compare(run_dir: Path, cluster: Cluster | None = None, profile: Profile | No
 
 
 def arrangement_of(run: Run) -> Arrangement:
-    """As the run had it. Raises CompareError."""
+    """As the run had it. Raises ConfigError."""
     path = run.folder / "run_config.toml"
     if not path.is_file():
-        raise CompareError(f"{path} is not there: the run's options are not known; give the directory of a run")
+        raise ConfigError([f"{path} is not there: the run's options are not known; give the directory of a run"])
     try:
-        config = options.build(options.completed(read_toml(str(path))))
+        config = build(completed(read_toml(str(path))))
         return arrange(config, run.devices, true_vocab_size(config.data, open_tokenizer(config.data)))
     except DataError as error:
-        raise CompareError(f"{path}: the tokenizer cannot be opened ({error}); compare where its files are") from None
+        raise ConfigError([f"{path}: the tokenizer cannot be opened ({error}); compare where its files are"]) from None
     except ValueError as error:
-        raise CompareError(f"{path}: {error}") from None
+        raise ConfigError([f"{path}: {error}"]) from None
 
 
 def cluster_of(run: Run, made: Arrangement) -> Cluster:
-    """The cluster of the table with the device and hosts that the run recorded. Raises CompareError."""
+    """The cluster of the table with the device and hosts that the run recorded. Raises ConfigError."""
     device, hosts = run.about.get("device"), len(listed(run.about.get("hosts"))) or 1
     card = str(table(run.about.get("machine")).get("card", ""))
     known = [name for name in DEVICES if name.upper() in card.upper()] if device == "cuda" else ["cpu"]
     known = known if device in ("cuda", "cpu") else []
     if not known:
-        raise CompareError(f"device={device!r} ({card or 'no card told'}) is not in the table; give --cluster FILE")
+        raise ConfigError([f"device={device!r} ({card or 'no card told'}) is not in the table; give --cluster FILE"])
     return cluster(known[0], made.world, made.world // hosts if made.world % hosts == 0 else None)
 
 
 def _times(run: Run, made: Arrangement, cluster: Cluster, profile: Profile | None) -> list[Row]:
-    try:
-        predicted = step_time(made, cluster, profile)
-    except ValueError as error:
-        raise CompareError(str(error)) from None
+    predicted = step_time(made, cluster, profile)
     steps = number(run.report.get("steps"))
     seconds = {phase: number(value) for phase, value in table(run.report.get("seconds")).items()} if steps else {}
 
@@ -199,7 +192,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         if wrong := list(unwritable(json=args.json)):
-            raise CompareError("\n".join(wrong))
+            raise ConfigError(wrong)
         cluster = read_cluster(args.cluster) if args.cluster is not None else None
         profile = read_profile(args.profile) if args.profile is not None else None
         rows = compare(args.run_dir, cluster, profile)
@@ -208,5 +201,5 @@ def main(argv: list[str]) -> int:
             content = json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1)
             args.json.write_text(content + "\n")
     except (ValueError, OSError) as error:
-        raise options.ConfigError(str(error).splitlines()) from None
+        raise ConfigError(str(error).splitlines()) from None
     return 0

@@ -33,9 +33,7 @@ class IndexedWriter:
     them; what came later is cut off. That works at any moment up to the end of `finish`.
     """
 
-    def __init__(
-        self, prefix: str | Path, dtype: np.dtype[Any] | type[np.generic], resume_at: tuple[int, int] | None = None
-    ):
+    def __init__(self, prefix: str | Path, dtype: Any, resume_at: tuple[int, int] | None = None):
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         if self.dtype not in CODES:
             raise DataError(f"dtype={self.dtype} cannot be stored; use one of {sorted(str(d) for d in CODES)}")

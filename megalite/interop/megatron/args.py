@@ -1,4 +1,4 @@
-"""Megatron-LM's `args` in a checkpoint -> options of the model; tools/megatron_release.py makes them.
+"""Megatron-LM's `args` in a checkpoint -> options of the model; tools/foreign_files.py makes them.
 
 Most names are the same; the activation is several flags there. Names and meanings are those of Megatron-LM at d98e8a64.
 """

@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints of one file per rank, read without Megatron-LM; tools/megatron_release.py writes them.
+"""Megatron-LM's checkpoints of one file per rank, read without Megatron-LM; tools/foreign_files.py writes them.
 
     DIR/latest_checkpointed_iteration.txt        a number, or "release"
     DIR/iter_0000500/mp_rank_00/model_optim_rng.pt            mp_rank_TT[_PPP][_EEE], PPP where pp > 1, EEE where ep > 1

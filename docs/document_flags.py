@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Write docs/flags.md from the dataclasses of megalite/config/options.py, and docs/megatron.md from megatron_flags.txt.
 
-python tools/document_flags.py > docs/flags.md
-python tools/document_flags.py --megatron > docs/megatron.md
+python docs/document_flags.py > docs/flags.md
+python docs/document_flags.py --megatron > docs/megatron.md
 """
 
 import sys

@@ -1,5 +1,7 @@
-"""Which tokens each of four context-parallel ranks holds, without documents and with some: `python -m
-tools.pictures.context FILE`."""
+"""Draws docs/context.png: which tokens each of four context-parallel ranks holds, without documents and with some.
+
+python -m docs.draw_context docs/context.png
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""What lies on which of four ranks at every ZeRO stage, in bf16 with AdamW: `python -m tools.pictures.zero FILE`."""
+"""Draws docs/sharding.png: what lies on which of four ranks at every ZeRO stage, in bf16 with AdamW.
+
+python -m docs.draw_sharding docs/sharding.png
+"""
 
 import sys
 from pathlib import Path
