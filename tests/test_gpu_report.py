@@ -167,8 +167,8 @@ def test_a_report_that_is_ended_leaves_what_it_has(tmp_path: Path, monkeypatch: 
 
 
 CARDS = """#!/bin/sh
-echo 'NVIDIA H200, 580.159.04, Exclusive_Process, Enabled, 3, 97, 1000, 50'
-echo 'NVIDIA H200, 580.159.04, Default, Disabled, 0, 0, 0, 40'
+echo 'NVIDIA H200, 580.159.04, Exclusive_Process, Enabled, 3, 97, 1000, 50, 500.00, 700.00'
+echo 'NVIDIA H200, 580.159.04, Default, Disabled, 0, 0, 0, 40, 700.00, 700.00'
 """
 
 
@@ -177,10 +177,10 @@ def test_a_card_that_is_busy_divided_or_damaged_is_told(tmp_path: Path, monkeypa
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     cards = gpu_report_probe.ask_driver()
-    assert [card["driver_version"] for card in cards] == ["580.159.04"] * 2 and len(cards[0]) == 8
+    assert [card["driver_version"] for card in cards] == ["580.159.04"] * 2 and len(cards[0]) == 10
     found = {"triton": None, "free": 50 << 30, "memory": 100 << 30, "cards_told": cards}
     words = ["triton is not installed", "others hold 50.0 GiB", "card 0 is divided", "card 0 has uncorrected memory errors",
-             "card 0 is 97 % busy", "card 0 takes one process at a time"]  # fmt: skip
+             "card 0 is 97 % busy", "card 0 takes one process at a time", "card 0 may take 500.00 W of"]  # fmt: skip
     told = gpu_report_probe.warnings_of(found)
     assert len(told) == len(words) and all(word in text for word, text in zip(words, told, strict=True))
     assert gpu_report_probe.warnings_of({"triton": "3.6.0", "memory": 1, "cards_told": cards[1:]}) == []

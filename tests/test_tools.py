@@ -32,7 +32,7 @@ def test_bad_input_is_one_line(tmp_path: Path, line: str, text: str) -> None:
 
 
 AT_ONCE = """import contextlib, sys
-from tools import plan, verify
+from tools import doctor, plan, verify
 assert verify.main(["--bogus", "1"]) == 2
 with contextlib.suppress(SystemExit):
     plan.main(["--help"])

@@ -150,7 +150,7 @@ def interface_for_others(host: str, port: int) -> str | None:
         own = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
         if not all(ipaddress.ip_address(address).is_loopback for address in own):
             return None
-    names = {address: name for name, address in _interfaces().items()}
+    names = {address: name for name, address in interfaces().items()}
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
         towards.connect((host, port))  # sends nothing
         if (way := names.get(towards.getsockname()[0])) is not None:
@@ -163,7 +163,7 @@ def interface_for_others(host: str, port: int) -> str | None:
     return next(iter(names.values()))
 
 
-def _interfaces() -> dict[str, str]:
+def interfaces() -> dict[str, str]:
     """Name -> IPv4 address of the interfaces that lead to other machines."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

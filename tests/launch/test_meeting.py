@@ -115,8 +115,8 @@ def test_names_that_mean_nothing_or_the_machine_itself_are_told(monkeypatch: pyt
     assert likely_cause("gpu01", 1, False, 2, "") == "this node cannot resolve the name gpu01; is MASTER_ADDR right?"
     assert interface_for_others("there", 1) is None
     names["here"] = "127.0.1.1"
-    monkeypatch.setattr(meeting, "_interfaces", lambda: {"eth0": "10.0.0.3"})
+    monkeypatch.setattr(meeting, "interfaces", lambda: {"eth0": "10.0.0.3"})
     assert interface_for_others("there", 1) == "eth0"
-    monkeypatch.setattr(meeting, "_interfaces", lambda: {"eth0": "10.0.0.3", "ib0": "10.1.0.3"})
+    monkeypatch.setattr(meeting, "interfaces", lambda: {"eth0": "10.0.0.3", "ib0": "10.1.0.3"})
     with pytest.raises(MeetingError, match="set GLOO_SOCKET_IFNAME .* to one of eth0, ib0"):
         interface_for_others("there", 1)

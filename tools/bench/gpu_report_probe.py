@@ -6,6 +6,7 @@ This is a process of its own, so that the one that waits for the others holds no
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -26,7 +27,7 @@ DATA = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style
 BF16_MOMENTS = ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
 USABLE = 0.93  # of the card's memory: the rest is the driver's, the libraries' and the allocator's gaps
 QUERY = ("name", "driver_version", "compute_mode", "mig.mode.current", "ecc.errors.uncorrected.volatile.total",
-         "utilization.gpu", "memory.used", "temperature.gpu")  # fmt: skip
+         "utilization.gpu", "memory.used", "temperature.gpu", "power.limit", "power.default_limit")  # fmt: skip
 
 
 def facts() -> dict[str, Any]:
@@ -80,6 +81,9 @@ def warnings_of(machine: dict[str, Any]) -> list[str]:
             lines.append(f"{name} is {card['utilization.gpu']} % busy with the work of others")
         if card.get("compute_mode", "Default") not in ("Default", "[N/A]"):
             lines.append(f"{name} takes one process at a time ({card['compute_mode']}): parts do not share it")
+        watts = [card.get(limit, "") for limit in ("power.limit", "power.default_limit")]
+        if all(re.fullmatch(r"[\d.]+", text) for text in watts) and float(watts[0]) < float(watts[1]):
+            lines.append(f"{name} may take {watts[0]} W of its {watts[1]}: its clock is lower under load")
     return lines
 
 

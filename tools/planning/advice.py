@@ -9,6 +9,7 @@ Rules of thumb say that they are, and whose: they are no part of the plan.
 
 import math
 
+from megalite.launch.machine import VARIABLES
 from megalite.plan.advice import in_order, limit_of, sentence
 from megalite.plan.memory import LARGEST_ERROR
 from tools.planning.request import Request, problems_of
@@ -135,18 +136,8 @@ def nccl(request: Request) -> list[str]:
     """Variables of NCCL that are worth knowing on such a cluster."""
     if request.cluster.device.name == "cpu":
         return []
-    lines = ["NCCL_DEBUG=INFO               which links and algorithms it has chosen; read it once per cluster"]
-    if request.cluster.nodes > 1:
-        lines += [
-            "NCCL_SOCKET_IFNAME=...        the interface over which ranks find each other, where there are several",
-            "NCCL_IB_HCA=...               which network cards carry the data; all of a node, and not the storage's",
-            "NCCL_IB_GID_INDEX=3           on RoCE: v2 addresses, where the default is not",
-        ]
-    lines += [
-        "NCCL_ALGO, NCCL_PROTO         to try out Ring, Tree, NVLS by hand; leave them alone in training",
-        "NCCL_TIMEOUT                  is none of NCCL's; here it is --distributed-timeout-minutes",
-    ]
-    return lines
+    rows = (row for row in VARIABLES if "hint" in row and (request.cluster.nodes > 1 or not row.get("nodes")))
+    return [f"{row.get('shown', row['name']):<30}{row['hint']}" for row in rows]
 
 
 def needs(request: Request, found: Found) -> list[str]:

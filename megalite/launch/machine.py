@@ -1,0 +1,114 @@
+"""What of this machine lets a run start, or slows it down: packages, clocks, variables, network and memory, each a line
+that is ok, a warning or bad, with the remedy. Needs nothing that a damaged installation may lack, and no group."""
+
+import contextlib
+import ctypes
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from megalite.config import environment
+from megalite.config.packages import needs
+from megalite.config.tables import table_beside
+from megalite.launch.local_ranks import cores
+from megalite.launch.meeting import MeetingError, interface_for_others, interfaces
+
+OK, WARN, BAD = "ok", "warn", "bad"
+VARIABLES, PACKAGES = table_beside(__file__, "machine").values()
+GIB, MIB = 2**30, 2**20
+SHM, FILES = GIB, 4096  # of shared memory and open files, below which NCCL or data in many files fails
+BEYOND = "192.0.2.1", 29500  # an address of another machine (RFC 5737), to which nothing is sent; torchrun's port
+TIME_ERROR = 5  # of adjtimex: nobody sets this clock
+
+
+class Line(NamedTuple):
+    mark: str
+    about: str
+    fact: str
+    remedy: str = ""
+
+
+def judged(about: str, good: bool, fact: str, remedy: str, mark: str = WARN) -> Line:
+    """`mark`: where it is not good."""
+    return Line(OK, about, fact) if good else Line(mark, about, fact, remedy)
+
+
+def software() -> Iterator[Line]:
+    yield Line(OK, "python", f"{platform.python_version()} on {platform.platform()}")
+    said = list[str]()
+    with contextlib.suppress(metadata.PackageNotFoundError):  # in a clone nobody says which versions are needed
+        said = metadata.requires("megalite") or []
+    least = {found[1]: found[2] for one in said if (found := re.match(r"([\w-]+)\s*>=\s*([\d.]+)", one))}
+    for name, (what, core) in PACKAGES.items():
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield judged(name, not core, f"not installed: {needs(what, name)}", "", BAD)
+            continue
+        had, wanted = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (version, least.get(name, "0")))
+        newer = f"{least.get(name)} or newer is needed: pip install --upgrade {name}"
+        yield judged(name, had >= wanted, version, newer, BAD if core else WARN)
+
+
+def clocks() -> Iterator[Line]:
+    busy, n = os.getloadavg()[0], cores()
+    yield judged("clocks", busy <= n, f"load {busy:.1f} on {n} cores", "figures of this machine mean less now")
+    remedy = "run an NTP client: the logs of several machines are put in order by their times"
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
+        known = f"the time is {'not ' * (state == TIME_ERROR)}synchronised"
+        yield judged("clocks", state != TIME_ERROR, known, remedy)
+
+
+def variables() -> Iterator[Line]:
+    yield from (Line(BAD, "variables", text) for text in environment.problems())
+    yield from (Line(WARN, "variables", text) for text in environment.warnings())
+    for row in VARIABLES:
+        for said in filter(None, (environment.values_of([name]) for name in row["name"].split(", "))):
+            if re.fullmatch(row.get("wrong", ".*"), said.partition("=")[2]):
+                yield Line(WARN, "variables", f"{said}: {row['does']}", row["do"])
+    said = environment.of_libraries().replace("\n", " ")
+    yield Line(OK, "variables", f"set: {said}" if said else "none of the libraries' is set")
+
+
+def network() -> Iterator[Line]:
+    there, given = interfaces(), {}
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        given[name] = wanted = environment.variable(name)
+        if wanted.isalnum() and not any(one.startswith(wanted) for one in ("lo", *there)):
+            remedy = f"give one of {', '.join(there) or 'lo'}, or unset it"
+            yield Line(BAD, "network", f"{name}={wanted} is no interface of this machine", remedy)
+    # as NCCL's guide has it: InfiniBand's first, a container's last
+    first = min(there, key=lambda name: (not name.startswith("ib"), name.startswith("docker")), default="lo")
+    try:
+        gloo = interface_for_others(*BEYOND) or f"that of the name {socket.gethostname()}"
+        chosen = [name or own for name, own in zip(given.values(), (gloo, first), strict=True)]
+        addresses = ", ".join(f"{name} {address}" for name, address in there.items()) or "lo alone"
+        yield Line(OK, "network", f"gloo would take {chosen[0]}, NCCL {chosen[1]}; there are {addresses}")
+    except MeetingError as error:
+        yield Line(WARN, "network", *str(error).split(": ", 1))
+    port = environment.variable("MASTER_PORT", str(BEYOND[1]))
+    with socket.socket() as listens:
+        try:
+            listens.bind(("", int(port)))
+            yield Line(OK, "network", f"port {port}, where ranks meet, is free")
+        except (OSError, ValueError, OverflowError) as error:
+            remedy = "set MASTER_PORT, or --rdzv-endpoint of torchrun, to a free one"
+            yield Line(WARN, "network", f"port {port}, where ranks meet, cannot be had ({error})", remedy)
+
+
+def memory() -> Iterator[Line]:
+    about = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text("ascii", "replace")))
+    free, all_of_it = (int(about[name]) / MIB for name in ("MemAvailable", "MemTotal"))
+    yield judged("memory", free > all_of_it / 4, f"{free:.1f} of {all_of_it:.1f} GiB are free", "end what takes it")
+    shared, (files, _) = shutil.disk_usage("/dev/shm").free, resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = "give a container --shm-size=1g: NCCL, and ranks on a CPU, exchange there"
+    yield judged("memory", shared >= SHM, f"{shared / MIB:,.0f} MiB of /dev/shm are free", remedy)
+    yield judged("memory", files >= FILES, f"a process may open {files:,} files", f"ulimit -n {FILES}")

@@ -1,0 +1,108 @@
+"""megalite doctor: what it says of a machine that is sound, and of one where something was broken on purpose."""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.launch import machine
+from tools import doctor
+from tools.bench import gpu_report_probe
+from tools.preprocess.indexed_writer import IndexedWriter
+
+CARD = {"cards": 1, "device": "NVIDIA H100", "memory": 80 << 30, "free": 80 << 30, "capability": "9.0", "cuda": "12.8"}
+TOLD = dict(zip(gpu_report_probe.QUERY, "H100 580.1 Default Disabled 3 0 0 40 700 700".split(), strict=True))
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[tuple[str, str]]]:
+    """The exit code, and (mark, everything else) of each line."""
+    code = doctor.main([*words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["exit"] == code
+    return code, [(line["mark"], " ".join([line["about"], line["fact"], line["remedy"]])) for line in found["lines"]]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "WRITTEN", 1 << 20)
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "MASTER_"))]:
+        monkeypatch.delenv(name)
+
+
+def test_a_sound_machine_with_its_storage_and_data_is_0(tmp_path: Path, capsys) -> None:
+    with IndexedWriter(tmp_path / "mine", np.uint16) as writer:
+        writer.add([1, 2, 3])
+        writer.finish()
+    before, begin = sorted(tmp_path.iterdir()), time.monotonic()
+    code, lines = told(capsys, "--save", str(tmp_path / "runs/new"), "--data-path", str(tmp_path / "mine"))
+    assert code == 0 and time.monotonic() - begin < 60 and sorted(tmp_path.iterdir()) == before
+    assert "bad" not in dict(lines) and ("ok", f"data {tmp_path / 'mine'}: 1 documents, 3 tokens, 6e-09 GB ") in lines
+    for about in ("python", "torch", "card", "clocks", "variables", "network", "memory", "storage", "costs"):
+        assert any(text.startswith(about) for _, text in lines), about
+    assert doctor.main(["--save", str(tmp_path)]) == 0 and capsys.readouterr().out.endswith("a run can start\n")
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {  # what is broken -> whether that stops a run
+    "NCCL_P2P_DISABLE=1: cards of a machine exchange by a detour": (dict(NCCL_P2P_DISABLE="1"), "warn"),
+    "give --distributed-timeout-minutes": (dict(NCCL_TIMEOUT="60"), "warn"),
+    "no card is visible": (dict(CUDA_VISIBLE_DEVICES=""), "warn"),
+    "this run is made to fail": (dict(MEGALITE_FAULT="init.collectives:1:0:bitflip"), "warn"),
+    "MEGALITE_KERNELS=fast is unknown": (dict(MEGALITE_KERNELS="fast"), "bad"),
+    "NCCL_SOCKET_IFNAME=nic7 is no interface": (dict(NCCL_SOCKET_IFNAME="nic7"), "bad"),
+    "set MASTER_PORT, or --rdzv-endpoint": (dict(MASTER_PORT="taken"), "warn"),
+    "every run needs the package numpy": (dict(lacks="numpy"), "bad"),
+    "wandb not installed": (dict(lacks="wandb"), "ok"),
+    "or newer is needed: pip install --upgrade torch": (dict(old="torch"), "bad"),
+    "--shm-size=1g": (dict(shm=64 << 20), "warn"),
+    "sees none of 1 cards": (dict(card={}), "bad"),
+    "card 0 has uncorrected memory errors (ECC)": (dict(card=CARD), "bad"),
+    "cannot be written": (dict(save="file"), "bad"),
+    "nothing.idx: No such file": (dict(data="nothing"), "bad"),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_what_is_broken_is_named_and_whether_it_stops_a_run(text: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    what, mark = dict(BROKEN[text][0]), BROKEN[text][1]
+    words = ["--data-path", str(tmp_path / what.pop("data"))] if "data" in what else []
+    (tmp_path / "file").touch()
+    words += ["--save", str(tmp_path / what.pop("save", "."))]
+    taken = socket.create_server(("", 0))
+    version, usage = metadata.version, shutil.disk_usage
+
+    def version_of(name: str) -> str:
+        if name == lacks:
+            raise metadata.PackageNotFoundError(name)
+        return "0.1" if name == old else version(name)
+
+    lacks, old, shm = (what.pop(name, None) for name in ("lacks", "old", "shm"))
+    monkeypatch.setattr(metadata, "version", version_of)
+    if shm is not None:
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(path)._replace(free=shm))
+    if "card" in what:
+        facts = {"torch": "2.13", "triton": "3.9", "cards": 0, "memory": 1, "cards_told": [TOLD], **what.pop("card")}
+        monkeypatch.setattr(gpu_report_probe, "facts", lambda: facts)
+        monkeypatch.setattr(gpu_report_probe, "ask_driver", lambda: [TOLD])
+        monkeypatch.setattr("megalite.train.watch.fingerprint.Card", lambda device: type("None_", (), {"figures": {}}))
+    for name, value in what.items():
+        monkeypatch.setenv(name, str(taken.getsockname()[1]) if value == "taken" else value)
+    code, lines = told(capsys, *words)
+    taken.close()
+    assert any(own == mark and text in line for own, line in lines), lines
+    assert code == (3 if mark == "bad" else 0)
+
+
+def test_without_torch_the_rest_is_told(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, lines = told(capsys)
+    wrong = [line for mark, line in lines if mark == "bad"]
+    assert code == 3 and wrong[0].startswith("card cannot be looked at: ModuleNotFoundError") and len(wrong) == 1
+    assert any(line.startswith("memory") for _, line in lines)

@@ -1,0 +1,126 @@
+#!/usr/bin/env python
+"""Would a run start on this machine, and what would slow it down? One page, each line ok, warn or bad, with its remedy.
+
+python tools/doctor.py                                                        and the storage of this folder
+python tools/doctor.py --save runs/mine --data-path data/mine_text_document   that of a run, and its data
+python tools/doctor.py --json                                                 the lines as objects
+
+Software, card, clocks, variables, network, memory, storage (a file is written, synced and deleted), data; and what to
+look at before hours are paid. One process, no group: links between ranks are for tools/check_cluster.py. Exit codes: 0;
+3 something would stop a run.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.checkpoint.storage.location import CheckpointError, parse
+from megalite.checkpoint.storage.protocol import storage_of
+from megalite.config.console import printable
+from megalite.config.tables import table_beside
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.launch.machine import BAD, GIB, MIB, OK, WARN, Line, clocks, judged, memory, network, software, variables
+from tools.program import parser_of, run_program
+
+COSTS = table_beside(__file__, "doctor")
+WRITTEN, SECONDS, SLOW = 256 * MIB, 2.0, 200e6  # of a test file at most; bytes/s that checkpoints need
+
+
+def card() -> Iterator[Line]:
+    import torch  # which may be what is wrong
+
+    from megalite.train.watch.fingerprint import THROTTLED, Card, read
+    from tools.bench import gpu_report_probe as probe
+
+    found, told = probe.facts(), probe.ask_driver()
+    if not found["cards"]:
+        remedy = f"install torch's build for the driver's CUDA, or correct CUDA_VISIBLE_DEVICES ({found.get('why')})"
+        seen = f"torch {found['torch']} sees none of {len(told)} cards" if told else "none: a run takes the CPU"
+        yield judged("card", not told, seen, remedy, BAD)
+        return
+    drivers = ", ".join({one["driver_version"] for one in told}) or "not told"
+    which = f"capability {found['capability']}, driver {drivers}, CUDA {found['cuda']}"
+    yield Line(OK, "card", f"{found['cards']} x {found['device']}, {found['memory'] / GIB:.1f} GiB, {which}")
+    for fact, _, why in (text.partition(": ") for text in probe.warnings_of(found)):
+        yield Line(BAD if "(ECC)" in fact else WARN, "card", fact, why)
+    for number in range(found["cards"]):
+        now = read(Card(torch.device("cuda", number)).figures)  # needs nvidia-ml-py
+        held = ", ".join(why for bit, why in THROTTLED.items() if now.get("throttled", 0) & bit)
+        clock = f"card {number} at {now.get('clock_mhz', '?')} MHz"
+        yield judged("clocks", not held, clock, f"it is held back ({held}): look at its cooling and power")
+
+
+def storage(save: str) -> Iterator[Line]:
+    """How fast it takes bytes, by the code that writes checkpoints."""
+    part, written, place = os.urandom(4 * MIB), 0, parse(save)
+    if isinstance(place, Path):  # the folder that is to hold it, as no new one is left behind
+        place = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    try:
+        storage_of(place).probe(place, 0)
+        if not isinstance(place, Path):
+            yield Line(OK, "storage", f"{save} can be written; its speed is not measured")
+            return
+        file, begin = place / f".doctor-{os.getpid()}", time.perf_counter()
+        try:
+            with storage_of(place).create(file) as append:
+                while written < WRITTEN and time.perf_counter() - begin < SECONDS:
+                    append(part)
+                    written += len(part)
+            rate = written / (time.perf_counter() - begin)
+        finally:
+            file.unlink(missing_ok=True)
+        fact = f"save={save!r} takes {rate / 1e6:,.0f} MB/s with fsync, {written / MIB:.0f} MiB"
+        fact = f"{fact}; {shutil.disk_usage(place).free / GIB:,.1f} GiB are free"
+        yield judged("storage", rate >= SLOW, fact, "use a faster disk, or save less often")
+    except (CheckpointError, OSError) as error:
+        yield Line(BAD, "storage", str(error))
+
+
+def data(prefixes: list[str]) -> Iterator[Line]:
+    for prefix in prefixes:
+        try:
+            pair = IndexedDataset(prefix)
+            size = f"{len(pair):,} documents, {pair.num_tokens:,} tokens"
+            yield Line(OK, "data", f"{prefix}: {size}, {pair.num_tokens * pair.dtype.itemsize / 1e9:.3g} GB")
+        except (DataError, OSError) as error:
+            yield Line(BAD, "data", str(error))
+
+
+def examine(save: str, prefixes: list[str]) -> Iterator[Line]:
+    own = (lambda: storage(save), lambda: data(prefixes))
+    for part in (software, card, clocks, variables, network, memory, *own):
+        try:
+            yield from part()
+        except Exception as error:  # noqa: BLE001  a broken torch, no /proc: the other parts are told
+            mark = BAD if isinstance(error, ImportError) else WARN
+            yield Line(mark, part.__name__, f"cannot be looked at: {type(error).__name__}: {error}")
+    yield from (Line(OK, "costs", f"{what}: {how}") for what, how in COSTS.items())
+
+
+def main(argv: list[str]) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--save", default=".", metavar="DIR", help="where checkpoints will go; default: this folder")
+    parser.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="token files, without a suffix")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    args, lines = parser.parse_args(argv), list[Line]()
+    for line in examine(args.save, args.data_path):
+        lines.append(line)
+        if not args.json:
+            remedy = f"; {line.remedy}" * bool(line.remedy)
+            print(printable(f"{line.mark:5}{line.about:14}{line.fact}{remedy}"), flush=True)
+    bad, warned = (sum(line.mark == mark for line in lines) for mark in (BAD, WARN))
+    found = {"lines": [line._asdict() for line in lines], "exit": 3 if bad else 0}
+    end = f"{bad} bad, {warned} to look at: {'a run would be stopped' if bad else 'a run can start'}"
+    print(json.dumps(found, indent=1) if args.json else end)
+    return found["exit"]
+
+
+if __name__ == "__main__":
+    run_program(main)
