@@ -1,5 +1,6 @@
 """tools/plan.py as users type it."""
 
+import io
 import json
 import re
 import subprocess
@@ -58,6 +59,33 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
         file.write_text(json.dumps(found | {"plans": [found["plans"][0] | damage]}))
         with pytest.raises(SystemExit, match="no plan of tools/plan.py --json"):
             plot.main(["plan", str(file), "--show", "layout"])
+
+
+def test_questions_lead_to_the_plan_of_their_answers(tmp_path: Path, monkeypatch, capsys) -> None:
+    """A wrong answer is asked again with its rule; the end of stdin takes defaults; the TOML starts what was planned."""
+    said = ["gpt", "4x256x4", "h1000", "cpu", "0", "2", "", "x", "4", "1M", "soon", "0 days", "0.001 days", "/no/x", ""]
+    asked, plain, toml = tmp_path / "asked.json", tmp_path / "plain.json", tmp_path / "run.toml"
+    said[-1] = str(toml)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said)))
+    words = ["--precision", "fp32", "--top", "1", "--json"]
+    assert plan.main(["--ask", *words, str(asked)]) == 0
+    text = capsys.readouterr().out
+    for rule in ("gpt is no file, and no preset", "device=h1000 is not in the table", "'0' is not a number above 0",
+                 "'x' is not a number above 0", "soon is no limit", "0 days is no limit", "/no is not a folder"):  # fmt: skip
+        assert text.count(rule) == 1, rule
+    assert re.search(
+        r"why this one:\n  tp \d: .+\n  pp \d: .+\n  zero \d: .+\n  limit 0.001 days: .* needs about \d+ dev", text
+    )
+    shape = "--preset llama3-8b --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 896"
+    flags = (
+        f"{shape} --num-query-groups 4 --seq-length 8192 --global-batch-size 4 --device cpu --num-gpus 2 --tokens 1M"
+    )
+    assert plan.main([*flags.split(), *words, str(plain)]) == 0
+    one, other = (json.loads(file.read_text()) for file in (asked, plain))
+    assert one["command"] == other["command"] and one["parameters"] == other["parameters"]
+    assert config_from(["--config", str(toml)]) == config_from(one["command"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("tiny\ncpu\n1\n"))
+    assert plan.main(["--ask", *words, str(asked)]) == 0 and "on 1 devices" in capsys.readouterr().out
 
 
 def test_a_batch_that_grows_is_planned_as_what_it_becomes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 """Plan a run before it costs anything: which layouts fit a cluster, how fast a step is, what it takes and costs.
 
 python tools/plan.py --preset llama3-405b --num-gpus 16384 --seq-length 8192 --global-batch-size 2048
+python tools/plan.py --ask                              asks for what it needs, with defaults
 python tools/plan.py --hf config.json --device a100 --num-gpus 64 --global-batch-size 256 --tokens 300B
 python tools/plan.py memory --preset llama3-8b --num-gpus 8 --tp 2 --pp 2        of one layout, without its time
 python tools/plan.py sizes --dp 64                      bytes of state by size and ZeRO stage
@@ -49,6 +50,7 @@ def flags_of(command: str) -> argparse.ArgumentParser:
         take("--data-tokens", metavar="N", help="tokens in the data, which give the epochs")
         take("--price-per-gpu-hour", type=float, metavar="DOLLARS", help="default: an example price of the device")
     if command == "":
+        take("--ask", action="store_true", help="ask for the model, the devices and the rest, a line of stdin each")
         take("--usable-memory", type=float, default=0.9, metavar="SHARE", help="of a device to plan with; default 0.9")
         take("--top", type=int, default=10, help="rows of layouts to show; default 10")
         take("--json", type=Path, metavar="FILE", help="write everything that is printed, and more, as JSON")

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import gc
-import json
 import sys
 import textwrap
 from dataclasses import replace
@@ -12,8 +11,11 @@ from typing import Any
 
 import torch
 
+from megalite.config import cli
 from megalite.config.console import Bar
 from megalite.config.options import ConfigError
+from megalite.config.toml import to_toml
+from megalite.models.families import PRESETS
 from megalite.plan import links
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.kinds import model_flops
@@ -23,13 +25,13 @@ from megalite.train.tell.figures import columns
 from megalite.train.tell.overview import stage_rows
 from tools.pictures.canvas import save
 from tools.pictures.plan import picture
-from tools.planning import advice, published, rules, show
+from tools.planning import advice, ask, published, rules, show
 from tools.planning.calibrate import CalibrationError
 from tools.planning.calibrate import calibrate as measure
 from tools.planning.request import Request, problems_of, read, with_options
 from tools.planning.rules import Budget, chinchilla, quantity
 from tools.planning.search import MOST, Found, Layout, applied, arranged, layout_of, search
-from tools.program import unwritable
+from tools.program import unwritable, write_json
 
 
 def run(command: str, args: argparse.Namespace, words: list[str]) -> int:
@@ -87,6 +89,7 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
     if not 0 < share <= 1 or top < 1:
         raise ConfigError([f"usable_memory={share} is a share up to 1, and top={top} at least 1; correct them"])
     _writable("out", json=args.json, out=args.out)
+    words = [*ask.answers(args), *words] if args.ask else words
     request, profile = _read(args, words)
     t = request.config.train
     if not request.is_layout and t.global_batch_size is None and t.step_batch_size_schedule is None:
@@ -111,6 +114,12 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
         return 2
     best = found.choices()[0].best
     _tell(request, found, budget, data_tokens, args)
+    if args.ask:
+        _section("why this one", [*ask.conclusion(args, found, budget, request.cluster.device)])
+        if args.toml is not None:
+            flags = show.command_words(request, best.layout, _steps(budget, best.made))
+            args.toml.write_text(to_toml(cli.read(flags, PRESETS)[0]), "utf-8")
+            print(f"\n{args.toml}: give it with --config, and the data with --data-path")
     if args.json is not None or args.out is not None:
         _write(args, request, found, budget)
     return 0 if best.peak <= found.limit else 1
@@ -173,14 +182,11 @@ def _write(args: argparse.Namespace, request: Request, found: Found, budget: Bud
     }
     try:
         if args.json is not None:
-            args.json.write_text(json.dumps(data, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError([f"json={args.json} cannot be written: {error.strerror}; give another path"]) from None
-    if args.out is not None:
-        try:
+            write_json(args.json, data)
+        if args.out is not None:
             save(picture(data), args.out)
-        except (OSError, ValueError) as error:
-            raise ConfigError([f"out={args.out}: {error}"]) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"what was planned cannot be written: {error}"]) from None
 
 
 def memory(args: argparse.Namespace, words: list[str]) -> int:

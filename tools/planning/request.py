@@ -57,7 +57,7 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     try:
         if args.hf is not None and "preset" in (named := cli.take_apart(words).given):
             raise ConfigError([f"hf={args.hf} and preset={named['preset']} are two models; give one"])
-        words = [*(_of_hugging_face(args.hf, words) if args.hf is not None else ()), *words]
+        words = [*(of_hugging_face(args.hf, words) if args.hf is not None else ()), *words]
         problems += _unlike(args, words, where)
         given = cli.take_apart(words).given
         in_file = dict(read_toml(str(given["config"]))) if given.get("config") else {}
@@ -121,7 +121,7 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     return None
 
 
-def _of_hugging_face(path: Path, words: Sequence[str]) -> list[str]:
+def of_hugging_face(path: Path, words: Sequence[str]) -> list[str]:
     """The model of a config.json as flags."""
     file = path / "config.json" if path.is_dir() else path
     length = str(cli.take_apart(words).given.get("seq_length", ""))
