@@ -20,7 +20,7 @@ from megalite.kernels.dropout import dropout, fold
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
 from megalite.nn.attention import Attention
 from megalite.nn.embedding import Embedding, vocabulary_spec
-from megalite.nn.experts import Experts, ExpertsShape
+from megalite.nn.experts import Experts
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.micro_batch import SITE_HIDDEN_1, SITE_HIDDEN_2, Batch
@@ -28,7 +28,6 @@ from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm, norm_of
 from megalite.nn.parameter import Maker, Use, run_unit
 from megalite.nn.recompute import recompute, without_keeping
-from megalite.nn.router import Routing
 from megalite.parallel.spec import ParamSpec
 
 
@@ -67,25 +66,6 @@ def rope_scaling(model: ModelConfig) -> Scaling:
     return RopeScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None
 
 
-def routing_of(model: ModelConfig) -> Routing:
-    """How the model's routers choose experts."""
-    sinkhorn = "sinkhorn" in model.moe_router_load_balancing_type
-    return Routing(
-        model.num_experts or 0,
-        model.moe_router_topk,
-        ("sigmoid" if model.moe_router_topk == 1 else "softmax") if sinkhorn else model.moe_router_score_function,
-        model.moe_router_pre_softmax or sinkhorn,
-        model.moe_router_topk_scaling_factor,
-        model.moe_router_num_groups,
-        model.moe_router_group_topk,
-        bias=model.moe_router_enable_expert_bias,
-        wide=model.moe_router_dtype == "fp64",
-        coefficients=model.balancing | ({"z_loss": model.moe_z_loss_coeff} if model.moe_z_loss_coeff else {}),
-        drawn=model.moe_router_force_load_balancing,
-        sinkhorn=sinkhorn,
-    )
-
-
 class Block(nn.Module):
     def __init__(self, make: Maker, model: ModelConfig, layer: int, again: tuple[str, ...] = ()):
         """`again`: the parts that are computed again in backward (Recompute.parts)."""
@@ -95,19 +75,15 @@ class Block(nn.Module):
         self.tp, self.parallel = make.mesh.tp, model.parallel_residual
         self.norms_again, self.mlp_again = "layernorm" in again, ("moe" if model.experts[layer] else "mlp") in again
         self.dropout: Callable[..., Tensor] = dropout  # or compiled (models/compiled.py)
-        norm, stds = (model.hidden_size, *norm_of(model)), (model.init_method_std, model.out_std)
+        norm = model.hidden_size, *norm_of(model)
         self.attention_norm = Norm(make, f"layers.{layer}.attention.norm", *norm)
         self.attention = Attention(make, f"layers.{layer}.attention", model, layer, "core_attn" in again)
         self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
         name = f"layers.{layer}.mlp"
         if model.experts[layer]:
-            shared = model.moe_shared_expert_intermediate_size, model.moe_shared_expert_gate
-            widths = model.hidden_size, model.expert_ffn_size
-            shape = ExpertsShape(*widths, *shared, model.activation, *stds, model.add_bias_linear)
-            self.mlp = Experts(make, name, layer, routing_of(model), shape, "shared_experts" in again)
+            self.mlp = Experts(make, name, model, layer, "shared_experts" in again)
         else:
-            widths = model.hidden_size, model.ffn_size
-            self.mlp = MLP(make, name, widths, model.activation, stds, bias=model.add_bias_linear)
+            self.mlp = MLP(make, name, model, model.ffn_size, bias=model.add_bias_linear)
 
     def forward(self, x_sBD: Tensor, where: Batch) -> Tensor:
         if self.training and (self.norms_again or self.mlp_again):

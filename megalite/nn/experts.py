@@ -11,7 +11,6 @@ Experts are split over ep and the width of each over etp: ranks of the same stag
 tokens go through, runs while rows travel.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megalite.config.options import ModelConfig
 from megalite.kernels.activation import Activation, activation_named
 from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
@@ -28,7 +28,7 @@ from megalite.nn.micro_batch import Batch
 from megalite.nn.mlp import MLP
 from megalite.nn.parameter import GradientSink, Maker, sink_of
 from megalite.nn.recompute import recompute
-from megalite.nn.router import Router, Routing
+from megalite.nn.router import Router
 from megalite.nn.token_exchange import exchange_back, start_exchange
 from megalite.parallel.spec import Constant, Normal, ParamSpec
 
@@ -114,47 +114,32 @@ class _Compute(Function):
         return dup, ddown, None, None, dx, dprobs.view_as(probs_RK), None, None, None, *dbiases
 
 
-@dataclass(frozen=True)
-class ExpertsShape:
-    """ffn_size: the width of an expert; shared_size: of the block that all tokens go through, None: there is none;
-    shared_gate: whether its output is scaled by a sigmoid of the token, as in Qwen2-MoE; bias: of experts, router."""
-
-    hidden_size: int
-    ffn_size: int
-    shared_size: int | None
-    shared_gate: bool
-    activation: str
-    std: float
-    out_std: float
-    bias: bool = False
-
-
 class Experts(nn.Module):
-    """`shared_again`: whether the shared block is computed again in backward."""
+    """`shared_again`: whether the shared block, which all tokens go through, is computed again in backward; its output
+    may be scaled by a sigmoid of the token, as in Qwen2-MoE."""
 
-    def __init__(self, make: Maker, name: str, layer: int, routing: Routing, shape: ExpertsShape, shared_again: bool):
+    def __init__(self, make: Maker, name: str, model: ModelConfig, layer: int, shared_again: bool):
         super().__init__()
         self.peers, self.etp, self.shared_again = make.mesh.experts, make.mesh.etp, shared_again
-        self.activation = activation_named(shape.activation)  # or compiled (models/compiled.py)
-        E, D, F, std = routing.experts, shape.hidden_size, shape.ffn_size, shape.std
+        self.activation = activation_named(model.activation)  # or compiled (models/compiled.py)
+        E, D, F, std = model.num_experts or 0, model.hidden_size, model.expert_ffn_size, model.init_method_std
         self.local = E // make.mesh.ep.size
         gated = self.activation.width == 2
         up, middle, at = ("gate_up", (2, F), 2) if gated else ("up", (F,), 1)
-        expert, of_ep, normal = partial(ParamSpec, home="expert", block=1), (0, "ep"), Normal(shape.out_std)
-        self.router = Router(make, f"{name}.router", D, routing, std, layer, shape.bias)
+        expert, of_ep, normal = partial(ParamSpec, home="expert", block=1), (0, "ep"), Normal(model.out_std)
+        self.router = Router(make, f"{name}.router", model, layer)
         shards = (of_ep, (at, "etp"))
         self.up = make(expert(f"{name}.experts.{up}", (E, *middle, D), shards=shards, init=Normal(std)))
         self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=(of_ep, (2, "etp")), init=normal))
         self.biases = nn.ParameterList()
-        if shape.bias:  # that of down is split over etp, so that each rank adds its part once
+        if model.add_bias_linear:  # that of down is split over etp, so that each rank adds its part once
             bias = partial(expert, init=Constant(0.0), decay=False, looked_up=True)
             self.biases.append(make(bias(f"{name}.experts.{up}_bias", (E, *middle), shards=shards)))
             self.biases.append(make(bias(f"{name}.experts.down_bias", (E, D), shards=(of_ep, (1, "etp")))))
         self.shared = self.shared_gate = None
-        if shape.shared_size is not None:
-            widths, stds = (D, shape.shared_size), (std, shape.out_std)
-            self.shared = MLP(make, f"{name}.shared", widths, shape.activation, stds, bias=False)
-        if shape.shared_gate:
+        if (size := model.moe_shared_expert_intermediate_size) is not None:
+            self.shared = MLP(make, f"{name}.shared", model, size, bias=False)
+        if model.moe_shared_expert_gate:
             self.shared_gate = make(ParamSpec(f"{name}.shared_gate", (D,), partial=("tp",), init=Normal(std)))
 
     def forward(self, x_sBD: Tensor, where: Batch) -> Tensor:

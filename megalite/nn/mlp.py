@@ -8,6 +8,7 @@ and any slice along F holds both halves of its columns.
 
 from torch import Tensor, nn
 
+from megalite.config.options import ModelConfig
 from megalite.kernels.activation import activation_named
 from megalite.nn.later import Later
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
@@ -16,23 +17,20 @@ from megalite.parallel.spec import Constant, Normal, ParamSpec
 
 
 class MLP(nn.Module):
-    """widths: D and F. `activation`: the name of a file in kernels/activations/; a gated one has width 2. stds: of the
-    initial weights of up and down."""
+    """`width`: F. A gated activation of kernels/activations/ has width 2."""
 
-    def __init__(
-        self, make: Maker, name: str, widths: tuple[int, int], activation: str, stds: tuple[float, float], *, bias: bool
-    ):
+    def __init__(self, make: Maker, name: str, model: ModelConfig, width: int, *, bias: bool):
         super().__init__()
         self.tp = make.mesh.tp
-        self.activation = activation_named(activation)  # or compiled (models/compiled.py)
-        (D, F), (std, out_std), zero = widths, stds, Constant(0.0)
+        self.activation = activation_named(model.activation)  # or compiled (models/compiled.py)
+        D, F, std, zero = model.hidden_size, width, model.init_method_std, Constant(0.0)
         gated = self.activation.width == 2
         up, lead, shards = ("gate_up", (2, F), ((1, "tp"),)) if gated else ("up", (F,), ((0, "tp"),))
         self.up = make(ParamSpec(f"{name}.{up}", (*lead, D), shards=shards, init=Normal(std), stacked=gated))
         self.up_bias = self.down_bias = None
         if bias:
             self.up_bias = make(ParamSpec(f"{name}.{up}_bias", lead, shards, init=zero, decay=False, stacked=gated))
-        self.down = make(ParamSpec(f"{name}.down", (D, F), shards=((1, "tp"),), init=Normal(out_std)))
+        self.down = make(ParamSpec(f"{name}.down", (D, F), shards=((1, "tp"),), init=Normal(model.out_std)))
         if bias:  # made in the order of use
             self.down_bias = make(ParamSpec(f"{name}.down_bias", (D,), partial=("tp",), init=zero, decay=False))
 

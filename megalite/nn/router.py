@@ -19,14 +19,13 @@ Gradients, sums and counts of choices are made in backward, which runs once for 
 recomputation nor evaluation counts. Logits are computed again there, not saved.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megalite.config.options import ModelConfig
 from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.dropout import fold, hash_coordinates
 from megalite.kernels.weight_grad import accumulate_outer_
@@ -38,66 +37,6 @@ from megalite.parallel.spec import Box, Constant, Normal, ParamSpec, Piece
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 TINY = 1e-20  # added to sums of sigmoids, which may all be 0
 TURNS, CLOSE = 1000, 1e-4  # of `sinkhorn`: at most so many, until factors of experts move by less
-
-
-@dataclass(frozen=True)
-class Routing:
-    """E experts, of which each token gets k. groups, group_topk: of E, and how many remain. bias: whether choices have
-    one. wide: compute in fp64. coefficients: of the LOSSES that are on. drawn: experts are drawn by lot. sinkhorn:
-    choices are balanced."""
-
-    experts: int
-    topk: int
-    score_function: str = "softmax"
-    pre_softmax: bool = False
-    scaling: float = 1.0
-    groups: int | None = None
-    group_topk: int | None = None
-    bias: bool = False
-    wide: bool = False
-    coefficients: Mapping[str, float] = field(default_factory=dict)
-    drawn: bool = False
-    sinkhorn: bool = False
-
-    def scores(self, logits_NE: Tensor) -> Tensor:
-        """What choices are made by."""
-        if self.score_function == "sigmoid":
-            return logits_NE.sigmoid()
-        return logits_NE.softmax(-1) if self.pre_softmax else logits_NE
-
-    def choose(self, scores_NE: Tensor, bias_E: Tensor | None) -> Tensor:
-        """ids_NK, the best first."""
-        if bias_E is not None:
-            scores_NE = scores_NE + bias_E
-        if self.groups is not None and self.group_topk is not None:
-            by_group = scores_NE.unflatten(-1, (self.groups, -1))
-            of_groups = by_group.topk(self.topk // self.group_topk, -1).values.sum(-1)
-            left_out = _best(of_groups, self.groups)[:, self.group_topk :]
-            left_out = left_out[..., None].expand(-1, -1, by_group.shape[2])
-            scores_NE = by_group.scatter(1, left_out, -torch.inf).flatten(1)
-        return _best(scores_NE, self.topk)
-
-    def probabilities(self, scores_NE: Tensor, ids_NK: Tensor) -> Tensor:
-        chosen = scores_NE.gather(1, ids_NK)
-        if self.score_function == "sigmoid":
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + TINY) if self.topk > 1 else chosen
-        elif not self.pre_softmax:
-            chosen = chosen.softmax(-1)
-        return chosen * self.scaling
-
-    def backward(self, logits_NE: Tensor, ids_NK: Tensor, dprobs_NK: Tensor) -> Tensor:
-        """dlogits_NE."""
-        scores_NE, given = self.scores(logits_NE), dprobs_NK * self.scaling
-        chosen, nothing = scores_NE.gather(1, ids_NK), torch.zeros_like(logits_NE)
-        if self.score_function == "sigmoid":
-            if self.topk > 1:
-                total = chosen.sum(-1, keepdim=True) + TINY
-                given = (given - (given * chosen).sum(-1, keepdim=True) / total) / total
-            return nothing.scatter_(1, ids_NK, given * chosen * (1 - chosen))
-        if not self.pre_softmax:
-            chosen = chosen.softmax(-1)
-            return nothing.scatter_(1, ids_NK, chosen * (given - (given * chosen).sum(-1, keepdim=True)))
-        return _softmax_backward(scores_NE, nothing.scatter_(1, ids_NK, given))
 
 
 def _best(scores: Tensor, k: int) -> Tensor:
@@ -127,20 +66,20 @@ class _Route(Function):
         ctx: Any, x_sBD: Tensor, weight: Tensor, logit_bias: Tensor | None, router: "Router", where: Batch
     ) -> tuple[Tensor, Tensor]:
         ctx.router, ctx.loss_weight, ctx.sink = router, where.loss_weight, sink_of(weight)
-        how, logits_NE = router.routing, router.logits(x_sBD, weight)
-        scores_NE = how.scores(logits_NE)
-        by_NE = router.balanced(logits_NE) if how.sinkhorn and router.training else scores_NE
-        ids_NK = how.choose(router.lots(x_sBD, where) if how.drawn else by_NE, None if how.drawn else router.bias)
+        logits_NE, drawn = router.logits(x_sBD, weight), router.model.moe_router_force_load_balancing
+        scores_NE = router.scores(logits_NE)
+        by_NE = router.balanced(logits_NE) if router.sinkhorn and router.training else scores_NE
+        ids_NK = router.choose(router.lots(x_sBD, where) if drawn else by_NE, None if drawn else router.bias)
         ctx.save_for_backward(x_sBD, weight, ids_NK)
         ctx.biased = logit_bias is not None
         ctx.mark_non_differentiable(ids_NK)
-        return how.probabilities(scores_NE, ids_NK), ids_NK
+        return router.probabilities(scores_NE, ids_NK), ids_NK
 
     @staticmethod
     def backward(ctx: Any, dprobs_NK: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_sBD, weight, ids_NK = ctx.saved_tensors
         logits_NE = ctx.router.logits(x_sBD, weight)
-        dlogits_NE = ctx.router.routing.backward(logits_NE, ids_NK, dprobs_NK)
+        dlogits_NE = ctx.router.backward(logits_NE, ids_NK, dprobs_NK)
         counts_BE = ctx.router.count_(ids_NK, x_sBD.shape[1])
         if ctx.loss_weight is not None:
             ctx.router.add_losses_(dlogits_NE, logits_NE, counts_BE, ctx.loss_weight)
@@ -157,22 +96,27 @@ class _Route(Function):
 
 
 class Router(nn.Module):
-    """logit_bias_E: added to logits. bias_E: state that no gradient trains (train/balance.py). None: there is none.
+    """`coefficients`: of the LOSSES that are on. logit_bias_E: added to logits. bias_E: added to what choices are made
+    by, state that no gradient trains (train/balance.py). None: there is none.
     counts_E: choices of each expert among this rank's tokens, of_dp_E: among those of all ranks of tp, cp and dp, if
     global_aux_loss is on; losses_4: LOSSES without coefficients, as sums over tokens, 0 of those that are off; all
     since they were set to zero, of all backwards."""
 
-    def __init__(
-        self, make: Maker, name: str, hidden_size: int, routing: Routing, std: float, layer: int, biased: bool = False
-    ):
+    def __init__(self, make: Maker, name: str, model: ModelConfig, layer: int):
         super().__init__()
-        self.name, self.routing, self.layer, self.seed = name, routing, layer, make.seed
+        self.name, self.model, self.layer, self.seed = name, model, layer, make.seed
         self.tp, self.cp, self.dp = make.mesh.tp, make.mesh.cp, make.mesh.dp
-        E, device = routing.experts, torch.device("meta") if make.meta else make.mesh.device
-        self.weight = make(ParamSpec(name, (E, hidden_size), partial=("tp",), init=Normal(std)))
+        self.experts, self.topk = model.num_experts or 0, model.moe_router_topk
+        self.sinkhorn, z_loss = "sinkhorn" in model.moe_router_load_balancing_type, model.moe_z_loss_coeff
+        self.sigmoid = self.topk == 1 if self.sinkhorn else model.moe_router_score_function == "sigmoid"
+        self.pre_softmax = model.moe_router_pre_softmax or self.sinkhorn
+        self.coefficients = model.balancing | ({"z_loss": z_loss} if z_loss else {})
+        E, device = self.experts, torch.device("meta") if make.meta else make.mesh.device
+        self.weight = make(ParamSpec(name, (E, model.hidden_size), partial=("tp",), init=Normal(model.init_method_std)))
         bias = ParamSpec(f"{name}.logit_bias", (E,), partial=("tp",), init=Constant(0.0), decay=False)
-        self.logit_bias = make(bias) if biased else None
-        self.bias = torch.zeros(E, dtype=torch.float32, device=device) if routing.bias else None
+        self.logit_bias = make(bias) if model.add_bias_linear else None
+        biased = model.moe_router_enable_expert_bias
+        self.bias = torch.zeros(E, dtype=torch.float32, device=device) if biased else None
         self.counts = torch.zeros(E, dtype=torch.int64, device=device)
         self.of_dp = torch.zeros_like(self.counts)
         self.losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
@@ -190,16 +134,57 @@ class Router(nn.Module):
         return [Piece(f"state/{self.name}.bias", shape, Box((0,), shape), range(len(self.bias)), self.bias, first)]
 
     def logits(self, x_sBD: Tensor, weight: Tensor) -> Tensor:
-        dtype = torch.float64 if self.routing.wide else stat_dtype(x_sBD)
+        dtype = torch.float64 if self.model.moe_router_dtype == "fp64" else stat_dtype(x_sBD)
         logits_NE = x_sBD.flatten(0, 1).to(dtype) @ weight.to(dtype).T
         return logits_NE if self.logit_bias is None else logits_NE + self.logit_bias.to(dtype)
+
+    def scores(self, logits_NE: Tensor) -> Tensor:
+        """What choices are made by."""
+        if self.sigmoid:
+            return logits_NE.sigmoid()
+        return logits_NE.softmax(-1) if self.pre_softmax else logits_NE
+
+    def choose(self, scores_NE: Tensor, bias_E: Tensor | None) -> Tensor:
+        """ids_NK, the best first."""
+        if bias_E is not None:
+            scores_NE = scores_NE + bias_E
+        groups, kept = self.model.moe_router_num_groups, self.model.moe_router_group_topk
+        if groups is not None and kept is not None:
+            by_group = scores_NE.unflatten(-1, (groups, -1))
+            of_groups = by_group.topk(self.topk // kept, -1).values.sum(-1)
+            left_out = _best(of_groups, groups)[:, kept:]
+            left_out = left_out[..., None].expand(-1, -1, by_group.shape[2])
+            scores_NE = by_group.scatter(1, left_out, -torch.inf).flatten(1)
+        return _best(scores_NE, self.topk)
+
+    def probabilities(self, scores_NE: Tensor, ids_NK: Tensor) -> Tensor:
+        chosen = scores_NE.gather(1, ids_NK)
+        if self.sigmoid:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + TINY) if self.topk > 1 else chosen
+        elif not self.pre_softmax:
+            chosen = chosen.softmax(-1)
+        return chosen * self.model.moe_router_topk_scaling_factor
+
+    def backward(self, logits_NE: Tensor, ids_NK: Tensor, dprobs_NK: Tensor) -> Tensor:
+        """dlogits_NE."""
+        scores_NE, given = self.scores(logits_NE), dprobs_NK * self.model.moe_router_topk_scaling_factor
+        chosen, nothing = scores_NE.gather(1, ids_NK), torch.zeros_like(logits_NE)
+        if self.sigmoid:
+            if self.topk > 1:
+                total = chosen.sum(-1, keepdim=True) + TINY
+                given = (given - (given * chosen).sum(-1, keepdim=True) / total) / total
+            return nothing.scatter_(1, ids_NK, given * chosen * (1 - chosen))
+        if not self.pre_softmax:
+            chosen = chosen.softmax(-1)
+            return nothing.scatter_(1, ids_NK, chosen * (given - (given * chosen).sum(-1, keepdim=True)))
+        return _softmax_backward(scores_NE, nothing.scatter_(1, ids_NK, given))
 
     def lots(self, x_sBD: Tensor, where: Batch) -> Tensor:
         """A number for each token and expert, by the token's place in the run alone: [N, E]."""
         s, device = x_sBD.shape[0], x_sBD.device
         at = where.places_of(self.tp, s)
         at_s = at if isinstance(at, Tensor) else torch.arange(at, at + s, device=device)
-        experts = torch.arange(self.routing.experts, device=device)
+        experts = torch.arange(self.experts, device=device)
         key = fold(self.seed, where.step, self.layer, SITE_ROUTER)
         return hash_coordinates(key, at_s[:, None, None], where.sample_ids_B[:, None], experts).flatten(0, 1)
 
@@ -213,7 +198,7 @@ class Router(nn.Module):
 
     def count_(self, ids_NK: Tensor, samples: int) -> Tensor:
         """Add to the counts; returns those of each sample, [B, E]."""
-        E = self.routing.experts
+        E = self.experts
         sample_N = torch.arange(len(ids_NK), device=ids_NK.device) % samples
         choices = (sample_N[:, None] * E + ids_NK).flatten()
         counts = self.counts.new_zeros(samples * E).scatter_add_(0, choices, torch.ones_like(choices))
@@ -222,7 +207,7 @@ class Router(nn.Module):
 
     def add_losses_(self, dlogits_NE: Tensor, logits_NE: Tensor, counts_BE: Tensor, weight: float | Tensor) -> None:
         """Add the gradients of the auxiliary losses, times `weight`, to `dlogits`, and the losses to their sums."""
-        sigmoid, on = self.routing.score_function == "sigmoid", self.routing.coefficients
+        sigmoid, on = self.sigmoid, self.coefficients
         if chosen := [kind for kind in LOSSES[:-1] if kind in on]:
             for axis in (self.tp, self.cp):
                 counts_BE = start_all_gather(counts_BE[None], axis).wait().sum(0)

@@ -235,8 +235,8 @@ MISTAKES = [
     ),
     Mistake(
         "choices are counted in forward, and once more where it is computed again",
-        "        ctx.mark_non_differentiable(ids_NK)\n        return how",
-        "        ctx.mark_non_differentiable(ids_NK)\n        ctx.counts_BE = router.count_(ids_NK, x_sBD.shape[1])\n        return how",
+        "        ctx.mark_non_differentiable(ids_NK)\n        return router",
+        "        ctx.mark_non_differentiable(ids_NK)\n        ctx.counts_BE = router.count_(ids_NK, x_sBD.shape[1])\n        return router",
         EXPERTS + " --moe-router-score-function sigmoid --moe-router-enable-expert-bias --dp 2 --ep 2"
         + " --recompute-granularity full --recompute-method uniform",
         {"kind": "router", "step": 1, "name": "layers.0.mlp.router.counts", "causes": "is 2 times what it should be"},

@@ -1,7 +1,7 @@
 """Experts against their definition, token by token, in fp64: outputs, all gradients, counts and auxiliary losses."""
 
 import datetime
-from dataclasses import replace
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -10,49 +10,54 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalite.nn.experts import Experts, ExpertsShape
+from megalite.config.options import ModelConfig
+from megalite.nn.experts import Experts
 from megalite.nn.later import Later
 from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import Maker, named_specs
-from megalite.nn.router import LOSSES, Routing
+from megalite.nn.router import LOSSES
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh, build_mesh
 
 S, B, D, F, WEIGHT = 6, 2, 8, 5, 0.25
+NAMES = "experts topk score_function pre_softmax scaling groups group_topk bias coefficients sinkhorn"
+
+
+class Routing(namedtuple("Routing", NAMES, defaults=("softmax", False, 1.0, None, None, False, {}, False))):
+    def model(self, width: int = D, wide: int = F, activation: str = "swiglu", **more: Any) -> ModelConfig:
+        kinds = {"sinkhorn": 0.0} if self.sinkhorn else {k: c for k, c in self.coefficients.items() if k != "z_loss"}
+        names = ("topk", "score_function", "pre_softmax", "topk_scaling_factor", "num_groups", "group_topk")
+        of_router = dict(zip((f"moe_router_{name}" for name in names), self[1:7], strict=True))
+        of_router |= dict(moe_router_load_balancing_type=(*kinds,), moe_aux_loss_coeff=(*kinds.values(),))
+        more = dict(add_bias_linear=False, moe_z_loss_coeff=self.coefficients.get("z_loss", 0.0), **of_router) | more
+        more |= dict(moe_router_enable_expert_bias=self.bias, num_experts=self.experts, moe_ffn_hidden_size=wide)
+        return ModelConfig(1, width, activation=activation, init_method_std=1.0, **more)
+
+
 CASES: dict[str, tuple[Routing, dict[str, Any]]] = {
     "mixtral": (Routing(8, 2, coefficients={"aux_loss": 0.1}), {}),
     "qwen": (
         Routing(8, 3, pre_softmax=True, coefficients={"aux_loss": 0.1, "seq_aux_loss": 0.2, "z_loss": 0.3}),
-        dict(shared_size=6, shared_gate=True),
+        dict(moe_shared_expert_intermediate_size=6, moe_shared_expert_gate=True),
     ),
     "one of pre-softmax": (Routing(4, 1, pre_softmax=True, scaling=2.0, coefficients={"seq_aux_loss": 0.2}), {}),
     "deepseek": (
-        Routing(
-            8,
-            4,
-            "sigmoid",
-            scaling=2.5,
-            groups=4,
-            group_topk=2,
-            bias=True,
-            coefficients={"seq_aux_loss": 0.5, "z_loss": 0.1},
-        ),
-        dict(shared_size=6),
+        Routing(8, 4, "sigmoid", False, 2.5, 4, 2, True, coefficients={"seq_aux_loss": 0.5, "z_loss": 0.1}),
+        dict(moe_shared_expert_intermediate_size=6),
     ),
     "one of sigmoid, ungated": (Routing(8, 1, "sigmoid", coefficients={"aux_loss": 0.3}), dict(activation="gelu")),
     "all experts": (Routing(4, 4, coefficients=dict.fromkeys(LOSSES, 0.1)), {}),
     "sinkhorn of one": (Routing(4, 1, "sigmoid", sinkhorn=True, coefficients={"z_loss": 0.1}), {}),
     "sinkhorn of two": (Routing(8, 2, pre_softmax=True, sinkhorn=True), {}),
-    "gpt-oss": (Routing(8, 3, coefficients={"aux_loss": 0.1}), dict(bias=True, activation="clamped_swiglu")),
-    "one with biases, ungated": (Routing(4, 1, "sigmoid"), dict(bias=True, activation="gelu")),
+    "gpt-oss": (Routing(8, 3, coefficients={"aux_loss": 0.1}), dict(add_bias_linear=True, activation="clamped_swiglu")),
+    "one with biases, ungated": (Routing(4, 1, "sigmoid"), dict(add_bias_linear=True, activation="gelu")),
     "never the last three": (Routing(8, 2, bias=True), {}),
 }
 
 
 def make(name: str) -> tuple[Experts, Routing]:
     routing, more = CASES[name]
-    shape = replace(ExpertsShape(D, F, None, False, "swiglu", 1.0, 1.0), **more)
-    experts = Experts(Maker(Mesh.alone(), torch.float64, seed=3), "e", 0, routing, shape, False)
+    experts = Experts(Maker(Mesh.alone(), torch.float64, seed=3), "e", routing.model(**more), 0, False)
     for bias in (*experts.biases, experts.router.logit_bias):
         if bias is not None:
             torch.nn.init.normal_(bias, generator=torch.Generator().manual_seed(bias.numel()))
@@ -131,10 +136,8 @@ def definition(x_SBD: Tensor, experts: Experts, r: Routing) -> tuple[Tensor, Ten
     n, length, share = len(x_SBD) * B, len(x_SBD), counts.double() / r.topk
     aux = n * r.experts * (share.sum(0) / n * P_SBE.mean((0, 1))).sum()
     seq = sum(length * r.experts * (share[b] / length * P_SBE[:, b].mean(0)).sum() for b in range(B))
-    losses = torch.stack(
-        [aux, torch.as_tensor(seq), aux, logits_SBE.logsumexp(-1).square().sum()]
-    )  # of one micro-batch
-    return out, counts.sum(0), losses * weights(r)
+    losses = [aux, torch.as_tensor(seq), aux, logits_SBE.logsumexp(-1).square().sum()]  # of one micro-batch
+    return out, counts.sum(0), torch.stack(losses) * weights(r)
 
 
 def close(a: Tensor, b: Tensor, what: str = "") -> None:
@@ -144,8 +147,7 @@ def close(a: Tensor, b: Tensor, what: str = "") -> None:
 @pytest.mark.parametrize("length", [S, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_experts_are_what_they_are_defined_as(name: str, length: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    x, dy = torch.randn(2, length, B, D, dtype=torch.float64, generator=generator)
+    x, dy = torch.randn(2, length, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     experts, routing = make(name)
     parameters = list(experts.parameters())
     y = experts(x.requires_grad_(), where())
@@ -165,7 +167,6 @@ def test_experts_are_what_they_are_defined_as(name: str, length: int) -> None:
 
 
 # ---- on several ranks
-PLAIN = ExpertsShape(D, F + 1, None, False, "swiglu", 1.0, 1.0)
 AWAY = -100.0  # a bias with which an expert is never chosen
 Case = tuple[dict[str, int], Routing, tuple[float, ...], int, int]  # sizes, routing, biases, length, micro-batch
 
@@ -179,7 +180,7 @@ def _as_one(sizes: dict[str, int], routing: Routing, biases: tuple[float, ...], 
     given = torch.randn(2, length, 4 * micro, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def through(mesh: Mesh, given: Tensor) -> tuple[Experts, list[Tensor]]:
-        experts = Experts(Maker(mesh, torch.float64, seed=3), "e", 0, routing, PLAIN, False)
+        experts = Experts(Maker(mesh, torch.float64, seed=3), "e", routing.model(wide=F + 1), 0, False)
         experts.router.bias = torch.tensor(biases) if biases else None
         results = []
         for x, dy in given.split(micro, 2):
@@ -244,11 +245,10 @@ def _of_a_step_so_far(sizes: dict[str, int]) -> None:
     """global_aux_loss as Megatron-LM defines it: f of the choices of all ranks' micro-batches up to this one."""
     routing = Routing(8, 2, coefficients={"global_aux_loss": 0.1})
     mesh = build_mesh(device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), **sizes)
-    experts = Experts(Maker(mesh, torch.float64, seed=3), "e", 0, routing, PLAIN, False)
+    experts = Experts(Maker(mesh, torch.float64, seed=3), "e", routing.model(wide=F + 1), 0, False)
     for step in range(2):
-        x_MRSBD = torch.randn(
-            3, mesh.dp.size, 8, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
-        )
+        generator = torch.Generator().manual_seed(step)
+        x_MRSBD = torch.randn(3, mesh.dp.size, 8, B, D, dtype=torch.float64, generator=generator)
         weight = experts.router.weight.detach().clone().requires_grad_()
         logits = x_MRSBD @ weight.T
         taken = torch.zeros_like(logits).scatter(-1, logits.topk(2, -1).indices, 1.0)
@@ -275,8 +275,7 @@ def test_a_global_loss_counts_what_a_step_has_had(sizes: dict[str, int]) -> None
 def test_a_layer_keeps_no_rows_of_its_choices_but_those_of_the_first_matmul(topk: int) -> None:
     """Bytes per token, in bf16: x 2 D; for each choice its two products 4 F, probability 4, expert and place 8 each."""
     width, wide, tokens = 64, 96, 128
-    shape = ExpertsShape(width, wide, None, False, "swiglu", 1.0, 1.0)
-    experts = Experts(Maker(Mesh.alone(), torch.bfloat16, seed=3), "e", 0, Routing(8, topk), shape, False)
+    experts = Experts(Maker(Mesh.alone(), torch.bfloat16, seed=3), "e", Routing(8, topk).model(width, wide), 0, False)
     known, kept = {p.untyped_storage().data_ptr() for p in experts.parameters()}, dict[int, int]()
 
     def keep(t: Tensor) -> Tensor:
