@@ -151,12 +151,6 @@ def _data(d: DataConfig, say: Say) -> Iterator[Problem]:
             read_split(d.split)
         except ValueError as error:
             yield say("{=split!r} {error}", error=error)
-    per_split = " ".join(n for n in ("train_data_path", "valid_data_path", "test_data_path") if getattr(d, n))
-    ways = [n for n in ("data_path", "data_args_path", "per_split_data_args_path", "mock_data") if getattr(d, n)]
-    ways += [per_split] if per_split else []
-    if len(ways) > 1 and not (d.mock_data and d.data_path):
-        text = "{named} exclude each other; give the data in one way"
-        yield say(text, *" ".join(ways).split(), named=" and ".join(ways))
 
 
 def training_problems(config: Config, say: Say) -> Iterator[Problem]:

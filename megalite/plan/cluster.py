@@ -254,20 +254,18 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
-def _is_rates(value: Any) -> bool:
-    return isinstance(value, dict) and {*value} <= {*SHORT.values()} and all(map(_is_number, value.values()))
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, dict) or value in [*DEVICES]
-
-
 # kinds of values: the test of one, and what another one is not
 NUMBER, WHOLE = (_is_number, "a number above 0"), (lambda x: type(x) is int and x > 0, "a whole number above 0")
 WORDS = (lambda x: isinstance(x, str), "a string; write it in quotes")
 SECTION = (lambda x: isinstance(x, dict), "a table; write [inside] or [between]")
-RATES = (_is_rates, f"a table of numbers above 0 of {', '.join(SHORT.values())}, as {{ bf16 = 500 }}")
-DEVICE = (_is_device, f"in the table; give one of {', '.join(DEVICES)}, or a table [device]")
+RATES = (
+    lambda x: isinstance(x, dict) and {*x} <= {*SHORT.values()} and all(map(_is_number, x.values())),
+    f"a table of numbers above 0 of {', '.join(SHORT.values())}, as {{ bf16 = 500 }}",
+)
+DEVICE = (
+    lambda x: isinstance(x, dict) or x in [*DEVICES],
+    f"in the table; give one of {', '.join(DEVICES)}, or a table [device]",
+)
 LINK, SIZE = {"gb_per_s": NUMBER, "latency_us": NUMBER}, {"memory_gib": NUMBER, "memory_gb_per_s": NUMBER}
 KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "": {"device": DEVICE, "nodes": WHOLE, "per_node": WHOLE, "inside": SECTION, "between": SECTION},

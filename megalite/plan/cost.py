@@ -74,10 +74,6 @@ class Costs:
         """The mesh of rank 0."""
         return self.made.mesh_of(0)
 
-    @cached_property
-    def tp_group(self) -> Group:
-        return self.group(range(self.made.tp))  # tp is innermost
-
     def group(self, ranks: Sequence[int]) -> Group:
         return Group.of(ranks, self.cluster.per_node)
 
@@ -136,7 +132,7 @@ class Costs:
     def _collective_s(self, name: str, num_bytes: float) -> float:
         """Over tp, or over another axis where the name says so."""
         axis, _, name = name.rpartition(" ")
-        group = self.group(self.mesh.axis(axis).ranks) if axis else self.tp_group
+        group = self.group(self.mesh.axis(axis or "tp").ranks)
         of = self.links.all_to_all if name == "all-to-all" else self.links.all_gather
         return of(num_bytes, group)
 
@@ -164,6 +160,7 @@ class Costs:
     def layers(self) -> Sums:
         return self.made.layers.sums(self.layer)
 
+    @cached_property
     def stages(self) -> list[np.ndarray]:
         """The time of each stage for one micro-batch."""
         times = [self.layers.of(layers.start, layers.stop) for layers in self.made.stages]

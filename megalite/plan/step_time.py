@@ -78,18 +78,13 @@ def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = Non
     seconds = sum(parts.values())
     tokens = made.batch_sizes.final * made.config.model.seq_length
     flops = model_flops(made.config.model, made.padded_vocab) * tokens
-    mfu, own = flops / (seconds * made.world * step.costs.peak), (step.profile.step_s, step.costs.whole_matrices_s)
+    mfu, own = flops / (seconds * made.world * step.peak), (step.profile.step_s, step.whole_matrices_s)
     return StepTime(seconds, parts, mfu, tokens / seconds, *own)
 
 
-@dataclass(frozen=True)
-class _Step:
-    made: Arrangement
-    cluster: Cluster
-    profile: Profile
-
+class _Step(Costs):
     def parts(self) -> dict[str, float]:
-        made, stages = self.made, self.stages
+        made, stages = self.made, [times.tolist() for times in self.stages]
         each = made.microbatches / made.pp
         busy, tp, cp = (each * sum(sum(seconds) for seconds in of_stages) for of_stages in zip(*stages, strict=True))
         costs: list[Cost] = [(f, b, w) for (f, b, w), *_ in stages]
@@ -104,25 +99,17 @@ class _Step:
         if begin or slowed != costs:
             slow, simulation = made.run(slowed, made.split, groups, begin=begin, **more)
             with_gathers = max(sent, slow)
-        norm, update = self.costs.update_s()
+        norm, update = self.update_s()
         shown = with_gathers - sent + self.reduces(simulation) + self.late_gathers_s
         hidden = max(0.0, self.exchanged_s - shown)
-        agreement = self.costs.links.all_reduce(64, self.costs.group(range(made.world)))  # a few numbers
+        agreement = self.links.all_reduce(64, self.group(range(made.world)))  # a few numbers
         dp = shown + self.profile.contention * hidden + agreement + self.tied_s
         parts = {"compute": busy - tp - cp, "bubble": alone - busy, "tp": tp, "cp": cp, "pp": sent - alone, "dp": dp}
         return parts | {"optimizer": norm + update + self.profile.step_s}
 
-    @cached_property
-    def costs(self) -> Costs:
-        return Costs(self.made, self.cluster, self.profile)
-
-    @cached_property
-    def stages(self) -> list[list[list[float]]]:
-        return [times.tolist() for times in self.costs.stages()]
-
     def delay(self, source: int, target: int) -> float:
         """Seconds of a message between two pipeline ranks: this tp rank's part of the hidden states."""
-        ranks = self.costs.mesh.pp.ranks
+        ranks = self.mesh.pp.ranks
         return Links.of(self.cluster, self.profile.message).message(self.made.edge, ranks[source], ranks[target])
 
     def _chunk_bytes(self, rank: int, size: int, ends: bool = True) -> list[np.ndarray]:
@@ -171,8 +158,8 @@ class _Step:
     @cached_property
     def _groups(self) -> list[tuple[Group, Group]]:
         """Of each home the ranks that shard the optimizer's state, and the ranks that have copies of a shard."""
-        axes = ((self.costs.mesh.axis(name).ranks for name in OWNERS[home]) for home in HOMES)
-        return [(self.costs.group(shard), self.costs.group(copies)) for shard, copies in axes]
+        axes = ((self.mesh.axis(name).ranks for name in OWNERS[home]) for home in HOMES)
+        return [(self.group(shard), self.group(copies)) for shard, copies in axes]
 
     @property
     def _alone(self) -> bool:
@@ -190,7 +177,7 @@ class _Step:
             for stage, n in zip(made.placement.stages(rank), self._chunk_bytes(rank, made.dtype.itemsize), strict=True):
                 buckets = self._buckets(n, made.dtype.itemsize)
                 one = self._collective(n, made.dtype.itemsize, gather=True, buckets=buckets) / buckets
-                forward = self.stages[stage][ALL][F] / buckets
+                forward = float(self.stages[stage][ALL, F]) / buckets
                 begin[stage] = max(now + (k + 1) * one - k * forward for k in (0, buckets - 1))
                 now += buckets * one
         return begin
@@ -211,7 +198,7 @@ class _Step:
     ) -> float:
         """Seconds of a chunk's gathers, or reductions, one bucket after another: bytes by home in elements of `size`.
         `of_step`: with what replicas sum once in a step."""
-        links, seconds = self.costs.links, 0.0
+        links, seconds = self.links, 0.0
         for n, (shard, replica) in zip(sizes, self._groups, strict=True):
             if not n:
                 continue
@@ -291,4 +278,4 @@ class _Step:
         if made.pp == 1 or m.untie_embeddings_and_output_weights:
             return 0.0
         n = made.padded_vocab * m.hidden_size / made.tp * self._gradient[0] / self._groups[0][0].size
-        return self.costs.links.all_reduce(n, self.costs.group(self.costs.mesh.ends.ranks))
+        return self.links.all_reduce(n, self.group(self.mesh.ends.ranks))

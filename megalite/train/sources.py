@@ -64,10 +64,8 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
         valid, test = ([NamedSet[Dataset]("", dataset_)] if eval_iters > 0 else [] for dataset_ in others)
         return Sources(vocab_size, eod, train, tokenizer, None, valid, test)
 
-    how = blends.Reading(data.data_cache_path, tokenizer, data.document_packing == "best-fit", data.mmap_bin_files)
-
     def blend(paths: Paths, split: str, part: tuple[float, float]) -> blends.Blend:
-        return blends.build_blend(paths, seq_length, seed, split, part, how)
+        return blends.build_blend(paths, seq_length, seed, split, part, data, tokenizer)
 
     lists, parts = read_paths(data)
     if lists["train"] is None or parts["train"] is None:

@@ -22,11 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import documents_of as documents
 
+from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
 from megalite.data.files import remote
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.sidecar import read_info
-from megalite.data.samples.blend import Reading, build_blend
+from megalite.data.samples.blend import build_blend
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess.indexed_writer import IndexedWriter
@@ -314,13 +315,13 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
         writer.add_many(np.arange(5000), np.full(50, 100))
         writer.finish(make_info(tokenizer, 50, 5000, []))
     url, cache = f"flaky://{tmp_path}/a", tmp_path / "c"
-    train = build_blend([url], 30, 1, "train", how=Reading(cache, tokenizer))
+    train = build_blend([url], 30, 1, "train", how=DataConfig(data_cache_path=str(cache)), tokenizer=tokenizer)
     near = build_blend([str(tmp_path / "a")], 30, 1, "train")
     assert np.array_equal(train.samples(np.arange(200)), near.samples(np.arange(200)))
     assert stored(cache) and read_info(url) == read_info(tmp_path / "a")
     with pytest.raises(DataError, match=r"vocabulary 6001\), but this run has NullTokenizer\(51\)"):
         small = build_tokenizer("NullTokenizer", vocab_size=51)
-        build_blend([url], 30, 1, "train", how=Reading(cache, small))
+        build_blend([url], 30, 1, "train", how=DataConfig(data_cache_path=str(cache)), tokenizer=small)
     (tmp_path / "a.json").unlink()
     assert read_info(url) is None
     (tmp_path / "a.json").write_bytes(b"")

@@ -205,7 +205,7 @@ def test_a_recompute_takes_a_forward_more() -> None:
     plain, full = made(args, 1), made(f"{args} --recompute-granularity full --recompute-method uniform", 1)
     profile, where = default_profile("h100"), cluster("h100", 1)
     a, b = (Costs(of, where, profile) for of in (plain, full))
-    again = b.stages()[0][0, 1] - a.stages()[0][0, 1]
+    again = b.stages[0][0, 1] - a.stages[0][0, 1]
     forward = 8 * a.layer(kinds_of(plain.config.model)[0])[0, 0]
     assert 0.8 * forward < again < forward  # without the last operations, whose results backward does not need
 

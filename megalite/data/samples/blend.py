@@ -13,14 +13,13 @@ then exact up to n = PERIOD, and off by less than 1 + n/PERIOD beyond.
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.options import DataConfig
 from megalite.config.pattern import read_split
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
@@ -162,46 +161,32 @@ def split_parts(split: str) -> list[tuple[float, float] | None]:
     return [(a, b) if a < b else None for a, b in zip(borders, borders[1:], strict=False)]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How token files are read.
-
-    cache_path  directory for orders of epochs and for files fetched from URLs; None: orders stay in memory
-    tokenizer   refuses data of another one; packing needs it, for the id that fills
-    packed      best-fit packing of whole documents (packing.py) instead of one line of tokens
-    """
-
-    cache_path: str | Path | None = None
-    tokenizer: Tokenizer | None = None
-    packed: bool = False
-    mmap_bin_files: bool = True
-
-
 def build_blend(
     data_path: Sequence[str],
     seq_length: int,
     seed: int,
     split: str,
     part: tuple[float, float] = (0.0, 1.0),
-    how: Reading | None = None,
+    how: DataConfig = DataConfig(),  # noqa: B008 (frozen)
+    tokenizer: Tokenizer | None = None,
 ) -> Blend:
     """The files of `data_path`, mixed.
 
     data_path  prefixes, or weight prefix pairs; without weights each file counts by its tokens
     split      its name, a coordinate of the shuffle
     part       begin and end of the documents taken of each file, as parts of 1
+    tokenizer  refuses data of another one; packing needs it, for the id that fills
     """
-    prefixes, weights = parse_data_path(data_path)
-    how, sources = how or Reading(), []
+    (prefixes, weights), cache, sources = parse_data_path(data_path), how.data_cache_path, []
     for prefix in prefixes:
-        file = IndexedDataset(prefix, cache_path=how.cache_path, mmap_bin_files=how.mmap_bin_files)
-        if how.tokenizer is not None:
-            check_tokenizer(prefix, how.tokenizer)
+        file = IndexedDataset(prefix, cache_path=cache, mmap_bin_files=how.mmap_bin_files)
+        if tokenizer is not None:
+            check_tokenizer(prefix, tokenizer)
         documents = range(round(part[0] * len(file)), round(part[1] * len(file)))
-        if not how.packed:
-            sources.append(GptDataset(file, documents, seq_length, seed, split, how.cache_path))
-        elif how.tokenizer is None:
+        if how.document_packing != "best-fit":
+            sources.append(GptDataset(file, documents, seq_length, seed, split, cache))
+        elif tokenizer is None:
             raise DataError("packing fills samples with the end-of-document token: give --tokenizer-type")
         else:
-            sources.append(PackedDataset(file, documents, seq_length, seed, how.tokenizer.eod, split))
+            sources.append(PackedDataset(file, documents, seq_length, seed, tokenizer.eod, split))
     return Blend(sources, weights or [source.num_tokens for source in sources])
