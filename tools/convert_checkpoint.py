@@ -32,7 +32,7 @@ from megalite.config.toml import parse_toml, to_toml
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
-from megalite.interop.convert import Ours, model_of
+from megalite.interop.convert import ForeignModel, Ours, model_of
 from megalite.interop.hugging_face import model_files as hugging_face
 from megalite.interop.hugging_face.config_json import choose_family
 from megalite.interop.hugging_face.model_files import write_model
@@ -137,18 +137,18 @@ def saved_model(source: Checkpoint) -> ModelConfig:
 def from_hf(args: argparse.Namespace) -> bool:
     folder: Path = args.from_hf
     theirs = hugging_face.open_model(folder, args.seq_length)
-    tokenizer = checked_tokenizer(tokenizer_beside(folder), theirs.vocab_size)
-    state, specs = start_state(theirs.options, theirs.dtype, tokenizer), specs_of(theirs.model, theirs.vocab_size)
+    tokenizer = checked_tokenizer(tokenizer_beside(folder), theirs.rows)
+    state, specs = start_state(theirs.options, theirs.dtype, tokenizer), specs_of(theirs.model, theirs.rows)
     written = write_import(args.save, theirs.tensors, specs, state)
-    print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size}")
+    print(f"{written}: {theirs.name}, {len(theirs.tensors)} tensors, vocabulary {theirs.rows}")
     return checked(args, folder, theirs, Ours(open_checkpoint(written, verified=True)))
 
 
-def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.HuggingFaceModel, ours: Ours) -> bool:
+def checked(args: argparse.Namespace, folder: Path, theirs: ForeignModel, ours: Ours) -> bool:
     """Run the checks of --check and --check-bits. Logits have a bound, unless --dtype rounded the weights."""
     if not args.check_bits:
         return True
-    good = agrees(second_reading.hugging_face(folder, theirs.family, theirs.model), theirs, ours, theirs.vocab_size)
+    good = agrees(second_reading.hugging_face(folder, theirs.name, theirs.model), theirs, ours, theirs.rows)
     if not args.check:
         return good
     if importlib.util.find_spec("transformers") is None:
@@ -157,7 +157,7 @@ def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.Hugging
     tokenizer = open_tokenizer(saved_config(ours.source.manifest, ours.source.folder).data)
     ids = tokenizer.encode(SAMPLE) if tokenizer is not None and not tokenizer.is_null else None
     whole = args.dtype == "float32"
-    verdict = compare_logits(folder, ours.source, saved_model(ours.source), theirs.vocab_size, ids, whole)
+    verdict = compare_logits(folder, ours.source, saved_model(ours.source), theirs.rows, ids, whole)
     print(verdict)
     return good and (args.dtype in ("bfloat16", "float16") or verdict.largest <= LOGIT_BOUND * max(1.0, verdict.scale))
 
@@ -165,7 +165,7 @@ def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.Hugging
 def from_megatron(args: argparse.Namespace) -> bool:
     folder: Path = args.from_megatron
     theirs = megatron_dist.open_checkpoint(megatron.find(folder) or megatron.folder_of(folder))
-    rows, vocab_size = theirs.padded_vocab_size, args.vocab_size
+    rows, vocab_size = theirs.rows, args.vocab_size
     tokenizer = checked_tokenizer(tokenizer_named_in(theirs.args), rows)
     if vocab_size is None:
         size = build_tokenizer(**tokenizer).vocab_size if tokenizer else None
@@ -183,7 +183,7 @@ def from_megatron(args: argparse.Namespace) -> bool:
     return not check or checked_megatron(theirs, Ours(open_checkpoint(written, verified=True)), vocab_size)
 
 
-def checked_megatron(theirs: megatron.MegatronModel, ours: Ours, vocab_size: int) -> bool:
+def checked_megatron(theirs: ForeignModel, ours: Ours, vocab_size: int) -> bool:
     return agrees(second_reading.megatron(theirs.ranks, theirs.args, theirs.model), theirs, ours, vocab_size)
 
 
@@ -236,12 +236,7 @@ def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int 
     return size, eod
 
 
-def agrees(
-    weight: second_reading.Weight,
-    theirs: hugging_face.HuggingFaceModel | megatron.MegatronModel,
-    ours: Ours,
-    vocab_size: int,
-) -> bool:
+def agrees(weight: second_reading.Weight, theirs: ForeignModel, ours: Ours, vocab_size: int) -> bool:
     """Every bit is the same, and, by the check that shares nothing with what converts, each layer computes the same."""
     bits = compare(theirs.tensors, ours, stored_specs(theirs.model, vocab_size))
     print(bits)

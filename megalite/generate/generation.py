@@ -226,10 +226,10 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
 
 def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generator:
     theirs = together(mesh, lambda: open_model(folder), f"reading {folder}")
-    options = usable(tokenizer_beside(theirs.folder), theirs.vocab_size)
+    options = usable(tokenizer_beside(theirs.folder), theirs.rows)
     if not options:
         raise SetupError(f"{theirs.folder} has no tokenizer that fits; put its tokenizer.json there")
-    stage, specs = _empty(theirs.model, mesh, theirs.vocab_size, dtype), specs_of(theirs.model, theirs.vocab_size)
+    stage, specs = _empty(theirs.model, mesh, theirs.rows, dtype), specs_of(theirs.model, theirs.rows)
     fill = lambda: fill_from(theirs.tensors, weight_pieces(stage, mesh), specs, str(folder))  # noqa: E731
     together(mesh, fill, f"reading the weights of {folder}")
     tokenizer = build_tokenizer(**options)

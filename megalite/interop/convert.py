@@ -13,10 +13,11 @@ our rectangles, `join` puts them together; each is the other's inverse, bit for 
 import math
 import os
 import shutil
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -214,9 +215,25 @@ def matched(
     return list(firsts.values())
 
 
-def usual_dtype(foreign: Sequence[Foreign]) -> torch.dtype:
-    """The dtype of most tensors."""
-    return Counter(one.dtype for one in foreign).most_common(1)[0][0]
+@dataclass(frozen=True)
+class ForeignModel:
+    """An opened model of another program. `name`: its family, or the checkpoint's. `options`: of its configuration.
+    `rows`: of embedding and head. Of Megatron-LM's, whose vocabulary may be padded: `args` as they were saved, and
+    `ranks`, the tensors of each rank of tp and ep."""
+
+    folder: Path
+    name: str
+    options: dict[str, Any]
+    model: ModelConfig
+    rows: int
+    tensors: Sequence[Foreign]
+    args: Namespace | None = None
+    ranks: Mapping[tuple[int, int], Mapping[str, Found]] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of most tensors."""
+        return Counter(one.dtype for one in self.tensors).most_common(1)[0][0]
 
 
 def refuse(problems: Sequence[str], title: str) -> None:

@@ -97,7 +97,7 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
 
 
 def megatron(ranks: Ranks, args: Any, model: ModelConfig) -> Weight:
-    """The weights of Megatron core's tensors. `ranks`: MegatronModel.ranks."""
+    """The weights of Megatron core's tensors. `ranks`: ForeignModel.ranks."""
     ep = getattr(args, "expert_model_parallel_size", None) or 1
 
     def shards(name: str, layer: int, ep_rank: int = 0) -> list[Tensor]:  # of each tp rank; layer -1: outside of them

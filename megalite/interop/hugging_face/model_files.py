@@ -9,7 +9,6 @@ configuration asks for, in their shapes. Only safetensors is read, since the oth
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,20 +49,7 @@ def read_json(path: Path) -> Json:
     return data
 
 
-@dataclass(frozen=True)
-class HuggingFaceModel:
-    """An opened directory: `options` of its config.json, and all its tensors."""
-
-    folder: Path
-    family: str
-    options: Json
-    model: ModelConfig
-    vocab_size: int
-    dtype: torch.dtype
-    tensors: list[convert.Foreign]
-
-
-def open_model(folder: Path, seq_length: int | None = None) -> HuggingFaceModel:
+def open_model(folder: Path, seq_length: int | None = None) -> convert.ForeignModel:
     """Read the configuration and the headers of all files. Raises CheckpointError with all problems."""
     path = folder / "config.json"
     family, options = read_config(read_json(path), seq_length, str(path))
@@ -71,7 +57,7 @@ def open_model(folder: Path, seq_length: int | None = None) -> HuggingFaceModel:
     if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31:
         raise CheckpointError(f"{path}: vocab_size={vocab_size!r} is out of range; it is damaged")
     tensors = _tensors(folder, FAMILIES[family], model, vocab_size)
-    return HuggingFaceModel(folder, family, options, model, vocab_size, convert.usual_dtype(tensors), tensors)
+    return convert.ForeignModel(folder, family, options, model, vocab_size, tensors)
 
 
 def _files(folder: Path) -> dict[str, Any]:
@@ -173,7 +159,7 @@ def write_model(
     tokens: Json,
     files: Mapping[str, Path | str] | None = None,
     shard_bytes: int = 5 * 10**9,
-) -> HuggingFaceModel:
+) -> convert.ForeignModel:
     """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, and open it. The vocabulary has no padding.
     `folder` must be empty or missing. Raises CheckpointError. `tokens`: bos_token_id and the like. `files`: further
     files, as the tokenizer's: name to a file to copy, or to a text."""

@@ -15,7 +15,6 @@ import pickle  # its error only; torch's restricted loader does the reading
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.storage.location import TRACKER, is_megatron
-from megalite.config.options import ModelConfig
 from megalite.config.tables import table_beside
-from megalite.interop.convert import Foreign, Found, box_on, matched, model_of, recipes, usual_dtype
+from megalite.interop.convert import ForeignModel, Found, box_on, matched, model_of, recipes
 from megalite.interop.megatron.args import given, read_args
 from megalite.interop.naming import Naming, rules
 from megalite.models.specs import stored_specs
@@ -77,20 +75,6 @@ class InertMember(Inert):
     def __init__(self, of: object, name: object):
         if of is not Inert:
             raise pickle.UnpicklingError("global getattr")
-
-
-@dataclass(frozen=True)
-class MegatronModel:
-    """An opened checkpoint: `padded_vocab_size` rows in embedding and head, `args` as they were saved."""
-
-    folder: Path
-    options: dict[str, Any]
-    model: ModelConfig
-    padded_vocab_size: int
-    dtype: torch.dtype
-    tensors: list[Foreign]
-    args: Namespace
-    ranks: Ranks
 
 
 def load_pickle(path: Path, say: Callable[[str], object]) -> dict[str, Any]:
@@ -152,7 +136,7 @@ def find(directory: Path, step: int | None = None) -> Path | None:
     raise CheckpointError(f"{where} no such checkpoint, but the directory has {near}; give --ckpt-step, or the folder")
 
 
-def true_vocab_size(args: Namespace, rows: int, tokenizer: int | None = None) -> int | None:
+def true_vocab_size(args: Namespace | None, rows: int, tokenizer: int | None = None) -> int | None:
     """Number of tokens among the embedding's `rows`, from our converter, the tokenizer's size `tokenizer`, or
     --vocab-size; None if none is known: Megatron-LM itself keeps the padded size alone."""
     known = (getattr(args, "true_vocab_size", None), tokenizer, getattr(args, "vocab_size", None))
@@ -195,7 +179,7 @@ def _places(names: Iterable[tuple[int, ...]], args: Namespace, folder: Path) -> 
     return result
 
 
-def open_megatron(directory: Path, say: Callable[[str], object] = print) -> MegatronModel:
+def open_megatron(directory: Path, say: Callable[[str], object] = print) -> ForeignModel:
     """Read args and the names of all tensors. Raises CheckpointError with all problems."""
     folder = folder_of(directory)
     files = rank_files(folder)
@@ -208,7 +192,7 @@ def open_megatron(directory: Path, say: Callable[[str], object] = print) -> Mega
     return model_in(folder, args, files[first], _depths({at: _stages(loaded[n], files[n]) for at, n in places}))
 
 
-def model_in(folder: Path, args: Namespace, where: Path, ranks: Ranks) -> MegatronModel:
+def model_in(folder: Path, args: Namespace, where: Path, ranks: Ranks) -> ForeignModel:
     """The model of the args in the file `where`, of which each rank of tp and ep has `ranks`, Megatron core's names ->
     tensors. Raises CheckpointError with all problems."""
     (tp, ep), options = (1 + n for n in max(ranks)), read_args(args, str(where))
@@ -226,8 +210,7 @@ def model_in(folder: Path, args: Namespace, where: Path, ranks: Ranks) -> Megatr
     make = partial(recipes, MEGATRON, specs, model.groups // tp, layers)
     pairs = [(rank, make(box_of=boxes[at], found=rank)) for at, rank in ranks.items()]
     tensors = matched(pairs, f"{folder}: the tensors do not fit the args", "copy the checkpoint again")
-
-    return MegatronModel(folder, options, model, padded, usual_dtype(tensors), tensors, args, ranks)
+    return ForeignModel(folder, f"Megatron-LM's {folder.name}", options, model, padded, tensors, args, ranks)
 
 
 def _depths(stages: Mapping[At, Sequence[Mapping[str, Found]]]) -> Ranks:

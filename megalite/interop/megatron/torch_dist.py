@@ -26,7 +26,7 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import CODES
 from megalite.checkpoint.offline import whole
 from megalite.config.pattern import LONGEST
-from megalite.interop.convert import Found
+from megalite.interop.convert import ForeignModel, Found
 from megalite.interop.megatron import rank_files
 from megalite.parallel.spec import Box, inside, intersect
 
@@ -78,7 +78,7 @@ def _load(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     return values
 
 
-def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> rank_files.MegatronModel:
+def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> ForeignModel:
     """Open either of the two formats that can be read. Raises CheckpointError with all problems."""
     common, metadata = folder / "common.pt", folder / ".metadata"
     if not metadata.is_file() and not (folder / "metadata.json").is_file():

@@ -8,12 +8,10 @@ or torch). Each rank reads its part of them; everything else begins afresh.
 import contextlib
 import difflib
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.run.agreement import together
@@ -21,12 +19,12 @@ from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, is_megatron, is_url, parse
 from megalite.config.console import show
-from megalite.config.options import Config, DataConfig, ModelConfig, training_of
+from megalite.config.options import Config, DataConfig, training_of
 from megalite.config.run_options import TOKENIZERS
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
-from megalite.interop.convert import Foreign, fill_from
+from megalite.interop.convert import ForeignModel, fill_from
 from megalite.interop.hugging_face.model_files import open_model
 from megalite.interop.megatron import rank_files as megatron
 from megalite.interop.megatron.rank_files import true_vocab_size
@@ -143,38 +141,23 @@ def _same(a: str | Location, b: str | Location) -> bool:
     return first == second
 
 
-@dataclass(frozen=True)
-class Weights:
-    """An opened model of another program. `rows`: of its embedding; `vocab_size`: how many of them are tokens, if
-    known; `padded`: others may be padding; `tokenizer`: the options of its tokenizer."""
-
-    folder: Path
-    what: str
-    model: ModelConfig
-    rows: int
-    vocab_size: int | None
-    padded: bool
-    dtype: torch.dtype
-    tokenizer: dict[str, Any]
-    tensors: Sequence[Foreign]
-
-
-def open_weights(config: Config, folder: Path) -> Weights:
+def open_weights(config: Config, folder: Path) -> ForeignModel:
     """Of Megatron-LM's checkpoints that of --ckpt-step, or the one that it would load. Raises CheckpointError."""
     c = config.checkpoint
     step = c.ckpt_step if c.load is not None and Path(c.load) == folder else None
     release = None if (folder / "config.json").is_file() else megatron.find(folder, step)
     if release is None:
-        model = open_model(folder, config.model.seq_length or None)
-        rows = model.vocab_size
-        tokenizer = usable(tokenizer_beside(folder), rows)
-        return Weights(folder, model.family, model.model, rows, rows, False, model.dtype, tokenizer, model.tensors)
-    theirs = open_checkpoint(release, lambda line: None)
-    rows = theirs.padded_vocab_size
-    tokenizer = usable(tokenizer_named_in(theirs.args), rows)
-    vocab_size = true_vocab_size(theirs.args, rows, build_tokenizer(**tokenizer).vocab_size if tokenizer else None)
-    what = f"Megatron-LM's {release.name}"
-    return Weights(release, what, theirs.model, rows, vocab_size, True, theirs.dtype, tokenizer, theirs.tensors)
+        return open_model(folder, config.model.seq_length or None)
+    return open_checkpoint(release, lambda line: None)
+
+
+def vocabulary_of(theirs: ForeignModel) -> tuple[dict[str, Any], int | None]:
+    """(the options of its tokenizer, how many of its rows are tokens, if known)."""
+    if theirs.args is None:
+        return usable(tokenizer_beside(theirs.folder), theirs.rows), theirs.rows
+    tokenizer = usable(tokenizer_named_in(theirs.args), theirs.rows)
+    size = build_tokenizer(**tokenizer).vocab_size if tokenizer else None
+    return tokenizer, true_vocab_size(theirs.args, theirs.rows, size)
 
 
 def named_by(config: Config) -> Path | None:
@@ -212,7 +195,7 @@ def with_source(config: Config) -> Config:
     if source_of(config) is None:
         config = with_saved_args(config)
     else:
-        if c.ckpt_step is not None and not theirs.padded:
+        if c.ckpt_step is not None and theirs.args is None:
             problems.append(f"ckpt_step={c.ckpt_step}, but {folder} has no steps; drop --ckpt-step")
         model = read_as(config, theirs.model, str(folder))
         if c.use_checkpoint_args:
@@ -230,26 +213,27 @@ def with_source(config: Config) -> Config:
     return replace(config, data=replace(config.data, **tokenizer))
 
 
-def _tokenizer(data: DataConfig, theirs: Weights) -> tuple[dict[str, Any], list[str]]:
+def _tokenizer(data: DataConfig, theirs: ForeignModel) -> tuple[dict[str, Any], list[str]]:
     """(options of the vocabulary, contradictions). A tokenizer may have fewer tokens than the model has rows."""
-    rows, given = theirs.rows, data.vocab_size
+    rows, given, padded = theirs.rows, data.vocab_size, theirs.args is not None
+    own, known = vocabulary_of(theirs)
     if data.tokenizer_type is not None and given is None:
         tokenizer = open_tokenizer(data)
         given = None if tokenizer is None else tokenizer.vocab_size
-        if given is not None and given <= rows and not theirs.padded:
+        if given is not None and given <= rows and not padded:
             given = None
-    if given is not None and (given > rows if theirs.padded else given != rows):
+    if given is not None and (given > rows if padded else given != rows):
         remedy = "drop --vocab-size" if data.vocab_size is not None else "give the model's own tokenizer"
         return {}, [f"vocab_size: {given} here, {rows} in {theirs.folder}; {remedy}"]
-    if given is not None and (data.tokenizer_type is not None or theirs.tokenizer.get("vocab_size", given) != given):
+    if given is not None and (data.tokenizer_type is not None or own.get("vocab_size", given) != given):
         return {}, []
-    options = dict(theirs.tokenizer) if data.tokenizer_type is None else {}
+    options = dict(own) if data.tokenizer_type is None else {}
     if data.vocab_size is None:
-        options["vocab_size"] = theirs.vocab_size or rows  # the weights decide, as in a conversion
+        options["vocab_size"] = known or rows  # the weights decide, as in a conversion
     return options, []
 
 
-def tokenizer_named_in(args: Namespace) -> dict[str, Any]:
+def tokenizer_named_in(args: Namespace | None) -> dict[str, Any]:
     """The data options of the tokenizer that Megatron-LM's args name; {} for a type that megalite does not have."""
     if getattr(args, "tokenizer_type", None) not in TOKENIZERS:
         return {}
@@ -271,7 +255,7 @@ def begin_with_foreign(run: Run, config: Config) -> tuple[Path, list[str]] | Non
     if not first_says(folder is not None, mesh):  # the first rank decides, as others may see a new checkpoint late
         return None
 
-    def read() -> tuple[Path, Weights]:
+    def read() -> tuple[Path, ForeignModel, int | None]:
         if folder is None:
             raise CheckpointError("it does not exist here, but rank 0 sees it: share it, or copy it to all nodes")
         theirs = open_weights(config, folder)
@@ -280,18 +264,18 @@ def begin_with_foreign(run: Run, config: Config) -> tuple[Path, list[str]] | Non
         wanted = main or [piece for piece in pieces if piece.name.startswith("model/")]
         wanted += run.balance.pieces()
         wanted = of_dense(wanted) if upcycles(config) else wanted
-        rows = run.vocab_size if theirs.padded else theirs.rows
+        rows = theirs.rows if theirs.args is None else run.vocab_size
         if mesh.world.is_first:
             show(f"loading {theirs.folder} ({len(theirs.tensors)} tensors)")
         fill_from(theirs.tensors, wanted, stored_specs(theirs.model, rows), str(folder), mesh.world.is_first)
-        return folder, theirs
+        return folder, theirs, vocabulary_of(theirs)[1]
 
-    folder, theirs = together(mesh, read, f"reading the weights of {folder}")
+    folder, theirs, known = together(mesh, read, f"reading the weights of {folder}")
     run.optimizer.after_load()
     dtype = str(theirs.dtype)[6:]
-    notes = [f"weights of {theirs.what} in {dtype}; step, optimizer and data begin afresh"]
+    notes = [f"weights of {theirs.name} in {dtype}; step, optimizer and data begin afresh"]
     notes += [BEGUN] * upcycles(config)
-    if theirs.vocab_size is None and run.vocab_size == theirs.rows:
+    if known is None and run.vocab_size == theirs.rows:
         notes.append(f"{UNKNOWN_VOCABULARY}; give the tokenizer, or --vocab-size")
     if config.checkpoint.load is not None and Path(config.checkpoint.load) == folder and config.checkpoint.save:
         again = "a restart with this --load begins afresh again; to continue, give --load"
