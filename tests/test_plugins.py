@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import documents
+import numpy as np
 import programs
 import pytest
 from documents import ROOT
@@ -18,6 +19,8 @@ from megalite.config import plugins
 from megalite.config.options import ConfigError
 from megalite.config.registry import KINDS
 from megalite.config.toml import to_toml
+from megalite.data.errors import DataError
+from megalite.data.samples.numbered import NumberedDataset
 from megalite.plan.holding import kept_of
 
 EXAMPLES = ROOT / "examples/plugins"
@@ -110,6 +113,41 @@ def test_an_optimizer_is_shared_out_by_every_stage_of_zero(tmp_path: Path) -> No
     assert {name.partition("/")[0] for name in saved} == {"model", "optimizer.exp_avg"}
     kept = [kept_of(config_from(line).optim, matrix=True) for line in (words, [*LINE, *STEPS])]
     assert kept == [(None,), (None, None)]  # the planner counts one state
+
+
+def test_a_dataset_is_shuffled_counted_resumed_and_shared(tmp_path: Path) -> None:
+    words = ["--plugin", str(EXAMPLES / "dataset.py"), "--dataset", "sums", "--tokenizer-type", "ByteTokenizer"]
+    words += [word for word in LINE if word not in ("--mock-data", "--vocab-size", "93")]
+    typed(tmp_path, *words, "--train-iters", "4", "--save", "whole")
+    typed(tmp_path, *words, "--train-iters", "2", "--lr-decay-iters", "4", "--save", "parts")
+    on = ["--train-iters", "4", "--load", "parts", "--save", "parts", "--nproc", "2"]
+    typed(tmp_path, *words, *on)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    state = json.loads((tmp_path / "parts/iter_0000004/manifest.json").read_text("utf-8"))["state"]
+    (source,) = state["data"]["sources"]
+    assert source["name"] == "dataset sums" and source["tokens"] == 4 * 8 * 16 and source["documents"] == 32
+    said = typed(tmp_path, *words, "--train-iters", "4", "--split", "1,1,1", "--mock-data", "--dry-run", code=2)
+    assert "split=1,1,1 is about token files, and dataset=sums has none" in said
+    assert "mock_data and dataset exclude each other" in said
+    said = typed(tmp_path, *words[2:], "--train-iters", "4", code=2)
+    assert "dataset='sums' is unknown; give the --plugin that registers it" in said
+
+
+def test_samples_by_number_come_once_an_epoch_and_are_checked() -> None:
+    rows_of = np.arange(7 * 5).reshape(7, 5)
+    data = NumberedDataset("mine", rows_of, 4, seed=1, split="train")
+    epochs = [data.samples(np.arange(7) + 7 * epoch) for epoch in (0, 1)]
+    assert all(sorted(map(tuple, epoch)) == sorted(map(tuple, rows_of)) for epoch in epochs)
+    assert (epochs[0] != epochs[1]).any() and data.num_tokens == 28 and data.count(range(3)) == (12, 3)
+    assert data.go_on([(8, 2), (4, 3)]) is None and (data.samples(np.array([0])) == epochs[0][5]).all()
+    assert data.where(2, 3).startswith("dataset mine, sample ") and "7 samples, 2.00 epochs" in data.describe(14)
+    other = NumberedDataset("mine", rows_of + 1, 4, seed=1, split="train")
+    assert other.digest != data.digest == NumberedDataset("mine", rows_of, 4, seed=2, split="valid").digest
+    for wrong in (rows_of[:, :4], rows_of.astype(float)):
+        with pytest.raises(DataError, match=r"dataset mine: its sample \d is .*; give seq_length \+ 1 = 5 token ids"):
+            NumberedDataset("mine", wrong, 4, seed=1, split="train").samples(np.arange(2))
+    with pytest.raises(DataError, match="has no samples of test"):
+        NumberedDataset("mine", rows_of[:0], 4, seed=1, split="test")
 
 
 @pytest.mark.parametrize(

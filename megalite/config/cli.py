@@ -308,5 +308,5 @@ def _add(group: Any, names: Sequence[str], presets: Sequence[str], short: bool =
                 if negative or flag == flag_of(name) or kind != "bool":  # not a flag that sets the default
                     group.add_argument(flag, action="store_true", help=text.replace("%", "%%"))
             else:
-                metavar = "{" + ",".join(facts.choices) + "}" if facts.choices and not short else kind.upper()
+                metavar = "{" + ",".join(facts.choices) + "}" if [*facts.choices] and not short else kind.upper()
                 group.add_argument(*(spelt if short else [flag]), metavar=metavar, help=text.replace("%", "%%"))

@@ -207,6 +207,7 @@ def convert(f: Field[Any], value: Any) -> Any:
             near = difflib.get_close_matches(re.sub(r"[-_ ]", "", value).lower(), plain, 1, cutoff=0.7)
             remedy = f"did you mean {plain[near[0]]}?" if near else "use one of them"
             remedy += more * (not near)
-            raise ValueError(f"{f.name}={value!r} is not one of {', '.join(facts.choices)}; {remedy}")
+            known = f"not one of {', '.join(facts.choices)}; {remedy}" if [*facts.choices] else f"unknown; {more[5:]}"
+            raise ValueError(f"{f.name}={value!r} is {known}")
         return value
     raise bad

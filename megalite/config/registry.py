@@ -33,6 +33,9 @@ class Registry(Sequence[str]):
     def __len__(self) -> int:
         return len(self._built_in) + len(self.added)
 
+    def __bool__(self) -> bool:
+        return True  # one without names has no value yet, and not any
+
     @overload
     def __getitem__(self, at: int) -> str: ...
     @overload

@@ -182,6 +182,7 @@ class DataConfig:
     data_cache_path: str | None = how(None, "directory of index caches")
     mmap_bin_files: bool = how(True, "map token files; off: read them, where maps are slow or files may shrink")
     mock_data: bool = training(False, "generated tokens instead of files")
+    dataset: str | None = training(None, "a plugin's dataset instead of files", choices=KINDS["dataset"])
     eod_mask_loss: bool = training(False, "no loss after an end-of-document token")
     reset_position_ids: bool = training(False, "count positions from the start of each document")
     reset_attention_mask: bool = training(False, "attend within the document only (variable-length attention)")

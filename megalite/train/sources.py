@@ -13,6 +13,7 @@ from megalite.data.samples import blend as blends
 from megalite.data.samples import validation_sets
 from megalite.data.samples.fim import Fim, FimDataset
 from megalite.data.samples.ledger import Ledger
+from megalite.data.samples.numbered import numbered
 from megalite.data.samples.source import Dataset, MockDataset
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
@@ -63,6 +64,14 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
         train, *others = (MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS)
         valid, test = ([NamedSet[Dataset]("", dataset_)] if eval_iters > 0 else [] for dataset_ in others)
         return Sources(vocab_size, eod, train, tokenizer, None, valid, test)
+    if data.dataset is not None:
+        splits = SPLITS if eval_iters > 0 else SPLITS[:1]
+        own, *rest = (numbered(data.dataset, split, seq_length, seed, tokenizer) for split in splits)
+        if own is None:
+            raise DataError(f"dataset={data.dataset!r} gives nothing for the split train; it has to")
+        ledger = Ledger(blends.Blend([own], [1]), seed)
+        valid, test = ([NamedSet[Dataset]("", one)] if one else [] for one in rest or (None, None))
+        return Sources(vocab_size, eod, ledger.blend, tokenizer, ledger, valid, test)
 
     def blend(paths: Paths, split: str, part: tuple[float, float]) -> blends.Blend:
         return blends.build_blend(paths, seq_length, seed, split, part, data, tokenizer)

@@ -73,7 +73,7 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     stand_ins = {name: text for name, text in PLACEHOLDERS.items() if name not in said}
     if said & {"train_samples"}:
         stand_ins.pop("train_iters", None)
-    sources = {"mock_data", "data_path", "train_data_path", "data_args_path", "per_split_data_args_path"}
+    sources = {"mock_data", "data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "dataset"}
     completed = [*words, *(w for name, text in stand_ins.items() for w in (flag_of(name), text))]
     completed += [] if said & sources else ["--mock-data"]
     try:

@@ -15,7 +15,7 @@ TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file")
 
 def rehearsed(data: DataConfig) -> DataConfig:
     """Options that stand for the data of another machine's rank: no tokens, and a vocabulary of the given size."""
-    data = replace(data, mock_data=True, **dict.fromkeys(TOKENS))
+    data = replace(data, mock_data=True, **dict.fromkeys((*TOKENS, "dataset")))
     if data.vocab_size is not None and absent(data):
         data = replace(data, tokenizer_type="NullTokenizer", **dict.fromkeys(TOKENIZER))
     return data
