@@ -150,6 +150,37 @@ def test_samples_by_number_come_once_an_epoch_and_are_checked() -> None:
         NumberedDataset("mine", rows_of[:0], 4, seed=1, split="test")
 
 
+def test_a_tokenizer_makes_data_trains_and_speaks(tmp_path: Path) -> None:
+    own = ["--plugin", str(EXAMPLES / "tokenizer.py")]
+    (tmp_path / "t.jsonl").write_text('{"text": "the quick brown fox jumps over a lazy dog"}\n' * 40, "utf-8")
+    words = ["--input", "t.jsonl", "--output-prefix", "d", "--append-eod", "--tokenizer-type", "Characters"]
+    typed(tmp_path, *words, *own, "--workers", "2", program="tools/preprocess_data.py")
+    said = typed(tmp_path, "d_text_document", "--tokenizer-type", "Characters", "--document", "1", *own,
+                 program="tools/inspect_data.py")  # fmt: skip
+    assert "the quick brown fox" in said
+    line = [word for word in LINE if word not in ("--mock-data", "--vocab-size", "93")]
+    line += [
+        "--data-path",
+        "d_text_document",
+        "--tokenizer-type",
+        "Characters",
+        "--split",
+        "1,0,0",
+        "--eval-iters",
+        "0",
+    ]
+    typed(tmp_path, *own, *line, *STEPS, "--save", "run")
+    speak = ["--load", "run", "--prompt", "the q", "--max-new-tokens", "3", "--device", "cpu", "--nproc", "2"]
+    said = typed(tmp_path, *speak, *own, "--tensor-model-parallel-size", "2", program="tools/generate.py")
+    assert said.startswith("[step 3] the q")
+    said = typed(tmp_path, *speak[:-2], program="tools/generate.py", code=3)
+    assert "run/iter_0000003 was written with plugin='tokenizer.py'" in said
+    text = f"{(EXAMPLES / 'tokenizer.py').read_text('utf-8')}\nALPHABET = ALPHABET[::-1]\n"
+    (tmp_path / "tokenizer.py").write_text(text, "utf-8")
+    said = typed(tmp_path, "--plugin", "tokenizer.py", *line, *STEPS, code=3)
+    assert "d_text_document: made with Characters (fingerprint " in said
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     {

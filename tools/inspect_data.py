@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.console import Bar
-from megalite.config.run_options import TOKENIZERS
+from megalite.config.registry import KINDS
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.sidecar import check_tokenizer, read_info
@@ -27,7 +27,7 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.merge_datasets import document_blocks
 from tools.pictures.canvas import Picture, figure, ink, save
-from tools.program import parser_of, refusing, run_program
+from tools.program import Plugins, parser_of, plugins_first, refusing, run_program
 
 CHUNK = 1 << 22  # tokens, or index entries, read at a time
 QUANTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
@@ -171,13 +171,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--png", metavar="FILE", help="draw the lengths of the documents")
     parser.add_argument("--document", type=int, metavar="N", help="show document N, from 0; as text with a tokenizer")
     parser.add_argument("--verify", action="store_true", help="check both files completely")
-    parser.add_argument("--tokenizer-type", choices=TOKENIZERS)
+    parser.add_argument("--tokenizer-type", choices=KINDS["tokenizer_type"])
+    parser.add_argument("--plugin", action=Plugins)
     parser.add_argument("--tokenizer-model", help="the tokenizer's file")
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
     parser.add_argument("--merge-file", help="GPT-2 merges.txt")
     parser.add_argument("--tiktoken-pattern", help="how a TikTokenizer splits text")
     parser.add_argument("--vocab-size", type=int, help="bound of the ids; for a NullTokenizer, without the eod")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(plugins_first(argv))
     data, info, tokenizer = IndexedDataset(args.prefix), read_info(args.prefix), None
     if args.tokenizer_type is not None:
         names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")

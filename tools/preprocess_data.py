@@ -20,13 +20,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain
-from megalite.config.run_options import TOKENIZERS
+from megalite.config.registry import KINDS
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from tools.preprocess.rejects import take_bad_fraction
 from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
-from tools.program import local, parser_of, refusing, run_program
+from tools.program import Plugins, local, parser_of, plugins_first, refusing, run_program
 
 
 @refusing(3, DataError)
@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=formats)
     parser.add_argument("--output-prefix", type=local, required=True, help="files are named PREFIX_KEY_document")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="one pair of files for each")
-    parser.add_argument("--tokenizer-type", required=True, choices=TOKENIZERS)
+    parser.add_argument("--tokenizer-type", required=True, choices=KINDS["tokenizer_type"])
+    parser.add_argument("--plugin", action=Plugins)
     parser.add_argument("--tokenizer-model", help="SentencePiece .model; tokenizer.json or its directory")
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
     parser.add_argument("--merge-file", help="GPT-2 merges.txt")
@@ -56,7 +57,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--keep-sequential-samples", action="store_true", help="accepted; always on")
     parser.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
-    args = vars(parser.parse_args(argv))
+    args = vars(parser.parse_args(plugins_first(argv)))
+    args.pop("plugin")  # is loaded, and goes to the workers as `Job` says
     for flag in ("split_sentences", "keep_newlines"):
         if args.pop(flag):
             why = "is for BERT and T5 data, which megalite does not make: drop it"

@@ -37,6 +37,13 @@ class Plugins(argparse.Action):
             parser.error(str(error))
 
 
+def plugins_first(argv: Sequence[str]) -> list[str]:
+    """`argv` with its --plugin FILE before all else, which may have words that they make known."""
+    after = ["", *argv]
+    places = sorted(range(len(argv)), key=lambda i: "--plugin" not in (after[i], argv[i].partition("=")[0]))
+    return [argv[i] for i in places]
+
+
 Main = Callable[[list[str]], int | None]
 
 

@@ -10,10 +10,6 @@ from megalite.config.registry import KINDS
 # the launcher passes these on to its ranks
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-TOKENIZERS = (
-    *SENTENCEPIECE,
-    *("HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
-)
 NO_SHARE, TO_TWO = (1, "is not a share; use at most 1"), (2, "is above 2; use 0, 1 or 2")
 
 
@@ -202,7 +198,7 @@ class DataConfig:
     fim_eod_token: str | None = training(None, "token at the end of a document; default: the tokenizer's own")
     fim_cut_tokens: bool = training(False, "cut documents between tokens instead of characters: faster, a little worse")
     tokenizer_type: str | None = training(
-        None, "kind of tokenizer; with --vocab-file and --merge-file GPT2BPETokenizer", choices=TOKENIZERS
+        None, "kind of tokenizer; with --vocab-file and --merge-file GPT2BPETokenizer", choices=KINDS["tokenizer_type"]
     )
     tokenizer_model: str | None = training(None, "tokenizer file")
     tiktoken_pattern: str | None = training(None, "how TikTokenizer splits text: v1, v2, gpt2, cl100k, o200k")

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.environment import set_defaults
+from megalite.config.plugins import Texts, load, texts
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
@@ -43,6 +44,7 @@ class Job:
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     fast: bool = False  # by gigatoken, where it makes the same ids; `preprocess` decides it once, for all workers
+    plugins: Texts = field(default_factory=texts)
 
 
 @dataclass
@@ -97,6 +99,7 @@ def _encode(texts: list[str], tokenizer: Tokenizer, append_eod: bool) -> tuple[N
 
 
 def load_tokenizer(job: Job) -> Tokenizer:
+    load([*job.plugins], job.plugins)
     tokenizer = build_tokenizer(**job.tokenizer)
     if not job.fast:
         return tokenizer

@@ -55,7 +55,7 @@ class TikTokenizer(Tokenizer):
         self._path, self._pattern, self._special = path, pattern, special
         self._is_lines = not content.lstrip().startswith((b"[", b"{"))
         self.eod, self.vocab_size = special[eod], max(*taken, *special.values()) + 1
-        self._identify(str(path), "tiktoken", content, pattern.encode(), str(self.vocab_size).encode())
+        self.identify(str(path), "tiktoken", content, pattern.encode(), str(self.vocab_size).encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._model.encode(text, allowed_special="all") for text in texts]

@@ -55,7 +55,8 @@ class Tokenizer(ABC):
         """The same model as the package gigatoken reads it, None where it cannot. Raises whatever the package does."""
         return None
 
-    def _identify(self, name: str, kind: str, *contents: bytes) -> None:
+    def identify(self, name: str, kind: str, *contents: bytes) -> None:
+        """Set name and fingerprint. `kind` and `contents`: all that the ids of a text depend on, beside eod."""
         digest = hashlib.sha256()
         for part in (kind.encode(), *contents, str(self.eod).encode()):
             digest.update(hashlib.sha256(part).digest())
@@ -67,7 +68,7 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int):
         self.vocab_size, self.eod = vocab_size, vocab_size - 1
-        self._identify(f"NullTokenizer({vocab_size})", "null")
+        self.identify(f"NullTokenizer({vocab_size})", "null")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._ids(text) for text in texts]
@@ -90,7 +91,7 @@ class NullTokenizer(Tokenizer):
 class ByteTokenizer(Tokenizer):
     def __init__(self) -> None:
         self.vocab_size, self.eod = EOD_BYTE + 1, EOD_BYTE
-        self._identify("ByteTokenizer", "bytes")
+        self.identify("ByteTokenizer", "bytes")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode("utf-8")) for text in texts]
@@ -117,7 +118,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size, self.eod = int(self._model.get_piece_size()), int(self._model.eos_id())
         if self.eod < 0:
             raise DataError(f"tokenizer_model={path} has no end-of-sentence piece; train it with an eos_id")
-        self._identify(str(path), "sentencepiece", content)
+        self.identify(str(path), "sentencepiece", content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._model.encode(list(texts), num_threads=1)

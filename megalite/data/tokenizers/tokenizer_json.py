@@ -36,7 +36,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model, self.eod = model, eod
         # ids may have holes above the base vocabulary: the largest id counts, not the number of entries
         self.vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
-        self._identify(name, kind, *contents)
+        self.identify(name, kind, *contents)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         with library(f"{self.name} cannot encode {texts[0][:40]!r}" if len(texts) == 1 else f"{self.name} fails"):

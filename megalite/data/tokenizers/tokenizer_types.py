@@ -8,42 +8,67 @@ ByteTokenizer          the bytes of the UTF-8 text, 0..255, and 256 as eod; need
 NullTokenizer          --vocab-size ids, the last one eod; its text is ids with spaces between, as in Megatron-LM
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.config.run_options import TOKENIZERS
+from megalite.config.registry import KINDS, MORE
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tiktoken_files import open_tiktoken
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
 from megalite.data.tokenizers.tokenizer_json import open_gpt2, open_tokenizer_json
 
 
-def build_tokenizer(
-    tokenizer_type: str,
-    tokenizer_model: str | None = None,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    vocab_size: int | None = None,
-    tiktoken_pattern: str | None = None,
-) -> Tokenizer:
-    """The tokenizer that the flags of the same names describe; DataError says which one is missing or wrong."""
+@dataclass(frozen=True)
+class Asked:
+    """The options of a tokenizer, by their names."""
 
-    def need(name: str, value: Any) -> Any:
-        if value is None:
-            raise DataError(f"tokenizer_type={tokenizer_type} needs --{name.replace('_', '-')}")
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    tiktoken_pattern: str | None = None
+
+    def need(self, name: str) -> Any:
+        """The option's value. Raises DataError where it is not given."""
+        if (value := getattr(self, name)) is None:
+            raise DataError(f"tokenizer_type={self.tokenizer_type} needs --{name.replace('_', '-')}")
         return value
 
-    if tokenizer_type == "NullTokenizer":
-        if need("vocab_size", vocab_size) < 2:
-            raise DataError(f"vocab_size={vocab_size} has no id beside the end of document; give 2 or more")
-        return NullTokenizer(int(vocab_size or 0))
-    if tokenizer_type == "ByteTokenizer":
-        return ByteTokenizer()
-    if tokenizer_type == "GPT2BPETokenizer":
-        return open_gpt2(Path(need("vocab_file", vocab_file)), Path(need("merge_file", merge_file)))
-    if tokenizer_type not in TOKENIZERS:
-        raise DataError(f"tokenizer_type={tokenizer_type} is not supported; use one of {', '.join(TOKENIZERS)}")
-    model = Path(need("tokenizer_model", tokenizer_model))
-    if tokenizer_type == "TikTokenizer":
-        return open_tiktoken(model, tiktoken_pattern, vocab_size)
-    return open_tokenizer_json(model) if tokenizer_type == "HuggingFaceTokenizer" else SentencePieceTokenizer(model)
+
+def build_tokenizer(tokenizer_type: str, **options: Any) -> Tokenizer:
+    """The tokenizer that the flags of the same names describe; DataError says which one is missing or wrong."""
+    if tokenizer_type not in KINDS["tokenizer_type"]:
+        known = ", ".join(KINDS["tokenizer_type"])
+        raise DataError(f"tokenizer_type={tokenizer_type} is not supported; use one of {known}{MORE}")
+    made = KINDS["tokenizer_type"].find(tokenizer_type)(Asked(tokenizer_type, **options))
+    if not isinstance(made, Tokenizer):
+        raise DataError(f"tokenizer_type={tokenizer_type} gives a {type(made).__name__}; give a Tokenizer")
+    return made
+
+
+def null(o: Asked) -> Tokenizer:
+    if (size := int(o.need("vocab_size"))) < 2:
+        raise DataError(f"vocab_size={size} has no id beside the end of document; give 2 or more")
+    return NullTokenizer(size)
+
+
+def byte(o: Asked) -> Tokenizer:
+    return ByteTokenizer()
+
+
+def gpt2(o: Asked) -> Tokenizer:
+    return open_gpt2(Path(o.need("vocab_file")), Path(o.need("merge_file")))
+
+
+def tiktoken(o: Asked) -> Tokenizer:
+    return open_tiktoken(Path(o.need("tokenizer_model")), o.tiktoken_pattern, o.vocab_size)
+
+
+def hugging_face(o: Asked) -> Tokenizer:
+    return open_tokenizer_json(Path(o.need("tokenizer_model")))
+
+
+def sentencepiece(o: Asked) -> Tokenizer:
+    return SentencePieceTokenizer(Path(o.need("tokenizer_model")))

@@ -20,7 +20,7 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, is_megatron, is_url, parse
 from megalite.config.console import show
 from megalite.config.options import Config, DataConfig, training_of
-from megalite.config.run_options import TOKENIZERS
+from megalite.config.registry import KINDS
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
@@ -235,7 +235,7 @@ def _tokenizer(data: DataConfig, theirs: ForeignModel) -> tuple[dict[str, Any], 
 
 def tokenizer_named_in(args: Namespace | None) -> dict[str, Any]:
     """The data options of the tokenizer that Megatron-LM's args name; {} for a type that megalite does not have."""
-    if getattr(args, "tokenizer_type", None) not in TOKENIZERS:
+    if getattr(args, "tokenizer_type", None) not in KINDS["tokenizer_type"]:
         return {}
     return {name: value for name in TOKENIZER if (value := getattr(args, name, None)) is not None}
 

@@ -1,0 +1,35 @@
+"""A tokenizer: a character is an id, for those of an alphabet; others become "?".
+
+megalite preprocess --plugin examples/plugins/tokenizer.py --tokenizer-type Characters --input text.jsonl ...
+megalite train --plugin examples/plugins/tokenizer.py --tokenizer-type Characters --data-path ...
+
+`asked` has the options of a tokenizer, of which this one takes none. `identify` gets all that ids depend on, so that
+data and checkpoints of another alphabet are refused.
+"""
+
+import string
+from collections.abc import Sequence
+
+import megalite
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_types import Asked
+
+ALPHABET = string.printable
+
+
+class Characters(Tokenizer):
+    def __init__(self) -> None:
+        self.ids = {character: i for i, character in enumerate(ALPHABET)}
+        self.eod, self.vocab_size = len(ALPHABET), len(ALPHABET) + 1
+        self.identify("Characters", "characters", ALPHABET.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[self.ids.get(character, self.ids["?"]) for character in text] for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(ALPHABET[i] for i in ids if i != self.eod)
+
+
+@megalite.register("tokenizer_type", "Characters")
+def characters(asked: Asked) -> Characters:
+    return Characters()
