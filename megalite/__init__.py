@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from megalite.api import CommandError, ConfigError, convert, load, plan, read_metrics, train, verify
     from megalite.api import RunConfig as Config
     from megalite.config.plugins import register
+    from megalite.train.moments import log
 
 __version__ = "0.1.0"
-__all__ = ["CommandError", "Config", "ConfigError", "convert", "load", "plan", "read_metrics"]
-__all__ += ["register", "train", "verify"]
+__all__ = ["CommandError", "Config", "ConfigError", "convert", "load", "log", "plan"]
+__all__ += ["read_metrics", "register", "train", "verify"]
+OF_PLUGINS = {"register": "megalite.config.plugins", "log": "megalite.train.moments"}
 
 
 class _Called(ModuleType):
@@ -29,8 +31,8 @@ for _room in ("plan", "train"):
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'megalite' has no attribute {name!r}")
-    module = "megalite.config.plugins" if name == "register" else "megalite.api"
-    return getattr(importlib.import_module(module), "RunConfig" if name == "Config" else name)
+    module = importlib.import_module(OF_PLUGINS.get(name, "megalite.api"))
+    return getattr(module, "RunConfig" if name == "Config" else name)
 
 
 def __dir__() -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 from documents import ROOT
 from train_cases import SMALL, config_from
 
+import megalite
 from megalite.config import plugins
 from megalite.config.options import ConfigError
 from megalite.config.registry import KINDS
@@ -179,6 +180,37 @@ def test_a_tokenizer_makes_data_trains_and_speaks(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.py").write_text(text, "utf-8")
     said = typed(tmp_path, "--plugin", "tokenizer.py", *line, *STEPS, code=3)
     assert "d_text_document: made with Characters (fingerprint " in said
+
+
+def test_metrics_are_the_same_under_every_layout_and_callbacks_are_called(tmp_path: Path) -> None:
+    words = ["--plugin", str(EXAMPLES / "metric.py"), "--activation", "watched_gelu", *LINE, *STEPS, "--bf16"]
+    words += ["--log-interval", "2", "--eval-interval", "1", "--tensorboard-dir", "board"]
+    said = typed(tmp_path, *words, "--save", "one")
+    assert said.count("counting: done after 3 updates") == 1
+    again = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
+    said = typed(tmp_path, *words, "--save", "four", "--nproc", "4", "--tp", "2", "--pp", "2", *again)
+    assert said.count("counting: done after 3 updates") == 1
+    one, four = ([row for row in rows(tmp_path / name) if "train/loss" in row] for name in ("one", "four"))
+    assert [row["metric/updates"] for row in one] == [1.0, 2.0, 3.0]
+    for mine, theirs in zip(one, four, strict=True):
+        layers = mine["metric/quiet/layers"]
+        assert len(layers) == 4 and all(0 < share < 1 for share in layers)
+        assert mine["metric/quiet"] == pytest.approx(sum(layers) / 4)
+        assert theirs["metric/quiet/layers"] == pytest.approx(layers, abs=0.01)
+        assert theirs["metric/updates"] == mine["metric/updates"] and "metric/updates/layers" not in mine
+    assert one[0]["metric/quiet/layers"] == pytest.approx(four[0]["metric/quiet/layers"], abs=1e-3)  # same weights
+    said = typed(tmp_path, *words, "--compile", "--dry-run", code=2)
+    assert "compile=True with metric=quiet" in said
+
+
+def test_a_metric_nobody_registered_and_parts_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="metric='mine' is not registered; megalite.register"):
+        megalite.log("mine", 1.0)
+    text = "megalite.register('{}', 'mine', {})"
+    for kind, part in (("metric", "'tensor'"), ("callback", "object()"), ("dataset", "lambda a: a")):
+        name = plugin(tmp_path, text.format(kind, part))
+        with pytest.raises(ConfigError, match=f"{kind}='mine' (is|does not take 3 arguments).*; give "):
+            config_from([*LINE, *STEPS, "--plugin", str(tmp_path / name)])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from megalite.config.field import facts_of, flag_of
 from megalite.config.options import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig, options
 from megalite.config.pattern import read_batch_schedule, read_split
 from megalite.config.problem import Problem, Say
+from megalite.config.registry import KINDS
 
 MOST_MICROBATCHES = 100_000  # of one rank and step
 MOST_NEAR = 4096  # how far off another number of ranks is looked for
@@ -158,6 +159,8 @@ def training_problems(config: Config, say: Say) -> Iterator[Problem]:
     if not t.skip_train:
         yield from _rate(t, config.optim, say)
     yield from _batches(t, config.model.seq_length, say)
+    if t.compile and (layers := [name for name, of in KINDS["metric"].added.items() if of == "layer"]):
+        yield say("{=compile} with metric={metric}: a layer's number would be compiled in; drop one", metric=layers[0])
 
 
 def _rate(t: TrainConfig, o: OptimConfig, say: Say) -> Iterator[Problem]:

@@ -19,10 +19,11 @@ class Registry(Sequence[str]):
     """Of one kind: its names, which are the choices of an option. `added`: the parts of plugins."""
 
     def __init__(
-        self, kind: str, what: str, has: str = "", lacks: str = "", takes: int = 0, folder: str = "", **built_in: str
-    ):
+        self, kind: str, what: str, *, has: str = "", any_of: str = "", one_of: str = "", lacks: str = "",
+        takes: int = 0, folder: str = "", **built_in: str,
+    ):  # fmt: skip
         self.kind, self.added, self._what, self._takes = kind, dict[str, Any](), what, takes
-        self._has, self._lacks = has.split(), lacks.split()
+        self._has, self._any_of, self._one_of, self._lacks = map(str.split, (has, any_of, one_of, lacks))
         files = sorted(PACKAGE.joinpath(folder).glob("[a-z]*.py")) if folder else []
         there = {file.stem: f"megalite.{folder.replace('/', '.')}.{file.stem}:{kind.upper()}" for file in files}
         self._built_in: Mapping[str, str] = there | built_in
@@ -60,11 +61,15 @@ class Registry(Sequence[str]):
             raise ValueError(f"{self.kind}={name!r} is taken; choose another name")
         if lacks := [one for one in self._has if not hasattr(part, one)]:
             raise ValueError(f"{self.kind}={name!r} has no {' and no '.join(lacks)}; give {self._what}")
+        if (self._any_of and not any(hasattr(part, one) for one in self._any_of)) or (
+            self._one_of and part not in self._one_of
+        ):
+            raise ValueError(f"{self.kind}={name!r} is {part!r}; give {self._what}")
         if more := [one for one in self._lacks if hasattr(part, one)]:
             raise ValueError(f"{self.kind}={name!r} has {more[0]}, which only built-in ones may; give {self._what}")
         if self._takes and not _takes(part, self._takes):
             raise ValueError(f"{self.kind}={name!r} does not take {self._takes} arguments; give {self._what}")
-        self.added[name] = part
+        self.added[name] = part() if self._any_of and isinstance(part, type) else part
 
 
 def _takes(part: Any, count: int) -> bool:

@@ -19,6 +19,7 @@ from megalite.config.toml import to_toml
 from megalite.parallel.comm import all_reduce_, reduce_number
 from megalite.train.batch import on_device
 from megalite.train.life.stop import StopSignal
+from megalite.train.moments import tell
 from megalite.train.replicas import check_replicas
 from megalite.train.sources import NamedSet
 from megalite.train.start.resume import Start, resume, save
@@ -121,6 +122,7 @@ class Training:
     def steps(self) -> Iterator[dict[str, Any]]:
         """The arguments of `train_step` for each step; `after` takes its result."""
         run, skip = self.run, self.config.train.iterations_to_skip
+        tell("begin", run)
         while self._ends is None and run.state.step < run.last_step:
             if skip and run.state.step + 1 in skip:
                 run.pass_over()
@@ -140,6 +142,7 @@ class Training:
         last = (self.run.valid, " on validation set"), (self.run.test, " on test set")
         if outcome is Exit.DONE and any(self._evaluate(*sets) for sets in last):  # a requeued run evaluates again
             outcome, reason = Exit.REQUEUE, self._asks or "asked by another rank"
+        tell("end", self.run, outcome.outcome)
         if outcome is Exit.REQUEUE:
             self.stop.final = reduce_number(bool(self.stop.seen), self.run.mesh) == 0
         if outcome is Exit.REQUEUE and self.saver is None:  # a requeued run could not resume
@@ -174,6 +177,7 @@ class Training:
         step, stop = run.state.step, result.stop
         stopping = result.stop or bool(unreliable) or _due(t.exit_interval, step)
         logged = _due(self._log_interval, step) or step in (self._first, run.last_step) or stopping
+        tell("step", run, result)
         self._log(result, logged)
         self.report.stepped(step, run.last_step, result.loss)
         with self.watch.phases("profiler"):
@@ -252,7 +256,8 @@ class Training:
             report.step(figures_of(run, [result], norm), memory)
         if not due:
             return
-        figures = figures_of(run, self._since, norm) | memory_figures(run.mesh)
+        figures: dict[str, Any] = {"of_plugins": run.figures.take(), **memory_figures(run.mesh)}
+        figures |= figures_of(run, self._since, norm)
         report.train(figures)
         self._lines += 1
         # at the second line the optimizer has its state
@@ -273,6 +278,7 @@ class Training:
         with self.watch.timers("save-checkpoint", 0), self.watch.phases("checkpoint"):
             save(run, saver, self._config_toml, optimizer=not self.config.checkpoint.no_save_optim, last=last)
         self.saved = run.state.step
+        tell("saved", run)
         if self._clock is not None:
             self._clock.saved(self.saved)
         self._tell_saves()
@@ -293,6 +299,7 @@ class Training:
                         report.say(f"stopping ({why}): the evaluation of step {state.step} ends {end}, without a loss")
                         return True
             report.validation(state, loss, named, what)
+            tell("evaluated", self.run, named.name, loss)
             self._tell_timers(("evaluate",))
         return False
 

@@ -32,6 +32,7 @@ from megalite.plan.arrangement import Arrangement, arrange
 from megalite.plan.stages import build_stages
 from megalite.train.balance import Balance
 from megalite.train.batch import host_batch
+from megalite.train.moments import Figures
 from megalite.train.sources import NamedSet, Sources, open_sources
 from megalite.train.state import Loader, Run
 from megalite.train.watch.spikes import Spikes
@@ -140,6 +141,7 @@ def build_run(
         rerun=t.rerun_mode,
         check_copies=o.check_replicas_action if o.check_weight_hash_across_dp_replicas_interval else None,
         spikes=Spikes.of(t),
+        figures=Figures(stages, mesh, m.num_layers),
     )
 
 

@@ -17,6 +17,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
 from megalite.plan.batch_size import BatchSizes
 from megalite.train.balance import Balance
+from megalite.train.moments import Figures
 from megalite.train.sources import NamedSet
 from megalite.train.watch.spikes import Spikes
 
@@ -127,6 +128,7 @@ class Run:
     max_norm: float
     check_finite: bool
     vocab_size: int
+    figures: Figures  # of plugins
     rerun: str = "disabled"  # --rerun-mode
     check_copies: str | None = None  # --check-replicas-action, where replicas of weights are compared
     spikes: Spikes = field(default_factory=Spikes)

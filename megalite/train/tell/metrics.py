@@ -159,7 +159,11 @@ class Reporter:
         self.say(lines.megatron_line(v, now, self.log.log_throughput) if self.megatron else lines.megalite_line(v, now))
         if v["loss"] is not None:
             self._results["training loss"] = f"{v['loss']:.4f} at step {v['step']:,}"
-        self._row(v["step"], v["consumed_tokens"], lines.row_of(v))
+        own: dict[str, Any] = v.get("of_plugins", {})
+        self._row(v["step"], v["consumed_tokens"], lines.row_of(v) | own)
+        layers = {key[:-7]: means for key, means in own.items() if isinstance(means, list)}
+        self._scalars({f"{key}/{n}": mean for key, means in layers.items() for n, mean in enumerate(means)}, v["step"])
+        self._scalars({key: mean for key, mean in own.items() if not isinstance(mean, list)}, v["step"])
         self._scalars({"iteration-time": v["step_s"], "throughput": v["tflops"]}, v["step"])
 
     def stepped(self, step: int, last_step: int, loss: float) -> None:

@@ -1,0 +1,83 @@
+"""What plugins see of a run, while it trains: `log`, for figures of their own, and moments at which they are called.
+
+A figure is a mean, weighted by counts: sum of values / sum of counts. So it is the same under every layout:
+micro-batches and ranks add up, tp ranks that hold parts of a tensor log their parts, and copies on several ranks, or a
+forward that runs again in backward, change nothing, where they would change a sum. Values stay on the device until a
+line of the log is due, which takes one all-reduce; where no plugin registers a metric nothing of this happens.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.config.registry import KINDS
+from megalite.models.gpt import Block, Stage
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh
+
+_now: list[tuple["Figures | None", int | None]] = [(None, None)]  # of this process's run, and the layer that computes
+
+
+class Figures:
+    """Of the metrics that plugins registered, since they were taken last. `sums_MLs`: of each metric and layer, and of
+    what is outside of layers, the sums of values and of counts."""
+
+    def __init__(self, stages: Iterable[Any], mesh: Mesh, layers: int):
+        self.mesh, self.names = mesh, list(KINDS["metric"].added)
+        self.sums_MLs = torch.zeros(len(self.names), layers + 1, 2, dtype=torch.float64, device=mesh.device)
+        _now[0] = self, None
+        blocks = [block for stage in stages if isinstance(stage, Stage) for block in stage.blocks]
+        for block in blocks if self.names else ():
+            assert isinstance(block, Block)
+            for module in block.modules():  # a part of it may run again by itself, in backward
+                module.register_forward_pre_hook(self._enter(block.layer))
+            block.register_forward_hook(self._leave)
+
+    def _enter(self, layer: int) -> Any:
+        def enter(module: torch.nn.Module, _: Any) -> None:
+            _now[0] = (self, layer) if module.training else (None, None)  # evaluations are not logged
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        _now[0] = self, None
+
+    def add(self, metric: int, layer: int | None, value: Any, count: Any) -> None:
+        values = torch.as_tensor(value, device=self.mesh.device).detach()
+        at = self.sums_MLs[metric, -1 if layer is None else layer]
+        at[0] += values.sum(dtype=torch.float64)
+        at[1] += values.numel() if count is None else count
+
+    def take(self) -> dict[str, Any]:
+        """Rows of metrics.jsonl: metric/NAME, the mean over layers, and where it is one per layer metric/NAME/layers.
+        None where nothing was logged. Collective, where there are metrics."""
+        if not self.names:
+            return {}
+        sums_MLs = all_reduce_(self.sums_MLs.clone(), self.mesh.world).cpu()
+        self.sums_MLs.zero_()
+        found = dict[str, Any]()
+        for name, of_layers in zip(self.names, (sums_MLs[..., 0] / sums_MLs[..., 1]).tolist(), strict=True):
+            there = [mean for mean in of_layers if mean == mean]  # without those of 0 / 0
+            found[f"metric/{name}"] = sum(there) / len(there) if there else None
+            if KINDS["metric"].find(name) == "layer":
+                found[f"metric/{name}/layers"] = of_layers[:-1]
+        return found
+
+
+def log(name: str, value: float | Tensor, count: float | Tensor | None = None) -> None:
+    """Add to the metric `name`: `value`, the sum of a tensor's elements, which count 1 each, or `count` together. From
+    a forward in a block, or a callback. Raises ValueError where no plugin has registered it."""
+    if name not in KINDS["metric"]:
+        raise ValueError(f"metric={name!r} is not registered; megalite.register('metric', {name!r}, 'layer' or 'step')")
+    figures, layer = _now[0]
+    if figures is not None and not (isinstance(value, Tensor) and value.is_meta):  # a plan has no values
+        figures.add(figures.names.index(name), layer, value, count)
+
+
+def tell(moment: str, *about: Any) -> None:
+    """Call the callbacks of plugins that have this moment, on every rank."""
+    _now[0] = _now[0][0], None
+    for callback in KINDS["callback"].added.values():
+        getattr(callback, moment, lambda *_: None)(*about)
