@@ -9,6 +9,7 @@ import ast
 import functools
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -302,10 +303,19 @@ def path_of_a_step(root: Path) -> dict[str, int]:
         if name not in found:
             found.add(name)
             todo += [other for other in edges[name] if other.split(".")[1] in CORE]
-            if name == "megalite.kernels.activation":  # imports these by name
-                todo += [other for other in edges if other.startswith(f"{name}s.")]
+            todo += [other for other in edges if other.startswith(tuple(parts_of(name, root)))]
     files = sorted(name.replace(".", "/") + ".py" for name in found)
     return {file: len((root / file).read_text(encoding="utf-8").splitlines()) for file in files}
+
+
+def parts_of(name: str, root: Path) -> Iterator[str]:
+    """How the modules begin that a module of the core gets its parts from by name (config/registry.py)."""
+    kinds = tomllib.loads((root / "megalite/config/registry.toml").read_text("utf-8"))
+    text = root.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
+    for kind in re.findall(r'KINDS\["(\w+)"\]', text):
+        places = (str(place).partition(":") for place in kinds[kind].values())
+        yield from (module for module, colon, _ in places if colon)
+        yield from (f"megalite.{kinds[kind]['folder'].replace('/', '.')}." for _ in range("folder" in kinds[kind]))
 
 
 def sizes(root: Path) -> Iterator[str]:

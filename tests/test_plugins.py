@@ -203,6 +203,31 @@ def test_metrics_are_the_same_under_every_layout_and_callbacks_are_called(tmp_pa
     assert "compile=True with metric=quiet" in said
 
 
+def test_a_pipeline_schedule_trains_and_one_that_would_hang_is_refused(tmp_path: Path) -> None:
+    own = ["--plugin", str(EXAMPLES / "pipeline_schedule.py")]
+    words = [*LINE, *STEPS, "--global-batch-size", "12"]
+    typed(tmp_path, *words, "--save", "one")
+    typed(tmp_path, *words, *own, "--pipeline-schedule", "eager", "--nproc", "4", "--pp", "4", "--save", "four")
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    drawn = typed(tmp_path, "schedule", "--schedule", "eager", *own, "--text", program="tools/plot.py")
+    assert drawn != typed(tmp_path, "schedule", "--text", program="tools/plot.py")
+    body = """from megalite.pipeline.schedule import Action, Op
+@megalite.register('pipeline_schedule', '{}')
+def row(rank, place, groups):
+    f, b = ([Action(op, rank, i) for i in range(sum(groups))] for op in (Op.F, Op.B))
+    return {}
+"""
+    for name, row, said in (
+        ("hangs", "f[:1] + b[:2] + f[1:] + b[2:]", "would hang: these actions wait for each other: B0.1, B1.1"),
+        ("short", "f + b[1:]", "rank 0 of 2 has B0.0 0 times, not 1; each F and B of its stages has to come once"),
+        ("other", "f + b + [Action(Op.F, 1 - rank, 0)]", "rank 0 of 2 has F1.0 1 times, not 0"),
+    ):
+        plugin(tmp_path, body.format(name, row))
+        found = typed(tmp_path, "--plugin", "mine.py", "--pipeline-schedule", name, *words, "--nproc", "2", "--pp", "2",
+                      "--rampup-batch-size", "4", "4", "24", code=2)  # fmt: skip
+        assert f"pipeline_schedule='{name}'" in found and said in found, found
+
+
 def test_a_metric_nobody_registered_and_parts_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="metric='mine' is not registered; megalite.register"):
         megalite.log("mine", 1.0)

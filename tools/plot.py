@@ -22,13 +22,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import printable
-from megalite.pipeline.schedule import SCHEDULES, Split, plan
+from megalite.config.registry import KINDS
+from megalite.pipeline.schedule import Split, plan
 from megalite.pipeline.simulate import simulate
 from tools.pictures import bench, curves, pipeline, shares
 from tools.pictures import plan as plans
 from tools.pictures.canvas import NARROW, WIDE, Picture, save
 from tools.pictures.run import Run, RunError, read_runs
-from tools.program import parser_of, positive, run_program
+from tools.program import Plugins, parser_of, plugins_first, positive, run_program
 
 
 def schedule(args: argparse.Namespace) -> None:
@@ -129,7 +130,8 @@ def main(argv: list[str]) -> None:
     parser = parser_of(__doc__, allow_abbrev=True)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("schedule", help="a schedule as text or picture")
-    one.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
+    one.add_argument("--schedule", choices=KINDS["pipeline_schedule"], default="1f1b")
+    one.add_argument("--plugin", action=Plugins)
     one.add_argument("--pp", type=positive, default=4, help="pipeline ranks")
     one.add_argument("--vpp", type=positive, default=1, help="chunks per rank")
     one.add_argument("--microbatches", type=positive, default=8)
@@ -152,7 +154,7 @@ def main(argv: list[str]) -> None:
     for name, command in commands.choices.items():
         command.add_argument("--out", default=f"{name}.png")
         command.add_argument("--narrow", action="store_true", help="draw it for a column or a telephone")
-    args = parser.parse_args(argv)
+    args = parser.parse_args([*argv[:1], *plugins_first(argv[1:])])
     try:
         args.run(args)
     except RunError as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.field import how
+from megalite.config.registry import KINDS
 
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
-SCHEDULES = ("1f1b", "gpipe", "breadth-first")
 LONGEST_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
 SHARED_OUT = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # of ZeRO 0, 1, 2, 3
 TO_THREE = (3, "is above 3; use 0, 1, 2 or 3")
@@ -36,7 +36,7 @@ class ParallelConfig:
         "micro-batches that a chunk runs before the next chunk; default pp, with the remainder spread over the groups",
     )
     use_tp_pp_dp_mapping: bool = how(False, "number the ranks in the order tp, pp, dp; default: tp, dp, pp")
-    pipeline_schedule: str = how("1f1b", "order of micro-batches in the pipeline", choices=SCHEDULES)
+    pipeline_schedule: str = how("1f1b", "order of micro-batches in the pipeline", choices=KINDS["pipeline_schedule"])
     split_backward: bool = how(
         False, "compute weight gradients separately, where the pipeline would idle (zero bubble)"
     )

@@ -28,7 +28,7 @@ from megalite.nn.parameter import GradientSink
 from megalite.parallel.comm import Pending, start_message
 from megalite.parallel.mesh import RECEIVE, SEND, Axis, Mesh
 from megalite.parallel.streams import synchronize
-from megalite.pipeline.schedule import Action, Op, Placement, Sharing, Split, plan, with_sharing
+from megalite.pipeline.schedule import EVALUATION, Action, Op, Placement, Sharing, Split, plan, with_sharing
 
 Key = tuple[int, int]  # stage, micro-batch
 SENT = 2  # messages under way on a CPU, each with its tensor; to wait for one is safe (schedule.py: with_messages)
@@ -141,7 +141,7 @@ class Pipeline:
         for stage in self.stages:
             stage.eval()
         try:
-            rows = plan("forward", self.mesh.pp.size, len(batches), len(self.stages), self.group_size)
+            rows = plan(EVALUATION, self.mesh.pp.size, len(batches), len(self.stages), self.group_size)
             return self._run(rows, batches, None)[0]
         finally:
             for stage in self.stages:

@@ -14,12 +14,13 @@ backward needs nothing, since any order of F and B is filled (`Split`).
 import functools
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import NamedTuple
+
+from megalite.config.registry import KINDS
 
 
 class Op(StrEnum):
@@ -143,9 +144,21 @@ def one_f_one_b(rank: int, place: Placement, groups: Sequence[int]) -> list[Acti
     return actions + backwards[max(0, len(forwards) - warm_up) :]
 
 
-SCHEDULES: Mapping[str, Callable[[int, Placement, Sequence[int]], list[Action]]] = MappingProxyType(
-    {"1f1b": one_f_one_b, "gpipe": gpipe, "breadth-first": breadth_first, "forward": functools.partial(_order, op=Op.F)}
-)  # the last is evaluation
+EVALUATION = "forward"  # the schedule of one, which has no backwards
+
+
+def compute_row(name: str, rank: int, place: Placement, groups: Sequence[int]) -> list[Action]:
+    """What a rank computes, and in which order, in the schedule `name`, an option or EVALUATION. Raises ValueError
+    where a plugin's has not each F and B of its rank's stages once."""
+    if name == EVALUATION:
+        return _order(rank, place, groups, Op.F)
+    row: list[Action] = KINDS["pipeline_schedule"].find(name)(rank, place, groups)
+    if name in KINDS["pipeline_schedule"].added:
+        there, due = Counter(row), Counter(a for op in (Op.F, Op.B) for a in _order(rank, place, groups, op))
+        if wrong := [*(due - there), *(there - due)]:
+            text = f"pipeline_schedule={name!r}: rank {rank} of {place.pp} has {wrong[0]} {there[wrong[0]]} times"
+            raise ValueError(f"{text}, not {due[wrong[0]]}; each F and B of its stages has to come once")
+    return row
 
 
 def in_flight(row: Sequence[Action], held: Sequence[Held] | None = None) -> float:
@@ -324,9 +337,13 @@ def with_messages(
 def plan(
     name: str, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None, split: Split | None = None
 ) -> tuple[tuple[Action, ...], ...]:
-    """The rows of all ranks, messages included, of the schedule called `name` (a key of SCHEDULES)."""
+    """The rows of all ranks, messages included, of the schedule called `name`. Raises ValueError where they cannot run
+    to their end."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} is not positive; a step needs at least 1")
     groups, place = group_sizes(num_microbatches, pp, group_size), Placement(pp, vpp)
-    rows = with_messages([SCHEDULES[name](rank, place, groups) for rank in range(pp)], place, split)
-    return tuple(tuple(row) for row in rows)
+    computed = [compute_row(name, rank, place, groups) for rank in range(pp)]
+    try:
+        return tuple(tuple(row) for row in with_messages(computed, place, split))
+    except ValueError as error:
+        raise ValueError(f"pipeline_schedule={name!r} would hang: {error}; put each behind what it needs") from None

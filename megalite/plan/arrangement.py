@@ -23,6 +23,7 @@ from torch import nn
 
 from megalite.config.options import Config, padded_vocab_size
 from megalite.config.pattern import read_batch_schedule
+from megalite.config.registry import KINDS
 from megalite.config.stage_layers import given_stages
 from megalite.models.gpt import Block, Recompute
 from megalite.models.specs import specs_of
@@ -390,4 +391,8 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
     check."""
     made = Arrangement(config, world, vocab_size)
     _ = made.steps, made.stages  # these raise
+    if (name := config.parallel.pipeline_schedule) in KINDS["pipeline_schedule"].added:  # others are proven by tests
+        by, unit = config.parallel.microbatch_group_size_per_virtual_pipeline_stage, made.microbatches
+        for m in {unit * size // made.batch_sizes.final for _, size in made.batch_sizes.steps}:
+            plan(name, made.pp, m, made.chunks, by, Split() if config.parallel.split_backward else None)
     return made

@@ -10,7 +10,8 @@ from cover import rarely
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.pipeline.schedule import SCHEDULES, Action, Op, Placement, Split, in_flight, plan, with_messages
+from megalite.config.registry import KINDS
+from megalite.pipeline.schedule import Action, Op, Placement, Split, compute_row, in_flight, plan, with_messages
 from megalite.pipeline.simulate import simulate
 from megalite.plan.partition import evenly, fastest, levelled, ranges, splits
 from tools.pictures.pipeline import as_text as draw
@@ -21,7 +22,7 @@ PAIR = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
 
 
 @pytest.mark.parametrize("split", (None, Split()))
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", sorted([*KINDS["pipeline_schedule"], "forward"]))
 @pytest.mark.parametrize("pp,vpp", SHAPES)
 def test_every_schedule_is_complete_and_runs_with_rendezvous(name: str, pp: int, vpp: int, split: Split | None) -> None:
     for m in range(1, 21):
@@ -174,7 +175,7 @@ def padded(pp: int, vpp: int, m: int) -> list[list[Action]]:
     """Made for the next multiple of pp; the phantom micro-batches dropped."""
     groups = [pp] * -(-m // pp)
     place = Placement(pp, vpp)
-    return [[a for a in SCHEDULES["1f1b"](rank, place, groups) if a.microbatch < m] for rank in range(pp)]
+    return [[a for a in compute_row("1f1b", rank, place, groups) if a.microbatch < m] for rank in range(pp)]
 
 
 TWOS = list(itertools.product(range(2, 7), range(2, 5)))

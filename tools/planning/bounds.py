@@ -18,7 +18,7 @@ import numpy as np
 from megalite.models.gpt import Block
 from megalite.nn.parameter import named_specs
 from megalite.parallel.spec import HOMES, OWNERS
-from megalite.pipeline.schedule import ONE, SCHEDULES, Op, Placement, group_sizes, held_more
+from megalite.pipeline.schedule import ONE, Op, Placement, compute_row, group_sizes, held_more
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Recorder
 from megalite.plan.cost import ALL, Costs
@@ -132,7 +132,7 @@ def _most_alive(
 ) -> np.ndarray:
     """Forwards of each chunk that wait for their backward when most of them do; just after a forward of `stage`, if
     one is given."""
-    row = SCHEDULES[schedule](rank, place := Placement(pp, chunks), groups)
+    row = compute_row(schedule, rank, place := Placement(pp, chunks), groups)
     more = np.zeros((len(row), chunks))
     for i, action in enumerate(row):
         more[i, place.chunk(action.stage)] = held_more(action.op, ONE, split=False)
