@@ -26,14 +26,14 @@ from megalite.config.console import printable
 from megalite.config.tables import table_beside
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.launch.machine import BAD, GIB, MIB, OK, WARN, Line, clocks, judged, memory, network, software, variables
+from megalite.launch.machine import BAD, GIB, MIB, OK, WARN, Fact, clocks, judged, memory, network, software, variables
 from tools.program import parser_of, run_program
 
 COSTS = table_beside(__file__, "doctor")
 WRITTEN, SECONDS, SLOW = 256 * MIB, 2.0, 200e6  # of a test file at most; bytes/s that checkpoints need
 
 
-def card() -> Iterator[Line]:
+def card() -> Iterator[Fact]:
     import torch  # which may be what is wrong
 
     from megalite.train.watch.fingerprint import THROTTLED, Card, read
@@ -47,9 +47,9 @@ def card() -> Iterator[Line]:
         return
     drivers = ", ".join({one["driver_version"] for one in told}) or "not told"
     which = f"capability {found['capability']}, driver {drivers}, CUDA {found['cuda']}"
-    yield Line(OK, "card", f"{found['cards']} x {found['device']}, {found['memory'] / GIB:.1f} GiB, {which}")
+    yield Fact(OK, "card", f"{found['cards']} x {found['device']}, {found['memory'] / GIB:.1f} GiB, {which}")
     for fact, _, why in (text.partition(": ") for text in probe.warnings_of(found)):
-        yield Line(BAD if "(ECC)" in fact else WARN, "card", fact, why)
+        yield Fact(BAD if "(ECC)" in fact else WARN, "card", fact, why)
     for number in range(found["cards"]):
         now = read(Card(torch.device("cuda", number)).figures)  # needs nvidia-ml-py
         held = ", ".join(why for bit, why in THROTTLED.items() if now.get("throttled", 0) & bit)
@@ -57,7 +57,7 @@ def card() -> Iterator[Line]:
         yield judged("clocks", not held, clock, f"it is held back ({held}): look at its cooling and power")
 
 
-def storage(save: str) -> Iterator[Line]:
+def storage(save: str) -> Iterator[Fact]:
     """How fast it takes bytes, by the code that writes checkpoints."""
     part, written, place = os.urandom(4 * MIB), 0, parse(save)
     if isinstance(place, Path):  # the folder that is to hold it, as no new one is left behind
@@ -65,7 +65,7 @@ def storage(save: str) -> Iterator[Line]:
     try:
         storage_of(place).probe(place, 0)
         if not isinstance(place, Path):
-            yield Line(OK, "storage", f"{save} can be written; its speed is not measured")
+            yield Fact(OK, "storage", f"{save} can be written; its speed is not measured")
             return
         file, begin = place / f".doctor-{os.getpid()}", time.perf_counter()
         try:
@@ -80,28 +80,28 @@ def storage(save: str) -> Iterator[Line]:
         fact = f"{fact}; {shutil.disk_usage(place).free / GIB:,.1f} GiB are free"
         yield judged("storage", rate >= SLOW, fact, "use a faster disk, or save less often")
     except (CheckpointError, OSError) as error:
-        yield Line(BAD, "storage", str(error))
+        yield Fact(BAD, "storage", str(error))
 
 
-def data(prefixes: list[str]) -> Iterator[Line]:
+def data(prefixes: list[str]) -> Iterator[Fact]:
     for prefix in prefixes:
         try:
             pair = IndexedDataset(prefix)
             size = f"{len(pair):,} documents, {pair.num_tokens:,} tokens"
-            yield Line(OK, "data", f"{prefix}: {size}, {pair.num_tokens * pair.dtype.itemsize / 1e9:.3g} GB")
+            yield Fact(OK, "data", f"{prefix}: {size}, {pair.num_tokens * pair.dtype.itemsize / 1e9:.3g} GB")
         except (DataError, OSError) as error:
-            yield Line(BAD, "data", str(error))
+            yield Fact(BAD, "data", str(error))
 
 
-def examine(save: str, prefixes: list[str]) -> Iterator[Line]:
+def examine(save: str, prefixes: list[str]) -> Iterator[Fact]:
     own = (lambda: storage(save), lambda: data(prefixes))
     for part in (software, card, clocks, variables, network, memory, *own):
         try:
             yield from part()
         except Exception as error:  # noqa: BLE001  a broken torch, no /proc: the other parts are told
             mark = BAD if isinstance(error, ImportError) else WARN
-            yield Line(mark, part.__name__, f"cannot be looked at: {type(error).__name__}: {error}")
-    yield from (Line(OK, "costs", f"{what}: {how}") for what, how in COSTS.items())
+            yield Fact(mark, part.__name__, f"cannot be looked at: {type(error).__name__}: {error}")
+    yield from (Fact(OK, "costs", f"{what}: {how}") for what, how in COSTS.items())
 
 
 def main(argv: list[str]) -> int:
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--save", default=".", metavar="DIR", help="where checkpoints will go; default: this folder")
     parser.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="token files, without a suffix")
     parser.add_argument("--json", action="store_true", help="print one object")
-    args, lines = parser.parse_args(argv), list[Line]()
+    args, lines = parser.parse_args(argv), list[Fact]()
     for line in examine(args.save, args.data_path):
         lines.append(line)
         if not args.json:

@@ -127,8 +127,8 @@ def _reason(vocab_size: int, told: str) -> str:
     if most := re.search(r"Vocabulary size too high.* <= (\d+)", told):
         return _too_large(vocab_size, int(most[1]))
     if fewest := re.search(r"smaller than required_chars\. \d+ vs (\d+)", told):
-        needed = "256 bytes, the characters of the text and the special tokens"
-        return f"vocab_size={vocab_size} has no room for {needed}; give {fewest[1]} or more"
+        needed = "the characters of the text and the special tokens"
+        return f"vocab_size={vocab_size} has no room for 256 bytes, {needed}; give {fewest[1]} or more"
     words = " ".join(re.sub(r"INTERNAL: |\S+\.cc\(\d+\) |\[.*\] ", "", told).split())
     return f"SentencePiece cannot train: {words or told}"
 
@@ -147,8 +147,8 @@ def train_hugging_face(
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     fewest = len(alphabet) + 1 + len(special)
     if vocab_size < fewest:
-        needed = f"256 bytes and {' '.join([END, *special])}"
-        raise DataError(f"vocab_size={vocab_size} has no room for {needed}; give {fewest} or more")
+        tokens = " ".join([END, *special])
+        raise DataError(f"vocab_size={vocab_size} has no room for 256 bytes and {tokens}; give {fewest} or more")
     model = tokenizers.Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

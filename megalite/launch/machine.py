@@ -28,20 +28,20 @@ BEYOND = "192.0.2.1", 29500  # an address of another machine (RFC 5737), to whic
 TIME_ERROR = 5  # of adjtimex: nobody sets this clock
 
 
-class Line(NamedTuple):
+class Fact(NamedTuple):
     mark: str
     about: str
     fact: str
     remedy: str = ""
 
 
-def judged(about: str, good: bool, fact: str, remedy: str, mark: str = WARN) -> Line:
+def judged(about: str, good: bool, fact: str, remedy: str, mark: str = WARN) -> Fact:
     """`mark`: where it is not good."""
-    return Line(OK, about, fact) if good else Line(mark, about, fact, remedy)
+    return Fact(OK, about, fact) if good else Fact(mark, about, fact, remedy)
 
 
-def software() -> Iterator[Line]:
-    yield Line(OK, "python", f"{platform.python_version()} on {platform.platform()}")
+def software() -> Iterator[Fact]:
+    yield Fact(OK, "python", f"{platform.python_version()} on {platform.platform()}")
     said = list[str]()
     with contextlib.suppress(metadata.PackageNotFoundError):  # in a clone nobody says which versions are needed
         said = metadata.requires("megalite") or []
@@ -57,7 +57,7 @@ def software() -> Iterator[Line]:
         yield judged(name, had >= wanted, version, newer, BAD if core else WARN)
 
 
-def clocks() -> Iterator[Line]:
+def clocks() -> Iterator[Fact]:
     busy, n = os.getloadavg()[0], cores()
     yield judged("clocks", busy <= n, f"load {busy:.1f} on {n} cores", "figures of this machine mean less now")
     remedy = "run an NTP client: the logs of several machines are put in order by their times"
@@ -67,44 +67,44 @@ def clocks() -> Iterator[Line]:
         yield judged("clocks", state != TIME_ERROR, known, remedy)
 
 
-def variables() -> Iterator[Line]:
-    yield from (Line(BAD, "variables", text) for text in environment.problems())
-    yield from (Line(WARN, "variables", text) for text in environment.warnings())
+def variables() -> Iterator[Fact]:
+    yield from (Fact(BAD, "variables", text) for text in environment.problems())
+    yield from (Fact(WARN, "variables", text) for text in environment.warnings())
     for row in VARIABLES:
         for said in filter(None, (environment.values_of([name]) for name in row["name"].split(", "))):
             if re.fullmatch(row.get("wrong", ".*"), said.partition("=")[2]):
-                yield Line(WARN, "variables", f"{said}: {row['does']}", row["do"])
+                yield Fact(WARN, "variables", f"{said}: {row['does']}", row["do"])
     said = environment.of_libraries().replace("\n", " ")
-    yield Line(OK, "variables", f"set: {said}" if said else "none of the libraries' is set")
+    yield Fact(OK, "variables", f"set: {said}" if said else "none of the libraries' is set")
 
 
-def network() -> Iterator[Line]:
+def network() -> Iterator[Fact]:
     there, given = interfaces(), {}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         given[name] = wanted = environment.variable(name)
         if wanted.isalnum() and not any(one.startswith(wanted) for one in ("lo", *there)):
             remedy = f"give one of {', '.join(there) or 'lo'}, or unset it"
-            yield Line(BAD, "network", f"{name}={wanted} is no interface of this machine", remedy)
+            yield Fact(BAD, "network", f"{name}={wanted} is no interface of this machine", remedy)
     # as NCCL's guide has it: InfiniBand's first, a container's last
     first = min(there, key=lambda name: (not name.startswith("ib"), name.startswith("docker")), default="lo")
     try:
         gloo = interface_for_others(*BEYOND) or f"that of the name {socket.gethostname()}"
         chosen = [name or own for name, own in zip(given.values(), (gloo, first), strict=True)]
         addresses = ", ".join(f"{name} {address}" for name, address in there.items()) or "lo alone"
-        yield Line(OK, "network", f"gloo would take {chosen[0]}, NCCL {chosen[1]}; there are {addresses}")
+        yield Fact(OK, "network", f"gloo would take {chosen[0]}, NCCL {chosen[1]}; there are {addresses}")
     except MeetingError as error:
-        yield Line(WARN, "network", *str(error).split(": ", 1))
+        yield Fact(WARN, "network", *str(error).split(": ", 1))
     port = environment.variable("MASTER_PORT", str(BEYOND[1]))
     with socket.socket() as listens:
         try:
             listens.bind(("", int(port)))
-            yield Line(OK, "network", f"port {port}, where ranks meet, is free")
+            yield Fact(OK, "network", f"port {port}, where ranks meet, is free")
         except (OSError, ValueError, OverflowError) as error:
             remedy = "set MASTER_PORT, or --rdzv-endpoint of torchrun, to a free one"
-            yield Line(WARN, "network", f"port {port}, where ranks meet, cannot be had ({error})", remedy)
+            yield Fact(WARN, "network", f"port {port}, where ranks meet, cannot be had ({error})", remedy)
 
 
-def memory() -> Iterator[Line]:
+def memory() -> Iterator[Fact]:
     about = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text("ascii", "replace")))
     free, all_of_it = (int(about[name]) / MIB for name in ("MemAvailable", "MemTotal"))
     yield judged("memory", free > all_of_it / 4, f"{free:.1f} of {all_of_it:.1f} GiB are free", "end what takes it")
