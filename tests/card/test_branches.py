@@ -1,142 +1,331 @@
-"""What CUDA's branches do on a simulated card (branch_cases.py); and that there is none that no run passes."""
+"""What CUDA's branches do on a simulated card, by cases that together pass every place of the source that speaks of one
+(mentions.py), each in a process of its own; and that there is no place that none passes."""
 
-import functools
+import contextlib
+import datetime
+import io
 import json
 import re
-import tempfile
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from cover import rarely
 from ranks import run_ranks
-from train_cases import config_from
+from train_cases import SMALL, config_from, pretrain, run_from
 
-from card.branch_cases import CASES, tried, watched
-from card.mentions import mentions
+from card.mentions import Mention, Watch, mentions
 from card.simulator import cuda
+from card.simulator.device import Card, simulated
+from card.simulator.graphs import CUDAGraph
+from card.test_trainer import LLAMA as UNGROUPED
 from examples import quickstart
 from megalite.config.check import check
+from megalite.launch.ranks import LaunchError, Ranks, process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 # the parts of the report on a card: processes of their own, which its rehearsal starts (test_gpu_report_rehearsal.py)
 REHEARSED = ("tools/bench/gpu_report_", "tools/bench/kernels.py")
-WORLD = {"two_ranks": 2, "timeline": 2, "cluster": 2}
+LLAMA = f"{UNGROUPED} --group-query-attention --num-query-groups 2"
+ON_CARD = "--device cuda --kernels torch --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --num-layers 1 --global-batch-size 4"
+FLAGS = [*SMALL, *f"{ON_CARD} --train-iters 9 {LLAMA}".split()]
+NAME = "NVIDIA H100 80GB HBM3"
+RANK, INDEX = 0, 1  # INDEX: of the card: not the one that CUDA takes by itself
 
 
-@functools.cache
-def found(name: str) -> dict[str, Any]:
-    """Of the first rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(WORLD.get(name, 1), tried, name, folder, timeout=110)[0]
+def run(flags: str, folder: Path) -> str:
+    """A run as its rank does it, to its end: what it printed."""
+    config = config_from([*SMALL, *f"{ON_CARD} {flags} --run-dir {folder}".split()])
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        assert pretrain(config, Ranks(RANK, 1, INDEX, INDEX + 1)) == 0, said.getvalue()
+    return said.getvalue()
 
 
 def losses(said: str) -> list[str]:
     return re.findall(r"step +\d+/\d+  loss ([0-9.]+)", said)
 
 
-def test_the_log_tells_the_memory_of_the_ranks_own_card() -> None:
-    made = found("everything_on")
-    assert made["code"] == 0
+def everything_on(card: Card, folder: Path) -> None:
+    """A run in bf16 with all that looks on: memory of the rank's own card, profiler, history, timers and peak."""
+    flags = f"{LLAMA} --bf16 --train-iters 2 --save {folder} --save-interval 1 --eval-interval 1 --timing-log-level 2"
+    flags += " --log-memory-interval 1 --log-device-memory-used --empty-unused-memory-level 2 --profile-pipeline 2"
+    flags += f" --profile --profile-step-start 0 --profile-step-end 2 --tensorboard-dir {folder}/board"
+    flags += f" --log-memory-to-tensorboard --record-memory-history --memory-snapshot-path {folder}/history.pickle"
+    empty = mock.patch.object(torch.cuda, "empty_cache", wraps=torch.cuda.empty_cache)
+    with mock.patch("megalite.train.tell.metrics.Reporter.step", autospec=True) as point, empty as given_back:
+        said = run(flags, folder)
     line = r"\[Rank 0\] \(after \d iterations\) memory \(MB\) \| allocated: ([0-9.]+) \| max allocated: ([0-9.]+) \| "
     line += r"reserved: ([0-9.]+) \| max reserved: ([0-9.]+) \| total device memory used: ([0-9.]+)"
-    rows = [[float(x) for x in row] for row in re.findall(line, made["said"])]
+    rows = [[float(x) for x in row] for row in re.findall(line, said)]
     assert len(rows) == 2
     for allocated, most, reserved, most_reserved, used in rows:
         assert 0 < allocated < most <= reserved <= most_reserved and used == reserved + 512
-    assert [sorted(point) for point in made["memory"]] == [
-        ["mem-allocated-bytes", "mem-allocated-count", "mem-max-allocated-bytes", "mem-reserved-bytes"]
-    ] * 2
-    assert all(value > 0 for point in made["memory"] for value in point.values())
-    assert made["given_back"] == 2 * 2  # before and after each update
-
-
-def test_profiler_history_timers_and_peak() -> None:
-    made = found("everything_on")
-    assert made["calls"] == ["cudaProfilerStart", "cudaProfilerStop"] and made["history"] == cuda.SNAPSHOT
-    assert "peak              989 TFLOP/s (NVIDIA H100 80GB HBM3 bf16 dense)" in made["said"]
+    memory = [call.args[-1] for call in point.call_args_list]
+    names = ["mem-allocated-bytes", "mem-allocated-count", "mem-max-allocated-bytes", "mem-reserved-bytes"]
+    assert [sorted(point) for point in memory] == [names] * 2
+    assert all(value > 0 for point in memory for value in point.values())
+    assert given_back.call_count == 2 * 2  # before and after each update
+    assert cuda.machine().runtime_calls == ["cudaProfilerStart", "cudaProfilerStop"]
+    assert (folder / f"history_{RANK}.pickle").read_bytes() == cuda.SNAPSHOT
+    assert f"peak              989 TFLOP/s ({NAME} bf16 dense)" in said
     for name in ("forward-backward", "all-grads-sync", "optimizer", "forward-compute", "backward-compute", "evaluate"):
-        assert f"    {name} ..." in made["said"], name
-    assert "scheduled an async checkpoint save at iteration       1" in made["said"]  # auto: in the background
-    assert made["said"].count("committed iter_") == 2
+        assert f"    {name} ..." in said, name
+    assert "scheduled an async checkpoint save at iteration       1" in said  # auto: in the background
+    assert said.count("committed iter_") == 2
 
 
-def test_replayed_micro_batches_train_as_eager_ones() -> None:
-    made, twin = found("graphs"), found("eager")
-    assert made["code"] == 0 and made["replays"] == 3 * 4 - 1
-    assert len(losses(made["said"])) == 3 and losses(made["said"]) == losses(twin["said"])
-    assert made["trace"] == ["rank-000.json.gz"]
-    assert made["kinds"] == ["ProfilerActivity.CPU", "ProfilerActivity.CUDA"]
-    assert "saved iter_0000003" in made["said"]
+def graphs(card: Card, folder: Path) -> None:
+    """Replayed micro-batches in fp32 with torch's profiler, saved in the foreground, train as eager ones with activations
+    on the host, which change no bit."""
+    from torch import profiler
+
+    real, kinds = profiler.profile, list[Any]()
+
+    def profile(activities: list[Any], **more: Any) -> Any:
+        """Kineto of a CPU's torch cannot look at a card, and says so at each operation."""
+        kinds.extend(activities)
+        return real(activities=activities[:1], **more)
+
+    common, made = f"{LLAMA} --train-iters 3 --global-batch-size 8", folder / "graphs"
+    flags = f"{common} --cuda-graph-impl local --profile --use-pytorch-profiler --profile-step-start 1"
+    flags += f" --profile-step-end 2 --save {made} --save-interval 3 --no-async-save"
+    replay = mock.patch.object(CUDAGraph, "replay", autospec=True, side_effect=CUDAGraph.replay)
+    with mock.patch.object(profiler, "profile", profile), replay as replays:
+        said = run(flags, made)
+    twin = run(f"{common} --cpu-offloading-num-layers 2 --min-offloaded-tensor-size 64", folder / "eager")
+    assert replays.call_count == 3 * 4 - 1
+    assert len(losses(said)) == 3 and losses(said) == losses(twin)
+    assert [path.name for path in (made / "trace").iterdir()] == ["rank-000.json.gz"]
+    assert kinds == [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
+    assert "saved iter_0000003" in said
 
 
-def test_without_memory_for_a_copy_the_state_itself_is_saved() -> None:
-    made = found("no_memory_for_a_copy")
-    assert made["code"] == 0
-    assert "rank 0 has no memory for a copy of what it saves (cudaHostAlloc: out of memory): the state" in made["said"]
-    assert made["said"].count("committed iter_") == 2
+def no_memory_for_a_copy(card: Card, folder: Path) -> None:
+    """The background save writes the state itself, through the small pinned buffer."""
+    from megalite.checkpoint.run.background_save import HostCopy
+
+    with mock.patch.object(HostCopy, "_parts", side_effect=RuntimeError("cudaHostAlloc: out of memory\nmore")):
+        said = run(f"--train-iters 2 --save {folder} --save-interval 1", folder)
+    assert "rank 0 has no memory for a copy of what it saves (cudaHostAlloc: out of memory): the state" in said
+    assert said.count("committed iter_") == 2
 
 
-def test_who_computes_is_chosen_by_the_card() -> None:
-    made = found("who_computes")
-    assert made["attention"] == made["attention without triton"] == ["flash", "cudnn", "cudnn"]
-    assert made["processors"] == 132
-    assert (made["apex"], made["with apex"]) == (False, True)
-    assert made["without triton"] == "torch (triton is not installed)" and "pip install triton" in made["compile"]
+def two_ranks(card: Card, folder: Path) -> None:
+    """Weights gathered, gradients reduced."""
+    from megalite.train.step import train_step
+
+    run = run_from([*SMALL, *f"{ON_CARD} --train-iters 2 --ddp-bucket-size 2000".split()], device=card.device)
+    for _ in range(2):
+        train_step(run)
 
 
-def test_what_is_missing_at_the_start_is_told() -> None:
-    made = found("refused")
-    assert made["auto"] == ["cuda", "cpu"]
-    assert made["local rank 1"].startswith("rank 1 of 4 cannot exchange data with all others")
-    assert made["local rank 2"].startswith("local rank 2 has no card, 2 visible: use --nproc 2 or less")
-    assert [line.partition(";")[0] for line in made["no card"]] == [
-        "device=cuda but torch sees no card",
-        "torch sees no CUDA device",
-    ]
+def who_computes(card: Card, folder: Path) -> None:
+    """Choices by card, and by what is installed."""
+    from megalite.kernels import attention, dispatch
+    from megalite.models import compiled
+    from megalite.optim.adamw import ApexAdamW
+
+    dispatch.choose("auto", "auto")
+    assert dispatch.processors(card.device) == 132 and dispatch.generation(card.device) == 9
+    assert not ApexAdamW.available()
+    (folder / "amp_C.py").write_text("")
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        assert ApexAdamW.available()
+    attention.describe_attention("cuda")
+    x = torch.zeros(4, 1, 2, 8, dtype=torch.bfloat16, device=card.device)
+    ways = {(8, 0): "flash", (9, 0): "cudnn", (10, 0): "cudnn"}
+
+    def chosen() -> Iterator[str]:
+        for capability in ways:
+            cuda.machine().capability = capability
+            yield attention.backend(x, x, masked=False)
+
+    assert [*chosen()] == [*ways.values()]
+    dispatch.runs_triton.cache_clear()
+    absent = [mock.patch.object(module, "installed", lambda: False) for module in (dispatch, compiled)]
+    with absent[0], absent[1]:
+        assert [*chosen()] == [*ways.values()]
+        assert dispatch.describe_kernels("cuda") == "torch (triton is not installed)"
+        with pytest.raises(compiled.MissingPackage, match="pip install triton"):
+            compiled.check_compile("cuda")
+    dispatch.runs_triton.cache_clear()
 
 
-def test_the_clock_takes_events_and_the_probe_finds_the_card() -> None:
-    made = found("clock_and_probe")
-    assert not made["errors"] and all(rate > 0 for rate in made["rates"])
-    assert made["row"].us > 0 and made["row"].extra_mib == pytest.approx(1 / 16, rel=0.1)  # x * 2, beside x
-    assert (made["facts"]["device"], made["facts"]["memory"]) == ("NVIDIA H100 80GB HBM3", 80 << 30)
+def refused(card: Card, folder: Path) -> None:
+    """What a start says where something is missing; more of it in test_start.py."""
+    from megalite.train.life.preflight import SetupError, choose_device
+    from tools.bench import kernels
+
+    told = {
+        1: "rank 1 of 4 cannot exchange data with all others",  # no NCCL here, or nobody to meet
+        2: "local rank 2 has no card, 2 visible: use --nproc 2 or less",
+    }
+    how = dict(device="cuda", startup_timeout=datetime.timedelta(seconds=1))
+    for rank, text in told.items():
+        with pytest.raises(LaunchError, match=f"^{text}"):
+            with process_group(Ranks(1, 4, rank, 4, f"file://{folder}/meet"), **how):  # type: ignore[arg-type]
+                pass
+    assert choose_device("auto") == "cuda"
+    cuda.machine().cards = 0
+    assert choose_device("auto") == "cpu" and kernels.missing("cuda")[0].startswith("torch sees no CUDA device;")
+    with pytest.raises(SetupError, match="^device=cuda but torch sees no card;"):
+        choose_device("cuda")
 
 
-def test_the_benchmark_reports_the_card() -> None:
-    made = found("benchmark")
-    assert made["code"] == 0 and made["device"] == "NVIDIA H100 80GB HBM3" and made["peak_tflops"] == 66.9
+def clock_and_probe(card: Card, folder: Path) -> None:
+    """What tools/bench measures with, and the machine as it tells it."""
+    from tools.bench import gpu_report_probe, kernel_bench
+    from tools.bench.kernel_case import Sizes
+    from tools.bench.kernels import CASES
+
+    kernel_bench.WARM_UP_S = 0.0
+    bench = kernel_bench.Bench(card.device, 3, torch.float32, tiny=True)
+    x = torch.zeros(1 << 14, device=card.device)
+    case, sizes = next(case for case in CASES if case.op == "rms_norm"), Sizes(16, 128, torch.float32, card.device)
+    with contextlib.redirect_stdout(io.StringIO()):
+        row = bench.row(case, sizes, "torch", lambda: lambda: (x * 2).sum())
+    assert not bench.errors and min(bench.copy_gb_s, bench.matmul_tflops) > 0
+    assert row is not None and row.us > 0 and row.extra_mib == pytest.approx(1 / 16, rel=0.1)  # x * 2, beside x
+    facts = gpu_report_probe.facts()
+    assert (facts["device"], facts["memory"]) == (NAME, 80 << 30)
+
+
+def _of_rank(program: Any, folder: Path, *ranks: Ranks, contender: str = "megalite") -> dict[str, Any]:
+    """What one rank of tools/benchmark.py leaves."""
+    task = {"flags": FLAGS, "warmup": 1, "steps": 2, "folder": str(folder), "contender": contender, "nproc": 1}
+    assert not program(*ranks, task)
+    return json.loads((folder / f"rank{ranks[0].rank if ranks else 0:05d}.json").read_text())
+
+
+def benchmark(card: Card, folder: Path) -> None:
+    from tools import benchmark_rank
+
+    made = _of_rank(benchmark_rank.main, folder)
+    assert made["device"] == NAME and made["peak_tflops"] == 66.9
     assert made["memory"] > 100_000 and len(made["losses"]) == 3
 
 
-@pytest.mark.everything
-def test_two_ranks_and_the_peer_run() -> None:
-    assert len(found("two_ranks")["losses"]) == 2
-    assert found("peer")["memory"] > 100_000
-    assert found("timeline")["timeline"] == {"communication_s": 4.0, "hidden_s": 1.0}
+class Profiler:
+    """In the place of torch's, which a CPU's build has not for cards: what it would write of a step."""
+
+    def __init__(self, activities: list[Any]):
+        self.activities = activities
+        self.start = self.stop = lambda: None
+
+    def export_chrome_trace(self, path: str) -> None:
+        kernel = {"cat": "kernel", "ts": 0.0}
+        events = [{**kernel, "name": "ncclDevKernel_AllReduce", "dur": 4e6}, {**kernel, "name": "gemm", "dur": 1e6}]
+        Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
-@pytest.mark.parametrize("cards", [1, 2, 3, 4, 8])
-def test_the_quickstart_has_a_layout_for_every_number_of_cards(cards: int) -> None:
-    with cuda.installed([], cards=cards):
+def _group_of(card: Card, where: str = "megalite.launch.ranks") -> Any:
+    """The group is there already."""
+    return mock.patch(f"{where}.process_group", lambda *a, **k: contextlib.nullcontext(card.device))
+
+
+def timeline(card: Card, folder: Path) -> None:
+    """Two ranks of tools/benchmark.py, and what a profiler tells of them."""
+    from torch import profiler
+
+    from tools import benchmark_rank
+
+    rank, kinds = dist.get_rank(), {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA}
+    supported = mock.patch.object(profiler, "supported_activities", lambda: kinds)
+    with _group_of(card), supported, mock.patch.object(profiler, "profile", Profiler):
+        made = _of_rank(benchmark_rank.megalite_rank, folder, Ranks(rank, 2, rank, 2))
+    assert rank or made["timeline"] == {"communication_s": 4.0, "hidden_s": 1.0}
+
+
+def peer(card: Card, folder: Path) -> None:
+    """What tools/benchmark.py compares with."""
+    from tools.bench.peer import peer_rank
+
+    assert _of_rank(peer_rank, folder, Ranks(), contender="peer fp32")["memory"] > 100_000
+
+
+def layouts_of_the_quickstart(card: Card, folder: Path) -> None:
+    """One for every number of cards."""
+    machine = cuda.machine()
+    for cards, world in ((0, 4), (1, 1), (2, 2), (3, 2), (4, 4), (8, 4)):
+        machine.cards = cards
         file, flags, _ = quickstart.layout()
-    world = int(flags[1]) if flags else 1
-    config = config_from(["--config", str(ROOT / file), *flags])
-    assert world == {1: 1, 2: 2, 3: 2}.get(cards, 4) <= cards and not check(config, world)
+        assert (int(flags[1]) if flags else 1) == world
+        assert not check(config_from(["--config", str(ROOT / file), *flags]), world)
 
 
-def test_links_of_cards_are_measured() -> None:
-    made = found("cluster")
-    assert made["code"] == 0
-    kinds = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "message"}
-    assert {row["kind"] for row in made["rows"]} == kinds
+def cluster(card: Card, folder: Path) -> None:
+    """What tools/check_cluster.py measures between two."""
+    from tools import check_cluster
+
+    args = check_cluster.parse(["--sizes", "4096", "--times", "1", "--slow", "0", "--json", str(folder / "found.json")])
+    with _group_of(card, "tools.check_cluster"):
+        assert check_cluster.check(Ranks(dist.get_rank(), 2, dist.get_rank(), 2), args) == 0
+    if dist.get_rank() == 0:
+        kinds = {row["kind"] for row in json.loads((folder / "found.json").read_text())["rows"]}
+        assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "message"}
 
 
-def test_a_card_is_calibrated_compared_verified_and_has_no_limit_of_a_cpu() -> None:
-    made = found("planned")
-    measured = made["measured"]
-    assert (measured["kind"], made["told"], made["verified"]) == ("h100", "h100", "cuda")
-    assert "H100" in measured["device"] and all(time > 0 for time in measured["blocks"]["layer"][:2])
-    assert made["refused"] == ["memory_gib=4 is for a CPU; drop it, or use --device cpu"]
+def planned(card: Card, folder: Path) -> None:
+    """The card as a plan measures it and as a run told of it; what a verification keeps, and a benchmark refuses there."""
+    from tools.bench.contender import read_config
+    from tools.checks.smaller import smaller
+    from tools.pictures.run import Run
+    from tools.planning.calibrate import measure
+    from tools.planning.compare import cluster_of
+
+    config = config_from(FLAGS)
+    with _group_of(card):
+        measure(Ranks(), {"config": config, "vocab_size": 93, "seconds": 0.1, "folder": str(folder)})
+    measured = json.loads((folder / "rank00000.json").read_text())
+    assert measured["kind"] == "h100" and "H100" in measured["device"]
+    assert all(time > 0 for time in measured["blocks"]["layer"][:2])
+    about = {"device": "cuda", "machine": {"card": torch.cuda.get_device_name(INDEX)}}
+    told = Run(folder, "run", events=[{"event": "started", "about": about}])
+    assert cluster_of(told, SimpleNamespace(world=1)).device.name == "h100"  # type: ignore[arg-type]
+    assert smaller(config, 2, 1).config.parallel.device == "cuda"
+    options: Any = SimpleNamespace(nproc=1, memory_gib=4.0, peer=None)
+    assert read_config(FLAGS, options)[1] == ["memory_gib=4 is for a CPU; drop it, or use --device cpu"]
+
+
+OFTEN = (
+    everything_on,
+    graphs,
+    no_memory_for_a_copy,
+    who_computes,
+    refused,
+    clock_and_probe,
+    benchmark,
+    cluster,
+    planned,
+)
+OFTEN += (layouts_of_the_quickstart,)
+CASES = {case.__name__: case for case in (*OFTEN, two_ranks, peer, timeline)}
+WORLD = {"two_ranks": 2, "timeline": 2, "cluster": 2}
+
+
+def tried(name: str, folder: str) -> None:
+    """In a rank's process."""
+    with simulated(index=INDEX, cards=2) as card:
+        CASES[name](card, Path(folder))
+
+
+def watched(name: str, folder: str) -> set[Mention]:
+    watch = Watch(mentions())
+    with watch.watching():
+        tried(name, folder)
+    return watch.visited()
+
+
+@pytest.mark.parametrize("name", rarely([*CASES], [case.__name__ for case in OFTEN], str))
+def test_what_is_done_on_a_card(name: str, tmp_path: Path) -> None:
+    run_ranks(WORLD.get(name, 1), tried, name, str(tmp_path), timeout=110)
 
 
 @pytest.mark.parametrize(("cards", "ranks"), [(0, 4), (1, 1), (2, 2), (4, 4)])
