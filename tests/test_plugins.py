@@ -13,6 +13,7 @@ import numpy as np
 import programs
 import pytest
 from documents import ROOT
+from safetensors import safe_open
 from train_cases import SMALL, config_from
 
 import megalite
@@ -226,6 +227,31 @@ def row(rank, place, groups):
         found = typed(tmp_path, "--plugin", "mine.py", "--pipeline-schedule", name, *words, "--nproc", "2", "--pp", "2",
                       "--rampup-batch-size", "4", "4", "24", code=2)  # fmt: skip
         assert f"pipeline_schedule='{name}'" in found and said in found, found
+
+
+def test_a_family_is_written_and_read_and_planned(tmp_path: Path) -> None:
+    own, convert = ["--plugin", str(EXAMPLES / "family.py")], "tools/convert_checkpoint.py"
+    sizes = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2".split()
+    words = ["--preset", "tiny", *LINE[LINE.index("--micro-batch-size") :], *sizes, *STEPS, "--save", "run"]
+    typed(tmp_path, *words, "--seq-length", "16", "--max-position-embeddings", "16")
+    typed(tmp_path, "--load", "run", "--to-hf", "house", "--family", "house", *own, program=convert)
+    said = json.loads((tmp_path / "house/config.json").read_text("utf-8"))
+    assert said["model_type"] == "house" and said["width"] == 32 and said["depth"] == 2
+    with safe_open(tmp_path / "house/model.safetensors", "np") as file:
+        assert {"tokens.weight", "blocks.1.wkv.weight", "output.weight"} <= {*file.keys()}
+    typed(tmp_path, "--from-hf", "house", "--save", "again", *own, program=convert)
+    for source in ("run", "again"):
+        typed(tmp_path, "--load", source, "--to-hf", f"llama-{source}", "--family", "llama", program=convert)
+    same = [(tmp_path / f"llama-{source}/model.safetensors").read_bytes() for source in ("run", "again")]
+    assert same[0] == same[1]
+    said = typed(tmp_path, "--from-hf", "house", "--save", "other", program=convert, code=3)
+    assert "model_type='house' is not one of llama, " in said
+    said = typed(tmp_path, "--from-hf", "house", "--save", "other", "--check-bits", *own, program=convert, code=3)
+    assert "no second reading" in said
+    said = typed(
+        tmp_path, "--hf", "house", "--num-gpus", "1", "--global-batch-size", "8", *own, program="tools/plan.py"
+    )
+    assert "MFU" in said or "mfu" in said
 
 
 def test_a_metric_nobody_registered_and_parts_that_are_none(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ from megalite.train.state import State
 from tools.checks import second_reading
 from tools.checks.conversion import compare, compare_logits
 from tools.foreign_files import write_import, write_megatron
-from tools.program import Plugins, local_path, parser_of, refusing, run_program
+from tools.program import Plugins, local_path, parser_of, plugins_first, refusing, run_program
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_BOUND = 1e-4
@@ -265,7 +265,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help=both)
     parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
-    parser.add_argument("--family", choices=sorted(FAMILIES), help="--to-hf; default: --like's, or the first to fit")
+    parser.add_argument("--family", choices=FAMILIES, help="--to-hf; default: --like's, or the first to fit")
     copied = "--to-hf: model directory whose tokenizer is copied"
     parser.add_argument("--like", type=local_path, metavar="DIR", help=copied)
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
@@ -275,7 +275,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--target-pipeline-parallel-size", type=int, metavar="PP", help="--to-megatron: default 1")
     names, whose = ("transformer_engine", "local"), "--to-megatron: whose names of layers (default transformer_engine)"
     parser.add_argument("--transformer-impl", choices=names, help=whose)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(plugins_first(argv))
     if (problem := misuse(args)) is not None:
         parser.error(problem)
     args.check_bits |= args.check  # which is of logits, too

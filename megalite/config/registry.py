@@ -26,7 +26,7 @@ class Registry(Sequence[str]):
         self._has, self._any_of, self._one_of, self._lacks = map(str.split, (has, any_of, one_of, lacks))
         files = sorted(PACKAGE.joinpath(folder).glob("[a-z]*.py")) if folder else []
         there = {file.stem: f"megalite.{folder.replace('/', '.')}.{file.stem}:{kind.upper()}" for file in files}
-        self._built_in: Mapping[str, str] = there | built_in
+        self._built_in: Mapping[str, Any] = there | built_in
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self._built_in, *self.added))
@@ -50,8 +50,14 @@ class Registry(Sequence[str]):
             return self.added[name]
         if name not in self._built_in:
             raise ValueError(f"{self.kind}={name!r} is unknown; use one of {', '.join(self)}{MORE}")
-        module, _, part = self._built_in[name].partition(":")
+        if not isinstance(place := self._built_in[name], str):
+            return place
+        module, _, part = place.partition(":")
         return getattr(import_module(module), part)
+
+    def build_in(self, parts: Mapping[str, Any]) -> None:
+        """Those that one module makes of a table when it is imported."""
+        self._built_in = {**self._built_in, **parts}
 
     def add(self, name: str, part: Any) -> None:
         """Raises ValueError where the name is taken, or none, or the part is no such part."""

@@ -4,9 +4,9 @@ directions, from their names to ours and back, from models/families.toml. A new 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal
 
+from megalite.config.registry import KINDS
 from megalite.models.families import TABLES
 
 _ADDED = ("keys", "fixed", "only", "optional")  # to those of the family that another is like
@@ -125,4 +125,5 @@ def _families() -> dict[str, Family]:
 
 
 # in the order in which an export tries them
-FAMILIES: Mapping[str, Family] = MappingProxyType(_families())
+FAMILIES = KINDS["family"]  # in the order in which an export tries them, those of plugins at last
+FAMILIES.build_in(_families())

@@ -44,7 +44,7 @@ def hub(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[Foreign]]]]
         config = {"model_type": "qwen3", "intermediate_size": 24, "max_position_embeddings": 8, **sizes}
         (folder / "config.json").write_text(json.dumps(config))
         model = model_of(read_config(config, None, "")[1], "")
-        wanted = recipes(FAMILIES["qwen3"], specs_of(model, 20), model.groups, range(2))
+        wanted = recipes(FAMILIES.find("qwen3"), specs_of(model, 20), model.groups, range(2))
         save_file({recipe.theirs: torch.ones(recipe.shape) for recipe in wanted}, folder / "model.safetensors")
         return folder / name, lambda: hugging_face.open_model(folder).tensors
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
 from megalite.config.options import ModelConfig
+from megalite.config.registry import KINDS
 from megalite.interop.megatron.rank_files import Ranks
 from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import Batch
@@ -57,6 +58,8 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
     """The weights in the safetensors files of a directory."""
     from safetensors import safe_open
 
+    if family in KINDS["family"].added:
+        raise CheckpointError(f"model_type={family!r} is a plugin's: there is no second reading of it; do not check")
     files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
     places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 

@@ -15,6 +15,7 @@ from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.field import flag_of, spellings, words_of
 from megalite.config.options import Config, ConfigError, DataConfig, build, options
+from megalite.config.plugins import load
 from megalite.config.stage_layers import GIVEN
 from megalite.config.toml import read_toml
 from megalite.data.errors import DataError
@@ -57,6 +58,7 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     try:
         if args.hf is not None and "preset" in (named := cli.take_apart(words).given):
             raise ConfigError([f"hf={args.hf} and preset={named['preset']} are two models; give one"])
+        load(cli.take_apart(words).given.get("plugin", ()))  # a family may be a plugin's
         words = [*(of_hugging_face(args.hf, words) if args.hf is not None else ()), *words]
         problems += _unlike(args, words, where)
         given = cli.take_apart(words).given

@@ -40,10 +40,10 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     tokens per sequence in training, by default as many as the model has positions."""
     problems: list[str] = []
     kind = config.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         known = f"is not one of {', '.join(FAMILIES)}; convert a model of one of these"
         raise CheckpointError(f"{where}: model_type={kind!r} {known}")
+    family: Family = FAMILIES.find(kind)
     options: Json = dict(family.fixed)
 
     def get(keys: str) -> Any:
@@ -175,7 +175,7 @@ def _effects(model: ModelConfig) -> Json:
 
 def choose_family(model: ModelConfig, wanted: str | None, usual: str | None) -> str:
     """`wanted`, or `usual` if it fits, or the first that does. Raises CheckpointError with the reasons."""
-    reasons = {name: misfits(model, family) for name, family in FAMILIES.items()}
+    reasons = {name: misfits(model, FAMILIES.find(name)) for name in FAMILIES}
     if wanted is not None:
         refuse(reasons[wanted], f"family={wanted} cannot express this model")
     for name in (wanted, usual, *FAMILIES):
@@ -187,7 +187,7 @@ def choose_family(model: ModelConfig, wanted: str | None, usual: str | None) -> 
 
 def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tokens: Mapping[str, Any]) -> Json:
     """A config.json for any transformers, as near to the model as the family can; `tokens`: bos_token_id and such."""
-    family = FAMILIES[name]
+    family: Family = FAMILIES.find(name)
     fitting = [key for key, ours in family.activations.items() if ours == model.activation]
     config: Json = {"architectures": [family.architecture], "model_type": name, "vocab_size": vocab_size}
     values = {**{option: getattr(model, option) for option in family.keys}, "ffn_hidden_size": model.ffn_size}

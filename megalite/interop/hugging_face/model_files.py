@@ -56,7 +56,7 @@ def open_model(folder: Path, seq_length: int | None = None) -> convert.ForeignMo
     model, vocab_size = convert.model_of(options, str(path)), options["vocab_size"]
     if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31:
         raise CheckpointError(f"{path}: vocab_size={vocab_size!r} is out of range; it is damaged")
-    tensors = _tensors(folder, FAMILIES[family], model, vocab_size)
+    tensors = _tensors(folder, FAMILIES.find(family), model, vocab_size)
     return convert.ForeignModel(folder, family, options, model, vocab_size, tensors)
 
 
@@ -164,7 +164,7 @@ def write_model(
     `folder` must be empty or missing. Raises CheckpointError. `tokens`: bos_token_id and the like. `files`: further
     files, as the tokenizer's: name to a file to copy, or to a text."""
     specs = specs_of(model, vocab_size)
-    every = convert.recipes(FAMILIES[family], specs, model.groups, range(model.num_layers))
+    every = convert.recipes(FAMILIES.find(family), specs, model.groups, range(model.num_layers))
     wanted = [recipe for recipe in every if not recipe.copy]
     rows = min(ours.source.shape(f"model/{spec.name}")[0] for spec in specs.values() if spec.vocabulary)
     if rows < vocab_size:

@@ -1,0 +1,37 @@
+"""A model family: the names that a house of its own gives to the tensors of a Llama, and the keys of its config.json.
+
+megalite convert --plugin examples/plugins/family.py --load runs/llama --to-hf models/house --family house
+megalite convert --plugin examples/plugins/family.py --from-hf models/house --save runs/again
+
+It is read in both directions. The name is the model_type; what is not said here is as in Llama.
+"""
+
+from dataclasses import replace
+
+import megalite
+from megalite.interop.naming import FAMILIES, Family, rules
+
+NAMES = """
+tokens.weight = embedding.word
+layer.norm1.weight = our.attention.norm.weight
+layer.wq.* = our.attention.q*
+layer.wkv.* = our.attention.kv*[0] + our.attention.kv*[1]
+layer.wo.* = our.attention.out*
+layer.norm2.weight = our.mlp.norm.weight
+layer.w1.* = our.mlp.gate_up*[0]
+layer.w3.* = our.mlp.gate_up*[1]
+layer.w2.* = our.mlp.down*
+norm.weight = final_norm.weight
+output.weight = head | embedding.word
+"""
+LLAMA: Family = FAMILIES.find("llama")
+
+house = replace(
+    LLAMA,
+    name="house",
+    architecture="HouseForCausalLM",
+    rules=rules(NAMES, "blocks.{n}."),
+    prefix="",
+    keys={**LLAMA.keys, "hidden_size": "width", "num_layers": "depth"},
+)
+megalite.register("family", "house", house)
