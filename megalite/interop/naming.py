@@ -124,6 +124,5 @@ def _families() -> dict[str, Family]:
     return families
 
 
-# in the order in which an export tries them
 FAMILIES = KINDS["family"]  # in the order in which an export tries them, those of plugins at last
 FAMILIES.build_in(_families())
