@@ -131,11 +131,11 @@ class Experts(nn.Module):
         shards = (of_ep, (at, "etp"))
         self.up = make(expert(f"{name}.experts.{up}", (E, *middle, D), shards=shards, init=Normal(std)))
         self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=(of_ep, (2, "etp")), init=normal))
-        self.biases = nn.ParameterList()
         if model.add_bias_linear:  # that of down is split over etp, so that each rank adds its part once
             bias = partial(expert, init=Constant(0.0), decay=False, looked_up=True)
-            self.biases.append(make(bias(f"{name}.experts.{up}_bias", (E, *middle), shards=shards)))
-            self.biases.append(make(bias(f"{name}.experts.down_bias", (E, D), shards=(of_ep, (1, "etp")))))
+            self.up_bias = make(bias(f"{name}.experts.{up}_bias", (E, *middle), shards=shards))
+            self.down_bias = make(bias(f"{name}.experts.down_bias", (E, D), shards=(of_ep, (1, "etp"))))
+        self.biases = (self.up_bias, self.down_bias) if model.add_bias_linear else ()  # this module's: its call waits for them
         self.shared = self.shared_gate = None
         if (size := model.moe_shared_expert_intermediate_size) is not None:
             self.shared = MLP(make, f"{name}.shared", model, size, bias=False)

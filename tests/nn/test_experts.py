@@ -144,6 +144,16 @@ def close(a: Tensor, b: Tensor, what: str = "") -> None:
     torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_who_holds_a_parameter_is_called(name: str) -> None:
+    """That call waits for the gather of its weights (optim/param_gather.py), which nobody else does."""
+    (experts, _), called = make(name), set[torch.nn.Module]()
+    for module in experts.modules():
+        module.register_forward_pre_hook(lambda module, _: called.add(module))
+    experts(torch.randn(6, B, D, dtype=torch.float64), where())
+    assert {module for module in experts.modules() if [*module.parameters(recurse=False)]} <= called
+
+
 @pytest.mark.parametrize("length", [S, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_experts_are_what_they_are_defined_as(name: str, length: int) -> None:
