@@ -30,6 +30,7 @@ from megalite.interop.megatron.rank_files import FILES, FUSED, MEGATRON, TRACKER
 from megalite.models.specs import specs_of
 from megalite.parallel.spec import Box, ParamSpec, intersect
 
+Options = Mapping[str, Any]
 FILE_BYTES = 4 << 30  # of a checkpoint that is made here
 
 
@@ -72,10 +73,10 @@ def write_megatron(
     model: ModelConfig,
     vocab_size: int,
     *,
-    tokenizer: Mapping[str, Any],
-    tp: int = 1,
-    pp: int = 1,
-    fused: bool = True,
+    tokenizer: Options,
+    tp: int,
+    pp: int,
+    fused: bool,
 ) -> Path:
     """A `release` of Megatron-LM for tp x pp ranks, in memory one rank at a time. Raises CheckpointError.
 
@@ -118,14 +119,7 @@ def write_megatron(
 
 
 def write_args(
-    model: ModelConfig,
-    *,
-    vocab_size: int,
-    padded_vocab_size: int,
-    tokenizer: Mapping[str, Any],
-    tp: int,
-    pp: int,
-    dtype: str,
+    model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, tokenizer: Options, tp: int, pp: int, dtype: str
 ) -> Namespace:
     """The arguments that Megatron-LM compares on loading, or takes with --use-checkpoint-args; and the true vocabulary,
     for which it has no argument. `tokenizer`: the options that name it, None where one is not given. Raises

@@ -38,7 +38,7 @@ from megalite.train.loop import evaluate
 from megalite.train.setup import build_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
-from tools.checks.places import Layout, Place, place
+from tools.checks.places import Layout, Place, of_experts, place
 
 Array = NDArray[Any]
 ADDED = ".attention_added"  # hidden states between the two halves of a block
@@ -203,13 +203,16 @@ def _numbers(name: str, shape: tuple[int, ...]) -> Any:
 
 def _set_apart(run: Run) -> None:
     """Move what begins as a constant, by an amount that depends on the name and the place in the whole tensor alone."""
-    sizes, at = run.mesh.sizes, run.mesh.position
-    layout, here = Layout(sizes["tp"]), Place(at["tp"], at["tp"], 0, 0)
-    for parameter, entry in zip(run.buffer.parameters, run.buffer.layout.entries, strict=True):
-        if isinstance(entry.spec.init, Constant):
-            whole = APART * _numbers(entry.spec.name, entry.spec.shape)
-            mine = whole[place(tuple(parameter.shape), whole.shape, here, layout)]
-            parameter.data.add_(torch.from_numpy(mine).to(parameter))
+    sizes, at, weights = run.mesh.sizes, run.mesh.position, run.buffer.weights
+    layout = Layout(sizes["tp"], ep=sizes["ep"], etp=sizes["etp"])
+    here = Place(at["tp"], at["tp"], 0, 0, ep=at["ep"], etp=at["etp"])
+    for slot in (slot for bucket in weights.layout.buckets for slot in bucket.slots):
+        parameter, spec = run.buffer.parameters[slot.entry], run.buffer.layout.entries[slot.entry].spec
+        if isinstance(spec.init, Constant):
+            whole = APART * _numbers(spec.name, spec.shape)
+            mine = whole[place(tuple(parameter.shape), whole.shape, here, layout, of_experts(spec.name))]
+            span, data = weights.kept(slot)  # a bias of experts comes and goes at ZeRO-3
+            data.add_(torch.from_numpy(mine.reshape(-1)[span.start : span.stop]).to(data))
     for router in run.balance.routers:
         if router.bias is not None:
             router.bias += APART * torch.from_numpy(_numbers(router.name, router.bias.shape)).to(router.bias)
