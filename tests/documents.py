@@ -21,13 +21,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # made from the code, and compared with it elsewhere; decisions.md tells what was there once
 GENERATED, HISTORY = {"flags.md", "megatron.md"}, {"decisions.md"}
-PLACEHOLDERS = {
-    "run.toml",
-    "FILE.toml",
-    "FILE.py",
-    "report.md",
-    "run_config.toml",
-}  # of the reader, and what a program writes
+PLACEHOLDERS = {"run.toml", "FILE.toml", "FILE.py", "train_config.toml"}  # of the reader
+PLACEHOLDERS |= {"report.md", "run_config.toml"}  # what a program writes
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 STARTS = re.compile(r"([A-Z]+=\S+ )*(python|bash|torchrun|srun|sbatch|kubectl|sky) [^`]*\.(py|sh|yaml)\b")
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")

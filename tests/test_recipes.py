@@ -6,6 +6,7 @@ import sys
 
 import programs
 import pytest
+from documents import ROOT
 from train_cases import pretrain
 
 from megalite.config import cli
@@ -46,6 +47,21 @@ def test_a_recipe_starts_and_takes_what_it_says(name: str, tmp_path, capsys) -> 
     assert config.train.train_iters * config.train.global_batch_size * config.model.seq_length == pytest.approx(
         tokens, rel=1e-3
     )
+
+
+def test_the_readme_has_a_row_of_each_with_what_it_says() -> None:
+    rows = re.findall(r"^\| \[`.*$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    told = []
+    for name, text in RECIPES.items():
+        first, planned = FIRST.match(text), PLANNED.search(text)
+        assert first and planned
+        what, number, card, tokens, _ = first.groups()
+        gib, mfu, _, took, unit = planned.groups()
+        takes = f"{took} {unit}, {gib} GiB of each card, {mfu} % MFU"
+        told.append(
+            f"| [`{name}`](examples/recipes/{name}.toml) | {what}, {tokens} tokens on {number} {card} | {takes} |"
+        )
+    assert rows == told
 
 
 def test_the_command_lists_and_shows_them() -> None:

@@ -19,7 +19,7 @@ from documents import ROOT
 
 from megalite.config.check import rules_of
 
-PARTS = ("mkdocs.yml", "docs", "megalite", "README.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md")
+PARTS = "mkdocs.yml docs megalite README.md CHANGELOG.md SECURITY.md CONTRIBUTING.md CODE_OF_CONDUCT.md".split()
 PARTS_OF_RULES = ("contradictions", "of a world", "without effect")
 HEAVY = ("torch", "numpy", "safetensors", "tokenizers")  # what docstrings are read without
 
@@ -92,6 +92,10 @@ def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
         lost = [found for found in page.fetched if not (site / found.partition("?")[0]).is_file()]
         assert lost == [], name
     assert not re.search(r"@import|url\((?!data:)['\"]?https?:", "".join(f.read_text() for f in site.rglob("*.css")))
+    found = json.loads((site / "search/search_index.json").read_text("utf-8"))[
+        "docs"
+    ]  # titles count a thousandfold there
+    assert "troubleshooting.html#out-of-memory" in [one["location"] for one in found if one["title"] == "Out of memory"]
     asked = re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     assert len(asked) > 20 and {*asked} <= pages["api"].ids
 

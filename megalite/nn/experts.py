@@ -135,7 +135,8 @@ class Experts(nn.Module):
             bias = partial(expert, init=Constant(0.0), decay=False, looked_up=True)
             self.up_bias = make(bias(f"{name}.experts.{up}_bias", (E, *middle), shards=shards))
             self.down_bias = make(bias(f"{name}.experts.down_bias", (E, D), shards=(of_ep, (1, "etp"))))
-        self.biases = (self.up_bias, self.down_bias) if model.add_bias_linear else ()  # this module's: its call waits for them
+        has = model.add_bias_linear  # they are this module's own, so that its call waits for their gather
+        self.biases = (self.up_bias, self.down_bias) if has else ()
         self.shared = self.shared_gate = None
         if (size := model.moe_shared_expert_intermediate_size) is not None:
             self.shared = MLP(make, f"{name}.shared", model, size, bias=False)
