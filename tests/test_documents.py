@@ -67,6 +67,8 @@ def test_every_command_is_read_by_its_program(command: Command, tmp_path: Path, 
         files = [word for word in rest if word.endswith((".py", ".sh"))]
         assert files and all(documents.is_script(word) for word in files)
         return
+    if re.match(r"from_(?!hugging|megatron)", command.place):
+        return  # tests/translate/test_translate.py runs it
     script, words, world = split_launcher(command)
     if script.startswith("tests/") or "--help" in words:
         assert script != "pretrain_gpt.py" or start(script, words, monkeypatch) == 0

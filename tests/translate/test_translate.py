@@ -24,7 +24,8 @@ from megalite.models.families import PRESETS
 from tools.translate import main
 
 HERE = Path(__file__).parent
-PAGE = documents.ROOT / "docs/from_other_trainers.md"
+PAGES = {"deepspeed": "deepspeed", "accelerate": "accelerate", "torchtitan": "torchtitan", "nanotron": "nanotron"}
+PAGES |= {"nemo": "bridge"}  # page -> the table that its keys are of
 REST = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -59,15 +60,25 @@ def test_a_file_becomes_one_that_plans_a_run(name: str, tmp_path: Path, capsys, 
     assert all(f"#   {key} = " in text for key in keys), "every key has a verdict"
 
 
-def test_the_examples_of_the_page_are_what_comes_of_them(tmp_path: Path) -> None:
-    fences = [text for language, text in documents.fences(PAGE) if language in ("json", "yaml", "toml")]
-    assert len(fences) == 10
-    for source, target in zip(fences[::2], fences[1::2], strict=True):
-        file = tmp_path / ("a.toml" if "[training]" in source else "a")
-        file.write_text(source)
-        text, _ = translate(str(file), None if "dp" in source else 8, PRESETS)
-        shown = tomllib.loads(target)
-        assert {section: tomllib.loads(text)[section] for section in shown} == shown
+@pytest.mark.parametrize("name", PAGES)
+def test_the_worked_example_of_a_page(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    """What its first command prints is what the page shows, and its second plans that; the keys it names have rows."""
+    page = documents.ROOT / f"docs/from_{name}.md"
+    (_, source), (_, typed), (_, target) = documents.fences(page)
+    first, second = documents.commands_of(typed, page.name)
+    monkeypatch.chdir(tmp_path)
+    Path(first.words[2]).write_text(source)
+    assert main([*first.words[2:]]) == 0
+    text, shown = capsys.readouterr().out, tomllib.loads(target)
+    assert {section: tomllib.loads(text)[section] for section in shown} == shown
+    Path("run.toml").write_text(text)
+    config = config_from([*second.words[2:]])
+    assert pretrain(config, Ranks(world=config.parallel.nproc, local_world=8)) == 0
+    rows = re.findall(r"^\| (`.*?) \| ", page.read_text("utf-8").partition("## What does not")[0], re.MULTILINE)
+    keys = {key.rpartition(".")[2] for row in rows for key in re.findall(r"`([a-z]\w*(?:\.\w+)*)`", row)}
+    table = (documents.ROOT / f"megalite/config/translate/{PAGES[name]}.toml").read_text("utf-8")
+    flags = {flag[2:].replace("-", "_") for flag in known_flags()} | {"model", "train", "ds_report"}
+    assert len(keys) > 5 and [key for key in sorted(keys - flags) if not re.search(rf"\b{key}\b", table)] == []
 
 
 def test_every_key_of_the_others_has_a_row() -> None:
