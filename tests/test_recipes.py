@@ -13,7 +13,7 @@ from megalite.config import cli
 from megalite.config.recipes import recipes
 from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
-from tools import plan
+from tools import plan, verify
 from tools.program import read_json
 
 RECIPES = recipes()
@@ -47,6 +47,16 @@ def test_a_recipe_starts_and_takes_what_it_says(name: str, tmp_path, capsys) -> 
     assert config.train.train_iters * config.train.global_batch_size * config.model.seq_length == pytest.approx(
         tokens, rel=1e-3
     )
+
+
+@pytest.mark.everything(guards=[f"examples/recipes/{name}.toml" for name in RECIPES])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_at_a_small_size_as_one_process_does(name: str, tmp_path, capsys) -> None:
+    """Two steps and their evaluations on at most 4 ranks, with everything that its layout is about left in it."""
+    (tmp_path / "recipe.toml").write_text(RECIPES[name])
+    layout = ["--nproc", name.rpartition("-")[2].partition("x")[0], "--most-ranks", "4", "--device", "cpu"]
+    assert verify.main(["--config", str(tmp_path / "recipe.toml"), "--mock-data", *layout, "--steps", "2"]) == 0
+    assert "trains as one process does" in capsys.readouterr().out
 
 
 def test_the_readme_has_a_row_of_each_with_what_it_says() -> None:
