@@ -37,12 +37,12 @@ class Asked:
         return value
 
 
-def build_tokenizer(tokenizer_type: str, **options: Any) -> Tokenizer:
+def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, **options: Any) -> Tokenizer:
     """The tokenizer that the flags of the same names describe; DataError says which one is missing or wrong."""
     if tokenizer_type not in KINDS["tokenizer_type"]:
         known = ", ".join(KINDS["tokenizer_type"])
         raise DataError(f"tokenizer_type={tokenizer_type} is not supported; use one of {known}{MORE}")
-    made = KINDS["tokenizer_type"].find(tokenizer_type)(Asked(tokenizer_type, **options))
+    made = KINDS["tokenizer_type"].find(tokenizer_type)(Asked(tokenizer_type, tokenizer_model, **options))
     if not isinstance(made, Tokenizer):
         raise DataError(f"tokenizer_type={tokenizer_type} gives a {type(made).__name__}; give a Tokenizer")
     return made
