@@ -4,6 +4,7 @@ along."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -48,8 +49,8 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DATA = """commands.toml config/megatron_flags.txt config/option_rules.txt config/faults.toml config/help.toml config/refused.toml
- config/spellings.toml config/translate/accelerate.toml config/translate/bridge.toml config/translate/deepspeed.toml
- config/translate/nanotron.toml config/translate/nemo.toml config/translate/torchtitan.toml
+ config/registry.toml config/spellings.toml config/translate/accelerate.toml config/translate/bridge.toml
+ config/translate/deepspeed.toml config/translate/nanotron.toml config/translate/nemo.toml config/translate/torchtitan.toml
  data/tokenizers/tables.toml interop/hugging_face/facts.toml interop/megatron/names.toml kernels/newton_schulz.toml
  launch/machine.toml launch/ranks.toml models/families.toml plan/causes.toml plan/devices.toml plan/links.toml
  train/tell/figures.toml completion.sh py.typed"""
@@ -163,3 +164,21 @@ def test_a_benchmark_starts_its_contenders(run: Run, tmp_path: Path) -> None:
     small += " --vocab-size 96"
     out = run(f"megalite bench --nproc 2 --steps 2 --warmup 1 --repeats 1 --json out.json {small}")
     assert "megalite" in out and json.loads((tmp_path / "out.json").read_text())
+
+
+@RARELY
+def test_parts_of_a_users_own(run: Run, tmp_path: Path) -> None:
+    """Every example of a plugin, in one run."""
+    files = [Path(shutil.copy(path, tmp_path)).name for path in sorted((ROOT / "examples/plugins").glob("*.py"))]
+    small = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
+    small += " --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 3 --device cpu --nproc 2 --pp 2"
+    parts = (
+        "--activation watched_gelu --lr-decay-style power --optimizer lion --dataset sums --tokenizer-type Characters"
+    )
+    said = run(f"megalite train --plugin {' '.join(files)} {parts} --pipeline-schedule eager {small} --save runs/own")
+    assert "reached the last step" in said and "counting: done after 3 updates" in said and "dataset sums" in said
+    rows = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["train/loss"] > 0 and len(rows[0]["metric/quiet/layers"]) == 2
+    own = " ".join(f"--plugin {name}" for name in files)
+    assert run(f"megalite generate --load runs/own --prompt 1+1= --max-new-tokens 3 {own}").startswith("[step 3] 1+1=")
+    assert "not given here" in run("megalite generate --load runs/own --prompt 1+1=", code=3)

@@ -138,8 +138,8 @@ def _files_of(module: str) -> list[Path]:
     named = re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module)
     try:
         spec = find_spec(module) if named else None
-    except ImportError:
-        spec = None
+    except Exception as error:  # of the package that it is in
+        raise ValueError(f"{type(error).__name__}: {error}") from None
     if spec is None or spec.origin is None:
         raise ValueError("is neither a file whose name ends in .py nor a module that can be imported")
     if spec.submodule_search_locations is None:
@@ -164,6 +164,9 @@ def _activate(plugin: Plugin) -> None:
 
 def _run(plugin: Plugin) -> None:
     if plugin.text is None:
+        again = any(word == plugin.word for word, _ in _known)  # with another text, which would not run
+        for name in [name for name in sys.modules if again and f"{name}.".startswith(f"{plugin.word}.")]:
+            del sys.modules[name]
         import_module(plugin.word)
         return
     module = ModuleType(f"megalite_plugin_{Path(plugin.word).stem}")
