@@ -84,14 +84,21 @@ def test_a_resume_wants_the_plugin_and_tells_of_another_text(mish: Path) -> None
 
 def test_what_a_checkpoint_says_loads_nothing(mish: Path) -> None:
     """Its configuration and its state name a plugin, whose file is there; programs that read it do not run it."""
+    own, mark = (mish / "mine.py").read_text("utf-8"), mish / "it ran"
+    (mish / "mine.py").write_text(f"{own}\nopen('it ran', 'w').close()\n", "utf-8")
     for program, words in (("convert_checkpoint", "--load run --to-hf hf"), ("diff", "run run")):
         said = typed(mish, *words.split(), program=f"tools/{program}.py", code=3 if program[0] == "c" else 2)
         assert "activation" in said or "plugin='mine.py'" in said
         assert "--plugin" in said
-    typed(mish, "run", "run", "--plugin", "mine.py", program="tools/diff.py")
+    for program, words in (("report", "run --out page"), ("checkpoint", "inspect run/iter_0000003"), ("runs", ".")):
+        typed(mish, *words.split(), program=f"tools/{program}.py")
     said = typed(mish, *LINE, "--use-checkpoint-args", "--load", "run", "--train-iters", "4", code=2)
-    assert "was written with plugin='mine.py'" in said
-    assert "--plugin: " not in said
+    assert "was written with plugin='mine.py'" in said and not mark.exists()
+    typed(mish, "run", "run", "--plugin", "mine.py", program="tools/diff.py")
+    assert mark.exists()  # it does run where its user names it
+    said = typed(mish, "--config", "run/run_config.toml", "--dry-run")
+    assert "note: plugin='mine.py' is run, as the configuration says" in said
+    (mish / "mine.py").write_text(own, "utf-8")
 
 
 def test_a_schedule_of_rates(tmp_path: Path) -> None:
@@ -175,6 +182,8 @@ def test_a_tokenizer_makes_data_trains_and_speaks(tmp_path: Path) -> None:
     speak = ["--load", "run", "--prompt", "the q", "--max-new-tokens", "3", "--device", "cpu", "--nproc", "2"]
     said = typed(tmp_path, *speak, *own, "--tensor-model-parallel-size", "2", program="tools/generate.py")
     assert said.startswith("[step 3] the q")
+    model = megalite.load(tmp_path / "run", device="cpu", plugins=own[1:])
+    assert model.tokenizer.name == "Characters" and model.generate("the q", 2)
     said = typed(tmp_path, *speak[:-2], program="tools/generate.py", code=3)
     assert "run/iter_0000003 was written with plugin='tokenizer.py'" in said
     text = f"{(EXAMPLES / 'tokenizer.py').read_text('utf-8')}\nALPHABET = ALPHABET[::-1]\n"

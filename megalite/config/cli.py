@@ -177,7 +177,7 @@ def read_all(argv: Sequence[str], presets: Presets, also: Also | None = None, wo
         except ConfigError as error:
             problems += error.problems
             follows = check(Config())  # problems of an empty command line: the file may have had these options
-    _load_plugins(file, given, problems)
+    words.notes += _load_plugins(file, given, problems)
     preset = str(given.pop("preset", "") or file.get("preset", ""))
     file.pop("preset", None)
     if preset and preset not in presets:
@@ -204,8 +204,8 @@ def read_all(argv: Sequence[str], presets: Presets, also: Also | None = None, wo
     return Read(config, [*words.notes, *foreign.notes, *without_effect(config)], foreign.warnings)
 
 
-def _load_plugins(file: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
-    """Before values are looked at, which may name what plugins register. Raises ConfigError."""
+def _load_plugins(file: dict[str, Any], given: dict[str, Any], problems: list[str]) -> list[str]:
+    """Before values are looked at, which may name what plugins register. Returns notes. Raises ConfigError."""
     there, _ = configs.convert_all({name: value for name, value in file.items() if name == "plugin"})
     if words := [*dict.fromkeys([*there.get("plugin", ()), *given.get("plugin", ())])]:
         given["plugin"] = words
@@ -213,6 +213,7 @@ def _load_plugins(file: dict[str, Any], given: dict[str, Any], problems: list[st
         plugins.load(words)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
+    return [f"plugin={word!r} is run, as the configuration says" for word in there.get("plugin", ())]
 
 
 def read(argv: Sequence[str], presets: Presets) -> tuple[Config, list[str]]:
