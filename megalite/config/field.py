@@ -11,7 +11,7 @@
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -45,7 +45,7 @@ class Facts:
 
     resume: str
     help: str
-    choices: Sequence[str] = ()
+    choices: Collection[str] = ()
     required: bool = False
     least: int = 0
     above: int | None = None

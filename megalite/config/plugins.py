@@ -7,7 +7,6 @@ be it data, a checkpoint or a model's folder, can name one. A process has those 
 
 import hashlib
 import os
-import re
 import stat
 import sys
 import traceback
@@ -77,22 +76,18 @@ def hashes() -> dict[str, str]:
     return {plugin.name: plugin.sha256 for plugin in _active}
 
 
-def _of_checkpoint(saved: object) -> dict[str, str]:
-    """Name -> sha256 as a checkpoint has them; whatever else stands there is none."""
-    return {str(name): str(sha256) for name, sha256 in saved.items()} if isinstance(saved, dict) else {}
+def beside(saved: object) -> list[tuple[str, str, str]]:
+    """Name, sha256 in a checkpoint and here, or "", in short, of those that differ. `saved`: whatever stands there."""
+    there = {str(name): str(sha256) for name, sha256 in saved.items()} if isinstance(saved, dict) else {}
+    found = [(name, sha256[:12], hashes().get(name, "")[:12]) for name, sha256 in there.items()]
+    return [(name, sha256, here) for name, sha256, here in found if sha256 != here]
 
 
 def missing(saved: object) -> str:
     """What to do where plugins of a checkpoint are not given here; "" where all are."""
-    lost = [(name, sha256[:12]) for name, sha256 in _of_checkpoint(saved).items() if name not in hashes()]
+    lost = [(name, sha256) for name, sha256, here in beside(saved) if not here]
     was = " and ".join(f"plugin={name!r} (sha256 {sha256}...)" for name, sha256 in lost)
     return f"was written with {was}, not given here; add {' '.join(f'--plugin {n}' for n, _ in lost)}" if lost else ""
-
-
-def changed(saved: object, where: str) -> list[str]:
-    """A note for each plugin that has another text here than where a checkpoint was written."""
-    here = [(name, sha256[:12], hashes().get(name, "")[:12]) for name, sha256 in _of_checkpoint(saved).items()]
-    return [f"plugin={n!r} has another text than in {where}: sha256 {b}..., not {a}..." for n, a, b in here if a != b]
 
 
 def load(words: Sequence[str], known: Texts | None = None) -> None:
@@ -135,13 +130,12 @@ def _read(word: str, text: bytes | None) -> Plugin:
 
 def _files_of(module: str) -> list[Path]:
     """Of a module, without importing it. Raises ValueError where there is none."""
-    named = re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module)
     try:
-        spec = find_spec(module) if named else None
-    except Exception as error:  # of the package that it is in
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+        spec = find_spec(module)
+    except Exception as error:  # of the package that it is in, or of the name
+        raise ValueError(f"neither FILE.py nor a module: {type(error).__name__}: {error}") from None
     if spec is None or spec.origin is None:
-        raise ValueError("is neither a file whose name ends in .py nor a module that can be imported")
+        raise ValueError("neither FILE.py nor a module that can be imported")
     if spec.submodule_search_locations is None:
         return [Path(spec.origin)]
     return sorted(path for folder in spec.submodule_search_locations for path in Path(folder).rglob("*.py"))

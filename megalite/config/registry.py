@@ -4,10 +4,10 @@ without torch. Of a process, unlike all else here: docs/decisions.md#plugins-are
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from megalite.config.tables import table_beside
 
@@ -15,7 +15,7 @@ MORE = ", or give the --plugin that registers it"
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-class Registry(Sequence[str]):
+class Registry(Collection[str]):
     """Of one kind: its names, which are the choices of an option. `added`: the parts of plugins."""
 
     def __init__(
@@ -37,12 +37,8 @@ class Registry(Sequence[str]):
     def __bool__(self) -> bool:
         return True  # one without names has no value yet, and not any
 
-    @overload
-    def __getitem__(self, at: int) -> str: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[str]: ...
-    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
-        return tuple(self)[at]
+    def __contains__(self, name: object) -> bool:
+        return name in self._built_in or name in self.added
 
     def find(self, name: str) -> Any:
         """The part. Raises ValueError: only what is in this table, or came from a plugin, has a name."""
@@ -67,9 +63,8 @@ class Registry(Sequence[str]):
             raise ValueError(f"{self.kind}={name!r} is taken; choose another name")
         if lacks := [one for one in self._has if not hasattr(part, one)]:
             raise ValueError(f"{self.kind}={name!r} has no {' and no '.join(lacks)}; give {self._what}")
-        if (self._any_of and not any(hasattr(part, one) for one in self._any_of)) or (
-            self._one_of and part not in self._one_of
-        ):
+        some = not self._any_of or any(hasattr(part, one) for one in self._any_of)
+        if not some or (self._one_of and part not in self._one_of):
             raise ValueError(f"{self.kind}={name!r} is {part!r}; give {self._what}")
         if more := [one for one in self._lacks if hasattr(part, one)]:
             raise ValueError(f"{self.kind}={name!r} has {more[0]}, which only built-in ones may; give {self._what}")
@@ -81,8 +76,10 @@ class Registry(Sequence[str]):
 def _takes(part: Any, count: int) -> bool:
     try:
         inspect.signature(part).bind(*[None] * count)
-    except (TypeError, ValueError):  # not callable, other arguments, or a signature that nobody knows
-        return callable(part) and not hasattr(part, "__code__") and not isinstance(part, type)
+    except TypeError:  # not callable, or other arguments
+        return False
+    except ValueError:  # a signature that nobody knows
+        return callable(part)
     return True
 
 

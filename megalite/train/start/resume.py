@@ -14,7 +14,7 @@ from megalite.config.check import check
 from megalite.config.console import complain, show
 from megalite.config.field import MODEL, TRAINING, facts_of
 from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build
-from megalite.config.plugins import changed, hashes, missing
+from megalite.config.plugins import beside, hashes, missing
 from megalite.config.toml import parse_toml
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -137,7 +137,8 @@ def _wanted(
     plugins = manifest.state.get("plugins")
     if lacks := missing(plugins):
         raise SetupError(f"{folder} {lacks}")
-    notes += changed(plugins, str(folder))
+    text = "plugin={!r} has another text than in {}: sha256 {}..., not {}..."
+    notes += [text.format(name, folder, here, there) for name, there, here in beside(plugins)]
     theirs = _numbers(run, folder, manifest, config.checkpoint)[3]
     there = saved_config(manifest, folder).model
     model = read_as(config, there, str(folder)) if start.afresh else config.model
