@@ -23,7 +23,7 @@ from megalite.optim.flat_storage import FlatStorage
 from megalite.parallel.comm import Pending, start_all_gather_into
 from megalite.parallel.streams import beside, new_stream, reached
 
-GATHERS_AHEAD = 2
+GATHERS_AHEAD, LISTS = 2, (nn.ParameterList, nn.ParameterDict)
 
 
 class ParamGather:
@@ -50,7 +50,8 @@ class ParamGather:
         parts = {id(parameters[slot.entry]): b for b in self._shards for slot in buckets[b].slots}
 
         def needs(module: nn.Module, stay: bool, recurse: bool = False) -> list[int]:
-            mine = {parts[id(p)] for p in module.parameters(recurse) if id(p) in parts}
+            lists = [child for child in module.children() if isinstance(child, LISTS)]  # which nobody calls
+            mine = {parts[id(p)] for one in (module, *lists) for p in one.parameters(recurse) if id(p) in parts}
             return sorted(b for b in mine if weights.stays(buckets[b]) == stay)
 
         self._needs: dict[nn.Module, list[int]] = {}  # of a unit that comes and goes

@@ -202,10 +202,22 @@ class Half:
             u.copy.copy_(u.param)
 
 
-def _late_weights(dtype: torch.dtype, overlap: bool, training: bool) -> tuple[float, float, bool]:
+class Listed(Scale):
+    """Its weight is in a list, whose call nobody waits for."""
+
+    def __init__(self, *how: Any):
+        super().__init__(*how)
+        self.all = nn.ParameterList([self.weight])
+        del self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.all[0]
+
+
+def _late_weights(dtype: torch.dtype, overlap: bool, training: bool, kind: type[Scale]) -> tuple[float, float, bool]:
     mesh = _mesh()
     param_gather.start_all_gather_into = _Late  # type: ignore[assignment]
-    model = nn.Sequential(Scale("a", 4.0, dtype), Scale("b", 6.0, dtype)).train(training)
+    model = nn.Sequential(kind("a", 4.0, dtype), kind("b", 6.0, dtype)).train(training)
     buffer = ParamBuffer([model], mesh, bucket_size=1, overlap_param_gather=overlap)
     optimizer = Zero1(buffer, Half())
     optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)
@@ -217,17 +229,13 @@ def _late_weights(dtype: torch.dtype, overlap: bool, training: bool) -> tuple[fl
     return float(x.detach().unique()), float(y.detach().unique()), waits
 
 
-@pytest.mark.parametrize(
-    ("dtype", "overlap", "training"),
-    [
-        (torch.float32, True, True),
-        (torch.float32, True, False),
-        (torch.float32, False, True),
-        (torch.bfloat16, True, True),
-    ],
-)
-def test_a_forward_waits_for_the_weights_that_it_uses(dtype: torch.dtype, overlap: bool, training: bool) -> None:
-    assert run_ranks(2, _late_weights, dtype, overlap, training) == [(2.0, 6.0, overlap)] * 2
+WAYS = [(torch.float32, True, True, Scale), (torch.float32, True, False, Scale), (torch.float32, False, True, Scale)]
+WAYS += [(torch.bfloat16, True, True, Scale), (torch.float32, True, True, Listed), (torch.float32, True, False, Listed)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_waits_for_the_weights_that_it_uses(way: tuple[torch.dtype, bool, bool, type[Scale]]) -> None:
+    assert run_ranks(2, _late_weights, *way) == [(2.0, 6.0, way[1])] * 2
 
 
 def _extra_sums(axis: str, shard: bool) -> tuple[dict[str, float], dict[str, list[int]]]:
