@@ -1,14 +1,14 @@
 """Tiny models of transformers' families, with weights far from their initial values."""
 
 import json
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tables
 import torch
 
-CASES = tomllib.loads(Path(__file__).with_name("hugging_face.toml").read_text("utf-8"))
+CASES = tables.read("hugging_face")
 SHAPE, GPT2 = CASES["shape"], CASES["gpt2"]
 V, S = SHAPE["vocab_size"], SHAPE["max_position_embeddings"]
 # name -> (class of the configuration, its values); the name begins with the model type

@@ -1,10 +1,10 @@
 """The command lines of published_lines.toml, in full or with small sizes in their place."""
 
 import shlex
-import tomllib
-from pathlib import Path
 
-TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+import tables
+
+TABLES = tables.read("published_lines")
 LINES, SMALLER = TABLES["lines"], TABLES["smaller"]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import documents
 import programs
 import pytest
+from tables import ANSWERS
 
 from megalite import __main__ as command
 from megalite import __version__
@@ -95,22 +96,9 @@ def test_the_list_needs_few_modules_and_no_torch() -> None:
     assert "megalite.config.console" in imported and not re.search(r"\| +(torch|numpy|multiprocessing)\b", imported)
 
 
-WRONG = [
-    ("", 2, "no command is given\nusage: megalite {train,"),
-    ("trian --lr 1", 2, "no command 'trian'; did you mean train?"),
-    ("data", 2, "no command 'data'"),
-    ("data mrge a", 2, "no command 'data mrge'; did you mean data merge?"),
-    ("completion fish", 2, "usage: megalite completion {bash,zsh}"),
-    ("train --lr abc", 2, "abc"),
-    ("preprocess", 2, "usage: megalite preprocess"),
-    ("data inspect {}/nothing", 3, "nothing"),
-    ("plot loss {}", 1, "give a run directory"),
-    ("logs {}/nothing", 2, "give that of a run"),
-]
-
-
-@pytest.mark.parametrize("line,code,text", WRONG, ids=[w[0] or "nothing" for w in WRONG])
-def test_exit_codes_are_those_of_the_programs(line: str, code: int, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ANSWERS["commands"])
+def test_exit_codes_are_those_of_the_programs(line: str, tmp_path: Path) -> None:
+    code, text = ANSWERS["commands"][line]
     done = megalite(*line.format(tmp_path).split())
     assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr, done.stderr
     name = next((n for n in MODULES if line.startswith(n + " ")), None)
@@ -133,20 +121,6 @@ def test_the_version_is_said_once_and_the_changes_begin_with_it() -> None:
     assert [str(p.relative_to(ROOT)) for p in others if f'"{__version__}"' in p.read_text()] == ["megalite/__init__.py"]
 
 
-# what is typed before TAB: (words that are offered, words that are not)
-COMPLETED = {
-    "": ("train data completion", "inspect --help"),
-    "pre": ("preprocess", "train"),
-    "data ": ("inspect merge corpus", "train"),
-    "checkpoint ": ("inspect verify prune", "--tensors"),
-    "checkpoint inspect --": ("--tensors", "--files"),
-    "plot schedule --m": ("--microbatches", "--out"),
-    "train --tensor-model": ("--tensor-model-parallel-size", "--lr"),
-    "train --lr 1 --no-load": ("--no-load-optim", "--load"),
-    "tokenizer --model-prefix": ("--model-prefix", "--input"),
-}
-
-
 def test_words_are_completed(tmp_path: Path) -> None:
     """bash, as it is when TAB is hit: COMP_WORDS and COMP_CWORD are set, and COMPREPLY is shown."""
     script = megalite("completion", "bash").stdout
@@ -155,14 +129,14 @@ def test_words_are_completed(tmp_path: Path) -> None:
         f"COMP_WORDS=(megalite {line.strip()}{' ' if line.endswith(' ') or not line else ''}"
         f"{chr(34) * 2 if line.endswith(' ') or not line else ''}); "
         'COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _megalite; echo "${COMPREPLY[*]}"\n'
-        for line in COMPLETED
+        for line in ANSWERS["completed"]
     )
     (tmp_path / "megalite").write_text(f'#!/bin/sh\nexec {sys.executable} -m megalite "$@"\n')
     (tmp_path / "megalite").chmod(0o755)
     bash = shutil.which("bash")
     done = programs.run([bash, "-eu", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{tries}"], cwd=ROOT, **PIPES)
     assert done.returncode == 0 and done.stderr == ""
-    for (line, (there, absent)), said in zip(COMPLETED.items(), done.stdout.splitlines(), strict=True):
+    for (line, (there, absent)), said in zip(ANSWERS["completed"].items(), done.stdout.splitlines(), strict=True):
         words = set(said.split())
         assert set(there.split()) <= words and not set(absent.split()) & words, (line, said)
 

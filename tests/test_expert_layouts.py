@@ -14,7 +14,7 @@ import torch
 from cover import rarely
 from loads import reseal
 from ranks import run_ranks
-from test_layouts import BF16, COMMON, DROP, FP64, FULL, LLAMA, NAME, PARTS, Row, row
+from test_layouts import BF16, COMMON, FP64, NAME, Row, flags, table
 from train_cases import config_from, run_from
 from whole import owned, whole_of
 
@@ -28,60 +28,8 @@ from megalite.train.start.resume import open_saver, save
 from megalite.train.step import train_step
 
 STEPS = 3
-MIXTRAL = f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
-GLOBAL = " --moe-router-load-balancing-type global_aux_loss"
-QWEN = f"""{LLAMA} --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 12 --moe-router-pre-softmax
- --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --moe-layer-freq 2
- --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.1"""
-DEEPSEEK = f"""{LLAMA} {DROP} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 12 --moe-layer-freq [0,1,1,1]
- --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4
- --moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.003
- --moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.05"""
-OLMOE = f"""{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-pre-softmax --qk-layernorm
- --qk-layernorm-over-heads"""
-EP2, EP4, ETP2 = "--ep 2", "--ep 4", "--expert-tensor-parallel-size 2"
-CP2, ZERO2, ZERO3, SPLIT = "--cp 2", "--zero-stage 2", "--zero-stage 3", "--split-backward"
-SINKHORN = (
-    f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn"
-)
-OSS = f"""{LLAMA.replace("--disable-bias-linear", "")} --num-experts 4 --moe-ffn-hidden-size 24 --activation clamped_swiglu
- --moe-aux-loss-coeff 0.1 --softmax-type learnable"""
-ROWS = [
-    row("oss tp2 dp2 ep2, experts split, too", 4, OSS, tp=2, extra=f"{EP2} {ETP2}"),
-    row("oss pp2 ep2 dp2 ZeRO-3 split", 4, OSS, pp=2, extra=f"{EP2} {ZERO3} {SPLIT}"),
-    row("olmoe 1p tp2 cp2, recompute full", 4, OLMOE + " --apply-layernorm-1p", tp=2, extra=f"{CP2} {FULL} uniform"),
-    row("olmoe tp4 ep2, two ranks have the same keys", 4, OLMOE, tp=4, extra=EP2),
-    row("olmoe tp2 pp2 split", 4, OLMOE, tp=2, pp=2, extra=SPLIT),
-    row("olmoe tp2 dp2 ZeRO-3", 4, OLMOE, tp=2, extra=ZERO3),
-    row("sinkhorn tp2 cp2 ep2", 4, SINKHORN, tp=2, extra=f"{EP2} {CP2}"),
-    row("mixtral tp2 cp2 ep2, loss of a step so far", 4, MIXTRAL + GLOBAL, tp=2, extra=f"{EP2} {CP2}"),
-    row("mixtral ep2", 2, MIXTRAL, extra=EP2),
-    row("deepseek ep4, no two ranks have an expert", 4, DEEPSEEK, extra=EP4),
-    row("mixtral tp2", 2, MIXTRAL, tp=2),
-    row("qwen tp2 ep2", 2, QWEN, tp=2, extra=EP2),
-    row("deepseek tp2 dp2 ep2", 4, DEEPSEEK, tp=2, extra=EP2),
-    row("qwen tp2 dp2 ep2, experts split, too", 4, QWEN, tp=2, extra=f"{EP2} {ETP2}"),
-    row("mixtral tp2, experts split", 2, MIXTRAL, tp=2, extra=ETP2),
-    row("deepseek cp2 ep4 dp2", 4, DEEPSEEK, extra=f"{CP2} {EP4}"),
-    row("mixtral dp2, experts as all else", 2, MIXTRAL, extra="--no-use-distributed-optimizer"),
-    row("deepseek dp4 ep2, micro-batches of 1", 4, DEEPSEEK, extra=f"{EP2} --micro-batch-size 1"),
-    row("qwen dp4 ep2 ZeRO-2", 4, QWEN, extra=f"{EP2} {ZERO2}"),
-    row("deepseek dp4 ep2 ZeRO-3", 4, DEEPSEEK, extra=f"{EP2} {ZERO3}"),
-    row("mixtral ZeRO-3 hybrid 2x2 ep2", 4, MIXTRAL, extra=f"{EP2} {ZERO3} --num-distributed-optimizer-instances 2"),
-    row("deepseek ep2, recompute full", 2, DEEPSEEK, extra=f"{EP2} {FULL} uniform"),
-    row("mixtral ep2, k = E", 2, MIXTRAL + " --moe-router-topk 4", extra=EP2),
-    row("mixtral cp2, experts split", 2, MIXTRAL, extra=f"{CP2} {ETP2}"),
-    row("qwen cp2 pp2 dp2 vpp2 ep2 ZeRO-3 split", 8, QWEN, pp=2, vpp=2, extra=f"{EP2} {CP2} {ZERO3} {SPLIT}"),
-    row("qwen muon tp2 dp2 ep2, experts split, too", 4, QWEN + " --optimizer muon", tp=2, extra=f"{EP2} {ETP2}"),
-    row("mixtral drawn ep2", 2, MIXTRAL + " --moe-router-force-load-balancing", extra=EP2),
-    row("mixtral pp2 dp2 ep2 split", 4, MIXTRAL, pp=2, extra=f"{EP2} {SPLIT}"),
-    row("qwen pp2 vpp2 dp2 ep2", 4, QWEN, pp=2, vpp=2, extra=EP2),
-    row("deepseek split tp2 pp2 vpp2 ep2 tied", 4, DEEPSEEK, tp=2, pp=2, vpp=2, extra=f"{EP2} {SPLIT}"),
-    row("qwen ep2, all parts recompute", 2, QWEN, extra=f"{EP2} {PARTS}moe mlp layernorm"),
-    row(
-        "qwen tp2 ep2, norms and shared block recompute", 2, QWEN, tp=2, extra=f"{EP2} {PARTS}layernorm shared_experts"
-    ),
-]
+MIXTRAL, QWEN, DEEPSEEK, EP2, EP4 = map(flags, "MIXTRAL QWEN_MOE DEEPSEEK ep2 ep4".split())
+ROWS = table("experts")
 FIRST = ("oss tp2", "olmoe 1p", "sinkhorn", "mixtral ep2", "deepseek tp2", "qwen tp2 dp2", "deepseek cp2")
 OFTEN = [r for r in ROWS if r.name.startswith((*FIRST, "deepseek split"))]
 

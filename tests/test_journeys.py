@@ -9,47 +9,13 @@ from pathlib import Path
 import documents
 import programs
 import pytest
+import tables
 from documents import ROOT
 from token_files import byte_level_bpe
 
 pytestmark = pytest.mark.timeout(900)
 REQUEUE = 75
-# flags after those of the page win
-TUTORIAL = {
-    "megalite train": "--train-iters 8 --eval-interval 4 --eval-iters 2 --save-interval 4 --device cpu",
-    "--exit-interval": "--exit-interval 4",
-    "megalite preprocess": "--workers 2",
-    "megalite generate": "--max-new-tokens 4",
-}
-QWEN = {
-    "megalite train": "--seq-length 32 --global-batch-size 4 --train-iters 2 --eval-iters 1 --device cpu --peak-tflops 1",
-    "megalite preprocess": "--workers 1",
-    "megalite generate": "--max-new-tokens 3",
-}
-
-SHORT = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2"
-README = {
-    "tools/train_tokenizer.py": "--vocab-size 8600",
-    "tools/preprocess_data.py": "--workers 1",
-    "tools/generate.py": "--max-new-tokens 3",
-    "--preset tiny": f"{SHORT} --seq-length 32 --max-position-embeddings 32 --train-iters 4",
-    "pretrain_gpt.py": "--eval-iters 1 --device cpu --peak-tflops 1",
-    "--bf16": "--seq-length 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 2",
-}
-MEGATRON = {
-    "--pretrained-checkpoint": "--global-batch-size 4 --train-iters 2 --eval-iters 1 --device cpu --peak-tflops 1",
-    "--from-megatron": "--vocab-size 300",
-}
-BEFORE = """megalite tokenizer --input text/*.jsonl --vocab-size 300 --model-prefix data/spm --workers 1
-megalite preprocess --input text/*.jsonl --output-prefix data/mine --tokenizer-type SentencePieceTokenizer \\
-  --tokenizer-model data/spm.model --append-eod --workers 1
-megalite train --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 \\
-  --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --attention-dropout 0 \\
-  --hidden-dropout 0 --untie-embeddings-and-output-weights --data-path data/mine_text_document --micro-batch-size 2 \\
-  --tokenizer-type SentencePieceTokenizer --tokenizer-model data/spm.model --global-batch-size 2 --train-iters 1 \\
-  --lr 1e-3 --save runs/tiny --device cpu --peak-tflops 1
-megalite convert --load runs/tiny --to-megatron old/checkpoints --target-tensor-parallel-size 2
-"""
+SHORTER = tables.read("journeys")
 
 
 class Shell:
@@ -113,7 +79,7 @@ def random_qwen(folder: Path) -> None:
 def test_readmes_way_from_text_to_a_published_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    shell = Shell(tmp_path, README)
+    shell = Shell(tmp_path, SHORTER["readme"])
     text(tmp_path / "text", 12_000)
     random_qwen(tmp_path / "models/Qwen3-8B")
     begins = [
@@ -130,7 +96,7 @@ def test_readmes_way_from_text_to_a_published_model(tmp_path: Path) -> None:
 
 @pytest.mark.everything(guards=("docs/tutorial.md", "docs/api.md"))
 def test_the_tutorial(tmp_path: Path) -> None:
-    shell = Shell(tmp_path, TUTORIAL)
+    shell = Shell(tmp_path, SHORTER["tutorial"])
     (config,) = blocks("tutorial.md", "toml")
     (tmp_path / "run.toml").write_text(config)
     for command in typed("tutorial.md"):
@@ -160,7 +126,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
 def test_from_hugging_face_and_back(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    shell = Shell(tmp_path, QWEN)
+    shell = Shell(tmp_path, SHORTER["hugging_face"])
     text(tmp_path / "text", 2_000)
     random_qwen(tmp_path / "models/Qwen3-8B")
     said = {" ".join(command.words[:4]): shell.type(command) for command in typed("from_hugging_face.md")}
@@ -177,9 +143,9 @@ def test_from_hugging_face_and_back(tmp_path: Path) -> None:
 @pytest.mark.everything(guards=("docs/from_megatron.md",))
 def test_from_megatron(tmp_path: Path) -> None:
     """`old/checkpoints` is in Megatron-LM's format, for two ranks."""
-    shell = Shell(tmp_path, MEGATRON)
+    shell = Shell(tmp_path, SHORTER["megatron"])
     text(tmp_path / "text", 2_000)
-    for command in documents.commands_of(BEFORE, "before"):
+    for command in documents.commands_of(SHORTER["before"], "before"):
         shell.type(command)
     plan, train, to_us, to_them = typed("from_megatron.md")
     assert "6,738,415,616" in shell.type(plan)  # a Llama 2 of 7 B
@@ -191,6 +157,6 @@ def test_from_megatron(tmp_path: Path) -> None:
 
 @pytest.mark.everything(guards=("docs/index.md",))
 def test_the_first_page(tmp_path: Path) -> None:
-    shell = Shell(tmp_path, {"megalite train": "--train-iters 2 --eval-iters 1 --device cpu --peak-tflops 1"})
+    shell = Shell(tmp_path, SHORTER["first_page"])
     (command,) = typed("index.md")
     assert "done: reached the last step" in shell.type(command)

@@ -5,9 +5,10 @@ August 2026; the ramp, which is gone there, at the commit before its removal).
 """
 
 import math
-from collections import Counter
+from typing import Any
 
 import pytest
+import tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_cases import config_from
@@ -20,6 +21,8 @@ from megalite.plan.arrangement import arrange
 from megalite.plan.batch_size import BatchSizes
 from megalite.train.setup import rates
 
+FIGURES = tables.read("megatron_figures")
+spelt = tables.spelt(FIGURES["words"])
 MODEL = """--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --micro-batch-size 4 --mock-data
  --vocab-size 20"""
 
@@ -97,68 +100,32 @@ def test_a_warm_up_as_long_as_the_decay_divides_by_nothing() -> None:
     assert [no_last_phase.at(n) for n in (1, 10, 11)] == [1.0, 1.0, 0.1]
 
 
-RUN = "--global-batch-size 8 --train-iters 20 --lr 3e-4 --min-lr 3e-5 --weight-decay 0.1"
-SAMPLES = "--global-batch-size 8 --train-samples 160 --lr 3e-4 --min-lr 3e-5 --weight-decay 0.1"
-WARM = "--lr-warmup-iters 4"
+RUN = spelt("RUN")
 AT = (0, 1, 4, 7, 13, 17, 20, 23)  # updates, from 0; the run is 20 long, and may be resumed beyond
-COSINE = (0.0003, 0.0002772483976608436, 0.00013866280652782267, 5.275160233915637e-05, 3e-05, 3e-05)
-WARM_COSINE = (1e-05, 8.25e-05, *COSINE), (8.25e-05, 0.0002974060128544361, 3e-05)
-INIT, WSD = "--lr-warmup-init 1e-5", f"{RUN} --lr-decay-style WSD --lr-wsd-decay-iters 8"
-# flags, steps that update nothing, rate of the updates AT, rate that the log shows at steps 1, 5, 20
-FIGURES = [
-    (f"{RUN} --lr-decay-style cosine {WARM} {INIT}", (), *WARM_COSINE),
-    (f"{SAMPLES} --lr-decay-style cosine --lr-warmup-samples 32 {INIT}", (), *WARM_COSINE),
-    (
-        f"{RUN} --lr-decay-style inverse-square-root --lr-warmup-fraction 0.15",
-        (),
-        (
-            *(0.0, 0.0001, 0.0002598076211353315, 0.0001963961012123931, 0.0001441153384245784),
-            *(0.00012602520756252084, 0.00011618950038622247, 3e-05),
-        ),
-        (0.0001, 0.00023237900077244494, 0.00011618950038622247),
-    ),
-    (
-        f"{WSD} --lr-wsd-decay-style minus_sqrt",
-        (),
-        (*[0.0003] * 4, 0.00020454058453981606, 8.654625793863437e-05, 3e-05, 3e-05),
-        (0.0003, 0.0003, 3e-05),
-    ),
-    (
-        f"{RUN} --lr-decay-style cosine {WARM}",
-        (0, 5),
-        (
-            *(0.0, 0.0, 0.000225, 0.0002974060128544361, 0.0001913371934721773, 8.999801854235373e-05),
-            *(4.027626311097629e-05, 3e-05),
-        ),
-        (0.0, 0.0003, 4.027626311097629e-05),
-    ),
-]
 
 
-@pytest.mark.parametrize(("flags", "skipped", "updates", "logged"), FIGURES, ids=[f[0][-60:] for f in FIGURES])
-def test_figures_of_learning_rates(
-    flags: str, skipped: tuple[int, ...], updates: tuple[float, ...], logged: tuple[float, ...]
-) -> None:
-    lr = rates_of(parse(flags)).lr
-    before = lambda step: 8 * (step - sum(s < step for s in skipped))  # noqa: E731
-    assert [lr.at(before(step)) for step in AT] == pytest.approx(updates, rel=1e-12)
-    assert [lr.at(before(step)) for step in (1, 5, 20)] == pytest.approx(logged, rel=1e-12)
+@pytest.mark.parametrize("figures", FIGURES["rates"].values(), ids=FIGURES["rates"])
+def test_figures_of_learning_rates(figures: dict[str, Any]) -> None:
+    lr = rates_of(parse(spelt(figures["flags"]))).lr
+    before = lambda step: 8 * (step - sum(s < step for s in figures.get("skipped", ())))  # noqa: E731
+    for steps, name in ((AT, "updates"), ((1, 5, 20), "logged")):
+        assert [lr.at(before(step)) for step in steps] == pytest.approx(figures[name], rel=1e-12)
 
 
 def test_figures_of_weight_decay() -> None:
     flags = f"{RUN.replace('20', '24')} --end-weight-decay 0.1"
     linear = rates_of(parse(f"{flags} --start-weight-decay 0.01 --weight-decay-incr-style linear")).weight_decay
-    want = (0.01, 0.01375, 0.025, 0.03625, 0.05875, 0.07375, 0.085, 0.09625)
+    want = FIGURES["weight_decay"]["linear"]
     assert [linear.at(8 * step) for step in AT] == pytest.approx(want, rel=1e-12)
     cosine = rates_of(parse(f"{flags} --start-weight-decay 0 --weight-decay-incr-style cosine")).weight_decay
-    want = (0.0, 0.0038060233744356634, 0.010332332985438248, 0.04347369038899741, 0.0691341716182545)
+    want = FIGURES["weight_decay"]["cosine"]
     assert [cosine.at(8 * step) for step in (0, 3, 5, 11, 15)] == pytest.approx(want, rel=1e-12)
     assert rates_of(parse(RUN)).weight_decay.at(5) == linear.at(8 * 25) == cosine.at(10**9) == 0.1
 
 
 def test_figures_of_a_rate_of_embedding_and_head() -> None:
-    apart = rates_of(parse(f"{RUN} --lr-decay-style cosine {WARM} --decoupled-lr 5e-4")).decoupled
-    want = (0.0, 0.000125, 0.0005, 0.00046039535889109815, 0.00021915377432620988, 6.960464110890184e-05, 3e-05, 3e-05)
+    apart = rates_of(parse(f"{RUN} --lr-decay-style cosine --lr-warmup-iters 4 --decoupled-lr 5e-4")).decoupled
+    want = FIGURES["decoupled"]
     assert [apart.at(8 * step) for step in AT] == pytest.approx(want, rel=1e-12)
     own = rates_of(parse(f"{RUN} --decoupled-lr 5e-4 --decoupled-min-lr 1e-4")).decoupled
     assert own is not None and own.at(160) == own.at(161) == 1e-4
@@ -173,16 +140,10 @@ def walk(sizes: BatchSizes, steps: int) -> list[int]:
     return result
 
 
-@pytest.mark.parametrize(
-    "final,ramp,want",
-    [
-        (32, (8, 8, 100), {8: 5, 16: 2, 24: 2, 32: 15}),
-        (64, (16, 16, 477), {16: 10, 32: 5, 48: 4, 64: 5}),
-        (12, (4, 2, 50), {4: 4, 6: 2, 8: 2, 10: 1, 12: 15}),
-    ],
-)
-def test_figures_of_ramps(final: int, ramp: tuple[int, int, int], want: dict[int, int]) -> None:
-    assert walk(BatchSizes.ramp(final, *ramp), 24) == [*Counter(want).elements()]
+@pytest.mark.parametrize("final,ramp,want", FIGURES["ramps"])
+def test_figures_of_ramps(final: int, ramp: list[int], want: list[list[int]]) -> None:
+    """`want`: batch sizes, and steps that have them."""
+    assert walk(BatchSizes.ramp(final, *ramp), 24) == [size for size, steps in want for _ in range(steps)]
 
 
 def test_a_ramp_that_megatron_rounds() -> None:
@@ -227,20 +188,7 @@ def test_iterations_count_micro_batch_size_x_data_parallel_beside_a_step_schedul
     assert without_effect(by_samples) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "problem"),
-    [
-        ("16:8", "", "begin at 0"),
-        ("0:8 1K", "", "'1K'; write TOKENS:SIZE, as 0:768 250B:1536"),
-        ("0:8 xK:4", "", "'xK:4'; write"),
-        ("0:8 infB:4", "", "'infB:4'; write"),
-        ("", "", "begin at 0"),
-        ("0:8 17:12 20:4", "", "two sizes within one sample of 16 tokens"),
-        ("0:0", "", "a batch without samples"),
-        ("0:8", "--global-batch-size 16", "does not end with global_batch_size=16; give 8, or one of both"),
-        ("0:8", "--global-batch-size 8 --rampup-batch-size 4 4 9", "and rampup_batch_size exclude each other"),
-    ],
-)
+@pytest.mark.parametrize("text,flags,problem", FIGURES["no_schedules"])
 def test_a_step_schedule_that_is_none(text: str, flags: str, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_schedule(text, f"--train-samples 100 {flags}")
@@ -255,11 +203,7 @@ def test_every_size_of_a_step_schedule_is_made_of_micro_batches() -> None:
 
 def test_samples_to_iterations() -> None:
     """A constant batch, and one behind its ramp, drop a last batch that is not full."""
-    ramps = ("--micro-batch-size 2 --rampup-batch-size 8 8 100", "--micro-batch-size 2 --rampup-batch-size 4 2 50")
-    for ramp, final, samples, steps in (
-        *(("", 32, 300, 9), ("", 32, 319, 9), ("", 32, 320, 10)),
-        *((ramps[0], 32, 300, 14), (ramps[0], 32, 1000, 36), (ramps[1], 12, 300, 29)),
-    ):
+    for ramp, final, samples, steps in FIGURES["samples"]:
         config = parse(f"--lr 1e-3 --global-batch-size {final} --train-samples {samples} {ramp}")
         assert arrange(config, 1, 20).steps == steps
         assert rates_of(config).lr.decay == samples

@@ -1,43 +1,20 @@
-"""Nothing that megalite reads can run code: what could is called nowhere but at the places listed here."""
+"""Nothing that megalite reads can run code: what could is called nowhere but where tests/answers.toml allows it."""
 
 import ast
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tables import ANSWERS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [path for folder in ("megalite", "tools", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 SOURCES += [ROOT / "pretrain_gpt.py", ROOT / "setup.py"]
-# modules that run what they read, or read it with pickle
-UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "copyreg", "runpy"}
-UNSAFE |= {"code", "codeop", "imp", "jsonpickle", "yaml", "ruamel", "torch.package", "torch.hub", "pty"}
-BUILTINS = {"eval", "exec", "compile", "__import__", "breakpoint"}
-CALLS = {"os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler", "torch.jit.load", "torch.hub.load"}
-CALLS |= {"importlib.import_module", "subprocess.getoutput", "subprocess.getstatusoutput", "pandas.read_pickle"}
-CALLS |= {"importlib.util.spec_from_file_location", "torch.package.PackageImporter", "torch.export.load"}
-CALLS |= {"shutil.unpack_archive", "tarfile.open", "zipfile.ZipFile", "multiprocessing.reduction.ForkingPickler"}
-METHODS = {"extractall", "read_pickle", "unsafe_load", "full_load", "exec_module", "load_module"}
+UNSAFE, BUILTINS, CALLS, METHODS = (
+    set(ANSWERS["unsafe"][kind]) for kind in ("modules", "builtins", "calls", "methods")
+)
 
-ALLOWED = {
-    # the error that torch's restricted loader raises
-    ("megalite/interop/megatron/rank_files.py", "import pickle"),
-    # the error; and an Unpickler whose find_class knows an exact list of names (test_convert_megatron_dist.py)
-    ("megalite/interop/megatron/torch_dist.py", "import pickle"),
-    ("megalite/interop/megatron/torch_dist.py", "pickle.Unpickler"),
-    # YAML's safe_load, which makes plain values alone (tests/translate/test_translate.py)
-    ("megalite/config/translate.py", "import yaml"),
-    # names that the code has, never the data
-    ("tools/preprocess/text_input.py", "importlib.import_module"),
-    ("megalite/__init__.py", "importlib.import_module"),
-    ("megalite/__main__.py", "importlib.import_module"),
-    ("megalite/config/registry.py", "importlib.import_module"),
-    # what the user has typed, or a TOML that the user has named (test_plugins.py)
-    ("megalite/config/plugins.py", "importlib.import_module"),
-    ("megalite/config/plugins.py", "compile"),
-    ("megalite/config/plugins.py", "exec"),
-}
+ALLOWED = {(path, what) for path, what in ANSWERS["unsafe"]["allowed"]}
 
 
 def dotted(node: ast.expr) -> str:
@@ -108,7 +85,7 @@ def found(text: str) -> Iterator[str]:
             yield f"{name}(**)"
 
 
-BAD: dict[str, str] = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))["code"]
+BAD: dict[str, str] = ANSWERS["code"]
 GOOD = """import torch, re, subprocess
 import numpy as np
 torch.load(x, weights_only=True)

@@ -5,12 +5,12 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import programs
 import pytest
+from tables import ANSWERS
 from test_runs import typed
 from train_cases import config_from
 
@@ -160,7 +160,7 @@ def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert "160,605,224,960 (20.0 per parameter)" in text and "64 devices" in text
 
 
-@pytest.mark.parametrize("words,said", tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))["plan"].items())
+@pytest.mark.parametrize("words,said", ANSWERS["plan"].items())
 def test_a_wrong_question_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(words.split()) == 2
     told = capsys.readouterr()

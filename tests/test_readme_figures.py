@@ -3,7 +3,6 @@ words. A figure that is stored stands on its own page, too."""
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,14 +12,12 @@ import hugging_face_cases
 import pytest
 import taste
 import test_layouts
+from chaos.breakages import MISTAKES
 from documents import ROOT
 
 from docs.document_flags import OUTSIDE
 from megalite.config.megatron_flags import INSTEAD, known_flags
 from megalite.interop.naming import FAMILIES
-
-sys.path.insert(0, str(ROOT / "tests/chaos"))
-import layout_mistakes  # noqa: E402
 
 PAGES = (ROOT / "README.md", ROOT / "docs/facts.md")
 RESULTS: dict[str, Any] = json.loads((ROOT / "docs/results.json").read_text("utf-8"))
@@ -92,7 +89,7 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
         ),
         len(FLAGS),
     ],
-    "| **Your own layout**": lambda: [len(layout_mistakes.MISTAKES)] * 2,
+    "| **Your own layout**": lambda: [len(MISTAKES)] * 2,
     "| **Conversion**": lambda: [len(FAMILIES), len(hugging_face_cases.MODELS)],
     "| Llama-3-8B, sequence": lambda: [
         *run("h200_8b", "sequence", "mfu", "layers", "micro_batches", "micro_batch", "tokens_per_s"),

@@ -8,12 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import programs
 import pytest
+from tables import ANSWERS
 
 from megalite.config.cli import read
 from megalite.models.families import PRESETS
@@ -206,7 +206,7 @@ def test_combinations_of_lists() -> None:
     assert made[0][1] == ["--lr=1e-4", "--nproc=2", "--bf16", "--seed=1"]
 
 
-BAD: dict[str, str] = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))["sweeps"]
+BAD: dict[str, str] = ANSWERS["sweeps"]
 
 
 @pytest.mark.parametrize("words,said", BAD.items())

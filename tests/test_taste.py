@@ -1,11 +1,11 @@
 """The rules of tests/taste.py hold in this repository, and each can fail: on a small tree with the fault in it."""
 
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import draw_house
 import pytest
+import tables
 import taste
 
 Rule = Callable[[Path], Iterator[str]]
@@ -18,7 +18,7 @@ def test_the_house_is_in_order(rule: Rule) -> None:
 
 INDEXED = '- [a](#a)\n\n## By date\n\n<a id="a"></a>\n**2026-11-23, a.** *Holds.* Why.\n'
 SHAPES = "| `S` | sequence |\n| `B` | micro-batch |\n| `D` | width |\n"
-FAULTS: dict[str, dict[str, str]] = tomllib.loads((taste.ROOT / "tests/house_faults.toml").read_text("utf-8")) | {
+FAULTS: dict[str, dict[str, str]] = tables.read("house_faults") | {
     "long_functions": {"megalite/a.py": "def f():\n" + "    pass\n" * taste.FUNCTION_LINES},
     "long_files": {"megalite/a.py": "x = 1\n" * (taste.FILE_LINES + 1)},
     "many_parameters": {"tools/a.py": f"def f({', '.join(f'p{i}' for i in range(taste.PARAMETERS + 1))}): ..."},

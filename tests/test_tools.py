@@ -3,14 +3,14 @@
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import programs
 import pytest
+from tables import ANSWERS
 
 ROOT = Path(__file__).resolve().parent.parent
-BAD: dict[str, str] = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))["tools"]
+BAD: dict[str, str] = ANSWERS["tools"]
 
 
 @pytest.mark.parametrize("line,text", BAD.items(), ids=BAD)

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import programs
 import pytest
+import tables
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,7 +23,7 @@ GOOD, DATA = f"{FREE} --dry-run", f"{MODEL} --vocab-size 256 --dry-run"
 PAIR = "--data-path mine_text_document"
 JSON = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 WORDS = {"model": MODEL, "free": FREE, "good": GOOD, "data": DATA, "pair": PAIR, "json": JSON}
-MISTAKES = tomllib.loads((ROOT / "tests/user_mistakes.toml").read_text("utf-8"))
+MISTAKES = tables.read("user_mistakes")
 if torch.cuda.is_available():
     del MISTAKES["no card"]
 if importlib.util.find_spec("wandb") is None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import numpy as np
 import programs
 import pytest
+import tables
 from cover import rarely
-from train_cases import BORDERS, config_from
+from train_cases import config_from
 
 from megalite.config.check import check
 from megalite.config.options import Config
@@ -32,7 +32,9 @@ from tools.checks.smaller import Smaller, of_groups, smaller, twin
 ROOT = Path(__file__).resolve().parent.parent
 RUN = """--micro-batch-size 2 --global-batch-size 1024 --train-iters 1000 --lr 3e-4 --mock-data
  --tokenizer-type NullTokenizer --lr-warmup-iters 10 --lr-decay-style cosine --clip-grad 0.7"""
-GPT = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 "
+CASES = tables.read("verify")
+spelt = tables.spelt(CASES["words"])
+GPT = spelt("GPT")
 
 
 def made(flags: str, most: int = 8, whole: bool = False) -> tuple[Config, Smaller]:
@@ -72,9 +74,6 @@ def test_every_preset_is_small_under_every_layout(preset: str, axes: tuple[int, 
     assert found.config.optim.clip_grad == 0.7 and found.config.train.train_iters == 3
 
 
-GROUPS = "--group-query-attention --num-query-groups"
-
-
 def test_groups_that_ranks_share_and_patterns_of_layers_stay() -> None:
     config, found = made("--preset llama3-8b --tp 32 --dp 1 --global-batch-size 64 --num-query-groups 4", 4)
     assert config.model.groups < 32 and 1 < found.config.model.groups < found.layout.tp
@@ -83,20 +82,11 @@ def test_groups_that_ranks_share_and_patterns_of_layers_stay() -> None:
     assert None in windows and 5 in windows and len(windows) < 24
 
 
-@pytest.mark.parametrize(
-    "flags,most,second,groups",
-    [
-        (f"{GPT} --tp 4 --pp 4 --dp 2 {GROUPS} 2", 8, 4, 2),  # the first has room for one group
-        ("--preset llama2-70b --tp 16 --dp 2", 8, 8, 4),  # the first, of tp 4, hides rank // groups
-        (f"{GPT} --tp 4 --dp 2 {GROUPS} 2", 8, None, 0),  # the first is the layout itself
-        (f"{GPT} --tp 4 --pp 4 --dp 2 {GROUPS} 1", 8, None, 0),  # there is one group
-        (f"{GPT} --tp 4 --pp 4 --dp 2 {GROUPS} 4", 8, None, 0),  # they are not shared
-    ],
-)
-def test_a_second_run_is_of_groups_that_the_first_hides(flags: str, most: int, second: int | None, groups: int) -> None:
-    config, first = made(flags, most)
-    found = of_groups(config, first, most)
-    assert (found and found.layout) == (second and Layout(second))
+@pytest.mark.parametrize("flags,second,groups", CASES["groups"])
+def test_a_second_run_is_of_groups_that_the_first_hides(flags: str, second: int, groups: int) -> None:
+    config, first = made(spelt(flags))
+    found = of_groups(config, first, 8)
+    assert (found and found.layout) == (Layout(second) if second else None)
     if found is not None:
         assert found.config.model.groups == groups and not check(found.config, found.layout.world)
         assert found.config.train.train_iters == 1 and not check(twin(found.config), 1)
@@ -109,18 +99,9 @@ def test_too_few_ranks_for_groups_are_told() -> None:
     assert first.notes[-1].endswith("give --most-ranks 8 or more")
 
 
-@pytest.mark.parametrize(
-    "flags,counts",
-    [
-        ("--num-layers 24 --pp 4 --decoder-first-pipeline-num-layers 3 --dp 1", [1, 2, 2, 2]),
-        ("--num-layers 30 --pp 16 --dp 2 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [1, 2, 2, 1]),
-        ("--num-layers 24 --pp 2 --dp 1 --num-layers-per-virtual-pipeline-stage 3", [2, 2, 2, 2]),
-        ("--num-layers 3 --pp 2 --dp 1 --pipeline-model-parallel-layout E|tttL", [0, 2]),
-        ("--num-layers 14 --pp 2 --dp 1 --num-virtual-stages-per-pipeline-rank 4 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [1, 2, 2, 1]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("flags,counts", CASES["stages"])
 def test_stages_keep_who_has_fewer_layers(flags: str, counts: list[int]) -> None:
-    _, found = made(f"{GPT} {flags}")
+    _, found = made(spelt(f"GPT {flags}"))
     assert given_stages(found.config.model.num_layers, found.config.parallel) == counts
 
 
@@ -281,29 +262,12 @@ def test_experts_are_shared_out_over_the_ranks_of_a_stage() -> None:
     assert cuts == 4 * four and layout.edp == 2 and layout.least == 16
 
 
-MOE = f"""{GPT} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
- --moe-ffn-hidden-size 512 --num-experts"""
-SIGMOID = f"""{MOE} 64 --moe-router-topk 8 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
- --moe-router-num-groups 8 --moe-router-group-topk 4 --moe-layer-freq [0]*3+[1]*21
- --moe-shared-expert-intermediate-size 512 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"""
-
-
-@pytest.mark.parametrize(
-    "flags,layout,edp,kept",
-    [
-        (f"{MOE} 8 --tp 2 --dp 4 --ep 8", "tp 2, pp 1, dp 4, ep 8", 1, (8, 2)),
-        (f"{MOE} 8 --tp 2 --pp 4 --dp 4 --ep 8", "tp 2, pp 2, dp 2, ep 4", 1, (4, 2)),  # one on each rank
-        (f"{MOE} 64 --pp 2 --dp 16 --ep 8", "tp 1, pp 2, dp 4, ep 2", 2, (4, 2)),
-        (f"{MOE} 8 --moe-router-topk 8 --dp 4 --ep 2", "tp 1, pp 1, dp 4, ep 2", 2, (4, 4)),
-        (f"{SIGMOID} --tp 4 --pp 2 --dp 4 --ep 4 --etp 4", "tp 2, pp 2, dp 2, ep 2, etp 2", 1, (12, 4, 4, 2)),
-        (f"{SIGMOID} --dp 4", "tp 1, pp 1, dp 4", 1, (12, 4, 4, 2)),
-    ],
-)
-def test_experts_keep_how_they_are_chosen_and_held(flags: str, layout: str, edp: int, kept: tuple[int, ...]) -> None:
-    config, found = made(flags.replace("--etp", "--expert-tensor-parallel-size"))
+@pytest.mark.parametrize("flags,layout,edp,kept", CASES["experts"])
+def test_experts_keep_how_they_are_chosen_and_held(flags: str, layout: str, edp: int, kept: list[int]) -> None:
+    config, found = made(spelt(flags))
     m = found.config.model
     sizes = (m.num_experts, m.moe_router_topk, m.moe_router_num_groups, m.moe_router_group_topk)
-    assert (str(found.layout), found.layout.edp, sizes[: len(kept)]) == (layout, edp, kept)
+    assert (str(found.layout), found.layout.edp, sizes[: len(kept)]) == (layout, edp, tuple(kept))
     assert not check(found.config, found.layout.world) and not check(twin(found.config), 1)
     assert set(m.experts) == set(config.model.experts) and m.expert_ffn_size < 64
 
@@ -358,7 +322,7 @@ def verify(flags: str, *more: str) -> subprocess.CompletedProcess[str]:
     return programs.python("tools/verify.py", *flags.split(), *more, timeout=170, env=environment)
 
 
-BAD: dict[str, list[str]] = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))["verify"]
+BAD: dict[str, list[str]] = tables.ANSWERS["verify"]
 
 
 @pytest.mark.parametrize("flags", BAD)
@@ -368,24 +332,7 @@ def test_a_bad_line_is_refused_at_once(flags: str, capsys: pytest.CaptureFixture
     assert all(part in told for part in BAD[flags]) and "Traceback" not in told
 
 
-ROPE = """--position-embedding-type rope --rotary-percent 0.25 --parallel-residual --activation gelu_erf
- --untie-embeddings-and-output-weights"""
-HEALTHY = {
-    "gpt": f"{GPT} --tp 2 --pp 2 --dp 2 --num-virtual-stages-per-pipeline-rank 2 --no-use-distributed-optimizer",
-    "405b": "--preset llama3-405b --num-layers 128 --tp 8 --pp 16 --dp 32 --global-batch-size 2048 --split-backward",
-    "qwen": f"--preset qwen3-8b --tp 2 --dp 4 {BORDERS} --recompute-granularity selective --recompute-modules mlp layernorm",
-    "neox": f"{GPT} {ROPE} --pp 3 --dp 2 --decoder-first-pipeline-num-layers 4 --global-batch-size 48",
-    "bf16": f"{GPT} --tp 2 --pp 2 --dp 2 --bf16 --dtype bfloat16 --use-tp-pp-dp-mapping",
-    "fp32": "--preset llama2-70b --tp 16 --dp 2 --window-size 512,0 --window-attn-skip-freq 4 --dtype float32",
-    "ZeRO-3": "--preset llama3-8b --tp 2 --dp 4 --zero-stage 3 --global-batch-size 16",
-    "ZeRO-3, chunks": f"{GPT} --pp 2 --dp 2 --num-virtual-stages-per-pipeline-rank 2 --zero-stage 3 --zero-hold chunk",
-    "cp": f"--preset qwen3-8b --tp 2 --pp 2 --cp 4 --dp 1 {BORDERS}",
-    "cp, a2a": f"{GPT} --cp 4 --dp 2 --cp-comm-type a2a --most-ranks 4 --no-use-distributed-optimizer",
-    "experts": f"{MOE} 8 --moe-aux-loss-coeff 0.01 --tp 2 --dp 2 --ep 2 --recompute-granularity full --recompute-method uniform",
-    "experts, groups": f"{SIGMOID} --tp 2 --cp 2 --pp 2 --dp 1 --ep 2 --expert-tensor-parallel-size 2 --split-backward",
-    "experts, ZeRO-3": f"{MOE} 64 --moe-z-loss-coeff 0.01 --dp 8 --ep 4 --zero-stage 3 --dtype float32",
-    "ZeRO-2": f"{GPT} --pp 2 --dp 4 --zero-stage 2 --num-distributed-optimizer-instances 2",
-}
+HEALTHY = {name: spelt(flags) for name, flags in CASES["healthy"].items()}
 
 
 @pytest.mark.timeout(180)

@@ -4,20 +4,14 @@ from pathlib import Path
 
 import pytest
 from cover import rarely
-from test_layouts import COVER, EXCHANGED, GPT, LLAMA, NAME, ROWS, Row, row
+from test_layouts import COVER, EXCHANGED, NAME, ROWS, Row, table
 
 from card import runs
 from card.simulator.clocks import races
 from card.simulator.queues import Traces, eager, stuck
 from card.simulator.trace import Comm
 
-RAMP = "--rampup-batch-size 4 4 8"
-NOT_BEHIND = "--no-overlap-grad-reduce --no-overlap-param-gather"
-OPTIONS = [
-    row("gpt bf16, gradients too, tp2 dp2", 4, f"{GPT} --bf16", tp=2, extra="--grad-reduce-in-bf16"),
-    row("llama fp16 pp2 dp2, a growing batch", 4, f"{LLAMA} --fp16 --loss-scale 128", pp=2, extra=RAMP),
-    row("gpt tp2 pp2 dp2 tied, nothing behind compute", 8, GPT, tp=2, pp=2, extra=NOT_BEHIND),
-]
+OPTIONS = table("cards")
 SEVERAL = [item for item in ROWS if item.world > 1]
 CONTEXT = "llama tp2 cp2, documents, a2a"  # with each commit
 

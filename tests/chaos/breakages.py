@@ -1,129 +1,41 @@
-"""Breakages planted on purpose into a copy of the sources, one at a time, each with a test that must turn red."""
+"""Breakages planted on purpose into a copy of the sources, one at a time (breakages.toml): each has a test that must turn
+red, or is a classical mistake of distributed training, which tools/verify.py must find and locate."""
 
 import functools
+import json
 import os
 import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import programs
 import pytest
+import tables
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = programs.ROOT
 COPIED = ("megalite", "tests", "tools", "pretrain_gpt.py", "pyproject.toml")
 LIMIT_S = 150.0
+TABLES = tables.read("chaos/breakages")
 
 
 @dataclass(frozen=True)
 class Breakage:
-    """`lines`: what stands in the package, in one place each, and what replaces it. `test`: what must turn red."""
+    """As the table says; `flags`: as the words of a line."""
 
     name: str
-    test: str
-    lines: tuple[tuple[str, str], ...]
+    lines: list[tuple[str, str]]
+    test: str = ""
+    flags: str = ""
+    first: dict[str, Any] = field(default_factory=dict)
+    alone: str = ""
+    odd: str = ""
 
 
-BREAKAGES = [
-    # ---- the eight of the plan
-    Breakage(
-        "the folder is not synced after the rename",
-        "tests/checkpoint/test_saver.py::test_order_of_events_survives_a_power_cut",
-        (("        shutil.rmtree(old, ignore_errors=True)\n        to_disk(final.parent)\n", "        shutil.rmtree(old, ignore_errors=True)\n"),),
-    ),
-    Breakage(
-        "the maximum of the norms is taken, which drops a NaN",
-        "tests/chaos/test_one_bad_number.py::test_all_ranks_skip_the_step_that_one_has_a_bad_number_in[dp4]",
-        (("    all_reduce_(packed, mesh.world)\n", "    all_reduce_(packed, mesh.world, torch.distributed.ReduceOp.MAX)\n"),),
-    ),
-    Breakage(
-        "a group is made without the time-out",
-        "tests/train/test_hang.py::test_every_group_has_the_timeout_that_was_given",
-        (
-            ("dist.new_group(list(ranks), timeout=self.timeout, group_desc=name)", "dist.new_group(list(ranks), group_desc=name)"),
-(
-                "            set_group_timeout(timeout, axis.group)",
-                '            axis.name == "pp_back" or set_group_timeout(timeout, axis.group)',
-            ),
-        ),
-    ),
-    Breakage(
-        "ids beyond the vocabulary are let through",
-        "tests/data/test_batches.py::test_ids_beyond_the_vocabulary_name_file_and_document",
-        (("        self._check(ids, tokens)\n", ""),),
-    ),
-    Breakage(
-        "the rename comes before the manifest is on disk",
-        "tests/checkpoint/test_saver.py::test_order_of_events_survives_a_power_cut",
-        (
-            ('        for name in ("manifest.json", "COMPLETE"):\n            to_disk(part / name)\n        to_disk(part)\n', ""),
-            ("        to_disk(final.parent)\n\n    def remove", '        for name in ("manifest.json", "COMPLETE"):\n            to_disk(final / name)\n        to_disk(final)\n        to_disk(final.parent)\n\n    def remove'),
-        ),
-    ),
-    Breakage(
-        "every rank draws its dropout as rank 0 does",
-        "tests/test_layouts.py::test_layout_equals_one_process_in_fp32[gpt dropout tp2]",
-        (("first = where.places_of(self.tp, x_sBD.shape[0])", "first = 0"),),
-    ),
-    Breakage(
-        "directories that are no whole checkpoint count as kept ones",
-        "tests/checkpoint/test_saver.py::test_keep_last_and_retain_touch_only_complete_ones",
-        ((" and step not in self.damaged and is_complete(folder_of(self.directory, step)):", " and step not in self.damaged:"),),
-    ),
-    Breakage(
-        "a writer's error is printed and forgotten",
-        "tests/checkpoint/test_saver.py::test_a_disk_that_is_full_on_one_rank_is_an_error_on_all[at once]",
-        (("        agree(error, mesh, doing)\n        raise\n", "        print(error)\n        result = None\n"),),
-    ),
-    # ---- and others
-    Breakage(
-        "only rank 0 may ask for a stop",
-        "tests/train/test_step.py::test_all_ranks_decide_alike[]",
-        (("fill_(float(want_stop))", "fill_(float(want_stop and mesh.world.is_first))"),),
-    ),
-    Breakage(
-        "a rank judges by its own gradients whether a step is good",
-        "tests/chaos/test_one_bad_number.py::test_all_ranks_skip_the_step_that_one_has_a_bad_number_in[dp4]",
-        (("    all_reduce_(packed, mesh.world)\n", "    own = packed[0].item()\n    all_reduce_(packed, mesh.world)\n    packed[0] = own\n"),),
-    ),
-    Breakage(
-        "the fork server dies of signals",
-        "tests/train/test_signals.py::test_a_run_that_saves_saves_and_stops[SIGTERM-two]",
-        (("            before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)\n", "            before = signal.pthread_sigmask(signal.SIG_BLOCK, ())\n"),),
-    ),
-    Breakage(
-        "two meetings in one store have the same name",
-        "tests/launch/test_meeting.py::test_meetings_in_one_store_have_different_names",
-        (
-            (
-                'word = f"{socket.gethostname()} {rank} {os.getpid()} {time.time_ns()}"',
-                'word = f"{socket.gethostname()} {rank} {os.getpid()}"',
-            ),
-        ),
-    ),
-    Breakage(
-        "two data-parallel ranks read the same samples",
-        "tests/data/test_batches.py::test_place_of_every_sample",
-        ((".reshape(-1, self._dp, self._micro)[:, self._rank]", ".reshape(-1, self._dp, self._micro)[:, 0]"),),
-    ),
-    Breakage(
-        "copies of weights are compared and nothing is said",
-        "tests/train/test_watch.py::test_a_turned_bit_is_found_and_named[one of two]",
-        (("            if rest and axis.is_first:", "            if len(rest) > 9 and axis.is_first:"),),
-    ),
-    Breakage(
-        "a save in the background is committed before all ranks have written",
-        "tests/checkpoint/test_saver.py::test_rank_0_commits_when_the_last_file_is_there",
-        (("                wait_for_lists(self.part, self.mesh.world.size, self.give_up, confirm=self.confirm)\n", ""),),
-    ),
-    Breakage(
-        "a resumed run begins its data again",
-        "tests/checkpoint/test_dead_ranks.py::test_nothing_is_committed_and_the_run_goes_on[killed with its file written]",
-        (("        setattr(run.state, name, value)\n", '        setattr(run.state, name, 0 if name == "consumed_samples" else value)\n'),),
-    ),
-]  # fmt: skip
+BREAKAGES, MISTAKES = ([Breakage(n, **row) for n, row in TABLES[kind].items()] for kind in ("breakages", "mistakes"))
 
 
 def planted(breakage: Breakage) -> dict[str, str]:
@@ -143,11 +55,15 @@ def _sources() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in sorted((ROOT / "megalite").rglob("*.py"))}
 
 
-def rarely(breakage: Breakage) -> pytest.MarkDecorator:
-    """With each commit where what it breaks was changed."""
-    with suppress(ValueError):  # which a test of its own tells
-        return pytest.mark.everything(guards=tuple(planted(breakage)))
-    return pytest.mark.everything()
+def rarely(breakages: list[Breakage]) -> list[Any]:
+    """As parameters of a test: with each commit where what one breaks was changed."""
+    found = []
+    for one in breakages:
+        guards: tuple[str, ...] = ()
+        with suppress(ValueError):  # which a test of its own tells
+            guards = tuple(planted(one))
+        found.append(pytest.param(one, marks=pytest.mark.everything(guards=guards), id=one.name))
+    return found
 
 
 def plant(breakage: Breakage, folder: Path) -> None:
@@ -160,7 +76,7 @@ def plant(breakage: Breakage, folder: Path) -> None:
 
 
 def verdict(breakage: Breakage, folder: Path) -> str:
-    """red, or what else came of it in this empty folder: green, not collected, ..."""
+    """Of its test: red, or what else came of it in this empty folder: green, not collected, ..."""
     plant(breakage, folder)
     words = ["-x", "-p", "no:xdist", "--timeout", str(LIMIT_S - 10), f"--rootdir={folder}", breakage.test]
     env = {**os.environ, "PYTHONPATH": str(folder)}
@@ -172,3 +88,34 @@ def verdict(breakage: Breakage, folder: Path) -> str:
     if process.returncode == pytest.ExitCode.TESTS_FAILED and "ImportError" not in said and "SyntaxError" not in said:
         return "red"
     return "green" if process.returncode == 0 else f"exit code {process.returncode}: {said[-2000:]}"
+
+
+def verify(mistake: Breakage, folder: Path) -> tuple[int, dict[str, Any], str]:
+    """Exit code, what --json tells, and what was printed, of verify.py in a copy of the sources with the mistake."""
+    plant(mistake, folder)
+    words = [*tables.spelt(TABLES["words"])(mistake.flags).split(), "--steps", "2", "--json", "told.json"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    how: dict[str, Any] = dict(capture_output=True, text=True, timeout=120.0, cwd=folder, env=env)
+    done = subprocess.run([sys.executable, "tools/verify.py", *words], **how)
+    told = folder / "told.json"
+    return done.returncode, json.loads(told.read_text("utf-8")) if told.is_file() else {}, done.stdout + done.stderr
+
+
+def missed(mistake: Breakage, code: int, found: dict[str, Any], said: str) -> list[str]:
+    """What is not as it should be in the answer; empty where the mistake was found and located."""
+    if code != 1 or not found:
+        return [f"exit code {code}: {said[-3000:]}"]
+    wrong, first = [], found["first"] or {}
+    for key, value in mistake.first.items():
+        outer, _, inner = key.partition(".")
+        got = first.get(outer, {}).get(inner) if inner else first.get(outer)
+        right = got == value
+        if key in ("causes", "where"):
+            right = any(value in text for text in ([got] if isinstance(got, str) else got or []))
+        if not right:
+            wrong.append(f"{key} is {got!r} and should be {value!r}")
+    if mistake.alone and not all(mistake.alone in name for name in first.get("others", [""])):
+        wrong.append(f"{first.get('others')} differ, and not {mistake.alone} alone")
+    if mistake.odd and not any(mistake.odd in line for line in found["one_process"]):
+        wrong.append(f"of the one process is said: {found['one_process']}")
+    return wrong

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tables
 from drill import drill
 from token_files import write
 from train_cases import logged
@@ -105,35 +106,14 @@ GATHERS = pytest.mark.everything(
 )
 
 
-CP, BY_HEADS = "--context-parallel-size 2", "--cp-comm-type a2a"
-CHUNKS = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --zero-hold chunk"
-EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size 2 --tensor-model-parallel-size 2"
+TABLES = tables.read("layouts")
+spelt = tables.spelt(TABLES["words"])
 EXPERTS = """--num-experts 8 --disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias
  --moe-aux-loss-coeff 0.01"""
-WAYS = {  # ranks, layout, the fault, and the step that it goes on from
-    "another stage": [
-        (2, "--zero-stage 3", "", 0),
-        (4, "--zero-stage 2", "step.after_reduce:3:5:kill", 2),
-        (4, f"--zero-stage 3 {CHUNKS}", "pipeline.message:2:7:kill", 4),
-        (2, "--zero-stage 1", "", 6),
-    ],
-    "another cp": [
-        (2, CP, "step.after_update:1:3:kill", 0),
-        (1, "", "step.after_update:0:5:kill", 2),
-        (4, f"{CP} {BY_HEADS} --zero-stage 3", "step.after_reduce:3:7:kill", 4),
-        (1, "", "", 6),
-    ],
-    "another ep": [
-        (4, f"{EP} 4", "step.after_update:3:3:kill", 0),
-        (2, f"{EP} 2 --zero-stage 3", "step.after_reduce:1:5:kill", 2),
-        (4, f"{EP} 2 {ETP}", "step.after_reduce:2:7:kill", 4),
-        (1, "", "", 6),
-    ],
-}
 
 
 @GATHERS
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", TABLES["killed"])
 def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: Path) -> None:
     """With a kill -9 in each but the last, of ZeRO-3 between gather and free: one process's losses and experts' counts."""
     flags = [*READ, "--data-path", data, "--train-iters", "8", "--hidden-dropout", "0.1"]
@@ -142,9 +122,9 @@ def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: 
     assert straight.code == 0, straight.said
     logs, run = tmp_path / "logs", str(tmp_path / "k/run")
     shared = [*flags, "--run-dir", str(logs), "--save", run, "--load", run]
-    for number, (world, layout, fault, step) in enumerate(WAYS[name]):
+    for number, (world, layout, fault, step) in enumerate(TABLES["killed"][name]):
         before = _die_with_weights_whole if not number and not fault else None
-        end = drill(tmp_path / "k" / str(number), world, [*shared, *layout.split()], fault, before=before)
+        end = drill(tmp_path / "k" / str(number), world, [*shared, *spelt(layout).split()], fault, before=before)
         assert end.code == (137 if fault or before else 0), end.said
         assert not step or f"iter_{step:07d}" in " ".join(end.said), end.said
     assert logged(logs)[-2:] == pytest.approx(logged(tmp_path / "s")[-2:], rel=1e-4)

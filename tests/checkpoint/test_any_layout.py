@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import tables
 import torch
 from cover import rarely
 from ranks import run_ranks
@@ -21,9 +22,8 @@ from megalite.config.toml import to_toml
 from megalite.train.start.resume import Start, open_saver, pieces_to_save, resume, save
 from megalite.train.step import train_step
 
-TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-VPP = "--num-virtual-stages-per-pipeline-rank"
-NOZERO = "--no-use-distributed-optimizer"
+TABLES = tables.read("layouts")
+spelt = tables.spelt(TABLES["words"])
 
 
 @dataclass(frozen=True)
@@ -33,32 +33,9 @@ class Layout:
     flags: str = ""
 
 
-FP32 = [
-    Layout("alone", 1),
-    Layout("dp2", 2),
-    Layout("dp2 ddp", 2, NOZERO),
-    Layout("tp2, a rank of padding", 2, f"{TP} 2 --make-vocab-size-divisible-by 200"),
-    Layout("pp2 vpp2", 2, f"{PP} 2 {VPP} 2"),
-    Layout("tp2 pp2", 4, f"{TP} 2 {PP} 2"),
-    Layout("tp2 dp2", 4, f"{TP} 2"),
-    Layout("pp2 dp2, dp outermost", 4, f"{PP} 2 --use-tp-pp-dp-mapping"),
-    Layout("pp2 dp2 ddp", 4, f"{PP} 2 {NOZERO}"),
-    Layout("cp2", 2, "--context-parallel-size 2"),
-]
-ZERO3 = "--zero-stage 3"
-TWO = "--num-distributed-optimizer-instances 2 --micro-batch-size 1"
-ZERO = [
-    Layout("alone", 1),
-    Layout("dp2", 2),
-    Layout("ZeRO-3 dp2", 2, ZERO3),
-    Layout("ZeRO-3 dp4", 4, f"{ZERO3} --micro-batch-size 1"),
-    Layout("ZeRO-3 tp2 dp2", 4, f"{ZERO3} {TP} 2"),
-    Layout("ZeRO-3 pp2 dp2 vpp2", 4, f"{ZERO3} --zero-hold chunk {PP} 2 {VPP} 2"),
-    Layout("ZeRO-2 pp2 dp2", 4, f"--zero-stage 2 {PP} 2"),
-    Layout("ZeRO-3 cp2 dp2, a2a", 4, f"{ZERO3} --context-parallel-size 2 --cp-comm-type a2a"),
-    Layout("ZeRO-3, two sets", 4, f"{ZERO3} {TWO}"),
-    Layout("ZeRO-3, two sets, once more", 4, f"{ZERO3} {TWO} --outer-dp-sharding-strategy optim"),
-]
+FP32, ZERO = (
+    [Layout(name, world, spelt(f)) for name, (world, f) in TABLES[k].items()] for k in ("saved", "saved_zero")
+)
 BF16 = [
     Layout("alone bf16", 1, "--bf16"),
     *(Layout(f"{a.name} bf16", a.world, f"{a.flags} --bf16") for a in (FP32[1], FP32[5], ZERO[4])),

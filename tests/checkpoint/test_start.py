@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import threading
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import programs
 import pytest
 import torch
+from tables import ANSWERS
 from token_files import byte_level_bpe
 from train_cases import SMALL, config_from, kept, pretrain, run_from, same, train
 
@@ -137,9 +137,6 @@ def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> No
         started(*load, "--squared-relu")  # both at once
     again, *_ = started(*load, "--no-load-optim")
     assert same(weights(again), weights(run)) and again.state.step == 1
-
-
-ANSWERS = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("what", sorted(ANSWERS["resumes"]))

@@ -6,12 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import ANSWERS
 
 import pretrain_gpt
 from megalite.config import cli
@@ -75,7 +75,6 @@ def test_dp_says_how_many_ranks_there_are(capsys: pytest.CaptureFixture[str]) ->
     assert pretrain_gpt.main([*words, "--dry-run"]) == 0 and "dp 4" in capsys.readouterr().out
 
 
-ANSWERS = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))
 MEANT: dict[str, str] = ANSWERS["meant"]
 
 

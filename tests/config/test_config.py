@@ -4,10 +4,10 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+from tables import ANSWERS
 
 import pretrain_gpt
 from docs.document_flags import flags_page, megatron_page
@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 16
  --train-iters 10 --lr 1e-3 --mock-data --vocab-size 100"""
 
-ANSWERS = tomllib.loads((ROOT / "tests/answers.toml").read_text("utf-8"))
 BAD: dict[str, str] = ANSWERS["config"] | {
     f"--seed=-1{'0' * 400}": "is negative; give 0 or more"
 }  # larger than any float

@@ -1,12 +1,10 @@
 """Layers of the stages that the options give: the numbers that Megatron-LM's get_num_layers_to_build returns; and
 patterns of layers."""
 
-import tomllib
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import ANSWERS
 from train_cases import config_from
 
 from megalite.config.options import ConfigError
@@ -18,7 +16,7 @@ MODEL = """--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-
  --tokenizer-type NullTokenizer --vocab-size 5000 --eval-iters 0"""
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
-STAGES = tomllib.loads((Path(__file__).parents[1] / "answers.toml").read_text("utf-8"))["stages"]
+STAGES = ANSWERS["stages"]
 
 
 def counts(layers: int, pp: int, flags: str) -> list[int]:

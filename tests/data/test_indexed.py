@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tables
 import token_files
 from token_files import documents_of, full, mutated
 
@@ -54,32 +55,16 @@ def patched(at: int, fmt: str, value: int) -> bytes:
     return bytes(raw)
 
 
-LENGTHS, POINTERS, ENDS = 34, 34 + 16, 34 + 16 + 32
+TABLES = tables.read("data/indexed")
+POINTERS, ENDS = 34 + 16, 34 + 16 + 32
 BAD_INDEX = {
     "empty": (b"", "magic"),
     "magic": (b"X" + golden_index()[1:], "magic"),
     "header cut": (golden_index()[:20], "header"),
-    "version 2": (patched(9, "<Q", 2), "version"),
-    "dtype 0": (patched(17, "<B", 0), "dtype code"),
-    "dtype float": (patched(17, "<B", 7), "dtype code"),
-    "dtype wider": (patched(17, "<B", 4), "pointers"),
-    "dtype narrower": (patched(17, "<B", 1), "pointers"),
-    "count huge": (patched(18, "<Q", 2**63), "size"),
-    "count one more": (patched(18, "<Q", 5), "size"),
-    "entries one less": (patched(26, "<Q", 4), "size"),
     "cut by one byte": (golden_index()[:-1], "size"),
     "cut in lengths": (golden_index()[:40], "size"),
     "one byte more": (golden_index() + b"\0", "size"),
-    "length -1": (patched(LENGTHS + 4, "<i", -1), r"lengths\[1\]"),
-    "length 2^31-1": (patched(LENGTHS + 8, "<i", 2**31 - 1), "bytes|pointers"),
-    "length spills": (patched(LENGTHS, "<i", 4), r"pointers\[1\]"),
-    "last length": (patched(LENGTHS + 12, "<i", 5), "truncated"),
-    "pointer negative": (patched(POINTERS + 8, "<q", -2), r"pointers\[1\]"),
-    "pointer odd": (patched(POINTERS + 16, "<q", 7), r"pointers\[2\]"),
-    "pointer beyond": (patched(POINTERS + 24, "<q", 1 << 40), r"pointers\[3\]"),
-    "first end not 0": (patched(ENDS, "<q", 1), r"document_indices\[0\]"),
-    "ends decrease": (patched(ENDS + 16, "<q", 0), r"document_indices\[2\]"),
-    "last end beyond": (patched(ENDS + 32, "<q", 9), r"document_indices\[4\]"),
+    **{name: (patched(*where), reason) for name, (*where, reason) in TABLES["damaged"].items()},
 }
 
 
@@ -336,26 +321,7 @@ def test_a_wrong_prefix_names_the_pairs_that_are_there(tmp_path: Path, monkeypat
     Path("many/half.bin").unlink()
     Path("text.jsonl").write_text("{}")
     Path("empty").mkdir()
-    no = "No such file or directory"
-    makes = "tools/preprocess_data.py makes"
-    mine = "data/mine_text_document, data/mine_title_document"
-    suffix = "the prefix of a pair is given without suffix; give data/mine_text_document"
-    said = {
-        "data/mine": f"data/mine.idx: {no}; did you mean {mine}?",
-        "data/mnie_text_document": f"data/mnie_text_document.idx: {no}; did you mean {mine}?",
-        "data/x": f"data/x.idx: {no}; data holds {mine}",
-        "many/zzzz": f"many/zzzz.idx: {no}; many holds many/a, many/b, many/c, many/d, many/e and 2 more",
-        "empty/a": f"empty/a.idx: {no}; {makes} such files",
-        "data/mine_text_document.bin": f"data/mine_text_document.bin: {suffix}",
-        "data/mine_text_document.idx": f"data/mine_text_document.idx: {suffix}",
-        "data": f"data: is a directory; give a prefix in it: {mine}",
-        "empty": f"empty: is a directory without token files; {makes} them",
-        "text.jsonl": f"text.jsonl: is a file, not the prefix of a .bin/.idx pair; {makes} one from text",
-        "many/half": f"many/half.bin: {no}, but many/half.idx exists; a pair needs both: write it again",
-        "nowhere/a": f"nowhere/a.idx: {no}; the directory nowhere does not exist; give the prefix of a .bin/.idx pair",
-        "other": f"other.idx: {no}; did you mean other_text_document?",
-    }
-    for prefix, message in said.items():
+    for prefix, message in TABLES["prefixes"].items():
         with pytest.raises(DataError) as error:
             IndexedDataset(prefix)
         assert str(error.value) == message

@@ -3,13 +3,11 @@
 On a CPU a tape (card/simulator/tape.py) stands for the card's graph and keeps its rules.
 """
 
-import tomllib
-from pathlib import Path
-
 import pytest
 import torch
 from card.simulator.tape import Tape
 from ranks import run_ranks
+from tables import ANSWERS
 from torch import Tensor
 from train_cases import config_from, run_from
 
@@ -110,7 +108,7 @@ def test_evaluation_and_a_timeline_are_eager() -> None:
     assert [tape.replays for tape in tapes] == replays and torch.equal(torch.cat(run.buffer.grads.flats), grads)
 
 
-REFUSED = tomllib.loads(Path(__file__).parents[1].joinpath("answers.toml").read_text("utf-8"))["graphs"]
+REFUSED = ANSWERS["graphs"]
 
 
 @pytest.mark.parametrize("flags", REFUSED)

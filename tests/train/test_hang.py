@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import programs
 import pytest
+import tables
 import torch
 from cover import rarely
 from ranks import run_ranks
@@ -240,7 +240,7 @@ def test_a_frozen_rank_is_named_and_the_run_says_hang(tmp_path: Path) -> None:
     assert (told["step"], told["late"], told["reason"]) == (6, [0], status["reason"])
 
 
-HANGS = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))["hangs"]
+HANGS = tables.read("train/cases")["hangs"]
 
 
 @pytest.mark.parametrize("name", rarely(HANGS, ["at the first collective"], str, guards=("megalite/train/watch",)))

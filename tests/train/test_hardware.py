@@ -1,6 +1,7 @@
 """Peaks by device name, and the measured one of this CPU."""
 
 import pytest
+import tables
 import torch
 
 from megalite.launch import local_ranks
@@ -8,24 +9,14 @@ from megalite.launch.ranks import Ranks
 from megalite.plan.cluster import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
 from megalite.train.life import preflight
 
-# names as torch.cuda.get_device_name reports them
-BF16 = {
-    **{"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA H100 NVL": 835.5, "NVIDIA H200": 989.4},
-    **{"NVIDIA GH200 480GB": 989.4, "NVIDIA H20": 148.0, "NVIDIA GB200": 2500.0, "NVIDIA B200": 2250.0},
-    **{"NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A10": 125.0, "NVIDIA A10G": 70.0, "NVIDIA A40": 149.7},
-    **{"NVIDIA L4": 121.0, "NVIDIA L40S": 362.05, "NVIDIA GeForce RTX 3090": 71.0, "NVIDIA GeForce RTX 4090": 165.2},
-    **{"AMD Instinct MI300X": 1307.4, "AMD Instinct MI250X": 191.5},  # one of its two dies: what torch calls a device
-}
-# other cards whose names hold the letters of one in the table, and parts of cards
-UNKNOWN = ["NVIDIA RTX A4000", "NVIDIA RTX A1000", "NVIDIA RTX A3000", "NVIDIA H200 MIG 1g.18gb"]
-UNKNOWN += ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce GTX 1080"]
+CASES = tables.read("train/cases")
 
 
 def test_the_peak_is_that_of_the_card_or_of_the_flag() -> None:
-    for name, tflops in BF16.items():
+    for name, tflops in CASES["bf16_tflops"].items():
         peak = peak_of(name, torch.bfloat16)
         assert (peak.tflops, peak.source) == (tflops, f"{name} bf16 dense")
-    for name in UNKNOWN:
+    for name in CASES["no_peak"]["names"]:
         peak = peak_of(name, torch.bfloat16)
         assert peak.tflops is None and name in peak.source and "--peak-tflops" in peak.source
     given = find_peak(torch.device("cuda"), torch.bfloat16, override_tflops=12.5)
@@ -112,17 +103,7 @@ def test_no_matmul_on_this_card_is_faster_than_its_peak() -> None:
     assert 0.2 * peak.tflops < reached < peak.tflops
 
 
-@pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({"cpu.max": "max 100000", "pods/cpu.max": "150000 100000", "pods/mine/cpu.max": "max 100000"}, 1.5),
-        ({"pods/cpu.max": "800000 100000", "pods/mine/cpu.max": "200000 100000"}, 2.0),
-        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 1e6),
-        ({"pods/mine/cpu.max": "what is this"}, 1e6),
-        ({}, 1e6),
-    ],
-)
+@pytest.mark.parametrize("files,quota", CASES["quotas"].values(), ids=CASES["quotas"])
 def test_a_containers_quota_of_processors_is_that_of_every_group_around_it(tmp_path, files: dict, quota: float) -> None:
     (tmp_path / "own").write_text("4:cpu:/else\n0::/pods/mine\n")
     for name, text in files.items():

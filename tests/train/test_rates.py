@@ -1,11 +1,11 @@
 """Rates in a run: what a resume may change, what an update follows, steps that are skipped, and evaluations."""
 
 import math
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tables
 import torch
 from ranks import run_ranks
 from test_start import built, save_step, started, weights
@@ -21,7 +21,7 @@ from megalite.train.state import Run
 from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
 
-OTHER = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))["rates"]
+OTHER = tables.read("train/cases")["rates"]
 
 
 @pytest.fixture(scope="module")

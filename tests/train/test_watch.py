@@ -2,12 +2,12 @@
 
 import json
 import os
-import tomllib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tables
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -29,7 +29,7 @@ from megalite.train.tell.metrics import ProgressLog
 from megalite.train.tell.run_dir import Exit
 from megalite.train.tell.timers import OF_STEP, PHASES, Profiler, Timers
 
-CASES = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))
+CASES = tables.read("train/cases")
 
 
 def read(*flags: str) -> Config:
@@ -134,19 +134,10 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize(
-    ("flags", "wanted"),
-    [
-        ("", [(5,)] * 4),  # by default nothing but the step's agreement
-        ("--log-num-zeros-in-grad", [(6,)] * 4),
-        ("--check-weight-hash-across-dp-replicas-interval 100", [(7,)] * 4),  # sums of bits at every step
-        ("--log-params-norm", [(5,), (), (5,), (), (5,), (5,), ()]),  # at logged steps only
-        ("--timing-log-level 1 --no-barrier-with-level-1-timing", [(5,), (5, 2), (5,), (5, 2), (5,), (5,), (5, 2)]),
-    ],
-)
-def test_what_is_told_costs_no_message_unless_it_is_asked_for(tmp_path: Path, flags: str, wanted: list) -> None:
+@pytest.mark.parametrize("flags", CASES["messages"])
+def test_what_is_told_costs_no_message_unless_it_is_asked_for(tmp_path: Path, flags: str) -> None:
     for shapes in run_ranks(2, collectives, f"{flags} --run-dir {tmp_path}"):
-        assert shapes == wanted
+        assert shapes == [tuple(shape) for shape in CASES["messages"][flags]]
 
 
 # ---- timers
