@@ -14,7 +14,7 @@ from typing import Any
 
 from megalite.config.check_model import any_divisor, layout_problems, model_effects, model_problems, multiples
 from megalite.config.field import facts_of, flag_of
-from megalite.config.options import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig, options
+from megalite.config.options import Config, ModelConfig, OptimConfig, TrainConfig, options
 from megalite.config.pattern import read_batch_schedule, read_split
 from megalite.config.problem import Problem, Say
 from megalite.config.registry import KINDS
@@ -39,13 +39,14 @@ def check(
     config = _made_plausible(config, unclear)
     say = Say(config)
     complete = complete or (c.load is None and c.pretrained_checkpoint is None)
+    layers = [name for name, of in KINDS["metric"].added.items() if of == "layer"]
     problems = [
-        *broken("contradictions", say, complete=complete),
+        *broken("contradictions", say, complete=complete, layer_metric=layers[0] if layers else ""),
         *model_problems(config.model, say),
         *layout_problems(config, say),
-        *training_problems(config, say),
-        *_data(config.data, say),
-        *_run_name(config.log.name, say),
+        *(() if config.train.skip_train else _rate(config.train, config.optim, say)),
+        *_batches(config.train, config.model.seq_length, say),
+        *_texts(config.log.name, config.data.split, say),
         *(_world(config, world_size, say) if world_size is not None else ()),
     ]
     return [*wrong.values(), *(problem for problem in problems if not problem.concerns(unclear))]
@@ -141,26 +142,14 @@ def _ranges(config: Config) -> Iterator[tuple[str, Problem]]:
         yield "lr", Problem("lr is not set; give --lr", ["lr"])
 
 
-def _run_name(name: str | None, say: Say) -> Iterator[Problem]:
+def _texts(name: str | None, split: str | None, say: Say) -> Iterator[Problem]:
     if name is not None and not re.fullmatch(r"\w[\w.+=,-]{0,79}", name):
         yield say("{=name!r} cannot name a directory in runs; use at most 80 letters, digits and - _ . + = ,")
-
-
-def _data(d: DataConfig, say: Say) -> Iterator[Problem]:
-    if d.split is not None:
+    if split is not None:
         try:
-            read_split(d.split)
+            read_split(split)
         except ValueError as error:
             yield say("{=split!r} {error}", error=error)
-
-
-def training_problems(config: Config, say: Say) -> Iterator[Problem]:
-    t = config.train
-    if not t.skip_train:
-        yield from _rate(t, config.optim, say)
-    yield from _batches(t, config.model.seq_length, say)
-    if t.compile and (layers := [name for name, of in KINDS["metric"].added.items() if of == "layer"]):
-        yield say("{=compile} with metric={metric}: a layer's number would be compiled in; drop one", metric=layers[0])
 
 
 def _rate(t: TrainConfig, o: OptimConfig, say: Say) -> Iterator[Problem]:

@@ -148,11 +148,6 @@ class ModelConfig:
         return read_pattern(self.moe_layer_freq, self.num_layers)
 
     @property
-    def expert_layers(self) -> list[int]:
-        """The layers that have experts."""
-        return [layer for layer, has_experts in enumerate(self.experts) if has_experts]
-
-    @property
     def expert_ffn_size(self) -> int:
         """0 in a dense model."""
         return (self.moe_ffn_hidden_size or self.ffn_size) if self.num_experts else 0

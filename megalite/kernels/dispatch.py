@@ -14,7 +14,7 @@ import contextlib
 import functools
 import importlib.util
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -54,13 +54,17 @@ _asked = {"kernels": "auto", "attention_kernel": "auto"}
 
 
 @contextlib.contextmanager
-def planning(listener: Listener) -> Iterator[None]:
-    """Inside, kernels on the meta device only make their outputs, and `listener` gets the launches."""
-    token = _listener.set(listener)
+def being(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Inside, the variable has the value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _listener.reset(token)
+        variable.reset(token)
+
+
+# planning(listener): inside, kernels on the meta device only make their outputs, and `listener` gets the launches
+planning = functools.partial(being, _listener)
 
 
 def device_type(device: torch.device) -> str:
@@ -207,7 +211,7 @@ class TileSizes:
     programs: int = 1
 
 
-def tile_for(table: tuple[tuple[int, ...], ...], columns: int) -> TileSizes:
+def tile_for(table: Sequence[Sequence[int]], columns: int) -> TileSizes:
     """The tile that holds whole rows of `columns`, from a table in rising order of
     (largest width, rows, warps[, programs]).
 

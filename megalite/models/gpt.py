@@ -130,18 +130,10 @@ class Head(nn.Module):
     `word`: the tied weight, or None. `z_loss`: its coefficient.
     """
 
-    def __init__(
-        self,
-        make: Maker,
-        model: ModelConfig,
-        spec: ParamSpec,
-        word: nn.Parameter | None,
-        vocab_size: int,
-        z_loss: float,
-    ):
+    def __init__(self, make: Maker, model: ModelConfig, spec: ParamSpec, word: nn.Parameter | None, z_loss: float):
         super().__init__()
         make = make.of("head")
-        self.tp, self.vocab_size, self.z_loss = make.mesh.tp, vocab_size, z_loss
+        self.tp, self.vocab_size, self.z_loss = make.mesh.tp, spec.stored_shape[0], z_loss
         self.norm = Norm(make, "final_norm", model.hidden_size, *norm_of(model))
         self.weight = word if word is not None else make(spec)
 
@@ -182,14 +174,13 @@ class Stage(nn.Module):
         word = vocabulary_spec("embedding.word", *sizes, word_std, tied=tied and mesh.pp.size > 1)
         self.embedding = None
         if number == 0:
-            positions = model.positions if model.position_embedding_type == "learned_absolute" else None
-            self.embedding = Embedding(make, word, positions=positions, dropout_p=model.hidden_dropout)
+            self.embedding = Embedding(make, word, model)
         self.blocks = nn.ModuleList(Block(make, model, layer, self.recompute.parts) for layer in stages[number])
         self.head = None
         if number == len(stages) - 1:
             spec = word if tied else vocabulary_spec("head", *sizes, std, tied=False)
             shared = self.embedding.word if tied and self.embedding is not None else None
-            self.head = Head(make, model, spec, shared, vocab_size, z_loss)
+            self.head = Head(make, model, spec, shared, z_loss)
         self.rope: tuple[Tensor, Tensor] | None = None
         if any(model.rotary) and not make.meta:
             size, by = int(model.head_size * model.rotary_percent), model.rotary_seq_len_interpolation_factor

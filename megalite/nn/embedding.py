@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megalite.config.options import ModelConfig
 from megalite.kernels.dropout import dropout, fold
 from megalite.kernels.weight_grad import accumulate_rows_
 from megalite.nn.micro_batch import SITE_EMBEDDING, Batch
@@ -50,15 +51,15 @@ def look_up(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
 
 
 class Embedding(nn.Module):
-    def __init__(self, make: Maker, spec: ParamSpec, *, positions: int | None, dropout_p: float):
+    def __init__(self, make: Maker, spec: ParamSpec, model: ModelConfig):
         super().__init__()
         make = make.of("embedding")
         self.mesh: Mesh = make.mesh
-        self.dropout_p, self.seed = dropout_p, make.seed
+        self.dropout_p, self.seed = model.hidden_dropout, make.seed
         self.word = make(spec)
         self.position = None
-        if positions is not None:
-            shape = positions, spec.shape[1]
+        if model.position_embedding_type == "learned_absolute":
+            shape = model.positions, model.hidden_size
             learned = ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
             self.position = make(learned)
 

@@ -7,14 +7,15 @@
 What a rank owns is all that it holds, or where that is shared out once more (bucket_rule.py) a part of it.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megalite.kernels.dispatch import being
 from megalite.nn.parameter import write_initial
 from megalite.optim.bucket_rule import BucketRule
 from megalite.optim.host_memory import host_memory, pinned_bytes
@@ -29,16 +30,7 @@ class Watcher(Protocol):
 
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-
-
-@contextlib.contextmanager
-def listening(watcher: Watcher) -> Iterator[None]:
-    """Inside, `watcher` is told by every Elastic."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
+listening = partial(being, _watcher)  # listening(watcher): inside, `watcher` is told by every Elastic
 
 
 class Elastic:

@@ -118,7 +118,7 @@ def head_bill(model: ModelConfig, setting: Setting, vocab_size: int, padded: int
     """The bill of final norm, output projection and loss, whose gradients are computed in forward."""
     recorder = Recorder()
     spec = vocabulary_spec("head", padded, vocab_size, model.hidden_size, 0.0, False)
-    head = recorder.own(Head(setting.maker(recorder), model, spec, None, vocab_size, z_loss))
+    head = recorder.own(Head(setting.maker(recorder), model, spec, None, z_loss))
     tokens = setting.tokens(model)
     batch = Batch(tokens, tokens, None, tokens[0], 0, loss_weight=1.0)
     with recorder:
@@ -129,8 +129,7 @@ def head_bill(model: ModelConfig, setting: Setting, vocab_size: int, padded: int
 def embedding_bill(model: ModelConfig, setting: Setting, vocab_size: int, padded: int) -> Bill:
     recorder = Recorder()
     spec = vocabulary_spec("embedding.word", padded, vocab_size, model.hidden_size, 0.0, False)
-    positions = model.positions if model.position_embedding_type == "learned_absolute" else None
-    module = recorder.own(Embedding(setting.maker(recorder), spec, positions=positions, dropout_p=model.hidden_dropout))
+    module = recorder.own(Embedding(setting.maker(recorder), spec, model))
     tokens = setting.tokens(model)
     with recorder:
         return recorder.read(lambda: module(Batch(tokens, None, None, tokens[0], 0)), [], torch.empty_like)

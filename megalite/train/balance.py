@@ -7,12 +7,13 @@ They are summed over the world in the step's one all-reduce (train/step.py), in 
 exact below 2^53: so biases have the same bits on all ranks and under every layout. No gradient trains them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.config.options import ModelConfig
 from megalite.models.gpt import Stage
 from megalite.nn.router import LOSSES, Router
 from megalite.parallel.mesh import Mesh
@@ -27,10 +28,11 @@ class Balance:
     """layers: the numbers of the model's L layers with E experts. routers: of this rank. counts_LE, losses_L3: of the
     last step's whole batch, on every rank."""
 
-    def __init__(self, stages: Iterable[Stage], mesh: Mesh, rate: float, layers: Sequence[int], experts: int):
+    def __init__(self, stages: Iterable[Stage], mesh: Mesh, model: ModelConfig):
         self.routers = [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
-        self.mesh, self.rate, self.layers = mesh, rate, list(layers)
-        self.counts_LE = torch.zeros(len(self.layers), experts, dtype=torch.int64)
+        self.mesh, self.rate = mesh, model.moe_router_bias_update_rate
+        self.layers = [layer for layer, has_experts in enumerate(model.experts) if has_experts]
+        self.counts_LE = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.int64)
         self.losses_L3 = torch.zeros(len(self.layers), len(LOSSES), dtype=torch.float64)
 
     def begin(self) -> None:

@@ -121,7 +121,7 @@ def build_run(
     return Run(
         mesh=mesh,
         pipeline=pipeline,
-        balance=Balance(stages, mesh, m.moe_router_bias_update_rate, m.expert_layers, m.num_experts or 0),
+        balance=Balance(stages, mesh, m),
         buffer=buffer,
         optimizer=Zero1(buffer, *update_rules(config), config.optim.offloaded, config.optim.optimizer_offload_folder),
         rates=rates(made),

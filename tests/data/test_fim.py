@@ -15,9 +15,7 @@ from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import Blend
 from megalite.data.samples.fim import WRITTEN, Fim, FimDataset, rearrange, transform
 from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.data.samples.packing import PackedDataset
 from megalite.data.samples.permutation import fold
-from megalite.data.samples.source import MockDataset
 from megalite.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
 from megalite.data.tokenizers.tokenizer_json import HuggingFaceTokenizer
 
@@ -113,24 +111,12 @@ def test_fragments_are_chosen_by_their_own_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"split": 9}, "fim_split_sample and fim_fragment_rate go together"),
-        ({"fragment_rate": 0.5}, "fim_split_sample and fim_fragment_rate go together"),
-        ({"middle": PRE}, "fim_middle_token and fim_prefix_token are both id 0"),
-        ({"no_prefix": ""}, "fim_no_prefix is empty"),
-    ],
+    ("change", "message"), [({"middle": PRE}, "fim_middle_token and fim_prefix_token are both id 0")]
 )
 def test_contradictions_are_refused(change: dict[str, float | str], message: str) -> None:
     values = {"rate": 0.5, "spm_rate": 0.5, "prefix": PRE, "middle": MID, "suffix": SUF, "pad": PAD, "eod": EOD}
     with pytest.raises(DataError, match=message):
         Fim(**{**values, **change})  # type: ignore[arg-type]
-
-
-def test_characters_need_the_tokenizer(tmp_path: Path) -> None:
-    for options in (fim(1, characters=True), fim(1, no_prefix="#")):
-        with pytest.raises(DataError, match="needs the tokenizer that made the data"):
-            FimDataset(MockDataset(50, 8, 1), options, 1)
 
 
 Codecs = dict[str, tuple[Tokenizer, Fim]]
@@ -275,12 +261,8 @@ def test_where_names_the_document_of_a_moved_token(plain: GptDataset) -> None:
     assert moved > 50
 
 
-def test_feeds_batches_and_refuses_packed_data(plain: GptDataset) -> None:
+def test_feeds_batches(plain: GptDataset) -> None:
     dataset = FimDataset(plain, fim(1, 0.25), 7)
     assert Batches(dataset, 2, 0, 1, 900).at(0, 4)[0].tokens.shape == (2, 33)
     assert dataset.describe(3) == plain.describe(3) + "\nfill-in-the-middle: rate 1, SPM 0.25, cut between tokens"
-    packed = PackedDataset(plain._data, range(40), 32, 1, EOD)
-    for one in (packed, Blend([plain, packed], [1, 1])):
-        with pytest.raises(DataError, match="do not go together"):
-            FimDataset(one, fim(1), 1)
     assert FimDataset(Blend([plain, plain], [1, 1]), fim(1), 1).samples(np.array([0]))[0].shape == (33,)

@@ -95,7 +95,8 @@ def load(folder: Location) -> Manifest:
         data = json.loads(text)
         if data["format"] != FORMAT:
             raise refuse(f"format {data['format']!r} is not {FORMAT}")
-        files = {str(name): _stamp(*entry) for name, entry in data["files"].items()}
+        stamp = lambda size, name, block, of: Stamp(int(size), str(name), int(block), tuple(map(str, of)))  # noqa: E731
+        files = {str(name): stamp(*entry) for name, entry in data["files"].items()}
         tensors = {str(name): _whole(str(name), entry, files) for name, entry in data["tensors"].items()}
         state = _state(dict(data["state"]))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
@@ -141,10 +142,6 @@ def newest(place: Location, check: Check = check_sizes) -> tuple[Location, Manif
             complain(f"skipping {folder}: {error}")
     hint = "give a --save directory, or one checkpoint in it"
     raise CheckpointError(f"{place} holds no checkpoint that can be read; {hint}. {' '.join(reasons)}".strip())
-
-
-def _stamp(size: Any, name: Any, block: Any, digests: Any) -> Stamp:
-    return Stamp(int(size), str(name), int(block), tuple(str(digest) for digest in digests))
 
 
 def _whole(name: str, entry: dict[str, Any], files: dict[str, Stamp]) -> Whole:

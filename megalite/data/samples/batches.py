@@ -66,10 +66,6 @@ class Borders:
     mask_loss: bool = False
     documents: bool = False
 
-    def __post_init__(self) -> None:
-        if (self.mask_loss or self.documents) and self.eod is None:
-            raise ValueError("eod_mask_loss and documents need the id of the end-of-document token (eod)")
-
     def find(
         self, tokens: Ints, layout: list[NDArray[np.int32]] | None
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:

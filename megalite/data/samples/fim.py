@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
-from megalite.data.samples.packing import PackedDataset
 from megalite.data.samples.permutation import Ints, below, fold, mix32
 from megalite.data.samples.source import Dataset
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -59,10 +58,6 @@ class Fim:
     unknown: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.split is None) != (self.fragment_rate is None):
-            raise DataError("fim_split_sample and fim_fragment_rate go together; give both or neither")
-        if self.no_prefix == "":
-            raise DataError("fim_no_prefix is empty, and every text begins with nothing; drop --fim-no-prefix")
         marks = {"prefix": self.prefix, "middle": self.middle, "suffix": self.suffix, "eod": self.eod}
         for (one, a), (other, b) in combinations([*marks.items(), ("split_sample", self.split)], 2):
             if a == b != self.unknown:
@@ -157,11 +152,6 @@ class FimDataset(Dataset):
     """`dataset` with its documents rearranged, sample by sample. `codec`: needed unless cuts are between tokens."""
 
     def __init__(self, dataset: Dataset, fim: Fim, seed: int, codec: Tokenizer | None = None):
-        # three tokens more per document would cut the documents that packing kept whole
-        if any(isinstance(part, PackedDataset) for part in (dataset, *getattr(dataset, "datasets", ()))):
-            raise DataError("fill-in-the-middle and best-fit packing do not go together; leave one of them out")
-        if codec is None and (fim.characters or fim.no_prefix is not None):
-            raise DataError("fim between characters, or with fim_no_prefix, needs the tokenizer that made the data")
         self.dataset, self.fim, self.codec = dataset, fim, codec
         self.seq_length = dataset.seq_length
         self._key = fold(seed, "train")
