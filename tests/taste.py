@@ -310,9 +310,9 @@ def path_of_a_step(root: Path) -> dict[str, int]:
 
 def parts_of(name: str, root: Path) -> Iterator[str]:
     """How the modules begin that a module of the core gets its parts from by name (config/registry.py)."""
-    kinds = tomllib.loads((root / "megalite/config/registry.toml").read_text("utf-8"))
     text = root.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
     for kind in re.findall(r'KINDS\["(\w+)"\]', text):
+        kinds = tomllib.loads((root / "megalite/config/registry.toml").read_text("utf-8"))
         places = (str(place).partition(":") for place in kinds[kind].values())
         yield from (module for module, colon, _ in places if colon)
         yield from (f"megalite.{kinds[kind]['folder'].replace('/', '.')}." for _ in range("folder" in kinds[kind]))

@@ -53,7 +53,7 @@ def test_every_rule_names_options_and_can_be_said(part: str, rows: int) -> None:
     model = ModelConfig(seq_length=8, hidden_size=8, num_attention_heads=1)
     say = Say(Config(model, data=DataConfig(validation_set_names=("a", "b"))))
     facts = dict(complete=True, world=8, last=7, unit=2, shape="tp 2", ranks=8, dp=4, by_cp="", sharing=4)
-    facts |= dict(evaluated=8, eval_micro=1, eval_unit=4, beyond="9", share=1, per_stage=8, alike=8)
+    facts |= dict(evaluated=8, eval_micro=1, eval_unit=4, beyond="9", share=1, per_stage=8, alike=8, layer_metric="x")
     for conditions, text in rules_of(part):
         assert not {holds(term, say, facts) for terms in conditions for term in terms} - {True, False}
         assert say(text, option=conditions[0][0][1], divisors="1", multiples="2", **facts), text
