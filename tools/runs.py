@@ -53,17 +53,11 @@ def row_of(folder: Path) -> dict[str, Any]:
         validated_at |= {key.split("/")[1]: number(row.get("step")) for key in losses}
         speeds.append(number(row.get("perf/tokens_per_s_per_gpu")))
     speeds = [speed for speed in speeds if speed is not None]
-    return {
-        "run": str(folder),
-        "outcome": run.outcome,
-        "step": None if step is None else int(step),
-        "steps": table_of(run.config.get("train")).get("train_iters"),
-        "loss": loss,
-        "validation": validation,
-        "validation_step": validated_at,
-        "tokens_per_s": statistics.median(speeds) * run.devices if speeds else None,
-        "time": run.status.get("time"),
-    }
+    row: dict[str, Any] = {"run": str(folder), "outcome": run.outcome, "step": None if step is None else int(step)}
+    row |= {"steps": table_of(run.config.get("train")).get("train_iters"), "loss": loss, "validation": validation}
+    row |= {"validation_step": validated_at}
+    row |= {"tokens_per_s": statistics.median(speeds) * run.devices if speeds else None}
+    return row | {"time": run.status.get("time")}
 
 
 def _loss(value: float | None) -> str:

@@ -111,16 +111,11 @@ def efficiency(of: Mapping[str, float], run: Measured, price_per_hour: float | N
     samples = run["samples_per_step"] / run["step_s"]
     machines = run["devices"] if run["device"] != "CPU" else 1
     cost = None if price_per_hour is None else price_per_hour * run["devices"] / 3600 / samples
-    return {
-        "gpu_utilization": of["forward"] + of["backward"] + of["optimizer"],
-        "memory_utilization": run["memory"] / (machines * run["memory_there"]),
-        "samples_per_s": samples,
-        "cost_per_sample": cost,
-        "data_time": of["data"],
-        "forward_time": of["forward"],
-        "backward_time": of["backward"],
-        "communication_time": sum(of.get(axis, 0.0) for axis in WAITS),
-    }
+    used = {"gpu_utilization": of["forward"] + of["backward"] + of["optimizer"]}
+    used |= {"memory_utilization": run["memory"] / (machines * run["memory_there"]), "samples_per_s": samples}
+    times = {f"{part}_time": of[part] for part in ("data", "forward", "backward")}
+    times |= {"communication_time": sum(of.get(axis, 0.0) for axis in WAITS)}
+    return {**used, "cost_per_sample": cost, **times}
 
 
 def break_down(

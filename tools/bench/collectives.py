@@ -22,14 +22,9 @@ from megalite.launch.local_ranks import start_local
 from megalite.launch.ranks import LaunchError, Ranks, prepare_cuda, read_environment
 from tools.bench.contender import time_steps
 
-FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1,
-    "message": lambda n: 2,
-}
+FACTORS: dict[str, Callable[[int], float]] = {"all_reduce": lambda n: 2 * (n - 1) / n}
+FACTORS |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), lambda n: (n - 1) / n)
+FACTORS |= {"broadcast": lambda n: 1, "message": lambda n: 2}
 WARM_UP = 2
 Row = dict[str, Any]
 

@@ -40,15 +40,9 @@ def contenders(options: argparse.Namespace, half: bool) -> list[tuple[str, dict[
 def measure(name: str, environment: dict[str, str], options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """One contender, once, in processes of its own."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        task = {
-            "contender": name.removesuffix(" + allocator"),
-            "flags": flags,
-            "nproc": options.nproc,
-            "warmup": options.warmup,
-            "steps": options.steps,
-            "folder": folder,
-            "memory_bytes": options.memory_gib and int(options.memory_gib * 2**30),
-        }
+        task = {"contender": name.removesuffix(" + allocator"), "flags": flags, "folder": folder}
+        task |= {name: getattr(options, name) for name in ("nproc", "warmup", "steps")}
+        task |= {"memory_bytes": options.memory_gib and int(options.memory_gib * 2**30)}
         command = [sys.executable, str(RANK), json.dumps(task)]
         log = options.json.with_suffix(".txt") if options.json else Path(folder) / "log.txt"
         status, said = limited.run(command, log, options.timeout, environment)

@@ -311,20 +311,12 @@ def _parallel(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -
     size = p.microbatch_group_size_per_virtual_pipeline_stage
     other = ("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers")  # ways to say the same
     changes: dict[str, Any] = dict.fromkeys((*other, "decoder_last_pipeline_num_layers"))
-    return replace(
-        p,
-        **changes,
-        pipeline_model_parallel_layout=spelt,
-        num_virtual_stages_per_pipeline_rank=chunks,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        tensor_model_parallel_size=layout.tp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        pipeline_model_parallel_size=pp,
-        microbatch_group_size_per_virtual_pipeline_stage=None if size is None else pp + (size > wanted.pp),
-        ddp_bucket_size=BUCKET,
-    )
+    changes |= dict(pipeline_model_parallel_layout=spelt, num_virtual_stages_per_pipeline_rank=chunks)
+    changes |= dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False)
+    changes |= dict(tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=pp, ddp_bucket_size=BUCKET)
+    changes |= dict(expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp)
+    group = None if size is None else pp + (size > wanted.pp)
+    return replace(p, **changes, microbatch_group_size_per_virtual_pipeline_stage=group)
 
 
 def _batch(config: Config, wanted: Layout, layout: Layout, layers: int) -> Any:

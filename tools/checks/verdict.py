@@ -169,17 +169,11 @@ def as_json(verdicts: Sequence[Verdict], dtype: str) -> dict[str, Any]:
 
 def _one(verdict: Verdict, dtype: str) -> dict[str, Any]:
     keys = ("step", "kind", "name", "apart", "tolerance", "differs", "missing")
-    return {
-        "agrees": verdict.agrees,
-        "dtype": dtype,
-        "steps": verdict.made.config.train.train_iters,
-        "wanted": asdict(verdict.made.wanted),
-        "verified": asdict(verdict.made.layout),
-        "notes": verdict.notes,
-        "first": None if verdict.finding is None else asdict(verdict.finding),
-        "one_process": verdict.odd,
-        "rows": [{key: getattr(row, key) for key in keys} for row in verdict.rows],
-    }
+    made, first = verdict.made, None if verdict.finding is None else asdict(verdict.finding)
+    told = {"agrees": verdict.agrees, "dtype": dtype, "steps": made.config.train.train_iters}
+    told |= {"wanted": asdict(made.wanted), "verified": asdict(made.layout), "notes": verdict.notes, "first": first}
+    rows = [{key: getattr(row, key) for key in keys} for row in verdict.rows]
+    return told | {"one_process": verdict.odd, "rows": rows}
 
 
 def draw(verdict: Verdict, path: Path, dtype: str) -> None:

@@ -169,17 +169,12 @@ def _section(title: str, lines: list[str]) -> None:
 
 def _write(args: argparse.Namespace, request: Request, found: Found, budget: Budget) -> None:
     c, shown = request.cluster, found.choices()[: args.top]
-    data: dict[str, Any] = {
-        "cluster": {"device": c.device.name, "nodes": c.nodes, "per_node": c.per_node},
-        "device_memory": c.device.memory_bytes,
-        "usable_memory": found.limit,
-        "parameters": shown[0].best.made.parameters,
-        "active_parameters": budget.active,
-        "tokens": budget.tokens,
-        "plans": [show.as_json(one.best) | {"fastest": show.as_json(one.fastest)} for one in shown],
-        "refused": [[count, found.examples[kind]] for kind, count in found.refused.most_common()],
-        "command": show.command_words(request, shown[0].best.layout, _steps(budget, shown[0].best.made)),
-    }
+    best, plans = shown[0].best, [show.as_json(one.best) | {"fastest": show.as_json(one.fastest)} for one in shown]
+    data: dict[str, Any] = {"cluster": {"device": c.device.name, "nodes": c.nodes, "per_node": c.per_node}}
+    data |= {"device_memory": c.device.memory_bytes, "usable_memory": found.limit, "parameters": best.made.parameters}
+    data |= {"active_parameters": budget.active, "tokens": budget.tokens, "plans": plans}
+    data |= {"refused": [[count, found.examples[kind]] for kind, count in found.refused.most_common()]}
+    data |= {"command": show.command_words(request, best.layout, _steps(budget, best.made))}
     try:
         if args.json is not None:
             write_json(args.json, data)

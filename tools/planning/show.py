@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from megalite.plan.arrangement import Arrangement
@@ -157,22 +158,9 @@ def _time(days: float) -> str:
 
 def as_json(plan: Planned) -> dict[str, Any]:
     """Bytes and seconds."""
-    arrangement = plan.made
-    return {
-        "layout": {name: getattr(plan.layout, name) for name in plan.layout.__dataclass_fields__},
-        "name": str(plan.layout),
-        "world": arrangement.world,
-        "dp": arrangement.dp,
-        "cp": arrangement.cp,
-        "first_ranks": list(arrangement.groups["pp"]),
-        "microbatches": arrangement.microbatches,
-        "layers": arrangement.counts,
-        "seconds": plan.time.seconds,
-        "about_seconds": band(plan.time.seconds),
-        "parts": plan.time.parts,
-        "mfu": plan.time.mfu,
-        "tokens_per_s": plan.time.tokens_per_s,
-        "memory": [{part: getattr(held, part) for part in PARTS} for held in plan.memory],
-        "peak": plan.peak,
-        "fullest": plan.fullest,
-    }
+    made, time = plan.made, plan.time
+    told = {"layout": asdict(plan.layout), "name": str(plan.layout), "world": made.world, "dp": made.dp, "cp": made.cp}
+    told |= {"first_ranks": [*made.groups["pp"]], "microbatches": made.microbatches, "layers": made.counts}
+    told |= {"seconds": time.seconds, "about_seconds": band(time.seconds), "parts": time.parts}
+    told |= {"mfu": time.mfu, "tokens_per_s": time.tokens_per_s, "peak": plan.peak, "fullest": plan.fullest}
+    return told | {"memory": [{part: getattr(held, part) for part in PARTS} for held in plan.memory]}
