@@ -13,6 +13,7 @@ from documents import ROOT, Command, commands, parsed_by, start
 from train_cases import config_from, pretrain
 
 from megalite import __main__ as COMMAND
+from megalite import __version__
 from megalite.config.check import check
 from megalite.config.field import spellings
 from megalite.config.megatron_flags import known_flags
@@ -148,3 +149,10 @@ def test_the_checks_above_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError):
         parsed_by(command.words[1], list(command.words[2:]), monkeypatch)
     assert "--promt" not in flags_there_are(monkeypatch)
+
+
+def test_forms_of_issues_and_the_citation_are_read() -> None:
+    forms = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")]
+    assert len(forms) == 3 and all({"name", "description", "body"} <= form.keys() for form in forms)
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == __version__ and {"cff-version", "message", "title", "authors"} <= cited.keys()

@@ -95,13 +95,14 @@ def network() -> Iterator[Fact]:
     except MeetingError as error:
         yield Fact(WARN, "network", *str(error).split(": ", 1))
     port = environment.variable("MASTER_PORT", str(BEYOND[1]))
-    with socket.socket() as listens:
-        try:
-            listens.bind(("", int(port)))
-            yield Fact(OK, "network", f"port {port}, where ranks meet, is free")
-        except (OSError, ValueError, OverflowError) as error:
-            remedy = "set MASTER_PORT, or --rdzv-endpoint of torchrun, to a free one"
-            yield Fact(WARN, "network", f"port {port}, where ranks meet, cannot be had ({error})", remedy)
+    try:
+        socket.create_server(
+            ("", int(port))
+        ).close()  # as a store does, which a connection that is ending does not stop
+        yield Fact(OK, "network", f"port {port}, where ranks meet, is free")
+    except (OSError, ValueError, OverflowError) as error:
+        remedy = "set MASTER_PORT, or --rdzv-endpoint of torchrun, to a free one"
+        yield Fact(WARN, "network", f"port {port}, where ranks meet, cannot be had ({error})", remedy)
 
 
 def memory() -> Iterator[Fact]:
