@@ -329,6 +329,8 @@ def test_words_of_a_file_and_of_the_line_add_up_and_a_process_has_those_of_the_l
 def test_the_page(tmp_path: Path) -> None:
     """Every command of it, typed where its reader stands."""
     os.symlink(ROOT / "examples", tmp_path / "examples")
+    ((_, shown),) = [block for block in documents.fences(ROOT / "docs/extending.md") if block[0] == "python"]
+    assert (EXAMPLES / "lr_schedule.py").read_text("utf-8").endswith(f'"""\n\n{shown}')
     for command in documents.commands():
         if command.place.startswith("extending.md: megalite"):
             short = ["--num-layers", "2", "--device", "cpu"] * (command.words[1] in ("train", "verify"))
