@@ -52,8 +52,8 @@ DATA = """commands.toml config/megatron_flags.txt config/option_rules.txt config
  config/registry.toml config/spellings.toml config/translate/accelerate.toml config/translate/bridge.toml
  config/translate/deepspeed.toml config/translate/nanotron.toml config/translate/nemo.toml config/translate/torchtitan.toml
  data/tokenizers/tables.toml interop/hugging_face/facts.toml interop/megatron/names.toml kernels/newton_schulz.toml
- launch/machine.toml launch/ranks.toml models/families.toml plan/causes.toml plan/devices.toml plan/links.toml
- train/tell/figures.toml completion.sh py.typed"""
+ kernels/tiles.toml launch/machine.toml launch/ranks.toml models/families.toml plan/causes.toml plan/devices.toml
+ plan/links.toml train/tell/figures.toml completion.sh py.typed"""
 
 
 @RARELY

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megalite.config.tables import table_beside
 from megalite.kernels.blocked_attention import Scoring
 from megalite.kernels.dispatch import ceil_div, kernel, power_of_two, unit_of, widened
 from megalite.kernels.dropout import as_int32
@@ -41,17 +42,8 @@ if TYPE_CHECKING:
 LOG2_E = 1 / math.log(2)  # exp2 is an instruction, exp is not: scores are in units of log 2
 # Channels of a head. In fp32 the multiply-adds of wider ones spill in every tile.
 WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
-# Queries and keys per block, warps, stages, by what multiplies (`unit`): as much as the assembler fits into registers
-# and shared memory of every such card; those of wgmma were timed, on an H200 (docs/performance.md), the wide ones not.
-FORWARD = {"wgmma": (128, 128, 8, 3), "tcgen05": (128, 64, 8, 3), "mma": (64, 32, 4, 3)}
-FORWARD |= {"wgmma wide": (128, 32, 8, 3), "tcgen05 wide": (64, 64, 8, 2), "mma wide": (64, 64, 8, 1)}
-FORWARD |= {"fp32": (32, 32, 8, 1), "fp32 wide": (32, 32, 8, 1)}
-BACKWARD_Q = {"wgmma": (128, 64, 8, 3), "tcgen05": (128, 64, 8, 2), "mma": (64, 64, 8, 2)}
-BACKWARD_Q |= {"wgmma wide": (128, 16, 8, 3), "tcgen05 wide": (128, 32, 8, 2), "mma wide": (64, 32, 8, 1)}
-BACKWARD_Q |= {"fp32": (32, 32, 8, 1), "fp32 wide": (16, 16, 8, 1)}
-BACKWARD_KV = {"wgmma": (32, 64, 4, 3), "tcgen05": (64, 64, 8, 1), "mma": (64, 32, 8, 2)}
-BACKWARD_KV |= {"wgmma wide": (32, 32, 8, 3), "tcgen05 wide": (32, 32, 8, 3), "mma wide": (32, 32, 8, 1)}
-BACKWARD_KV |= {"fp32": (32, 32, 8, 1), "fp32 wide": (16, 16, 8, 1)}
+# by `unit`
+FORWARD, BACKWARD_Q, BACKWARD_KV = table_beside(__file__, "tiles")["flash_attention"].values()
 MOST_PROGRAMS = 65535  # along the second dimension of a CUDA grid
 
 

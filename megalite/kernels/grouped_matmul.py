@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megalite.config.tables import table_beside
 from megalite.kernels.dispatch import as_rows, ceil_div, kernel, power_of_two, processors, unit_of, use_triton, widened
 from megalite.kernels.flash_blocks import dot
 from megalite.kernels.weight_grad import accumulate_outer_
@@ -28,12 +29,7 @@ from megalite.kernels.weight_grad import accumulate_outer_
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Rows and columns of a tile, depth of a turn, warps, stages, by what multiplies: as much as the assembler fits into
-# registers and shared memory of every such card. A gradient's tile is in registers twice, with the sum so far.
-FORWARD = {"wgmma": (128, 256, 64, 8, 4), "tcgen05": (128, 256, 64, 8, 4), "mma": (128, 128, 32, 8, 3)}
-FORWARD |= {"fp32": (64, 64, 32, 8, 2)}
-WEIGHT_GRAD = {"wgmma": (128, 128, 64, 8, 5), "tcgen05": (128, 128, 64, 8, 5), "mma": (128, 64, 32, 8, 5)}
-WEIGHT_GRAD |= {"fp32": (64, 64, 32, 8, 2)}
+FORWARD, WEIGHT_GRAD = table_beside(__file__, "tiles")["grouped_matmul"].values()  # by what multiplies
 BAND = 8  # rows of tiles that are done column by column: what they share stays in the cache
 
 

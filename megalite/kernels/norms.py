@@ -19,23 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from megalite.config.tables import table_beside
 from megalite.kernels.columns import sum_rows
 from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, kernel, processors, stat_dtype, tile_for, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-# (largest width, rows, warps). One program holds whole rows, so that x is read once. Narrow rows (q/k norms have
-# 64 to 128 columns) are taken several at a time, or a program would have less than one 16-byte load per thread.
-FORWARD = ((128, 32, 4), (256, 16, 4), (512, 8, 4), (1024, 4, 4), (2048, 2, 4), (4096, 1, 4), (8192, 1, 8))
-FORWARD += ((16384, 1, 16), (32768, 1, 32))
-# (largest width, rows, warps, programs per multiprocessor). Backward walks over rows, so that each program leaves one
-# row of weight gradients, and holds dy and that row too. All programs are resident at once: of RMSNorm ptxas gives 80
-# registers a thread at 4096 columns, so three of 8 warps fit.
-BACKWARD = ((128, 16, 4, 4), (256, 8, 4, 4), (512, 4, 4, 4), (1024, 2, 4, 4), (2048, 1, 8, 4), (4096, 1, 16, 2))
-BACKWARD += ((8192, 1, 16, 1), (16384, 1, 32, 1), (32768, 1, 32, 1))
-# LayerNorm's, which holds a row of sums for the bias, too
-BACKWARD_CENTRED = (*BACKWARD[:4], (2048, 1, 4, 4), (4096, 1, 8, 2), *BACKWARD[6:])
+# (largest width, rows, warps); of backward also programs per multiprocessor
+FORWARD, BACKWARD, BACKWARD_CENTRED = table_beside(__file__, "tiles")["norms"].values()
 
 
 class _RMSNorm(Function):

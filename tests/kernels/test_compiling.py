@@ -39,7 +39,7 @@ def known_spill(launch: Launch) -> bool:
     forward with dropout spills 16 bytes on 12.0, beside the hash of every score."""
     if launch.name in ("flash_attention.forward", "flash_attention.backward_kv"):
         table = flash_attention.FORWARD if launch.name.endswith("forward") else flash_attention.BACKWARD_KV
-        tile = (launch.constants["ROWS"], launch.columns)
+        tile = [launch.constants["ROWS"], launch.columns]
         dropout = launch.constants["THRESHOLD"] > 0 and launch.name.endswith("forward")
         narrow = max(launch.constants["WIDTH"], launch.constants["V_WIDTH"]) <= 128
         return narrow and (tile == table["wgmma"][:2] or (dropout and tile == table["mma"][:2]))
@@ -168,6 +168,6 @@ def test_a_card_gets_the_tiles_of_its_tensor_cores() -> None:
     tiles = {}
     for capability in CARDS:
         launch = recorded(attention(128, torch.bfloat16).run, capability)[0]
-        tiles[capability] = (launch.constants["ROWS"], launch.constants["COLUMNS"])
+        tiles[capability] = [launch.constants["ROWS"], launch.constants["COLUMNS"]]
     table = {unit: tile[:2] for unit, tile in flash_attention.FORWARD.items()}
     assert tiles == {80: table["mma"], 89: table["mma"], 90: table["wgmma"], 100: table["tcgen05"], 120: table["mma"]}

@@ -199,7 +199,7 @@ def constants(module: Any, tried: Mapping[str, tuple[int, ...]]) -> Swept:
 
 def entries(table: dict[str, Any], key: str, tried: Mapping[str, tuple[int, ...]]) -> Swept:
     """One entry of a table; `tried` in the order of its numbers."""
-    for tile in own_first(table[key], itertools.product(*tried.values())):
+    for tile in own_first(tuple(table[key]), itertools.product(*tried.values())):
         yield dict(zip(tried, tile, strict=True)), table, {key: tile}
 
 
