@@ -97,7 +97,8 @@ def training(shape: str, limit_s: float, setting: Setting, layout: str = "", car
 
     def command(folder: Path, seconds: float) -> list[str]:
         assert plan is not None
-        steps = "--repeats 1 --warmup 1 --steps 2" if setting.tiny else "--repeats 1 --warmup 2 --steps 4"
+        usual = "--repeats 1 --warmup 1 --steps 2" if setting.tiny else "--repeats 1 --warmup 2 --steps 4"
+        steps = usual if setting.tiny else TABLE["steps"].get(shape, usual)
         file = ["--timeout", seconds - 10, "--json", folder / "training.json", "--nproc", cards]
         where = ["--device", setting.device, *layout.split()]
         return started("benchmark.py", *steps.split(), *file, *plan["flags"], *where)
@@ -162,7 +163,7 @@ def parts_of(setting: Setting) -> list[Part]:
         own = "--peers megalite torch triton --only rms_norm,attention,adamw"
     layouts, messages, trained = several(setting)
     shapes = {"gpt-1.3b-2048": 70, "gpt-1.3b-4096": 70, "llama3-8b-4096-mb4": 150}
-    shapes |= {"gpt-125m-1024": 40, "gpt-125m-1024-graphs": 40}
+    shapes |= {"gpt-125m-1024": 40, "gpt-125m-1024-graphs": 40, "llama3-8b-4096-64": 240, "llama3-8b-4096-128": 300}
     other_shapes = [training(shape, limit_s, setting) for shape, limit_s in shapes.items() if not setting.tiny]
     parts = [
         smoke("smoke", 60, setting),
