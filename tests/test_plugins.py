@@ -10,6 +10,7 @@ import documents
 import numpy as np
 import programs
 import pytest
+import torch
 from documents import ROOT
 from safetensors import safe_open
 from train_cases import SMALL, config_from
@@ -21,7 +22,9 @@ from megalite.config.registry import KINDS
 from megalite.config.toml import to_toml
 from megalite.data.errors import DataError
 from megalite.data.samples.numbered import NumberedDataset
+from megalite.parallel.mesh import Mesh
 from megalite.plan.holding import kept_of
+from megalite.train.moments import Figures
 
 EXAMPLES = ROOT / "examples/plugins"
 LINE = [*SMALL, "--device", "cpu"]
@@ -207,6 +210,12 @@ def test_metrics_are_the_same_under_every_layout_and_callbacks_are_called(tmp_pa
     assert one[0]["metric/quiet/layers"] == pytest.approx(four[0]["metric/quiet/layers"], abs=1e-3)  # same weights
     said = typed(tmp_path, *words, "--compile", "--dry-run", code=2)
     assert "compile=True with metric=quiet" in said
+    config_from(words)
+    figures = Figures([], Mesh.alone(), 2)
+    megalite.log("quiet", 3.0, 4)
+    megalite.log("quiet", torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    assert figures.take() == {"metric/quiet": 0.5, "metric/quiet/layers": [None, None], "metric/updates": None}
+    assert figures.take()["metric/quiet"] is None
 
 
 def test_a_pipeline_schedule_trains_and_one_that_would_hang_is_refused(tmp_path: Path) -> None:

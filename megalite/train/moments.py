@@ -6,6 +6,7 @@ forward that runs again in backward, change nothing, where they would change a s
 line of the log is due, which takes one all-reduce; where no plugin registers a metric nothing of this happens.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -58,11 +59,13 @@ class Figures:
         sums_MLs = all_reduce_(self.sums_MLs.clone(), self.mesh.world).cpu()
         self.sums_MLs.zero_()
         found = dict[str, Any]()
-        for name, of_layers in zip(self.names, (sums_MLs[..., 0] / sums_MLs[..., 1]).tolist(), strict=True):
-            there = [mean for mean in of_layers if mean == mean]  # without those of 0 / 0
+        for name, sums_Ls in zip(self.names, sums_MLs.tolist(), strict=True):
+            of_layers = [total / count if count else None for total, count in sums_Ls]
+            there = [mean for mean in of_layers if mean is not None]
             found[f"metric/{name}"] = sum(there) / len(there) if there else None
-            if KINDS["metric"].find(name) == "layer":
-                found[f"metric/{name}/layers"] = of_layers[:-1]
+            if KINDS["metric"].find(name) == "layer":  # JSON has no nan
+                finite = [mean if mean is not None and math.isfinite(mean) else None for mean in of_layers]
+                found[f"metric/{name}/layers"] = finite[:-1]
         return found
 
 
