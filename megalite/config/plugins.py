@@ -114,17 +114,14 @@ def load(words: Sequence[str], known: Texts | None = None) -> None:
 
 
 def _read(word: str, text: bytes | None) -> Plugin:
-    if not word.endswith(".py"):
-        total = hashlib.sha256()
-        for path in _files_of(word):
-            total.update(path.name.encode() + b"\0" + path.read_bytes())
-        return _known.get((word, total.hexdigest()), Plugin(word, None, total.hexdigest()))
-    if text is None:
+    is_file = word.endswith(".py")
+    if is_file and text is None:
         # where others may write, a link could be somebody else's
         others = os.stat(os.path.dirname(word) or ".").st_mode & OTHERS_MAY_WRITE
         with open(word, "rb", opener=opener if others else None) as file:
             text = file.read()
-    sha256 = hashlib.sha256(text).hexdigest()
+    contents = [text or b""] if is_file else [f"{path.name}\0".encode() + path.read_bytes() for path in _files_of(word)]
+    sha256 = hashlib.sha256(b"".join(contents)).hexdigest()
     return _known.get((word, sha256), Plugin(word, text, sha256))
 
 
@@ -172,10 +169,8 @@ def _run(plugin: Plugin) -> None:
 def _problem(plugin: Plugin, error: BaseException) -> str:
     """With the plugin's own line: the last of its files that the error came through."""
     files = {os.path.abspath(plugin.word)} if plugin.text is not None else {*map(str, _files_of(plugin.word))}
-    if isinstance(error, SyntaxError) and error.filename in files:
-        where = f"{error.filename}:{error.lineno}"
-    else:
-        own = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
-        where = own[-1] if own else plugin.word
-    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    said, places = str(error), [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        said, places = error.msg, [*places, (error.filename, error.lineno)]
+    where = next((f"{file}:{line}" for file, line in reversed(places) if file in files), plugin.word)
     return f"plugin={plugin.word!r}: {where}: {type(error).__name__}: {said}; correct the plugin"

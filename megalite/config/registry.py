@@ -57,20 +57,24 @@ class Registry(Collection[str]):
 
     def add(self, name: str, part: Any) -> None:
         """Raises ValueError where the name is taken, or none, or the part is no such part."""
-        if not re.fullmatch(r"[A-Za-z]\w*([-.]\w+)*", name):
-            raise ValueError(f"{self.kind}={name!r} is not a name; use letters, digits and - _ . between them")
-        if name in self:
-            raise ValueError(f"{self.kind}={name!r} is taken; choose another name")
-        if lacks := [one for one in self._has if not hasattr(part, one)]:
-            raise ValueError(f"{self.kind}={name!r} has no {' and no '.join(lacks)}; give {self._what}")
-        some = not self._any_of or any(hasattr(part, one) for one in self._any_of)
-        if not some or (self._one_of and part not in self._one_of):
-            raise ValueError(f"{self.kind}={name!r} is {part!r}; give {self._what}")
-        if more := [one for one in self._lacks if hasattr(part, one)]:
-            raise ValueError(f"{self.kind}={name!r} has {more[0]}, which only built-in ones may; give {self._what}")
-        if self._takes and not _takes(part, self._takes):
-            raise ValueError(f"{self.kind}={name!r} does not take {self._takes} arguments; give {self._what}")
+        for wrong in self._faults(name, part):
+            raise ValueError(f"{self.kind}={name!r} {wrong}")
         self.added[name] = part() if self._any_of and isinstance(part, type) else part
+
+    def _faults(self, name: str, part: Any) -> Iterator[str]:
+        there = {one for one in (*self._has, *self._any_of, *self._lacks) if hasattr(part, one)}
+        if not re.fullmatch(r"[A-Za-z]\w*([-.]\w+)*", name):
+            yield "is not a name; use letters, digits and - _ . between them"
+        if name in self:
+            yield "is taken; choose another name"
+        if lacks := [one for one in self._has if one not in there]:
+            yield f"has no {' and no '.join(lacks)}; give {self._what}"
+        if more := there.intersection(self._lacks):
+            yield f"has {', '.join(more)}, which only built-in ones may; give {self._what}"
+        if (self._any_of and not there) or (self._one_of and part not in self._one_of):
+            yield f"is {part!r}; give {self._what}"
+        if self._takes and not _takes(part, self._takes):
+            yield f"does not take {self._takes} arguments; give {self._what}"
 
 
 def _takes(part: Any, count: int) -> bool:

@@ -3,7 +3,7 @@ are, so that a run resumes, its ledger counts and the ranks of dp share it as th
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,17 +14,11 @@ from megalite.data.samples.source import Source
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
 
-class Samples(Protocol):
-    """What a plugin gives for a split: each sample is seq_length + 1 token ids, the same whenever it is asked for."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, i: int, /) -> Any: ...
-
-
 class NumberedDataset(Source):
-    """Epoch after epoch each of the samples once, in an order of its own."""
+    """Epoch after epoch each of `samples` once, in an order of its own: what has len, and [i], which gives seq_length
+    + 1 token ids, the same ones whenever they are asked for."""
 
-    def __init__(self, name: str, samples: Samples, seq_length: int, seed: int, split: str):
+    def __init__(self, name: str, samples: Any, seq_length: int, seed: int, split: str):
         self.name, self.seq_length, self._samples, self._taken = f"dataset {name}", seq_length, samples, 0
         if len(samples) < 1:
             raise DataError(f"dataset={name!r} has no samples of {split}; give None where there are none")
