@@ -1,4 +1,4 @@
-"""tools/benchmark.py over many combinations: rows of every kind, what goes on, what a step loses, files and pictures."""
+"""tools/benchmark.py: rows of every kind, what it cannot do, what goes on, what a step loses, files and pictures."""
 
 import csv
 import json
@@ -8,6 +8,7 @@ from typing import Any
 import documents
 import pytest
 from formulas import head_flops, layer_flops
+from tables import ANSWERS
 from train_cases import config_from
 
 from megalite.config.options import ConfigError
@@ -55,32 +56,12 @@ def test_lists_make_every_combination() -> None:
         list(combinations_of(["lr=1", "lr=2"], [1]))
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--nproc", "1,2"], "nproc=[1, 2] is several numbers of ranks; give --scaling weak or strong, or one number"),
-        (["--scaling", "weak"], "scaling=weak needs several numbers of ranks; give --nproc 1,2,4"),
-        (["--sweep", "lr=1,2", "--json", "x"], "json=x is of one combination; give --out DIR"),
-        (["--out", "x", "--json", "y"], "json=y is of one combination; give --out DIR"),
-        (["--memory-gib", "-1"], "memory_gib=-1 is not a positive number; give a number above 0"),
-        (["--memory-gib", "0"], "memory_gib=0 is not a positive number"),
-        (["--price-per-hour", "nan"], "price_per_hour=nan is not a positive number"),
-        (["--timeout", "inf"], "timeout=inf is not a positive number"),
-        (["--sweep", "no-such-flag=1,2"], "unknown flag --no-such-flag"),
-        (["--sweep", "micro-batch-size=3,5"], "global_batch_size=8 is not a multiple of micro_batch_size 3"),
-        (["--sweep", "lr=1,2", "--out", "/proc/x"], "--out /proc/x cannot be written"),
-        (["--no-such-flag"], "benchmark.py: unknown flag --no-such-flag; see --help\n"),
-        (["--json", "/no/such/folder/x"], "benchmark.py: --json /no/such/folder/x cannot be written: No such file"),
-        (["--device", "cuda"], "benchmark.py: device=cuda but torch sees no card; use --device cpu\n"),
-        (["--device", "cuda", "--memory-gib", "2"], "memory_gib=2 is for a CPU; drop it, or use --device cpu\n"),
-        (["--nproc", "3"], "benchmark.py: global_batch_size=8 is not a multiple of"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_at_once(words: list[str], text: str, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("words", ANSWERS["benchmark"])
+def test_what_cannot_be_measured_is_refused_at_once(words: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(contender, "measure", None)  # is not reached
     monkeypatch.setattr("torch.cuda.is_available", lambda: "--memory-gib" in words and "cuda" in words)
-    assert documents.start("tools/benchmark.py", [*TINY, *words], monkeypatch) == 2
-    assert text in capsys.readouterr().err
+    assert documents.start("tools/benchmark.py", [*TINY, *words.split()], monkeypatch) == 2
+    assert ANSWERS["benchmark"][words] in capsys.readouterr().err
 
 
 def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None:
@@ -96,15 +77,7 @@ def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None
 # ---- how it ended
 
 
-@pytest.mark.parametrize(
-    "kind,stderr,status",
-    [
-        ("out of memory", "DefaultCPUAllocator: can't allocate memory: you tried", "failed (1)"),
-        ("out of memory", "rank 1 ended by signal SIGKILL; ending the others", "failed (exit code 137)"),
-        ("out of time", "MemoryError in a trace", "out of time"),
-        ("failed", "KernelError: no triton", "failed (exit code 1)"),
-    ],
-)
+@pytest.mark.parametrize("kind,stderr,status", ANSWERS["ends"])
 def test_each_end_of_a_run_is_a_row_of_its_kind(kind: str, stderr: str, status: str) -> None:
     row = Row({}, "megalite", [], 1)
     row.take({"error": "x", "stderr": stderr, "status": status}, 7.0)
@@ -273,7 +246,51 @@ def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixtur
         plot.main(["bench", str(tmp_path)])
 
 
+def test_a_peer_is_compared_with_what_was_measured_beside_it() -> None:
+    rows = [Row({}, name, ["--bf16"], 1, {}) for name in ("megalite", "transformers bf16")]
+    for own, peer in ((2.0, 1.0), (1.0, 2.0), (1.0, 1.0)):
+        rows[0].runs.append({"step_s": own, "memory": 4})
+        rows[1].runs.append({"step_s": peer, "memory": 2})
+    assert tables.compared(rows[1], rows[0]) == {"speed": 1.0, "memory": 0.5}
+    assert tables.compared(rows[1], None) == tables.compared(rows[1], Row({}, "megalite", [], 1)) == {}
+
+
 # ---- the whole, in processes
+
+
+ONCE = ["--steps", "2", "--warmup", "1"]
+
+
+def test_parts_sum_up_and_an_interrupted_benchmark_keeps_what_it_has(tmp_path: Path, monkeypatch, capsys) -> None:
+    file, real, calls = tmp_path / "out.json", contender.measure, []
+
+    def measure(name: str, *rest: Any) -> dict[str, Any]:
+        calls.append(name)
+        saved = json.loads(file.read_text())
+        assert len(saved["rows"][0]["runs"]) == len(calls) - 1 and not saved["complete"]
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(name, *rest)
+
+    monkeypatch.setattr(contender, "measure", measure)
+    assert benchmark.main(["--repeats", "3", "--json", str(file), *TINY, *ONCE]) == 130
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1] == "benchmark.py: interrupted"
+    written = json.loads(file.read_text())
+    [good], [figures] = written["rows"][0]["runs"], written["figures"]
+    assert len(good["steps"]) == 2 and len(good["losses"]) == 3 and good["memory"] > 1 << 20
+    breakdown = figures["breakdown"]
+    assert sum(breakdown["shares"].values()) == pytest.approx(1) and f"bound: {breakdown['bound']['by']}: " in out
+
+
+def test_a_run_that_is_late_says_so_and_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    assert benchmark.main(["--repeats", "2", "--timeout", "0.01", "--json", str(file), *TINY, *ONCE]) == 1
+    _, late, *where = capsys.readouterr().err.splitlines()  # `where`, if it had begun
+    assert late == "megalite: not done after 0.01 s; give more with --timeout"
+    assert not where or where[0].startswith("Fatal Python error: Aborted")
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["status"] == "out of time" and row["runs"] == []
 
 
 @pytest.mark.everything

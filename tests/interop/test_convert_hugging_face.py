@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_cases import CASES, GPT2, MODELS, SHAPE, S, V, collection, copied, make, with_tokenizer
+from hugging_face_cases import CASES, GPT2, MODELS, SHAPE, S, V, copied, make, with_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loads import whole_piece
 from safetensors.torch import load_file, save_file
+from test_convert_megatron import tool
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
@@ -38,16 +39,6 @@ from tools.foreign_files import write_import
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 2e-5  # of logits of size 1 to 6 in fp32; measured 5e-6
-
-
-def tool(*words: object) -> int:
-    return convert_checkpoint.main([str(word) for word in words])
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
-    """(model of transformers, the directory it is saved in)."""
-    return collection(tmp_path_factory.mktemp("hf"))
 
 
 def tokens_BS() -> Tensor:
@@ -111,10 +102,8 @@ def test_logits_equal_transformers_and_the_way_back_keeps_every_bit(models, name
 
 
 def test_half_precision_and_many_files(models, tmp_path: Path) -> None:
-    theirs, _ = models("qwen3")
     folder = tmp_path / "bf16"
-    theirs.to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
-    theirs.to(torch.float32)
+    loaded(models("qwen3")[1]).to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     found = open_model(folder)
     state = convert_checkpoint.start_state(found.options, found.dtype, {})
@@ -343,16 +332,19 @@ QWEN: dict[str, Any] = {
     **{"normalization": "RMSNorm", "activation": "swiglu", "position_embedding_type": "rope"},
     **{"hidden_dropout": 0.0, "add_qkv_bias": True},
 }
+EXPERTS = CASES["experts"]
 REFUSED = CASES["refused"] | {  # what TOML cannot say, of a model type, a number of layers and a key that is not there
     "model_type=None": {"model_type": None},
     "max_window_layers=None": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": None},
     "hidden_size is missing": {"hidden_size": ...},
 }
+REFUSED = {reason: {**CONFIG, **GPT2, **changes} for reason, changes in REFUSED.items()}
+REFUSED |= {reason: {**SHAPE, **EXPERTS["shape"], **changes} for reason, changes in EXPERTS["refused"].items()}
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_the_model_cannot_express_is_refused_by_name(reason: str) -> None:
-    config = {key: value for key, value in {**CONFIG, **GPT2, **REFUSED[reason]}.items() if value is not ...}
+    config = {key: value for key, value in REFUSED[reason].items() if value is not ...}
     with pytest.raises(CheckpointError) as error:
         read_config(config, None, "config.json")
     assert reason in str(error.value)
@@ -397,12 +389,17 @@ def test_keys_of_windows_that_are_left_away_have_the_values_of_transformers() ->
 PLAIN = {name: value for name, value in QWEN.items() if name != "add_qkv_bias"}
 
 
-@pytest.mark.parametrize("options,family,line", CASES["export"]["refused"])
+EXPORT = [(PLAIN | options, family, line) for options, family, line in CASES["export"]["refused"]]
+EXPORT += [(EXPERTS["ours"] | o, name, f"family={name} cannot express.*{line}") for o, name, line in EXPERTS["export"]]
+
+
+@pytest.mark.parametrize("options,family,line", EXPORT)
 def test_what_a_family_has_not_is_refused_at_export(options: dict, family: str, line: str) -> None:
     assert choose_family(build(PLAIN).model, "llama", None) == "llama"
+    assert choose_family(build(EXPERTS["ours"]).model, None, None) == "mixtral"
     assert choose_family(build(PLAIN | {"window_size": (7, 0)}).model, None, None) == "mistral"
     with pytest.raises(CheckpointError, match=f"(?s){line}"):
-        choose_family(build(PLAIN | options).model, family or None, None)
+        choose_family(build(options).model, family or None, None)
 
 
 def _index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:

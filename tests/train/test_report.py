@@ -4,13 +4,13 @@ import gzip
 import json
 import re
 import time
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import programs
 import pytest
+import tables
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -47,11 +47,8 @@ def test_a_moment_belongs_to_the_innermost_span(monkeypatch: pytest.MonkeyPatch)
 
 
 # ---- phases of steps
-LATE_S = 0.3
-
-
-def phases_of(flags: str, spoil: str) -> dict[str, float]:
-    """Of six steps on this rank, where something is late by LATE_S in each step."""
+def phases_of(flags: str, spoil: str, late_s: float) -> dict[str, float]:
+    """Of six steps on this rank, where something is late by `late_s` in each step."""
     run = build(flags)
     phases = Phases(run.mesh, time.perf_counter())
     phases.ready()
@@ -59,7 +56,7 @@ def phases_of(flags: str, spoil: str) -> dict[str, float]:
 
     def late(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(LATE_S)
+            time.sleep(late_s)
             return call(*args, **kwargs)
 
         return wrapped
@@ -78,25 +75,26 @@ def phases_of(flags: str, spoil: str) -> dict[str, float]:
         phases.after_step(result.data_s, result.step_s)
     if spoil == "evaluation":
         with phases("evaluation"):
-            time.sleep(6 * LATE_S)
+            time.sleep(6 * late_s)
     seconds = phases.seconds()
-    assert sum(seconds.values()) == pytest.approx(phases.wall_s, rel=0.02)
+    assert sum(seconds.values()) == pytest.approx(phases.wall_s, rel=0.02, abs=0.05)
     phases.over_ranks()
     return seconds
 
 
 @pytest.mark.parametrize("spoilt", ["optimizer", "checkpoint", "evaluation", "forward"])
 def test_a_slow_phase_is_seen_in_the_phases(spoilt: str) -> None:
-    seconds = phases_of("", spoilt)
-    wanted = 6 * LATE_S * (2 if spoilt == "forward" else 1)  # of two micro-batches
-    assert seconds[spoilt] >= wanted
+    late_s = 0.05
+    wanted = 6 * late_s * (2 if spoilt == "forward" else 1)  # of two micro-batches
+    assert phases_of("", spoilt, late_s)[spoilt] >= wanted
 
 
 @pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
 def test_a_late_rank_is_waited_for(flags: str) -> None:
-    first, last = run_ranks(2, phases_of, flags, "last rank")
+    late_s = 0.3
+    first, last = run_ranks(2, phases_of, flags, "last rank", late_s)
     phase = "bubble" if "pipeline" in flags else "communication"
-    late = 6 * LATE_S
+    late = 6 * late_s
     assert first[phase] > 0.6 * late and first["other"] < 0.5 * late  # less what rank 0 has to do itself
     assert last["other"] >= late
 
@@ -179,7 +177,7 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
     assert shown.returncode == 1 and "give a run directory" in shown.stderr and "Traceback" not in shown.stderr
 
 
-ADVICE = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))["advice"]
+ADVICE = tables.read("train/cases")["advice"]
 
 
 @pytest.mark.parametrize("bottleneck", ADVICE)

@@ -1,14 +1,16 @@
-"""One training step in fp16: the scale of the loss changes no result, and a step that is skipped changes nothing."""
+"""One training step: the scale of the loss changes no result, and a step that is skipped changes nothing."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 from train_cases import kept, run_from, same
 
+from megalite.config import faults
 from megalite.train.state import Run, StepResult
 from megalite.train.step import train_step
 
@@ -128,3 +130,41 @@ def test_all_ranks_decide_alike(flags: str) -> None:
     assert one == other
     assert [step[2:] for step in one] == [(False, False, False), (True, False, True), (False, True, False)]
     assert [lr for _, lr, *_ in one] == [LR * step / WARM_UP for step in (1, 1, 2)]  # of the next update
+
+
+Told = tuple[bool, bool, float, int]  # skipped, nothing changed, the next rate, samples
+
+
+def bad(rank: int | None, kind: str) -> None:
+    """From here on, also where a step is computed again."""
+    asked = {} if rank is None else {faults.VARIABLE: f"step.after_reduce:{rank}:*:{kind}"}
+    faults.fault.__init__(asked)  # type: ignore[misc]
+
+
+def _each_rank_in_turn(flags: str) -> list[Told]:
+    """A reduced gradient with one element that is NaN or infinite: step 1 is good; in step r + 2 rank r has a bad number; the last step is good again."""
+    world, told = dist.get_world_size(), list[Told]()
+    kinds = ("nan", "inf")
+    run = build(f"{flags} --no-check-for-nan-in-loss-and-grad")
+    for step in range(1, world + 3):
+        bad(step - 2 if 1 < step < world + 2 else None, kinds[step % 2])
+        run.buffer.wait_gather()
+        before = kept(run)
+        result = train_step(run)
+        run.buffer.wait_gather()
+        told.append((result.skipped, same(kept(run), before), result.lr, run.state.consumed_samples))
+    return told
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "--global-batch-size 8"],
+    ids=["tp2 pp2", "dp4"],
+)
+def test_all_ranks_skip_the_step_that_one_has_a_bad_number_in(flags: str) -> None:
+    first, *others = run_ranks(4, _each_rank_in_turn, flags)
+    assert all(other == first for other in others)
+    assert [told[:2] for told in first] == [(False, False), *[(True, True)] * 4, (False, False)]
+    assert [lr for *_, lr, _ in first] == [first[0][2]] * 5 + [2 * first[0][2]]  # the warm-up does not count them
+    size = first[0][3]
+    assert [samples for *_, samples in first] == [size * (i + 1) for i in range(6)]  # they are not given again

@@ -1,0 +1,12 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hugging_face_cases import collection
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """(model of transformers, the directory it is saved in), each made once; no test changes one."""
+    return collection(tmp_path_factory.mktemp("hf"))
