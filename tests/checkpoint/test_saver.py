@@ -450,7 +450,7 @@ def _silent_failure(directory: str) -> str:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     one = Saver(directory, mesh, 0, background=True)
     if mesh.world.rank == 1:
-        manifests.write_rank = lambda *_: (time.sleep(1.0), full())  # type: ignore[assignment]
+        manifests.write_rank = lambda *_: (time.sleep(0.3), full())  # type: ignore[assignment]
         file_system.LocalStorage.put = full  # type: ignore[method-assign, assignment]
     one.save(1, [shard(mesh, 1.0)], {})
     with pytest.raises(CheckpointError) as error:
