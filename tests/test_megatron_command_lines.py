@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_published_lines import byte_level_vocabulary, preprocessed
+from test_published_lines import byte_level_vocabulary, docs, preprocessed
 from train_cases import config_from, pretrain
 
 from megalite.config import cli
@@ -34,7 +34,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     found["$DATA"] = preprocessed(folder, found)
     Path(found["$DATA"] + ".json").unlink()  # lines with other tokenizers read it, too
     text = folder / "text.txt"
-    text.write_text("\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))))
+    text.write_text("\n".join(docs()))
     train = sentencepiece.SentencePieceTrainer.train
     train(input=str(text), model_prefix=str(folder / "spm"), vocab_size=400, minloglevel=2)
     return {**found, "$SENTENCEPIECE": str(folder / "spm.model"), "$ELSE": str(folder / "else")}

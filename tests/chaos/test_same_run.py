@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tables
 from drill import drill
+from soak import KINDS, soak
 from token_files import write
 from train_cases import logged
 
@@ -132,3 +133,11 @@ def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: 
     if name == "another ep":
         counts = logged(logs, "moe/load")
         assert counts == logged(tmp_path / "s", "moe/load") and len(counts) == 8
+
+
+@pytest.mark.everything
+@pytest.mark.timeout(900)
+def test_among_faults_of_every_kind_the_run_is_the_same_run(tmp_path: Path) -> None:
+    """A minute of them; half an hour: `python tests/chaos/soak.py 30 FOLDER`."""
+    table = soak(tmp_path / "out", seed=1, steps=240, number=len(KINDS))
+    assert all(f"| {kind} |" in table for kind in KINDS) and "bit for bit the same" in table
