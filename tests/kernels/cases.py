@@ -134,10 +134,8 @@ class _Sliced(torch.autograd.Function):
         ctx: Any, halves: tuple[Callable[..., Tensor], ...], logits: Tensor, labels: Tensor, vocab: int, z_loss: float
     ) -> Tensor:
         cut = logits.shape[1] * 2 // 3
-        ctx.halves, ctx.parts = (
-            halves,
-            ((logits[:, :cut], 0, min(cut, vocab)), (logits[:, cut:], cut, max(0, vocab - cut))),
-        )
+        ctx.halves = halves
+        ctx.parts = (logits[:, :cut], 0, min(cut, vocab)), (logits[:, cut:], cut, max(0, vocab - cut))
         stats = torch.stack([halves[0](part, labels, first, valid) for part, first, valid in ctx.parts])
         ctx.lse, ctx.labels, ctx.z_loss = stats[:, 0].logsumexp(0), labels, z_loss
         return ctx.lse - stats[:, 1].sum(0) + z_loss * ctx.lse.square()
@@ -179,18 +177,9 @@ def attended(fn: Callable[..., Tensor], window: int | None = None, dropout_p: fl
 
 
 def attention_definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    first_BS: Tensor | None = None,
-    drop: Drop | None = None,
-    sink_H: Tensor | None = None,
-    q_first: int = 0,
-    k_first: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, first_BS: Tensor | None = None,
+    drop: Drop | None = None, sink_H: Tensor | None = None, q_first: int = 0, k_first: int = 0,
+) -> Tensor:  # fmt: skip
     """Of queries from position `q_first` on and keys from `k_first` on, with scores in memory: nothing here is shared with
     what is tested but the dropout mask."""
     i = torch.arange(q_first, q_first + q.shape[0]).view(1, 1, -1, 1)
@@ -200,7 +189,7 @@ def attention_definition(
         low = torch.maximum(low, first_BS[:, None, :, None])
     seen = (low <= j) & (j <= i)
     every = [x.permute(1, 2, 0, 3).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k, v)]
-    scores = (every[0] @ every[1].mT * scale).masked_fill(~seen, -1e300)
+    scores = (every[0] @ every[1].mT * scale).masked_fill(~seen, -math.inf)
     some = seen.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
     largest = torch.where(some, scores.amax(-1, keepdim=True), 0.0)
     e = torch.where(seen, (scores - largest).exp(), 0.0)
@@ -297,6 +286,7 @@ def chosen(N: int, K: int, D: int, left_out: int) -> Make:
     return make
 
 
+SWIGLU = (swiglu_forward_reference, swiglu_backward_reference)
 KEY = 0xC0FFEE01  # above 2^31: the key's sign must not matter
 WIDTHS = ((1, 1), (3, 8), (2, 5, 7), (37, 100), (5, 1, 1025))  # odd, ragged, several rows per program, several programs
 HEADS = ((1, 1, 1, 2), (5, 2, 3, 8), (3, 2, 5, 96), (9, 1, 2, 20))  # [S, B, H, K]
@@ -343,18 +333,10 @@ OPS: dict[str, Op] = {
         tuple(normals(s) for s in HEADS if s[-1] >= 8),
     ),
     "rope by sample": Op(roped(apply_rope), roped(apply_rope_reference), tuple(positioned(s) for s in HEADS)),
-    "swiglu": Op(
-        activation_run("swiglu"),
-        activated(swiglu_forward_reference, swiglu_backward_reference),
-        tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS),
-    ),
+    "swiglu": Op(activation_run("swiglu"), activated(*SWIGLU), tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS)),
     "clamped_swiglu": Op(
         beyond(activation_run("clamped_swiglu")),
-        beyond(
-            activated(
-                *(functools.partial(fn, clamped=True) for fn in (swiglu_forward_reference, swiglu_backward_reference))
-            )
-        ),
+        beyond(activated(*(functools.partial(fn, clamped=True) for fn in SWIGLU))),
         tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS),
     ),
     "gelu": Op(activation_run("gelu"), gelu_twin(True), tuple(normals(s, s) for s in FEEDS)),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import normal
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,10 +20,6 @@ from megalite.plan.meta import Meta
 EXACT = dict(rtol=1e-12, atol=1e-12)
 small = st.integers(1, 9)
 sizes_of_groups = st.lists(st.sampled_from([0, 0, 1, 2, 7]), min_size=1, max_size=5)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def strided(x_EFD: Tensor, order: list[int]) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import activation_run, normal, normals, results
+from cases import activation_run, attention_definition, normal, normals, results
 from torch import Tensor
 
 from megalite.config.registry import KINDS
@@ -22,15 +22,6 @@ from megalite.parallel.mesh import Mesh
 
 TP = Mesh.alone().tp
 SIZES = [(3, 8), (5, 7), (1, 1), (2, 129)]
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v in plain torch, [S, B, H, K]."""
-    repeat = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
-    scores = torch.einsum("sbhk,tbhk->bhst", q, k) / math.sqrt(q.shape[-1])
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.einsum("bhst,tbhk->sbhk", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
 def plain_rope(x: Tensor) -> Tensor:
@@ -52,11 +43,8 @@ def plain_swiglu(u: Tensor) -> Tensor:
 
 def plain_clamped_swiglu(u: Tensor) -> Tensor:
     gate, up = u.chunk(2, -1)
-    gate, up = (
-        gate.minimum(torch.full_like(gate, 7)),
-        up.minimum(torch.full_like(up, 7)).maximum(torch.full_like(up, -7)),
-    )
-    return gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+    gate = gate.clamp(max=7)
+    return gate / (1 + (-1.702 * gate).exp()) * (up.clamp(-7, 7) + 1)
 
 
 def act_linear(name: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -78,8 +66,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[t
     ),
     "rope": (fused_rope, plain_rope, [[(5, 2, 3, 8)], [(3, 1, 1, 2)]]),
     "attention": (
-        lambda q, k, v: attention(q, k, v, scale=1 / math.sqrt(q.shape[-1])),
-        causal,
+        lambda q, k, v: attention(q, k, v, scale=8**-0.5),
+        lambda q, k, v: attention_definition(q, k, v, scale=8**-0.5),
         [[(7, 2, 4, 8)] + [(7, 2, g, 8)] * 2 for g in (1, 2, 4)],
     ),
     "swiglu linear": (act_linear("swiglu"), lambda u, w: plain_swiglu(u) @ w.T, [[(3, 2, 10), (4, 5)]]),

@@ -162,7 +162,7 @@ def test_a_loss_and_its_z_loss_have_one_gradient() -> None:
         losses[0].backward()
 
 
-def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float) -> tuple[list[float], list[float], list[float]]:
+def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float) -> Result:
     s, b, d, padded, vocab = sizes
     mesh = build_mesh(tp=tp, pp=1, device=torch.device("cpu"))
     halves.MIN_TOKENS, halves.CHUNK_BYTES = 5, {"cpu": 1}
@@ -171,7 +171,7 @@ def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float) -> tuple[list[floa
     loss, dx, dw = grads_of(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss), x, w)
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss), loss)
-    return loss.double().tolist(), dx.double().tolist(), dw.double().tolist()
+    return loss, dx, dw
 
 
 @pytest.mark.parametrize("tp,padded,vocab,z_loss", [(2, 16, 11, 0.0), (2, 16, 7, 0.03), (4, 32, 15, 0.03)])
@@ -180,11 +180,9 @@ def test_vocabulary_over_ranks(tp: int, padded: int, vocab: int, z_loss: float) 
     sizes = (8, 3, 5, padded, vocab)
     want = definition(*inputs(*sizes, torch.float64), vocab, z_loss)
     parts = run_ranks(tp, _on_ranks, tp, sizes, z_loss)
-    for loss, _, _ in parts:
-        assert loss == parts[0][0]
-    got = [torch.cat([torch.tensor(p[i], dtype=torch.float64) for p in parts]) for i in (1, 2)]
-    torch.testing.assert_close(torch.tensor(parts[0][0], dtype=torch.float64), want[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(got, [want[1], want[2]], rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(loss, parts[0][0]) for loss, _, _ in parts)
+    got = parts[0][0], *(torch.cat([part[i] for part in parts]) for i in (1, 2))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_an_impossible_label_has_its_exact_loss_in_half_precision() -> None:

@@ -34,6 +34,7 @@ class Routing(namedtuple("Routing", NAMES, defaults=("softmax", False, 1.0, None
         return ModelConfig(1, width, activation=activation, init_method_std=1.0, **more)
 
 
+IN_GROUPS: dict[str, Any] = dict(scaling=2.5, groups=4, group_topk=2, bias=True)
 CASES: dict[str, tuple[Routing, dict[str, Any]]] = {
     "mixtral": (Routing(8, 2, coefficients={"aux_loss": 0.1}), {}),
     "qwen": (
@@ -42,7 +43,7 @@ CASES: dict[str, tuple[Routing, dict[str, Any]]] = {
     ),
     "one of pre-softmax": (Routing(4, 1, pre_softmax=True, scaling=2.0, coefficients={"seq_aux_loss": 0.2}), {}),
     "deepseek": (
-        Routing(8, 4, "sigmoid", False, 2.5, 4, 2, True, coefficients={"seq_aux_loss": 0.5, "z_loss": 0.1}),
+        Routing(8, 4, "sigmoid", coefficients={"seq_aux_loss": 0.5, "z_loss": 0.1}, **IN_GROUPS),
         dict(moe_shared_expert_intermediate_size=6),
     ),
     "one of sigmoid, ungated": (Routing(8, 1, "sigmoid", coefficients={"aux_loss": 0.3}), dict(activation="gelu")),

@@ -1,8 +1,11 @@
 """Gradients and weights that come and go: what is whole at once, how often it is moved, and what comes out."""
 
+import gc
+import os
 import resource
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,3 +231,19 @@ def test_a_start_of_half_a_billion_weights_never_has_them_whole() -> None:
     (numel, one), (same, three) = (run_ranks(1, _built, stage, flags, timeout=70)[0] for stage in (1, 3))
     assert 4.9e8 < numel == same < 5.1e8 and three < 0.404 * one
     assert 1024 * one < 10.05 * numel and 1024 * three < 4.05 * numel
+
+
+def _resident() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_memory_is_given_back_though_views_live() -> None:
+    size = 1 << 27
+    memory = Elastic(size, torch.uint8, torch.device("cpu"))
+    views = [memory.come()[: size // 2].fill_(1), memory.flat.view(-1, 256)]
+    full = _resident()
+    memory.go()
+    assert full - _resident() > 0.9 * size // 2  # what was written
+    assert memory.come().fill_(2).numel() == size
+    assert all(bool((view == 2).all()) for view in views) and _resident() - full > 0.9 * size // 2

@@ -230,35 +230,3 @@ def test_bf16_weights_are_the_rounded_fp32_main_weights() -> None:
         rounded = torch.from_numpy(values).float().bfloat16().double().numpy()
         for _, _, weights in runs:  # gathered: whole on every rank
             np.testing.assert_array_equal(weights[name], rounded.ravel(), err_msg=name)
-
-
-def _one(grad: Tensor) -> Zero1:
-    module = nn.Module()
-    module.register_parameter("w", nn.Parameter(torch.zeros_like(grad)))
-    module.w.spec = ParamSpec("w", tuple(grad.shape))  # type: ignore[union-attr]
-    optimizer = Zero1(ParamBuffer([module], Mesh.alone()), SGD())
-    optimizer.buffer.sinks["w"].open()[0].copy_(grad)
-    return optimizer
-
-
-def test_the_norm_of_many_fp32_elements_is_exact() -> None:
-    grad = torch.randn(2_000_000, generator=torch.Generator().manual_seed(0))
-    want = float(grad.double().square().sum())
-    assert float(_one(grad).local_norm_sq()) == pytest.approx(want, rel=1e-8)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_one_bad_gradient_makes_the_norm_not_finite(bad: float) -> None:
-    grad = torch.zeros(1000)
-    grad[777] = bad
-    assert not _one(grad).local_norm_sq().isfinite()
-
-
-def test_main_weights_follow_the_weights_where_only_those_were_loaded() -> None:
-    optimizer = _optimizer(Case(1), "adamw", torch.bfloat16)
-    for o in optimizer.pieces():
-        if o.name.startswith("model/"):
-            o.data.fill_(0.5)
-    optimizer.after_load(main_loaded=False)
-    main = {o.name: o.data for o in optimizer.pieces() if o.name.startswith("optimizer.main/")}
-    assert len(main) == len(SHAPES) and all((data == 0.5).all() for data in main.values())

@@ -14,7 +14,7 @@ from ranks import run_ranks, wait_for
 from torch import Tensor
 
 from megalite.config.environment import override
-from megalite.parallel import comm, shared_memory
+from megalite.parallel import shared_memory
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.shared_memory import OrderError, SharedMemory
 
@@ -82,23 +82,6 @@ def test_half_precision_is_summed_in_fp32() -> None:
     found = run_ranks(3, _sums)
     whole = torch.stack([x.float() for x, _ in found]).sum(0)
     torch.testing.assert_close(torch.cat([out for _, out in found]), whole.bfloat16(), rtol=0, atol=0)
-
-
-def _twins(rows: int) -> bool:
-    """comm's collectives are bit-equal with and without shared memory."""
-    meshes = [build_mesh(tp=2, pp=1, device=torch.device("cpu"), shared_memory=on) for on in (True, False)]
-    assert [m.tp.direct is not None for m in meshes] == [True, False]
-    torch.manual_seed(meshes[0].tp.rank)
-    x = torch.randn(rows, 5)
-    results = []
-    for mesh in meshes:
-        gathered = comm.start_all_gather(x, mesh.tp).wait()
-        results.append((gathered, comm.start_reduce_scatter(gathered * x[0, 0], mesh.tp).wait()))
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_the_same_bits_as_gloo() -> None:
-    assert run_ranks(2, _twins, 6) == [True, True]
 
 
 def _disagree() -> str:

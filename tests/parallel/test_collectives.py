@@ -1,18 +1,24 @@
-"""Every collective is done once before the first step, and one that gives a wrong value is named with its group."""
+"""Every collective is done once before the first step, and one that gives a wrong value is named with its group. Those that
+cannot be, messages that take too long, and first values."""
 
 import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks, wait_for
 
 from megalite.config.faults import Faults
 from megalite.launch.ranks import LaunchError
 from megalite.parallel import comm, self_test
-from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.mesh import PLANNED, RECEIVE, Axis, Mesh, build_mesh
+from megalite.parallel.rng import initialize_
 from megalite.parallel.shared_memory import SharedMemory
+from megalite.parallel.spec import ParamSpec
 
 
 def _mesh(tp: int, pp: int) -> Mesh:
@@ -125,3 +131,43 @@ def test_an_odd_ring_comes_round_and_one_bit_is_enough() -> None:
     for *sound, told in run_ranks(3, _three):
         assert sound == ["", "", ""]
         assert "all_reduce over world (ranks [0, 1, 2]): on rank 0 1 of 1023 values are wrong, the first is" in told
+
+
+def test_a_collective_over_an_axis_without_other_ranks_behind_it_is_an_error() -> None:
+    """Sizes alone would make it the identity, and a sum of one summand would pass for the whole."""
+    with pytest.raises(ValueError, match="axis tp of size 2 has no transport"):
+        Axis("tp", 2)
+    axis, x = Axis("tp", 2, 1, PLANNED), torch.ones(4)
+    for collective in (
+        *(comm.start_all_gather, comm.start_reduce_scatter, comm.scatter_seq, comm.all_reduce_, comm.broadcast_),
+        lambda x, axis: comm.start_all_gather_into(x.repeat(2), x, axis),
+        lambda x, axis: comm.start_reduce_scatter_into(x[:2], x, axis),
+    ):
+        with pytest.raises(RuntimeError, match="tp=2, which is only planned"):
+            collective(x, axis)
+    assert comm.all_reduce_(x, Axis("tp", 1, 0, PLANNED)) is x
+
+
+def late_message(over: str) -> str:
+    mesh = _mesh(tp=1, pp=2)
+    mesh.set_timeout(datetime.timedelta(seconds=1))
+    if mesh.pp.rank == 1:
+        wait_for(Path(over))
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        comm.start_message(torch.zeros(4), mesh.pp, 1, RECEIVE).wait()
+    Path(over).touch()
+    return str(error.value)
+
+
+def test_a_message_takes_no_longer_than_a_collective_may(tmp_path: Path) -> None:
+    """gloo asks how long messages may take when it makes the group, and never again."""
+    assert "Timed out waiting 1000ms" in run_ranks(2, late_message, str(tmp_path / "over"))[0]
+
+
+@given(rows=st.integers(1, 300), padding=st.integers(0, 40), columns=st.integers(1, 33))
+@settings(max_examples=60)
+def test_initial_weights_do_not_depend_on_the_padding(rows: int, padding: int, columns: int) -> None:
+    bare, padded = (ParamSpec("embedding.word", (n, columns), shards=((0, "tp"),)) for n in (rows, rows + padding))
+    want, got = (initialize_(torch.empty(spec.shape), spec, Mesh.alone(), seed=7) for spec in (bare, padded))
+    assert torch.equal(want, got[:rows])

@@ -1,6 +1,8 @@
-"""A pipeline of real processes, whose parts all take equally long: a split backward makes the ranks wait less."""
+"""A pipeline of real processes. Where its parts all take equally long, a split backward makes the ranks wait less. And a
+message's memory goes as soon as the stage has used it, not at the end of the stage's backward."""
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -9,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch import Tensor
 from train_cases import run_from
 
 from megalite.nn.later import Later
 from megalite.pipeline.runtime import MESSAGES, Pipeline
-from megalite.pipeline.schedule import Split, plan
+from megalite.pipeline.schedule import Action, Op, Split, plan
 from megalite.train.step import train_step
 
 PP, M, PART_S = 3, 6, 0.06
@@ -73,3 +76,39 @@ def test_ranks_wait_less_by_what_the_plan_says() -> None:
         if shorter > less / 2 and waits_less > less / 3 and ratio > 1.5:  # nobody counts the wait after its last part
             return
     raise AssertionError(told)
+
+
+LAYERS = 3  # of each stage
+
+
+def _held() -> list[tuple[int, bool]]:
+    """Of each backward on the first stage: layers whose inputs have got their gradient, from the last, and whether the
+    received gradient still takes memory of its own then."""
+    sizes = f"--num-layers {2 * LAYERS} --global-batch-size 3 --pipeline-model-parallel-size 2"
+    run = run_from(f"{FLAGS} {sizes} --hidden-dropout 0 --attention-dropout 0")
+    wait, received, seen = run.pipeline._wait, [lambda: None], list[tuple[int, bool]]()
+
+    def waits(message: Any, *name: Any) -> Tensor:
+        tensor = wait(message, *name)
+        if isinstance(name[0], Action) and name[0].op is Op.RECV_B:
+            received[0] = weakref.ref(tensor.untyped_storage())  # type: ignore[call-overload]
+        return tensor
+
+    def look(number: int, grad: Tensor) -> None:
+        storage: Any = received[0]()
+        seen.append((number, storage is not None and storage._cdata != grad.untyped_storage()._cdata))
+
+    def watched(number: int, x_sBD: Tensor) -> None:
+        x_sBD.register_hook(lambda grad: look(number, grad))
+
+    run.pipeline._wait = waits  # type: ignore[method-assign]
+    if run.mesh.pp.is_first:
+        for number, block in enumerate(run.pipeline.stages[0].blocks):  # type: ignore[arg-type]
+            block.register_forward_pre_hook(lambda _, given, number=number: watched(number, given[0]))
+    train_step(run)
+    return seen
+
+
+def test_the_received_gradient_goes_once_the_last_layer_has_used_it() -> None:
+    first, last = run_ranks(2, _held)
+    assert first == [(number, False) for number in reversed(range(LAYERS))] * 3 and not last
