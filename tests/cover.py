@@ -23,6 +23,14 @@ def cover(rows: Sequence[Any], features: Callable[[Any], dict[str, Hashable]]) -
     return [rows[i] for i in sorted(chosen)]
 
 
+def spelled(words: dict[str, str]) -> dict[str, str]:
+    """Words of a table of flags, each of which may have those before it in braces."""
+    known = dict[str, str]()
+    for name, text in words.items():
+        known[name] = text.format_map(known)
+    return known
+
+
 def rarely(rows: Sequence[Any], often: Sequence[Any], name: Callable[[Any], str], **guards: Any) -> list[Any]:
     """`rows` as parameters of a test, of which those in `often` alone run with each commit."""
     mark = pytest.mark.everything(**guards)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planning.measured_memory import Live
+from planning.test_rank_memory import Live
 from train_cases import stage_from
 
 from megalite.kernels.dispatch import chosen

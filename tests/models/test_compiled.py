@@ -13,6 +13,7 @@ import programs
 import pytest
 import torch
 from ranks import run_ranks
+from test_layouts import DROP, GPT, LLAMA
 from train_cases import BORDERS, config_from, logged, run_from
 
 from megalite.config.options import Config
@@ -31,10 +32,6 @@ STEPS = 2
 COMMON = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
  --global-batch-size 8 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 94
  --make-vocab-size-divisible-by 8 --eval-iters 0 --init-method-std 0.2"""
-GPT = "--hidden-dropout 0 --attention-dropout 0"
-DROP = "--hidden-dropout 0.2 --attention-dropout 0.2"
-LLAMA = f"""{GPT} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
- --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 48"""
 QWEN = LLAMA + " --add-qkv-bias --qk-layernorm"
 NEOX = f"{GPT} --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual"
 SELECTIVE = " --recompute-granularity selective"

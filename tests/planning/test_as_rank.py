@@ -12,6 +12,7 @@ import programs
 import pytest
 import torch
 import torch.distributed as dist
+from cover import spelled
 from ranks import run_ranks
 from train_cases import config_from, run_from
 
@@ -31,11 +32,9 @@ S, B, D, L, M = 16, 2, 32, 4, 4
 MODEL = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
  --micro-batch-size {B} --train-iters 3 --lr 0.01 --mock-data --vocab-size 64 --eval-iters 0 --hidden-dropout 0
  --attention-dropout 0 --ddp-bucket-size 9000 --device cpu"""
-LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --ffn-hidden-size 48
- --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 1 --qk-layernorm"""
-TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-# every token goes to all experts, so that a plan knows how many rows travel
-EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1"
+TABLES = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))
+WORDS = spelled(TABLES["words"])
+TP, PP, ZERO, EXPERTS = (WORDS[name] for name in ("TP", "PP", "ZERO", "EXPERTS"))
 Real = tuple[Counter[Issued], dict[str, int]]
 
 
@@ -86,25 +85,14 @@ def _real(flags: str) -> Real:
     return calls, {name: size for name, size in held.items() if size}
 
 
-VPP, ZERO = "--num-virtual-stages-per-pipeline-rank 2", "--zero-stage"
-FULL = "--recompute-granularity full --recompute-method uniform"
-HALF = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
-IN_BF16 = "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-
-
-def params(often: list[tuple[int, str]], seldom: list[tuple[int, str]]) -> list[Any]:
+def rows_of(table: str) -> list[Any]:
     """Rows that run with each commit, and those that run with what they guard."""
     mark = pytest.mark.everything(guards=("megalite/plan", "megalite/train/rehearsal.py", "megalite/optim"))
-    return [pytest.param(*row, marks=() if row in often else mark) for row in [*often, *seldom]]
+    rows = [(row, marks) for name, marks in (("often", ()), ("seldom", mark)) for row in TABLES[table][name]]
+    return [pytest.param(world, flags.format_map(WORDS), marks=marks) for (world, flags), marks in rows]
 
 
-WORDS = {"TP": TP, "PP": PP, "VPP": VPP, "ZERO": ZERO, "HALF": HALF, "IN_BF16": IN_BF16, "LLAMA": LLAMA}
-WORDS |= {"FULL": FULL, "EXPERTS": EXPERTS}
-TABLE = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))["as_rank"]
-OFTEN, SELDOM = ([(world, flags.format_map(WORDS)) for world, flags in TABLE[name]] for name in ("often", "seldom"))
-
-
-@pytest.mark.parametrize("world,flags", params(OFTEN, SELDOM))
+@pytest.mark.parametrize("world,flags", rows_of("as_rank"))
 def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: str) -> None:
     size = M * B * world
     flags += f" --global-batch-size {size if 'rampup' not in flags else 8}"
@@ -152,31 +140,10 @@ LIKE_8B = """--preset llama3-8b --bf16 --micro-batch-size 1 --global-batch-size 
  --train-iters 2"""
 
 
-MORE = [VPP, "--split-backward", FULL, "--recompute-granularity selective --recompute-modules layernorm mlp"]
+LENT = "--cpu-offloading-num-layers"
 
 
-SHARED_OUT = [
-    (2, f"{ZERO} 2"),
-    (2, f"{ZERO} 3"),
-    (4, f"{ZERO} 3 {FULL}"),
-    (8, f"--pp 4 {ZERO} 3 --split-backward"),
-    (4, f"--pp 2 {ZERO} 3 {VPP} --zero-hold chunk"),
-]
-
-
-PARTS, LENT = "layernorm mlp", "--cpu-offloading-num-layers"
-ON_HOST = [
-    (8, f"--pp 4 {VPP} {LENT} 9 --min-offloaded-tensor-size 70000000 --tp 2"),  # of the widest alone
-    (4, f"--pp 4 --split-backward {LENT} 7"),
-    (2, f"{LENT} 32 --cp 2 --recompute-granularity selective --recompute-modules {PARTS}"),
-    (2, f"{LENT} 32 --cp 2 --cp-comm-type {'allgather a2a ' * 16}"),
-    (2, f"{LENT} 5 {ZERO} 3"),
-]
-OF_8B = [(4, "--pp 4"), (4, f"--pp 4 {LENT} 3")]
-MORE_OF_8B = [(2, TP), *((4, f"--pp 4 {more}") for more in MORE), *SHARED_OUT, *ON_HOST]
-
-
-@pytest.mark.parametrize("world,flags", params(OF_8B, MORE_OF_8B))
+@pytest.mark.parametrize("world,flags", rows_of("of_8b"))
 def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
     """Of Llama 3 8B, first and last stage: buffers and messages included, within 0.2 % when this was written; where
     weights come and go within 0.7 %, and by the chunk 2.5 %."""
@@ -196,10 +163,7 @@ def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
             assert done.in_flight == pytest.approx(plan.activations[position], rel=0.03)
 
 
-COPIES = "--no-use-distributed-optimizer"
-
-
-@pytest.mark.parametrize("world,flags", params([(2, "")], [(1, ""), (4, TP), (4, f"{TP} {COPIES}")]))
+@pytest.mark.parametrize("world,flags", rows_of("whole_matrices"))
 def test_what_an_update_of_whole_matrices_takes_is_planned(world: int, flags: str) -> None:
     """Of four layers of Llama 3 8B on few tokens, where Muon's update is the peak: within 0.3 % when this was written,
     and 0.8 % of copies."""

@@ -33,14 +33,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster_file(tmp_path: Path) -> Path:
     """With a peak, so that nothing is measured."""
     path = tmp_path / "cluster.toml"
-    path.write_text("""nodes = 1
-per_node = 2
-[device]
-name = "mine"
-memory_gib = 4
-memory_gb_per_s = 10
-peak_tflops = { fp32 = 0.1 }
-""")
+    device = 'name = "mine"\nmemory_gib = 4\nmemory_gb_per_s = 10\npeak_tflops = { fp32 = 0.1 }\n'
+    path.write_text(f"nodes = 1\nper_node = 2\n[device]\n{device}")
     return path
 
 

@@ -1,4 +1,4 @@
-"""What a plan says of experts beside what follows by hand: parameters, FLOPs, rows that travel, seconds, layouts."""
+"""What a plan says of experts beside what follows by hand: FLOPs, rows that travel, seconds, layouts."""
 
 import dataclasses
 from collections import Counter
@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from test_as_rank import EXPERTS, TP, arranged
-from test_search import every, request
+from test_search import bounded, every, request
 from test_step_time import INSTANT, SHAPE, check_sum, fast, made
 from train_cases import config_from
 
@@ -19,31 +19,13 @@ from megalite.plan.step_time import step_time
 from megalite.train.rehearsal import tell
 from megalite.train.tell.overview import describe
 from tools.planning import show
-from tools.planning.bounds import least_exchange, least_memory, least_time
 from tools.planning.search import Layout, Planned, layout_of, planned, search
-from tools.planning.search import arranged as planned_as
 
-LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0
- --attention-dropout 0 --untie-embeddings-and-output-weights --group-query-attention"""
-MIXTRAL = f"""{LLAMA} --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --seq-length 4096
- --num-query-groups 8 --vocab-size 32000 --num-experts 8 --moe-router-topk 2"""
-QWEN3 = f"""{LLAMA} --num-layers 48 --hidden-size 2048 --num-attention-heads 32 --kv-channels 128 --num-query-groups 4
- --qk-layernorm --seq-length 4096 --vocab-size 151936 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768"""
+MIXTRAL, QWEN3 = "--preset mixtral-8x7b", "--preset qwen3-30b-a3b"
 E, K, F, D, L, S = 8, 2, 512, 1024, 8, 512
 SOME = f"--swiglu --disable-bias-linear --num-experts {E} --moe-router-topk {K} --moe-ffn-hidden-size {F}"
 SMALL = f"""--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 8000 --hidden-dropout 0
  --attention-dropout 0 --global-batch-size 16 {SOME} --moe-layer-freq [0,1,1,1]"""
-
-
-@pytest.mark.parametrize(
-    "words,whole,active", [(MIXTRAL, 46_702_792_704, 12_879_925_248), (QWEN3, 30_532_122_624, 3_353_032_704)]
-)
-def test_parameters_are_those_of_the_models_and_a_token_uses_some(words: str, whole: int, active: int) -> None:
-    """46.7 and 12.9 billion (arXiv:2401.04088), 30.5 and 3.3 (arXiv:2505.09388)."""
-    asked = request(f"{words} --global-batch-size 64", 8)
-    made = planned_as(Layout(), asked)
-    assert (made.parameters, made.active) == (whole, active)
-    assert made.of_homes["expert"] // (asked.config.model.num_experts or 0) % asked.config.model.num_layers == 0
 
 
 def test_a_tokens_flops_are_those_of_a_dense_model_as_wide_as_its_experts_and_of_the_routers() -> None:
@@ -133,12 +115,9 @@ def test_the_search_finds_what_everything_simulated_does_and_tells_its_command()
     found, layouts = search(asked, wanted=3, most=1000), every(asked)
     assert {one.ep for one in layouts} == {1, 2, 4} and found.simulated < len(layouts) / 4
     for layout in layouts[:: max(1, len(layouts) // 40)]:
-        plan, made = planned(layout, asked, None), planned_as(layout, asked)
-        assert isinstance(plan, Planned) and plan.time.seconds >= found.plans[0].time.seconds, layout
+        plan, *_ = bounded(layout, asked)
+        assert plan.time.seconds >= found.plans[0].time.seconds, layout
         assert found.order(plan) >= found.order(found.choices()[0].best), layout
-        costs = Costs(made, asked.cluster, default_profile("h100"))
-        assert least_time(made, costs) <= plan.time.seconds * (1 + 1e-9), layout
-        assert least_memory(made, made.module_bytes) <= plan.peak, layout
         words = show.command_words(asked, layout, 5)
         assert layout_of(config_from(words)) == layout
     assert {one.ep for one in every(request(f"{SMALL} --ep 2", 4))} == {2}
@@ -148,11 +127,7 @@ def test_the_search_finds_what_everything_simulated_does_and_tells_its_command()
 @pytest.mark.parametrize("layout", [Layout(ep=4, zero=3), Layout(ep=8, zero=2), Layout(2, ep=2, zero=3)], ids=str)
 def test_the_bounds_of_experts_that_are_shared_out_are_below_the_plan(layout: Layout) -> None:
     asked = request(f"{MIXTRAL} --num-layers 4 --global-batch-size 64", 16)
-    plan, made = planned(layout, asked, None), planned_as(layout, asked)
-    assert isinstance(plan, Planned)
-    costs = Costs(made, asked.cluster, default_profile("h100"))
-    assert max(least_time(made, costs), least_exchange(made, costs, made.of_homes)) <= plan.time.seconds
-    assert 0.7 * plan.peak < least_memory(made, made.module_bytes) <= plan.peak
+    assert bounded(layout, asked)[2] > 0.7
 
 
 @pytest.mark.everything

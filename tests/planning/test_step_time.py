@@ -104,13 +104,9 @@ def test_gradients_hide_behind_the_last_backward_but_for_the_last_bucket() -> No
     batch = "--global-batch-size 4"
     profile = known(made(batch, 2))
     one = step_time(made(f"{batch} --ddp-bucket-size 4000000000", 2), fast(2, **slow), profile)
-    of = made(f"{batch} --ddp-bucket-size 1000000", 2)
-    many = step_time(of, fast(2, **slow), profile)
-    late = step_time(
-        made(f"{batch} --ddp-bucket-size 1000000 --no-overlap-grad-reduce --no-overlap-param-gather", 2),
-        fast(2, **slow),
-        profile,
-    )
+    few = f"{batch} --ddp-bucket-size 1000000"
+    of, apart = (made(f"{few} {more}", 2) for more in ("", "--no-overlap-grad-reduce --no-overlap-param-gather"))
+    many, late = (step_time(one, fast(2, **slow), profile) for one in (of, apart))
     weights, gradients = of.holdings[0].weights, of.holdings[0].gradients
     assert late.parts["dp"] == pytest.approx((weights + gradients) / 2 / 1e9, rel=0.01)  # (N - 1) / N of each
     assert 0 < many.parts["dp"] < 0.1 * late.parts["dp"]
