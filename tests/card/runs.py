@@ -91,10 +91,7 @@ def everything(here: torch.device, flags: str, folder: str) -> None:
             rank, world = dist.get_rank(), dist.get_world_size()
             config = config_from([*words, "--train-iters", "2", *last.split()])
             assert pretrain(config, Ranks(rank, world, rank, world)) == ends
-    text(here, folder, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size)
-
-
-def text(here: torch.device, folder: str, tp: int, pp: int) -> None:
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     mesh = build_mesh(tp=tp, pp=pp, device=here, timeout=datetime.timedelta(seconds=60))
     continue_texts(load_model(Path(folder), mesh), PROMPTS, 4, Sampling())
 

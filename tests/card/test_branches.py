@@ -7,6 +7,7 @@ import io
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from cover import rarely
 from ranks import run_ranks
 from train_cases import SMALL, config_from, pretrain, run_from
 
-from card.mentions import Mention, Watch, mentions
+from card.mentions import Mention, Watch, mentions, of_text
 from card.simulator import cuda
 from card.simulator.device import Card, simulated
 from card.simulator.graphs import CUDAGraph
@@ -294,18 +295,8 @@ def planned(card: Card, folder: Path) -> None:
     assert read_config(FLAGS, options)[1] == ["memory_gib=4 is for a CPU; drop it, or use --device cpu"]
 
 
-OFTEN = (
-    everything_on,
-    graphs,
-    no_memory_for_a_copy,
-    who_computes,
-    refused,
-    clock_and_probe,
-    benchmark,
-    cluster,
-    planned,
-)
-OFTEN += (layouts_of_the_quickstart,)
+OFTEN = (everything_on, graphs, no_memory_for_a_copy, who_computes, refused, clock_and_probe, benchmark, cluster)
+OFTEN += (planned, layouts_of_the_quickstart)
 CASES = {case.__name__: case for case in (*OFTEN, two_ranks, peer, timeline)}
 WORLD = {"two_ranks": 2, "timeline": 2, "cluster": 2}
 
@@ -359,3 +350,42 @@ def test_no_place_of_the_source_that_speaks_of_cards_is_left_out(tmp_path: Path)
             seen |= rank
     left = [str(place) for place in mentions() if place not in seen and not place.file.startswith(REHEARSED)]
     assert not left and len(seen) > 100
+
+
+# ---- what that check sees, and what it must not take for seen
+
+TEXT = """from types import SimpleNamespace
+torch = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: None))
+Stream = torch.cuda.synchronize
+def turned(x, device: torch.cuda.synchronize):
+    if device != "cuda" and turned:
+        return 0
+    else:
+        device = 1
+    torch.cuda.synchronize()
+    if not x.is_cuda:
+        return 5
+    return 7 if device == "cuda" else 6
+def in_thread(*args):
+    thread = Thread(target=turned, args=args)
+    thread.start(), thread.join()
+"""
+PLACES = [(5, "device != 'cuda'"), (8, "device = 1"), (9, "torch.cuda.synchronize"), (10, "x.is_cuda")]
+PLACES += [(12, "7"), (12, "device == 'cuda'")]
+
+
+def test_the_places_of_a_text() -> None:
+    assert [(place.begin[0], place.text) for place in sorted(of_text(TEXT, "text.py"))] == PLACES
+
+
+@pytest.mark.parametrize(("call", "seen"), [("turned(X, 'cpu')", [5]), ("in_thread(X, 'cuda')", [5, 8, 9, 10, 12])])
+def test_what_ran_is_seen_and_nothing_else(call: str, seen: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "text.py"
+    path.write_text(TEXT)
+    space: dict[str, object] = {"Thread": threading.Thread}
+    exec(compile(TEXT, str(path), "exec"), space)  # noqa: S102
+    exec("X = SimpleNamespace(is_cuda=True)", space)  # noqa: S102
+    watch = Watch([*of_text(TEXT, "text.py")], tmp_path)
+    with watch.watching():
+        eval(call, space)  # noqa: S307
+    assert [place.begin[0] for place in sorted(watch.visited())] == seen

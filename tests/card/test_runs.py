@@ -4,6 +4,7 @@ and what they save, load and generate is what a CPU does."""
 import json
 import os
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import NoReturn
@@ -13,16 +14,13 @@ from cover import rarely
 from train_cases import config_from, logged, pretrain
 
 from card.simulator.device import Card, simulated
-from card.simulator.trace import Launch
-from card.simulator.waits import WaitAt, times, waits_of
+from card.simulator.trace import Launch, WaitAt, times, waits_of
 from card.test_trainer import COMMON, LLAMA
 from megalite.generate.generation import Sampling, continue_texts, load_model
 from megalite.launch.ranks import Ranks
 from megalite.parallel.mesh import Mesh
 
 START = {"build", ""}  # and what comes around steps: it happens once
-MICROBATCHES = 2
-BUCKETS = 2  # with and without decay
 
 
 @pytest.fixture(autouse=True)
@@ -58,59 +56,17 @@ def _mark(wait: WaitAt) -> str:
     return next((m for m in reversed(wait.within) if m in ("evaluation", "log", "replica check", "save", "step")), "")
 
 
-PARTS = 5  # of a step that level 1 times, each at its begin and at its end
-AGREED = "megalite/train/loop.py"  # after the first and the second batch ranks agree on whether to go on
-SYNCHRONIZED, TIMERS = "synchronize megalite/parallel/streams.py", "megalite/train/tell/timers.py"
-TOLD = {f"copy to the card {TIMERS}": 2, f"tolist {TIMERS}": 2}
-REPLICAS = "megalite/train/replicas.py"
-NUMBERS = {f"copy to the card {REPLICAS}": 1, f"tolist {REPLICAS}": 1}  # of the agreement
-# flags -> what is waited for, by innermost mark
-EXPECTED: dict[str, tuple[str, dict[str, dict[str, int]]]] = {
-    "figures of the log": ("--log-params-norm", {"log": {"item megalite/train/step.py": 2}}),
-    "figures of a step": ("--log-num-zeros-in-grad --log-memory-interval 1 --empty-unused-memory-level 2", {}),
-    "megatron's log": (
-        "--log-style megatron --tensorboard-dir {folder}/tb --log-memory-to-tensorboard --log-throughput",
-        {},
-    ),
-    "evaluations": (
-        "--eval-interval 1 --eval-iters 3",
-        {"evaluation": {f"tolist {AGREED}": 3, f"copy to the card {AGREED}": 2}},
-    ),
-    "overflow": ("--fp16 --initial-loss-scale 4294967296 --hysteresis 1", {}),
-    "timers of parts": (
-        "--timing-log-level 1",
-        {"step": dict.fromkeys([SYNCHRONIZED, f"item {TIMERS}"], 20), "log": TOLD},
-    ),
-    "timers of micro-batches": (  # begin and end of each part; forward and backward of each micro-batch
-        "--timing-log-level 2 --no-barrier-with-level-1-timing",
-        {"step": {SYNCHRONIZED: 2 * 2 * (PARTS + 1) + 2 * 2 * 2 * MICROBATCHES}, "log": TOLD},
-    ),
-    "a timeline": (
-        "--profile-pipeline 2 --profile --profile-step-start 1 --profile-step-end 2",
-        {"step": {SYNCHRONIZED: 2 * 2 * MICROBATCHES}},
-    ),
-    "an offloaded optimizer": (
-        "--optimizer-cpu-offload --check-weight-hash-across-dp-replicas-interval 2",
-        {
-            "step": {"synchronize megalite/optim/host_store.py": 2 * BUCKETS},
-            "replica check": {**NUMBERS, f"copy to the card {REPLICAS}": 1 + BUCKETS, f"item {REPLICAS}": BUCKETS},
-        },
-    ),
-    "replica checks": (  # of one rank: no weight has a copy
-        "--check-weight-hash-across-dp-replicas-interval 2",
-        {"replica check": NUMBERS},
-    ),
-}
+EXPECTED = tomllib.loads(Path(__file__).with_name("runs.toml").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_host_waits_for_what_is_documented(name: str, tmp_path: Path) -> None:
-    flags, expected = EXPECTED[name]
-    card = train(tmp_path, flags.format(folder=tmp_path))
+    expected = {mark: waits for mark, waits in EXPECTED[name].items() if mark != "flags"}
+    card = train(tmp_path, EXPECTED[name]["flags"].format(folder=tmp_path))
     found = by_mark(card)
     assert found.pop("step") == Counter(expected.get("step", {})) + Counter({"tolist megalite/train/step.py": 2})
     sets = times(card.trace, "evaluation")
-    of_a_set = expected.get("evaluation", {f"tolist {AGREED}": 1})
+    of_a_set = expected.get("evaluation", {"tolist megalite/train/loop.py": 1})
     assert found.pop("evaluation") == {wait: sets * count for wait, count in of_a_set.items()}
     assert found == {mark: counts for mark, counts in expected.items() if mark not in ("step", "evaluation")}
     assert not [wait for wait in waits_of(card.trace) if wait.phase]
@@ -153,4 +109,4 @@ def test_a_text_is_generated_as_on_a_cpu(tmp_path: Path) -> None:
 def test_each_of_them_is_in_the_documents_table() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs/performance.md").read_text(encoding="utf-8")
     table = text.partition("## What the host waits for")[2].partition("\n## ")[0]
-    assert {flags.split()[0] for flags, _ in EXPECTED.values()} <= set(re.findall(r"--[a-z0-9-]+", table))
+    assert {run["flags"].split()[0] for run in EXPECTED.values()} <= set(re.findall(r"--[a-z0-9-]+", table))

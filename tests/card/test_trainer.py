@@ -1,21 +1,31 @@
-"""The trainer on the simulated card: nothing of host and card meets, a step waits once, the numbers are those of a CPU."""
+"""The trainer on the simulated card: nothing of host and card meets, a step waits once, the numbers are those of a CPU.
+What a card would suffer from is planted, one at a time, and found with its line."""
 
+import functools
 import os
+import tomllib
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cover import rarely
 from ranks import run_ranks
+from torch import Tensor
 from train_cases import run_from
 
 from card import runs
 from card.simulator import nccl
-from card.simulator.device import simulated
-from card.simulator.trace import Launch
-from card.simulator.waits import waits_of
+from card.simulator.device import Card, simulated
+from card.simulator.trace import Launch, waits_of
 from megalite.kernels.adamw import adamw_
-from megalite.train import loop, step
+from megalite.models import gpt
+from megalite.nn import later
+from megalite.nn.mlp import MLP
+from megalite.train import loop, setup, step
 from megalite.train.state import Run
 from megalite.train.step import parameter_norm
 
@@ -27,6 +37,10 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --dis
 STEPS = 2
 SUMMED = "--check-weight-hash-across-dp-replicas-interval 9"  # the bits of the weights, at every step
 ONCE = ["tolist megalite/train/step.py"]  # the agreement
+WORDS = {"LLAMA": LLAMA, "SUMMED": SUMMED}
+WORDS |= {f"{kind[0].upper()}P2": f"--{kind}-model-parallel-size 2" for kind in ("tensor", "pipeline")}
+TABLES = tomllib.loads(Path(__file__).with_name("trainer.toml").read_text("utf-8"))
+ALONE, (OFTEN, RARELY) = TABLES["alone"], TABLES["together"].values()
 
 
 def steps_of(run: Run) -> list[tuple[float, ...]]:
@@ -43,47 +57,16 @@ def steps_of(run: Run) -> list[tuple[float, ...]]:
         run.close()
 
 
-# flags, and how far losses and norms may be from a CPU's: not at all where the same operations run. On a card groups of
-# keys are repeated in fp32, and half precision's weight gradients are never rounded.
-FLAGS = {
-    "gpt": "",
-    "dropout": "--hidden-dropout 0.1 --attention-dropout 0.1",
-    "llama": LLAMA,
-    "groups": f"{LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm",
-    "full recompute": f"{LLAMA} --recompute-granularity full --recompute-method uniform",
-    "selective recompute": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
-    "bf16": f"{LLAMA} --bf16",
-    "bf16, cudnn": f"{LLAMA} --bf16 --attention-kernel auto --hidden-dropout 0 --attention-dropout 0",
-    "bf16 moments": f"{SUMMED} --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
-    "fp16": "--fp16 --loss-scale 128",
-    "z-loss": "--bf16 --z-loss-coeff 0.01",
-    "documents": f"{LLAMA} --reset-position-ids --reset-attention-mask --eod-mask-loss",
-    "window": f"{LLAMA} --window-size 7,0",
-}
-ALMOST = {"groups": 1e-6, "bf16": 2e-3, "bf16, cudnn": 2e-3, "bf16 moments": 2e-3, "fp16": 2e-3, "z-loss": 2e-3}
-
-
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", ALONE)
 def test_a_step_waits_once_and_computes_what_a_cpu_does(name: str) -> None:
-    flags = f"--hidden-dropout 0 --attention-dropout 0 {FLAGS[name]}"
+    flags, almost = ALONE[name]
+    flags = f"--hidden-dropout 0 --attention-dropout 0 {flags.format_map(WORDS)}"
     with simulated() as card:
         here = steps_of(run_from(f"{COMMON} {flags}", device=card.device))
     assert not card.mixed
     assert [str(wait) for wait in waits_of(card.trace) if "step" in wait.within] == ONCE * STEPS
     there = steps_of(run_from(f"{COMMON} {flags}"))
-    assert here == [pytest.approx(pair, rel=ALMOST[name]) for pair in there] if name in ALMOST else here == there
-
-
-LAYOUTS = {
-    "tp2 vpp2 pp2": (4, "--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-                        "--num-layers-per-virtual-pipeline-stage 1"),
-    "dp2": (2, f"{SUMMED} --ddp-bucket-size 3000 --untie-embeddings-and-output-weights"),
-    "dp2 without overlap": (2, "--ddp-bucket-size 3000 --no-overlap-grad-reduce --no-overlap-param-gather"),
-    "dp2 without shards": (2, "--ddp-bucket-size 3000 --no-use-distributed-optimizer"),
-    "tp2 pp2 dp2": (8, f"{LLAMA} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 "
-                       "--ddp-bucket-size 3000 --recompute-granularity full --recompute-method uniform"),
-}  # fmt: skip
-QUICK = ("tp2 vpp2 pp2", "dp2")
+    assert here == [pytest.approx(pair, rel=almost, abs=0) for pair in there]
 
 
 def on_a_card(flags: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]], list[str], list[str]]:
@@ -95,12 +78,10 @@ def on_a_card(flags: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ..
     return here, there, [str(mixed) for mixed in card.mixed], waits
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.everything) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", rarely([*OFTEN, *RARELY], [*OFTEN], str))
 def test_each_rank_waits_once_per_step_under_every_layout(name: str) -> None:
-    world, flags = LAYOUTS[name]
-    for here, there, mixed, waits in run_ranks(world, on_a_card, f"{flags}", backend=nccl.join):
+    world, flags = (OFTEN | RARELY)[name]
+    for here, there, mixed, waits in run_ranks(world, on_a_card, flags.format_map(WORDS), backend=nccl.join):
         assert here == there and not mixed and waits == ONCE * STEPS
 
 
@@ -126,3 +107,79 @@ def test_kernels_in_triton_are_launches_and_wait_for_nothing() -> None:
     assert kernels["_rotate"] == turns and kernels["_adamw"] and kernels["_squares"], kernels
     there = steps_of(run_from(f"{COMMON} {flags} --kernels torch"))
     assert here == [pytest.approx(pair, rel=1e-4) for pair in there]
+
+
+Patch = Callable[[Any, str, Any], None]
+
+
+def a_step(flags: str = "") -> Card:
+    with simulated() as card:
+        run = run_from(f"{COMMON} {LLAMA} --eod-mask-loss {flags}", device=card.device)
+        step.train_step(run)
+        run.close()
+    return card
+
+
+def plant(patch: Patch, owner: Any, name: str, defect: Callable[..., None]) -> None:
+    """`defect` is called with the arguments of a function and its result, each time after it."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        defect(result, *args, **kwargs)
+        return result
+
+    patch(owner, name, planted)
+
+
+# what is planted: each is one line, of which the test knows the place
+
+
+def reads_a_norm(y: Tensor, *_: Any) -> None:
+    y.detach().norm().item()
+
+
+def asks_for_nan(_: None, grad: Tensor, dy: Tensor, x: Tensor, **__: Any) -> None:
+    assert not dy.isnan().any()
+
+
+WAITS: dict[str, tuple[Any, str, Callable[..., None], str, str]] = {
+    "item in forward": (MLP, "forward", reads_a_norm, "item", "forward"),
+    "bool in backward": (later, "accumulate_outer_", asks_for_nan, "item", "backward"),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_is_found_with_its_line_and_phase(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, defect, kind, phase = WAITS[name]
+    plant(monkeypatch.setattr, owner, attribute, defect)
+    waits = [wait for wait in waits_of(a_step().trace) if "step" in wait.within]
+    where = f"tests/card/test_trainer.py:{defect.__code__.co_firstlineno + 1}"
+    found = [wait for wait in waits if wait.where == where]
+    assert found and {(wait.kind, wait.phase) for wait in found} == {(kind, phase)}
+    assert [str(wait) for wait in waits if wait not in found] == ONCE
+
+
+def table_on_the_host(patch: Patch) -> None:
+    tables = gpt.rope_tables
+    patch(gpt, "rope_tables", lambda *args, device, **kwargs: tables(*args, **kwargs))
+
+
+def pageable_batches(patch: Patch) -> None:
+    prepare = setup.host_batch
+    patch(setup, "host_batch", lambda micro, pin, **marks: prepare(micro, pin=False, **marks))
+
+
+MIXED: dict[str, tuple[Callable[[Patch], None], str, str]] = {
+    "a table on the host": (table_on_the_host, "mul(", "megalite/kernels/rope.py"),
+    "pageable batches": (pageable_batches, "host to card, non_blocking", "megalite/train/batch.py"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_may_not_meet_is_found_with_its_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    defect, what, file = MIXED[name]
+    defect(monkeypatch.setattr)
+    mixed = a_step().mixed
+    assert any(what in one.what and one.where.startswith(f"{file}:") for one in mixed), mixed

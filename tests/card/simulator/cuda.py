@@ -69,40 +69,6 @@ def _exchange_device(device: int) -> int:
     return before
 
 
-_maybe_exchange_device = _exchange_device
-
-
-class device(Listed):  # noqa: N801 (torch's name)
-    def __init__(self, device: Any):
-        self.idx, self.prev_idx = REAL._utils._get_device_index(device, optional=True), -1
-
-    def __enter__(self) -> None:
-        self.prev_idx = _exchange_device(self.idx)
-
-    def __exit__(self, type: Any, value: Any, traceback: Any) -> bool:
-        self.idx = _maybe_exchange_device(self.prev_idx)
-        return False
-
-
-class StreamContext(Listed):
-    def __init__(self, stream: streams.Stream | None):
-        self.stream = stream
-        self._before: tuple[streams.Stream, ...] = ()
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self._before = streams.current_stream(self.stream.device), streams.current_stream()
-            streams.set_stream(self.stream)
-
-    def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
-        for stream in self._before:
-            streams.set_stream(stream)
-
-
-def stream(stream: streams.Stream | None) -> StreamContext:
-    return StreamContext(stream)
-
-
 class Properties(Listed):
     """What is asked of a card, under the names of torch's _CudaDeviceProperties."""
 
@@ -220,8 +186,8 @@ class Module(types.ModuleType):
         raise unlisted(f"{self.__name__.removeprefix('torch.cuda').lstrip('.')}.{name}".lstrip("."))
 
 
-OF_MODULE = (is_available, device_count, is_initialized, init, current_device, set_device, device, stream)
-OF_MODULE += (_exchange_device, StreamContext, _is_in_bad_fork, manual_seed_all, cudart, empty_cache)
+OF_MODULE = (is_available, device_count, is_initialized, init, current_device, set_device, _exchange_device)
+OF_MODULE += (_is_in_bad_fork, manual_seed_all, cudart, empty_cache)
 OF_MODULE += (get_device_properties, get_device_name, get_device_capability, mem_get_info, memory_stats)
 OF_MODULE += (reset_peak_memory_stats,)
 OF_MODULE += (streams.Stream, streams.Event, streams.current_stream, streams.default_stream, streams.set_stream)
@@ -230,7 +196,8 @@ OF_MODULE += (graphs.is_current_stream_capturing,)
 OF_MEMORY = (_record_memory_history, _dump_snapshot)
 LISTED: dict[str, Any] = {entry.__name__: entry for entry in OF_MODULE}
 LISTED |= {f"{most}memory_{of}": _figure(f"{most}{of}") for of in ("allocated", "reserved") for most in ("", "max_")}
-LISTED |= {"_maybe_exchange_device": _maybe_exchange_device, "OutOfMemoryError": REAL.OutOfMemoryError}
+LISTED["_maybe_exchange_device"] = _exchange_device
+OF_TORCH = (REAL.device, REAL.stream, REAL.StreamContext, REAL.OutOfMemoryError)  # which are made of what is listed
 LISTED_MEMORY: dict[str, Any] = {entry.__name__: entry for entry in OF_MEMORY}
 
 
@@ -242,7 +209,7 @@ def installed(trace: list[Fact], cards: int = 1, memory: int = 80 << 30) -> Iter
         raise AssertionError("the stand-in for torch.cuda is installed already")
     found = Machine(trace, cards, memory)
     of_memory = Module(REAL.memory, LISTED_MEMORY)
-    module = Module(REAL, {**LISTED, "memory": of_memory})
+    module = Module(REAL, {**{own.__name__: own for own in OF_TORCH}, **LISTED, "memory": of_memory})
     before = {part: sys.modules[part] for part in ("torch.cuda", "torch.cuda.memory")}
     state._machines.append(found)
     sys.modules.update({"torch.cuda": module, "torch.cuda.memory": of_memory})

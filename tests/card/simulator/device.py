@@ -2,7 +2,7 @@
 
 Tensors are ordinary ones on the CPU, so that autograd runs; where they would lie is noted by storage (memory.py). A
 dispatch mode sees every ATen operation in every thread that begins here (operations.py); kernels in Triton are
-interpreted (launches.py); what Python asks of tensors and torch.cuda is replaced (tensors.py, cuda.py). What it did is
+interpreted; what Python asks of tensors and torch.cuda is replaced (tensors.py, cuda.py). What it did is
 in card.trace, as on CUDA: a Launch for each operation that runs a kernel; a HostWait and a HostRead for what waits for
 a value or a size, and for a copy from or to memory that is not pinned. Host and card in one operation are Mixed, but
 for 0-dim tensors of the host where CUDA takes them.
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from card.simulator import cuda, launches, operations, tensors
+from card.simulator import cuda, operations, tensors
 from card.simulator.memory import Memory, Side
 from card.simulator.state import caller
 from card.simulator.tape import Dispatch
@@ -156,14 +156,9 @@ class Card:
         return self._carry_out(func, traits, args, kwargs, (read, written), side or here)
 
     def _carry_out(
-        self,
-        func: OpOverload,
-        traits: operations.Traits,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        touched: tuple[list[Tensor], list[Tensor]],
-        side: Side,
-    ) -> Any:
+        self, func: OpOverload, traits: operations.Traits, args: tuple[Any, ...], kwargs: dict[str, Any],
+        touched: tuple[list[Tensor], list[Tensor]], side: Side,
+    ) -> Any:  # fmt: skip
         result = operations.run(func, args, kwargs)
         read, written = touched
         made = operations.tensors_in(result)
@@ -289,7 +284,7 @@ def simulated(index: int = 0, cards: int = 8) -> Iterator[Card]:
         torch.cuda.set_device(index)
         stack.enter_context(tensors.replaced(card))
         stack.enter_context(_marks_set_by(card))
-        stack.enter_context(launches.noted(card))
+        stack.enter_context(tensors.noted(card))
         stack.enter_context(mock.patch.object(threading.Thread, "run", _in_threads(card)))
         stack.enter_context(_Operations(card))
         stack.enter_context(listening(card.memory))

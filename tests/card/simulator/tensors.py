@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from card.simulator.memory import Side
+from megalite.kernels.dispatch import Kernel
 
 CPU = torch.device("cpu")
 FACTORIES = """zeros ones empty full arange rand randn randint randperm linspace logspace eye empty_strided scalar_tensor
@@ -182,3 +183,27 @@ def replaced(card: Any) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch, name, _tensor(card, getattr(torch, name))))
         stack.enter_context(mock.patch.object(attention, "sdpa_kernel", _attention_backends(attention.sdpa_kernel)))
         yield
+
+
+def noted(card: Any) -> contextlib.AbstractContextManager[object]:
+    """Triton's kernels: interpreted on the CPU, written down as one Launch each. What one writes is what has changed; all
+    arguments may be read."""
+    plain = Kernel.__getitem__
+
+    def at(kernel: Kernel, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+            if any(x.is_meta for x in tensors):  # of a plan
+                return plain(kernel, grid)(*args, **options)
+            name = kernel.fn.__name__
+            if not all(card.on_card(x) for x in tensors):
+                card.mix(f"{name}({', '.join(card.memory.side(x) for x in tensors)})")
+            with card.aside():
+                before = [x.clone() for x in tensors]
+                plain(kernel, grid)(*args, **options)
+                written = [x for x, old in zip(tensors, before, strict=True) if not torch.equal(x, old)]
+            card.launch(name, tensors, written)
+
+        return launch
+
+    return mock.patch.object(Kernel, "__getitem__", at)

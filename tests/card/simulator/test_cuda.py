@@ -15,7 +15,7 @@ from card.simulator.state import Machine, Unlisted
 from card.simulator.trace import HostWait
 from megalite.parallel.clock import Clock
 
-CLASSES = (streams.Stream, streams.Event, graphs.CUDAGraph, graphs.graph, cuda.StreamContext, cuda.device)
+CLASSES = (streams.Stream, streams.Event, graphs.CUDAGraph, graphs.graph)
 OWN = {"Stream": {"number"}, "Event": {"number", "recorded", "enable_timing"}, "CUDAGraph": {"operations"}}
 HELD = torch.zeros(1)
 # of torch's base classes, which a CPU build has no members of
