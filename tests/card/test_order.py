@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cover import rarely
-from test_layouts import COVER, EXCHANGED, NAME, ROWS, Row, table
+from test_layouts import COVER, EXCHANGED, GPT, LLAMA, NAME, ROWS, Row, table
 
 from card import runs
 from card.simulator.clocks import races
