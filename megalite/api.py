@@ -110,12 +110,9 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
 
 
 def load(
-    path: str | Path,
-    *,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    device: str = "auto",
+    path: str | Path, *, dtype: Literal["float32", "bfloat16"] = "float32", device: str = "auto",
     plugins: Sequence[str] = (),
-) -> "Generator":
+) -> "Generator":  # fmt: skip
     """A model, whole on one device, for `logits` and `generate`: the newest checkpoint of a run, of whatever layout, or
     a Hugging Face model. `dtype`: of weights and arithmetic. `device`: cpu, cuda, or auto, the card if there is one.
     `plugins`: those that the run had, for this process. Imports torch. Raises CommandError where there is no model, it

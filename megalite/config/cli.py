@@ -282,11 +282,8 @@ def _rest(prog: str) -> str:
     for what, flags in PAGES["examples"].items():
         words = textwrap.wrap(f"{start} {flags}", 110, break_long_words=False, break_on_hyphens=False)
         lines += [f"  # {what}", "  " + " \\\n      ".join(words)]
-    lines += [
-        "",
-        "more:",
-        *(f"  --help {name:<13} {about} ({counts[name]} options)" for name, about in PAGES["groups"].items()),
-    ]
+    groups = (f"  --help {name:<13} {about} ({counts[name]} options)" for name, about in PAGES["groups"].items())
+    lines += ["", "more:", *groups]
     return "\n".join([*lines, f"  --help {'all':<13} every flag"])
 
 

@@ -12,9 +12,8 @@ from megalite.config.field import facts_of
 from megalite.config.parallel_options import ParallelConfig
 
 T = TypeVar("T", str, bool)
-OVERRIDES = dict(
-    kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTION", shared_memory="MEGALITE_SHARED_MEMORY"
-)
+OVERRIDES = dict(kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTION")
+OVERRIDES["shared_memory"] = "MEGALITE_SHARED_MEMORY"
 PLAIN = ("NO_COLOR", "RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 FAMILIES = ("NCCL_", "CUDA_", "CUBLAS_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "TRITON_", "NVIDIA_TF32", "MEGALITE_")
 OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "MEGALITE_FAULT")

@@ -97,9 +97,7 @@ def base_type(f: Field[Any]) -> str:
 def refused() -> Mapping[str, Mapping[str, str]]:
     """Option -> value of other programs that is not among its choices -> why."""
     table = table_beside(__file__, "refused")
-    return {
-        name: {value: why for values, why in rows.items() for value in values.split()} for name, rows in table.items()
-    }
+    return {name: {value: why for some, why in rows.items() for value in some.split()} for name, rows in table.items()}
 
 
 @cache

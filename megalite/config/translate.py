@@ -264,9 +264,8 @@ def translate(path: str, gpus: int | None, presets: Mapping[str, Mapping[str, An
     lines += ["", f"to give or to correct ({len(problems)})", *(f"  {line}" for line in problems), ""]
     if nodes > 1:
         far = f" --nnodes {nodes} --node_rank {parts.get('rank', 'R')} --master_addr {parts.get('address', 'HOST')}"
-    lines.append(
-        f"torchrun --nproc_per_node {world // nodes if world else 'N'}{far} -m megalite train --config run.toml"
-    )
+    own = world // nodes if world else "N"
+    lines.append(f"torchrun --nproc_per_node {own}{far} -m megalite train --config run.toml")
     comments = "".join(f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in lines)
     first = f"preset = {json.dumps(preset)}\n\n" if preset else ""
     return f"{comments}\n{first}{toml_of(values)}", all(kind != NONE for _, kind, _ in said)

@@ -46,14 +46,9 @@ class Documents:
 
 
 def attention_reference(
-    q_SBHK: Tensor,
-    k_TBGK: Tensor,
-    v_TBGK: Tensor,
-    *,
-    documents: Documents | None = None,
-    sink_H: Tensor | None = None,
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, documents: Documents | None = None, sink_H: Tensor | None = None,
     **given: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The definition, with the scores in memory; arguments as of `attention`."""
     how = Scoring(**given)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_TBGK, v_TBGK))
@@ -151,11 +146,9 @@ def readable(x: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
     same = strides is None or all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
     if same and in_sixteens(x):
         return x
-    return (
-        x.clone(memory_format=torch.contiguous_format)
-        if strides is None
-        else x.new_empty_strided(x.shape, strides).copy_(x)
-    )
+    if strides is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 @contextlib.contextmanager
@@ -174,14 +167,9 @@ def _sdpa(name: str) -> Iterator[None]:
 
 
 def attention(
-    q_SBHK: Tensor,
-    k_TBGK: Tensor,
-    v_TBGK: Tensor,
-    *,
-    documents: Documents | None = None,
-    sink_H: Tensor | None = None,
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, documents: Documents | None = None, sink_H: Tensor | None = None,
     **given: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """o_SBHK of one or more queries and keys. `documents` None: one per sample. sink_H: of each head a logit without a
     value; None: there is none. `given`: the fields of Scoring. Values may have another width than queries and keys, and
     o has it, too."""

@@ -135,9 +135,8 @@ class _Blocks:
     def dropped_(self, some: slice, here: slice, keys: slice, *weights: Tensor) -> None:
         """Zero dropped elements; the caller divides the others by `kept`."""
         if self.drop is not None:
-            rows, columns = (
-                range(part.start + at, part.stop + at) for part, at in zip((here, keys), self.places, strict=True)
-            )
+            parts = zip((here, keys), self.places, strict=True)
+            rows, columns = (range(part.start + at, part.stop + at) for part, at in parts)
             mask = self.drop.mask((self.samples[some], self.heads[some]), rows, columns).flatten(1, 2)
             for x in weights:
                 x.mul_(mask)

@@ -86,13 +86,9 @@ def _mask_sBD(x: Tensor, key: int | Tensor, p: float, sample_ids_B: Tensor, firs
 
 
 def drop_reference(
-    x_sBD: Tensor,
-    residual: Tensor | None,
-    p: float,
-    key: int | Tensor,
-    sample_ids_B: Tensor,
+    x_sBD: Tensor, residual: Tensor | None, p: float, key: int | Tensor, sample_ids_B: Tensor,
     first_position: int | Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     y = x_sBD * _mask_sBD(x_sBD, key, p, sample_ids_B, first_position) / (1 - p)
     return y if residual is None else y + residual
 
@@ -135,14 +131,9 @@ def _drop(
 
 
 def drop(
-    x_sBD: Tensor,
-    residual: Tensor | None,
-    p: float,
-    key: int,
-    sample_ids_B: Tensor,
-    first_position: int | Tensor,
+    x_sBD: Tensor, residual: Tensor | None, p: float, key: int, sample_ids_B: Tensor, first_position: int | Tensor,
     block: TileSizes = BLOCK,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     x_ND = as_rows(x_sBD)
     a_ND = x_ND if residual is None else as_rows(residual)
     rows, columns = x_ND.shape

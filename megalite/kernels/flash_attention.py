@@ -353,14 +353,9 @@ class _Attention(Function):
 
 
 def flash_attention(
-    q_SBHK: Tensor,
-    k_TBGK: Tensor,
-    v_TBGK: Tensor,
-    *,
-    sink_H: Tensor | None = None,
-    first_BS: Tensor | None = None,
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, sink_H: Tensor | None = None, first_BS: Tensor | None = None,
     **how: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """o_SBHK. `how`: the fields of Scoring. sink_H: kernels/attention.py. first_BS: int64, of each query the first
     position of its document. Head sizes, of queries and keys and of values, up to 256 in bf16 and fp16, 128 in fp32."""
     if v_TBGK.shape[:-1] != k_TBGK.shape[:-1]:

@@ -57,15 +57,9 @@ def grouped_matmul_reference(x_RD: Tensor, w_EFD: Tensor, offsets: Tensor, rows:
 
 
 def grouped_weight_grad_reference_(
-    grad_EFD: Tensor,
-    dy_MF: Tensor,
-    x_RD: Tensor,
-    offsets: Tensor,
-    rows: Tensor | None = None,
-    *,
-    dy_rows: Tensor | None = None,
-    begin: bool,
-) -> None:
+    grad_EFD: Tensor, dy_MF: Tensor, x_RD: Tensor, offsets: Tensor, rows: Tensor | None = None, *,
+    dy_rows: Tensor | None = None, begin: bool,
+) -> None:  # fmt: skip
     M = len(x_RD if rows is None else rows)
     for e, of in _groups(offsets, M):
         if of.start < of.stop:
@@ -186,15 +180,9 @@ def grouped_matmul(x_RD: Tensor, w_EFD: Tensor, offsets: Tensor, rows: Tensor | 
 
 
 def grouped_weight_grad_(
-    grad_EFD: Tensor,
-    dy_MF: Tensor,
-    x_RD: Tensor,
-    offsets: Tensor,
-    rows: Tensor | None = None,
-    *,
-    dy_rows: Tensor | None = None,
-    begin: bool,
-) -> None:
+    grad_EFD: Tensor, dy_MF: Tensor, x_RD: Tensor, offsets: Tensor, rows: Tensor | None = None, *,
+    dy_rows: Tensor | None = None, begin: bool,
+) -> None:  # fmt: skip
     """grad[e] += dy[group]^T x[group], or that alone to begin with, which zeroes those of empty groups. `grad_EFD`:
     fp32 (fp64 for fp64), any strides; rows, dy_rows: int64 [M], the rows of x and of dy for each of M."""
     if not _by_triton(x_RD, dy_MF):

@@ -96,9 +96,8 @@ def network() -> Iterator[Fact]:
         yield Fact(WARN, "network", *str(error).split(": ", 1))
     port = environment.variable("MASTER_PORT", str(BEYOND[1]))
     try:
-        socket.create_server(
-            ("", int(port))
-        ).close()  # as a store does, which a connection that is ending does not stop
+        # as a store does, which a connection that is ending does not stop
+        socket.create_server(("", int(port))).close()
         yield Fact(OK, "network", f"port {port}, where ranks meet, is free")
     except (OSError, ValueError, OverflowError) as error:
         remedy = "set MASTER_PORT, or --rdzv-endpoint of torchrun, to a free one"

@@ -12,13 +12,9 @@ from megalite.parallel.spec import ParamSpec
 
 
 def specs_of(
-    model: ModelConfig,
-    vocab_size: int,
-    *,
-    padded: int | None = None,
-    stages: Sequence[range] | None = None,
+    model: ModelConfig, vocab_size: int, *, padded: int | None = None, stages: Sequence[range] | None = None,
     number: int = 0,
-) -> dict[str, ParamSpec]:
+) -> dict[str, ParamSpec]:  # fmt: skip
     """Name -> spec in order of use, for the whole model or for stage `number` of `stages`. `padded`: rows of embedding
     and head; default: `vocab_size`. A tied head of a stage without the embedding has the embedding's spec."""
     make, rows = Maker(Mesh.alone(), torch.float32, seed=0, meta=True), padded or vocab_size

@@ -266,15 +266,9 @@ class Across:
     again: bool
 
     def gathered(
-        self,
-        q_SBHK: Tensor,
-        k_SBGK: Tensor,
-        v_SBGK: Tensor,
-        *,
-        window: int | None,
-        documents: Documents | None,
+        self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, *, window: int | None, documents: Documents | None,
         **how: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """This rank's queries, with the keys of all."""
         window = None if window is not None and window >= self.cp.size * q_SBHK.shape[0] else window
         kv, runs = torch.stack((k_SBGK, v_SBGK)), self.places.runs(self.cp.rank)

@@ -73,14 +73,9 @@ class _GatherLinear(Function):
 class _LinearScatter(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        u_SBf: Tensor,
-        weight: Tensor,
-        tp: Axis,
-        activation: Activation | None,
-        bias: Tensor | None,
+        ctx: Any, u_SBf: Tensor, weight: Tensor, tp: Axis, activation: Activation | None, bias: Tensor | None,
         later: Later | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         ctx.tp, ctx.activation, ctx.later, ctx.sink = tp, activation, later, sink_of(weight)
         added = () if bias is None else (bias,)
         ctx.save_for_backward(u_SBf, weight, *added)
@@ -108,13 +103,9 @@ def gather_linear(x_sBD: Tensor, weights: list[Tensor], tp: Axis, later: Later |
 
 
 def linear_scatter(
-    u_SBf: Tensor,
-    weight_Df: Tensor,
-    tp: Axis,
-    activation: Activation | None = None,
-    bias: Tensor | None = None,
+    u_SBf: Tensor, weight_Df: Tensor, tp: Axis, activation: Activation | None = None, bias: Tensor | None = None,
     later: Later | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Add `bias` [f], apply `activation`, multiply, sum over tp, keep this rank's positions."""
     if bias is not None and not (activation is not None and activation.takes_bias and use_triton(u_SBf)):
         u_SBf, bias = add_bias(u_SBf, bias), None

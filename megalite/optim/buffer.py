@@ -89,9 +89,8 @@ class ParamBuffer:
         self.weights = FlatStorage(layout, self.rules, dtype, device, parameters, shared.stage > 2, shared.on_host)
         self.grads = FlatStorage(layout, self.rules, main_dtype(dtype), device, elastic=shared.stage > 1)
         self.grad_reduce = reduce = GradReduce(parameters, self.grads, overlap_grad_reduce)
-        self.param_gather = gather = ParamGather(
-            parameters, self.weights, chunks, overlap_param_gather, shared.by_chunk
-        )
+        how = overlap_param_gather, shared.by_chunk
+        self.param_gather = gather = ParamGather(parameters, self.weights, chunks, *how)
         # what the others call
         self.sinks, self.begin_all, self.finish = reduce.sinks, reduce.begin_all, reduce.finish
         self.on_last_backward, self.after_run = reduce.on_last_backward, reduce.after_run

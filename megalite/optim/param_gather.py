@@ -31,13 +31,9 @@ class ParamGather:
     weights that come and go, each when it is used. by_chunk: as above."""
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        weights: FlatStorage,
-        chunks: Sequence[nn.Module],
-        overlap: bool,
+        self, parameters: Sequence[nn.Parameter], weights: FlatStorage, chunks: Sequence[nn.Module], overlap: bool,
         by_chunk: bool = False,
-    ):
+    ):  # fmt: skip
         self.weights, self.overlap, self.by_chunk = weights, overlap, by_chunk
         self._device = parameters[0].device
         self._up = new_stream(self._device) if weights.on_host else None  # from the host

@@ -30,13 +30,9 @@ class Zero1:
     WholeRule."""
 
     def __init__(
-        self,
-        buffer: ParamBuffer,
-        rule: Rule,
-        matrix_rule: Rule | None = None,
-        offloaded: float = 0.0,
+        self, buffer: ParamBuffer, rule: Rule, matrix_rule: Rule | None = None, offloaded: float = 0.0,
         folder: str | None = None,
-    ):
+    ):  # fmt: skip
         self.buffer, self.updates = buffer, 0
         self.kept_by = rule, matrix_rule or rule
         self.rules = [self.kept_by[bucket.kind.matrix] for bucket in buffer.layout.buckets]

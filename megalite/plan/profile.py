@@ -60,9 +60,8 @@ def read_profile(path: Path) -> Profile:
     try:
         return _profile(json.loads(path.read_text()))
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not a profile ({error}); make one with: tools/plan.py calibrate --out {path}"
-        ) from error
+        remedy = f"make one with: tools/plan.py calibrate --out {path}"
+        raise ValueError(f"{path} is not a profile ({error}); {remedy}") from error
 
 
 def _profile(values: dict[str, Any]) -> Profile:

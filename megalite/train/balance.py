@@ -19,9 +19,8 @@ from megalite.nn.router import LOSSES, Router
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
-NAMES: tuple[str, ...] = tuple(  # of LOSSES, in the log
-    f"{kind}load_balancing_loss" for kind in ("", "seq_", "global_")
-) + ("router_z_loss",)
+# of LOSSES, in the log
+NAMES = (*(f"{kind}load_balancing_loss" for kind in ("", "seq_", "global_")), "router_z_loss")
 
 
 class Balance:

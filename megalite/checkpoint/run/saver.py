@@ -139,9 +139,8 @@ class Saver:
             return final
         _begin(part, self.mesh, self._confirm)
         self._host.begin()
-        self._flight = BackgroundSave(
-            part, step, self.mesh, self._host, list(pieces), commit, self._confirm, self._tell
-        )
+        whom = commit, self._confirm, self._tell
+        self._flight = BackgroundSave(part, step, self.mesh, self._host, list(pieces), *whom)
         self._news.append(f"scheduled {final.name}")
         if self.megatron:
             self._news.append(f"  scheduled an async checkpoint save at iteration {step:7d} to {self.directory}")

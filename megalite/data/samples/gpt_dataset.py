@@ -139,14 +139,9 @@ class GptDataset(Source):
     """The documents `documents` of one file, cut into samples of seq_length + 1 tokens, epoch after epoch."""
 
     def __init__(
-        self,
-        data: IndexedDataset,
-        documents: range,
-        seq_length: int,
-        seed: int,
-        split: str = "train",
+        self, data: IndexedDataset, documents: range, seq_length: int, seed: int, split: str = "train",
         cache_path: str | Path | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(data, documents, seq_length, seed, split)
         if self.num_tokens < seq_length + 1:
             raise DataError(

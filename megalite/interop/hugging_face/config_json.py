@@ -95,9 +95,8 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
 def _read_rope(config: Json, options: Json, family: Family) -> list[str]:
     """rope_parameters is the newer form of rope_theta (rotary_emb_base) with rope_scaling."""
     given = [config[key] for key in ("rope_scaling", "rope_parameters") if isinstance(config.get(key), dict)]
-    rope: Json = {
-        key: value for table in given or [family.optional.get("rope_parameters", {})] for key, value in table.items()
-    }
+    given = given or [family.optional.get("rope_parameters", {})]
+    rope: Json = {key: value for table in given for key, value in table.items()}
     kind = rope.get("rope_type", rope.get("type", "default"))
     options["rotary_base"] = rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base")))
     if options["rotary_base"] is None:
