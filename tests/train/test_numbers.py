@@ -128,14 +128,14 @@ def test_the_timeline_of_a_step_that_is_computed_again_is_that_of_the_first_time
 def _longest(flags: str) -> float:
     """Of this rank's forwards and backwards, where rank 0 sends everything late."""
     run = build(flags)
-    pipeline_module.fault = Faults({"MEGALITE_FAULT": "pipeline.message:0:*:sleep=2"})  # type: ignore[attr-defined]
+    pipeline_module.fault = Faults({"MEGALITE_FAULT": "pipeline.message:0:*:sleep=1"})  # type: ignore[attr-defined]
     run.pipeline.timeline = []
     train_step(run)
     return max(timed.end_s - timed.start_s for timed in run.pipeline.timeline if timed.action[0] in "FB")
 
 
 def test_a_timeline_leaves_the_wait_for_a_message_out() -> None:
-    assert max(run_ranks(2, _longest, "--pipeline-model-parallel-size 2")) < 1
+    assert max(run_ranks(2, _longest, "--pipeline-model-parallel-size 2")) < 0.5
 
 
 # ---- spikes
