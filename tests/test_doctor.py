@@ -1,5 +1,6 @@
 """megalite doctor: what it says of a machine that is sound, and of one where something was broken on purpose."""
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalite.checkpoint.storage.file_system import LocalStorage
 from megalite.launch import machine
 from tools import doctor
 from tools.bench import gpu_report_probe
@@ -65,6 +67,9 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {  # what is broken -> whether t
     "sees none of 1 cards": (dict(card={}), "bad"),
     "card 0 has uncorrected memory errors (ECC)": (dict(card=CARD), "bad"),
     "cannot be written": (dict(save="file"), "bad"),
+    "Protocol not known: s4": (dict(url="s4://x/y"), "bad"),
+    "does not take 1 MiB (No space left on device)": (dict(full=True), "bad"),
+    "NCCL_DEBUG=info: each": (dict(NCCL_DEBUG="info"), "warn"),
     "nothing.idx: No such file": (dict(data="nothing"), "bad"),
 }
 
@@ -74,7 +79,7 @@ def test_what_is_broken_is_named_and_whether_it_stops_a_run(text: str, tmp_path:
     what, mark = dict(BROKEN[text][0]), BROKEN[text][1]
     words = ["--data-path", str(tmp_path / what.pop("data"))] if "data" in what else []
     (tmp_path / "file").touch()
-    words += ["--save", str(tmp_path / what.pop("save", "."))]
+    words += ["--save", what.pop("url", None) or str(tmp_path / what.pop("save", "."))]
     taken = socket.create_server(("", 0))
     version, usage = metadata.version, shutil.disk_usage
 
@@ -83,8 +88,13 @@ def test_what_is_broken_is_named_and_whether_it_stops_a_run(text: str, tmp_path:
             raise metadata.PackageNotFoundError(name)
         return "0.1" if name == old else version(name)
 
+    def no_space(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     lacks, old, shm = (what.pop(name, None) for name in ("lacks", "old", "shm"))
     monkeypatch.setattr(metadata, "version", version_of)
+    if what.pop("full", False):
+        monkeypatch.setattr(LocalStorage, "create", no_space)
     if shm is not None:
         monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(path)._replace(free=shm))
     if "card" in what:

@@ -59,10 +59,10 @@ def card() -> Iterator[Fact]:
 
 def storage(save: str) -> Iterator[Fact]:
     """How fast it takes bytes, by the code that writes checkpoints."""
-    part, written, place = os.urandom(4 * MIB), 0, parse(save)
-    if isinstance(place, Path):  # the folder that is to hold it, as no new one is left behind
-        place = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    part, written = os.urandom(4 * MIB), 0
     try:
+        if isinstance(place := parse(save), Path):  # the folder that is to hold it, as no new one is left behind
+            place = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
         storage_of(place).probe(place, 0)
         if not isinstance(place, Path):
             yield Fact(OK, "storage", f"{save} can be written; its speed is not measured")
@@ -79,8 +79,11 @@ def storage(save: str) -> Iterator[Fact]:
         fact = f"save={save!r} takes {rate / 1e6:,.0f} MB/s with fsync, {written / MIB:.0f} MiB"
         fact = f"{fact}; {shutil.disk_usage(place).free / GIB:,.1f} GiB are free"
         yield judged("storage", rate >= SLOW, fact, "use a faster disk, or save less often")
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         yield Fact(BAD, "storage", str(error))
+    except OSError as error:
+        fact = f"save={save!r} does not take {WRITTEN / MIB:.0f} MiB ({error.strerror})"
+        yield Fact(BAD, "storage", fact, "make room there, or give --save another disk")
 
 
 def data(prefixes: list[str]) -> Iterator[Fact]:
@@ -94,13 +97,13 @@ def data(prefixes: list[str]) -> Iterator[Fact]:
 
 
 def examine(save: str, prefixes: list[str]) -> Iterator[Fact]:
-    own = (lambda: storage(save), lambda: data(prefixes))
-    for part in (software, card, clocks, variables, network, memory, *own):
+    parts = {part.__name__: part() for part in (software, card, clocks, variables, network, memory)}
+    for about, part in {**parts, "storage": storage(save), "data": data(prefixes)}.items():
         try:
-            yield from part()
+            yield from part
         except Exception as error:  # noqa: BLE001  a broken torch, no /proc: the other parts are told
             mark = BAD if isinstance(error, ImportError) else WARN
-            yield Fact(mark, part.__name__, f"cannot be looked at: {type(error).__name__}: {error}")
+            yield Fact(mark, about, f"cannot be looked at: {type(error).__name__}: {error}")
     yield from (Fact(OK, "costs", f"{what}: {how}") for what, how in COSTS.items())
 
 
