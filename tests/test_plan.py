@@ -63,7 +63,7 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
 
 def test_questions_lead_to_the_plan_of_their_answers(tmp_path: Path, monkeypatch, capsys) -> None:
     """A wrong answer is asked again with its rule; the end of stdin takes defaults; the TOML starts what was planned."""
-    said = ["gpt", "4x256x4", "h1000", "cpu", "0", "2", "", "x", "4", "1M", "soon", "0 days", "0.001 days", "/no/x", ""]
+    said = ["gpt", "4" * 300, "4x256x4", "h1000", "cpu", "0", "2", "", "x", "4", "1M", "soon", "0 days", "0.001 days", "/no/x", ""]
     asked, plain, toml = tmp_path / "asked.json", tmp_path / "plain.json", tmp_path / "run.toml"
     said[-1] = str(toml)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said)))

@@ -35,7 +35,7 @@ def asked(name: str, read: Callable[[str], T], default: str = "") -> T:
         print(answer if not sys.stdin.isatty() else "", end="\n" * (not sys.stdin.isatty()))
         try:
             return read(answer)
-        except (ValueError, argparse.ArgumentTypeError) as error:
+        except (ValueError, OSError, argparse.ArgumentTypeError) as error:  # OSError: of a name that is too long
             print(f"  {error}")
 
 
