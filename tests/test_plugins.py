@@ -22,7 +22,10 @@ from megalite.config.registry import KINDS
 from megalite.config.toml import to_toml
 from megalite.data.errors import DataError
 from megalite.data.samples.numbered import NumberedDataset
+from megalite.optim.lr import LrSchedule
 from megalite.parallel.mesh import Mesh
+from megalite.pipeline import schedule
+from megalite.plan.arrangement import arrange
 from megalite.plan.holding import kept_of
 from megalite.train.moments import Figures
 
@@ -154,8 +157,32 @@ def test_samples_by_number_come_once_an_epoch_and_are_checked() -> None:
     for wrong in (rows_of[:, :4], rows_of.astype(float)):
         with pytest.raises(DataError, match=r"dataset mine: its sample \d is .*; give seq_length \+ 1 = 5 token ids"):
             NumberedDataset("mine", wrong, 4, seed=1, split="train").samples(np.arange(2))
+    with pytest.raises(DataError, match=r"dataset mine: its sample \d cannot be made: .*; correct the plugin"):
+        NumberedDataset("mine", [[1, [2]]] * 7, 4, seed=1, split="train").samples(np.arange(2))
     with pytest.raises(DataError, match="has no samples of test"):
         NumberedDataset("mine", rows_of[:0], 4, seed=1, split="test")
+
+
+def test_parts_that_give_what_is_none_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plugin(tmp_path, """for name, rate in {"none": None, "text": "1", "nan": float("nan"), "down": -0.5}.items():
+    megalite.register("lr_decay_style", name, lambda lr, n, rate=rate: rate)
+class Mine:
+    states, update_ = {}, print
+    of = staticmethod(lambda o: [])
+megalite.register("optimizer", "mine", Mine)
+@megalite.register("pipeline_schedule", "made")
+def made(rank, place, groups):
+    yield from one_f_one_b(rank, place, groups)
+from megalite.pipeline.schedule import one_f_one_b
+""")  # fmt: skip
+    config = config_from([*LINE, *STEPS, "--plugin", "mine.py", "--optimizer", "mine", "--pipeline-schedule", "made"])
+    for style in ("none", "text", "nan", "down"):
+        with pytest.raises(ValueError, match=rf"lr_decay_style='{style}' gives .* at sample 3; give a finite"):
+            LrSchedule(1.0, 0.0, style, 0, 10).at(3)
+    with pytest.raises(ValueError, match=r"optimizer='mine': of\(options\) gives \[\], whose states are no dict; give"):
+        arrange(config, 1, 93)
+    assert schedule.plan("made", 2, 4) == schedule.plan("1f1b", 2, 4)
 
 
 def test_a_tokenizer_makes_data_trains_and_speaks(tmp_path: Path) -> None:
@@ -268,6 +295,9 @@ def test_a_family_is_written_and_read_and_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     {
+        "raise ValueError('one\\n two')": "mine.py:2: ValueError: one two; correct the plugin",
+        "class E(Exception):\n    __str__ = None\nraise E": "mine.py:4: E: <exception str() failed>; correct the plugin",
+        "megalite.register('metric', 'mine')": "metric='mine' is None; give 'layer', ",
         "boom = 1 / 0": "mine.py:2: ZeroDivisionError: division by zero; correct the plugin",
         "def f(:": "mine.py:2: SyntaxError: ",
         "import sys; sys.exit(0)": "mine.py:2: SystemExit: 0",

@@ -34,5 +34,5 @@ class Lion:
         step = moment.lerp(grad, 1 - b1).sign_().add_(u.param, alpha=u.weight_decay)
         moment.lerp_(grad, 1 - b2)
         u.param.add_(step, alpha=-u.lr)
-        if u.copy is not None:
+        if u.copy is not None:  # the weights that compute, where the main ones are apart: they would stay as they are
             u.copy.copy_(u.param)

@@ -55,7 +55,7 @@ def register(kind: str, name: str, part: Any = None) -> Any:
     """Make `part` the one that is called `name`, from then on a value of the option `kind`; without a part, the class
     or function below this line. For plugins. Raises ValueError where there is no such kind, the name is taken, or the
     part lacks something."""
-    if part is None:
+    if part is None and kind != "metric":  # of which none is a class or function
         return lambda below: register(kind, name, below)
     if not _loading:
         raise ValueError(f"{kind}={name!r} is registered outside of a plugin; put it into FILE.py: --plugin FILE.py")
@@ -169,7 +169,8 @@ def _run(plugin: Plugin) -> None:
 def _problem(plugin: Plugin, error: BaseException) -> str:
     """With the plugin's own line: the last of its files that the error came through."""
     files = {os.path.abspath(plugin.word)} if plugin.text is not None else {*map(str, _files_of(plugin.word))}
-    said, places = str(error), [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    told = traceback.TracebackException.from_exception(error)  # which has the text of an error that has none, too
+    said, places = " ".join(str(told).split()), [(frame.filename, frame.lineno) for frame in told.stack]
     if isinstance(error, SyntaxError):
         said, places = error.msg, [*places, (error.filename, error.lineno)]
     where = next((f"{file}:{line}" for file, line in reversed(places) if file in files), plugin.word)

@@ -49,7 +49,10 @@ class LrSchedule:
             return self.warm_up_init + (self.peak - self.warm_up_init) * n / self.warm_up
         if n > self.decay and self.style != "constant":
             return self.minimum
-        return KINDS["lr_decay_style"].find(self.style)(self, n)
+        rate = KINDS["lr_decay_style"].find(self.style)(self, n)
+        if not isinstance(rate, int | float) or not 0 <= rate < math.inf:  # a plugin's may be anything
+            raise ValueError(f"lr_decay_style={self.style!r} gives {rate!r} at sample {n:g}; give a finite rate from 0")
+        return rate
 
     def part(self, n: float) -> float:
         """Of the decay that is over, from 0 to 1; for warm_up < n <= decay, so its length is not 0."""

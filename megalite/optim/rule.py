@@ -64,4 +64,7 @@ class WholeRule(Rule, Protocol):
 def rules_of(o: OptimConfig) -> tuple[Rule, Rule | None]:
     """The rule that the options name, and of matrices, where they have another one."""
     named: Rule = KINDS["optimizer"].find(o.optimizer).of(o)
+    if not isinstance(getattr(named, "states", None), Mapping):
+        text = "of(options) gives {!r}, whose states are no dict; give a rule as megalite.optim.rule: Rule"
+        raise ValueError(f"optimizer={o.optimizer!r}: " + text.format(named))
     return (KINDS["optimizer"].find("adam").of(o), named) if o.is_muon else (named, None)

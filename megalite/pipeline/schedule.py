@@ -152,7 +152,7 @@ def compute_row(name: str, rank: int, place: Placement, groups: Sequence[int]) -
     where a plugin's has not each F and B of its rank's stages once."""
     if name == EVALUATION:
         return _order(rank, place, groups, Op.F)
-    row: list[Action] = KINDS["pipeline_schedule"].find(name)(rank, place, groups)
+    row: list[Action] = [*(KINDS["pipeline_schedule"].find(name)(rank, place, groups) or ())]
     if name in KINDS["pipeline_schedule"].added:
         there, due = Counter(row), Counter(a for op in (Op.F, Op.B) for a in _order(rank, place, groups, op))
         if wrong := [*(due - there), *(there - due)]:

@@ -390,7 +390,7 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
     """Make the arrangement. Raises ValueError, `name=value breaks rule; remedy`, for all that config/check.py cannot
     check."""
     made = Arrangement(config, world, vocab_size)
-    _ = made.steps, made.stages  # these raise
+    _ = made.steps, made.stages, kept_of(config.optim, matrix=False)  # these raise
     if (name := config.parallel.pipeline_schedule) in KINDS["pipeline_schedule"].added:  # others are proven by tests
         by, unit = config.parallel.microbatch_group_size_per_virtual_pipeline_stage, made.microbatches
         for m in {unit * size // made.batch_sizes.final for _, size in made.batch_sizes.steps}:

@@ -25,7 +25,10 @@ class NumberedDataset(Source):
         self.num_tokens, self._key = len(samples) * seq_length, fold(seed, split)
 
     def _sample(self, k: int) -> Ints:
-        row = np.asarray(self._samples[k])
+        try:
+            row = np.asarray(self._samples[k])
+        except ValueError as error:
+            raise DataError(f"{self.name}: its sample {k} cannot be made: {error}; correct the plugin") from error
         if row.shape != (self.seq_length + 1,) or row.dtype.kind not in "iu":
             wrong = f"its sample {k} is {row.dtype} {list(row.shape)}"
             raise DataError(f"{self.name}: {wrong}; give seq_length + 1 = {self.seq_length + 1} token ids")
