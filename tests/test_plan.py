@@ -63,9 +63,9 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
 
 def test_questions_lead_to_the_plan_of_their_answers(tmp_path: Path, monkeypatch, capsys) -> None:
     """A wrong answer is asked again with its rule; the end of stdin takes defaults; the TOML starts what was planned."""
-    said = ["gpt", "4" * 300, "4x256x4", "h1000", "cpu", "0", "2", "", "x", "4", "1M", "soon", "0 days", "0.001 days", "/no/x", ""]
     asked, plain, toml = tmp_path / "asked.json", tmp_path / "plain.json", tmp_path / "run.toml"
-    said[-1] = str(toml)
+    said = ["4" * 300, *"gpt 4x256x4 h1000 cpu 0 2".split()]  # the first is too long for the name of a file
+    said += ["", "x", "4", "1M", "soon", "0 days", "0.001 days", "/no/x", str(toml)]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said)))
     words = ["--precision", "fp32", "--top", "1", "--json"]
     assert plan.main(["--ask", *words, str(asked)]) == 0
