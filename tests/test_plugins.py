@@ -163,6 +163,12 @@ def test_samples_by_number_come_once_an_epoch_and_are_checked() -> None:
         NumberedDataset("mine", rows_of[:0], 4, seed=1, split="test")
 
 
+def test_a_part_that_fails_before_the_run_has_its_line(tmp_path: Path) -> None:
+    plugin(tmp_path, "megalite.register('tokenizer_type', 'mine', lambda asked: int('x'))")
+    said = typed(tmp_path, "--plugin", "mine.py", *LINE, *STEPS, "--tokenizer-type", "mine", code=2)
+    assert said == f"pretrain_gpt.py: {tmp_path}/mine.py:2: invalid literal for int() with base 10: 'x'\n"
+
+
 def test_parts_that_give_what_is_none_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plugin(tmp_path, """for name, rate in {"none": None, "text": "1", "nan": float("nan"), "down": -0.5}.items():

@@ -90,6 +90,13 @@ def missing(saved: object) -> str:
     return f"was written with {was}, not given here; add {' '.join(f'--plugin {n}' for n, _ in lost)}" if lost else ""
 
 
+def place(error: BaseException) -> str:
+    """FILE:LINE: of the plugin's file that the error has come through last; "" where it has come through none."""
+    files = {os.path.abspath(plugin.word) for plugin in _active if plugin.text is not None}
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((f"{frame.filename}:{frame.lineno}: " for frame in frames if frame.filename in files), "")
+
+
 def load(words: Sequence[str], known: Texts | None = None) -> None:
     """Make these the plugins of this process: files, whose names end in .py, or modules. `known`: texts of files
     that were read already. Raises ConfigError with a line for each that fails."""

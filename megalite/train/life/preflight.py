@@ -20,6 +20,7 @@ from megalite.config.console import show
 from megalite.config.faults import VARIABLE
 from megalite.config.options import Config, TrainConfig, resolved_style
 from megalite.config.packages import MissingPackage
+from megalite.config.plugins import place
 from megalite.config.toml import differences, to_toml
 from megalite.data.errors import DataError
 from megalite.data.files.missing_files import rehearsed
@@ -59,7 +60,7 @@ def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
     except DataError:
         raise
     except ValueError as error:
-        raise SetupError(str(error)) from None
+        raise SetupError(place(error) + str(error)) from None
 
 
 def choose_device(wanted: str) -> str:
