@@ -160,7 +160,7 @@ def _judge(name: str, key: Key, values: Tree, parts: Tree) -> tuple[str, str]:
         parts[part] = value if equals else key.value if part == "address" else _number(key.value)
         return ACTS, " ".join(words[1:])
     except (TypeError, ValueError, OverflowError) as error:
-        return NONE, str(error)
+        return NONE, "it stands for the value of another key; write that" if "${" in str(key.value) else str(error)
 
 
 def _set(values: Tree, value: Any, words: list[str]) -> str:

@@ -116,10 +116,12 @@ def test_what_contradicts_itself_is_one_error(fault: dict[str, Any], tmp_path: P
 def test_what_is_typed_wrong_or_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ds.json"
     keys = {"train_batch_size": 8, "zero_optimization": {"staeg": 2}, "bf16": {"enabled": True}, "a\n[model]\nlr": 1}
-    file.write_text(json.dumps(keys | {"comet": {"enabled": True, "api_key": "TOP"}, "gradient_clipping": "much"}))
+    keys |= {"comet": {"enabled": True, "api_key": "TOP"}, "gradient_clipping": "much", "steps_per_print": "${x}"}
+    file.write_text(json.dumps(keys))
     text, whole = translate(str(file), 8, PRESETS)
     assert not whole and "zero_optimization.staeg = 2: no key that is known" in text and "TOP" not in text
     assert tomllib.loads(text).keys() == {"train", "precision"} and "could not convert string to float" in text
+    assert 'steps_per_print = "${x}": it stands for the value of another key; write that' in text
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(MissingPackage, match="needs the package pyyaml"):
         translate(str(HERE / "fsdp.yaml"), 8, PRESETS)
