@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv with the dev extras (once) and run the quick tests; arguments go to pytest. As the first argument:
-# --commit: also those that take more than a second, as .ci/run does; --all: everything, 70 minutes.
+# --commit: also those that take more than a second, as .ci/run does; --all: everything, 50 minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/venv.sh dev
