@@ -8,6 +8,7 @@ from pathlib import Path
 
 import programs
 import pytest
+from train.whole_runs import alive
 
 from tools.bench import limited
 
@@ -36,12 +37,10 @@ import time; time.sleep(0.3)
 
 
 def gone(pid: int, within_s: float = 0) -> bool:
-    until, state = time.monotonic() + within_s, Path(f"/proc/{pid}/stat")
-    while state.exists() and state.read_text().rpartition(") ")[2][0] != "Z":
-        if time.monotonic() > until:
-            return False
+    until = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < until:
         time.sleep(0.02)
-    return True
+    return not alive(pid)
 
 
 def run(folder: Path, code: str, seconds: float = 30, **more: str) -> tuple[str, list[str]]:
