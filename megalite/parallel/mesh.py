@@ -212,6 +212,8 @@ class Mesh:
         """Limit the time of a collective on every group, since new groups do not inherit the default group's limit."""
         for axis in self.axes:
             set_group_timeout(timeout, axis.group)
+            if axis.direct is not None:
+                axis.direct.timeout = timeout
             if dist.get_backend(axis.group) == "gloo":  # with nccl a wait with a limit would block the host
                 axis.calls.message_limit = timeout
 

@@ -1,14 +1,14 @@
-"""All-gather and reduce-scatter between ranks of one machine, through memory that they share; gloo synchronises them.
+"""All-gather and reduce-scatter between ranks of one machine, through memory that they share.
 
     rank 0                                     rank 1
     copy piece k of x into slot k % 3   |      copy piece k of x into slot k % 3
-    start a tiny all-reduce             |      start a tiny all-reduce          "piece k is there"
+    send a word to all others           |      send a word to all others        "piece k is there"
     ... compute ...                     |      ... compute ...
-    wait for it; read from all ranks    |      wait for it; read from all ranks
+    wait for theirs; read their slots   |      wait for theirs; read their slots
 
-A copy between processes runs at the speed of memory, a message through gloo's sockets at a tenth of it. Because of the
-tiny all-reduce, a rank that died or hangs is an error on the others after the group's time-out. It also carries the
-operation and its size, so ranks that do different things get an error instead of each other's bytes.
+A copy between processes runs at the speed of memory, a message through gloo's sockets at a tenth of it. A rank that
+died is an error on the others at once, one that hangs after the time-out (wires.py). A word has the operation and its
+size, so ranks that do different things get an error instead of each other's bytes.
 
 A transfer begins when the one before it is complete, and piece k is put when piece k - 1 has come, perhaps before that
 is read. So a rank that sees piece k of the others knows that they have read piece k - 2, whose slot is the next.
@@ -20,9 +20,11 @@ import contextlib
 import itertools
 import mmap
 import os
+import struct
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.parallel.wires import Wires, all_are
+
 SLOTS = 3
 SLOT_BYTES = 2 << 20  # of one rank
 FOLDER = Path("/dev/shm")
+WORD = struct.Struct("3q")  # the kind of a collective, its elements, the bytes of each
 Copy = Callable[[Tensor, int, int], None]  # between a slot and a tensor, whose elements a..b it has
 
 
@@ -44,6 +49,7 @@ class Transport(ABC):
     """Gathers and scatters flat tensors in place of an axis's group. `out` is valid after `wait` of the result."""
 
     group: Any
+    timeout: timedelta | None = None  # of a wait for another rank that is not the group's; None: there is none
 
     def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> Any:
         """Through the group: given[r] elements of x go to rank r, got[r] come from it."""
@@ -74,9 +80,9 @@ class Transfer:
 class SharedMemory(Transport):
     """The slots of all ranks of a group, in one mapping. Only one thread may use it."""
 
-    def __init__(self, group: Any, rank: int, size: int, memory: Tensor):
+    def __init__(self, group: Any, rank: int, size: int, memory: Tensor, wires: Wires):
         """memory: uint8, shared by all ranks."""
-        self.group, self.rank, self.size = group, rank, size
+        self.group, self.rank, self.size, self.wires = group, rank, size, wires
         self.others = [q for q in range(size) if q != rank]
         self._slots = itertools.cycle(memory.view(SLOTS, size, -1))  # each [size, bytes]
         self._slot_bytes = len(memory) // SLOTS // size
@@ -84,22 +90,25 @@ class SharedMemory(Transport):
 
     @classmethod
     def open(cls, group: Any, rank: int, size: int, slot_bytes: int = SLOT_BYTES) -> SharedMemory | None:
-        """Map a new file on all ranks; collective over `group`, which has a CPU backend. None on all ranks if they are
-        on several machines, or have no room. The file then has no name: a killed process leaves nothing behind."""
-        names, mapped, total = list[Any]([None]), None, SLOTS * size * slot_bytes
-        with contextlib.ExitStack() as until_mapped:
+        """Map a new file on all ranks and connect them; collective over `group`, which has a CPU backend. None on all
+        ranks if they are on several machines, or have no room. What was opened then has no name: a killed process
+        leaves nothing behind."""
+        names, mapped, total = list[str | None]([None]), None, SLOTS * size * slot_bytes
+        with contextlib.ExitStack() as until_open:
             if rank == 0:
                 with contextlib.suppress(OSError, AttributeError):
-                    made = until_mapped.enter_context(tempfile.NamedTemporaryFile(prefix="megalite-", dir=FOLDER))
-                    os.posix_fallocate(made.fileno(), 0, total)  # else a full file system would be a SIGBUS later
-                    names = [made.name]
+                    folder = until_open.enter_context(tempfile.TemporaryDirectory(prefix="megalite-", dir=FOLDER))
+                    with open(Path(folder, "slots"), "xb") as made:
+                        os.posix_fallocate(made.fileno(), 0, total)  # else a full file system would be a SIGBUS later
+                    names = [folder]
             dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group)
             if names[0] is not None:
-                with contextlib.suppress(OSError, ValueError), open(names[0], "r+b") as file:
+                with contextlib.suppress(OSError, ValueError), open(Path(names[0], "slots"), "r+b") as file:
                     mapped = mmap.mmap(file.fileno(), total)
-            able = torch.tensor(int(mapped is not None))
-            dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
-        return cls(group, rank, size, torch.frombuffer(mapped, dtype=torch.uint8)) if able and mapped else None
+            wires = None
+            if all_are(mapped is not None, group) and names[0] is not None:
+                wires = Wires.open(group, rank, size, Path(names[0]))
+        return wires and cls(group, rank, size, torch.frombuffer(mapped, dtype=torch.uint8), wires)
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> Transfer:
         parts = out.view(self.size, -1)
@@ -138,30 +147,29 @@ class SharedMemory(Transport):
 
     def _start(self, kind: int, x: Tensor, elements: int, piece: int, put: Copy, read: Copy) -> Transfer:
         self._last.wait()
-        facts = torch.tensor([kind, elements, x.element_size()], dtype=torch.int64)
         spans = [(begin, min(begin + piece, elements)) for begin in range(0, elements, piece)]
-        self._last = Transfer(self._steps(torch.cat([facts, -facts]), spans, put, read))
+        self._last = Transfer(self._steps((kind, elements, x.element_size()), spans, put, read))
         return self._last
 
-    def _steps(self, facts: Tensor, spans: list[tuple[int, int]], put: Copy, read: Copy) -> Iterator[None]:
+    def _steps(self, facts: tuple[int, ...], spans: list[tuple[int, int]], put: Copy, read: Copy) -> Iterator[None]:
         """Put the first piece; behind the `yield` read all, and put each next one while this one is read."""
 
-        def begin(span: tuple[int, int]) -> tuple[Tensor, Tensor, Any]:
-            slot, most = next(self._slots), facts.clone()
+        def begin(span: tuple[int, int]) -> Tensor:
+            slot = next(self._slots)
             put(slot, *span)
-            return slot, most, dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self.wires.send(WORD.pack(*facts))
+            return slot
 
-        coming = begin(spans[0]) if spans else None
+        slot = begin(spans[0]) if spans else None
         yield
         for span, following in itertools.zip_longest(spans, spans[1:]):
-            assert coming is not None
-            slot, most, arrival = coming
-            arrival.wait()
-            if not torch.equal(most[:3], -most[3:]):
+            assert slot is not None
+            said = [facts, *map(WORD.unpack, self.wires.receive(WORD.size, self.timeout))]
+            if len(set(said)) > 1:
+                least, most = (list(map(of, zip(*said, strict=True))) for of in (min, max))
                 raise OrderError(
                     "ranks do different collectives (1: all-gather, 2: reduce-scatter; elements; bytes of each): "
-                    f"between {(-most[3:]).tolist()} and {most[:3].tolist()}; the program must be the same on all ranks"
+                    f"between {least} and {most}; the program must be the same on all ranks"
                 )
-            if following is not None:
-                coming = begin(following)
-            read(slot, *span)
+            here, slot = slot, None if following is None else begin(following)
+            read(here, *span)

@@ -17,6 +17,7 @@ from megalite.config.environment import override
 from megalite.parallel import shared_memory
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.shared_memory import OrderError, SharedMemory
+from megalite.train.watch.hang import HANGS, lost_another
 
 # and a unit of each: a sum of whole numbers that fp32 or fp64 would make is another
 UNITS = {torch.float32: 1, torch.float64: 1, torch.bfloat16: 1, torch.int32: 2**25 + 1, torch.int64: 2**55 + 1}
@@ -84,6 +85,22 @@ def test_half_precision_is_summed_in_fp32() -> None:
     torch.testing.assert_close(torch.cat([out for _, out in found]), whole.bfloat16(), rtol=0, atol=0)
 
 
+def _without_gloo() -> int:
+    """Transfers of several pieces, with nothing of gloo left to call."""
+    memory = _open(64)
+    for name in ("all_reduce", "barrier", "all_gather", "send", "recv", "isend", "irecv"):
+        setattr(dist, name, None)
+    out = torch.empty(200 * memory.size)
+    memory.start_all_gather(out, torch.full((200,), float(memory.rank))).wait()
+    own = torch.empty(200)
+    memory.start_reduce_scatter(own, out).wait()
+    return int(own.sum()) - 200 * memory.rank * memory.size
+
+
+def test_a_transfer_does_not_wait_for_gloo() -> None:
+    assert run_ranks(3, _without_gloo) == [0, 0, 0]
+
+
 def _disagree() -> str:
     memory = _open(256)
     x, whole = torch.zeros(4), torch.zeros(8)
@@ -102,8 +119,9 @@ def _one_dies(path: str) -> None:
     memory = _open(256)
     if memory.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as error:
         memory.start_all_gather(torch.zeros(8), torch.zeros(4)).wait()
+    assert lost_another(error.value) and "by rank 1" in str(error.value)
     Path(path).touch()
 
 
@@ -144,6 +162,20 @@ def test_without_room_there_is_gloo() -> None:
     assert run_ranks(2, _without_room) == [True, True]
 
 
+def _no_sockets(folder: str) -> bool:
+    """Only the names of the sockets are too long, for the kernel."""
+    shared_memory.FOLDER = Path(folder)
+    found = SharedMemory.open(dist.group.WORLD, dist.get_rank(), 2, 64) is None
+    dist.barrier()
+    return found and not list(Path(folder).iterdir())
+
+
+def test_without_sockets_there_is_gloo(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    assert run_ranks(2, _no_sockets, str(folder)) == [True, True]
+
+
 def _timeouts(path: str) -> float:
     limit = datetime.timedelta(seconds=1)
     mesh = build_mesh(tp=2, pp=1, device=torch.device("cpu"), timeout=limit)
@@ -151,8 +183,9 @@ def _timeouts(path: str) -> float:
     if mesh.tp.rank == 1:
         wait_for(Path(path))
         return 0.0
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as error:
         mesh.tp.direct.start_all_gather(torch.zeros(8), torch.zeros(4)).wait()
+    assert HANGS.search(str(error.value)) and "for rank 1" in str(error.value)
     took = time.monotonic() - begin
     Path(path).touch()
     return took

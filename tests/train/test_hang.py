@@ -84,9 +84,15 @@ def _groups() -> list[float]:
     mesh = build_mesh(tp=2, pp=2, device=CPU, timeout=datetime.timedelta(seconds=7))
     assert {axis.name for axis in mesh.axes} >= {"pp", "tp", "pp_back", "ends", "world"}
     groups = {id(axis.group): axis.group for axis in mesh.axes}
-    first = [group._get_backend(CPU).options._timeout.total_seconds() for group in groups.values()]  # type: ignore[union-attr]
+    direct: Any = mesh.tp.direct
+
+    def limits() -> list[float]:
+        own = [group._get_backend(CPU).options._timeout for group in groups.values()]  # type: ignore[union-attr]
+        return [limit.total_seconds() for limit in [*own, direct.timeout]]
+
+    first = limits()
     mesh.set_timeout(datetime.timedelta(seconds=9))
-    return first + [group._get_backend(CPU).options._timeout.total_seconds() for group in groups.values()]  # type: ignore[union-attr]
+    return first + limits()
 
 
 def test_every_group_has_the_timeout_that_was_given() -> None:
