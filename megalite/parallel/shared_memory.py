@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter between ranks of one machine, through memory that they share.
+"""All-gather, reduce-scatter and all-to-all between ranks of one machine, through memory that they share.
 
     rank 0                                     rank 1
     copy piece k of x into slot k % 3   |      copy piece k of x into slot k % 3
@@ -37,8 +37,8 @@ from megalite.parallel.wires import Wires, all_are
 SLOTS = 3
 SLOT_BYTES = 2 << 20  # of one rank
 FOLDER = Path("/dev/shm")
-WORD = struct.Struct("3q")  # the kind of a collective, its elements, the bytes of each
-Copy = Callable[[Tensor, int, int], None]  # between a slot and a tensor, whose elements a..b it has
+WORD = struct.Struct("4q")  # kind of a collective, elements, bytes of each; and elements of this rank's longest part
+Copy = Callable[[Tensor, int], None]  # between a slot and a tensor, of whose parts it has a piece that begins there
 
 
 class OrderError(RuntimeError):
@@ -51,10 +51,6 @@ class Transport(ABC):
     group: Any
     timeout: timedelta | None = None  # of a wait for another rank that is not the group's; None: there is none
 
-    def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> Any:
-        """Through the group: given[r] elements of x go to rank r, got[r] come from it."""
-        return dist.all_to_all_single(out, x, got, given, group=self.group, async_op=True)
-
     @abstractmethod
     def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
         """x [n], out [size * n]: the x of all ranks, in order."""
@@ -62,6 +58,10 @@ class Transport(ABC):
     @abstractmethod
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
         """x [size * n], out [n], which may be this rank's part of x: the sum of these parts. x stays until `wait`."""
+
+    @abstractmethod
+    def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> Any:
+        """given[r] elements of x go to rank r, got[r] come from it to out, both in order. x stays until `wait`."""
 
 
 class Transfer:
@@ -111,27 +111,30 @@ class SharedMemory(Transport):
         return wires and cls(group, rank, size, torch.frombuffer(mapped, dtype=torch.uint8), wires)
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> Transfer:
-        parts = out.view(self.size, -1)
+        parts, n, piece = out.view(self.size, -1), x.numel(), self._slot_bytes // x.element_size()
 
-        def put(slot: Tensor, a: int, b: int) -> None:
+        def put(slot: Tensor, a: int) -> None:
+            b = min(a + piece, n)
             slot[self.rank].view(x.dtype)[: b - a] = parts[self.rank, a:b] = x[a:b]
 
-        def read(slot: Tensor, a: int, b: int) -> None:
+        def read(slot: Tensor, a: int) -> None:
+            b = min(a + piece, n)
             for q in self.others:
                 parts[q, a:b] = slot[q].view(x.dtype)[: b - a]
 
-        return self._start(1, x, x.numel(), self._slot_bytes // x.element_size(), put, read)
+        return self._start((1, n, x.element_size(), n), piece, put, read)
 
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Transfer:
         """Half precision is summed in fp32, in the order of ranks: the same bits on whatever rank."""
-        piece = self._slot_bytes // x.element_size() // self.size
-        blocks = x.view(self.size, -1)
+        blocks, n, piece = x.view(self.size, -1), out.numel(), self._slot_bytes // x.element_size() // self.size
 
-        def put(slot: Tensor, a: int, b: int) -> None:
+        def put(slot: Tensor, a: int) -> None:
+            b = min(a + piece, n)
             for q in self.others:
                 slot[self.rank].view(x.dtype)[q * piece :][: b - a] = blocks[q, a:b]
 
-        def read(slot: Tensor, a: int, b: int) -> None:
+        def read(slot: Tensor, a: int) -> None:
+            b = min(a + piece, n)
             theirs = [slot[q].view(x.dtype)[self.rank * piece :][: b - a] for q in range(self.size)]
             theirs[self.rank] = blocks[self.rank, a:b]
             if self.size == 2:
@@ -143,33 +146,50 @@ class SharedMemory(Transport):
                 total += part
             out[a:b] = total
 
-        return self._start(2, x, out.numel(), piece, put, read)
+        return self._start((2, n, x.element_size(), n), piece, put, read)
 
-    def _start(self, kind: int, x: Tensor, elements: int, piece: int, put: Copy, read: Copy) -> Transfer:
+    def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> Transfer:
+        piece, theirs, ours = self._slot_bytes // x.element_size() // self.size, out.split(got), x.split(given)
+        theirs[self.rank].copy_(ours[self.rank])
+
+        def put(slot: Tensor, a: int) -> None:
+            for q in self.others:
+                part = ours[q][a : a + piece]
+                slot[self.rank].view(x.dtype)[q * piece :][: len(part)] = part
+
+        def read(slot: Tensor, a: int) -> None:
+            for q in self.others:
+                part = theirs[q][a : a + piece]
+                part.copy_(slot[q].view(x.dtype)[self.rank * piece :][: len(part)])
+
+        return self._start((3, 0, x.element_size(), max(given)), piece, put, read)
+
+    def _start(self, facts: tuple[int, ...], piece: int, put: Copy, read: Copy) -> Transfer:
         self._last.wait()
-        spans = [(begin, min(begin + piece, elements)) for begin in range(0, elements, piece)]
-        self._last = Transfer(self._steps((kind, elements, x.element_size()), spans, put, read))
+        self._last = Transfer(self._steps(facts, piece, put, read))
         return self._last
 
-    def _steps(self, facts: tuple[int, ...], spans: list[tuple[int, int]], put: Copy, read: Copy) -> Iterator[None]:
-        """Put the first piece; behind the `yield` read all, and put each next one while this one is read."""
+    def _steps(self, facts: tuple[int, ...], piece: int, put: Copy, read: Copy) -> Iterator[None]:
+        """Put the first piece; behind the `yield` read all, and put each next one while this one is read. `facts`: as
+        in a word; all ranks have as many pieces as the longest part of any."""
 
-        def begin(span: tuple[int, int]) -> Tensor:
+        def begin(at: int) -> Tensor:
             slot = next(self._slots)
-            put(slot, *span)
+            put(slot, at)
             self.wires.send(WORD.pack(*facts))
             return slot
 
-        slot = begin(spans[0]) if spans else None
+        slot, at, longest = begin(0), 0, 1
         yield
-        for span, following in itertools.zip_longest(spans, spans[1:]):
-            assert slot is not None
+        while at < longest:
             said = [facts, *map(WORD.unpack, self.wires.receive(WORD.size, self.timeout))]
-            if len(set(said)) > 1:
-                least, most = (list(map(of, zip(*said, strict=True))) for of in (min, max))
+            if len({word[:3] for word in said}) > 1:
+                least, most = (list(map(of, zip(*said, strict=True)))[:3] for of in (min, max))
                 raise OrderError(
-                    "ranks do different collectives (1: all-gather, 2: reduce-scatter; elements; bytes of each): "
-                    f"between {least} and {most}; the program must be the same on all ranks"
+                    "ranks do different collectives (1: all-gather, 2: reduce-scatter, 3: all-to-all; elements; bytes "
+                    f"of each): between {least} and {most}; the program must be the same on all ranks"
                 )
-            here, slot = slot, None if following is None else begin(following)
-            read(here, *span)
+            longest, here, start, at = max(word[3] for word in said), slot, at, at + piece
+            if at < longest:
+                slot = begin(at)
+            read(here, start)

@@ -100,12 +100,16 @@ def _exchanged() -> list[str]:
     told = []
     for sizes in (dict(tp=2, pp=2), dict(tp=2, pp=1), dict(tp=1, pp=1)):  # the ranks of tp, all, all of dp
         mesh = build_mesh(**sizes, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), stage=True)
-        honest = dist.all_to_all_single
+        where, name, at = (SharedMemory, "start_all_to_all", 2) if mesh.stage.direct else (dist, "all_to_all_single", 1)
+        honest = getattr(where, name)
         with pytest.MonkeyPatch.context() as monkeypatch:
             told.append(_complaint(mesh))
             if dist.get_rank() == 1:
-                wrong = lambda out, x, *args, honest=honest, **how: honest(out, x.flip(0), *args, **how)  # noqa: E731
-                monkeypatch.setattr(dist, "all_to_all_single", wrong)
+
+                def wrong(*given: Any, honest: Any = honest, at: int = at, **how: Any) -> Any:  # x in reverse
+                    return honest(*given[:at], given[at].flip(0), *given[at + 1 :], **how)
+
+                monkeypatch.setattr(where, name, wrong)
             told.append(_complaint(mesh))
     return told
 

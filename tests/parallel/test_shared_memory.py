@@ -41,7 +41,15 @@ def _programs(seeds: range) -> int:
         under_way: list[tuple[object, Tensor, Tensor]] = []
         for step in range(dice.randint(1, 12)):
             n, dtype, number = dice.choice([0, 1, 7, 20, 300]), dice.choice([*UNITS]), 50 * seed + step
-            if dice.random() < 0.5:
+            kind = dice.random()
+            if kind < 0.3:
+                counts = [[dice.choice([0, 0, 1, 5, n]) for _ in range(size)] for _ in range(size)]  # [from][to]
+                parts = [_value(number, q, sum(counts[q]), dtype).split(counts[q]) for q in range(size)]
+                want = torch.cat([part[rank] for part in parts])
+                out = torch.full((len(want),), 99, dtype=dtype)
+                x, got = torch.cat(parts[rank]), [counts[q][rank] for q in range(size)]
+                under_way.append((memory.start_all_to_all(out, x, got, counts[rank]), out, want))
+            elif kind < 0.65:
                 parts = [_value(number, q, n, dtype) for q in range(size)]
                 out = torch.full((n * size,), 99, dtype=dtype)
                 mine = out[rank * n : (rank + 1) * n] if dice.random() < 0.5 else torch.empty(n, dtype=dtype)
