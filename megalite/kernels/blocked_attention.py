@@ -83,29 +83,22 @@ def in_range(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _by_group(x_SBHK: Tensor, groups: int) -> Tensor:
-    """x_MQSK, M = B * G, Q = H / G (docs/shapes.md)."""
+    """x_MQSK, M = B * G, Q = H / G (docs/shapes.md): a view, unless the heads of samples lie apart."""
     s, b, h, k = x_SBHK.shape
-    return x_SBHK.reshape(s, b, groups, h // groups, k).permute(1, 2, 3, 0, 4).reshape(b * groups, h // groups, s, k)
-
-
-def _by_position(x_MQSK: Tensor, batch: int) -> Tensor:
-    """The inverse: [S, B, H, K], a view."""
-    m, q, s, k = x_MQSK.shape
-    return x_MQSK.view(batch, m // batch * q, s, k).permute(2, 0, 1, 3)
+    return x_SBHK.reshape(s, b * groups, h // groups, k).permute(1, 2, 0, 3)
 
 
 class _Blocks:
     """The blocks of one call, and their probabilities."""
 
-    def __init__(self, q_MQSK: Tensor, k_MTK: Tensor, sink_H: Tensor | None, batch: int, how: Scoring):
-        self.q, self.k, self.scale, self.drop, self.sink_H = q_MQSK, k_MTK, how.scale, how.drop, sink_H
+    def __init__(self, q_MQSK: Tensor, keys: int, sink_H: Tensor | None, batch: int, how: Scoring):
+        self.q, self.keys, self.scale, self.drop, self.sink_H = q_MQSK, keys, how.scale, how.drop, sink_H
         self.places, self.shift = (how.q_first, how.k_first), how.q_first - how.k_first  # of queries against keys
         n, per_group, self.length, _ = q_MQSK.shape
         self.kept = 1.0 if how.drop is None else 1.0 - how.drop.p  # by which is divided what was dropped from
         groups, first = torch.arange(n, device=q_MQSK.device).view(-1, 1, 1, 1), n // batch
         within = torch.arange(per_group, device=q_MQSK.device).view(-1, 1, 1)
         self.samples, self.heads = groups // first, groups % first * per_group + within
-        self.keys = k_MTK.shape[1]
         whole = max(self.keys, self.length + self.shift)
         self.window = min(how.window or whole, whole)
         fewest, most = IN_WINDOW if self.window < whole else (QUERIES, QUERIES)
@@ -141,9 +134,9 @@ class _Blocks:
             for x in weights:
                 x.mul_(mask)
 
-    def scores(self, q: Tensor, groups: slice, here: slice, keys: slice) -> Tensor:
-        """[m, Q * rows, keys], -inf where hidden."""
-        scores = self.scaled(q, self.k[groups, keys].mT, self.scale)
+    def scores(self, q: Tensor, k: Tensor, here: slice, keys: slice) -> Tensor:
+        """[m, Q * rows, keys] of these keys, -inf where hidden."""
+        scores = self.scaled(q, k.mT, self.scale)
         rows, width = here.stop - here.start, keys.stop - keys.start
         by_row = scores.unflatten(1, (-1, rows))
         own = here.start + self.shift - keys.start  # the column of the first query's position; < 0: before the keys
@@ -180,17 +173,18 @@ class _BlockedAttention(Function):
         groups, dtype = k_TBGK.shape[2], q_SBHK.dtype
         q_SBHK, k_TBGK, v_TBGK = in_range(q_SBHK, k_TBGK, v_TBGK)
         q_MQSK = _by_group(q_SBHK, groups)
-        k_MTK, v_MTK = (_by_group(x, groups)[:, 0] for x in (k_TBGK, v_TBGK))
-        same = v_MTK.shape[-1] == q_MQSK.shape[-1]
-        o_MQSK = torch.empty_like(q_MQSK) if same else q_MQSK.new_empty(*q_MQSK.shape[:-1], v_MTK.shape[-1])
-        blocks = _Blocks(q_MQSK, k_MTK, sink_H, q_SBHK.shape[1], how)
+        k_MTK, v_MTK = (_by_group(x, groups)[:, 0].contiguous() for x in (k_TBGK, v_TBGK))
+        o_SBHK = q_SBHK.new_empty(*q_SBHK.shape[:3], v_MTK.shape[-1])
+        o_MQSK = _by_group(o_SBHK, groups)
+        blocks = _Blocks(q_MQSK, k_MTK.shape[1], sink_H, q_SBHK.shape[1], how)
         for some, here, keys in blocks:
-            p = blocks.probabilities(blocks.scores(blocks.queries(q_MQSK, some, here), some, here, keys), some, here)
+            scores = blocks.scores(blocks.queries(q_MQSK, some, here), k_MTK[some, keys], here, keys)
+            p = blocks.probabilities(scores, some, here)
             blocks.dropped_(some, here, keys, p)
             target, v = o_MQSK[some, :, here], v_MTK[some, keys]
             o = p @ v if how.drop is None else blocks.scaled(p, v, 1 / blocks.kept)
             target.copy_(o.view(target.shape))
-        return _by_position(o_MQSK, q_SBHK.shape[1]).to(dtype)
+        return o_SBHK.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, do_SBHK: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -199,15 +193,17 @@ class _BlockedAttention(Function):
         q_SBHK, k_TBGK, v_TBGK, do_SBHK = in_range(q_SBHK, k_TBGK, v_TBGK, do_SBHK)
         groups, batch = k_TBGK.shape[2], q_SBHK.shape[1]
         q_MQSK, do_MQSK = _by_group(q_SBHK, groups), _by_group(do_SBHK, groups)
-        k_MTK, v_MTK = (_by_group(x, groups)[:, 0] for x in (k_TBGK, v_TBGK))
-        dq_MQSK = torch.empty_like(q_MQSK)
+        k_MTK, v_MTK = (_by_group(x, groups)[:, 0].contiguous() for x in (k_TBGK, v_TBGK))
+        dq_SBHK, dk_TBGK, dv_TBGK = (x.new_empty(x.shape, dtype=dtype) for x in (q_SBHK, k_TBGK, v_TBGK))
+        dq_MQSK = _by_group(dq_SBHK, groups)
         dk_MTK, dv_MTK = (torch.zeros_like(x, dtype=stat_dtype(x)) for x in (k_MTK, v_MTK))
         dsink_MQ = None if sink_H is None else dk_MTK.new_zeros(q_MQSK.shape[:2])
-        blocks = _Blocks(q_MQSK, k_MTK, sink_H, batch, ctx.how)
+        blocks = _Blocks(q_MQSK, k_MTK.shape[1], sink_H, batch, ctx.how)
         scale = blocks.scale / blocks.kept  # the gradient of a softmax is linear in that of p
         for some, here, keys in blocks:
             q, do = (blocks.queries(x, some, here) for x in (q_MQSK, do_MQSK))
-            p = blocks.probabilities(blocks.scores(q, some, here, keys), some, here)
+            k = k_MTK[some, keys].contiguous()  # once for both products
+            p = blocks.probabilities(blocks.scores(q, k, here, keys), some, here)
             dp, kept = do @ v_MTK[some, keys].mT, p
             if blocks.drop is not None:
                 kept = p.clone()
@@ -217,15 +213,16 @@ class _BlockedAttention(Function):
             if dsink_MQ is not None:
                 dsink_MQ[some].sub_(ds.unflatten(1, (dsink_MQ.shape[1], -1)).sum((-2, -1), dtype=dsink_MQ.dtype))
             target = dq_MQSK[some, :, here]
-            target.copy_(blocks.scaled(ds, k_MTK[some, keys], scale).view(target.shape))
+            target.copy_(blocks.scaled(ds, k, scale).view(target.shape))
             dk_MTK[some, keys].add_(blocks.scaled(ds.mT, q, scale))
         if blocks.drop is not None:
             dv_MTK.div_(blocks.kept)
-        grads = (dq_MQSK, dk_MTK.unsqueeze(1), dv_MTK.unsqueeze(1))
+        for grad, sums in ((dk_TBGK, dk_MTK), (dv_TBGK, dv_MTK)):
+            _by_group(grad, groups)[:, 0].copy_(sums)
         dsink_H = None
         if sink_H is not None and dsink_MQ is not None:
             dsink_H = (dsink_MQ / blocks.kept).view(batch, -1).sum(0).to(sink_H.dtype)
-        return *(_by_position(x.to(dtype), batch) for x in grads), dsink_H, None
+        return dq_SBHK, dk_TBGK, dv_TBGK, dsink_H, None
 
 
 def blocked_attention(

@@ -177,8 +177,7 @@ def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> Non
     """Counted: elements of scores that the blocks make."""
 
     def scores(length: int, window: int | None) -> int:
-        q, k = torch.empty(1, 1, length, 4), torch.empty(1, length, 4)
-        blocks = module._Blocks(q, k, None, 1, module.Scoring(1.0, window))
+        blocks = module._Blocks(torch.empty(1, 1, length, 4), length, None, 1, module.Scoring(1.0, window))
         return sum((here.stop - here.start) * (keys.stop - keys.start) for _, here, keys in blocks)
 
     assert scores(8192, 512) < 8192 * (512 + 128) and scores(8192, 16) < 8192 * (16 + 64)
