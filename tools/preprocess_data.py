@@ -22,7 +22,6 @@ from megalite.config.console import complain
 from megalite.config.registry import KINDS
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from tools.preprocess.rejects import take_bad_fraction
 from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
 from tools.program import parser_of, plugins_first, refusing, run_program, take
@@ -32,7 +31,7 @@ from tools.program import parser_of, plugins_first, refusing, run_program, take
 def main(argv: list[str]) -> int:
     known = {"tokenizer_type": {"choices": KINDS["tokenizer_type"]}, "workers": {"default": os.cpu_count() or 1}}
     parser = parser_of(__doc__, flags="preprocess_data", **known)
-    take_bad_fraction(parser)
+    take(parser, "bad lines")
     take(parser.add_mutually_exclusive_group(), "preprocess_data kept")
     args = vars(parser.parse_args(plugins_first(argv)))
     args.pop("plugin")  # is loaded, and goes to the workers as `Job` says

@@ -32,7 +32,7 @@ def take(parser: Any, table: str, **known: dict[str, Any]) -> None:
     """Add the flags of a table of flags.toml to a parser, or to a group of one. `known`: by flag, in snake case, what
     a table cannot hold (choices, a function, a default of this machine)."""
     own: dict[str, Any] = {"int": int, "float": float, "Path": Path, "local": local, "local_path": local_path}
-    own |= {"Plugins": Plugins, "SUPPRESS": argparse.SUPPRESS}
+    own |= {"positive": positive, "Plugins": Plugins, "SUPPRESS": argparse.SUPPRESS}
     for flag, row in table_beside(__file__, "flags")[table].items():
         for key in {"type", "action", "help"} & row.keys():
             row[key] = own.get(row[key], row[key])

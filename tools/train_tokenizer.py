@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.console import complain
 from megalite.data.errors import DataError
 from megalite.train.tell.run_dir import write_atomically
-from tools.preprocess.rejects import GoodTexts, take_bad_fraction
+from tools.preprocess.rejects import GoodTexts
 from tools.preprocess.text_input import expand, text_bytes
-from tools.program import parser_of, refusing, run_program
+from tools.program import parser_of, refusing, run_program, take
 
 END = "<|endoftext|>"
 # words with the sign before them, digits by threes, signs, line ends, spaces: the pattern of GPT-4 as Llama 3 has it
@@ -175,7 +175,7 @@ TRAINERS = {"SentencePieceTokenizer": train, "HuggingFaceTokenizer": train_huggi
 def main(argv: list[str]) -> int:
     known = {"tokenizer_type": {"choices": sorted(TRAINERS)}, "workers": {"default": os.cpu_count() or 1}}
     parser = parser_of(__doc__, flags="train_tokenizer", **known)
-    take_bad_fraction(parser)
+    take(parser, "bad lines")
     args = parser.parse_args(argv)
     os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # the library tokenizers knows no other way
     try:

@@ -69,8 +69,7 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
 
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, flags="verify")
-    args, words = parser.parse_known_args(argv)
+    args, words = parser_of(__doc__, flags="verify").parse_known_args(argv)
     runs = prepare(args, words)
     from tools.checks import verdict
 
