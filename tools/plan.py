@@ -30,19 +30,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.options import ConfigError
 from tools.program import parser_of, refusing, run_program, take
 
-FLAGS = {  # tables of flags.toml, by command; "": the plan
-    "": ("places", "precision", "amount", "plan"),
-    "memory": ("places", "precision"),
-    "sizes": ("sizes",),
-    "tokens": ("places", "precision", "amount", "tokens"),
-    "calibrate": ("precision", "calibrate"),
-    "published": (),
-}
+# tables of flags.toml, by command; "": the plan
+FLAGS = {"": "places precision amount plan", "memory": "places precision", "sizes": "sizes", "published": ""}
+FLAGS |= {"tokens": "places precision amount tokens", "calibrate": "precision calibrate"}
 
 
 def flags_of(command: str) -> argparse.ArgumentParser:
     parser = parser_of(__doc__, f"{Path(sys.argv[0]).name} {command}" if command else None)
-    for table in FLAGS[command]:
+    for table in FLAGS[command].split():
         take(parser, f"plan {table}")
     return parser
 
