@@ -4,6 +4,7 @@ tests, kernels, messages between cards; beside their goals.
 
     python tools/gpu_report.py                       writes runs/gpu_report/report.json and report.md
     python tools/gpu_report.py --only tests kernels  some parts
+    python tools/gpu_report.py --only levers --seconds 590       what kernels, windows, chunks are worth, in pairs
     python tools/gpu_report.py --tiny                everything at tiny sizes: does it run at all?
     python tools/gpu_report.py --cpu                 the same as a dry run without a card
 

@@ -75,7 +75,8 @@ def main(argv: list[str]) -> int:
     tiny = cpu or args.tiny
     base = Sizes(args.tokens or TOKENS[tiny], SIZES["hidden_size"][tiny][0], getattr(torch, args.dtype), device)
     values = {name: getattr(args, name) or defaults[tiny] for name, defaults in SIZES.items()}
-    cases = [(case, s) for case in CASES if wanted is None or case.op in wanted for s in case.sizes(base, values)]
+    there = [case for case in CASES if (not wanted or case.op in wanted) and args.half in (None, case.half)]
+    cases = [(case, s) for case in there for s in case.sizes(base, values)]
     if args.list:
         for case, s in cases:
             print(f"{case.name:<26} {case.shape(s):<18} {case.work.bytes(s) / 1e6:>8.1f} MB  {case.work.formula}")
