@@ -31,7 +31,7 @@ class Block:
             raise ModuleNotFoundError(f"No module named '{name}'")
 sys.meta_path.insert(0, Block())
 """
-KINDS = ["llama3-8b-4096", "nccl", "kernels", "tests"]  # the quick kinds of part, each once
+KINDS = ["llama3-8b-4096", "nccl", "kernels", "tests", "levers", "levers-mb4", "tiles"]  # the quick kinds of part
 
 
 @pytest.mark.everything(guards=("tools/gpu_report.py", "tools/bench"))
@@ -44,7 +44,7 @@ def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path:
     made = json.loads((tmp_path / "out" / "report.json").read_text())
     told = (tmp_path / "out" / "report.md").read_text()
     states = {part["name"]: part["status"] for part in made["parts"]}
-    assert set(states.values()) == {"ok"} and len(states) == 4
+    assert set(states.values()) == {"ok"} and len(states) == len(KINDS)
     facts, results = made["facts"], made["results"]
     assert (facts["torch"], facts["device"]) == (torch.__version__, "CPU") and facts["date"] and facts["commit"]
     assert results["kernels"]["interpreted"] and results["kernels"]["complete"] and not results["kernels"]["errors"]
@@ -55,6 +55,12 @@ def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path:
     tests = results["tests"]
     assert tests["skipped"] > 200 and tests["passed"] == tests["failed"] == tests["did_not_end"] == 0
     assert tests["without_their_packages"] == []
+    rows = [row for name in ("levers", "levers-mb4") for row in results[name]["rows"]]
+    assert [row["name"] for row in rows if row["status"] != "ok"] == [row["name"] for row in rows if "card" in row]
+    assert all(len(row["ratios"]) == 2 and row["ratio"] > 0 for row in rows if row["status"] == "ok") and len(rows) == 9
+    assert results["tiles"]["best"][0]["kernel"] == "rms_norm backward" and "| tile of rms_norm backward, " in told
+    for row in rows:
+        assert f"| {row['name']} | {row['status'] if row['status'] != 'ok' else ''}" in told
     assert {figure["met"] for figure in made["figures"]} == {"not judged", "not measured"}
     assert "dry run" in told and "rms_norm forward " in told and f"| {facts['torch']} |" in told
 

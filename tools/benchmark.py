@@ -33,7 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.options import ConfigError
-from tools.program import local_path, parser_of, refusing
+from tools.program import parser_of, refusing
 
 SHAPE = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --vocab-size 32000
  --seq-length 512 --micro-batch-size 2 --swiglu --normalization RMSNorm --position-embedding-type rope
@@ -51,20 +51,7 @@ def counts(text: str) -> list[int]:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Own options, and the rest. Raises SystemExit(2) where a value cannot be."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--peer", choices=["transformers"], help="another program, measured in turns with megalite")
-    parser.add_argument("--allocator", action="store_true", help="pass the allocator's settings on CPU, too")
-    parser.add_argument("--nproc", type=counts, default=[1], metavar="N[,N...]", help="numbers of ranks, for --scaling")
-    parser.add_argument("--sweep", action="append", default=[], metavar="FLAG=A,B", help="may be given several times")
-    parser.add_argument("--scaling", choices=["weak", "strong"], help="compare the numbers of ranks in --nproc")
-    parser.add_argument("--out", type=local_path, metavar="DIR", help="folder for results, from which to continue")
-    parser.add_argument("--steps", type=int, default=6, help="timed steps, after --warmup")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for one run")
-    parser.add_argument("--memory-gib", type=float, help="limit of a rank's memory on CPU")
-    parser.add_argument("--price-per-hour", type=float, help="price of one device, for the cost of a sample")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of one combination")
+    parser = parser_of(__doc__, flags="benchmark", nproc={"type": counts})
     options, rest = parser.parse_known_args(argv)
     if min(*options.nproc, options.steps, options.repeats) < 1 or options.warmup < 0:
         parser.error("nproc, steps and repeats are at least 1, warmup at least 0")

@@ -39,20 +39,8 @@ Found = dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, allow_abbrev=True)
-    parser.add_argument("--nproc", type=int, default=1, help="local ranks, where no launcher has started this")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    for axis in ("tensor-model", "pipeline-model", "context"):
-        parser.add_argument(f"--{axis}-parallel-size", type=int, default=1)
-    parser.add_argument("--min-bytes", type=int, default=1 << 10)
-    parser.add_argument("--max-bytes", type=int, default=1 << 26)
-    parser.add_argument("--factor", type=int, default=4, help="ratio of one size to the one before")
-    parser.add_argument("--kinds", nargs="+", choices=[*FACTORS], default=[*FACTORS])
-    parser.add_argument("--times", type=int, default=10, help="runs of each; the median counts")
-    parser.add_argument("--alone", action="store_true", help="also time the first group of each axis alone")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="limit for the start and for each collective")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--csv", type=Path, metavar="FILE")
+    kinds = {"choices": [*FACTORS], "default": [*FACTORS]}
+    parser = parser_of(__doc__, allow_abbrev=True, flags="benchmark_comm", kinds=kinds)
     args = parser.parse_args(argv)
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     rules = (

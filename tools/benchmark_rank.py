@@ -11,7 +11,7 @@ from megalite.config import cli
 from megalite.launch.local_ranks import cores, start_local
 from megalite.launch.ranks import Ranks, prepare_cuda
 from megalite.models.families import PRESETS
-from tools.bench.contender import limit_memory, peak_memory, time_steps, write
+from tools.bench.contender import built, peak_memory, time_steps, write
 
 COPIED_BYTES = 1 << 27
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
@@ -73,24 +73,12 @@ def timed_steps(run: Any, steps: int) -> dict[str, float]:
 
 
 def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
-    import datetime
-
-    from megalite.launch.ranks import process_group
-    from megalite.train.life.preflight import choose_device
-    from megalite.train.setup import build_run
     from megalite.train.step import train_step
-    from megalite.train.tell.device_memory import keep_freed_memory
     from tools.bench.kernel_bench import Clock, copy_rate
 
-    config, _ = cli.read(task["flags"], PRESETS)
-    limit_memory(task.get("memory_bytes"))
-    wanted = choose_device(config.parallel.device)
-    if wanted == "cpu":
-        keep_freed_memory()  # as pretrain() does
-    with process_group(ranks, device=wanted, startup_timeout=datetime.timedelta(minutes=5)) as device:
-        run = build_run(config, ranks, device)
-
-        losses: list[float] = []
+    losses: list[float] = []
+    with built(ranks, task) as (config, run):
+        device = run.mesh.device
         step = lambda: losses.append(train_step(run).loss)  # noqa: E731
         steps = time_steps(step, device, task["warmup"], task["steps"])
         memory = peak_memory(device)
@@ -104,7 +92,6 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             write(task, ranks.rank, **facts)
         if device.type == "cuda" and ranks.world > 1:  # last, as the copy
             write(task, ranks.rank, **facts, timeline=profile(run, Path(task["folder"])))
-        run.close()
 
 
 def facts_of(run: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
@@ -184,12 +171,13 @@ def main(task: dict[str, Any]) -> int:
         prepare_cuda(config.parallel.tensor_model_parallel_size, Path(task["folder"]))
     if task["contender"] == "megalite":
         target = megalite_rank
+    elif task["contender"] == "levers":
+        from tools.bench.levers import levers_rank as target
     else:
         from tools.bench.peer import peer_rank as target
     if task["nproc"] > 1:
         return start_local(task["nproc"], target, (task,))
-    target(Ranks(), task)
-    return 0
+    return target(Ranks(), task) or 0
 
 
 if __name__ == "__main__":

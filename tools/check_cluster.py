@@ -32,18 +32,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = parser_of(__doc__, allow_abbrev=True)
-    parser.add_argument("--nproc", type=int, help="local ranks, where no launcher has started this")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="check the groups of a run with this tp")
-    parser.add_argument("--pipeline-parallel", type=int, default=1)
-    parser.add_argument("--sizes", type=int, nargs="+", help="bytes; default: 1 KiB to 256 MiB, on a CPU to 4 MiB")
-    parser.add_argument("--times", type=int, default=10, help="runs of each collective; the median counts")
-    parser.add_argument("--slow", type=float, default=0.5, help="a pair below this share of the median pair is slow")
-    parser.add_argument("--expect", type=float, help="GB/s of bus bandwidth that all_reduce must reach in each group")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="limit for the start and for each collective")
-    parser.add_argument("--json", type=Path, help="write what was found into this file")
-    return parser.parse_args(argv)
+    return parser_of(__doc__, allow_abbrev=True, flags="check_cluster").parse_args(argv)
 
 
 def main(argv: list[str]) -> int:

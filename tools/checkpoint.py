@@ -15,7 +15,6 @@ A --save directory stands for the newest checkpoint in it; each may be a URL (s3
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections import Counter
@@ -31,7 +30,7 @@ from megalite.checkpoint.storage.location import CheckpointError, Location, pars
 from megalite.config.console import printable
 from megalite.data.errors import DataError
 from megalite.data.samples import ledger
-from tools.program import parser_of, positive, refusing, run_program
+from tools.program import parser_of, refusing, run_program, take
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -214,30 +213,6 @@ def prune(path: Location, keep: int, retain: int | None, dry: bool) -> None:
 
 @refusing(3, CheckpointError, DataError, OSError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    def command(name: str, *places: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, allow_abbrev=False)
-        for place in places:
-            made.add_argument(place, type=str)
-        return made
-
-    command("inspect", "checkpoint").add_argument("--tensors", action="store_true", help="list every tensor")
-    command("verify", "checkpoint").add_argument("--all", action="store_true", help="every checkpoint of a directory")
-    command("diff", "a", "b")
-    command("seen", "checkpoint")
-    one = command("reshard", "checkpoint", "out")
-    one.add_argument("--files", type=positive, default=1)
-    one.add_argument("--weights", action="store_true", help="without the optimizer's state")
-    one = command("average", "out")
-    one.add_argument("checkpoints", type=str, nargs="+")
-    one.add_argument("--files", type=positive, default=1)
-    one = command("prune", "directory")
-    one.add_argument("--keep-last", type=positive, required=True)
-    one.add_argument("--save-retain-interval", type=positive, default=None)
-    one.add_argument("--dry-run", action="store_true")
-    a = parser.parse_args(argv)
     work: dict[str, Callable[[], int | None]] = {
         "inspect": lambda: inspect(parse(a.checkpoint), a.tensors),
         "verify": lambda: verify(parse(a.checkpoint), a.all),
@@ -247,6 +222,11 @@ def main(argv: list[str]) -> int:
         "average": lambda: average(parse(a.out), [parse(one) for one in a.checkpoints], a.files),
         "prune": lambda: prune(parse(a.directory), a.keep_last, a.save_retain_interval, a.dry_run),
     }
+    parser = parser_of(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in work:
+        take(commands.add_parser(name, allow_abbrev=False), f"checkpoint {name}")
+    a = parser.parse_args(argv)
     return work[a.command]() or 0
 
 

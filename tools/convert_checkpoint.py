@@ -49,7 +49,7 @@ from megalite.train.state import State
 from tools.checks import second_reading
 from tools.checks.conversion import compare, compare_logits
 from tools.foreign_files import write_import, write_megatron
-from tools.program import Plugins, local_path, parser_of, plugins_first, refusing, run_program
+from tools.program import parser_of, plugins_first, refusing, run_program, take
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_BOUND = 1e-4
@@ -251,30 +251,10 @@ def agrees(weight: second_reading.Weight, theirs: ForeignModel, ours: Ours, voca
 
 @refusing(3, CheckpointError, ConfigError, DataError, OSError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from-hf", type=local_path, metavar="DIR", help="Hugging Face model directory")
-    source.add_argument("--from-megatron", type=local_path, metavar="DIR", help="Megatron-LM checkpoints")
-    source.add_argument("--load", type=local_path, metavar="DIR", help="checkpoint of megalite")
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--save", type=local_path, metavar="DIR", help="make a checkpoint of megalite")
-    target.add_argument("--to-hf", type=local_path, metavar="DIR", help="make a Hugging Face model directory")
-    target.add_argument("--to-megatron", type=local_path, metavar="DIR", help="make a release of Megatron-LM")
-    both = "compare both sides: all bits, each layer, and logits with transformers'"
-    parser.add_argument("--plugin", action=Plugins)
-    parser.add_argument("--check", action="store_true", help=both)
-    parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
-    parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
-    parser.add_argument("--family", choices=FAMILIES, help="--to-hf; default: --like's, or the first to fit")
-    copied = "--to-hf: model directory whose tokenizer is copied"
-    parser.add_argument("--like", type=local_path, metavar="DIR", help=copied)
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
-    parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: largest size of a file (default 5GB)")
-    parser.add_argument("--vocab-size", type=int, help="rows to keep; default: the checkpoint's or tokenizer's")
-    parser.add_argument("--target-tensor-parallel-size", type=int, metavar="TP", help="--to-megatron: default 1")
-    parser.add_argument("--target-pipeline-parallel-size", type=int, metavar="PP", help="--to-megatron: default 1")
-    names, whose = ("transformer_engine", "local"), "--to-megatron: whose names of layers (default transformer_engine)"
-    parser.add_argument("--transformer-impl", choices=names, help=whose)
+    parser, choices = parser_of(__doc__), {"family": {"choices": FAMILIES}, "dtype": {"choices": sorted(DTYPES)}}
+    for side in ("source", "target"):
+        take(parser.add_mutually_exclusive_group(required=True), f"convert_checkpoint {side}")
+    take(parser, "convert_checkpoint", max_shard_size={"type": parse_size}, **choices)
     args = parser.parse_args(plugins_first(argv))
     if (problem := misuse(args)) is not None:
         parser.error(problem)

@@ -21,7 +21,7 @@ from megalite.config.field import HOW, MODEL, TRAINING, facts_of
 from megalite.config.options import Config, ConfigError, build, completed, options, over_preset
 from megalite.config.toml import read_toml
 from megalite.models.families import PRESETS
-from tools.program import Plugins, parser_of, refusing, run_program
+from tools.program import parser_of, refusing, run_program
 
 CHANGES = {MODEL: "the model", TRAINING: "the training", HOW: "how it is computed"}
 ORDER = (*CHANGES.values(), "neither")
@@ -65,12 +65,7 @@ def text_of(rows: list[dict[str, Any]], a: Path, b: Path) -> str:
 
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, allow_abbrev=True)
-    parser.add_argument("a", type=Path, help="a run directory, or a TOML file")
-    parser.add_argument("b", type=Path, help="the other one")
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
-    parser.add_argument("--plugin", action=Plugins)
-    args = parser.parse_args(argv)
+    args = parser_of(__doc__, allow_abbrev=True, flags="diff").parse_args(argv)
     rows = differences(config_of(args.a), config_of(args.b))
     print(json.dumps(rows) if args.json else printable(text_of(rows, args.a, args.b)))
     return 1 if rows else 0

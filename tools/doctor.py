@@ -108,11 +108,7 @@ def examine(save: str, prefixes: list[str]) -> Iterator[Fact]:
 
 
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--save", default=".", metavar="DIR", help="where checkpoints will go; default: this folder")
-    parser.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="token files, without a suffix")
-    parser.add_argument("--json", action="store_true", help="print one object")
-    args, lines = parser.parse_args(argv), list[Fact]()
+    args, lines = parser_of(__doc__, flags="doctor").parse_args(argv), list[Fact]()
     for line in examine(args.save, args.data_path):
         lines.append(line)
         if not args.json:

@@ -23,31 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.console import complain, printable
 from megalite.launch.local_ranks import INTERRUPTED, start_local
 from megalite.launch.ranks import LaunchError, Ranks, leave, process_group, read_environment
-from tools.program import Plugins, parser_of
+from tools.program import parser_of
 
 LEAST = {"max_new_tokens": 1, "top_k": 0, "temperature": 0, "batch_size": 1, "nproc": 1}
 LEAST |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "seed": 0}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, or Hugging Face model")
-    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
-    parser.add_argument("--prompts-file", type=Path, help="one prompt per line; .jsonl: strings, or objects with text")
-    parser.add_argument("--max-new-tokens", type=int, default=60, help="tokens to add to each at most (default 60)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=40, help="choose among the K likeliest; 0: all (default 40)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="among the fewest with this probability (default 1)")
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the draws (default 1234)")
-    parser.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
-    parser.add_argument("--batch-size", type=int, default=16, help="prompts at once (default 16)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and arithmetic")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
-    parser.add_argument("--nproc", type=int, default=1, help="local processes to start when no launcher did")
-    parser.add_argument("--plugin", action=Plugins)
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="TP")
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="PP")
-    return parser
+    return parser_of(__doc__, flags="generate")
 
 
 def misuse(args: argparse.Namespace, world: int) -> str | None:

@@ -4,6 +4,7 @@ tests, kernels, messages between cards; beside their goals.
 
     python tools/gpu_report.py                       writes runs/gpu_report/report.json and report.md
     python tools/gpu_report.py --only tests kernels  some parts
+    python tools/gpu_report.py --only levers --seconds 590       what kernels, windows, chunks are worth, in pairs
     python tools/gpu_report.py --tiny                everything at tiny sizes: does it run at all?
     python tools/gpu_report.py --cpu                 the same as a dry run without a card
 
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.train.tell.run_dir import write_atomically
 from tools.bench import gpu_report_goals, limited
 from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, parts_of
-from tools.program import local_path, parser_of, read_json
+from tools.program import parser_of, read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_S = 10.0  # a part is not begun with less
@@ -170,13 +171,9 @@ def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     begin = time.monotonic()
-    parser = parser_of(__doc__)
     names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
-    parser.add_argument("--out", type=local_path, default=Path("runs/gpu_report"), metavar="DIR")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="parts to run: " + ", ".join(names))
-    parser.add_argument("--seconds", type=float, help="for all parts together (default 465, on several cards 585)")
-    parser.add_argument("--tiny", action="store_true", help="use tiny sizes, whose figures mean nothing")
-    parser.add_argument("--cpu", action="store_true", help="a dry run without a card; implies --tiny")
+    parts_told = {"choices": names, "help": "parts to run: " + ", ".join(names)}
+    parser = parser_of(__doc__, flags="gpu_report", only=parts_told)
     args = parser.parse_args(argv)
     args.tiny |= args.cpu
     if args.seconds is not None and args.seconds <= 0:

@@ -27,7 +27,7 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.merge_datasets import document_blocks
 from tools.pictures.canvas import Picture, figure, ink, save
-from tools.program import Plugins, parser_of, plugins_first, refusing, run_program
+from tools.program import parser_of, plugins_first, refusing, run_program
 
 CHUNK = 1 << 22  # tokens, or index entries, read at a time
 QUANTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
@@ -166,18 +166,7 @@ def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | 
 
 @refusing(3, DataError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("prefix", help="the pair is PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--png", metavar="FILE", help="draw the lengths of the documents")
-    parser.add_argument("--document", type=int, metavar="N", help="show document N, from 0; as text with a tokenizer")
-    parser.add_argument("--verify", action="store_true", help="check both files completely")
-    parser.add_argument("--tokenizer-type", choices=KINDS["tokenizer_type"])
-    parser.add_argument("--plugin", action=Plugins)
-    parser.add_argument("--tokenizer-model", help="the tokenizer's file")
-    parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
-    parser.add_argument("--merge-file", help="GPT-2 merges.txt")
-    parser.add_argument("--tiktoken-pattern", help="how a TikTokenizer splits text")
-    parser.add_argument("--vocab-size", type=int, help="bound of the ids; for a NullTokenizer, without the eod")
+    parser = parser_of(__doc__, flags="inspect_data", tokenizer_type={"choices": KINDS["tokenizer_type"]})
     args = parser.parse_args(plugins_first(argv))
     data, info, tokenizer = IndexedDataset(args.prefix), read_info(args.prefix), None
     if args.tokenizer_type is not None:

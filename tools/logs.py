@@ -112,9 +112,7 @@ def status_line(run: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, allow_abbrev=True)
-    parser.add_argument("run", type=Path, help="a run directory")
-    parser.add_argument("--short", action="store_true", help="only the failures")
+    parser = parser_of(__doc__, allow_abbrev=True, flags="logs")
     args = parser.parse_args(argv)
     if not args.run.is_dir():
         parser.error(f"{args.run} is not a directory; give that of a run")

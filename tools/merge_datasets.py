@@ -24,7 +24,7 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.sidecar import read_info
 from tools.preprocess.indexed_writer import IndexedWriter
-from tools.program import local, parser_of, refusing, run_program
+from tools.program import parser_of, refusing, run_program
 
 COPY_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16
@@ -133,11 +133,7 @@ def _one_sequence_each(file: IndexedDataset) -> None:
 
 @refusing(3, DataError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="DIR_OR_PREFIX", help="what to merge, in order")
-    written = "writes PREFIX.bin, PREFIX.idx and PREFIX.json"
-    parser.add_argument("--output-prefix", type=local, required=True, help=written)
-    args = parser.parse_args(argv)
+    args = parser_of(__doc__, flags="merge_datasets").parse_args(argv)
     prefixes = expand_prefixes(args.input)
     documents, tokens, missing = merge(prefixes, args.output_prefix)
     if 0 < len(missing) < len(prefixes):

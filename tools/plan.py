@@ -28,48 +28,23 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.options import ConfigError
-from tools.program import parser_of, refusing, run_program
+from tools.program import parser_of, refusing, run_program, take
 
-COMMANDS = ("compare", "memory", "sizes", "tokens", "calibrate", "published")  # and "", the plan
+# tables of flags.toml, by command; "": the plan
+FLAGS = {"": "places precision amount plan", "memory": "places precision", "sizes": "sizes", "published": ""}
+FLAGS |= {"tokens": "places precision amount tokens", "calibrate": "precision calibrate"}
 
 
 def flags_of(command: str) -> argparse.ArgumentParser:
     parser = parser_of(__doc__, f"{Path(sys.argv[0]).name} {command}" if command else None)
-    take = parser.add_argument
-    if command in ("", "memory", "tokens"):
-        take("--hf", type=Path, metavar="FILE", help="the model: a config.json, or the folder that it is in")
-        take("--device", help="a100, h100, h200, b200, v100 or cpu; default h100")
-        take("--num-gpus", type=int, metavar="N", help="devices of the cluster; default 8")
-        take("--gpus-per-node", type=int, metavar="N", help="default: as the device usually comes")
-        take("--cluster", type=Path, metavar="FILE", help="a TOML file in place of these three")
-        take("--profile", type=Path, metavar="FILE", help="a device's measured rates, written by `calibrate`")
-    if command in ("", "memory", "tokens", "calibrate"):
-        take("--precision", choices=("bf16", "fp16", "fp32"), help="default bf16, or what --bf16 or --fp16 says")
-    if command in ("", "tokens"):
-        take("--tokens", metavar="N", help="tokens to train on, like 300B or 15.6T; default 20 per parameter")
-        take("--data-tokens", metavar="N", help="tokens in the data, which give the epochs")
-        take("--price-per-gpu-hour", type=float, metavar="DOLLARS", help="default: an example price of the device")
-    if command == "":
-        take("--ask", action="store_true", help="ask for the model, the devices and the rest, a line of stdin each")
-        take("--usable-memory", type=float, default=0.9, metavar="SHARE", help="of a device to plan with; default 0.9")
-        take("--top", type=int, default=10, help="rows of layouts to show; default 10")
-        take("--json", type=Path, metavar="FILE", help="write everything that is printed, and more, as JSON")
-        take("--out", type=Path, metavar="FILE", help="a picture; the suffix is the format")
-    if command == "tokens":
-        take("--mfu", type=float, default=0.4, help="share of the devices' peak that is reached; default 0.4")
-    if command == "sizes":
-        take("--dp", type=int, default=4, help="devices that share the state; default 4")
-        take("--parameters", default="7B", help="number of parameters; default 7B")
-    if command == "calibrate":
-        take("--out", type=Path, default=Path("profile.json"), help="default profile.json")
-        take("--ranks", type=int, default=2, help="local ranks that measure at once, as the run will have")
-        take("--seconds", type=float, default=20.0, help="time to measure, after the start; default 20")
+    for table in FLAGS[command].split():
+        take(parser, f"plan {table}")
     return parser
 
 
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    name = argv[0] if argv and argv[0] in (*COMMANDS, "--compare") else ""
+    name = argv[0] if argv and argv[0] in (*FLAGS, "compare", "--compare") else ""
     command, rest = name.removeprefix("--"), argv[1:] if name else argv
     if command == "compare":
         from tools.planning import compare

@@ -29,7 +29,7 @@ from tools.pictures import bench, curves, pipeline, shares
 from tools.pictures import plan as plans
 from tools.pictures.canvas import NARROW, WIDE, Picture, save
 from tools.pictures.run import Run, RunError, read_runs
-from tools.program import Plugins, parser_of, plugins_first, positive, run_program
+from tools.program import parser_of, plugins_first, run_program, take
 
 
 def schedule(args: argparse.Namespace) -> None:
@@ -130,30 +130,20 @@ def main(argv: list[str]) -> None:
     parser = parser_of(__doc__, allow_abbrev=True)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("schedule", help="a schedule as text or picture")
-    one.add_argument("--schedule", choices=KINDS["pipeline_schedule"], default="1f1b")
-    one.add_argument("--plugin", action=Plugins)
-    one.add_argument("--pp", type=positive, default=4, help="pipeline ranks")
-    one.add_argument("--vpp", type=positive, default=1, help="chunks per rank")
-    one.add_argument("--microbatches", type=positive, default=8)
-    one.add_argument("--split", action="store_true", help="separate weight gradients from backward")
-    marks = "print it: digits are micro-batches, ' a later chunk, [] backward, () weights' gradients"
-    one.add_argument("--text", action="store_true", help=marks)
+    take(one, "plot schedule", schedule={"choices": KINDS["pipeline_schedule"]})
     one.set_defaults(run=schedule, picture="schedule")
     planned = commands.add_parser("plan", help="what a plan's ranks hold, and where its steps' time goes")
-    planned.add_argument("plan", metavar="PLAN.json", type=Path)
-    planned.add_argument("--show", choices=("memory", "layout"), default="memory", help="with time; or who holds what")
+    take(planned, "plot plan")
     planned.set_defaults(run=of_plan, picture="plan")
     for name, (text, _, many) in PICTURES.items():
         added = commands.add_parser(name, help=text)
         added.add_argument("run_dirs", nargs=many or 1, metavar="RUN_DIR", type=Path)
         added.set_defaults(run=of_runs, picture=name)
     two = commands.add_parser("bench", help="a benchmark: MFU by configuration, scaling, what a step is made of")
-    two.add_argument("folder", metavar="DIR", type=Path)
-    two.add_argument("--show", choices=("mfu", "breakdown", "scaling"), default="mfu")
+    take(two, "plot bench")
     two.set_defaults(run=of_benchmark, picture="bench")
     for name, command in commands.choices.items():
-        command.add_argument("--out", default=f"{name}.png")
-        command.add_argument("--narrow", action="store_true", help="draw it for a column or a telephone")
+        take(command, "plot any", out={"default": f"{name}.png"})
     args = parser.parse_args([*argv[:1], *plugins_first(argv[1:])])
     try:
         args.run(args)

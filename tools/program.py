@@ -14,12 +14,30 @@ from typing import Any, NoReturn
 from megalite.config.console import as_command, complain
 from megalite.config.options import ConfigError
 from megalite.config.plugins import load
+from megalite.config.tables import table_beside
 
 
-def parser_of(doc: str | None, name: str | None = None, *, allow_abbrev: bool = False) -> argparse.ArgumentParser:
-    """`doc`: of the module, which --help prints as it stands."""
+def parser_of(
+    doc: str | None, name: str | None = None, *, allow_abbrev: bool = False, flags: str = "", **known: dict[str, Any]
+) -> argparse.ArgumentParser:
+    """`doc`: of the module, which --help prints as it stands. `flags`, `known`: as of `take`."""
     raw = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(name, description=doc, formatter_class=raw, allow_abbrev=allow_abbrev)
+    parser = argparse.ArgumentParser(name, description=doc, formatter_class=raw, allow_abbrev=allow_abbrev)
+    if flags:
+        take(parser, flags, **known)
+    return parser
+
+
+def take(parser: Any, table: str, **known: dict[str, Any]) -> None:
+    """Add the flags of a table of flags.toml to a parser, or to a group of one. `known`: by flag, in snake case, what
+    a table cannot hold (choices, a function, a default of this machine)."""
+    own: dict[str, Any] = {"int": int, "float": float, "Path": Path, "local": local, "local_path": local_path}
+    own |= {"positive": positive, "Plugins": Plugins, "SUPPRESS": argparse.SUPPRESS}
+    for flag, row in table_beside(__file__, "flags")[table].items():
+        for key in {"type", "action", "help"} & row.keys():
+            row[key] = own.get(row[key], row[key])
+        parser.add_argument(flag, **row, **known.pop(flag.lstrip("-").replace("-", "_"), {}))
+    assert not known, f"{table} has no {', '.join(known)}"
 
 
 class Plugins(argparse.Action):

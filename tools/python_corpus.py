@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.program import local_path, parser_of
+from tools.program import parser_of
 
 SKIP = {"site-packages", "dist-packages", "__pycache__", "idle_test"}
 
@@ -60,9 +60,7 @@ def write(root: Path, out: Path, valid_every: int) -> dict[str, tuple[int, int]]
 
 
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--out", type=local_path, required=True, help="directory for train.jsonl and valid.jsonl")
-    parser.add_argument("--valid-every", type=int, default=50, metavar="N", help="one document in N is for validation")
+    parser = parser_of(__doc__, flags="python_corpus")
     args = parser.parse_args(argv)
     if args.valid_every < 2:
         parser.error(f"--valid-every={args.valid_every} leaves nothing to train on; use 2 or more")

@@ -21,7 +21,7 @@ from megalite.train.tell.run_dir import write_atomically
 from tools.pictures.canvas import save
 from tools.pictures.page import DAMAGE, Page
 from tools.pictures.run import Run, RunError, read_runs
-from tools.program import local_path, parser_of, refusing, run_program
+from tools.program import parser_of, refusing, run_program
 
 
 def text(run: Run) -> str:
@@ -51,11 +51,7 @@ def write(runs: list[Run], folder: Path) -> Path:
 
 @refusing(1, RunError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, allow_abbrev=True)
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=local_path, metavar="DIR", help="folder for the page (default RUN_DIR/report)")
-    parser.add_argument("--text", action="store_true", help="print where the time went, and write nothing")
-    args = parser.parse_args(argv)
+    args = parser_of(__doc__, allow_abbrev=True, flags="report").parse_args(argv)
     code = 0
     runs = read_runs(args.run_dirs)
     for run in runs:

@@ -83,10 +83,7 @@ def table(rows: list[dict[str, Any]], base: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, allow_abbrev=True)
-    parser.add_argument("folder", nargs="?", default="runs", type=Path, help="default: runs")
-    parser.add_argument("--json", action="store_true", help="one object a line, every number in full")
-    args = parser.parse_args(argv)
+    args = parser_of(__doc__, allow_abbrev=True, flags="runs").parse_args(argv)
     rows = []
     try:
         for folder in found_in(args.folder):

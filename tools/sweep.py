@@ -25,7 +25,7 @@ from megalite.config.toml import read_toml
 from megalite.models.families import PRESETS
 from megalite.train.tell.run_dir import read_status
 from tools import diff, runs
-from tools.program import local_path, parser_of, refusing, run_program
+from tools.program import parser_of, refusing, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "default"  # a value: the flag is left out
@@ -110,11 +110,7 @@ def run_to_its_end(line: list[str]) -> int:
 
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("toml", type=Path, help="a file like --config of a run")
-    default = "where the runs go; default: runs/sweep-NAME of the TOML file"
-    parser.add_argument("--folder", type=local_path, help=default)
-    args, words = parser.parse_known_args(argv)
+    args, words = parser_of(__doc__, flags="sweep").parse_known_args(argv)
     folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
     planned, problems = [], []
     read_toml(str(args.toml))  # what is wrong with it is told once

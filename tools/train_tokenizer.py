@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.console import complain
 from megalite.data.errors import DataError
 from megalite.train.tell.run_dir import write_atomically
-from tools.preprocess.rejects import GoodTexts, take_bad_fraction
+from tools.preprocess.rejects import GoodTexts
 from tools.preprocess.text_input import expand, text_bytes
-from tools.program import local, parser_of, refusing, run_program
+from tools.program import parser_of, refusing, run_program, take
 
 END = "<|endoftext|>"
 # words with the sign before them, digits by threes, signs, line ends, spaces: the pattern of GPT-4 as Llama 3 has it
@@ -173,18 +173,9 @@ TRAINERS = {"SentencePieceTokenizer": train, "HuggingFaceTokenizer": train_huggi
 
 @refusing(3, DataError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=".jsonl, .json (lines), .txt files")
-    written = "what to write: PREFIX.model, or the directory PREFIX"
-    parser.add_argument("--model-prefix", type=local, required=True, help=written)
-    parser.add_argument("--tokenizer-type", choices=sorted(TRAINERS), default="SentencePieceTokenizer")
-    parser.add_argument("--vocab-size", type=int, default=8192)
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
-    parser.add_argument("--special-tokens", nargs="+", default=[], metavar="TOKEN", help="e.g. <fim_prefix> <fim_pad>")
-    parser.add_argument("--max-bytes", type=int, default=10_000_000, help="text used for training; default 10 MB")
-    parser.add_argument("--max-sentences", type=int, help="pieces of text used for training; default: no limit")
-    take_bad_fraction(parser)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads; default: one per core")
+    known = {"tokenizer_type": {"choices": sorted(TRAINERS)}, "workers": {"default": os.cpu_count() or 1}}
+    parser = parser_of(__doc__, flags="train_tokenizer", **known)
+    take(parser, "bad lines")
     args = parser.parse_args(argv)
     os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # the library tokenizers knows no other way
     try:

@@ -14,15 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.options import ConfigError
 from megalite.config.translate import translate
 from megalite.models.families import PRESETS
-from tools.program import parser_of, positive, refusing, run_program
+from tools.program import parser_of, refusing, run_program
 
 
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("file", help="JSON, YAML or TOML")
-    parser.add_argument("--gpus", type=positive, metavar="N", help="devices of all machines; default: the file's")
-    args = parser.parse_args(argv)
+    args = parser_of(__doc__, flags="translate").parse_args(argv)
     text, whole = translate(args.file, args.gpus, PRESETS)
     print(text, end="")
     return 0 if whole else 3

@@ -29,8 +29,6 @@ from megalite.models.families import PRESETS
 from tools.checks.smaller import Smaller, layout_of, of_groups, smaller
 from tools.program import parser_of, refusing, run_program, unwritable
 
-DTYPES = ("float64", "float32", "bfloat16")
-
 
 def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     """Raises ConfigError, with every problem."""
@@ -71,15 +69,7 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
 
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=3, help="steps to train; default: 3")
-    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="in float64, the default, nothing hides")
-    parser.add_argument("--most-ranks", type=int, default=8, help="processes of the layout, at most; default: 8")
-    parser.add_argument("--whole", action="store_true", help="keep sizes, data and layout as they are")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run; default: 600")
-    parser.add_argument("--json", type=Path, help="FILE with all that was compared")
-    parser.add_argument("--out", type=Path, help="FILE for a picture of the agreement, .png or .svg")
-    args, words = parser.parse_known_args(argv)
+    args, words = parser_of(__doc__, flags="verify").parse_known_args(argv)
     runs = prepare(args, words)
     from tools.checks import verdict
 

@@ -200,11 +200,7 @@ def line(name: str, value: float) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--dir", type=Path, help="an empty or new directory on the disk to measure")
-    parser.add_argument("--mib", type=int, default=256, help="state over all ranks, MiB (default 256)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, flags="bench checkpoint")
     a = parser.parse_args(argv)
     if a.mib < 8 * max(a.ranks) or min(a.ranks) < 1 or a.rounds < 1:
         small = f"--mib {a.mib} is too small for {max(a.ranks)} ranks, or a number is below 1"

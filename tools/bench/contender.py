@@ -2,19 +2,22 @@
 every rank of it does: keep to its memory, time steps, write its figures."""
 
 import argparse
+import contextlib
+import datetime
 import json
 import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.options import ConfigError
+from megalite.launch.ranks import Ranks, process_group
 from megalite.models.families import PRESETS
 from tools.bench import limited
 from tools.program import read_json, write_json
@@ -91,6 +94,24 @@ def limit_memory(size: int | None) -> None:
     if size is not None:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (size, most))
+
+
+@contextlib.contextmanager
+def built(ranks: Ranks, task: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The configuration of the task's flags, and its run."""
+    from megalite.train.life.preflight import choose_device
+    from megalite.train.setup import build_run
+    from megalite.train.tell.device_memory import keep_freed_memory
+
+    config, _ = cli.read(task["flags"], PRESETS)
+    limit_memory(task.get("memory_bytes"))
+    wanted = choose_device(config.parallel.device)
+    if wanted == "cpu":
+        keep_freed_memory()  # as pretrain() does
+    with process_group(ranks, device=wanted, startup_timeout=datetime.timedelta(minutes=5)) as device:
+        run = build_run(config, ranks, device)
+        yield config, run
+        run.close()
 
 
 def peak_memory(device: Any) -> int:

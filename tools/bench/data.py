@@ -149,8 +149,7 @@ def number_of_documents(text: str) -> int:
 
 @refusing(3, OSError, ValueError)  # a DataError is a ValueError
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--documents", type=number_of_documents, metavar="N", default=4_000_000)
+    parser = parser_of(__doc__, flags="bench data", documents={"type": number_of_documents})
     documents = parser.parse_args(argv).documents
     with tempfile.TemporaryDirectory(prefix="bench_data-") as folder:
         samples(Path(folder), documents)

@@ -105,6 +105,37 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
 
 
+def side(told: dict[str, Any]) -> str:
+    """Of a lever."""
+    speed = f"{told['tokens_per_s']:,.0f} tokens/s" + (f", MFU {told['mfu']:.1%}" if told["mfu"] else "")
+    sizes = f"micro-batches {told['micro_batches']} x {told['micro_batch']}, {told['memory'] / 2**30:.1f} GiB"
+    return f"{speed}, attention {told['attention']}, {sizes}"
+
+
+def lever_rows(results: Results) -> Iterator[list[str]]:
+    """What a lever is worth, as docs/performance.md has it; why where it was not measured."""
+    for result in (results[part] for part in ("levers", "levers-mb4") if part in results):
+        where = "{layers} of {of_layers} layers, sequence {seq_length}, moments {moments}".format_map(result["plan"])
+        for row in result["rows"]:
+            if "ratio" not in row:
+                yield [row["name"], row["status"], "", "", "", ""]
+                continue
+            spread = f"{min(row['ratios']):.3f} to {max(row['ratios']):.3f}"
+            card = [f"{name} {value}" for name, value in row["load"].items()]
+            told = ", ".join([where, f"{len(row['ratios'])} pairs", *card, *[row["status"]] * (row["status"] != "ok")])
+            yield [row["name"], *map(side, row["sides"]), f"{row['ratio']:.3f}", spread, told]
+    swept = results.get("tiles", {})
+    for best in swept.get("best", []):
+        tried = [row for row in swept["rows"] if (row["kernel"], row["shape"]) == (best["kernel"], best["shape"])]
+        rows = [next((row for row in tried if row["tile"] == best[name]), None) for name in ("table", "tile")]
+        cells = ["did not run" if row is None else f"{row['us']:.1f} us, {row['of_copy']:.1%} of the copy rate, "
+                 + ", ".join(f"{value} {name}" for name, value in row["tile"].items()) for row in rows]  # fmt: skip
+        spread = ", ".join(f"quartiles {row['spread']:.1%}" for row in rows if row)
+        gain = "" if best["gain"] is None else f"{1 + best['gain']:.3f}"
+        told = f"{tried[0]['tokens']} tokens, {tried[0]['dtype']}, {swept['repeats']} calls, {len(tried)} tiles"
+        yield [f"tile of {best['kernel']}, {best['shape']}", *cells, gain, spread, told]
+
+
 def section(title: str, lines: list[str]) -> list[str]:
     """A program's output, unchanged, under a title."""
     return ["", f"### {title}", "", "```", *lines, "```"]
@@ -118,7 +149,11 @@ def markdown(report: dict[str, Any]) -> str:
     shown = [[key, str(value)] for key, value in facts.items() if key not in ("plans", "warnings")]
     lines += ["", *table(["", ""], shown), "", "## Goals", ""]
     figures = [[figure[key] for key in ("what", "shown", "goal", "met")] for figure in report["figures"]]
-    lines += [*table(["what", "measured", "goal", "reached"], figures), "", "## Parts", ""]
+    lines += [*table(["what", "measured", "goal", "reached"], figures), ""]
+    if levers := list(lever_rows(results)):
+        heads = ["lever", "off", "on", "speed on over off", "least and most", "measured with"]
+        lines += ["## Levers", "", *table(heads, levers), ""]
+    lines += ["## Parts", ""]
     lines += table(["part", "status", "seconds"], [[p["name"], p["status"], f"{p['seconds']:.0f}"] for p in parts])
     for part in parts:
         if part["status"] not in ("waiting", "running") and part["tail"]:

@@ -4,6 +4,7 @@ A part is a command in a process of its own that leaves files in a folder; what 
 They come in the order of their worth: what the clock cuts off is what one can do without.
 """
 
+import json
 import os
 import statistics
 import sys
@@ -133,6 +134,21 @@ def training_result(written: Result, plan: Result) -> Result:
     }
 
 
+def levers(name: str, limit_s: float, setting: Setting) -> Part:
+    """A group of levers.py on a run of the shape of this name."""
+    plan = setting.plans.get(name)
+
+    def command(folder: Path, seconds: float) -> list[str]:
+        assert plan is not None
+        flags = [*TABLE["levers"]["run"].split(), *plan["flags"], "--device", setting.device]
+        task = {"contender": "levers", "nproc": 1, "group": name, "flags": flags, "tiny": setting.tiny}
+        task |= {"folder": str(folder), "seconds": seconds - 20, "plan": plan}
+        return started("benchmark_rank.py", json.dumps(task))
+
+    skip = None if plan is not None else "no plan for its memory could be made"
+    return Part(name, limit_s, command, lambda folder: read_json(folder / "levers.json"), skip)
+
+
 def tests(limit_s: float, setting: Setting) -> Part:
     jobs = 1 if setting.tiny else setting.jobs(8)
 
@@ -158,7 +174,9 @@ def several(setting: Setting) -> tuple[Part, Part, list[Part]]:
 def parts_of(setting: Setting) -> list[Part]:
     peers = f"--hidden-sizes 4096 --peers megalite torch compile liger --only {ELEMENTWISE}"
     own = "--peers megalite triton cudnn flash"
+    tiles = "--sweep --half backward --hidden-sizes 4096 --only rms_norm,add_rms_norm,layer_norm,add_layer_norm"
     if setting.tiny:
+        tiles = "--sweep --half backward --only rms_norm --tiles 2"
         peers = "--only swiglu --peers megalite torch"
         own = "--peers megalite torch triton --only rms_norm,attention,adamw"
     layouts, messages, trained = several(setting)
@@ -176,6 +194,9 @@ def parts_of(setting: Setting) -> list[Part]:
         *other_shapes[:2],
         kernels("peers", 150, peers, setting),
         *other_shapes[2:],
+        levers("levers", 560, setting),
+        levers("levers-mb4", 330, setting),
+        kernels("tiles", 560, tiles, setting),
     ]
     slow = 4 if setting.tiny else 1  # a machine may be, and figures do not count
     return [replace(part, limit_s=slow * part.limit_s) for part in parts]

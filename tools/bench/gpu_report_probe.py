@@ -52,15 +52,15 @@ def facts() -> dict[str, Any]:
     return known | {"free": free, "cards_told": ask_driver()}
 
 
-def ask_driver() -> list[dict[str, str]]:
-    """QUERY of each card, as nvidia-smi tells it; nothing where it cannot."""
-    words = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+def ask_driver(query: tuple[str, ...] = QUERY) -> list[dict[str, str]]:
+    """`query` of each card, as nvidia-smi tells it; nothing where it cannot."""
+    words = ["nvidia-smi", f"--query-gpu={','.join(query)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return []
     lines = done.stdout.splitlines() if done.returncode == 0 else []
-    return [dict(zip(QUERY, map(str.strip, line.split(",")), strict=False)) for line in lines if line.strip()]
+    return [dict(zip(query, map(str.strip, line.split(",")), strict=False)) for line in lines if line.strip()]
 
 
 def warnings_of(machine: dict[str, Any]) -> list[str]:

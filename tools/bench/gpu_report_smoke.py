@@ -122,13 +122,7 @@ def compare(case: Case, expected: Case) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, allow_abbrev=True)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--cards", type=int, default=1)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=60)
+    parser = parser_of(__doc__, allow_abbrev=True, flags="gpu_report_smoke")
     args = parser.parse_args(argv)
     end = time.monotonic() + args.seconds
     tiny = args.tiny or args.device == "cpu"

@@ -102,12 +102,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, allow_abbrev=True)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--share", help="I/N: run this one here")
-    parser.add_argument("--timed", action="store_true", help="with --share: run the files that measure times")
-    args = parser.parse_args(argv)
+    args = parser_of(__doc__, allow_abbrev=True, flags="gpu_report_tests").parse_args(argv)
     if importlib.util.find_spec("pytest") is None:
         print("pytest is not installed: pip install pytest", file=sys.stderr)
         return 1

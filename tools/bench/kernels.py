@@ -47,21 +47,7 @@ TOKENS = (16384, 24)
 
 
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", metavar="NAMES", help="kernels by name, separated by commas")
-    for name in SIZES:
-        parser.add_argument(f"--{name.replace('_', '-')}s", type=int, nargs="+", metavar="N", dest=name)
-    parser.add_argument("--tokens", type=int, metavar="N")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="use a CPU's small sizes on a card, to see whether it runs")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--sweep", action="store_true", help="time other tiles than the tables'")
-    parser.add_argument("--tiles", type=int, metavar="N", help="most tiles to try per kernel and size in a sweep")
-    parser.add_argument("--seconds", type=float, help="begin no measurement after this time")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there, after each one")
-    parser.add_argument("--list", action="store_true", help="list what would be measured")
+    parser = parser_of(__doc__, flags="kernels", peers={"choices": PEERS, "default": list(PEERS)})
     args = parser.parse_args(argv)
     wanted = args.only.split(",") if args.only else None
     names = {case.op for case in CASES}
@@ -89,7 +75,8 @@ def main(argv: list[str]) -> int:
     tiny = cpu or args.tiny
     base = Sizes(args.tokens or TOKENS[tiny], SIZES["hidden_size"][tiny][0], getattr(torch, args.dtype), device)
     values = {name: getattr(args, name) or defaults[tiny] for name, defaults in SIZES.items()}
-    cases = [(case, s) for case in CASES if wanted is None or case.op in wanted for s in case.sizes(base, values)]
+    there = [case for case in CASES if (not wanted or case.op in wanted) and args.half in (None, case.half)]
+    cases = [(case, s) for case in there for s in case.sizes(base, values)]
     if args.list:
         for case, s in cases:
             print(f"{case.name:<26} {case.shape(s):<18} {case.work.bytes(s) / 1e6:>8.1f} MB  {case.work.formula}")

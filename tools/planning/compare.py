@@ -184,12 +184,7 @@ def text(rows: list[Row]) -> str:
 
 def main(argv: list[str]) -> int:
     """Raises ConfigError."""
-    parser = parser_of(__doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="a device's rates, from plan.py calibrate")
-    parser.add_argument("--cluster", type=Path, metavar="FILE", help="a TOML file, instead of what the run recorded")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file, too")
-    args = parser.parse_args(argv)
+    args = parser_of(__doc__, flags="plan compare").parse_args(argv)
     try:
         if wrong := list(unwritable(json=args.json)):
             raise ConfigError(wrong)

@@ -5,7 +5,6 @@ At most SAMPLES lines of each reason are written, with file, line, reason, what 
 begins; the counts, which are complete, are in `Tally.bad` and in `prefix.json`.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,11 +19,6 @@ from tools.preprocess.text_input import read_blocks
 from tools.preprocess.workers import SAMPLES, Result
 
 JUDGED_AFTER = 1000  # records, before which no share is taken for that of the whole input
-
-
-def take_bad_fraction(parser: argparse.ArgumentParser) -> None:
-    bad = "of the lines that may be bad and are left out; default 0: the first bad one ends the run"
-    parser.add_argument("--max-bad-fraction", type=float, default=0.0, metavar="F", help=bad)
 
 
 class Rejects:

@@ -1,0 +1,96 @@
+"""tools/bench/levers.py at tiny sizes: what a row says is what was switched, and a lever that breaks costs itself."""
+
+import json
+import multiprocessing
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.kernels import cross_entropy
+from megalite.kernels.dispatch import chosen
+from megalite.launch.ranks import Ranks
+from tools.bench import gpu_report_goals, levers
+from tools.bench.contender import built
+from tools.bench.gpu_report_goals import TABLE
+
+FLAGS = f"{TABLE['levers']['run']} {TABLE['words']['tiny']} --num-layers 2 --global-batch-size 4 --device cpu".split()
+PLAN = {"layers": 2, "of_layers": 2, "seq_length": 32, "moments": "fp32"}
+Row = dict[str, Any]
+
+
+def measured(folder: Path, rows: list[Row], flags: str = "", seconds: float = 200) -> tuple[int, Row]:
+    """The exit code, and what is in the file, of a group of these rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TABLE["levers"], "mine", rows)
+        task = {"group": "mine", "flags": [*FLAGS, *flags.split()], "folder": str(folder), "plan": PLAN}
+        code = levers.levers_rank(Ranks(), task | {"seconds": seconds, "tiny": True})
+    return code, json.loads((folder / "levers.json").read_text())
+
+
+def test_a_lever_is_measured_in_pairs_and_one_that_breaks_costs_itself(tmp_path: Path) -> None:
+    window = {"name": "window", "on": {"flags": "--window-size {quarter},0"}}
+    breaks = {"name": "breaks", "on": {"flags": "--micro-batch-size 3"}}
+    rows = [{"name": "nothing"}, breaks, {"name": "of a card", "card": "no card is here"}, window]
+    before = dict(cross_entropy.CHUNK_BYTES), chosen("attention_kernel")
+    code, made = measured(tmp_path, rows)
+    nothing, broken, of_a_card, good = made["rows"]
+    assert nothing["status"].startswith("not measured: both sides are the same here")
+    assert broken["status"].startswith("failed: ValueError: global_batch_size=4 is not a multiple") and code == 1
+    assert of_a_card["status"] == "not measured: no card is here" and good["status"] == "ok"
+    off, on = good["sides"]
+    assert good["ratios"] == [a / b for a, b in zip(off["seconds"], on["seconds"], strict=True)]
+    assert good["ratio"] == statistics.median(good["ratios"]) and len(good["ratios"]) == 2
+    assert on["losses"][0] != off["losses"][0] == pytest.approx(on["losses"][0], rel=0.05)  # it was switched
+    assert on["mfu"] / on["tokens_per_s"] < off["mfu"] / off["tokens_per_s"]  # what a window hides is no work
+    assert (dict(cross_entropy.CHUNK_BYTES), chosen("attention_kernel")) == before
+    shown = list(gpu_report_goals.lever_rows({"levers": made}))
+    assert [row[0] for row in shown] == ["nothing", "breaks", "of a card", "window"] and {
+        len(row) for row in shown
+    } == {6}
+    assert shown[2][1] == "not measured: no card is here" and "2 of 2 layers, sequence 32" in shown[3][-1]
+
+
+def test_without_time_the_rows_say_so(tmp_path: Path) -> None:
+    code, made = measured(tmp_path, [{"name": "chunk", "on": {"chunk_mib": 1}}], seconds=0)
+    assert code == 0 and made["rows"][0]["status"] == "not measured: no time was left" and made["warm_up"]
+
+
+def test_a_side_has_the_batches_chunks_windows_and_documents_of_its_flags() -> None:
+    """And FLOPs of its own: those of documents are those of samples as long as they are."""
+    with built(Ranks(), {"flags": FLAGS}) as (_, run):
+        made = levers.Levers(FLAGS, run)
+        words = "--reset-attention-mask --reset-position-ids --tokenizer-type NullTokenizer --micro-batch-size 2"
+        plain, apart = made.side(), made.side(flags=words, chunk_mib=3)
+        first, *rest = apart.data.get(0, 4)[0]
+        assert [end - begin for row, begin, end in first.documents.spans if row == 1] == [16, 8, 4, 2, 1, 1]
+        assert first.positions_SB[:, 0].tolist() == [*range(16), *range(8), *range(4), 0, 1, 0, 0] and len(rest) == 1
+        assert plain.data.get(0, 4)[0][0].documents is None and len(plain.data.get(0, 4)[0]) == 4
+        made.take(apart)
+        assert cross_entropy.CHUNK_BYTES["cpu"] == 3 << 20 and apart.facts != plain.facts
+        windowed = made.side(flags="--window-size {quarter},0")
+        made.take(windowed)
+        assert {block.attention.window for stage in run.pipeline.stages for block in stage.blocks} == {8}
+        made.take(plain)
+        assert {block.attention.window for stage in run.pipeline.stages for block in stage.blocks} == {None}
+        assert plain.flops > windowed.flops > apart.flops > 0.5 * plain.flops
+        for side in (plain, apart, windowed):
+            side.data.close()
+
+
+def _interpreted(folder: Path) -> tuple[int, Row]:
+    own = {"flags": "--attention-kernel triton"}
+    rows = [{"name": "attention", "off": {"flags": "--attention-kernel torch"}, "on": own}]
+    return measured(folder, rows, "--kernels triton --seq-length 16 --num-layers 1")
+
+
+def test_the_kernels_of_attention_are_switched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process whose kernels are interpreted, for Triton decides that when it is imported."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        code, made = pool.apply(_interpreted, (tmp_path,))
+    (row,) = made["rows"]
+    off, on = row["sides"]
+    assert code == 0 and row["status"] == "ok" and (off["attention"], on["attention"]) == ("torch", "triton")
+    assert off["losses"] != on["losses"] and off["losses"] == pytest.approx(on["losses"], rel=0.02)

@@ -1,0 +1,176 @@
+"""What a lever is worth: steps of one run in one process, in turns with the lever off and on.
+
+The levers of a group (gpu_report.toml) are measured in their order on a run that is built once: a lever is switched
+between two steps, while weights and optimizer stay. Each side has a place of its own in the data, so both see the same
+tokens. The card is warm before the first. Off and on, then on and off, are neighbours; the median of their ratios
+counts. Results are written after each pair. What the card draws is asked for while further steps are computed.
+
+A side is flags of the run (kernels, windows, documents apart, micro-batches), the BLAS library, and the size of a chunk
+of the head's logits. Its FLOPs are those of the scores that are seen. Documents are halves of what is left of a sample:
+of 4096 tokens 2048, 1024, 512, 256, 128 and 128.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megalite.config import cli
+from megalite.config.options import padded_vocab_size
+from megalite.data.samples.batches import Batches, Borders, Prefetcher
+from megalite.data.samples.source import MockDataset
+from megalite.kernels.attention import backend
+from megalite.kernels.cross_entropy import CHUNK_BYTES
+from megalite.kernels.dispatch import choose
+from megalite.launch.ranks import Ranks
+from megalite.models.families import PRESETS
+from megalite.plan.cluster import find_peak
+from megalite.plan.kinds import model_flops
+from megalite.train.batch import host_batch
+from megalite.train.setup import batch_marks
+from megalite.train.state import State
+from megalite.train.step import train_step
+from tools.bench.contender import built, peak_memory, time_steps
+from tools.bench.gpu_report_goals import TABLE
+from tools.bench.gpu_report_probe import ask_driver
+from tools.program import write_json
+
+HALVES = 5  # of a sample, and the last of them twice
+PAIRS, WARM_S = 9, 45.0  # tiny: 2 pairs, and no time to warm up
+LOAD = ("power.draw", "power.limit", "clocks.sm", "temperature.gpu")
+Row = dict[str, Any]
+
+
+@dataclass
+class Side:
+    """A way to compute a step, and what was measured of it. `facts`: in what sides may differ."""
+
+    config: Any
+    data: Prefetcher[Any]
+    blas: Any
+    chunk: int
+    flops: float  # per token
+    state: State = field(default_factory=State)
+    facts: tuple[Any, ...] = ()
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    memory: int = 0
+
+
+class Levers:
+    """A run whose steps are timed, and its switches."""
+
+    def __init__(self, flags: list[str], run: Any):
+        self.flags, self.run, self.device = flags, run, run.mesh.device
+        self.card, self.samples = self.device.type == "cuda", run.batch_sizes.at(0)
+        self.chunk, self.blas = CHUNK_BYTES[self.device.type], torch.backends.cuda.preferred_blas_library()
+        self.tokens, self.peak = self.samples * run.seq_length, find_peak(self.device, run.pipeline.dtype).tflops
+
+    def side(self, flags: str = "", blas: str | None = None, chunk_mib: int | None = None) -> Side:
+        S, run = self.run.seq_length, self.run
+        words = flags.format(quarter=S // 4 - 1, sixteenth=S // 16 - 1).split()
+        config, _ = cli.read([*self.flags, *words], PRESETS)
+        model, apart = config.model, config.data.reset_attention_mask
+        pieces = [S >> n for n in range(1, HALVES + 1)] + [S >> HALVES] if apart else [S]
+        dataset = MockDataset(run.vocab_size, S, config.train.seed)
+        if apart:
+            dataset.layout = lambda index: [np.array(pieces, np.int32)] * len(index)
+        batches = Batches(dataset, config.train.micro_batch_size, 0, 1, run.vocab_size, Borders(documents=apart))
+        prepare = partial(host_batch, pin=self.card, **batch_marks(config, run.mesh))
+        padded = padded_vocab_size(run.vocab_size, model.make_vocab_size_divisible_by, 1)
+        flops = sum(n * model_flops(replace(model, seq_length=n), padded) for n in pieces) / S
+        chunk = self.chunk if chunk_mib is None else chunk_mib << 20
+        return Side(config, Prefetcher(batches, prepare), blas or self.blas, chunk, flops)
+
+    def take(self, side: Side) -> None:
+        """The next steps are of this side."""
+        run, model, p = self.run, side.config.model, side.config.parallel
+        choose(p.kernels, p.attention_kernel)
+        for block in (block for stage in run.pipeline.stages for block in stage.blocks):
+            block.attention.window = model.windows[block.layer]
+        run.data, run.state, CHUNK_BYTES[self.device.type] = side.data, side.state, side.chunk
+        if self.card:
+            torch.backends.cuda.preferred_blas_library(side.blas)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        q = torch.empty(2, 1, 2, model.head_size, dtype=run.pipeline.dtype, device=self.device)
+        apart, micro = side.config.data.reset_attention_mask, side.config.train.micro_batch_size
+        kernel = backend(q, q, masked=apart, window=model.windows[0] is not None)
+        side.facts = (kernel, str(side.blas), model.windows, apart, micro, side.chunk)
+
+    def step(self, side: Side) -> None:
+        self.take(side)
+        side.seconds += time_steps(lambda: side.losses.append(train_step(self.run).loss), self.device, 0, 1)
+        side.memory = max(side.memory, peak_memory(self.device))
+
+    def told(self, side: Side) -> Row:
+        seconds, micro = statistics.median(side.seconds), side.config.train.micro_batch_size
+        mfu = side.flops * self.tokens / seconds / 1e12 / self.peak if self.peak else None
+        sizes = {"micro_batch": micro, "micro_batches": self.samples // micro, "attention": side.facts[0]}
+        speed = {"tokens_per_s": self.tokens / seconds, "mfu": mfu, "memory": side.memory}
+        return speed | sizes | {"seconds": side.seconds[:], "losses": side.losses[:]}
+
+    def measure(self, row: Row, pairs: int, end: float, save: Callable[[], None]) -> None:
+        """Fills `row` in, pair by pair."""
+        off, on = sides = [self.side(**row.get(name, {})) for name in ("off", "on")]
+        try:
+            for side in (off, on, off, on):  # kernels are compiled, and memory is taken
+                self.step(side)
+            if off.facts == on.facts:
+                row["status"] = f"not measured: both sides are the same here, with {on.facts[0]} for attention"
+                return
+            off.seconds, on.seconds, ratios = [], [], []
+            while len(ratios) < pairs and time.monotonic() < end:
+                for side in sides[:: -1 if len(ratios) % 2 else 1]:
+                    self.step(side)
+                ratios.append(off.seconds[-1] / on.seconds[-1])
+                row |= {"ratio": statistics.median(ratios), "ratios": ratios, "load": {}, "status": "ok"}
+                row["sides"] = [self.told(off), self.told(on)]
+                save()
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(ask_driver, LOAD)
+                while not asked.done():
+                    self.step(on)
+            row["load"] = next(iter(asked.result()), {})
+        finally:
+            for side in sides:
+                side.data.close()
+
+
+def levers_rank(ranks: Ranks, task: Row) -> int:
+    """Warm up, then every lever that there is time for; what one dies of is told in its row."""
+    begin, rows = time.monotonic(), TABLE["levers"][task["group"]]
+    made: Row = {"plan": task["plan"], "rows": [{"status": "not measured: no time was left", **row} for row in rows]}
+    save = partial(write_json, Path(task["folder"]) / "levers.json", made)
+    end, pairs, warm_s = begin + task["seconds"], *((2, 0.0) if task["tiny"] else (PAIRS, WARM_S))
+    save()
+    with built(ranks, task) as (_, run):
+        run.data.close()
+        levers, begun = Levers(task["flags"], run), time.monotonic()
+        plain = levers.side()
+        while not plain.seconds or time.monotonic() - begun < warm_s:
+            levers.step(plain)
+        plain.data.close()
+        made |= {"built_s": begun - begin, "warm_up": plain.seconds}
+        for row in made["rows"]:
+            begun = time.monotonic()
+            try:
+                if "card" in row and not levers.card:
+                    row["status"] = f"not measured: {row['card']}"
+                elif begun < end:
+                    levers.measure(row, pairs, end, save)
+            except Exception as error:  # noqa: BLE001  a kernel that does not build, memory that is not there
+                row["status"] = f"failed: {type(error).__name__}: {error}"
+            gc.collect()
+            row["took_s"] = time.monotonic() - begun
+            print(f"{row['name']}: {row['status']}, {row.get('ratio', 0):.3f}, {row['took_s']:.0f} s", flush=True)
+            save()
+        levers.take(plain)
+    return int(any(row["status"].startswith("failed") for row in made["rows"]))
