@@ -211,13 +211,13 @@ def test_every_goal_of_a_kernel_names_a_row_that_is_measured() -> None:
     base = Sizes(16384, 4096, torch.bfloat16, torch.device("cpu"))
     values = {name: sizes for name, (sizes, _) in SIZES.items()}
     figures = {"us": 1.0, "of_copy": 0.95, "gb_s": 4000.0, "tflops": 700.0, "extra_mib": 10.0}
-    peers = ("megalite", "compile", "liger", "cudnn", "triton")
+    peers = ("megalite", "torch", "compile", "liger", "cudnn", "triton")
     rows = [
         {"kernel": case.name, "shape": case.shape(s), "peer": peer, **figures}
         for case in CASES
         for s in case.sizes(base, values)
         for peer in peers
-        if peer in ("megalite", "compile", *case.peers)
+        if peer in ("megalite", "torch", "compile", *case.peers)
     ]
     results = {"kernels": {"rows": rows}, "peers": {"rows": rows}}
     goals = list(gpu_report_goals.kernel_goals(results))
