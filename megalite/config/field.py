@@ -1,4 +1,5 @@
-"""One option: a field of a section's dataclass, whose metadata holds all facts about it.
+"""One option: a field of a section's dataclass, whose metadata holds all facts about it but its line of the help, with
+its unit, which is in options.toml.
 
 `free`, `how`, `training` and `model` declare one, by what changing it at a resume means:
 
@@ -44,7 +45,6 @@ class Facts:
     """
 
     resume: str
-    help: str
     choices: Collection[str] = ()
     required: bool = False
     least: int = 0
@@ -72,12 +72,12 @@ class Facts:
         return self.most[1] if self.most is not None and value > self.most[0] else None
 
 
-def opt(resume: str, default: Any, help: str, **facts: Any) -> Any:
-    """A field of the configuration; `help` states the unit, `facts` are those of `Facts`. A number whose default is
-    None must be above 0, unless it sets its `least`."""
+def opt(resume: str, default: Any, **facts: Any) -> Any:
+    """A field of the configuration; `facts` are those of `Facts`. A number whose default is None must be above 0,
+    unless it sets its `least`."""
     if default is None and "least" not in facts:
         facts["above"] = 0
-    return field(default=default, metadata={"facts": Facts(resume, help, **facts)})
+    return field(default=default, metadata={"facts": Facts(resume, **facts)})
 
 
 free, how, training, model = (partial(opt, resume) for resume in (FREE, HOW, TRAINING, MODEL))
@@ -91,6 +91,12 @@ def base_type(f: Field[Any]) -> str:
     """int, float, bool, str, ints, floats or strs."""
     name = str(f.type).replace(" | None", "")
     return {"tuple[int, ...]": "ints", "tuple[float, ...]": "floats", "tuple[str, ...]": "strs"}.get(name, name)
+
+
+@cache
+def helps() -> Mapping[str, str]:
+    """Option -> what it is, with its unit."""
+    return {name: text for texts in table_beside(__file__, "options").values() for name, text in texts.items()}
 
 
 @cache

@@ -1,8 +1,8 @@
 """The configuration: frozen dataclasses with Megatron-LM's names and defaults.
 
 A field is one option (field.py): its name in kebab case is the flag, and its facts are declared with it, in
-model_options.py and run_options.py. check.py finds contradictions; toml.py reads and writes files. Imports no torch, so
-that a bad command line is refused before anything is started.
+model_options.py, parallel_options.py and run_options.py, but its line of the help: options.toml. check.py finds
+contradictions; toml.py reads and writes files. Imports no torch, so that a bad command line is refused at once.
 """
 
 import math
