@@ -1,8 +1,8 @@
 """The configuration: frozen dataclasses with Megatron-LM's names and defaults.
 
 A field is one option (field.py): its name in kebab case is the flag, and its facts are declared with it, in
-model_options.py, parallel_options.py and run_options.py, but its line of the help: options.toml. check.py finds
-contradictions; toml.py reads and writes files. Imports no torch, so that a bad command line is refused at once.
+model_options.py and run_options.py, but its line of the help: options.toml. check.py finds contradictions; toml.py
+reads and writes files. Imports no torch, so that a bad command line is refused before anything is started.
 """
 
 import math
@@ -12,13 +12,13 @@ from typing import Any
 
 from megalite.config.field import MODEL, TRAINING, convert, facts_of, masked
 from megalite.config.model_options import ModelConfig
-from megalite.config.parallel_options import ParallelConfig
 from megalite.config.run_options import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
     OperationsConfig,
     OptimConfig,
+    ParallelConfig,
     PrecisionConfig,
     TrainConfig,
 )

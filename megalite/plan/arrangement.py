@@ -34,9 +34,8 @@ from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, S
 from megalite.pipeline.simulate import Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, kept_of, sharing
-from megalite.plan.kinds import Kind, Setting, cut
+from megalite.plan.kinds import Kind, Setting, StageCosts, Sums, cut, stage_costs
 from megalite.plan.partition import evenly, fastest, ranges, splits
-from megalite.plan.stage_costs import StageCosts, Sums, stage_costs
 from megalite.plan.stages import build_stage, build_stages
 
 TRIED_ACTIONS = 200_000  # simulated in all to balance the stages: about a second

@@ -27,11 +27,9 @@ import torch
 from megalite.parallel.mesh import Mesh
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Bill, Event
-from megalite.plan.cluster import Cluster
-from megalite.plan.kinds import Kind, layers_bill
+from megalite.plan.cluster import Cluster, Profile
+from megalite.plan.kinds import Kind, Sums, layers_bill
 from megalite.plan.links import Group, Links
-from megalite.plan.profile import Profile
-from megalite.plan.stage_costs import Sums
 
 SCORES_AGAIN = 1.25  # times backward's stated FLOPs, because it computes the scores again
 SCORE_BYTES = (13, 21)  # moved in forward and backward per 16-bit score that is kept; dropout's mask is one byte of it

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megalite.config.options import Config, OptimConfig
-from megalite.config.parallel_options import ParallelConfig
+from megalite.config.run_options import ParallelConfig
 from megalite.kernels.newton_schulz import coefficients, newton_schulz, newton_schulz_flops
 from megalite.optim.buffer import lay_out_chunks
 from megalite.optim.exchange import Matrix, homes_of, matrices_of
@@ -23,8 +23,8 @@ from megalite.optim.rule import rules_of
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import OWNERS
 from megalite.pipeline.schedule import Placement, Sharing
+from megalite.plan.kinds import Sums
 from megalite.plan.meta import META, Meta
-from megalite.plan.stage_costs import Sums
 
 
 class Shares(NamedTuple):

@@ -24,11 +24,10 @@ from megalite.parallel.spec import HOMES, OWNERS
 from megalite.pipeline.schedule import Cost, Op
 from megalite.pipeline.simulate import Simulation
 from megalite.plan.arrangement import LONG, Arrangement
-from megalite.plan.cluster import Cluster
+from megalite.plan.cluster import Cluster, Profile, default_profile
 from megalite.plan.cost import ALL, Costs, F
 from megalite.plan.kinds import model_flops
 from megalite.plan.links import Group, Links
-from megalite.plan.profile import Profile, default_profile
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from megalite.data.samples import blend as blends
 from megalite.data.samples import validation_sets
 from megalite.data.samples.fim import Fim, FimDataset
 from megalite.data.samples.ledger import Ledger
-from megalite.data.samples.numbered import numbered
-from megalite.data.samples.source import Dataset, MockDataset
+from megalite.data.samples.source import Dataset, MockDataset, numbered
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 

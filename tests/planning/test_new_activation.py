@@ -24,7 +24,7 @@ from megalite.plan.arrangement import arrange
 from megalite.plan.cluster import cluster
 from megalite.plan.kinds import model_flops
 from megalite.plan.memory import memory
-from megalite.plan.profile import default_profile
+from megalite.plan.cluster import default_profile
 from megalite.plan.step_time import step_time
 from tools import plan
 

@@ -9,10 +9,9 @@ from train_cases import config_from
 from megalite.pipeline.schedule import plan
 from megalite.pipeline.simulate import simulate
 from megalite.plan.arrangement import Arrangement, arrange
-from megalite.plan.cluster import Cluster, Link, cluster
+from megalite.plan.cluster import Cluster, Link, Profile, cluster, default_profile
 from megalite.plan.cost import ALL, Costs, F, shape_of
 from megalite.plan.kinds import kinds_of, model_flops
-from megalite.plan.profile import Profile, default_profile
 from megalite.plan.step_time import StepTime, step_time
 
 SHAPE = (

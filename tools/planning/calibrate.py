@@ -37,10 +37,9 @@ from megalite.optim.zero1 import Zero1
 from megalite.parallel.mesh import Axis, Mesh, build_mesh
 from megalite.parallel.streams import synchronize
 from megalite.plan.arrangement import Arrangement
-from megalite.plan.cluster import DEVICES, Link, cluster
+from megalite.plan.cluster import DEVICES, Link, Profile, cluster, default_profile
 from megalite.plan.cost import shape_of
 from megalite.plan.kinds import kinds_of, layers_bill
-from megalite.plan.profile import Profile, default_profile
 from megalite.plan.stages import build_stage
 from megalite.train.batch import host_batch, on_device
 from megalite.train.life.preflight import choose_device

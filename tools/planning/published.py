@@ -15,8 +15,7 @@ from typing import Any
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.plan.arrangement import arrange
-from megalite.plan.cluster import cluster
-from megalite.plan.profile import default_profile
+from megalite.plan.cluster import cluster, default_profile
 from megalite.plan.step_time import step_time
 
 TOLERANCE = 0.15

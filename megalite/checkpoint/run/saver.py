@@ -22,8 +22,7 @@ from megalite.checkpoint.format import manifest, tensor_file
 from megalite.checkpoint.run.agreement import agree, check_shared, together
 from megalite.checkpoint.run.background_save import BackgroundSave, HostCopy
 from megalite.checkpoint.run.branch import Branch, settle
-from megalite.checkpoint.run.retention import Retention
-from megalite.checkpoint.run.upload import Uploader
+from megalite.checkpoint.run.retention import Retention, Uploader
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, reason_of
 from megalite.checkpoint.storage.protocol import RunLock, Storage, folder_of, storage_of
 from megalite.config.faults import fault
@@ -87,7 +86,7 @@ class Saver:
         self.storage.check_space(self.directory, self._bytes)
 
     def begins_at(self, step: int, damaged: bool = False) -> str | None:
-        """Tell the step at which the run begins: checkpoints of later steps make way for its first save (retention.py),
+        """Tell the step at which the run begins: checkpoints of later steps make way for its first save (branch.py),
         unless they are `damaged`. Returns a note for people, on rank 0. Raises CheckpointError on all ranks."""
 
         def look() -> str | None:
