@@ -23,6 +23,7 @@ MOST_MICROBATCHES = 100_000  # of one rank and step
 MOST_NEAR = 4096  # how far off another number of ranks is looked for
 TERM = re.compile(r"([!?]?)([#*\w]+)(?:(!=|<=|>=|[=<>%~])(.+))?")
 ORDER = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "%": operator.mod}
+DEFAULTS: Mapping[str, object] = MappingProxyType({f.name: f.default for _, f in options()})
 Term = tuple[str, str, str | None, str]  # ! or ? or "", name, relation, other side
 
 
@@ -73,11 +74,6 @@ def rules_of(part: str) -> tuple[tuple[list[list[Term]], str], ...]:
     return tuple(rules)
 
 
-@cache
-def _defaults() -> Mapping[str, object]:
-    return MappingProxyType({f.name: f.default for _, f in options()})
-
-
 def broken(part: str, say: Say, **facts: Any) -> Iterator[Problem]:
     """What the rules of this part have to say; `facts`: more that they name."""
     for conditions, text in rules_of(part):
@@ -107,7 +103,7 @@ def holds(term: Term, say: Say, facts: Mapping[str, Any]) -> bool:
     sign, name, relation, other = term
     value = _value(name, say, facts)
     if relation is None:
-        return sign == "?" or (value not in (_defaults().get(name, False), "", ())) != (sign == "!")
+        return sign == "?" or (value not in (DEFAULTS.get(name, False), "", ())) != (sign == "!")
     if relation == "~":
         return (other in str(value)) != (sign == "!")
     if relation in ("=", "!="):

@@ -1,5 +1,4 @@
-"""One option: a field of a section's dataclass, whose metadata holds all facts about it but its line of the help, with
-its unit, which is in options.toml.
+"""One option: a field of a section's dataclass, whose metadata holds its facts. Its help, with its unit: options.toml.
 
 `free`, `how`, `training` and `model` declare one, by what changing it at a resume means:
 
@@ -106,11 +105,6 @@ def refused() -> Mapping[str, Mapping[str, str]]:
     return {name: {value: why for some, why in rows.items() for value in some.split()} for name, rows in table.items()}
 
 
-@cache
-def _more_spellings() -> Mapping[str, str]:
-    return table_beside(__file__, "spellings")
-
-
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -136,7 +130,7 @@ def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
         result = [(flag, True), ("--" + flag.removeprefix("--no-"), False)]
     else:
         result = [(flag, True), (f"--no-{flag[2:]}", False), (f"--disable-{flag[2:]}", False)]
-    for extra in _more_spellings().get(f.name, "").split():
+    for extra in table_beside(__file__, "spellings").get(f.name, "").split():
         spelt, _, value = extra.partition("=")
         result.append((spelt, {"": None, "true": True, "false": False}.get(value, value)))
     return result

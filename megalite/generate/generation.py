@@ -230,7 +230,7 @@ def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generato
     if not options:
         raise SetupError(f"{theirs.folder} has no tokenizer that fits; put its tokenizer.json there")
     stage, specs = _empty(theirs.model, mesh, theirs.rows, dtype), specs_of(theirs.model, theirs.rows)
-    fill = lambda: fill_from(theirs.tensors, weight_pieces(stage, mesh), specs, str(folder))  # noqa: E731
+    fill = lambda: fill_from(theirs.tensors, weight_pieces(stage, mesh), specs, str(folder), False)  # noqa: E731
     together(mesh, fill, f"reading the weights of {folder}")
     tokenizer = build_tokenizer(**options)
     return Generator(stage, mesh, theirs.model, tokenizer, frozenset([tokenizer.eod, *stop_ids(theirs.folder)]), 0)

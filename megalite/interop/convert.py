@@ -259,9 +259,7 @@ def model_of(options: dict[str, Any], where: str) -> ModelConfig:
     return model
 
 
-def fill_from(
-    foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs, where: str, tell: bool = False
-) -> None:
+def fill_from(foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs, where: str, tell: bool) -> None:
     """Write the values of `foreign`, a model of `specs`, into the data of pieces, named KIND/NAME, under any layout.
     Every rank reads the tensors that it holds a part of. `tell`: show the progress. Raises CheckpointError, before
     anything changes where shapes differ, later where a file cannot be read."""

@@ -73,8 +73,7 @@ class Naming:
 
 @dataclass(frozen=True, kw_only=True)
 class Family(Naming):
-    """A `model_type` of config.json. Defaults are those of the family's class in transformers, because old files leave
-    keys out.
+    """A `model_type` of config.json. Defaults are those of its class in transformers, as old files leave keys out.
 
     keys        option -> key, or several, of which the first is written; `optional`: key -> default
     fixed       option -> value: set on import, required on export

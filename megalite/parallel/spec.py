@@ -197,9 +197,8 @@ def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
 
 
 def rectangles(box: Box, span: range) -> list[tuple[Box, range]]:
-    """The rectangles of the whole tensor that make up `span` of the flattened box, each with its part of the span,
-    counted from the span's start: the end of a row, whole rows and the start of a row, and so on inwards: at most
-    2 n - 1 for n dims (3 for a matrix).
+    """The rectangles of the whole tensor that make up `span` of the flattened box, each with its part of the span, from
+    the span's start: the end of a row, whole rows, the start of a row, and so on inwards: at most 2 n - 1 for n dims.
 
         . . . # #      box of 3 x 5, range 3 .. 12:   [0, 3:5], [1:2, :], [2, 0:2]
         # # # # #

@@ -163,8 +163,7 @@ class Arrangement:
 
     @property
     def given_or_even(self) -> Sequence[int]:
-        """The number of layers of every stage if there is no choice: given by the options, or at most one each;
-        otherwise empty."""
+        """The layers of every stage if there is no choice: given by the options, or at most one each; else empty."""
         layers, stages = self.config.model.num_layers, self.placement.num_stages
         even = evenly(layers, stages) if layers <= stages or stages == 1 else ()
         return even if self._given is None else self._given
@@ -217,8 +216,7 @@ class Arrangement:
 
     @cached_property
     def holdings(self) -> list[Holding]:
-        """The holding of every pipeline rank. It is built once for ranks with equal layers and the same end of the
-        model."""
+        """The holding of every pipeline rank, built once for ranks with equal layers and the same end of the model."""
         kinds = []
         for rank in range(self.pp):
             layers = (self.stages[stage] for stage in self.placement.stages(rank))
@@ -279,11 +277,8 @@ class Arrangement:
         idle = 1.0 - self.microbatches * times / (self.pp * self.run(self.costs, self.split, self.told)[0])
         return max(0.0, idle)  # rounding: not -0.0%
 
-    def run(
-        self, costs: Sequence[Cost], split: Split | None, groups: int = LONG, **more: Any
-    ) -> tuple[float, Simulation]:
-        """(time of a step in units of the costs, simulation of it or of its first groups of micro-batches). `more`: of
-        simulate()."""
+    def run(self, costs: Sequence[Cost], split: Split | None, groups: int, **more: Any) -> tuple[float, Simulation]:
+        """(time of a step in units of the costs, simulation of it or of its first groups). `more`: of simulate()."""
         run, rows = self.rows(split, groups)
         simulation = simulate(rows, costs, **more)
         if run == self.microbatches:
@@ -303,7 +298,7 @@ class Arrangement:
         backward = self._split_of(split)
         alive = self.most_alive(self.layers.held_of(split), backward)
         held = [self.module_bytes.of(np.array(split), rank, self.placement) + alive[rank] for rank in range(self.pp)]
-        return self.run(self.layers.costs_of(split), backward)[0], max(held)
+        return self.run(self.layers.costs_of(split), backward, LONG)[0], max(held)
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -386,8 +381,7 @@ class Arrangement:
 
 
 def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
-    """Make the arrangement. Raises ValueError, `name=value breaks rule; remedy`, for all that config/check.py cannot
-    check."""
+    """Make it. Raises ValueError, `name=value breaks rule; remedy`, for all that config/check.py cannot check."""
     made = Arrangement(config, world, vocab_size)
     _ = made.steps, made.stages, kept_of(config.optim, matrix=False)  # these raise
     if (name := config.parallel.pipeline_schedule) in KINDS["pipeline_schedule"].added:  # others are proven by tests

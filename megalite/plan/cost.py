@@ -11,8 +11,7 @@ The bill of each kind of layer (plan/bill.py) goes through two queues, of comput
     tp, cp, ep   a collective begins when the bill says so and the one before has ended; the time that the rank waits
                  for it shows, and while it runs behind computation it slows that down a little
 
-A layer never takes less than the host needs to launch it, unless a CUDA graph does. A calibrated profile has the
-measured time of the layer instead.
+A layer takes at least what the host needs to launch it, unless a CUDA graph does. A calibrated profile has its time.
 """
 
 import dataclasses
@@ -111,7 +110,12 @@ class Costs:
         scored = {event.name for event in events if event.what == "scores"}
         for _, what, name, figures in events:
             if what == "matmul":
-                now += self._product_s(figures, head)
+                rows, columns, depth, sinks, *more = figures
+                if head:
+                    now += 2.0 * rows * columns * depth / (self.peak * self.profile.head)
+                else:
+                    sums = self.memory_s(8 * rows * columns * self.profile.sums) * sinks
+                    now += self.matmul_s(rows, columns, depth, *more) + sums
             elif what == "scores":
                 now += self.scores_s(name, figures[0])
             elif what == "stream" and name not in scored and not (head and name.startswith("cross_entropy")):
@@ -133,13 +137,6 @@ class Costs:
         group = self.group(self.mesh.axis(axis or "tp").ranks)
         of = self.links.all_to_all if name == "all-to-all" else self.links.all_gather
         return of(num_bytes, group)
-
-    def _product_s(self, figures: Sequence[float], head: bool) -> float:
-        rows, columns, depth, sinks, *more = figures
-        if head:
-            return 2.0 * rows * columns * depth / (self.peak * self.profile.head)
-        sums = self.memory_s(8 * rows * columns * self.profile.sums) * sinks
-        return self.matmul_s(rows, columns, depth, *more) + sums
 
     def layer(self, kind: Kind, whole: bool = False) -> np.ndarray:
         """The time of a layer; `whole`: all of it is recomputed."""

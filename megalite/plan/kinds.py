@@ -207,8 +207,7 @@ class StageCosts:
         return tuple(self._layers.each[:, :3].sum(1).tolist())
 
     def bills(self, layers: range) -> list[tuple[Bill, range]]:
-        """The bills of a stage with these layers, in order, each with its own; layers that are recomputed together have
-        one bill."""
+        """The bills of a stage with these layers, in order, each with its own; those recomputed together have one."""
         bills = []
         for group, again in self.recompute.groups(len(layers)):
             some = layers[group]

@@ -76,10 +76,7 @@ def _within(sums: Sequence[int], start: int, stop: int, stages: int, most: int) 
 
 
 def fastest(
-    candidates: Iterable[Split],
-    bound: Callable[[Split], float],
-    rate: Callable[[Split], tuple[float, float]],
-    most: int,
+    choices: Iterable[Split], bound: Callable[[Split], float], rate: Callable[[Split], tuple[float, float]], most: int
 ) -> Split:
     """The split whose fullest rank holds the least, of those within TOLERANCE of the fastest that MORE_MEMORY allows.
 
@@ -88,7 +85,7 @@ def fastest(
     """
     rated: list[tuple[float, float, Split]] = []
     fast: list[tuple[float, float, Split]] = []
-    for lowest, _, split in sorted((bound(split), i, split) for i, split in enumerate(candidates))[:most]:
+    for lowest, _, split in sorted((bound(split), i, split) for i, split in enumerate(choices))[:most]:
         if fast and lowest > (1 + TOLERANCE) * min(time for _, time, _ in fast):
             break
         time, held = rate(split)

@@ -127,9 +127,8 @@ class _Step(Costs):
         return np.array(self.made.elements)
 
     def _slowed(self, stage: int, cost: Cost) -> Cost:
-        """F, B and W of a stage whose gradients are reduced, and whose weights are gathered, during them: what an
-        exchange takes longer than the computation that hides it, or, where it is not overlapped, all of it. A run's
-        exchange is shared by its micro-batches."""
+        """F, B and W of a stage whose gradients are reduced, and weights gathered, during them: with what an exchange
+        takes longer than what hides it, or, not overlapped, all of it. A run's micro-batches share its exchange."""
         made, p = self.made, self.made.config.parallel
         rank, chunk = made.placement.rank(stage), made.placement.chunk(stage)
         if not made.sharing.every_run or self._alone:
@@ -210,8 +209,7 @@ class _Step(Costs):
         return seconds
 
     def reduces(self, simulation: Simulation) -> float:
-        """Seconds by which the reduction of gradients ends after the pipeline, if a chunk's buckets fill evenly during
-        its last backward."""
+        """Seconds by which reductions end after the pipeline, if a chunk's buckets fill evenly in its last backward."""
         made, (size, share) = self.made, self._gradient
         last: dict[int, tuple[float, float]] = {}  # stage -> begin and end of the computation of its last gradients
         ops = (Op.W,) if made.split else (Op.B,)
@@ -271,8 +269,7 @@ class _Step(Costs):
 
     @property
     def tied_s(self) -> float:
-        """Seconds of the sum over both ends of the pipeline of the part of a tied embedding's gradient that a rank
-        owns."""
+        """Seconds of the sum over both ends of the pipeline of a rank's part of a tied embedding's gradient."""
         made, m = self.made, self.made.config.model
         if made.pp == 1 or m.untie_embeddings_and_output_weights:
             return 0.0

@@ -167,7 +167,8 @@ class _Bench:
         made = self.made
         S, B, D = made.config.model.seq_length, made.config.train.micro_batch_size, made.config.model.hidden_size
         drawn = np.random.default_rng(0).integers(0, made.vocab_size, (B, S + 1))
-        host = host_batch(MicroBatch(drawn, np.arange(B, dtype=np.int64), None, None), pin=False)
+        micro = MicroBatch(drawn, np.arange(B, dtype=np.int64), None, None)
+        host = host_batch(micro, pin=False, positions=False, documents=False, cp=self.mesh.cp, windows=())
         batch = on_device(host, self.device, step=1)
         x_SBD = torch.randn(S, B, D, device=self.device).to(made.dtype)
         weight = 1.0 / made.tokens

@@ -1,5 +1,4 @@
-"""A checkpoint's manifest, and with it the checkpoint: for every whole tensor its shape and dtype, and which file holds
-which box; hashes of every file.
+"""A checkpoint, and its manifest: of every whole tensor shape, dtype and which file holds which box; hashes of files.
 
     .iter_0000500.part/ rank-00000.safetensors + its list   `write_rank`: synced, hashed while it is written
     manifest.json, then COMPLETE (the manifest's sha256)    `commit`: both synced, then the folder

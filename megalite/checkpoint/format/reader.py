@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import Manifest, check_sizes
-from megalite.checkpoint.format.tensor_file import Place, maker, places, views
+from megalite.checkpoint.format.tensor_file import Place, Stamp, maker, places, views
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import OpenFile, storage_of
 from megalite.config.console import told
@@ -130,7 +130,7 @@ class Reader:
         def work(job: tuple[str, int]) -> None:
             name, buffer = job[0], free.get()
             try:
-                block = _Block(folder / name, manifest, job[1], buffer, wants[job], storage.in_order)
+                block = _Block(folder / name, manifest.files[name], job[1], buffer, wants[job], storage.in_order)
                 with turn:
                     block.read(files.get(name))
                 block.check(manifest)
@@ -189,11 +189,8 @@ class _Files:
 class _Block:
     """One block of one file. Its bytes go to `views`, which are parts of `buffer` or, if `direct`, of a target."""
 
-    def __init__(
-        self, path: Location, manifest: Manifest, number: int, buffer: Tensor, wants: Sequence[Want], direct: bool
-    ):
-        stamp = manifest.files[path.name]
-        self.path, self.number = path, number
+    def __init__(self, path: Location, stamp: Stamp, number: int, buffer: Tensor, wants: Sequence[Want], direct: bool):
+        self.path, self.stamp, self.number = path, stamp, number
         self.begin, self.end = number * stamp.block, min(stamp.size, (number + 1) * stamp.block)
         self._buffer = buffer[: self.end - self.begin]
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -243,11 +240,10 @@ class _Block:
             at += len(view)
 
     def check(self, manifest: Manifest) -> None:
-        stamp = manifest.files[self.path.name]
-        digest = maker(stamp.name)()
+        digest = maker(self.stamp.name)()
         for view in self.views:
             digest.update(view)
-        if digest.hexdigest() != stamp.digests[self.number]:
+        if digest.hexdigest() != self.stamp.digests[self.number]:
             try:
                 inside_it = {k for k, p in places(self.path).items() if p.begin < self.end and p.end > self.begin}
             except (OSError, ValueError):
@@ -256,7 +252,7 @@ class _Block:
             names = list(dict.fromkeys(n for n, p in here if p.file == self.path.name and p.key in inside_it))
             names[3:] = [f"and {len(names) - 3} more"] * (len(names) > 3)
             where = f"at bytes {self.begin} to {self.end}: {', '.join(names) or 'the header'}"
-            raise CheckpointError(f"{self.path}: its content changed after it was written ({stamp.name}), {where}")
+            raise CheckpointError(f"{self.path}: its content changed after it was written ({self.stamp.name}), {where}")
 
     def copy(self) -> None:
         for into, values in self._copies:

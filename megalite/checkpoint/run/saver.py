@@ -35,8 +35,7 @@ class Saver:
     """Methods are collective unless they say otherwise; `news` is for the log of rank 0. Locks the directory, deletes
     the remains of interrupted saves, and tries whether all ranks can write to it. `nbytes`: size of this rank's part.
     `upload_to`: where the checkpoints are kept by `keep_last` and `retain_interval`, instead of in `directory`. Raises
-    CheckpointError on all ranks: not writable, no room for one checkpoint, in use by another run, or not the same
-    directory on every rank."""
+    CheckpointError on all ranks: not writable, no room for one checkpoint, in use, or not the same on every rank."""
 
     def __init__(
         self,

@@ -142,12 +142,10 @@ class Batches:
 
 class Prefetcher(Generic[T]):
     """`get(consumed, n)` -> (micro-batches, seconds waited), after which a thread reads the following step. Requests
-    may come in any order; the next one in sequence costs no wait. `size_at(consumed)`: the size of the next batch where
-    it changes (ramp-up), 0 for the end. `prepare`: applied to each micro-batch in the thread (to pinned memory)."""
+    may come in any order; the next one in sequence costs no wait. `size_at(consumed)`: the size of the next batch,
+    which may ramp up, 0 for the end. `prepare`: applied to each micro-batch in the thread (to pinned memory)."""
 
-    def __init__(
-        self, batches: Batches, prepare: Callable[[MicroBatch], T], size_at: Callable[[int], int] | None = None
-    ):
+    def __init__(self, batches: Batches, prepare: Callable[[MicroBatch], T], size_at: Callable[[int], int]):
         self.batches, self._prepare, self._size_at = batches, prepare, size_at
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megalite-data")
         self._expected: tuple[int, int] | None = None
@@ -165,7 +163,7 @@ class Prefetcher(Generic[T]):
             self._future = self._thread.submit(self._read, *wanted)
         batches = self._future.result()  # raises the thread's error
         after = consumed + global_batch_size
-        size = self._size_at(after) if self._size_at else global_batch_size
+        size = self._size_at(after)
         self._expected, self._future = (after, size), None
         if size:
             self._future = self._thread.submit(self._read, after, size)

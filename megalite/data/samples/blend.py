@@ -1,5 +1,4 @@
-"""From --data-path to one endless dataset: several token files, mixed by weight, within one sample of the weights at
-every prefix.
+"""From --data-path to one endless dataset: token files mixed by weight, within one sample of it at every prefix.
 
 After n samples, source k has given floor(w_k n) or ceil(w_k n) of them, exactly, for every n. Its j-th sample may
 come when w_k n > j and must have come when w_k n >= j + 1; among the sources that may, the one that must soonest is

@@ -1,8 +1,7 @@
 """config.json of Hugging Face <-> options of the model. Values that cannot be expressed exactly are refused by name.
 
 models/families.toml has the meaning of each family's keys. This module names no family, and has what tables cannot say:
-groups, rotary positions, which layers have experts, and sliding windows. A family has one of three kinds of windows, or
-none:
+groups, rotary positions, which layers have experts, and windows, of one of three kinds:
 
     key j is seen by query i   where i - sliding_window < j <= i, itself included: window_size = sliding_window - 1, 0
     "all" (Mistral)            sliding_window, in all layers; null: in none

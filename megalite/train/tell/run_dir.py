@@ -95,8 +95,7 @@ def save_roots(config: Config) -> list[str]:
 
 
 def newest_saved(config: Config) -> tuple[dict[str, Any], str]:
-    """The newest complete checkpoint, as status.json has it and in words. URLs are not asked: the run may have ended
-    because they do not answer."""
+    """The newest complete checkpoint, as status.json has it and in words. URLs are not asked: they may not answer."""
     save, roots = config.checkpoint.save, save_roots(config)
     if save is None:
         return dict(checkpoint=None, checkpoint_step=None), "none, there is no --save"
