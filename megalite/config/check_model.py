@@ -1,5 +1,4 @@
-"""Contradictions in the options of the model and of its pipeline, and options of these without effect, that
-option_rules.txt cannot say."""
+"""Contradictions in options of model and pipeline, and those without effect, that option_rules.txt cannot say."""
 
 from collections.abc import Iterable, Iterator
 
@@ -25,8 +24,13 @@ def model_problems(m: ModelConfig, say: Say) -> Iterator[Problem]:
         yield say("{=rotary_percent} rotates an odd number of {size} channels; make it even", size=m.head_size)
     yield from _words(m, say)
     yield from _patterns(m, say)
-    if m.window_size is not None and len(m.window_size) == 2:
-        yield from _window(*m.window_size, say)
+    left, right = m.window_size if m.window_size is not None and len(m.window_size) == 2 else (-1, 0)
+    if right not in (0, -1):
+        text = "{=window_size} has {right} on the right, where a causal model sees nothing; use {left},0"
+        yield say(text, left=left, right=right)
+    if left == 0 or left < -1:
+        why = "lets a token see only itself" if left == 0 else "is not a window"
+        yield say("{=window_size} {why}; give at least 1,0, or -1,0 for no limit", why=why)
     kinds, coeffs = (m.moe_router_load_balancing_type, m.moe_aux_loss_coeff) if m.num_experts else ((), ())
     if len(set(kinds)) < len(kinds):
         yield say("{=moe_router_load_balancing_type} names one twice; give each once")
@@ -61,15 +65,6 @@ def _patterns(m: ModelConfig, say: Say) -> Iterator[Problem]:
 def model_effects(m: ModelConfig, say: Say) -> Iterator[Problem]:
     if m.window_size is not None and len(m.window_size) == 2 and 0 < m.seq_length <= m.window_size[0] + 1:
         yield say("{=window_size} has no effect on sequences of {length} tokens", "seq_length", length=m.seq_length)
-
-
-def _window(left: int, right: int, say: Say) -> Iterator[Problem]:
-    if right not in (0, -1):
-        text = "{=window_size} has {right} on the right, where a causal model sees nothing; use {left},0"
-        yield say(text, left=left, right=right)
-    if left == 0 or left < -1:
-        why = "lets a token see only itself" if left == 0 else "is not a window"
-        yield say("{=window_size} {why}; give at least 1,0, or -1,0 for no limit", why=why)
 
 
 def layout_problems(config: Config, say: Say) -> Iterator[Problem]:

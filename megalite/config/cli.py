@@ -225,8 +225,7 @@ def read(argv: Sequence[str], presets: Presets) -> tuple[Config, list[str]]:
 def read_or_exit(
     argv: Sequence[str], presets: Presets, also: Also | None = None, world: World | None = None, quiet: bool = False
 ) -> Read:
-    """As `read_all`, for a program: prints notes, or the help, or all problems and exits with code 2. `quiet`: another
-    rank prints the notes."""
+    """As `read_all`, for a program: prints notes, or the help, or all problems and exits with 2. `quiet`: no notes."""
     try:
         if (topic := asked_for(argv)) is not None:
             print(help_text(topic, sorted(presets)))

@@ -123,8 +123,7 @@ class TrainConfig:
         return self.micro_batch_size if self.global_batch_size is None else None
 
     def batch_size(self, dp: int) -> int:
-        """Samples that an iteration counts as, for rates and evaluations, as in Megatron-LM; also with
-        --step-batch-size-schedule."""
+        """Samples of an iteration in rates and evaluations, as in Megatron-LM, also with a schedule of sizes."""
         return self.global_batch_size or self.micro_batch_size * dp
 
     def eval_batch_size(self, dp: int) -> int:

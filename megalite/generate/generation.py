@@ -53,9 +53,8 @@ class Sampling:
 
         p = softmax(logits / temperature);  the k likeliest;  of these the fewest whose sum reaches top_p
 
-    A draw is a function of (seed, number of the prompt, position), not of a generator's state: given equal logits it is
-    the same under every layout, and for a prompt alone or among others. temperature 0: always the likeliest. top_k 0
-    and top_p 1: no limit.
+    A draw is a function of (seed, number of the prompt, position): given equal logits it is the same under every
+    layout, and for a prompt alone or among others. temperature 0: always the likeliest. top_k 0 and top_p 1: no limit.
     """
 
     temperature: float = 0.0
@@ -254,9 +253,8 @@ def _empty(model: ModelConfig, mesh: Mesh, rows: int, dtype: torch.dtype) -> Sta
 def continue_texts(
     model: Generator, prompts: Sequence[Sequence[int]], most: int, sampling: Sampling, first: int = 0
 ) -> list[Text]:
-    """Up to `most` new tokens for each prompt, as far as there are positions; the same on all ranks; collective.
-    `first`: number of the first prompt, a coordinate of the draws. Raises SetupError for a prompt that is empty or
-    fills all positions."""
+    """Up to `most` new tokens for each prompt, as positions allow; the same on all ranks; collective. `first`: number
+    of the first prompt, a coordinate of the draws. Raises SetupError for one that is empty or too long."""
     tp, limit = model.mesh.tp.size, model.shape.positions
     for number, prompt in enumerate(prompts, first):
         if not 0 < len(prompt) < limit:

@@ -121,7 +121,9 @@ class Costs:
             elif what == "stream" and name not in scored and not (head and name.startswith("cross_entropy")):
                 now += self.memory_s(figures[0]) + self.profile.kernel_s
             elif what == "begin":
-                takes = self._collective_s(name, figures[0])
+                axis, _, op = name.rpartition(" ")
+                of = self.links.all_to_all if op == "all-to-all" else self.links.all_gather
+                takes = of(figures[0], self.group(self.mesh.axis(axis or "tp").ranks))
                 free = max(now, free) + takes
                 begun[figures[1]] = free, takes, now, name.startswith("cp ")
             elif what == "wait":
@@ -130,13 +132,6 @@ class Costs:
                 now += shown
                 waited[over_cp] += shown
         return now, waited[0], waited[1]
-
-    def _collective_s(self, name: str, num_bytes: float) -> float:
-        """Over tp, or over another axis where the name says so."""
-        axis, _, name = name.rpartition(" ")
-        group = self.group(self.mesh.axis(axis or "tp").ranks)
-        of = self.links.all_to_all if name == "all-to-all" else self.links.all_gather
-        return of(num_bytes, group)
 
     def layer(self, kind: Kind, whole: bool = False) -> np.ndarray:
         """The time of a layer; `whole`: all of it is recomputed."""

@@ -57,8 +57,7 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class Holding:
-    """The bytes that each rank of one pipeline position always holds. `matrices`: of its update, where matrices are
-    updated as such."""
+    """The bytes that each rank of a pipeline position always holds. `matrices`: of an update of whole ones."""
 
     local: int  # elements of this rank's shares of the parameters
     elements: Mapping[str, int]  # of all buckets, with their padding, by home

@@ -28,9 +28,8 @@ def ranges(split: Iterable[int]) -> list[range]:
 
 def splits(num_stages: int, costs: Sequence[int]) -> Sequence[Split]:
     """The splits that may be fast, for layers with these costs and at least two stages: any number of layers on the
-    first and the last stage, the others balanced. The last stage has the head, so it needs no layer. The embedding is a
-    look-up and costs no time, but it and the activations in flight on early stages take memory, so the first stage may
-    have few layers."""
+    first and the last stage, the others balanced. The last stage has the head, so it needs no layer. The embedding
+    costs no time, but it and the activations in flight on early stages take memory: the first may have few layers."""
     alike = len(set(costs)) == 1
     return _splits(num_stages, (1,) * len(costs) if alike else tuple(costs))
 

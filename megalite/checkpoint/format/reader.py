@@ -4,8 +4,7 @@
 copied to their targets. One thread reads while another hashes. A file system reads ahead only for a reader that goes in
 order, so there the threads take turns, and bytes go straight into a target that is contiguous in both places; behind a
 URL many blocks are requested at once. All else goes through one buffer per thread, which stays in the processor's
-cache: fresh pages for the bytes of a whole file would cost more time than reading them. Which checkpoint of a directory
-to read is decided in run/loader.py.
+cache: fresh pages for a whole file would cost more time than reading it. run/loader.py chooses the checkpoint.
 """
 
 import contextlib

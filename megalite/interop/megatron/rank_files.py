@@ -289,7 +289,10 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
     options["norm_epsilon"] = getattr(args, "norm_epsilon", getattr(args, "layernorm_epsilon", 1e-5))
     options["rotary_base"] = float(getattr(args, "rotary_base", 10000.0))
     options["rotary_seq_len_interpolation_factor"] = float(given(args, "rotary_seq_len_interpolation_factor", 1.0))
-    options["activation"] = _activation(args)
+    flagged = [name for name in FLAGGED if getattr(args, name, False)]
+    flags = {"add_bias_linear": True, "bias_gelu_fusion": True, "openai_gelu": False}
+    gelu = gelu_form(**{name: given(args, name, default) for name, default in flags.items()})
+    options["activation"] = flagged[0] if flagged else gelu
     try:
         options |= _read_patterns(args, options.get("num_layers"))
     except ValueError as error:
@@ -332,11 +335,3 @@ def given(args: Namespace, name: str, default: Any) -> Any:
     """An argument, or `default` where it is missing or None."""
     value = getattr(args, name, None)
     return default if value is None else value
-
-
-def _activation(args: Namespace) -> str:
-    for name in FLAGGED:
-        if getattr(args, name, False):
-            return name
-    flags = {"add_bias_linear": True, "bias_gelu_fusion": True, "openai_gelu": False}
-    return gelu_form(**{name: given(args, name, default) for name, default in flags.items()})
