@@ -40,7 +40,6 @@ from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
 from megalite.plan.arrangement import Arrangement
-from megalite.plan.stages import build_stages
 from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
 from megalite.train.start.origin import usable
@@ -245,7 +244,7 @@ def _empty(model: ModelConfig, mesh: Mesh, rows: int, dtype: torch.dtype) -> Sta
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     if wrong := [problem for problem in check(replace(bare, model=shape)) if problem.concerns(sizes)]:
         raise SetupError("\n".join(wrong))
-    (stage,) = build_stages(Arrangement(replace(bare, model=model), tp * pp, rows), mesh, dtype)
+    (stage,) = Arrangement(replace(bare, model=model), tp * pp, rows).build_stages(mesh, dtype)
     return stage.eval()
 
 

@@ -1,8 +1,7 @@
 """A run on its ranks before it starts: batch sizes, steps, layers, memory, bubble, groups.
 
 It is a pure function of the configuration, the number of ranks and the vocabulary, made once per start: the check makes
-it, the start and a dry run print it, and train/setup.py builds from it. Expensive parts (stages, the simulated
-schedule) are computed when they are first needed.
+it, the start and a dry run print it, train/setup.py builds from it. Expensive parts are computed when first needed.
 
 Stages are built without memory (on the meta device) and laid out as optim/buffer.py does it, so the bytes of weights,
 gradients and optimizer are those of the run. The FLOPs and bytes of a stage are sums over its layers, from the bill of
@@ -25,7 +24,7 @@ from megalite.config.options import Config, padded_vocab_size
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.registry import KINDS
 from megalite.config.stage_layers import given_stages
-from megalite.models.gpt import Block, Recompute
+from megalite.models.gpt import Block, Recompute, Stage
 from megalite.models.specs import specs_of
 from megalite.nn.parameter import Maker, named_specs
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
@@ -36,7 +35,6 @@ from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, kept_of, sharing
 from megalite.plan.kinds import Kind, Setting, StageCosts, Sums, cut, stage_costs
 from megalite.plan.partition import evenly, fastest, ranges, splits
-from megalite.plan.stages import build_stage, build_stages
 
 TRIED_ACTIONS = 200_000  # simulated in all to balance the stages: about a second
 LONG = 3  # groups of micro-batches that are simulated to compare splits; later groups are like the last
@@ -206,6 +204,16 @@ class Arrangement:
         """Tokens of a micro-batch on a rank of cp."""
         return self.config.model.seq_length // self.cp * self.config.train.micro_batch_size
 
+    def build_stages(self, mesh: Mesh, dtype: torch.dtype, meta: bool = False, deferred: bool = False) -> list[Stage]:
+        """The chunks of the model on this rank; `meta`, `deferred`: as a Maker has it."""
+        make = Maker(mesh, dtype, self.config.train.seed, meta, deferred)
+        return [self.build_stage(make, self.stages, s) for s in self.placement.stages(mesh.pp.rank)]
+
+    def build_stage(self, make: Maker, layers: Sequence[range], number: int) -> Stage:
+        rows = dict(vocab_size=self.vocab_size, padded_vocab_size=self.padded_vocab)
+        more: dict[str, Any] = dict(recompute=self.recompute, z_loss=self.config.train.z_loss_coeff)
+        return Stage(make, self.config.model, layers, number, **rows, **more)
+
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
         return self.layers.costs_of(self.counts)
@@ -317,7 +325,7 @@ class Arrangement:
 
     def _holding(self, rank: int) -> Holding:
         mesh = self.mesh_of(rank)
-        return Holding.of(build_stages(self, mesh, self.dtype, meta=True), mesh, self.bytes_of_element, self.config)
+        return Holding.of(self.build_stages(mesh, self.dtype, meta=True), mesh, self.bytes_of_element, self.config)
 
     @cached_property
     def elements(self) -> tuple[tuple[int, ...], ...]:
@@ -334,7 +342,7 @@ class Arrangement:
     def module_bytes(self) -> ModuleBytes:
         """Without the layout's padding, which `holdings` has."""
         make = Maker(self.mesh_of(0), self.dtype, 0, meta=True)
-        first, last = (build_stage(self, make, [range(0), range(0)], number) for number in (0, 1))
+        first, last = (self.build_stage(make, [range(0), range(0)], number) for number in (0, 1))
         shares = Shares.of(self.config.parallel, make.mesh)
 
         def each(spec: ParamSpec) -> float:

@@ -40,7 +40,6 @@ from megalite.plan.arrangement import Arrangement
 from megalite.plan.cluster import DEVICES, Link, Profile, cluster, default_profile
 from megalite.plan.cost import shape_of
 from megalite.plan.kinds import kinds_of, layers_bill
-from megalite.plan.stages import build_stage
 from megalite.train.batch import host_batch, on_device
 from megalite.train.life.preflight import choose_device
 from megalite.train.setup import update_rules
@@ -158,7 +157,7 @@ class _Bench:
         for number, model in enumerate((config.model, one_kind, config.model)):
             apart = dataclasses.replace(model, untie_embeddings_and_output_weights=True)  # tied weights need two ends
             made = dataclasses.replace(self.made, config=dataclasses.replace(config, model=apart))
-            stages.append(build_stage(made, make, layers, number))
+            stages.append(made.build_stage(make, layers, number))
         buffer = ParamBuffer(stages, self.mesh)
         return stages, buffer, Zero1(buffer, *update_rules(config))
 
