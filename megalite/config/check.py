@@ -14,9 +14,8 @@ from typing import Any
 
 from megalite.config.check_model import any_divisor, layout_problems, model_effects, model_problems, multiples
 from megalite.config.field import facts_of, flag_of
-from megalite.config.options import Config, ModelConfig, OptimConfig, TrainConfig, options
+from megalite.config.options import Config, ModelConfig, OptimConfig, Problem, Say, TrainConfig, options
 from megalite.config.pattern import read_batch_schedule, read_split
-from megalite.config.problem import Problem, Say
 from megalite.config.registry import KINDS
 
 MOST_MICROBATCHES = 100_000  # of one rank and step

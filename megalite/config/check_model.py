@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from megalite.config.options import Config, ModelConfig
-from megalite.config.problem import Problem, Say
+from megalite.config.options import Config, ModelConfig, Problem, Say
 from megalite.config.stage_layers import GIVEN, given_stages
 
 # option -> its words, and those that are taken, but not proposed: of a dense model, too, as by Megatron-LM

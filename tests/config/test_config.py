@@ -15,8 +15,7 @@ from megalite.config import cli
 from megalite.config.check import check, holds, rules_of
 from megalite.config.field import PATHS, base_type, facts_of, helps, spellings
 from megalite.config.megatron_flags import OPTION, known_flags
-from megalite.config.options import Config, ConfigError, DataConfig, ModelConfig, build, options, padded_vocab_size
-from megalite.config.problem import Say
+from megalite.config.options import Config, ConfigError, DataConfig, ModelConfig, Say, build, options, padded_vocab_size
 from megalite.config.toml import parse_toml, to_toml
 from megalite.models.families import PRESETS
 

@@ -11,8 +11,7 @@ from train_cases import config_from
 
 from megalite.config import field
 from megalite.config.field import FREE, HOW, MODEL, TRAINING, base_type, facts_of
-from megalite.config.options import SECTIONS, Config, ConfigError, build, options, training_of
-from megalite.config.problem import Problem, Say
+from megalite.config.options import SECTIONS, Config, ConfigError, Problem, Say, build, options, training_of
 from megalite.config.tables import table_beside
 from megalite.config.toml import parse_toml, to_toml
 from megalite.train.start import origin
