@@ -13,7 +13,6 @@ It looks at one rank of each pipeline position, because all others there do the 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -30,8 +29,7 @@ from megalite.plan.kinds import model_flops
 from megalite.plan.links import Group, Links
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """parts      seconds, means over ranks, that sum to `seconds`: compute, bubble, optimizer, exposed tp, cp, pp, dp
     mfu           MFU per device by model_flops, causal, as the trainer logs it
     tokens_per_s  tokens/s of the whole cluster

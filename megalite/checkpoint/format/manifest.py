@@ -20,8 +20,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +43,7 @@ _MOST = 1 << 56  # steps, samples, tokens
 _MOST_DIMS = 6  # of a tensor; a box of n dims has 2^n corners
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """One box of one tensor: `key` in the safetensors file `file`."""
 
     file: str
@@ -53,15 +51,13 @@ class Stored:
     box: Box
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[Stored, ...]
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """`state`: the run's numbers beside tensors, plain JSON."""
 
     tensors: dict[str, Whole]

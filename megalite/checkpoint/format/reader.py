@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from megalite.parallel.spec import Box, Piece, inside, intersect, offset_in, rec
 _DIRECT = 1 << 16  # bytes; a read of less costs more than copying it
 
 
-@dataclass(frozen=True)
-class Want:
+class Want(NamedTuple):
     """A stored box, where its bytes are, and the tensors that want a part of it, each with its own box."""
 
     place: Place

@@ -8,9 +8,8 @@ ByteTokenizer          the bytes of the UTF-8 text, 0..255, and 256 as eod; need
 NullTokenizer          --vocab-size ids, the last one eod; its text is ids with spaces between, as in Megatron-LM
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config.registry import KINDS, MORE
 from megalite.data.errors import DataError
@@ -19,8 +18,7 @@ from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, Sen
 from megalite.data.tokenizers.tokenizer_json import open_gpt2, open_tokenizer_json
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """The options of a tokenizer, by their names."""
 
     tokenizer_type: str
