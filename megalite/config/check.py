@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megalite.config.check_model import any_divisor, layout_problems, model_effects, model_problems, multiples
+from megalite.config.check_model import any_of, divisors, layout_problems, model_effects, model_problems, multiples
 from megalite.config.field import facts_of, flag_of
 from megalite.config.options import Config, ModelConfig, OptimConfig, Problem, Say, TrainConfig, options
 from megalite.config.pattern import read_batch_schedule, read_split
@@ -80,7 +80,7 @@ def broken(part: str, say: Say, **facts: Any) -> Iterator[Problem]:
             named = [name for terms in conditions for _, names, *_ in terms for name in re.findall(r"[a-z]\w*", names)]
             (_, first, _, other), more = conditions[0][0], {}
             if "{divisors}" in text:
-                more["divisors"] = any_divisor(_value(first, say, facts))
+                more["divisors"] = any_of(divisors(_value(first, say, facts)))
             elif "{multiples}" in text:
                 more["multiples"] = multiples(_value(first, say, facts), _value(other, say, facts))
             yield say(text, *(name for name in named if name in say.values), option=named[0], **more, **facts)

@@ -90,10 +90,6 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def any_divisor(n: int) -> str:
-    return any_of(divisors(n))
-
-
 def any_of(numbers: Iterable[object]) -> str:
     """In words."""
     *some, last = map(str, numbers)

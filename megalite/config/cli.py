@@ -240,10 +240,6 @@ def read_or_exit(
     return command  # the run prints the warnings, into its log too
 
 
-def parse(argv: Sequence[str], presets: Presets) -> Config:
-    return read_or_exit(argv, presets).config
-
-
 def asked_for(argv: Sequence[str]) -> str | None:
     """The page that is asked for: "", a group, all, or an unknown word; None where no help is asked for."""
     for i, word in enumerate(argv):

@@ -72,8 +72,7 @@ class Facts:
 
 
 def opt(resume: str, default: Any, **facts: Any) -> Any:
-    """A field of the configuration; `facts` are those of `Facts`. A number whose default is None must be above 0,
-    unless it sets its `least`."""
+    """A field of the configuration, with `Facts`. A number whose default is None is above 0, unless `least` is set."""
     if default is None and "least" not in facts:
         facts["above"] = 0
     return field(default=default, metadata={"facts": Facts(resume, **facts)})

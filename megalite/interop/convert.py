@@ -308,9 +308,8 @@ def new_directory(folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Ours:
-    """Our side of an export: rectangles in `dtype`; None: as stored. For fp32 of a run in half precision the main
-    weights are read, which are more exact. `used`: the model's specs, for a format that holds values as they are used:
-    a stored difference gets its offset back."""
+    """Our side of an export: rectangles in `dtype`; None: as stored. For fp32 the more exact main weights are read.
+    `used`: the model's specs, for a format with values as they are used: a stored difference gets its offset back."""
 
     source: Checkpoint
     dtype: torch.dtype | None = None

@@ -26,8 +26,7 @@ class TensorRule:
             "experts": a matrix for each expert, [E, rows, in]
             "reversed": the same, transposed, and gate and up in turns: [E, in, rows], [E, F 2]
             "row": a vector as a matrix of one row
-    copied  the parameter that it repeats in a model without `ours`, as a tied head repeats the embedding. Files may
-            lack it then
+    copied  the parameter that it repeats in a model without `ours`, as a tied head the embedding; files may lack it
     """
 
     theirs: str

@@ -1,5 +1,4 @@
-"""Devices, their peak rates and the shares of these that work reaches, nodes and the links between them: those of
-devices.toml, or the user's own TOML file.
+"""Devices, their peak rates and the shares that work reaches, nodes and links: of devices.toml, or of a TOML file.
 
     device = "h100"              # a name of the table; for another device a section [device] in place of this line
     nodes = 16

@@ -115,8 +115,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class WholeMatrices:
-    """Of a step of Muon: `flops` of Newton-Schulz on the rank of a stage that has most, bytes `moved` by each, bytes
-    `at_once` where these are most."""
+    """A step of Muon: `flops` of Newton-Schulz on a stage's busiest rank, bytes `moved` by each, most `at_once`."""
 
     flops: int
     moved: float

@@ -290,8 +290,7 @@ class StageCosts:
 
     @cached_property
     def least_moments(self) -> tuple[int, int]:
-        """The fewest bytes that a layer's backward takes in addition to what forwards have kept, and that it takes when
-        all gradients have begun to land."""
+        """The fewest bytes that a layer's backward adds to what forwards kept, and adds once all gradients land."""
         ways = {False, self.recompute.granularity == "full"}
         bills = [layers_bill((kind,), self.setting, again) for kind in set(self.kinds) for again in ways]
         return min(bill.moment["B"] for bill in bills), min([*bill.parts["B"].values()][-1] for bill in bills)

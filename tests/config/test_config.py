@@ -112,7 +112,7 @@ def test_all_problems_come_at_once_and_before_torch_also_without_assertions() ->
     flags = [*GOOD.split(), "--hidden-dropout", "3", "--min-lr", "9", "--bf16", "--fp16"]
     code = (
         "import sys\nfrom megalite.config import cli\nfrom megalite.models.families import PRESETS\n"
-        "try:\n    cli.parse(sys.argv[1:], PRESETS)\nfinally:\n    print('torch' in sys.modules)"
+        "try:\n    cli.read_or_exit(sys.argv[1:], PRESETS)\nfinally:\n    print('torch' in sys.modules)"
     )
     words = [sys.executable, "-O", "-c", code, *flags]
     result = subprocess.run(words, capture_output=True, text=True, timeout=30, cwd=ROOT)

@@ -74,7 +74,7 @@ def cases() -> list[Case]:
 
 
 def predict(case: Case) -> Row:
-    arrangement = arrange(cli.parse(case.flags.split(), PRESETS), case.devices, case.vocab_size)
+    arrangement = arrange(cli.read_or_exit(case.flags.split(), PRESETS).config, case.devices, case.vocab_size)
     profile = dataclasses.replace(default_profile(case.device), **case.profile)
     step = step_time(arrangement, cluster(case.device, case.devices), profile)
     if case.seconds is not None:

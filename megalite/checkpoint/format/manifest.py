@@ -9,8 +9,7 @@ Behind a URL nothing can be renamed: the files are written to iter_0000500/ itse
 kill at any moment the checkpoint before is the newest. Files are streamed (tensor_file.py). How the ranks of a run
 agree on all this is in run/saver.py.
 
-All of it is checked when it is read (`load`): names of files stay inside the directory, boxes inside their tensors, and
-the boxes of a tensor cover it exactly once.
+All is checked by `load`: names of files stay in the directory, boxes in their tensors, which they cover exactly once.
 """
 
 import contextlib

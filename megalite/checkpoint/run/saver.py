@@ -51,7 +51,7 @@ class Saver:
         self.directory, self.mesh, self.background = parse(directory), mesh, background
         self.storage: Storage = storage_of(self.directory)
         self.upload_to = None if upload_to is None else parse(upload_to)
-        self._places = [place for place in (self.directory, self.upload_to) if place is not None]
+        self.places = [place for place in (self.directory, self.upload_to) if place is not None]
         self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
         self._kept = Retention(self.upload_to or self.directory, self.keep_last, retain_interval)
         self.waited_s = 0.0  # time that training waited for the last save
@@ -79,7 +79,7 @@ class Saver:
         self._lock = self.storage.lock(self.directory)
         if self.upload_to is not None:
             self._uploader = Uploader(self.directory, self._kept, self._news)
-        settle(*self._places)
+        settle(*self.places)
         if left := self.storage.sweep(self.directory):
             self._news.append(f"deleted the remains of an unfinished save: {', '.join(left)}")
         self.storage.check_space(self.directory, self._bytes)
@@ -90,7 +90,7 @@ class Saver:
 
         def look() -> str | None:
             if self.mesh.world.is_first:
-                self._branch = Branch(self._places, step, damaged)
+                self._branch = Branch(self.places, step, damaged)
                 self._kept.damaged = self._branch.damaged
                 if self._uploader is not None:
                     self._uploader.paused = self._branch.pending
@@ -209,10 +209,6 @@ class Saver:
             self._lock.close()
             self._lock = None
         return lost
-
-    def places_of(self, step: int) -> list[Location]:
-        """Where the checkpoint of a step is written, and where it is kept in the end."""
-        return [folder_of(place, step) for place in (self._places[0], self._places[-1])]
 
     def _prune(self, step: int) -> None:
         if self._branch.unsettled:

@@ -3,8 +3,7 @@
     samples consumed .. consumed + n - 1 are the step's. Micro-batch m of rank r holds, with B rows,
     consumed + m * (B * dp) + r * B + [0..B)          so dp and B may change during the run
 
-There is no iterator and no state to save: a resume needs `consumed`, one integer. `Prefetcher` reads the next step's
-batches in a thread while this one computes.
+There is no state to save: a resume needs `consumed`, one integer. `Prefetcher` reads the next step's in a thread.
 """
 
 import time

@@ -305,8 +305,7 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
 
 
 def _read_patterns(args: Namespace, layers: Any) -> dict[str, Any]:
-    """The options of which layers have a window and rotary positions. No layer has a window if the left side is -1 or
-    every bit of the pattern is 0. ValueError: what is wrong."""
+    """Which layers rotate, and have a window: none if its left side is -1 or every bit is 0. Raises ValueError."""
     options: dict[str, Any] = {}
     window, skipped, bare = (given(args, n, None) for n in ("window_size", "window_attn_skip_freq", "no_rope_freq"))
     size = tuple(window) if isinstance(window, (list, tuple)) else (window,)

@@ -37,8 +37,7 @@ Numbers = tuple[dict[str, int], int, LossScaler, Rates, Spikes]  # progress, upd
 
 @dataclass(frozen=True)
 class Start:
-    """How to start from a checkpoint. `weights_only`: the optimizer begins afresh; `afresh`: so do step and data;
-    `later`: `step` is the earliest to load."""
+    """`weights_only`: the optimizer begins afresh; `afresh`: so do step and data; `later`: `step` is the earliest."""
 
     step: int | None = None
     weights_only: bool = False

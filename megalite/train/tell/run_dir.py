@@ -131,8 +131,7 @@ def trained(folder: Path) -> dict[str, int]:
 
 
 def outcome_of(folder: Path, status: dict[str, Any]) -> str:
-    """The outcome of `status`; "killed" where that is "running" and no run is: its lock is free, or, without a lock,
-    its process is gone from this machine."""
+    """The outcome of `status`; "killed" where that is "running", but its lock free, or without one its process gone."""
     said, pid = str(status.get("outcome", "unknown")), status.get("pid")
     if said != "running":
         return said
@@ -240,8 +239,7 @@ class AppendedFile:
 
 
 class Events:
-    """Appends a process's events to events.jsonl: time, event, rank (None: the launcher), step and facts. Never raises:
-    the first failed write is said on stderr."""
+    """Appends events to events.jsonl: time, event, rank (None: launcher), step, facts. Never raises: tells it once."""
 
     def __init__(self, folder: Path, rank: int | None = None):
         self.rank, self._file, self._lost = rank, AppendedFile(folder / "events.jsonl"), False
