@@ -123,4 +123,4 @@ def _families() -> dict[str, Family]:
 
 
 FAMILIES = KINDS["family"]  # in the order in which an export tries them, those of plugins at last
-FAMILIES.build_in(_families())
+FAMILIES.built_in |= _families()

@@ -112,16 +112,12 @@ class _Step(Costs):
         """Bytes of the weights or gradients, of `size` bytes each, by home, of each chunk of a pipeline rank, in order.
         Those of the layers are in their chunk, the rest of the rank's, with `ends`, in its first (the embedding) or, on
         the last rank, its last (the head)."""
-        made, held = self.made, self.made.holdings[rank]
+        made, held, of_layers = self.made, self.made.holdings[rank], np.array(self.made.elements)
         whole = size * np.array([held.elements[home] for home in HOMES])  # with the layout's padding
         stages = (made.stages[stage] for stage in made.placement.stages(rank))
-        chunks = [self._elements[layers.start : layers.stop].sum(0) * (whole.sum() / held.local) for layers in stages]
+        chunks = [of_layers[layers.start : layers.stop].sum(0) * (whole.sum() / held.local) for layers in stages]
         chunks[-1 if rank == made.pp - 1 else 0] += np.maximum(0.0, whole - sum(chunks)) * ends
         return chunks
-
-    @cached_property
-    def _elements(self) -> np.ndarray:
-        return np.array(self.made.elements)
 
     def _slowed(self, stage: int, cost: Cost) -> Cost:
         """F, B and W of a stage whose gradients are reduced, and weights gathered, during them: with what an exchange
