@@ -1,6 +1,7 @@
 """Flags of Megatron-LM and its forks that are not options of megalite, and how each is treated. Pure.
 
-megatron_flags.txt has each with a verdict and a reason, docs/megatron.md as a table; `answer` is about given ones.
+megatron_flags.txt holds each with a verdict and a reason; docs/megatron.md shows them as a table. `answer` turns those
+of a command line into notes, warnings and problems.
 """
 
 import difflib

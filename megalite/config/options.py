@@ -114,7 +114,7 @@ def over_preset(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that follow from others: GPT-2's two files are its tokenizer, and rows the multiple to round up to."""
+    """Options that follow from others: GPT-2's two files are its tokenizer; given rows, the multiple to round up to."""
     implied: dict[str, Any] = {}
     if values.get("tokenizer_type") is None and values.get("vocab_file") and values.get("merge_file"):
         implied["tokenizer_type"] = "GPT2BPETokenizer"

@@ -11,7 +11,7 @@ The bill of each kind of layer (plan/bill.py) goes through two queues, of comput
     tp, cp, ep   a collective begins when the bill says so and the one before has ended; the time that the rank waits
                  for it shows, and while it runs behind computation it slows that down a little
 
-A layer takes at least what the host needs to launch it, unless a CUDA graph does. A calibrated profile has its time.
+A layer takes at least what the host needs to launch it, unless a CUDA graph does. A calibrated profile measured it.
 """
 
 import dataclasses

@@ -290,7 +290,7 @@ class StageCosts:
 
     @cached_property
     def least_moments(self) -> tuple[int, int]:
-        """The fewest bytes that a layer's backward adds to what forwards kept, and adds once all gradients land."""
+        """The fewest bytes that a layer's backward adds to what forwards kept; and with all gradients begun to land."""
         ways = {False, self.recompute.granularity == "full"}
         bills = [layers_bill((kind,), self.setting, again) for kind in set(self.kinds) for again in ways]
         return min(bill.moment["B"] for bill in bills), min([*bill.parts["B"].values()][-1] for bill in bills)

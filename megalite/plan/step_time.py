@@ -66,7 +66,7 @@ def exchanges(made: Arrangement) -> Exchanges:
 
 
 def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = None) -> StepTime:
-    """Predict a step. Raises ValueError if cluster and arrangement differ in size, or have no peak for the dtype."""
+    """Predict a step. Raises ValueError if cluster and arrangement differ in size, or the dtype has no peak."""
     if cluster.world != made.world:
         raise ValueError(f"the cluster has {cluster.world} devices, the arrangement {made.world} ranks; give as many")
     step = _Step(made, cluster, profile or default_profile(cluster.device.name))

@@ -131,7 +131,7 @@ def trained(folder: Path) -> dict[str, int]:
 
 
 def outcome_of(folder: Path, status: dict[str, Any]) -> str:
-    """The outcome of `status`; "killed" where that is "running", but its lock free, or without one its process gone."""
+    """The outcome of `status`; "killed" where it is "running" but its lock is free, or without one its process gone."""
     said, pid = str(status.get("outcome", "unknown")), status.get("pid")
     if said != "running":
         return said
@@ -239,7 +239,8 @@ class AppendedFile:
 
 
 class Events:
-    """Appends events to events.jsonl: time, event, rank (None: launcher), step, facts. Never raises: tells it once."""
+    """Appends a process's events to events.jsonl: time, event, rank (None: the launcher), step and facts. Never raises:
+    the first failed write is said on stderr."""
 
     def __init__(self, folder: Path, rank: int | None = None):
         self.rank, self._file, self._lost = rank, AppendedFile(folder / "events.jsonl"), False
