@@ -15,7 +15,7 @@ from test_runs import typed
 from train_cases import config_from
 
 from megalite.config.check import check
-from megalite.plan.profile import default_profile
+from megalite.plan.cluster import default_profile
 from tools import plan, plot
 
 SHAPE = "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000".split()

@@ -21,7 +21,7 @@ from megalite.config.options import ConfigError
 from megalite.config.registry import KINDS
 from megalite.config.toml import to_toml
 from megalite.data.errors import DataError
-from megalite.data.samples.numbered import NumberedDataset
+from megalite.data.samples.source import NumberedDataset
 from megalite.optim.lr import LrSchedule
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline import schedule

@@ -60,10 +60,9 @@ def stage_from(words: str | Sequence[str], dtype: torch.dtype) -> Stage:
     """The whole model on one rank, without a run."""
     from megalite.parallel.mesh import Mesh
     from megalite.plan.arrangement import arrange
-    from megalite.plan.stages import build_stages
 
     config = config_from(words)
-    return build_stages(arrange(config, 1, config.data.vocab_size), Mesh.alone(), dtype)[0]
+    return arrange(config, 1, config.data.vocab_size).build_stages(Mesh.alone(), dtype)[0]
 
 
 OPEN: list[Run] = []  # until the test is over, or what tests/ranks.py calls

@@ -25,8 +25,7 @@ from megalite.config.console import Bar
 from megalite.config.options import ModelConfig
 from megalite.config.pattern import read_pattern
 from megalite.interop.convert import Foreign, Ours, Specs, box_on, join, new_directory, recipes, split
-from megalite.interop.megatron.args import FLAGGED, SAME
-from megalite.interop.megatron.rank_files import FILES, FUSED, MEGATRON, TRACKER
+from megalite.interop.megatron.rank_files import FILES, FLAGGED, FUSED, MEGATRON, SAME, TRACKER
 from megalite.models.specs import specs_of
 from megalite.parallel.spec import Box, ParamSpec, intersect
 

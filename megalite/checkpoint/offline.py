@@ -1,8 +1,7 @@
 """Checkpoints as data, without ranks or a model: read any rectangle, write others. For tools and conversion.
 
 A rectangle is filled from the stored boxes that meet it, and the hash of every block is checked before a value of it
-counts. A checkpoint is written tensor by tensor, with one tensor in memory, and committed as a run's
-(format/manifest.py).
+counts. A checkpoint is written tensor by tensor, with one tensor in memory, and committed as a run's.
 """
 
 import math

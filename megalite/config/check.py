@@ -12,17 +12,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megalite.config.check_model import any_divisor, layout_problems, model_effects, model_problems, multiples
+from megalite.config.check_model import any_of, divisors, layout_problems, model_effects, model_problems, multiples
 from megalite.config.field import facts_of, flag_of
-from megalite.config.options import Config, ModelConfig, OptimConfig, TrainConfig, options
+from megalite.config.options import Config, ModelConfig, OptimConfig, Problem, Say, TrainConfig, options
 from megalite.config.pattern import read_batch_schedule, read_split
-from megalite.config.problem import Problem, Say
 from megalite.config.registry import KINDS
 
 MOST_MICROBATCHES = 100_000  # of one rank and step
 MOST_NEAR = 4096  # how far off another number of ranks is looked for
 TERM = re.compile(r"([!?]?)([#*\w]+)(?:(!=|<=|>=|[=<>%~])(.+))?")
 ORDER = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "%": operator.mod}
+DEFAULTS: Mapping[str, object] = MappingProxyType({f.name: f.default for _, f in options()})
 Term = tuple[str, str, str | None, str]  # ! or ? or "", name, relation, other side
 
 
@@ -73,11 +73,6 @@ def rules_of(part: str) -> tuple[tuple[list[list[Term]], str], ...]:
     return tuple(rules)
 
 
-@cache
-def _defaults() -> Mapping[str, object]:
-    return MappingProxyType({f.name: f.default for _, f in options()})
-
-
 def broken(part: str, say: Say, **facts: Any) -> Iterator[Problem]:
     """What the rules of this part have to say; `facts`: more that they name."""
     for conditions, text in rules_of(part):
@@ -85,7 +80,7 @@ def broken(part: str, say: Say, **facts: Any) -> Iterator[Problem]:
             named = [name for terms in conditions for _, names, *_ in terms for name in re.findall(r"[a-z]\w*", names)]
             (_, first, _, other), more = conditions[0][0], {}
             if "{divisors}" in text:
-                more["divisors"] = any_divisor(_value(first, say, facts))
+                more["divisors"] = any_of(divisors(_value(first, say, facts)))
             elif "{multiples}" in text:
                 more["multiples"] = multiples(_value(first, say, facts), _value(other, say, facts))
             yield say(text, *(name for name in named if name in say.values), option=named[0], **more, **facts)
@@ -107,7 +102,7 @@ def holds(term: Term, say: Say, facts: Mapping[str, Any]) -> bool:
     sign, name, relation, other = term
     value = _value(name, say, facts)
     if relation is None:
-        return sign == "?" or (value not in (_defaults().get(name, False), "", ())) != (sign == "!")
+        return sign == "?" or (value not in (DEFAULTS.get(name, False), "", ())) != (sign == "!")
     if relation == "~":
         return (other in str(value)) != (sign == "!")
     if relation in ("=", "!="):

@@ -1,10 +1,8 @@
-"""Contradictions in the options of the model and of its pipeline, and options of these without effect, that
-option_rules.txt cannot say."""
+"""Contradictions in options of model and pipeline, and those without effect, that option_rules.txt cannot say."""
 
 from collections.abc import Iterable, Iterator
 
-from megalite.config.options import Config, ModelConfig
-from megalite.config.problem import Problem, Say
+from megalite.config.options import Config, ModelConfig, Problem, Say
 from megalite.config.stage_layers import GIVEN, given_stages
 
 # option -> its words, and those that are taken, but not proposed: of a dense model, too, as by Megatron-LM
@@ -25,8 +23,13 @@ def model_problems(m: ModelConfig, say: Say) -> Iterator[Problem]:
         yield say("{=rotary_percent} rotates an odd number of {size} channels; make it even", size=m.head_size)
     yield from _words(m, say)
     yield from _patterns(m, say)
-    if m.window_size is not None and len(m.window_size) == 2:
-        yield from _window(*m.window_size, say)
+    left, right = m.window_size if m.window_size is not None and len(m.window_size) == 2 else (-1, 0)
+    if right not in (0, -1):
+        text = "{=window_size} has {right} on the right, where a causal model sees nothing; use {left},0"
+        yield say(text, left=left, right=right)
+    if left == 0 or left < -1:
+        why = "lets a token see only itself" if left == 0 else "is not a window"
+        yield say("{=window_size} {why}; give at least 1,0, or -1,0 for no limit", why=why)
     kinds, coeffs = (m.moe_router_load_balancing_type, m.moe_aux_loss_coeff) if m.num_experts else ((), ())
     if len(set(kinds)) < len(kinds):
         yield say("{=moe_router_load_balancing_type} names one twice; give each once")
@@ -63,15 +66,6 @@ def model_effects(m: ModelConfig, say: Say) -> Iterator[Problem]:
         yield say("{=window_size} has no effect on sequences of {length} tokens", "seq_length", length=m.seq_length)
 
 
-def _window(left: int, right: int, say: Say) -> Iterator[Problem]:
-    if right not in (0, -1):
-        text = "{=window_size} has {right} on the right, where a causal model sees nothing; use {left},0"
-        yield say(text, left=left, right=right)
-    if left == 0 or left < -1:
-        why = "lets a token see only itself" if left == 0 else "is not a window"
-        yield say("{=window_size} {why}; give at least 1,0, or -1,0 for no limit", why=why)
-
-
 def layout_problems(config: Config, say: Say) -> Iterator[Problem]:
     m, p = config.model, config.parallel
     pp = p.pipeline_model_parallel_size
@@ -94,10 +88,6 @@ def multiples(n: int, of: int) -> str:
 
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def any_divisor(n: int) -> str:
-    return any_of(divisors(n))
 
 
 def any_of(numbers: Iterable[object]) -> str:

@@ -24,7 +24,7 @@ from megalite.config import options as configs
 from megalite.config import plugins
 from megalite.config.check import check, without_effect
 from megalite.config.console import complain
-from megalite.config.field import LISTS, base_type, facts_of, flag_of, masked, spellings
+from megalite.config.field import LISTS, base_type, facts_of, flag_of, helps, masked, spellings
 from megalite.config.megatron_flags import INSTEAD, OPTION, answer, known_flags, nearest
 from megalite.config.options import SECTIONS, Config, ConfigError, options
 from megalite.config.tables import table_beside
@@ -225,8 +225,7 @@ def read(argv: Sequence[str], presets: Presets) -> tuple[Config, list[str]]:
 def read_or_exit(
     argv: Sequence[str], presets: Presets, also: Also | None = None, world: World | None = None, quiet: bool = False
 ) -> Read:
-    """As `read_all`, for a program: prints notes, or the help, or all problems and exits with code 2. `quiet`: another
-    rank prints the notes."""
+    """As `read_all`, for a program: prints notes, or the help, or all problems and exits with 2. `quiet`: no notes."""
     try:
         if (topic := asked_for(argv)) is not None:
             print(help_text(topic, sorted(presets)))
@@ -239,10 +238,6 @@ def read_or_exit(
     for note in [] if quiet else command.notes:
         complain(f"note: {note}")
     return command  # the run prints the warnings, into its log too
-
-
-def parse(argv: Sequence[str], presets: Presets) -> Config:
-    return read_or_exit(argv, presets).config
 
 
 def asked_for(argv: Sequence[str]) -> str | None:
@@ -301,7 +296,7 @@ def _add(group: Any, names: Sequence[str], presets: Sequence[str], short: bool =
         spelt = [flag for flag, constant in spellings(f) if constant is None or not short]
         for flag, constant in spellings(f)[: 1 if short else None]:
             negative = kind == "bool" and constant is not f.default
-            text = facts.help + shown if flag == flag_of(name) else f"{flag_of(name)} {constant}"
+            text = helps()[name] + shown if flag == flag_of(name) else f"{flag_of(name)} {constant}"
             if constant is not None:
                 if negative or flag == flag_of(name) or kind != "bool":  # not a flag that sets the default
                     group.add_argument(flag, action="store_true", help=text.replace("%", "%%"))

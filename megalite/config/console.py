@@ -107,8 +107,7 @@ def complain(text: str) -> None:
 
 class Bar(contextlib.AbstractContextManager["Bar"]):
     """Progress out of `total`, in `unit`. Where nobody watches, `plain` is called with what is done: `first_s` after
-    the beginning, then every `every_s` seconds. `quiet`: another rank shows it. `add` and `at` may be called from any
-    thread."""
+    the beginning, then every `every_s` seconds. `quiet`: another rank shows it. `add`, `at`: from any thread."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from megalite.config.faults import VARIABLE, Faults
 from megalite.config.field import facts_of
-from megalite.config.parallel_options import ParallelConfig
+from megalite.config.run_options import ParallelConfig
 
 T = TypeVar("T", str, bool)
 OVERRIDES = dict(kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTION")

@@ -1,4 +1,4 @@
-"""One option: a field of a section's dataclass, whose metadata holds all facts about it.
+"""One option: a field of a section's dataclass, whose metadata holds its facts. Its help, with its unit: options.toml.
 
 `free`, `how`, `training` and `model` declare one, by what changing it at a resume means:
 
@@ -44,7 +44,6 @@ class Facts:
     """
 
     resume: str
-    help: str
     choices: Collection[str] = ()
     required: bool = False
     least: int = 0
@@ -72,12 +71,11 @@ class Facts:
         return self.most[1] if self.most is not None and value > self.most[0] else None
 
 
-def opt(resume: str, default: Any, help: str, **facts: Any) -> Any:
-    """A field of the configuration; `help` states the unit, `facts` are those of `Facts`. A number whose default is
-    None must be above 0, unless it sets its `least`."""
+def opt(resume: str, default: Any, **facts: Any) -> Any:
+    """A field of the configuration, with `Facts`. A number whose default is None is above 0, unless `least` is set."""
     if default is None and "least" not in facts:
         facts["above"] = 0
-    return field(default=default, metadata={"facts": Facts(resume, help, **facts)})
+    return field(default=default, metadata={"facts": Facts(resume, **facts)})
 
 
 free, how, training, model = (partial(opt, resume) for resume in (FREE, HOW, TRAINING, MODEL))
@@ -94,15 +92,16 @@ def base_type(f: Field[Any]) -> str:
 
 
 @cache
+def helps() -> Mapping[str, str]:
+    """Option -> what it is, with its unit."""
+    return {name: text for texts in table_beside(__file__, "options").values() for name, text in texts.items()}
+
+
+@cache
 def refused() -> Mapping[str, Mapping[str, str]]:
     """Option -> value of other programs that is not among its choices -> why."""
     table = table_beside(__file__, "refused")
     return {name: {value: why for some, why in rows.items() for value in some.split()} for name, rows in table.items()}
-
-
-@cache
-def _more_spellings() -> Mapping[str, str]:
-    return table_beside(__file__, "spellings")
 
 
 def flag_of(name: str) -> str:
@@ -130,7 +129,7 @@ def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
         result = [(flag, True), ("--" + flag.removeprefix("--no-"), False)]
     else:
         result = [(flag, True), (f"--no-{flag[2:]}", False), (f"--disable-{flag[2:]}", False)]
-    for extra in _more_spellings().get(f.name, "").split():
+    for extra in table_beside(__file__, "spellings").get(f.name, "").split():
         spelt, _, value = extra.partition("=")
         result.append((spelt, {"": None, "true": True, "false": False}.get(value, value)))
     return result

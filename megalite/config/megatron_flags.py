@@ -6,16 +6,15 @@ of a command line into notes, warnings and problems.
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 OPTION, NO_EFFECT, WARNED, REFUSED, DEPENDENT, INSTEAD = "+=?!~>"
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(NamedTuple):
     """`verdict`: one of the above. `values`: how many follow; None: any number. `reason`: a sentence, "" for a
     dependent flag. `feature`: flags of one feature get one answer. `neutral`: values that ask for nothing."""
 
@@ -61,8 +60,7 @@ def asked_for(flag: Flag, values: Iterable[str]) -> bool:
     return not words or not neutral.issuperset(words)
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     notes: list[str]
     warnings: list[str]
     problems: list[str]

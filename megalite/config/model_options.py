@@ -14,105 +14,71 @@ ALL_DROPPED = (1, "drops everything; use less than 1")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    num_layers: int = model(0, "transformer layers", required=True, stand_in=2)
-    hidden_size: int = model(0, "model width D", required=True, stand_in=64)
-    ffn_hidden_size: int | None = model(
-        None, "feed-forward width; default 4 D, or 8/3 D in steps of 64 with --swiglu", same_as="ffn_size"
-    )
-    num_attention_heads: int = model(0, "query heads H", required=True, stand_in=1)
-    kv_channels: int | None = model(None, "head size K; default D / H", same_as="head_size")
-    group_query_attention: bool = model(False, "share key/value heads in groups", through="num_query_groups")
-    num_query_groups: int | None = model(None, "K/V heads G with --group-query-attention; default 1", same_as="groups")
-    seq_length: int = training(0, "tokens per sequence", required=True, stand_in=1)
-    max_position_embeddings: int | None = training(None, "length of the table of positions; default seq_length")
-    normalization: str = model("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = model(1e-5, "added to the variance in norms")
-    apply_layernorm_1p: bool = model(False, "store norm weights as their difference from 1")
-    add_bias_linear: bool = model(True, "biases in all linear layers")
-    add_qkv_bias: bool = model(False, "biases in the query, key, value projections only")
-    activation: str = model(
-        "gelu", "feed-forward activation; gelu is the tanh form, gelu_erf the exact one", choices=KINDS["activation"]
-    )
-    bias_gelu_fusion: bool = model(True, "tanh form of gelu; off: exact, where none is named", through="activation")
-    openai_gelu: bool = model(False, "tanh form of gelu where none is named", through="activation")
-    parallel_residual: bool = model(False, "attention and feed-forward side by side on the same input, as in GPT-NeoX")
-    position_embedding_type: str = model(
-        "learned_absolute", "positions", choices=("learned_absolute", "rope", "yarn", "none")
-    )
-    add_position_embedding: bool = model(True, "off: no learned positions", through="position_embedding_type")
-    rotary_base: float = model(10000.0, "base of the rotary wavelengths", above=0)
-    rotary_percent: float = model(1.0, "part of each head that rotates")
-    rotary_interleaved: bool = model(False, "channels 2i and 2i + 1 turn as a pair, instead of i and i + half")
-    rotary_seq_len_interpolation_factor: float = model(1.0, "rope: positions are divided by this", above=0)
-    no_rope_freq: str | None = model(
-        None, "N: every N-th layer has no rotary positions; or a list, 1: without, as [0,0,0,1]*8", same_as="rotary"
-    )
-    rotary_scaling_factor: float = model(1.0, "yarn: stretch of the context", above=0)
-    yarn_original_max_position_embeddings: int = model(4096, "yarn: context length before the stretch, tokens", above=0)
-    yarn_beta_fast: float = model(32.0, "yarn: channels with more turns in that length keep their wavelength")
-    yarn_beta_slow: float = model(1.0, "yarn: channels with fewer turns are stretched by the whole factor", above=0)
-    yarn_correction_range_round_to_int: bool = model(True, "yarn: the borders between them are rounded to channels")
-    mscale: float = model(1.0, "yarn: queries and keys are multiplied by (1 + 0.1 x this x log(factor)) ...")
-    mscale_all_dim: float = model(0.0, "yarn: ... divided by (1 + 0.1 x this x log(factor))")
-    use_rope_scaling: bool = model(False, "Llama-3 scaling of rotary wavelengths")
-    rope_scaling_factor: float = model(8.0, "stretch of the longest wavelengths with --use-rope-scaling", above=0)
-    untie_embeddings_and_output_weights: bool = model(False, "the head has its own weights")
-    make_vocab_size_divisible_by: int = training(128, "vocabulary is padded to a multiple of this (and of tp)", above=0)
-    hidden_dropout: float = training(0.1, "dropout after embedding, attention and feed-forward", below=ALL_DROPPED)
-    attention_dropout: float = training(0.1, "dropout of attention weights", below=ALL_DROPPED)
-    init_method_std: float = training(0.02, "standard deviation of initial weights")
-    embedding_init_method_std: float | None = training(None, "that of embeddings; default init_method_std", least=0)
-    softmax_type: str = model(
-        "vanilla",
-        "learnable: the softmax of attention has one more logit per head, a sink (GPT-OSS); off-by-one: a sink of 0",
-        choices=("vanilla", "off-by-one", "learnable"),
-    )
-    qk_layernorm: bool = model(False, "norm on each query and key head")
-    qk_layernorm_over_heads: bool = model(False, "instead a norm on all query heads of a token, one on all key heads")
-    no_weight_decay_cond_type: str | None = training(
-        None,
-        "apply_wd_to_qk_layernorm: weight decay on the norms of query and key heads too",
-        choices=("apply_wd_to_qk_layernorm",),
-    )
-    window_size: tuple[int, ...] | None = model(None, "LEFT,0: earlier keys that a query sees; default, -1: all")
-    window_attn_skip_freq: str | None = model(
-        None, "N: every N-th layer has no window; or a list, 1: with, 0: without, as [1,1,0]*8", same_as="windows"
-    )
-    cp_comm_type: tuple[str, ...] = how(
-        ("allgather",), "cp: what attention exchanges: allgather keys and values, a2a heads; one, or one for each layer"
-    )
-    num_experts: int | None = model(None, "experts E of each layer that has them; default, 0: a dense model", least=0)
-    moe_layer_freq: str = model(
-        "1",
-        "N: layers 0, N, 2 N ... have experts, the others are dense; or a list, 1: with, as [0]*3+[1]*9",
-        same_as="experts",
-    )
-    moe_router_topk: int = model(2, "experts k that each token goes to", above=0)
-    moe_ffn_hidden_size: int | None = model(
-        None, "feed-forward width of an expert; default ffn_hidden_size", same_as="expert_ffn_size"
-    )
-    moe_shared_expert_intermediate_size: int | None = model(
-        None, "width of a feed-forward block that all tokens go through beside their experts; default: there is none"
-    )
-    moe_shared_expert_gate: bool = model(False, "the shared block's output is scaled by a sigmoid of the token")
-    moe_router_score_function: str = model("softmax", "what becomes of logits", choices=("softmax", "sigmoid"))
-    moe_router_pre_softmax: bool = model(False, "softmax over all experts, not over the k that are chosen")
-    moe_router_topk_scaling_factor: float = model(1.0, "probabilities of the chosen experts are multiplied by this")
-    moe_router_num_groups: int | None = model(None, "groups of experts, of which a token's best ones remain")
-    moe_router_group_topk: int | None = model(None, "groups that remain; one is as good as its best k / this experts")
-    moe_router_enable_expert_bias: bool = model(
-        False, "balance without a loss: experts are chosen by score + bias, and the bias follows the load"
-    )
-    moe_router_bias_update_rate: float = training(1e-3, "by how much an expert's bias moves after a step", above=0)
-    moe_router_load_balancing_type: tuple[str, ...] = training(
-        ("aux_loss",),
-        "losses that balance experts: aux_loss, of a micro-batch; seq_aux_loss, of each sample; global_aux_loss, of a "
-        "step so far; sinkhorn: choices are balanced, without a loss; or none",
-    )
-    moe_aux_loss_coeff: tuple[float, ...] = training((0.0,), "the coefficient of each of these losses")
-    moe_z_loss_coeff: float = training(0.0, "z-loss of the router: this times log^2 of its softmax's sum")
-    moe_router_dtype: str = training("fp32", "dtype in which a router computes", choices=("fp32", "fp64"))
-    moe_router_force_load_balancing: bool = training(False, "experts are drawn, not chosen: for benchmarks alone")
+    num_layers: int = model(0, required=True, stand_in=2)
+    hidden_size: int = model(0, required=True, stand_in=64)
+    ffn_hidden_size: int | None = model(None, same_as="ffn_size")
+    num_attention_heads: int = model(0, required=True, stand_in=1)
+    kv_channels: int | None = model(None, same_as="head_size")
+    group_query_attention: bool = model(False, through="num_query_groups")
+    num_query_groups: int | None = model(None, same_as="groups")
+    seq_length: int = training(0, required=True, stand_in=1)
+    max_position_embeddings: int | None = training(None)
+    normalization: str = model("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = model(1e-5)
+    apply_layernorm_1p: bool = model(False)
+    add_bias_linear: bool = model(True)
+    add_qkv_bias: bool = model(False)
+    activation: str = model("gelu", choices=KINDS["activation"])
+    bias_gelu_fusion: bool = model(True, through="activation")
+    openai_gelu: bool = model(False, through="activation")
+    parallel_residual: bool = model(False)
+    position_embedding_type: str = model("learned_absolute", choices=("learned_absolute", "rope", "yarn", "none"))
+    add_position_embedding: bool = model(True, through="position_embedding_type")
+    rotary_base: float = model(10000.0, above=0)
+    rotary_percent: float = model(1.0)
+    rotary_interleaved: bool = model(False)
+    rotary_seq_len_interpolation_factor: float = model(1.0, above=0)
+    no_rope_freq: str | None = model(None, same_as="rotary")
+    rotary_scaling_factor: float = model(1.0, above=0)
+    yarn_original_max_position_embeddings: int = model(4096, above=0)
+    yarn_beta_fast: float = model(32.0)
+    yarn_beta_slow: float = model(1.0, above=0)
+    yarn_correction_range_round_to_int: bool = model(True)
+    mscale: float = model(1.0)
+    mscale_all_dim: float = model(0.0)
+    use_rope_scaling: bool = model(False)
+    rope_scaling_factor: float = model(8.0, above=0)
+    untie_embeddings_and_output_weights: bool = model(False)
+    make_vocab_size_divisible_by: int = training(128, above=0)
+    hidden_dropout: float = training(0.1, below=ALL_DROPPED)
+    attention_dropout: float = training(0.1, below=ALL_DROPPED)
+    init_method_std: float = training(0.02)
+    embedding_init_method_std: float | None = training(None, least=0)
+    softmax_type: str = model("vanilla", choices=("vanilla", "off-by-one", "learnable"))
+    qk_layernorm: bool = model(False)
+    qk_layernorm_over_heads: bool = model(False)
+    no_weight_decay_cond_type: str | None = training(None, choices=("apply_wd_to_qk_layernorm",))
+    window_size: tuple[int, ...] | None = model(None)
+    window_attn_skip_freq: str | None = model(None, same_as="windows")
+    cp_comm_type: tuple[str, ...] = how(("allgather",))
+    num_experts: int | None = model(None, least=0)
+    moe_layer_freq: str = model("1", same_as="experts")
+    moe_router_topk: int = model(2, above=0)
+    moe_ffn_hidden_size: int | None = model(None, same_as="expert_ffn_size")
+    moe_shared_expert_intermediate_size: int | None = model(None)
+    moe_shared_expert_gate: bool = model(False)
+    moe_router_score_function: str = model("softmax", choices=("softmax", "sigmoid"))
+    moe_router_pre_softmax: bool = model(False)
+    moe_router_topk_scaling_factor: float = model(1.0)
+    moe_router_num_groups: int | None = model(None)
+    moe_router_group_topk: int | None = model(None)
+    moe_router_enable_expert_bias: bool = model(False)
+    moe_router_bias_update_rate: float = training(1e-3, above=0)
+    moe_router_load_balancing_type: tuple[str, ...] = training(("aux_loss",))
+    moe_aux_loss_coeff: tuple[float, ...] = training((0.0,))
+    moe_z_loss_coeff: float = training(0.0)
+    moe_router_dtype: str = training("fp32", choices=("fp32", "fp64"))
+    moe_router_force_load_balancing: bool = training(False)
 
     @property
     def head_size(self) -> int:

@@ -52,9 +52,8 @@ def register(kind: str, name: str) -> Callable[[Part], Part]: ...
 @overload
 def register(kind: str, name: str, part: Part) -> Part: ...
 def register(kind: str, name: str, part: Any = None) -> Any:
-    """Make `part` the one that is called `name`, from then on a value of the option `kind`; without a part, the class
-    or function below this line. For plugins. Raises ValueError where there is no such kind, the name is taken, or the
-    part lacks something."""
+    """Make `part` the value `name` of the option `kind`; without a part, the class or function below this line. For
+    plugins. Raises ValueError where there is no such kind, the name is taken, or the part lacks something."""
     if part is None and kind != "metric":  # of which none is a class or function
         return lambda below: register(kind, name, below)
     if not _loading:

@@ -4,7 +4,7 @@ without torch. Of a process, unlike all else here: docs/decisions.md#plugins-are
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Registry(Collection[str]):
-    """Of one kind: its names, which are the choices of an option. `added`: the parts of plugins."""
+    """Of one kind: names, the choices of an option. `built_in`: parts or their places. `added`: those of plugins."""
 
     def __init__(
         self, kind: str, what: str, *, has: str = "", any_of: str = "", one_of: str = "", lacks: str = "",
@@ -26,34 +26,30 @@ class Registry(Collection[str]):
         self._has, self._any_of, self._one_of, self._lacks = map(str.split, (has, any_of, one_of, lacks))
         files = sorted(PACKAGE.joinpath(folder).glob("[a-z]*.py")) if folder else []
         there = {file.stem: f"megalite.{folder.replace('/', '.')}.{file.stem}:{kind.upper()}" for file in files}
-        self._built_in: Mapping[str, Any] = there | built_in
+        self.built_in: dict[str, Any] = there | built_in
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self._built_in, *self.added))
+        return iter((*self.built_in, *self.added))
 
     def __len__(self) -> int:
-        return len(self._built_in) + len(self.added)
+        return len(self.built_in) + len(self.added)
 
     def __bool__(self) -> bool:
         return True  # one without names has no value yet, and not any
 
     def __contains__(self, name: object) -> bool:
-        return name in self._built_in or name in self.added
+        return name in self.built_in or name in self.added
 
     def find(self, name: str) -> Any:
         """The part. Raises ValueError: only what is in this table, or came from a plugin, has a name."""
         if name in self.added:
             return self.added[name]
-        if name not in self._built_in:
+        if name not in self.built_in:
             raise ValueError(f"{self.kind}={name!r} is unknown; use one of {', '.join(self)}{MORE}")
-        if not isinstance(place := self._built_in[name], str):
+        if not isinstance(place := self.built_in[name], str):
             return place
         module, _, part = place.partition(":")
         return getattr(import_module(module), part)
-
-    def build_in(self, parts: Mapping[str, Any]) -> None:
-        """Those that one module makes of a table when it is imported."""
-        self._built_in = {**self._built_in, **parts}
 
     def add(self, name: str, part: Any) -> None:
         """Raises ValueError where the name is taken, or none, or the part is no such part."""

@@ -24,8 +24,7 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
     """Layers of every stage, in order of the model; None: not given, so the layers are to be balanced over
     pp x num_virtual_stages_per_pipeline_rank stages (plan/partition.py).
 
-    Options that exclude each other (option_rules.txt) are not given together. Raises ValueError: `name=value breaks
-    rule; remedy`.
+    Options that exclude each other are not given together. Raises ValueError: `name=value breaks rule; remedy`.
     """
     pp, chunk = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
     chunks = p.num_virtual_stages_per_pipeline_rank

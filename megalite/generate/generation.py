@@ -40,7 +40,6 @@ from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
 from megalite.plan.arrangement import Arrangement
-from megalite.plan.stages import build_stages
 from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
 from megalite.train.start.origin import usable
@@ -53,9 +52,8 @@ class Sampling:
 
         p = softmax(logits / temperature);  the k likeliest;  of these the fewest whose sum reaches top_p
 
-    A draw is a function of (seed, number of the prompt, position), not of a generator's state: given equal logits it is
-    the same under every layout, and for a prompt alone or among others. temperature 0: always the likeliest. top_k 0
-    and top_p 1: no limit.
+    A draw is a function of (seed, number of the prompt, position): given equal logits it is the same under every
+    layout, and for a prompt alone or among others. temperature 0: always the likeliest. top_k 0 and top_p 1: no limit.
     """
 
     temperature: float = 0.0
@@ -230,7 +228,7 @@ def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generato
     if not options:
         raise SetupError(f"{theirs.folder} has no tokenizer that fits; put its tokenizer.json there")
     stage, specs = _empty(theirs.model, mesh, theirs.rows, dtype), specs_of(theirs.model, theirs.rows)
-    fill = lambda: fill_from(theirs.tensors, weight_pieces(stage, mesh), specs, str(folder))  # noqa: E731
+    fill = lambda: fill_from(theirs.tensors, weight_pieces(stage, mesh), specs, str(folder), False)  # noqa: E731
     together(mesh, fill, f"reading the weights of {folder}")
     tokenizer = build_tokenizer(**options)
     return Generator(stage, mesh, theirs.model, tokenizer, frozenset([tokenizer.eod, *stop_ids(theirs.folder)]), 0)
@@ -246,7 +244,7 @@ def _empty(model: ModelConfig, mesh: Mesh, rows: int, dtype: torch.dtype) -> Sta
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     if wrong := [problem for problem in check(replace(bare, model=shape)) if problem.concerns(sizes)]:
         raise SetupError("\n".join(wrong))
-    (stage,) = build_stages(Arrangement(replace(bare, model=model), tp * pp, rows), mesh, dtype)
+    (stage,) = Arrangement(replace(bare, model=model), tp * pp, rows).build_stages(mesh, dtype)
     return stage.eval()
 
 
@@ -254,9 +252,8 @@ def _empty(model: ModelConfig, mesh: Mesh, rows: int, dtype: torch.dtype) -> Sta
 def continue_texts(
     model: Generator, prompts: Sequence[Sequence[int]], most: int, sampling: Sampling, first: int = 0
 ) -> list[Text]:
-    """Up to `most` new tokens for each prompt, as far as there are positions; the same on all ranks; collective.
-    `first`: number of the first prompt, a coordinate of the draws. Raises SetupError for a prompt that is empty or
-    fills all positions."""
+    """Up to `most` new tokens for each prompt, as positions allow; the same on all ranks; collective. `first`: number
+    of the first prompt, a coordinate of the draws. Raises SetupError for one that is empty or too long."""
     tp, limit = model.mesh.tp.size, model.shape.positions
     for number, prompt in enumerate(prompts, first):
         if not 0 < len(prompt) < limit:

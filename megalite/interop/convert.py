@@ -259,9 +259,7 @@ def model_of(options: dict[str, Any], where: str) -> ModelConfig:
     return model
 
 
-def fill_from(
-    foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs, where: str, tell: bool = False
-) -> None:
+def fill_from(foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs, where: str, tell: bool) -> None:
     """Write the values of `foreign`, a model of `specs`, into the data of pieces, named KIND/NAME, under any layout.
     Every rank reads the tensors that it holds a part of. `tell`: show the progress. Raises CheckpointError, before
     anything changes where shapes differ, later where a file cannot be read."""
@@ -310,9 +308,8 @@ def new_directory(folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Ours:
-    """Our side of an export: rectangles in `dtype`; None: as stored. For fp32 of a run in half precision the main
-    weights are read, which are more exact. `used`: the model's specs, for a format that holds values as they are used:
-    a stored difference gets its offset back."""
+    """Our side of an export: rectangles in `dtype`; None: as stored. For fp32 the more exact main weights are read.
+    `used`: the model's specs, for a format with values as they are used: a stored difference gets its offset back."""
 
     source: Checkpoint
     dtype: torch.dtype | None = None

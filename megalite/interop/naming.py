@@ -26,8 +26,7 @@ class TensorRule:
             "experts": a matrix for each expert, [E, rows, in]
             "reversed": the same, transposed, and gate and up in turns: [E, in, rows], [E, F 2]
             "row": a vector as a matrix of one row
-    copied  the parameter that it repeats in a model without `ours`, as a tied head repeats the embedding. Files may
-            lack it then
+    copied  the parameter that it repeats in a model without `ours`, as a tied head the embedding; files may lack it
     """
 
     theirs: str
@@ -73,8 +72,7 @@ class Naming:
 
 @dataclass(frozen=True, kw_only=True)
 class Family(Naming):
-    """A `model_type` of config.json. Defaults are those of the family's class in transformers, because old files leave
-    keys out.
+    """A `model_type` of config.json. Defaults are those of its class in transformers, as old files leave keys out.
 
     keys        option -> key, or several, of which the first is written; `optional`: key -> default
     fixed       option -> value: set on import, required on export
@@ -125,4 +123,4 @@ def _families() -> dict[str, Family]:
 
 
 FAMILIES = KINDS["family"]  # in the order in which an export tries them, those of plugins at last
-FAMILIES.build_in(_families())
+FAMILIES.built_in |= _families()

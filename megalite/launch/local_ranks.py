@@ -20,11 +20,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config import plugins
 from megalite.config.console import complain, let_go_of_console
@@ -45,8 +44,7 @@ SCRATCH, YOUNG_S = "megalite-ranks-", 60.0  # a younger folder may not have its 
 LONGEST_ROOT = 47  # bytes: the path of the fork server's socket has 103 at most (Linux 107), names below take 56
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """How the ranks that were started together ended. `code`: the exit code of the first that failed, 0 if none did.
     `cause`: what happened to it, in words. `asked`: the signals that came for all ranks, also after this was made."""
 

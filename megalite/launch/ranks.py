@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,7 +70,7 @@ class Ranks:
 def read_environment(env: Mapping[str, str] = os.environ) -> Ranks | None:
     """The ranks that torchrun, mpirun or SLURM announce in `env`; None if no launcher did."""
     if "RANK" in env or "WORLD_SIZE" in env:
-        ranks = _checked(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", init_method=None)
+        ranks = _checked(env, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), init_method=None)
         again = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         own = env.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_1/LOCAL_RANK/error.json
         return replace(ranks, resumes=again, shared=own and str(Path(own).parents[1]))
@@ -81,14 +81,14 @@ def read_environment(env: Mapping[str, str] = os.environ) -> Ranks | None:
         # the daemons. Both agree only where srun provides PMI itself, and then SLURM knows the first host.
         same = slurm and names[0] == "PMI_RANK" and (env.get(names[0]), env.get(names[1])) == slurm_place
         if _number(env, names[1], "1") > 1 and not same:
-            return _checked(env, *names, init_method=_meeting_of_mpi(env, names[1], names[3]))
+            return _checked(env, names, init_method=_meeting_of_mpi(env, names[1], names[3]))
     if slurm:
         host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
         port = env.get("MASTER_PORT") or str(20000 + _number(env, "SLURM_JOB_ID", "0") % 20000)
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
         tasks = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_STEP_TASKS_PER_NODE", "1")  # "4(x2),3"
         env = {**env, "SLURM_NTASKS_PER_NODE": re.split(r"[(,]", tasks)[0]}
-        return _checked(env, *names, init_method=f"tcp://{host}:{port}")
+        return _checked(env, names, init_method=f"tcp://{host}:{port}")
     return None
 
 
@@ -111,9 +111,9 @@ def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
     return int(text)
 
 
-def _checked(
-    env: Mapping[str, str], rank: str, world: str, local_rank: str, local_world: str, init_method: str | None
-) -> Ranks:
+def _checked(env: Mapping[str, str], names: Sequence[str], init_method: str | None) -> Ranks:
+    """`names`: of the variables with the rank, the world, and both of this machine. Raises LaunchError."""
+    rank, world, local_rank, local_world = names
     for name, other in ((rank, world), (world, rank)):
         if name not in env:
             raise LaunchError(f"{name} is not set although {other} is: start with {STARTERS}")

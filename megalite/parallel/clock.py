@@ -6,8 +6,7 @@
 
 Each moment belongs to the innermost span. On a card a mark is an event on the current stream, so a phase is the time
 that the card spent in it, waits included, and the host never waits for the measurement. A span costs two flag checks
-unless the step is timed or traced (train/tell/timers.py decides). A clock measures one step at a time, in one thread at
-a time.
+unless the step is timed or traced (train/tell/timers.py decides). A clock measures one step, in one thread, at a time.
 """
 
 import contextlib

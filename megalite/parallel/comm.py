@@ -8,9 +8,8 @@ The sequence is dim 0, so a gather is a concatenation of contiguous blocks: x_sB
 r*s .. (r+1)*s of x_SBD. On an axis of size 1 each of them is the identity. The other differentiable collectives are
 inside the matmuls that they overlap with (nn/linear.py).
 
-On CPU, ranks of one machine exchange data through shared memory (shared_memory.py), other ranks through gloo. gloo's
-reduce_scatter is several times slower than its all_reduce (docs/decisions.md), so there a reduce-scatter is an
-all-reduce of which one part is kept.
+On CPU, ranks of one machine exchange data through shared memory (shared_memory.py), others through gloo, whose
+reduce_scatter is several times slower than its all_reduce (docs/decisions.md), of which one part is kept instead.
 """
 
 import zlib
@@ -38,8 +37,7 @@ class Pending:
     """A collective that has begun. `wait()` returns its result, which is not valid before."""
 
     def __init__(self, result: Tensor, work: Any = None, keep: Tensor | None = None, call: Call | None = None):
-        """keep: the input of `work`. call: the record of `work`. With `copies` set, `wait` returns a copy of the
-        result and keeps nothing."""
+        """keep: the input of `work`. call: its record. With `copies` set, `wait` returns a copy and keeps nothing."""
         self._result, self._work, self._keep, self._call = result, work, keep, call
         self.copies = False
 

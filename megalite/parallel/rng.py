@@ -5,8 +5,7 @@ sharded dimension, and each block has a generator of its own. A rank draws the b
 its share along other sharded dimensions, so every layout gets the same bits. Blocks are drawn on the CPU in float32
 (the same on every device and in every precision) and then converted. Dropout has coordinates too (kernels/dropout.py).
 
-Rejected: one generator per rank (Megatron-LM's RNG tracker). The run would depend on the layout, and the state would
-have to be saved and resharded.
+Rejected: one generator per rank (Megatron-LM's RNG tracker): runs would depend on the layout, and reshard its state.
 """
 
 import hashlib

@@ -1,5 +1,4 @@
-"""Where a value lives in the whole tensor: the one place that knows how a parameter is sharded, and which rectangles of
-the tensor a rank's piece of it is. No torch.
+"""Where a value lives in the whole tensor: how a parameter is sharded, which rectangles a rank's piece is. No torch.
 
 A `ParamSpec` holds all facts about a parameter. Initialisation, gradient reduction, optimizer, gradient norm,
 checkpoint and conversion read it, and none of them keeps a copy. Shapes are in elements.
@@ -70,8 +69,7 @@ class ParamSpec:
     trained whether it is a parameter, and not state that follows another rule, as the bias of a router
     offset  added to what is stored wherever it is used: 1 for norm weights that are stored as their difference from 1
     block   how many indices along `block_dim` share a generator of initial values (parallel/rng.py)
-    rows    how many rows of dim 0 are vocabulary; the others pad it so that it can be split. Padding depends on the
-            layout, so it is not stored. None: there is no padding
+    rows    how many rows of dim 0 are vocabulary; others pad it, as the layout needs, and are not stored. None: none do
     """
 
     name: str
@@ -107,8 +105,7 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether its last two dims are a matrix that something is multiplied by, and all before count such. Not the
-        word embedding, the head and positions."""
+        """Whether its last two dims are a matrix of a product, and all before count such: no embeddings or head."""
         return self.is_2d and not (self.vocabulary or self.looked_up)
 
     @property
@@ -197,9 +194,8 @@ def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
 
 
 def rectangles(box: Box, span: range) -> list[tuple[Box, range]]:
-    """The rectangles of the whole tensor that make up `span` of the flattened box, each with its part of the span,
-    counted from the span's start: the end of a row, whole rows and the start of a row, and so on inwards: at most
-    2 n - 1 for n dims (3 for a matrix).
+    """The rectangles of the whole tensor that make up `span` of the flattened box, each with its part of the span, from
+    the span's start: the end of a row, whole rows, the start of a row, and so on inwards: at most 2 n - 1 for n dims.
 
         . . . # #      box of 3 x 5, range 3 .. 12:   [0, 3:5], [1:2, :], [2, 0:2]
         # # # # #

@@ -6,16 +6,15 @@ none is above, it is the computation itself. The figure of a remedy is planned, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from megalite.config.check import check
 from megalite.config.tables import table_beside
 from megalite.plan.arrangement import Arrangement
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """what: the subject of "takes 12 % of a step". worth: the share from which it is mentioned."""
 
     what: str

@@ -1,8 +1,7 @@
 """A run on its ranks before it starts: batch sizes, steps, layers, memory, bubble, groups.
 
 It is a pure function of the configuration, the number of ranks and the vocabulary, made once per start: the check makes
-it, the start and a dry run print it, and train/setup.py builds from it. Expensive parts (stages, the simulated
-schedule) are computed when they are first needed.
+it, the start and a dry run print it, train/setup.py builds from it. Expensive parts are computed when first needed.
 
 Stages are built without memory (on the meta device) and laid out as optim/buffer.py does it, so the bytes of weights,
 gradients and optimizer are those of the run. The FLOPs and bytes of a stage are sums over its layers, from the bill of
@@ -25,7 +24,7 @@ from megalite.config.options import Config, padded_vocab_size
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.registry import KINDS
 from megalite.config.stage_layers import given_stages
-from megalite.models.gpt import Block, Recompute
+from megalite.models.gpt import Block, Recompute, Stage
 from megalite.models.specs import specs_of
 from megalite.nn.parameter import Maker, named_specs
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
@@ -34,10 +33,8 @@ from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, S
 from megalite.pipeline.simulate import Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, kept_of, sharing
-from megalite.plan.kinds import Kind, Setting, cut
+from megalite.plan.kinds import Kind, Setting, StageCosts, Sums, cut, stage_costs
 from megalite.plan.partition import evenly, fastest, ranges, splits
-from megalite.plan.stage_costs import StageCosts, Sums, stage_costs
-from megalite.plan.stages import build_stage, build_stages
 
 TRIED_ACTIONS = 200_000  # simulated in all to balance the stages: about a second
 LONG = 3  # groups of micro-batches that are simulated to compare splits; later groups are like the last
@@ -164,8 +161,7 @@ class Arrangement:
 
     @property
     def given_or_even(self) -> Sequence[int]:
-        """The number of layers of every stage if there is no choice: given by the options, or at most one each;
-        otherwise empty."""
+        """The layers of every stage if there is no choice: given by the options, or at most one each; else empty."""
         layers, stages = self.config.model.num_layers, self.placement.num_stages
         even = evenly(layers, stages) if layers <= stages or stages == 1 else ()
         return even if self._given is None else self._given
@@ -208,6 +204,16 @@ class Arrangement:
         """Tokens of a micro-batch on a rank of cp."""
         return self.config.model.seq_length // self.cp * self.config.train.micro_batch_size
 
+    def build_stages(self, mesh: Mesh, dtype: torch.dtype, meta: bool = False, deferred: bool = False) -> list[Stage]:
+        """The chunks of the model on this rank; `meta`, `deferred`: as a Maker has it."""
+        make = Maker(mesh, dtype, self.config.train.seed, meta, deferred)
+        return [self.build_stage(make, self.stages, s) for s in self.placement.stages(mesh.pp.rank)]
+
+    def build_stage(self, make: Maker, layers: Sequence[range], number: int) -> Stage:
+        rows = dict(vocab_size=self.vocab_size, padded_vocab_size=self.padded_vocab)
+        more: dict[str, Any] = dict(recompute=self.recompute, z_loss=self.config.train.z_loss_coeff)
+        return Stage(make, self.config.model, layers, number, **rows, **more)
+
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
         return self.layers.costs_of(self.counts)
@@ -218,8 +224,7 @@ class Arrangement:
 
     @cached_property
     def holdings(self) -> list[Holding]:
-        """The holding of every pipeline rank. It is built once for ranks with equal layers and the same end of the
-        model."""
+        """The holding of every pipeline rank, built once for ranks with equal layers and the same end of the model."""
         kinds = []
         for rank in range(self.pp):
             layers = (self.stages[stage] for stage in self.placement.stages(rank))
@@ -280,11 +285,8 @@ class Arrangement:
         idle = 1.0 - self.microbatches * times / (self.pp * self.run(self.costs, self.split, self.told)[0])
         return max(0.0, idle)  # rounding: not -0.0%
 
-    def run(
-        self, costs: Sequence[Cost], split: Split | None, groups: int = LONG, **more: Any
-    ) -> tuple[float, Simulation]:
-        """(time of a step in units of the costs, simulation of it or of its first groups of micro-batches). `more`: of
-        simulate()."""
+    def run(self, costs: Sequence[Cost], split: Split | None, groups: int, **more: Any) -> tuple[float, Simulation]:
+        """(time of a step in units of the costs, simulation of it or of its first groups). `more`: of simulate()."""
         run, rows = self.rows(split, groups)
         simulation = simulate(rows, costs, **more)
         if run == self.microbatches:
@@ -304,7 +306,7 @@ class Arrangement:
         backward = self._split_of(split)
         alive = self.most_alive(self.layers.held_of(split), backward)
         held = [self.module_bytes.of(np.array(split), rank, self.placement) + alive[rank] for rank in range(self.pp)]
-        return self.run(self.layers.costs_of(split), backward)[0], max(held)
+        return self.run(self.layers.costs_of(split), backward, LONG)[0], max(held)
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -323,7 +325,7 @@ class Arrangement:
 
     def _holding(self, rank: int) -> Holding:
         mesh = self.mesh_of(rank)
-        return Holding.of(build_stages(self, mesh, self.dtype, meta=True), mesh, self.bytes_of_element, self.config)
+        return Holding.of(self.build_stages(mesh, self.dtype, meta=True), mesh, self.bytes_of_element, self.config)
 
     @cached_property
     def elements(self) -> tuple[tuple[int, ...], ...]:
@@ -340,7 +342,7 @@ class Arrangement:
     def module_bytes(self) -> ModuleBytes:
         """Without the layout's padding, which `holdings` has."""
         make = Maker(self.mesh_of(0), self.dtype, 0, meta=True)
-        first, last = (build_stage(self, make, [range(0), range(0)], number) for number in (0, 1))
+        first, last = (self.build_stage(make, [range(0), range(0)], number) for number in (0, 1))
         shares = Shares.of(self.config.parallel, make.mesh)
 
         def each(spec: ParamSpec) -> float:
@@ -387,8 +389,7 @@ class Arrangement:
 
 
 def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
-    """Make the arrangement. Raises ValueError, `name=value breaks rule; remedy`, for all that config/check.py cannot
-    check."""
+    """Make it. Raises ValueError, `name=value breaks rule; remedy`, for all that config/check.py cannot check."""
     made = Arrangement(config, world, vocab_size)
     _ = made.steps, made.stages, kept_of(config.optim, matrix=False)  # these raise
     if (name := config.parallel.pipeline_schedule) in KINDS["pipeline_schedule"].added:  # others are proven by tests

@@ -1,4 +1,4 @@
-"""Devices, their peak rates, nodes and the links between them: those of devices.toml, or the user's own TOML file.
+"""Devices, their peak rates and the shares that work reaches, nodes and links: of devices.toml, or of a TOML file.
 
     device = "h100"              # a name of the table; for another device a section [device] in place of this line
     nodes = 16
@@ -23,6 +23,7 @@ unknown card has none (MFU n/a) unless --peak-tflops gives it, because a wrong o
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import re
@@ -123,11 +124,7 @@ def find_peak(
     return measure_cpu_peak(dtype, local_ranks=local_ranks)
 
 
-@functools.cache
-def _measured(dtype: torch.dtype, local_ranks: int) -> float:
-    measured = measure_cpu_peak(dtype, local_ranks=local_ranks).tflops
-    assert measured is not None
-    return measured
+_measured = functools.cache(measure_cpu_peak)
 
 
 @dataclass(frozen=True)
@@ -164,9 +161,9 @@ class Device:
         """Dense rate, accumulating in fp32. Raises ValueError if the device has no known peak for `dtype`."""
         if (given := self.peaks.get(SHORT[dtype])) is not None:
             return given
-        if self.name == "cpu":
-            return _measured(dtype, self.local_ranks)
-        if (peak := peak_of(self.vendor_name, dtype).tflops) is None:
+        on_cpu = self.name == "cpu"
+        known = _measured(dtype, local_ranks=self.local_ranks) if on_cpu else peak_of(self.vendor_name, dtype)
+        if (peak := known.tflops) is None:
             names = [name for other, name in SHORT.items() if peak_of(self.vendor_name, other).tflops]
             remedy = f"train in {' or '.join(names)}" if names else "give peak_tflops in the cluster's file"
             raise ValueError(f"device={self.name} has no known {SHORT[dtype]} peak; {remedy}")
@@ -296,3 +293,80 @@ def _own_link(given: dict[str, Any], default: Link) -> Link:
     rate = given["gb_per_s"] * GB if "gb_per_s" in given else default.bytes_per_s
     latency = given["latency_us"] * US if "latency_us" in given else default.latency_s
     return Link(latency, rate, rate if "gb_per_s" in given else default.label)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The speed of each kind of work on a device, by default (devices.toml) or calibrated. Shares are of its peaks.
+
+    matmul         large matmuls, sustained; `head`: head and loss together
+    tiles          number of 128 x 128 tiles of a result that fill the device; with fewer a matmul is slower by as much
+    attention      forward and backward of very long sequences; `attention_half`: keys at which half of it is reached
+    fused          whether attention keeps no scores in memory; otherwise all S x S are written and read
+    memory         share of the memory's rate that elementwise kernels and the optimizer reach
+    sums           share of the time of reading and writing the gradients' sums that shows in a weight gradient
+    kernel_s       seconds of any kernel on the device beyond its work; `dispatch_s`: of the host, each launch
+    contention     share of a collective's time by which it slows down a matmul that it hides behind
+    step_s         seconds of any step beyond all that is counted
+    device         the device of the table where it was measured; "": a default
+    blocks         calibrated seconds of F, B and W of the parts of a stage, for layers of this `shape` and their ends
+    message, collective    calibrated links; None: the cluster's
+    """
+
+    source: str
+    matmul: float
+    head: float
+    attention: tuple[float, float]
+    memory: float
+    attention_half: tuple[float, float] = (0.0, 0.0)
+    fused: bool = True
+    tiles: int = 0
+    sums: float = 0.6
+    kernel_s: float = 0.0
+    dispatch_s: float = 0.0
+    contention: float = 0.0
+    step_s: float = 0.0
+    shape: str = ""
+    device: str = ""
+    blocks: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    message: Link | None = None
+    collective: Link | None = None
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises ValueError if the file is not a profile, OSError if it cannot be read."""
+    try:
+        return _profile(json.loads(path.read_text()))
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
+        remedy = f"make one with: tools/plan.py calibrate --out {path}"
+        raise ValueError(f"{path} is not a profile ({error}); {remedy}") from error
+
+
+def _profile(values: dict[str, Any]) -> Profile:
+    """Raises any of the errors above where these are no values of a profile."""
+    links = {k: Link(**values[k]) for k in ("message", "collective") if values.get(k)}
+    pairs = {k: tuple(map(float, values[k])) for k in ("attention", "attention_half")}
+    blocks = {name: tuple(map(float, times)) for name, times in values["blocks"].items()}
+    if any(len(pair) != 2 for pair in pairs.values()) or any(len(times) != 3 for times in blocks.values()):
+        raise ValueError("a list has the wrong length")
+    made = Profile(**{**values, **links, **pairs, "blocks": blocks})
+    shares = (made.matmul, made.head, made.memory, *made.attention, *(link.bytes_per_s for link in links.values()))
+    amounts = (made.kernel_s, made.dispatch_s, made.contention, made.step_s, made.sums, made.tiles)
+    times = (*amounts, *made.attention_half, *(t for block in blocks.values() for t in block))
+    if not all(0 < n < math.inf for n in shares) or not all(0 <= n < math.inf for n in times):
+        raise ValueError("a share or rate is not above 0, or a time is below 0")
+    return made
+
+
+DEFAULTS: Mapping[str, Profile] = MappingProxyType(
+    {name: _profile({"blocks": {}, **known["profile"]}) for name, known in TABLE["devices"].items()}
+)
+
+
+def default_profile(device: str) -> Profile:
+    """The default of a device; the H100's for any other device, since shares differ less than peaks."""
+    other = dataclasses.replace(DEFAULTS["h100"], source=f"the H100's, since {device} is unknown")
+    return DEFAULTS.get(device, other)

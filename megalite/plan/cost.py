@@ -11,8 +11,7 @@ The bill of each kind of layer (plan/bill.py) goes through two queues, of comput
     tp, cp, ep   a collective begins when the bill says so and the one before has ended; the time that the rank waits
                  for it shows, and while it runs behind computation it slows that down a little
 
-A layer never takes less than the host needs to launch it, unless a CUDA graph does. A calibrated profile has the
-measured time of the layer instead.
+A layer takes at least what the host needs to launch it, unless a CUDA graph does. A calibrated profile measured it.
 """
 
 import dataclasses
@@ -27,11 +26,9 @@ import torch
 from megalite.parallel.mesh import Mesh
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Bill, Event
-from megalite.plan.cluster import Cluster
-from megalite.plan.kinds import Kind, layers_bill
+from megalite.plan.cluster import Cluster, Profile
+from megalite.plan.kinds import Kind, Sums, layers_bill
 from megalite.plan.links import Group, Links
-from megalite.plan.profile import Profile
-from megalite.plan.stage_costs import Sums
 
 SCORES_AGAIN = 1.25  # times backward's stated FLOPs, because it computes the scores again
 SCORE_BYTES = (13, 21)  # moved in forward and backward per 16-bit score that is kept; dropout's mask is one byte of it
@@ -113,13 +110,20 @@ class Costs:
         scored = {event.name for event in events if event.what == "scores"}
         for _, what, name, figures in events:
             if what == "matmul":
-                now += self._product_s(figures, head)
+                rows, columns, depth, sinks, *more = figures
+                if head:
+                    now += 2.0 * rows * columns * depth / (self.peak * self.profile.head)
+                else:
+                    sums = self.memory_s(8 * rows * columns * self.profile.sums) * sinks
+                    now += self.matmul_s(rows, columns, depth, *more) + sums
             elif what == "scores":
                 now += self.scores_s(name, figures[0])
             elif what == "stream" and name not in scored and not (head and name.startswith("cross_entropy")):
                 now += self.memory_s(figures[0]) + self.profile.kernel_s
             elif what == "begin":
-                takes = self._collective_s(name, figures[0])
+                axis, _, op = name.rpartition(" ")
+                of = self.links.all_to_all if op == "all-to-all" else self.links.all_gather
+                takes = of(figures[0], self.group(self.mesh.axis(axis or "tp").ranks))
                 free = max(now, free) + takes
                 begun[figures[1]] = free, takes, now, name.startswith("cp ")
             elif what == "wait":
@@ -128,20 +132,6 @@ class Costs:
                 now += shown
                 waited[over_cp] += shown
         return now, waited[0], waited[1]
-
-    def _collective_s(self, name: str, num_bytes: float) -> float:
-        """Over tp, or over another axis where the name says so."""
-        axis, _, name = name.rpartition(" ")
-        group = self.group(self.mesh.axis(axis or "tp").ranks)
-        of = self.links.all_to_all if name == "all-to-all" else self.links.all_gather
-        return of(num_bytes, group)
-
-    def _product_s(self, figures: Sequence[float], head: bool) -> float:
-        rows, columns, depth, sinks, *more = figures
-        if head:
-            return 2.0 * rows * columns * depth / (self.peak * self.profile.head)
-        sums = self.memory_s(8 * rows * columns * self.profile.sums) * sinks
-        return self.matmul_s(rows, columns, depth, *more) + sums
 
     def layer(self, kind: Kind, whole: bool = False) -> np.ndarray:
         """The time of a layer; `whole`: all of it is recomputed."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megalite.config.options import Config, OptimConfig
-from megalite.config.parallel_options import ParallelConfig
+from megalite.config.run_options import ParallelConfig
 from megalite.kernels.newton_schulz import coefficients, newton_schulz, newton_schulz_flops
 from megalite.optim.buffer import lay_out_chunks
 from megalite.optim.exchange import Matrix, homes_of, matrices_of
@@ -23,8 +23,8 @@ from megalite.optim.rule import rules_of
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import OWNERS
 from megalite.pipeline.schedule import Placement, Sharing
+from megalite.plan.kinds import Sums
 from megalite.plan.meta import META, Meta
-from megalite.plan.stage_costs import Sums
 
 
 class Shares(NamedTuple):
@@ -57,8 +57,7 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class Holding:
-    """The bytes that each rank of one pipeline position always holds. `matrices`: of its update, where matrices are
-    updated as such."""
+    """The bytes that each rank of a pipeline position always holds. `matrices`: of an update of whole ones."""
 
     local: int  # elements of this rank's shares of the parameters
     elements: Mapping[str, int]  # of all buckets, with their padding, by home
@@ -116,8 +115,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class WholeMatrices:
-    """Of a step of Muon: `flops` of Newton-Schulz on the rank of a stage that has most, bytes `moved` by each, bytes
-    `at_once` where these are most."""
+    """A step of Muon: `flops` of Newton-Schulz on a stage's busiest rank, bytes `moved` by each, most `at_once`."""
 
     flops: int
     moved: float

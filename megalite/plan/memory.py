@@ -19,7 +19,6 @@ from megalite.pipeline.schedule import Action, Op, with_sharing
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Bill
 from megalite.plan.holding import Holding
-from megalite.plan.stages import build_stages
 
 ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes
 LARGEST_ERROR = 0.03  # in any layout that was ever counted
@@ -54,7 +53,7 @@ def memory(made: Arrangement) -> list[RankMemory]:
 
 def by_stage(made: Arrangement) -> list[Holding]:
     """What the pipeline rank that holds the most would hold at ZeRO stages 0 to 3, of the layers of its own."""
-    chunks = build_stages(made, made.mesh_of(made.worst), made.dtype, meta=True)
+    chunks = made.build_stages(made.mesh_of(made.worst), made.dtype, meta=True)
     found = list[Holding]()
     for stage in range(len(SHARED_PARTS)):
         config = replace(made.config, parallel=replace(made.config.parallel, zero_stage=stage))

@@ -28,9 +28,8 @@ def ranges(split: Iterable[int]) -> list[range]:
 
 def splits(num_stages: int, costs: Sequence[int]) -> Sequence[Split]:
     """The splits that may be fast, for layers with these costs and at least two stages: any number of layers on the
-    first and the last stage, the others balanced. The last stage has the head, so it needs no layer. The embedding is a
-    look-up and costs no time, but it and the activations in flight on early stages take memory, so the first stage may
-    have few layers."""
+    first and the last stage, the others balanced. The last stage has the head, so it needs no layer. The embedding
+    costs no time, but it and the activations in flight on early stages take memory: the first may have few layers."""
     alike = len(set(costs)) == 1
     return _splits(num_stages, (1,) * len(costs) if alike else tuple(costs))
 
@@ -76,10 +75,7 @@ def _within(sums: Sequence[int], start: int, stop: int, stages: int, most: int) 
 
 
 def fastest(
-    candidates: Iterable[Split],
-    bound: Callable[[Split], float],
-    rate: Callable[[Split], tuple[float, float]],
-    most: int,
+    choices: Iterable[Split], bound: Callable[[Split], float], rate: Callable[[Split], tuple[float, float]], most: int
 ) -> Split:
     """The split whose fullest rank holds the least, of those within TOLERANCE of the fastest that MORE_MEMORY allows.
 
@@ -88,7 +84,7 @@ def fastest(
     """
     rated: list[tuple[float, float, Split]] = []
     fast: list[tuple[float, float, Split]] = []
-    for lowest, _, split in sorted((bound(split), i, split) for i, split in enumerate(candidates))[:most]:
+    for lowest, _, split in sorted((bound(split), i, split) for i, split in enumerate(choices))[:most]:
         if fast and lowest > (1 + TOLERANCE) * min(time for _, time, _ in fast):
             break
         time, held = rate(split)

@@ -13,7 +13,6 @@ It looks at one rank of each pipeline position, because all others there do the 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,15 +23,13 @@ from megalite.parallel.spec import HOMES, OWNERS
 from megalite.pipeline.schedule import Cost, Op
 from megalite.pipeline.simulate import Simulation
 from megalite.plan.arrangement import LONG, Arrangement
-from megalite.plan.cluster import Cluster
+from megalite.plan.cluster import Cluster, Profile, default_profile
 from megalite.plan.cost import ALL, Costs, F
 from megalite.plan.kinds import model_flops
 from megalite.plan.links import Group, Links
-from megalite.plan.profile import Profile, default_profile
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """parts      seconds, means over ranks, that sum to `seconds`: compute, bubble, optimizer, exposed tp, cp, pp, dp
     mfu           MFU per device by model_flops, causal, as the trainer logs it
     tokens_per_s  tokens/s of the whole cluster
@@ -69,8 +66,7 @@ def exchanges(made: Arrangement) -> Exchanges:
 
 
 def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = None) -> StepTime:
-    """Predict a step. Raises ValueError if the cluster and the arrangement have different numbers of devices, or the
-    cluster has no peak for the dtype."""
+    """Predict a step. Raises ValueError if cluster and arrangement differ in size, or the dtype has no peak."""
     if cluster.world != made.world:
         raise ValueError(f"the cluster has {cluster.world} devices, the arrangement {made.world} ranks; give as many")
     step = _Step(made, cluster, profile or default_profile(cluster.device.name))
@@ -116,21 +112,16 @@ class _Step(Costs):
         """Bytes of the weights or gradients, of `size` bytes each, by home, of each chunk of a pipeline rank, in order.
         Those of the layers are in their chunk, the rest of the rank's, with `ends`, in its first (the embedding) or, on
         the last rank, its last (the head)."""
-        made, held = self.made, self.made.holdings[rank]
+        made, held, of_layers = self.made, self.made.holdings[rank], np.array(self.made.elements)
         whole = size * np.array([held.elements[home] for home in HOMES])  # with the layout's padding
         stages = (made.stages[stage] for stage in made.placement.stages(rank))
-        chunks = [self._elements[layers.start : layers.stop].sum(0) * (whole.sum() / held.local) for layers in stages]
+        chunks = [of_layers[layers.start : layers.stop].sum(0) * (whole.sum() / held.local) for layers in stages]
         chunks[-1 if rank == made.pp - 1 else 0] += np.maximum(0.0, whole - sum(chunks)) * ends
         return chunks
 
-    @cached_property
-    def _elements(self) -> np.ndarray:
-        return np.array(self.made.elements)
-
     def _slowed(self, stage: int, cost: Cost) -> Cost:
-        """F, B and W of a stage whose gradients are reduced, and whose weights are gathered, during them: what an
-        exchange takes longer than the computation that hides it, or, where it is not overlapped, all of it. A run's
-        exchange is shared by its micro-batches."""
+        """F, B and W of a stage whose gradients are reduced, and weights gathered, during them: with what an exchange
+        takes longer than what hides it, or, not overlapped, all of it. A run's micro-batches share its exchange."""
         made, p = self.made, self.made.config.parallel
         rank, chunk = made.placement.rank(stage), made.placement.chunk(stage)
         if not made.sharing.every_run or self._alone:
@@ -211,8 +202,7 @@ class _Step(Costs):
         return seconds
 
     def reduces(self, simulation: Simulation) -> float:
-        """Seconds by which the reduction of gradients ends after the pipeline, if a chunk's buckets fill evenly during
-        its last backward."""
+        """Seconds by which reductions end after the pipeline, if a chunk's buckets fill evenly in its last backward."""
         made, (size, share) = self.made, self._gradient
         last: dict[int, tuple[float, float]] = {}  # stage -> begin and end of the computation of its last gradients
         ops = (Op.W,) if made.split else (Op.B,)
@@ -272,8 +262,7 @@ class _Step(Costs):
 
     @property
     def tied_s(self) -> float:
-        """Seconds of the sum over both ends of the pipeline of the part of a tied embedding's gradient that a rank
-        owns."""
+        """Seconds of the sum over both ends of the pipeline of a rank's part of a tied embedding's gradient."""
         made, m = self.made, self.made.config.model
         if made.pp == 1 or m.untie_embeddings_and_output_weights:
             return 0.0

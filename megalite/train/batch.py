@@ -18,19 +18,13 @@ from megalite.parallel.mesh import Axis
 
 
 def host_batch(
-    micro: MicroBatch,
-    *,
-    pin: bool,
-    positions: bool = False,
-    documents: bool = False,
-    cp: Axis | None = None,
-    windows: Sequence[int | None] = (),
+    micro: MicroBatch, *, pin: bool, positions: bool, documents: bool, cp: Axis, windows: Sequence[int | None]
 ) -> Batch:
     """tokens [B, T + 1] -> inputs and labels [S, B], those that this rank of `cp` has, in host memory (pinned with
     `pin`). `positions`: count them within each document; `documents`: let tokens attend to their own document only.
     Both need micro.first. `windows`: of every layer, as of ModelConfig; the cut over cp depends on them."""
     places = own = None
-    if cp is not None and cp.size > 1:
+    if cp.size > 1:
         places = place(micro.tokens.shape[1] - 1, cp.size, windows, micro.first if documents else None)
         own = places.rows(cp.rank)
 

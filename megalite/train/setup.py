@@ -29,7 +29,6 @@ from megalite.parallel.streams import CudaGraph, cuda_graphs, new_stream, on_str
 from megalite.pipeline.graphed import GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.plan.arrangement import Arrangement, arrange
-from megalite.plan.stages import build_stages
 from megalite.train.balance import Balance
 from megalite.train.batch import host_batch
 from megalite.train.moments import Figures
@@ -111,7 +110,7 @@ def build_run(
     shared_memory = override("shared_memory", p.shared_memory)
     mesh = build_mesh(**made.sizes, device=device, timeout=timeout, shared_memory=shared_memory)
     choose(p.kernels, p.attention_kernel)
-    stages = build_stages(made, mesh, dtype or made.dtype, deferred=True)
+    stages = made.build_stages(mesh, dtype or made.dtype, deferred=True)
     if t.compile:
         compile_blocks(stages, compile_backend)
     buffer, pipeline = _build_pipeline(made, stages, mesh, dtype or made.dtype, graphs)

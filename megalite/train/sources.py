@@ -10,11 +10,9 @@ from megalite.config.field import unusable
 from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
 from megalite.data.samples import blend as blends
-from megalite.data.samples import validation_sets
 from megalite.data.samples.fim import Fim, FimDataset
 from megalite.data.samples.ledger import Ledger
-from megalite.data.samples.numbered import numbered
-from megalite.data.samples.source import Dataset, MockDataset
+from megalite.data.samples.source import Dataset, MockDataset, numbered
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 
@@ -93,9 +91,9 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
             continue
         each = {"": list(paths)}
         if split == "valid" and data.multiple_validation_sets:
-            each = validation_sets.sets_of_each(each[""], data.validation_set_names)
+            each = blends.sets_of_each(each[""], data.validation_set_names)
         elif split == "valid":
-            each = validation_sets.parse_named_sets(each[""], unnamed="")
+            each = blends.parse_named_sets(each[""], unnamed="")
         for name, own_paths in each.items():
             try:
                 dataset = blend(own_paths, split, part)
@@ -104,7 +102,7 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
                     raise
                 notes.append(f"no {split} set: {error}")  # as in Megatron-LM, which splits small data nevertheless
                 continue
-            named.append(NamedSet(name, dataset, validation_sets.bytes_per_token(*blends.parse_data_path(own_paths))))
+            named.append(NamedSet(name, dataset, blends.bytes_per_token(*blends.parse_data_path(own_paths))))
     if data.fim_data and (sets["valid"] or sets["test"]):
         notes.append("fim_data rearranges the training data alone; Megatron-LM rearranges validation and test too")
     return Sources(vocab_size, eod, train, tokenizer, ledger, sets["valid"], sets["test"], notes, ignored)

@@ -20,16 +20,12 @@ from megalite.train.tell.timers import Timers
 from megalite.train.watch.suspect import compute_again, look_again, reason_to_doubt, samples_in_words
 
 AGREED = ("norm_sq", "loss_sum", "tokens", "stop", "z_sum")  # fields of Numbers
+UNTIMED = Timers()  # measures nothing
 COPIES = ("weights differ", "main weights differ")  # of train/replicas.py: disagreement
 
 
 def train_step(
-    run: Run,
-    want_stop: bool = False,
-    *,
-    count_zeros: bool = False,
-    timers: Timers = Timers(),  # noqa: B008 (measures nothing)
-    empty_level: int = 0,
+    run: Run, want_stop: bool = False, *, count_zeros: bool = False, timers: Timers = UNTIMED, empty_level: int = 0
 ) -> StepResult:
     """Advance `run` by one step. Raises BadResult on all ranks for a loss or gradient that is not finite, and updates
     nothing, unless the loss scaler handles it.

@@ -57,7 +57,7 @@ def _rank(ranks: Ranks, base: str, flags: Sequence[str], fault: str, before: Bef
         before(folder, ranks.rank)
     stop = StopSignal()
     stop.install()
-    code = pretrain(cli.parse([*FLAGS, *flags], PRESETS), ranks, stop=stop)
+    code = pretrain(cli.read_or_exit([*FLAGS, *flags], PRESETS).config, ranks, stop=stop)
     (folder / f"end-{ranks.rank}").write_text(str(int(code)))
     sys.exit(code)
 
@@ -75,7 +75,7 @@ def drill(base: Path, world: int, flags: Sequence[str], fault: str = "", before:
     told, folder = list[str](), base / "run"
     data = [] if "--data-path" in flags else ["--mock-data"]
     flags = ["--save", str(folder), "--load", str(folder), *data, *flags]
-    args, restarts = (str(base), flags, fault, before), Restarts(cli.parse([*FLAGS, *flags], PRESETS))
+    args, restarts = (str(base), flags, fault, before), Restarts(cli.read_or_exit([*FLAGS, *flags], PRESETS).config)
 
     def ended(end: local_ranks.End) -> bool | None:
         told.append(end.cause)

@@ -80,7 +80,7 @@ def _train(folder: str, case: dict[str, Any]) -> list[float]:
     """Two steps, a checkpoint, four more: the losses of these."""
     os.chdir(folder)
     words = [*case["flags"].split(), *case["layout"].split(), "--save", "run", "--save-interval", "2"]
-    config = cli.parse(words, PRESETS)
+    config = cli.read_or_exit(words, PRESETS).config
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     run = build_run(config, ranks, torch.device("cpu"), dtype=getattr(torch, case["dtype"]))
     saver = open_saver(run, config)

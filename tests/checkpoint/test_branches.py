@@ -15,8 +15,8 @@ from token_files import full
 from train_cases import config_from, pretrain, run_from
 
 from megalite.checkpoint.run import branch, loader
+from megalite.checkpoint.run.retention import Uploader
 from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.launch.ranks import Ranks

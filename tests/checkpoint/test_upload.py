@@ -12,7 +12,7 @@ import pytest
 from loads import ALONE, BACKGROUND, filled, flip, save_steps
 from train_cases import SMALL
 
-from megalite.checkpoint.run import saver, upload
+from megalite.checkpoint.run import retention, saver
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import file_system, object_store
 from megalite.checkpoint.storage import protocol as storage
@@ -109,8 +109,10 @@ def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypat
     fast = tmp_path / "fast"
     save_steps(fast, *range(1, 6))
     sent: list[int] = []
-    real = upload.Uploader._send
-    monkeypatch.setattr(upload.Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])
+    real = retention.Uploader._send
+    monkeypatch.setattr(
+        retention.Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1]
+    )
     one = Saver(fast, ALONE, 0, keep_last=2, retain_interval=2, upload_to=kept)
     one.begins_at(5)
     one.close()

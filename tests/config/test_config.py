@@ -13,10 +13,9 @@ import pretrain_gpt
 from docs.document_flags import flags_page, megatron_page
 from megalite.config import cli
 from megalite.config.check import check, holds, rules_of
-from megalite.config.field import PATHS, base_type, facts_of, spellings
+from megalite.config.field import PATHS, base_type, facts_of, helps, spellings
 from megalite.config.megatron_flags import OPTION, known_flags
-from megalite.config.options import Config, ConfigError, DataConfig, ModelConfig, build, options, padded_vocab_size
-from megalite.config.problem import Say
+from megalite.config.options import Config, ConfigError, DataConfig, ModelConfig, Say, build, options, padded_vocab_size
 from megalite.config.toml import parse_toml, to_toml
 from megalite.models.families import PRESETS
 
@@ -113,7 +112,7 @@ def test_all_problems_come_at_once_and_before_torch_also_without_assertions() ->
     flags = [*GOOD.split(), "--hidden-dropout", "3", "--min-lr", "9", "--bf16", "--fp16"]
     code = (
         "import sys\nfrom megalite.config import cli\nfrom megalite.models.families import PRESETS\n"
-        "try:\n    cli.parse(sys.argv[1:], PRESETS)\nfinally:\n    print('torch' in sys.modules)"
+        "try:\n    cli.read_or_exit(sys.argv[1:], PRESETS)\nfinally:\n    print('torch' in sys.modules)"
     )
     words = [sys.executable, "-O", "-c", code, *flags]
     result = subprocess.run(words, capture_output=True, text=True, timeout=30, cwd=ROOT)
@@ -184,7 +183,7 @@ def test_paths_are_told_from_other_texts_and_must_be_utf_8() -> None:
     """By their names: whatever is described as a file, a directory or a prefix."""
     said = re.compile(r"\b(file|files|directory|PREFIX|vocab.json|merges.txt|the same for)\b")
     texts = [f for _, f in options() if base_type(f) in ("str", "strs") and not facts_of(f).choices]
-    described = {f.name for f in texts if said.search(facts_of(f).help)} | {"pretrained_checkpoint"}
+    described = {f.name for f in texts if said.search(helps()[f.name])} | {"pretrained_checkpoint"}
     assert {f.name for f in texts if PATHS.fullmatch(f.name)} == described
     with pytest.raises(ConfigError, match=r"run_dir is not UTF-8 text \(b'runs/\\xff'\); rename it"):
         cli.read([*GOOD.split(), "--run-dir", os.fsdecode(b"runs/\xff")], PRESETS)

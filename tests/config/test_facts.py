@@ -11,8 +11,7 @@ from train_cases import config_from
 
 from megalite.config import field
 from megalite.config.field import FREE, HOW, MODEL, TRAINING, base_type, facts_of
-from megalite.config.options import SECTIONS, Config, ConfigError, build, options, training_of
-from megalite.config.problem import Problem, Say
+from megalite.config.options import SECTIONS, Config, ConfigError, Problem, Say, build, options, training_of
 from megalite.config.tables import table_beside
 from megalite.config.toml import parse_toml, to_toml
 from megalite.train.start import origin
@@ -85,14 +84,16 @@ def test_micro_batches_are_how_where_the_batch_is_given() -> None:
 
 
 def test_an_option_without_a_class_is_an_error_at_import() -> None:
-    with pytest.raises(TypeError, match="help"):
-        field.opt(0, "transformer layers")
+    with pytest.raises(TypeError, match="default"):
+        field.opt(0)
     with pytest.raises(TypeError, match="colour"):
-        field.how(0, "transformer layers", colour="red")
+        field.how(0, colour="red")
 
 
 def test_facts_name_what_there_is() -> None:
     assert {*table_beside(field.__file__, "spellings")} < {f.name for _, f in options()}
+    texts = table_beside(field.__file__, "options")
+    assert [(s, name) for s, rows in texts.items() for name in rows] == [(s, f.name) for s, f in options()]
     for section, f in options():
         facts = facts_of(f)
         assert facts.same_as is None or isinstance(getattr(SECTIONS[section], facts.same_as), property)

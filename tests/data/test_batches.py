@@ -100,7 +100,7 @@ def same(a: list[MicroBatch], b: list[MicroBatch]) -> bool:
 
 def test_prefetcher_answers_rightly_in_any_order() -> None:
     source = batches()
-    prefetcher = Prefetcher(source, lambda micro: micro)
+    prefetcher = Prefetcher(source, lambda micro: micro, size_at=lambda consumed: 4)
     try:
         for consumed, n in [(0, 4), (4, 4), (8, 8), (16, 8), (0, 4), (100, 2), (102, 2), (104, 6)]:
             got, waited = prefetcher.get(consumed, n)

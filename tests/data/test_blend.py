@@ -15,9 +15,17 @@ from token_files import numbered
 
 from megalite.data.errors import DataError
 from megalite.data.samples import blend as blends
-from megalite.data.samples.blend import Blend, BlendOrder, build_blend, parse_data_path
+from megalite.data.samples.blend import (
+    Blend,
+    BlendOrder,
+    bits_per_byte,
+    build_blend,
+    bytes_per_token,
+    parse_data_path,
+    parse_named_sets,
+    sets_of_each,
+)
 from megalite.data.samples.source import Dataset, MockDataset
-from megalite.data.samples.validation_sets import bits_per_byte, bytes_per_token, parse_named_sets, sets_of_each
 
 WEIGHTS = st.one_of(st.floats(1e-4, 1.0), st.integers(1, 10**12), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0, 1e-6]))
 

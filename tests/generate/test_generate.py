@@ -35,7 +35,6 @@ from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import Batch
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.plan.arrangement import arrange
-from megalite.plan.stages import build_stages
 from megalite.train.setup import SetupError
 from tools import convert_checkpoint
 from tools.generate import line_of
@@ -166,7 +165,7 @@ def stage_of_line(flags: str) -> Stage:
     line = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size 1 --lr 1
      --train-iters 1 --mock-data --vocab-size {V} --init-method-std 0.3"""
     config = config_from(f"{line} {flags}")
-    return build_stages(arrange(config, 1, V), Mesh.alone(), torch.float64)[0].eval()
+    return arrange(config, 1, V).build_stages(Mesh.alone(), torch.float64)[0].eval()
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import open_checkpoint
 from megalite.config.options import build
 from megalite.config.toml import parse_toml
-from megalite.interop.megatron.args import read_args
-from megalite.interop.megatron.rank_files import load_pickle, open_megatron
+from megalite.interop.megatron.rank_files import load_pickle, open_megatron, read_args
 from megalite.train.start.resume import options_that_differ
 from tools import convert_checkpoint
 from tools.foreign_files import write_args

@@ -1,6 +1,5 @@
 """Runs that begin with a directory of Megatron-LM's, of either format; and the vocabulary on the way there and back."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import programs
@@ -181,5 +180,5 @@ def test_a_checkpoint_from_when_the_end_of_document_was_not_counted() -> None:
     text = manifest.state["config"].replace(f"\nvocab_size = {rows}\n", told)
     for size in (rows, rows - 1):
         state = {**manifest.state, "config": text, "vocab_size": size}
-        data = saved_config(replace(manifest, state=state), folder).data
+        data = saved_config(manifest._replace(state=state), folder).data
         assert (data.tokenizer_type, data.vocab_size) == ("NullTokenizer", size)

@@ -20,7 +20,6 @@ from megalite.optim.flat_storage import Elastic, listening
 from megalite.optim.zero1 import Zero1
 from megalite.parallel.mesh import plan_mesh
 from megalite.plan.arrangement import arrange
-from megalite.plan.stages import build_stages
 from megalite.train.rehearsal import issued
 from megalite.train.state import Run
 from megalite.train.step import train_step
@@ -211,7 +210,7 @@ def _built(stage: int, flags: str) -> tuple[int, int]:
     made = arrange(config, 4, config.data.vocab_size)
     mesh = replace(plan_mesh(4, 0, **made.sizes), device=torch.device("cpu"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    buffer = ParamBuffer(build_stages(made, mesh, torch.float32, deferred=True), mesh, shared=Shared(stage))
+    buffer = ParamBuffer(made.build_stages(mesh, torch.float32, deferred=True), mesh, shared=Shared(stage))
     optimizer = Zero1(buffer, AdamW())
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return sum(entry.numel for entry in optimizer.buffer.layout.entries), after - before

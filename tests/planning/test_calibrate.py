@@ -8,9 +8,8 @@ import pytest
 from train_cases import config_from
 
 from megalite.plan.arrangement import arrange
-from megalite.plan.cluster import DEVICES, Link, cluster
+from megalite.plan.cluster import DEFAULTS, DEVICES, Link, cluster, default_profile, read_profile
 from megalite.plan.cost import shape_of
-from megalite.plan.profile import DEFAULTS, default_profile, read_profile
 from megalite.plan.step_time import step_time
 from tools.planning.calibrate import calibrate
 

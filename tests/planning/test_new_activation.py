@@ -24,7 +24,7 @@ from megalite.plan.arrangement import arrange
 from megalite.plan.cluster import cluster
 from megalite.plan.kinds import model_flops
 from megalite.plan.memory import memory
-from megalite.plan.profile import default_profile
+from megalite.plan.cluster import default_profile
 from megalite.plan.step_time import step_time
 from tools import plan
 
@@ -32,7 +32,7 @@ trained = pretrain_gpt.main([*sys.argv[1:], "mish", "--save", "run"])
 planned = plan.main([*sys.argv[1:], "mish", "--device", "h100", "--num-gpus", "1"])
 figures = {}
 for name in ("gelu", "mish"):
-    one = arrange(cli.parse([*sys.argv[1:], name], PRESETS), 1, 100)
+    one = arrange(cli.read_or_exit([*sys.argv[1:], name], PRESETS).config, 1, 100)
     on_card = replace(default_profile("h100"), dispatch_s=0.0)  # or the host is what so small a layer waits for
     alike = [model_flops(one.config.model, one.padded_vocab), one.parameters, one.costs, one.held]
     figures[name] = [alike, step_time(one, cluster("h100", 1), on_card).parts["compute"], memory(one)[0].peak]

@@ -11,10 +11,9 @@ from test_step_time import INSTANT, SHAPE, check_sum, fast, made
 from train_cases import config_from
 
 from megalite.nn.token_exchange import even_routing
-from megalite.plan.cluster import Link, cluster
+from megalite.plan.cluster import Link, cluster, default_profile
 from megalite.plan.cost import Costs
 from megalite.plan.kinds import Setting, kinds_of, layers_bill, model_flops
-from megalite.plan.profile import default_profile
 from megalite.plan.step_time import step_time
 from megalite.train.rehearsal import tell
 from megalite.train.tell.overview import describe

@@ -12,10 +12,9 @@ from train_cases import config_from
 from megalite.config.check import check
 from megalite.plan.arrangement import Arrangement, arrange
 from megalite.plan.batch_size import BatchSizes
-from megalite.plan.cluster import Link
+from megalite.plan.cluster import Link, default_profile
 from megalite.plan.cost import Costs
 from megalite.plan.kinds import model_flops
-from megalite.plan.profile import default_profile
 from megalite.plan.step_time import step_time
 from tools.planning import advice, show
 from tools.planning import rules as sizes

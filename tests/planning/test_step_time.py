@@ -8,11 +8,10 @@ from train_cases import config_from
 
 from megalite.pipeline.schedule import plan
 from megalite.pipeline.simulate import simulate
-from megalite.plan.arrangement import Arrangement, arrange
-from megalite.plan.cluster import Cluster, Link, cluster
+from megalite.plan.arrangement import LONG, Arrangement, arrange
+from megalite.plan.cluster import Cluster, Link, Profile, cluster, default_profile
 from megalite.plan.cost import ALL, Costs, F, shape_of
 from megalite.plan.kinds import kinds_of, model_flops
-from megalite.plan.profile import Profile, default_profile
 from megalite.plan.step_time import StepTime, step_time
 
 SHAPE = (
@@ -92,7 +91,7 @@ def test_a_long_step_is_its_first_groups_and_more_of_the_same(flags: str) -> Non
     of = made(f"{flags} --global-batch-size 64", 4)
     costs = [(1.0, 1.1, 0.9)] * of.placement.num_stages
     delay = lambda source, target: 0.2  # noqa: E731
-    told, simulated = of.run(costs, of.split, delay=delay)
+    told, simulated = of.run(costs, of.split, groups=LONG, delay=delay)
     whole, all_of_it = of.run(costs, of.split, groups=64, delay=delay)
     assert len(simulated.spans) < len(all_of_it.spans)
     assert told == pytest.approx(whole, rel=0.01)

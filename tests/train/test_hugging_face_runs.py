@@ -157,7 +157,7 @@ def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -
     with_tokenizer(folder, V - 20)
     data = taken(folder, "--reset-position-ids").data  # needs the id that ends a document
     assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
-    assert preflight(taken(folder), Ranks())[0].vocab_size == data.vocab_size == V
+    assert preflight(taken(folder), Ranks())[1].vocab_size == data.vocab_size == V
     given = taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V)).data
     assert given.tokenizer_type == "NullTokenizer" and given.tokenizer_model is None
     with pytest.raises(SetupError, match="vocab_size: 94 here, 93 in"):

@@ -1,7 +1,6 @@
 """Rates in a run: what a resume may change, what an update follows, steps that are skipped, and evaluations."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,7 +110,7 @@ def test_a_checkpoint_that_tells_no_rates_goes_on(saved: Path, monkeypatch: pyte
 
     def older(folder: Path) -> manifests.Manifest:
         found = real(folder)
-        return replace(found, state={name: value for name, value in found.state.items() if name != "rates"})
+        return found._replace(state={name: value for name, value in found.state.items() if name != "rates"})
 
     monkeypatch.setattr(manifests, "load", older)
     run, _, notes = started("--load", str(saved), "--lr", "0.5")

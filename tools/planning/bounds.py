@@ -23,8 +23,7 @@ from megalite.plan.arrangement import Arrangement
 from megalite.plan.bill import Recorder
 from megalite.plan.cost import ALL, Costs
 from megalite.plan.holding import ModuleBytes
-from megalite.plan.kinds import Kind
-from megalite.plan.stage_costs import StageCosts
+from megalite.plan.kinds import Kind, StageCosts
 from megalite.plan.step_time import exchanges
 
 GROUPS = 3  # of micro-batches; with 1F1B what is held does not grow after them

@@ -37,11 +37,9 @@ from megalite.optim.zero1 import Zero1
 from megalite.parallel.mesh import Axis, Mesh, build_mesh
 from megalite.parallel.streams import synchronize
 from megalite.plan.arrangement import Arrangement
-from megalite.plan.cluster import DEVICES, Link, cluster
+from megalite.plan.cluster import DEVICES, Link, Profile, cluster, default_profile
 from megalite.plan.cost import shape_of
 from megalite.plan.kinds import kinds_of, layers_bill
-from megalite.plan.profile import Profile, default_profile
-from megalite.plan.stages import build_stage
 from megalite.train.batch import host_batch, on_device
 from megalite.train.life.preflight import choose_device
 from megalite.train.setup import update_rules
@@ -159,7 +157,7 @@ class _Bench:
         for number, model in enumerate((config.model, one_kind, config.model)):
             apart = dataclasses.replace(model, untie_embeddings_and_output_weights=True)  # tied weights need two ends
             made = dataclasses.replace(self.made, config=dataclasses.replace(config, model=apart))
-            stages.append(build_stage(made, make, layers, number))
+            stages.append(made.build_stage(make, layers, number))
         buffer = ParamBuffer(stages, self.mesh)
         return stages, buffer, Zero1(buffer, *update_rules(config))
 
@@ -168,7 +166,8 @@ class _Bench:
         made = self.made
         S, B, D = made.config.model.seq_length, made.config.train.micro_batch_size, made.config.model.hidden_size
         drawn = np.random.default_rng(0).integers(0, made.vocab_size, (B, S + 1))
-        host = host_batch(MicroBatch(drawn, np.arange(B, dtype=np.int64), None, None), pin=False)
+        micro = MicroBatch(drawn, np.arange(B, dtype=np.int64), None, None)
+        host = host_batch(micro, pin=False, positions=False, documents=False, cp=self.mesh.cp, windows=())
         batch = on_device(host, self.device, step=1)
         x_SBD = torch.randn(S, B, D, device=self.device).to(made.dtype)
         weight = 1.0 / made.tokens

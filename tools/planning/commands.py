@@ -18,9 +18,9 @@ from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.plan import links
 from megalite.plan.arrangement import Arrangement
+from megalite.plan.cluster import Profile, read_profile
 from megalite.plan.kinds import model_flops
 from megalite.plan.memory import memory as memory_of
-from megalite.plan.profile import Profile, read_profile
 from megalite.train.tell.figures import columns
 from megalite.train.tell.overview import stage_rows
 from tools.pictures.canvas import save

@@ -20,8 +20,7 @@ from megalite.config.toml import read_toml
 from megalite.data.errors import DataError
 from megalite.parallel.mesh import rank_grid
 from megalite.plan.arrangement import Arrangement, arrange
-from megalite.plan.cluster import DEVICES, Cluster, cluster, read_cluster
-from megalite.plan.profile import Profile, read_profile
+from megalite.plan.cluster import DEVICES, Cluster, Profile, cluster, read_cluster, read_profile
 from megalite.plan.step_time import step_time
 from megalite.train.sources import open_tokenizer, true_vocab_size
 from megalite.train.tell.figures import columns

@@ -15,8 +15,7 @@ from typing import Any
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.plan.arrangement import arrange
-from megalite.plan.cluster import cluster
-from megalite.plan.profile import default_profile
+from megalite.plan.cluster import cluster, default_profile
 from megalite.plan.step_time import step_time
 
 TOLERANCE = 0.15
@@ -75,7 +74,7 @@ def cases() -> list[Case]:
 
 
 def predict(case: Case) -> Row:
-    arrangement = arrange(cli.parse(case.flags.split(), PRESETS), case.devices, case.vocab_size)
+    arrangement = arrange(cli.read_or_exit(case.flags.split(), PRESETS).config, case.devices, case.vocab_size)
     profile = dataclasses.replace(default_profile(case.device), **case.profile)
     step = step_time(arrangement, cluster(case.device, case.devices), profile)
     if case.seconds is not None:

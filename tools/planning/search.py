@@ -22,10 +22,10 @@ from megalite.config.check_model import divisors
 from megalite.config.options import Config
 from megalite.config.stage_layers import given_stages
 from megalite.plan.arrangement import Arrangement
+from megalite.plan.cluster import Profile, default_profile
 from megalite.plan.cost import Costs
 from megalite.plan.holding import ModuleBytes
 from megalite.plan.memory import RankMemory, memory
-from megalite.plan.profile import Profile, default_profile
 from megalite.plan.step_time import StepTime, step_time
 from tools.planning.bounds import least_exchange, least_memory, least_time
 from tools.planning.published import TOLERANCE

@@ -1,5 +1,4 @@
-"""A checkpoint's manifest, and with it the checkpoint: for every whole tensor its shape and dtype, and which file holds
-which box; hashes of every file.
+"""A checkpoint, and its manifest: of every whole tensor shape, dtype and which file holds which box; hashes of files.
 
     .iter_0000500.part/ rank-00000.safetensors + its list   `write_rank`: synced, hashed while it is written
     manifest.json, then COMPLETE (the manifest's sha256)    `commit`: both synced, then the folder
@@ -10,8 +9,7 @@ Behind a URL nothing can be renamed: the files are written to iter_0000500/ itse
 kill at any moment the checkpoint before is the newest. Files are streamed (tensor_file.py). How the ranks of a run
 agree on all this is in run/saver.py.
 
-All of it is checked when it is read (`load`): names of files stay inside the directory, boxes inside their tensors, and
-the boxes of a tensor cover it exactly once.
+All is checked by `load`: names of files stay in the directory, boxes in their tensors, which they cover exactly once.
 """
 
 import contextlib
@@ -21,8 +19,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +42,7 @@ _MOST = 1 << 56  # steps, samples, tokens
 _MOST_DIMS = 6  # of a tensor; a box of n dims has 2^n corners
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """One box of one tensor: `key` in the safetensors file `file`."""
 
     file: str
@@ -54,15 +50,13 @@ class Stored:
     box: Box
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[Stored, ...]
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """`state`: the run's numbers beside tensors, plain JSON."""
 
     tensors: dict[str, Whole]

@@ -4,8 +4,7 @@
 copied to their targets. One thread reads while another hashes. A file system reads ahead only for a reader that goes in
 order, so there the threads take turns, and bytes go straight into a target that is contiguous in both places; behind a
 URL many blocks are requested at once. All else goes through one buffer per thread, which stays in the processor's
-cache: fresh pages for the bytes of a whole file would cost more time than reading them. Which checkpoint of a directory
-to read is decided in run/loader.py.
+cache: fresh pages for a whole file would cost more time than reading it. run/loader.py chooses the checkpoint.
 """
 
 import contextlib
@@ -15,13 +14,13 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import Manifest, check_sizes
-from megalite.checkpoint.format.tensor_file import Place, maker, places, views
+from megalite.checkpoint.format.tensor_file import Place, Stamp, maker, places, views
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import OpenFile, storage_of
 from megalite.config.console import told
@@ -30,8 +29,7 @@ from megalite.parallel.spec import Box, Piece, inside, intersect, offset_in, rec
 _DIRECT = 1 << 16  # bytes; a read of less costs more than copying it
 
 
-@dataclass(frozen=True)
-class Want:
+class Want(NamedTuple):
     """A stored box, where its bytes are, and the tensors that want a part of it, each with its own box."""
 
     place: Place
@@ -130,7 +128,7 @@ class Reader:
         def work(job: tuple[str, int]) -> None:
             name, buffer = job[0], free.get()
             try:
-                block = _Block(folder / name, manifest, job[1], buffer, wants[job], storage.in_order)
+                block = _Block(folder / name, manifest.files[name], job[1], buffer, wants[job], storage.in_order)
                 with turn:
                     block.read(files.get(name))
                 block.check(manifest)
@@ -189,11 +187,8 @@ class _Files:
 class _Block:
     """One block of one file. Its bytes go to `views`, which are parts of `buffer` or, if `direct`, of a target."""
 
-    def __init__(
-        self, path: Location, manifest: Manifest, number: int, buffer: Tensor, wants: Sequence[Want], direct: bool
-    ):
-        stamp = manifest.files[path.name]
-        self.path, self.number = path, number
+    def __init__(self, path: Location, stamp: Stamp, number: int, buffer: Tensor, wants: Sequence[Want], direct: bool):
+        self.path, self.stamp, self.number = path, stamp, number
         self.begin, self.end = number * stamp.block, min(stamp.size, (number + 1) * stamp.block)
         self._buffer = buffer[: self.end - self.begin]
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -243,11 +238,10 @@ class _Block:
             at += len(view)
 
     def check(self, manifest: Manifest) -> None:
-        stamp = manifest.files[self.path.name]
-        digest = maker(stamp.name)()
+        digest = maker(self.stamp.name)()
         for view in self.views:
             digest.update(view)
-        if digest.hexdigest() != stamp.digests[self.number]:
+        if digest.hexdigest() != self.stamp.digests[self.number]:
             try:
                 inside_it = {k for k, p in places(self.path).items() if p.begin < self.end and p.end > self.begin}
             except (OSError, ValueError):
@@ -256,7 +250,7 @@ class _Block:
             names = list(dict.fromkeys(n for n, p in here if p.file == self.path.name and p.key in inside_it))
             names[3:] = [f"and {len(names) - 3} more"] * (len(names) > 3)
             where = f"at bytes {self.begin} to {self.end}: {', '.join(names) or 'the header'}"
-            raise CheckpointError(f"{self.path}: its content changed after it was written ({stamp.name}), {where}")
+            raise CheckpointError(f"{self.path}: its content changed after it was written ({self.stamp.name}), {where}")
 
     def copy(self) -> None:
         for into, values in self._copies:

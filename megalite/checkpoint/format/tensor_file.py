@@ -2,10 +2,9 @@
 
     8 bytes: length of the header | header, JSON: key -> dtype, shape, [begin, end) | bytes of the tensors, packed
 
-A piece's rectangles follow each other in its flat data (parallel/spec.py), so the payload of a file is the
-pieces' data one after the other: the header is known before the first byte is written, and nothing is gathered in
-memory. The package safetensors needs all tensors at once to write, and maps the file to read, so that a shrinking file
-causes a SIGBUS.
+A piece's rectangles follow each other in its flat data (parallel/spec.py), so the payload of a file is the pieces' data
+one after the other: the header is known before the first byte is written, and nothing is gathered in memory. The
+package safetensors needs all tensors at once to write, and maps the file to read: one that shrinks is a SIGBUS.
 
 xxh3-128 of every 4 MiB of a file is kept, so that ranks share the work of one file and damage has a place. xxh3 finds
 accidents, not forgery: whoever can write the files can write the manifest. It runs at the speed of memory, where sha256

@@ -9,8 +9,7 @@ other is whole. Many folders cannot be renamed at once, so it takes two steps, e
     iter_0000250 is committed
     -> abandoned-iter_0000300-left-at-0000200                    or, where it was not committed, back
 
-They stay in the same directory: a read-only checkpoint can be renamed there, but not moved elsewhere, and relative
-links stay valid.
+They stay in the directory: a read-only checkpoint can be renamed, but not moved, and relative links stay valid.
 """
 
 import contextlib

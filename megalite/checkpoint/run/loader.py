@@ -7,9 +7,8 @@ value counts; where one is wrong, the checkpoint before it is loaded.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from megalite.checkpoint.format.manifest import Manifest, load_whole
 from megalite.checkpoint.format.reader import Reader, differences
@@ -24,8 +23,7 @@ from megalite.parallel.spec import Piece
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """The pieces to fill from a checkpoint. `exact`: dtypes are not converted; `tell`: title of a load in the log."""
 
     pieces: Sequence[Piece]

@@ -1,10 +1,16 @@
-"""The checkpoints of a directory that are kept."""
+"""The checkpoints of a directory that are kept, and their upload there from a fast disk, where they are committed."""
 
+import contextlib
+import threading
+import time
+from collections import deque
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from megalite.checkpoint.format import manifest
-from megalite.checkpoint.storage.location import CheckpointError, Location, folder_of
+from megalite.checkpoint.format.tensor_file import BLOCK, BlockHash, Stamp
+from megalite.checkpoint.storage.location import CheckpointError, Location, folder_of, reason_of
 from megalite.checkpoint.storage.protocol import storage_of
 
 
@@ -58,3 +64,109 @@ def is_complete(folder: Location) -> bool:
     except (CheckpointError, OSError):
         return False
     return True
+
+
+_FILES = 4  # sent at once
+
+
+class Uploader:
+    """A thread of rank 0 copies checkpoints during training, oldest first. Each file is hashed on the way, so that
+    damage is not copied. A local checkpoint is deleted once its copy is whole, except the newest, which stays for a
+    quick start. One that would not be kept is not sent. A failed copy is tried again after the next save. All ranks
+    must share the disk: one node, or a fast shared file system.
+
+    Call `offer` after every save; for the run that has locked `source`; not collective. `kept`: the rule, and the
+    place. `news`: gets lines for the log. Raises CheckpointError where the place cannot be written.
+    """
+
+    def __init__(self, source: Location, kept: Retention, news: deque[str]):
+        self._source, self._target, self._kept = source, kept.directory, kept
+        target = kept.directory
+        self._here, self._there = storage_of(source), storage_of(target)
+        self._there.probe(target, 0)
+        self._lock = self._there.lock(target)
+        self._there.sweep(target)
+        self.paused = True  # until it is known where the run begins: a rollback may need what sending would prune
+        self._news, self._wake, self._end = news, threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="megalite-upload", daemon=True)
+        self._thread.start()
+
+    def offer(self) -> None:
+        """There may be a checkpoint to send."""
+        self._wake.set()
+
+    def close(self, wait: bool = True) -> None:
+        """Send the remaining checkpoints, unless `wait` is False; `news` gets those that could not be sent."""
+        self._end.set()
+        self._wake.set()
+        if wait:
+            self._thread.join()
+        self._lock.close()  # an upload that still runs sees that before it commits
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            ending = self._end.is_set()  # before the round: a later offer wakes another one
+            try:
+                if not self.paused:
+                    self._round()
+            except Exception as error:  # a disk or network failed; training continues
+                waiting = "; the next run sends them" if ending else "; the next save tries again"
+                failed = f"upload to {self._target} failed ({reason_of(error)})"
+                self._news.append(f"{failed}: checkpoints wait in {self._source}{waiting}")
+            if ending:
+                return
+
+    def _round(self) -> None:
+        """Send all waiting checkpoints, and delete those that were sent."""
+        for step in self._here.steps_in(self._source):
+            folder, copy = folder_of(self._source, step), folder_of(self._target, step)
+            if not is_complete(folder):
+                continue
+            newer = sum(other > step for other in self._here.steps_in(self._source))
+            if not self._kept.keeps(step, newer):
+                self._here.remove(folder)
+                self._news.append(f"did not upload {folder.name}: only newer ones are kept")
+                continue
+            sent = "COMPLETE" in self._there.entries(copy)  # which holds the manifest's hash
+            if not sent or self._there.read(copy / "COMPLETE") != self._here.read(folder / "COMPLETE"):
+                begin = time.perf_counter()
+                size = self._send(step, folder, copy)
+                took = time.perf_counter() - begin
+                self._news.append(f"uploaded {copy} in {took:.2f} s, {size / 2**20 / took:.0f} MiB/s")
+                self._kept.known.add(step)
+                self._kept.prune(step)
+            newest = step == self._here.steps_in(self._source)[-1]
+            if not newest and "KEEP" not in self._here.entries(folder) and not self._here.in_use(folder):
+                self._here.remove(folder)
+
+    def _send(self, step: int, folder: Location, copy: Location) -> int:
+        """Copy a checkpoint; its bytes."""
+        self._lock.confirm()
+        part = self._there.part_of(copy)
+        files = manifest.load(folder).files
+        self._there.begin(part)
+        try:
+            with self._here.reading(folder), ThreadPoolExecutor(_FILES, "megalite-upload") as pool:
+                list(pool.map(lambda name: self._send_file(folder / name, part / name, files[name]), files))
+            self._lock.confirm()
+            for name in ("manifest.json", "COMPLETE"):
+                self._there.put(part / name, self._here.read(folder / name).decode())
+            self._there.publish(part, copy)
+        except BaseException:
+            self._there.discard(part)
+            raise
+        manifest.name_newest(self._target, step)
+        return sum(stamp.size for stamp in files.values())
+
+    def _send_file(self, source: Location, target: Location, stamp: Stamp) -> None:
+        hashed, buffer = BlockHash(stamp.name, stamp.block), memoryview(bytearray(BLOCK))
+        with contextlib.closing(self._here.open(source)) as file, self._there.create(target) as append:
+            for begin in range(0, stamp.size, BLOCK):
+                chunk = buffer[: min(BLOCK, stamp.size - begin)]
+                file.pread(chunk, begin)
+                hashed.update(chunk)
+                append(chunk)
+            if hashed.stamp() != stamp:
+                raise CheckpointError(f"{source}: its content changed after it was written")

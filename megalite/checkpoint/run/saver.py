@@ -22,8 +22,7 @@ from megalite.checkpoint.format import manifest, tensor_file
 from megalite.checkpoint.run.agreement import agree, check_shared, together
 from megalite.checkpoint.run.background_save import BackgroundSave, HostCopy
 from megalite.checkpoint.run.branch import Branch, settle
-from megalite.checkpoint.run.retention import Retention
-from megalite.checkpoint.run.upload import Uploader
+from megalite.checkpoint.run.retention import Retention, Uploader
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, reason_of
 from megalite.checkpoint.storage.protocol import RunLock, Storage, folder_of, storage_of
 from megalite.config.faults import fault
@@ -36,8 +35,7 @@ class Saver:
     """Methods are collective unless they say otherwise; `news` is for the log of rank 0. Locks the directory, deletes
     the remains of interrupted saves, and tries whether all ranks can write to it. `nbytes`: size of this rank's part.
     `upload_to`: where the checkpoints are kept by `keep_last` and `retain_interval`, instead of in `directory`. Raises
-    CheckpointError on all ranks: not writable, no room for one checkpoint, in use by another run, or not the same
-    directory on every rank."""
+    CheckpointError on all ranks: not writable, no room for one checkpoint, in use, or not the same on every rank."""
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class Saver:
         self.directory, self.mesh, self.background = parse(directory), mesh, background
         self.storage: Storage = storage_of(self.directory)
         self.upload_to = None if upload_to is None else parse(upload_to)
-        self._places = [place for place in (self.directory, self.upload_to) if place is not None]
+        self.places = [place for place in (self.directory, self.upload_to) if place is not None]
         self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
         self._kept = Retention(self.upload_to or self.directory, self.keep_last, retain_interval)
         self.waited_s = 0.0  # time that training waited for the last save
@@ -81,18 +79,18 @@ class Saver:
         self._lock = self.storage.lock(self.directory)
         if self.upload_to is not None:
             self._uploader = Uploader(self.directory, self._kept, self._news)
-        settle(*self._places)
+        settle(*self.places)
         if left := self.storage.sweep(self.directory):
             self._news.append(f"deleted the remains of an unfinished save: {', '.join(left)}")
         self.storage.check_space(self.directory, self._bytes)
 
     def begins_at(self, step: int, damaged: bool = False) -> str | None:
-        """Tell the step at which the run begins: checkpoints of later steps make way for its first save (retention.py),
+        """Tell the step at which the run begins: checkpoints of later steps make way for its first save (branch.py),
         unless they are `damaged`. Returns a note for people, on rank 0. Raises CheckpointError on all ranks."""
 
         def look() -> str | None:
             if self.mesh.world.is_first:
-                self._branch = Branch(self._places, step, damaged)
+                self._branch = Branch(self.places, step, damaged)
                 self._kept.damaged = self._branch.damaged
                 if self._uploader is not None:
                     self._uploader.paused = self._branch.pending
@@ -211,10 +209,6 @@ class Saver:
             self._lock.close()
             self._lock = None
         return lost
-
-    def places_of(self, step: int) -> list[Location]:
-        """Where the checkpoint of a step is written, and where it is kept in the end."""
-        return [folder_of(place, step) for place in (self._places[0], self._places[-1])]
 
     def _prune(self, step: int) -> None:
         if self._branch.unsettled:

@@ -56,8 +56,7 @@ class LocalFile:
 
 
 def is_held(path: Path, kind: int = fcntl.LOCK_SH) -> bool | None:
-    """Whether another process holds a lock on it that excludes one of this `kind`; None where that cannot be known, as
-    for LOCK_EX on NFS, since the descriptor is read-only."""
+    """Whether another process holds a lock that excludes one of this `kind`; None where unknown, as LOCK_EX on NFS."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -157,11 +157,8 @@ class RemoteStorage:
             attempt(folder, "making it", lambda: folder.files.makedirs(folder.path, exist_ok=True))
 
     def delete(self, path: Url) -> None:
-        def call() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                path.files.rm_file(path.path)
-
-        attempt(path, "deleting it", call)
+        with contextlib.suppress(FileNotFoundError):
+            attempt(path, "deleting it", lambda: path.files.rm_file(path.path))
 
     def part_of(self, final: Url) -> Url:
         return final

@@ -3,8 +3,7 @@
     samples consumed .. consumed + n - 1 are the step's. Micro-batch m of rank r holds, with B rows,
     consumed + m * (B * dp) + r * B + [0..B)          so dp and B may change during the run
 
-There is no iterator and no state to save: a resume needs `consumed`, one integer. `Prefetcher` reads the next step's
-batches in a thread while this one computes.
+There is no state to save: a resume needs `consumed`, one integer. `Prefetcher` reads the next step's in a thread.
 """
 
 import time
@@ -142,12 +141,10 @@ class Batches:
 
 class Prefetcher(Generic[T]):
     """`get(consumed, n)` -> (micro-batches, seconds waited), after which a thread reads the following step. Requests
-    may come in any order; the next one in sequence costs no wait. `size_at(consumed)`: the size of the next batch where
-    it changes (ramp-up), 0 for the end. `prepare`: applied to each micro-batch in the thread (to pinned memory)."""
+    may come in any order; the next one in sequence costs no wait. `size_at(consumed)`: the size of the next batch,
+    which may ramp up, 0 for the end. `prepare`: applied to each micro-batch in the thread (to pinned memory)."""
 
-    def __init__(
-        self, batches: Batches, prepare: Callable[[MicroBatch], T], size_at: Callable[[int], int] | None = None
-    ):
+    def __init__(self, batches: Batches, prepare: Callable[[MicroBatch], T], size_at: Callable[[int], int]):
         self.batches, self._prepare, self._size_at = batches, prepare, size_at
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megalite-data")
         self._expected: tuple[int, int] | None = None
@@ -165,7 +162,7 @@ class Prefetcher(Generic[T]):
             self._future = self._thread.submit(self._read, *wanted)
         batches = self._future.result()  # raises the thread's error
         after = consumed + global_batch_size
-        size = self._size_at(after) if self._size_at else global_batch_size
+        size = self._size_at(after)
         self._expected, self._future = (after, size), None
         if size:
             self._future = self._thread.submit(self._read, after, size)

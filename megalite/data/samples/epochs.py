@@ -21,9 +21,8 @@ import os
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +37,7 @@ CHUNK = 1 << 20  # documents at a time, enough for the tables of `permute`
 SOUND = 0x2144DF1C  # the crc32 of any bytes with their crc32 behind them
 
 
-@dataclass(frozen=True)
-class Epoch:
+class Epoch(NamedTuple):
     """One pass over the documents: order [D] of document numbers, starts [D + 1] in tokens of the epoch."""
 
     order: NDArray[Any]

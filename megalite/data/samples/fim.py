@@ -7,8 +7,7 @@
 Finished samples are rearranged ("context level"): each document of a sample, as end-of-document tokens separate them,
 with probability `rate`; then the sample is cut back to its length, by three tokens per rearranged document. So a middle
 is never in another sample than its prefix, and index, order and blend do not change. Flags, sentinels and behaviour are
-those of Megatron-LM's GPTFIMDataset, except that every draw is a hash of (seed, sample, position): a sample does not
-depend on which others were read.
+those of Megatron-LM's GPTFIMDataset, but every draw is a hash of (seed, sample, position), whatever else was read.
 
 Characters or tokens: at inference the prefix may end within a word, with a token that the tokenizer makes of half a
 word. Cutting between characters and encoding the three texts again teaches that; cutting between tokens does not, but

@@ -19,8 +19,7 @@ The plan depends on the lengths and S alone, and is made once for all epochs and
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,8 +73,7 @@ class Pieces:
         return document, start, np.minimum(self.lengths[document] - start, self.capacity)
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """Bin b holds order[starts[b] : starts[b + 1]], longest first. order [P], int32 below 2^31; starts [bins + 1]."""
 
     pieces: Pieces

@@ -8,9 +8,8 @@ ByteTokenizer          the bytes of the UTF-8 text, 0..255, and 256 as eod; need
 NullTokenizer          --vocab-size ids, the last one eod; its text is ids with spaces between, as in Megatron-LM
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config.registry import KINDS, MORE
 from megalite.data.errors import DataError
@@ -19,8 +18,7 @@ from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, Sen
 from megalite.data.tokenizers.tokenizer_json import open_gpt2, open_tokenizer_json
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """The options of a tokenizer, by their names."""
 
     tokenizer_type: str
@@ -48,27 +46,18 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, **o
     return made
 
 
-def null(o: Asked) -> Tokenizer:
-    if (size := int(o.need("vocab_size"))) < 2:
-        raise DataError(f"vocab_size={size} has no id beside the end of document; give 2 or more")
-    return NullTokenizer(size)
-
-
-def byte(o: Asked) -> Tokenizer:
-    return ByteTokenizer()
-
-
-def gpt2(o: Asked) -> Tokenizer:
-    return open_gpt2(Path(o.need("vocab_file")), Path(o.need("merge_file")))
-
-
-def tiktoken(o: Asked) -> Tokenizer:
-    return open_tiktoken(Path(o.need("tokenizer_model")), o.tiktoken_pattern, o.vocab_size)
-
-
-def hugging_face(o: Asked) -> Tokenizer:
-    return open_tokenizer_json(Path(o.need("tokenizer_model")))
-
-
-def sentencepiece(o: Asked) -> Tokenizer:
+def built_in(o: Asked) -> Tokenizer:
+    match o.tokenizer_type:
+        case "NullTokenizer":
+            if (size := int(o.need("vocab_size"))) < 2:
+                raise DataError(f"vocab_size={size} has no id beside the end of document; give 2 or more")
+            return NullTokenizer(size)
+        case "ByteTokenizer":
+            return ByteTokenizer()
+        case "GPT2BPETokenizer":
+            return open_gpt2(Path(o.need("vocab_file")), Path(o.need("merge_file")))
+        case "TikTokenizer":
+            return open_tiktoken(Path(o.need("tokenizer_model")), o.tiktoken_pattern, o.vocab_size)
+        case "HuggingFaceTokenizer":
+            return open_tokenizer_json(Path(o.need("tokenizer_model")))
     return SentencePieceTokenizer(Path(o.need("tokenizer_model")))

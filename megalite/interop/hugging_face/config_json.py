@@ -1,8 +1,7 @@
 """config.json of Hugging Face <-> options of the model. Values that cannot be expressed exactly are refused by name.
 
 models/families.toml has the meaning of each family's keys. This module names no family, and has what tables cannot say:
-groups, rotary positions, which layers have experts, and sliding windows. A family has one of three kinds of windows, or
-none:
+groups, rotary positions, which layers have experts, and windows, of one of three kinds:
 
     key j is seen by query i   where i - sliding_window < j <= i, itself included: window_size = sliding_window - 1, 0
     "all" (Mistral)            sliding_window, in all layers; null: in none
@@ -199,7 +198,11 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     if family.scalings:
         config["rope_scaling"] = _write_scaling(model)
-    config |= _write_window(model, family) | _write_experts(model, family)
+    config |= _write_window(model, family)
+    if family.sparse_layers:
+        dense = [n for n, has in enumerate(model.experts) if not has]
+        config |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        config["norm_topk_prob"] = not model.moe_router_pre_softmax
     return config | {"bos_token_id": None, "eos_token_id": None} | dict(tokens) | {"torch_dtype": dtype}
 
 
@@ -278,10 +281,3 @@ def _read_experts(config: Json, family: Family, layers: int) -> tuple[Json, list
     bits = [(n + 1) % step == 0 and n not in dense for n in range(layers)]
     freq = "1" if all(bits) else write_pattern(bits, periods=False)
     return {"moe_layer_freq": freq, "moe_router_pre_softmax": not config.get("norm_topk_prob", False)}, []
-
-
-def _write_experts(model: ModelConfig, family: Family) -> Json:
-    if not family.sparse_layers:
-        return {}
-    dense = [n for n, has in enumerate(model.experts) if not has]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense, "norm_topk_prob": not model.moe_router_pre_softmax}

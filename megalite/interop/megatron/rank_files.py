@@ -1,4 +1,5 @@
-"""Megatron-LM's checkpoints of one file per rank, read without Megatron-LM; tools/foreign_files.py writes them.
+"""Megatron-LM's checkpoints of one file per rank, read without Megatron-LM, and the model that their `args` describe;
+tools/foreign_files.py writes both.
 
     DIR/latest_checkpointed_iteration.txt        a number, or "release"
     DIR/iter_0000500/mp_rank_00/model_optim_rng.pt            mp_rank_TT[_PPP][_EEE], PPP where pp > 1, EEE where ep > 1
@@ -7,14 +8,17 @@
 The files are pickles. They are opened with torch's restricted loader and an exact list of names: tensors, plain
 containers, argparse.Namespace; other types that Megatron-LM writes (random states, enumerations) become an `Inert`, an
 object without content. Anything else is refused by name, and no code of a file runs. Tensors stay on disk until they
-are read. A layer's number counts within its stage; stages follow each other in depth, virtual ones in turn.
+are read. A layer's number counts within its stage; stages follow each other in depth, virtual ones in turn. Names and
+meanings of args are those of Megatron-LM at d98e8a64, mostly ours too; the activation is several flags there.
 """
 
+import contextlib
 import itertools
 import pickle  # its error only; torch's restricted loader does the reading
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,15 +28,19 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.storage.location import TRACKER, is_megatron
+from megalite.config.options import ModelConfig, gelu_form
+from megalite.config.pattern import LONGEST, read_pattern, write_pattern
 from megalite.config.tables import table_beside
-from megalite.interop.convert import ForeignModel, Found, box_on, matched, model_of, recipes
-from megalite.interop.megatron.args import given, read_args
+from megalite.interop.convert import ForeignModel, Found, box_on, matched, model_of, recipes, refuse
 from megalite.interop.naming import Naming, rules
 from megalite.models.specs import stored_specs
 
 TABLE = table_beside(__file__, "names")
 _CORE_RULES = rules(TABLE["core"], "decoder.layers.{n}.")
 _STACKED_RULES = rules(TABLE["stacked"], "decoder.layers.{n}.mlp.experts.experts.")
+SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in TABLE["otherwise"])
+# activations with a flag of their own there; the others are forms of gelu
+FLAGGED = ("swiglu", "squared_relu")
 MEGATRON = Naming(name="megatron", rules=_CORE_RULES, others=_STACKED_RULES, ignored=("._extra_state", ".inv_freq"))
 GROUPED = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")  # an expert of Transformer Engine's layers
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # numbered
@@ -261,3 +269,68 @@ def _named(node: Any, path: Path, prefix: str = "", depth: int = 0) -> dict[str,
             raise CheckpointError(f"{path}: {min(twice)} is stored under two names")
         result |= found
     return result
+
+
+def read_args(args: Namespace, where: str) -> dict[str, Any]:
+    """Option names to values. Raises CheckpointError with all values that megalite does not have."""
+    problems: list[str] = []
+    options: dict[str, Any] = {}
+    for name in SAME:
+        if name.startswith("moe_") and not getattr(args, "num_experts", None):
+            continue
+        if (value := getattr(args, name, None)) is not None:
+            options[name] = value
+        elif name in TABLE["required"] and not hasattr(args, name):
+            problems.append(f"{name} is missing")
+    if options.get("num_experts"):
+        options["moe_layer_freq"] = str(given(args, "moe_layer_freq", 1)).replace(" ", "")
+    if options.get("group_query_attention"):
+        options["num_query_groups"] = getattr(args, "num_query_groups", None)
+    options["norm_epsilon"] = getattr(args, "norm_epsilon", getattr(args, "layernorm_epsilon", 1e-5))
+    options["rotary_base"] = float(getattr(args, "rotary_base", 10000.0))
+    options["rotary_seq_len_interpolation_factor"] = float(given(args, "rotary_seq_len_interpolation_factor", 1.0))
+    flagged = [name for name in FLAGGED if getattr(args, name, False)]
+    flags = {"add_bias_linear": True, "bias_gelu_fusion": True, "openai_gelu": False}
+    gelu = gelu_form(**{name: given(args, name, default) for name, default in flags.items()})
+    options["activation"] = flagged[0] if flagged else gelu
+    try:
+        options |= _read_patterns(args, options.get("num_layers"))
+    except ValueError as error:
+        problems.append(str(error))
+    for name, usual in TABLE["only"].items():
+        if (value := given(args, name, usual)) != usual:
+            problems.append(f"{name}={value!r}")
+    refuse(problems, f"{where}: args with values that megalite does not have")
+    return options
+
+
+def _read_patterns(args: Namespace, layers: Any) -> dict[str, Any]:
+    """Which layers rotate, and have a window: none if its left side is -1 or every bit is 0. Raises ValueError."""
+    options: dict[str, Any] = {}
+    window, skipped, bare = (given(args, n, None) for n in ("window_size", "window_attn_skip_freq", "no_rope_freq"))
+    size = tuple(window) if isinstance(window, (list, tuple)) else (window,)
+    if size not in ((None,), (-1, 0), (-1, -1)):
+        if len(size) != 2 or type(size[0]) is not int or size[0] < 1 or size[1] != 0:
+            raise ValueError(f"window_size={window!r}")
+        bits = _bits("window_attn_skip_freq", skipped, layers) if skipped is not None else (True,)
+        if any(bits):
+            options["window_size"] = size
+        if any(bits) and not all(bits):
+            options["window_attn_skip_freq"] = write_pattern(bits)
+    if bare is not None and bare != 0 and (any(_bits("no_rope_freq", bare, layers)) or type(bare) is int):
+        options["no_rope_freq"] = str(bare).replace(" ", "")
+    return options
+
+
+def _bits(name: str, pattern: Any, layers: Any) -> tuple[bool, ...]:
+    """A bit for each layer."""
+    with contextlib.suppress(ValueError):
+        if type(layers) is int and layers <= LONGEST:
+            return read_pattern(str(pattern), layers)
+    raise ValueError(f"{name}={pattern!r}")
+
+
+def given(args: Namespace, name: str, default: Any) -> Any:
+    """An argument, or `default` where it is missing or None."""
+    value = getattr(args, name, None)
+    return default if value is None else value

@@ -13,11 +13,10 @@ import pickle  # for an Unpickler that finds no class but those listed here
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,16 +35,14 @@ _OTHER = ("optimizer.", "rng_state", "rerun_state_machine_state", "chained_")  #
 _LARGEST = 1 << 30  # bytes of .metadata
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     box: Box
     file: str
     offset: int
     length: int
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]

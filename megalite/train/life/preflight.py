@@ -48,7 +48,7 @@ from megalite.train.tell.overview import describe
 from megalite.train.tell.run_dir import keep_rows_until, write_atomically
 
 
-def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
+def preflight(config: Config, ranks: Ranks) -> tuple[Arrangement, Sources]:
     """Open the data and arrange the run. Raises SetupError or DataError with all problems at once."""
     t = config.train
     if problems := [*check(config, ranks.world, complete=True), *export_problems(config)]:
@@ -56,7 +56,7 @@ def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
     try:
         data = rehearsed(config.data) if t.as_rank is not None else config.data
         sources = open_sources(data, config.model.seq_length, t.seed, t.eval_iters)
-        return sources, arrange(config, ranks.world, sources.vocab_size)
+        return arrange(config, ranks.world, sources.vocab_size), sources
     except DataError:
         raise
     except ValueError as error:

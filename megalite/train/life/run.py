@@ -138,8 +138,7 @@ class Life:
     def preflight(self) -> tuple[Arrangement, Sources]:
         """What will run, on which data; raises all errors that can be found before ranks meet."""
         self.config = with_source(self.config)
-        sources, plan = preflight.preflight(self.config, self.ranks)
-        return plan, sources
+        return preflight.preflight(self.config, self.ranks)
 
     def tell(self, plan: Arrangement, sources: Sources) -> int:
         """A dry run: rank 0 prints what would run."""

@@ -130,7 +130,7 @@ def begin_branch(run: Run, config: Config, saver: Saver | None, found: Location 
     if saver is None:
         return None, []
     step = run.state.step
-    saved = step if found and any(_same(found, place) for place in saver.places_of(step)) else None
+    saved = step if found and any(_same(found, storage.folder_of(place, step)) for place in saver.places) else None
     chosen = saved is None or config.checkpoint.ckpt_step == saved  # else later checkpoints were tried, and are damaged
     note = saver.begins_at(step, damaged=not chosen)
     return saved, [] if note is None else [note]

@@ -31,13 +31,13 @@ from megalite.train.watch.spikes import Spikes
 
 MOST = 3  # options that are named
 MAIN = "optimizer.main"
+Kinds = Mapping[str, str]  # KIND of KIND/NAME -> dtype
 Numbers = tuple[dict[str, int], int, LossScaler, Rates, Spikes]  # progress, updates, loss scaler, rates, spikes
 
 
 @dataclass(frozen=True)
 class Start:
-    """How to start from a checkpoint. `weights_only`: the optimizer begins afresh; `afresh`: so do step and data;
-    `later`: `step` is the earliest to load."""
+    """`weights_only`: the optimizer begins afresh; `afresh`: so do step and data; `later`: `step` is the earliest."""
 
     step: int | None = None
     weights_only: bool = False
@@ -157,7 +157,7 @@ def _wanted(
         states, remedy = {}, "add --no-load-optim to continue without it, or --finetune to start afresh"
         of_optimizer.insert(0, f"{folder} holds no optimizer state: {remedy}")
     shapes = {spec.stored_name: spec.stored_shape for spec in stored_specs(model, run.vocab_size).values()}
-    if why := _misfit(shapes, manifest, options, tokenizer, (states, _states(saved))):
+    if why := _misfit(shapes, manifest, options, tokenizer, [states, _states(saved)]):
         why = [f"{folder} does not fit this run:", *why, *remedies(model, there)]
     if why or of_optimizer:
         raise SetupError("\n".join([*why, *of_optimizer]))
@@ -172,30 +172,26 @@ def _wanted(
     return loader.Wanted(pieces, start.optimizer, tell=_tell_load(run, config, folder, manifest))
 
 
-def across_precisions(pieces: Sequence[Piece], kinds: Mapping[str, str], there: Mapping[str, str]) -> list[Piece]:
+def across_precisions(pieces: Sequence[Piece], kinds: Kinds, there: Kinds) -> list[Piece]:
     """The pieces under the names that they are read from, where a run continues in another precision: the fp32 weights,
     which are the main weights, or in fp32 the model's, are read bit for bit, and weights in half precision are made of
-    them. `kinds`: of this run, `there`: of the checkpoint, KIND of KIND/NAME -> dtype."""
+    them. `kinds`: of this run, `there`: of the checkpoint."""
     own, source = (MAIN if MAIN in known else "model" for known in (kinds, there))
     kept = [piece for piece in pieces if own == "model" or not piece.name.startswith("model/")]
     return [replace(p, name=p.name.replace(f"{own}/", f"{source}/", 1)) for p in kept]
 
 
-def _states(kinds: Mapping[str, str]) -> dict[str, str]:
+def _states(kinds: Kinds) -> dict[str, str]:
     return {kind: dtype for kind, dtype in kinds.items() if kind.startswith("optimizer.") and kind != MAIN}
 
 
 def _misfit(
-    own: Mapping[str, tuple[int, ...]],
-    manifest: Manifest,
-    options: Sequence[str],
-    tokenizer: Sequence[str],
-    states: Sequence[Mapping[str, str]],
+    own: Mapping[str, tuple[int, ...]], there: Manifest, options: list[str], tokenizer: list[str], states: list[Kinds]
 ) -> list[str]:
     """Why the checkpoint does not fit and what to do, in at most seven lines; [] where it fits. `own`: name -> shape of
     what is of the model. `options`, `tokenizer`: their differences, a line each. `states`: of the optimizer, -> dtype,
     those wanted and those there. All ranks find the same, as the answer is about whole tensors."""
-    saved = {name: whole.shape for name, whole in manifest.tensors.items() if name.startswith(OF_MODEL)}
+    saved = {name: whole.shape for name, whole in there.tensors.items() if name.startswith(OF_MODEL)}
     wrong = [name for name in sorted({*own, *saved}) if own.get(name) != saved.get(name)]
     other = states[0] and states[0] != states[1]
     if not (options or tokenizer or wrong or other):

@@ -20,7 +20,7 @@ from megalite.config.console import Bar, complain, show
 from megalite.config.environment import variable
 from megalite.config.options import LogConfig
 from megalite.config.own_file import opener
-from megalite.data.samples.validation_sets import bits_per_byte
+from megalite.data.samples.blend import bits_per_byte
 from megalite.train.sources import NamedSet
 from megalite.train.state import State
 from megalite.train.tell import figures as lines

@@ -95,8 +95,7 @@ def save_roots(config: Config) -> list[str]:
 
 
 def newest_saved(config: Config) -> tuple[dict[str, Any], str]:
-    """The newest complete checkpoint, as status.json has it and in words. URLs are not asked: the run may have ended
-    because they do not answer."""
+    """The newest complete checkpoint, as status.json has it and in words. URLs are not asked: they may not answer."""
     save, roots = config.checkpoint.save, save_roots(config)
     if save is None:
         return dict(checkpoint=None, checkpoint_step=None), "none, there is no --save"
@@ -132,8 +131,7 @@ def trained(folder: Path) -> dict[str, int]:
 
 
 def outcome_of(folder: Path, status: dict[str, Any]) -> str:
-    """The outcome of `status`; "killed" where that is "running" and no run is: its lock is free, or, without a lock,
-    its process is gone from this machine."""
+    """The outcome of `status`; "killed" where it is "running" but its lock is free, or without one its process gone."""
     said, pid = str(status.get("outcome", "unknown")), status.get("pid")
     if said != "running":
         return said
