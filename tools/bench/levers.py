@@ -88,7 +88,7 @@ class Levers:
         padded = padded_vocab_size(run.vocab_size, model.make_vocab_size_divisible_by, 1)
         flops = sum(n * model_flops(replace(model, seq_length=n), padded) for n in pieces) / S
         chunk = self.chunk if chunk_mib is None else chunk_mib << 20
-        return Side(config, Prefetcher(batches, prepare), blas or self.blas, chunk, flops)
+        return Side(config, Prefetcher(batches, prepare, run.batch_sizes.at), blas or self.blas, chunk, flops)
 
     def take(self, side: Side) -> None:
         """The next steps are of this side."""
