@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CONNECT_S = 60.0
-
 
 def all_are(able: bool, group: Any) -> bool:
     """Whether every rank of the group is; collective over it."""
@@ -32,7 +30,7 @@ class Wires:
     @classmethod
     def open(cls, group: Any, rank: int, size: int, folder: Path) -> "Wires | None":
         """Connect all ranks through sockets in a folder that they share; collective. None on all ranks if one cannot.
-        Afterwards the folder is not needed."""
+        Afterwards the folder is not needed. Ranks wait for each other only in `all_are`, which hears of a dead one."""
         found: dict[int, socket.socket] = {}
         with contextlib.ExitStack() as until_open:
             door = None
@@ -43,13 +41,16 @@ class Wires:
                 door = made
             if not all_are(door is not None, group) or door is None:
                 return None
-            door.settimeout(CONNECT_S)
             with contextlib.suppress(OSError):
                 for q in range(rank):
                     wire = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    wire.setblocking(False)  # an open door keeps who comes until it is asked
                     wire.connect(str(folder / str(q)))
                     wire.send(rank.to_bytes(4, "little"))
                     found[q] = wire
+            if not all_are(len(found) == rank, group):
+                return None
+            with contextlib.suppress(OSError):
                 for _ in range(rank + 1, size):
                     other, _ = door.accept()
                     found[int.from_bytes(other.recv(4), "little")] = other

@@ -1,9 +1,11 @@
 """Collectives through shared memory: any program of them against its definition; ranks that die or disagree."""
 
 import datetime
+import mmap
 import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -140,20 +142,26 @@ def test_a_rank_that_dies_is_an_error_on_the_others_at_once(tmp_path: Path) -> N
     assert (tmp_path / "heard of it").exists()
 
 
-def _dies_before_it_opens(folder: str) -> None:
+# what a rank calls in this order while it opens
+CALLS = {"broadcast_object_list": dist, "mmap": mmap, "bind": socket.socket, "connect": socket.socket}
+
+
+def _dies_as_it_opens(folder: str, call: str) -> None:
     shared_memory.FOLDER = Path(folder)
     dist.barrier()  # the group is made: its ranks connect one by one
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        setattr(CALLS[call], call, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError):
-        SharedMemory.open(dist.group.WORLD, 0, 2)
-    assert not list(Path(folder).iterdir())
-    (Path(folder) / "nothing was left").touch()
+        SharedMemory.open(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+    if dist.get_rank() == 0:
+        assert not list(Path(folder).iterdir())
+        (Path(folder) / "nothing was left").touch()
 
 
-def test_a_rank_that_dies_while_memory_is_opened_leaves_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_dies_while_memory_is_opened_leaves_no_file(tmp_path: Path, call: str) -> None:
     with pytest.raises(AssertionError, match="exit code 137"):
-        run_ranks(2, _dies_before_it_opens, str(tmp_path))
+        run_ranks(3, _dies_as_it_opens, str(tmp_path), call)
     assert [path.name for path in tmp_path.iterdir()] == ["nothing was left"]
 
 
