@@ -56,9 +56,9 @@ class Wires:
                     found[int.from_bytes(other.recv(4), "little")] = other
         return cls(group, found) if all_are(len(found) == size - 1, group) else None
 
-    def send(self, word: bytes) -> None:
-        """To every other rank. Raises RuntimeError where one is gone."""
-        for rank, wire in self._sockets.items():
+    def send(self, words: list[bytes]) -> None:
+        """One to every other rank, in the order of ranks. Raises RuntimeError where one is gone."""
+        for word, (rank, wire) in zip(words, self._sockets.items(), strict=True):
             try:
                 wire.send(word)
             except OSError as error:

@@ -125,6 +125,23 @@ def test_ranks_that_do_different_things_are_told_so() -> None:
     assert first == second and "different collectives" in first
 
 
+def _expects_more() -> str:
+    """Rank 1 expects more of rank 0 than that gives it, and rank 2 less."""
+    memory = _open(256)
+    got = [[3, 3, 3], [5, 3, 3], [2, 3, 3]][memory.rank]
+    started = memory.start_all_to_all(torch.zeros(sum(got)), torch.zeros(9), got, [3, 3, 3])
+    try:
+        started.wait()
+    except OrderError as error:
+        return str(error)
+    return ""
+
+
+def test_parts_of_other_sizes_than_expected_are_an_error() -> None:
+    none, more, less = run_ranks(3, _expects_more)
+    assert not none and "between [3, 3, 4] and [3, 5, 4]" in more and "between [3, 2, 4] and [3, 3, 4]" in less
+
+
 def _one_dies(path: str) -> None:
     memory = _open(256)
     if memory.rank == 1:
