@@ -24,13 +24,13 @@ import struct
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from megalite.parallel.wires import Wires, all_are
 
@@ -50,7 +50,7 @@ class Transport(ABC):
     """Gathers and scatters flat tensors in place of an axis's group. `out` is valid after `wait` of the result."""
 
     group: Any
-    timeout: timedelta | None = None  # of a wait for another rank that is not the group's; None: there is none
+    timeout = default_pg_timeout  # of a wait for another rank; torch's, as that of a group that is given none
 
     @abstractmethod
     def start_all_gather(self, out: Tensor, x: Tensor) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+LONGEST_S = 1e6  # the kernel counts milliseconds in 32 bits
+
 
 def all_are(able: bool, group: Any) -> bool:
     """Whether every rank of the group is; collective over it."""
@@ -64,13 +66,13 @@ class Wires:
             except OSError as error:
                 raise RuntimeError(f"Connection closed by rank {rank}: {error.strerror}") from None
 
-    def receive(self, size: int, timeout: timedelta | None) -> list[bytes]:
+    def receive(self, size: int, timeout: timedelta) -> list[bytes]:
         """The next word of every other rank, of `size` bytes. Raises RuntimeError where one is gone, or late."""
-        limit = None if timeout is None else timeout.total_seconds()
+        limit = min(timeout.total_seconds(), LONGEST_S)
         return [_next(wire, size, rank, limit) for rank, wire in self._sockets.items()]
 
 
-def _next(wire: socket.socket, size: int, rank: int, limit_s: float | None) -> bytes:
+def _next(wire: socket.socket, size: int, rank: int, limit_s: float) -> bytes:
     if wire.gettimeout() != limit_s:
         wire.settimeout(limit_s)
     why = "it has ended"
@@ -78,7 +80,7 @@ def _next(wire: socket.socket, size: int, rank: int, limit_s: float | None) -> b
         if word := wire.recv(size):
             return word
     except TimeoutError:
-        raise RuntimeError(f"Timed out waiting {1000 * (limit_s or 0):.0f}ms for rank {rank}") from None
+        raise RuntimeError(f"Timed out waiting {1000 * limit_s:.0f}ms for rank {rank}") from None
     except OSError as error:
         why = error.strerror
     raise RuntimeError(f"Connection closed by rank {rank}: {why}")

@@ -228,6 +228,20 @@ def test_a_rank_that_hangs_is_an_error_after_the_groups_timeout(tmp_path: Path) 
     assert run_ranks(2, _timeouts, str(tmp_path / "over"))[0] > 0.9
 
 
+def _long_timeouts() -> tuple[datetime.timedelta, float]:
+    memory = _open(256)
+    usual, memory.timeout = memory.timeout, datetime.timedelta(milliseconds=2**32 + 10)
+    if memory.rank == 0:
+        time.sleep(0.5)
+    out = torch.empty(8)
+    memory.start_all_gather(out, torch.full((4,), float(memory.rank))).wait()
+    return usual, float(out.sum())
+
+
+def test_a_timeout_may_be_long_and_is_torchs_where_none_is_given() -> None:
+    assert run_ranks(2, _long_timeouts) == [(datetime.timedelta(minutes=30), 4.0)] * 2
+
+
 def test_the_variable_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, on in (("on", True), ("", True), ("off", False)):
         monkeypatch.setenv("MEGALITE_SHARED_MEMORY", value)
