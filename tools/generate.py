@@ -27,6 +27,7 @@ from tools.program import parser_of
 
 LEAST = {"max_new_tokens": 1, "top_k": 0, "temperature": 0, "batch_size": 1, "nproc": 1}
 LEAST |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "seed": 0}
+LIMIT = datetime.timedelta(minutes=10)  # of a wait for another rank
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,8 +82,8 @@ def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
     from megalite.train.setup import SetupError
 
     try:
-        device, limit = choose_device(args.device), datetime.timedelta(minutes=10)
-        with process_group(ranks, device=device, startup_timeout=limit) as here:
+        device = choose_device(args.device)
+        with process_group(ranks, device=device, startup_timeout=LIMIT) as here:
             generate(args, prompts, here, speak=ranks.rank == 0)
     except (SetupError, DataError, LaunchError) as error:
         if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
@@ -100,7 +101,8 @@ def generate(args: argparse.Namespace, prompts: list[str], device, speak: bool) 
     from megalite.generate.generation import Sampling, continue_prompts, load_model
     from megalite.parallel.mesh import build_mesh
 
-    mesh = build_mesh(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size, device=device)
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    mesh = build_mesh(tp=tp, pp=pp, device=device, timeout=LIMIT)
     model = load_model(args.load, mesh, getattr(torch, args.dtype))
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     texts = continue_prompts(model, prompts, args.max_new_tokens, sampling, args.batch_size)

@@ -24,20 +24,21 @@ import struct
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from megalite.parallel.wires import Wires, all_are
 
 SLOTS = 3
 SLOT_BYTES = 2 << 20  # of one rank
 FOLDER = Path("/dev/shm")
-WORD = struct.Struct("4q")  # kind of a collective, elements, bytes of each; and elements of this rank's longest part
+# kind of a collective, elements from the sender to the receiver, bytes of each; and elements of its longest part
+WORD = struct.Struct("4q")
 Copy = Callable[[Tensor, int], None]  # between a slot and a tensor, of whose parts it has a piece that begins there
 
 
@@ -49,7 +50,7 @@ class Transport(ABC):
     """Gathers and scatters flat tensors in place of an axis's group. `out` is valid after `wait` of the result."""
 
     group: Any
-    timeout: timedelta | None = None  # of a wait for another rank that is not the group's; None: there is none
+    timeout = default_pg_timeout  # of a wait for another rank; torch's, as that of a group that is given none
 
     @abstractmethod
     def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
@@ -72,7 +73,7 @@ class Transfer:
         next(steps, None)
 
     def wait(self) -> None:
-        """Complete the transfer. Raises OrderError, and the errors of the group's backend."""
+        """Complete the transfer. Raises OrderError, and RuntimeError where a rank is gone or late."""
         for _ in self._steps:
             pass
 
@@ -122,7 +123,7 @@ class SharedMemory(Transport):
             for q in self.others:
                 parts[q, a:b] = slot[q].view(x.dtype)[: b - a]
 
-        return self._start((1, n, x.element_size(), n), piece, put, read)
+        return self._start(1, x, [n] * self.size, [n] * self.size, piece, put, read)
 
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Transfer:
         """Half precision is summed in fp32, in the order of ranks: the same bits on whatever rank."""
@@ -146,7 +147,7 @@ class SharedMemory(Transport):
                 total += part
             out[a:b] = total
 
-        return self._start((2, n, x.element_size(), n), piece, put, read)
+        return self._start(2, x, [n] * self.size, [n] * self.size, piece, put, read)
 
     def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> Transfer:
         piece, theirs, ours = self._slot_bytes // x.element_size() // self.size, out.split(got), x.split(given)
@@ -162,34 +163,40 @@ class SharedMemory(Transport):
                 part = theirs[q][a : a + piece]
                 part.copy_(slot[q].view(x.dtype)[self.rank * piece :][: len(part)])
 
-        return self._start((3, 0, x.element_size(), max(given)), piece, put, read)
+        return self._start(3, x, got, given, piece, put, read)
 
-    def _start(self, facts: tuple[int, ...], piece: int, put: Copy, read: Copy) -> Transfer:
+    def _start(
+        self, kind: int, x: Tensor, got: list[int], given: list[int], piece: int, put: Copy, read: Copy
+    ) -> Transfer:
         self._last.wait()
-        self._last = Transfer(self._steps(facts, piece, put, read))
+        longest = max(given[q] for q in self.others)
+        words = [(kind, given[q], x.element_size(), longest) for q in self.others]
+        theirs = [(kind, got[q], x.element_size()) for q in self.others]
+        self._last = Transfer(self._steps(words, theirs, piece, put, read))
         return self._last
 
-    def _steps(self, facts: tuple[int, ...], piece: int, put: Copy, read: Copy) -> Iterator[None]:
-        """Put the first piece; behind the `yield` read all, and put each next one while this one is read. `facts`: as
-        in a word; all ranks have as many pieces as the longest part of any."""
+    def _steps(self, words: list[Any], theirs: list[Any], piece: int, put: Copy, read: Copy) -> Iterator[None]:
+        """Put the first piece; behind the `yield` read all, and put each next one while this one is read. `words`: to
+        each other rank; `theirs`: what its word must begin with. All have as many pieces as the longest part of any."""
 
         def begin(at: int) -> Tensor:
             slot = next(self._slots)
             put(slot, at)
-            self.wires.send(WORD.pack(*facts))
+            self.wires.send([WORD.pack(*word) for word in words])
             return slot
 
         slot, at, longest = begin(0), 0, 1
         yield
         while at < longest:
-            said = [facts, *map(WORD.unpack, self.wires.receive(WORD.size, self.timeout))]
-            if len({word[:3] for word in said}) > 1:
-                least, most = (list(map(of, zip(*said, strict=True)))[:3] for of in (min, max))
+            said = [*map(WORD.unpack, self.wires.receive(WORD.size, self.timeout))]
+            begun = [word[:3] for word in said]
+            if begun != theirs:
+                least, most = (list(map(of, zip(*theirs, *begun, strict=True))) for of in (min, max))
                 raise OrderError(
                     "ranks do different collectives (1: all-gather, 2: reduce-scatter, 3: all-to-all; elements; bytes "
                     f"of each): between {least} and {most}; the program must be the same on all ranks"
                 )
-            longest, here, start, at = max(word[3] for word in said), slot, at, at + piece
+            longest, here, start, at = max(word[3] for word in [*words, *said]), slot, at, at + piece
             if at < longest:
                 slot = begin(at)
             read(here, start)

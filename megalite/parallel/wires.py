@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CONNECT_S = 60.0
+LONGEST_S = 1e6  # the kernel counts milliseconds in 32 bits
 
 
 def all_are(able: bool, group: Any) -> bool:
@@ -32,7 +32,7 @@ class Wires:
     @classmethod
     def open(cls, group: Any, rank: int, size: int, folder: Path) -> "Wires | None":
         """Connect all ranks through sockets in a folder that they share; collective. None on all ranks if one cannot.
-        Afterwards the folder is not needed."""
+        Afterwards the folder is not needed. Ranks wait for each other only in `all_are`, which hears of a dead one."""
         found: dict[int, socket.socket] = {}
         with contextlib.ExitStack() as until_open:
             door = None
@@ -43,33 +43,36 @@ class Wires:
                 door = made
             if not all_are(door is not None, group) or door is None:
                 return None
-            door.settimeout(CONNECT_S)
             with contextlib.suppress(OSError):
                 for q in range(rank):
                     wire = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    wire.setblocking(False)  # an open door keeps who comes until it is asked
                     wire.connect(str(folder / str(q)))
                     wire.send(rank.to_bytes(4, "little"))
                     found[q] = wire
+            if not all_are(len(found) == rank, group):
+                return None
+            with contextlib.suppress(OSError):
                 for _ in range(rank + 1, size):
                     other, _ = door.accept()
                     found[int.from_bytes(other.recv(4), "little")] = other
         return cls(group, found) if all_are(len(found) == size - 1, group) else None
 
-    def send(self, word: bytes) -> None:
-        """To every other rank. Raises RuntimeError where one is gone."""
-        for rank, wire in self._sockets.items():
+    def send(self, words: list[bytes]) -> None:
+        """One to every other rank, in the order of ranks. Raises RuntimeError where one is gone."""
+        for word, (rank, wire) in zip(words, self._sockets.items(), strict=True):
             try:
                 wire.send(word)
             except OSError as error:
                 raise RuntimeError(f"Connection closed by rank {rank}: {error.strerror}") from None
 
-    def receive(self, size: int, timeout: timedelta | None) -> list[bytes]:
+    def receive(self, size: int, timeout: timedelta) -> list[bytes]:
         """The next word of every other rank, of `size` bytes. Raises RuntimeError where one is gone, or late."""
-        limit = None if timeout is None else timeout.total_seconds()
+        limit = min(timeout.total_seconds(), LONGEST_S)
         return [_next(wire, size, rank, limit) for rank, wire in self._sockets.items()]
 
 
-def _next(wire: socket.socket, size: int, rank: int, limit_s: float | None) -> bytes:
+def _next(wire: socket.socket, size: int, rank: int, limit_s: float) -> bytes:
     if wire.gettimeout() != limit_s:
         wire.settimeout(limit_s)
     why = "it has ended"
@@ -77,7 +80,7 @@ def _next(wire: socket.socket, size: int, rank: int, limit_s: float | None) -> b
         if word := wire.recv(size):
             return word
     except TimeoutError:
-        raise RuntimeError(f"Timed out waiting {1000 * (limit_s or 0):.0f}ms for rank {rank}") from None
+        raise RuntimeError(f"Timed out waiting {1000 * limit_s:.0f}ms for rank {rank}") from None
     except OSError as error:
         why = error.strerror
     raise RuntimeError(f"Connection closed by rank {rank}: {why}")

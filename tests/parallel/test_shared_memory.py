@@ -1,9 +1,11 @@
 """Collectives through shared memory: any program of them against its definition; ranks that die or disagree."""
 
 import datetime
+import mmap
 import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -123,6 +125,23 @@ def test_ranks_that_do_different_things_are_told_so() -> None:
     assert first == second and "different collectives" in first
 
 
+def _expects_more() -> str:
+    """Rank 1 expects more of rank 0 than that gives it, and rank 2 less."""
+    memory = _open(256)
+    got = [[3, 3, 3], [5, 3, 3], [2, 3, 3]][memory.rank]
+    started = memory.start_all_to_all(torch.zeros(sum(got)), torch.zeros(9), got, [3, 3, 3])
+    try:
+        started.wait()
+    except OrderError as error:
+        return str(error)
+    return ""
+
+
+def test_parts_of_other_sizes_than_expected_are_an_error() -> None:
+    none, more, less = run_ranks(3, _expects_more)
+    assert not none and "between [3, 3, 4] and [3, 5, 4]" in more and "between [3, 2, 4] and [3, 3, 4]" in less
+
+
 def _one_dies(path: str) -> None:
     memory = _open(256)
     if memory.rank == 1:
@@ -140,20 +159,26 @@ def test_a_rank_that_dies_is_an_error_on_the_others_at_once(tmp_path: Path) -> N
     assert (tmp_path / "heard of it").exists()
 
 
-def _dies_before_it_opens(folder: str) -> None:
+# what a rank calls in this order while it opens
+CALLS = {"broadcast_object_list": dist, "mmap": mmap, "bind": socket.socket, "connect": socket.socket}
+
+
+def _dies_as_it_opens(folder: str, call: str) -> None:
     shared_memory.FOLDER = Path(folder)
     dist.barrier()  # the group is made: its ranks connect one by one
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        setattr(CALLS[call], call, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError):
-        SharedMemory.open(dist.group.WORLD, 0, 2)
-    assert not list(Path(folder).iterdir())
-    (Path(folder) / "nothing was left").touch()
+        SharedMemory.open(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+    if dist.get_rank() == 0:
+        assert not list(Path(folder).iterdir())
+        (Path(folder) / "nothing was left").touch()
 
 
-def test_a_rank_that_dies_while_memory_is_opened_leaves_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_dies_while_memory_is_opened_leaves_no_file(tmp_path: Path, call: str) -> None:
     with pytest.raises(AssertionError, match="exit code 137"):
-        run_ranks(2, _dies_before_it_opens, str(tmp_path))
+        run_ranks(3, _dies_as_it_opens, str(tmp_path), call)
     assert [path.name for path in tmp_path.iterdir()] == ["nothing was left"]
 
 
@@ -201,6 +226,20 @@ def _timeouts(path: str) -> float:
 
 def test_a_rank_that_hangs_is_an_error_after_the_groups_timeout(tmp_path: Path) -> None:
     assert run_ranks(2, _timeouts, str(tmp_path / "over"))[0] > 0.9
+
+
+def _long_timeouts() -> tuple[datetime.timedelta, float]:
+    memory = _open(256)
+    usual, memory.timeout = memory.timeout, datetime.timedelta(milliseconds=2**32 + 10)
+    if memory.rank == 0:
+        time.sleep(0.5)
+    out = torch.empty(8)
+    memory.start_all_gather(out, torch.full((4,), float(memory.rank))).wait()
+    return usual, float(out.sum())
+
+
+def test_a_timeout_may_be_long_and_is_torchs_where_none_is_given() -> None:
+    assert run_ranks(2, _long_timeouts) == [(datetime.timedelta(minutes=30), 4.0)] * 2
 
 
 def test_the_variable_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
