@@ -41,11 +41,12 @@ def test_a_stopped_and_resumed_run_is_the_same_run_bit_for_bit(tmp_path: Path, l
     assert (wanted | {"reason": "reached the last step"}).items() <= status_of(tmp_path / "b").items()
 
 
-# a thread of the group still needs the interpreter when that is taken down
+# a thread of the group still needs the interpreter when that is taken down; at least on the rank that is there first: on
+# the other the sum may be ready at once, and its own thread is asked
 BUSY = """
-import atexit, runpy, sys, time, torch, torch.distributed as dist
+import atexit, runpy, sys, threading, time, torch, torch.distributed as dist
 def wait(done):
-    while not sys.is_finalizing():
+    while not sys.is_finalizing() and threading.current_thread() is not threading.main_thread():
         time.sleep(0.01)
 def leave_busy():
     dist.all_reduce(torch.zeros(1), async_op=True).get_future().then(wait)
