@@ -239,7 +239,7 @@ def timeline(card: Card, folder: Path) -> None:
 
     rank, kinds = dist.get_rank(), {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA}
     supported = mock.patch.object(profiler, "supported_activities", lambda: kinds)
-    with _group_of(card), supported, mock.patch.object(profiler, "profile", Profiler):
+    with _group_of(card, "tools.bench.contender"), supported, mock.patch.object(profiler, "profile", Profiler):
         made = _of_rank(benchmark_rank.megalite_rank, folder, Ranks(rank, 2, rank, 2))
     assert rank or made["timeline"] == {"communication_s": 4.0, "hidden_s": 1.0}
 
@@ -295,8 +295,21 @@ def planned(card: Card, folder: Path) -> None:
     assert read_config(FLAGS, options)[1] == ["memory_gib=4 is for a CPU; drop it, or use --device cpu"]
 
 
+def levers(card: Card, folder: Path) -> None:
+    """Each side of a lever is a step on the card, with its memory."""
+    from tools.bench import levers
+    from tools.bench.gpu_report_goals import TABLE
+
+    task = {"group": "mine", "flags": FLAGS, "folder": str(folder), "plan": {}, "seconds": 60, "tiny": True}
+    row = {"name": "chunk", "card": "no card is here", "on": {"chunk_mib": 1}}
+    with mock.patch.dict(TABLE["levers"], {"mine": [row]}):
+        assert levers.levers_rank(Ranks(), task) == 0
+    (made,) = json.loads((folder / "levers.json").read_text())["rows"]
+    assert made["status"] == "ok" and all(side["memory"] > 100_000 for side in made["sides"])
+
+
 OFTEN = (everything_on, graphs, no_memory_for_a_copy, who_computes, refused, clock_and_probe, benchmark, cluster)
-OFTEN += (planned, layouts_of_the_quickstart)
+OFTEN += (planned, layouts_of_the_quickstart, levers)
 CASES = {case.__name__: case for case in (*OFTEN, two_ranks, peer, timeline)}
 WORLD = {"two_ranks": 2, "timeline": 2, "cluster": 2}
 

@@ -224,12 +224,14 @@ def test_a_start_of_half_a_billion_weights_never_has_them_whole() -> None:
     """Of one rank of dp 4 in fp32, beyond the imports. By the formula (4 + 4 + 8) / 4 and 4 + 4 + 8 / 4 bytes for each
     weight are held, which is 0.4 for any model; norms and biases, of which each rank has all, make it 0.4005 here.
     Measured 4,706 and 1,889 MiB, 0.4014 (before the optimizer's states 3,766 and 950, 0.252): the tensors, and 6.4 and
-    7.0 MiB, of which 3.3 are code that runs for the first time. Nothing that comes and goes is above it."""
+    7.0 MiB, of which 3.3 are code that runs for the first time. Nothing that comes and goes is above it. Six runs beside
+    other work were at 0.401 to 0.408; one matrix of a layer that is whole for a moment (25 MiB) would not be seen, a
+    layer's (75 MiB) would."""
     flags = """--num-layers 24 --hidden-size 1280 --num-attention-heads 20 --seq-length 64 --micro-batch-size 1
      --global-batch-size 4 --train-iters 4 --lr 0.01 --mock-data --vocab-size 16000 --position-embedding-type rope"""
     (numel, one), (same, three) = (run_ranks(1, _built, stage, flags, timeout=70)[0] for stage in (1, 3))
-    assert 4.9e8 < numel == same < 5.1e8 and three < 0.404 * one
-    assert 1024 * one < 10.05 * numel and 1024 * three < 4.05 * numel
+    assert 4.9e8 < numel == same < 5.1e8 and three < 0.415 * one
+    assert 1024 * one < 10.05 * numel and 1024 * three < 4.15 * numel
 
 
 def _resident() -> int:
