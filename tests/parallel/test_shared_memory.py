@@ -4,6 +4,7 @@ import datetime
 import mmap
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -237,6 +238,24 @@ def test_without_sockets_there_is_gloo(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     assert run_ranks(2, _no_sockets, str(folder)) == [True, True]
+
+
+def _without_files(folder: str) -> list[bool]:
+    """Rank 0 may open none, one, ... more."""
+    shared_memory.FOLDER, found, before = Path(folder), [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    for more in range(6):
+        os.close(free := os.open(folder, os.O_RDONLY))
+        if dist.get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, before[1]))
+        found.append(_open(64) is not None)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    return found
+
+
+def test_without_open_files_there_is_gloo_and_nothing_is_left(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _without_files, str(tmp_path))
+    assert first == second and not first[0] and first[-1]
+    assert not list(tmp_path.iterdir())
 
 
 def _timeouts(path: str) -> float:
