@@ -98,7 +98,10 @@ class SharedMemory(Transport):
         with contextlib.ExitStack() as until_open:
             if rank == 0:
                 with contextlib.suppress(OSError, AttributeError):
-                    folder = until_open.enter_context(tempfile.TemporaryDirectory(prefix="megalite-", dir=FOLDER))
+                    folder = tempfile.mkdtemp(prefix="megalite-", dir=FOLDER)
+                    until_open.callback(os.rmdir, folder)
+                    for name in ("slots", *map(str, range(size))):  # rmtree would need an open file, and may get none
+                        until_open.callback(Path(folder, name).unlink, missing_ok=True)
                     with open(Path(folder, "slots"), "xb") as made:
                         os.posix_fallocate(made.fileno(), 0, total)  # else a full file system would be a SIGBUS later
                     names = [folder]

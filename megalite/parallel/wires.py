@@ -5,7 +5,11 @@ each rank, which wait for a processor while both compute: 1.4 ms where a word ta
 """
 
 import contextlib
+import os
+import select
 import socket
+import time
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +19,9 @@ import torch
 import torch.distributed as dist
 
 LONGEST_S = 1e6  # the kernel counts milliseconds in 32 bits
+# A process that a rank forks must not keep its sockets open: they tell the others when the rank has ended.
+OPEN = weakref.WeakSet[socket.socket]()
+os.register_at_fork(after_in_child=lambda: [wire.close() for wire in OPEN])
 
 
 def all_are(able: bool, group: Any) -> bool:
@@ -26,8 +33,9 @@ def all_are(able: bool, group: Any) -> bool:
 
 class Wires:
     def __init__(self, group: Any, sockets: Mapping[int, socket.socket]):
-        """sockets: by rank of the group. Each packet is one word."""
+        """sockets: by rank of the group, none of which blocks. Each packet is one word."""
         self._sockets = {dist.get_global_rank(group, q): sockets[q] for q in sorted(sockets)}
+        OPEN.update(sockets.values())
 
     @classmethod
     def open(cls, group: Any, rank: int, size: int, folder: Path) -> "Wires | None":
@@ -55,6 +63,7 @@ class Wires:
             with contextlib.suppress(OSError):
                 for _ in range(rank + 1, size):
                     other, _ = door.accept()
+                    other.setblocking(False)  # what it says was sent before
                     found[int.from_bytes(other.recv(4), "little")] = other
         return cls(group, found) if all_are(len(found) == size - 1, group) else None
 
@@ -68,19 +77,22 @@ class Wires:
 
     def receive(self, size: int, timeout: timedelta) -> list[bytes]:
         """The next word of every other rank, of `size` bytes. Raises RuntimeError where one is gone, or late."""
-        limit = min(timeout.total_seconds(), LONGEST_S)
-        return [_next(wire, size, rank, limit) for rank, wire in self._sockets.items()]
-
-
-def _next(wire: socket.socket, size: int, rank: int, limit_s: float) -> bytes:
-    if wire.gettimeout() != limit_s:
-        wire.settimeout(limit_s)
-    why = "it has ended"
-    try:
-        if word := wire.recv(size):
-            return word
-    except TimeoutError:
-        raise RuntimeError(f"Timed out waiting {1000 * limit_s:.0f}ms for rank {rank}") from None
-    except OSError as error:
-        why = error.strerror
-    raise RuntimeError(f"Connection closed by rank {rank}: {why}")
+        limit_s = min(timeout.total_seconds(), LONGEST_S)
+        until, words, poll = time.monotonic() + limit_s, dict[int, bytes](), select.poll()
+        missing = {wire.fileno(): rank for rank, wire in self._sockets.items()}
+        for number in missing:
+            poll.register(number, select.POLLIN)
+        while missing:
+            if not (ready := poll.poll(1000 * max(0.0, until - time.monotonic()))):
+                late = " and ".join(f"rank {rank}" for rank in missing.values())
+                raise RuntimeError(f"Timed out waiting {1000 * limit_s:.0f}ms for {late}")
+            for number, _ in ready:
+                poll.unregister(number)  # its next word may come before the others' first
+                rank = missing.pop(number)
+                try:
+                    if not (word := self._sockets[rank].recv(size)):
+                        raise OSError(0, "it has ended")
+                except OSError as error:
+                    raise RuntimeError(f"Connection closed by rank {rank}: {error.strerror}") from None
+                words[rank] = word
+        return [words[rank] for rank in self._sockets]

@@ -4,8 +4,10 @@ import datetime
 import mmap
 import os
 import random
+import resource
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from megalite.config.environment import override
 from megalite.parallel import shared_memory
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.shared_memory import OrderError, SharedMemory
+from megalite.parallel.wires import Wires
 from megalite.train.watch.hang import HANGS, lost_another
 
 # and a unit of each: a sum of whole numbers that fp32 or fp64 would make is another
@@ -142,21 +145,49 @@ def test_parts_of_other_sizes_than_expected_are_an_error() -> None:
     assert not none and "between [3, 3, 4] and [3, 5, 4]" in more and "between [3, 2, 4] and [3, 3, 4]" in less
 
 
-def _one_dies(path: str) -> None:
+def _last_dies(path: Path, forks: bool) -> None:
+    """Rank 0 waits for all; a rank between them is late until it has heard of the death."""
     memory = _open(256)
-    if memory.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    last = memory.size - 1
+    if memory.rank == last:
+        if not forks or os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(1000):
+            if not path.exists():
+                time.sleep(0.01)
+        os._exit(0)
+    if memory.rank:
+        wait_for(path)
+        return
     with pytest.raises(RuntimeError) as error:
-        memory.start_all_gather(torch.zeros(8), torch.zeros(4)).wait()
-    assert lost_another(error.value) and "by rank 1" in str(error.value)
-    Path(path).touch()
+        memory.start_all_gather(torch.zeros(4 * memory.size), torch.zeros(4)).wait()
+    assert lost_another(error.value) and f"by rank {last}" in str(error.value)
+    path.touch()
 
 
-def test_a_rank_that_dies_is_an_error_on_the_others_at_once(tmp_path: Path) -> None:
-    """That is before the launcher ends them, who gives them 3 seconds."""
+@pytest.mark.parametrize("world, forks", [(2, False), (3, False), (2, True)])
+def test_a_rank_that_dies_is_an_error_on_the_others_at_once(tmp_path: Path, world: int, forks: bool) -> None:
+    """That is before the launcher ends them, who gives them 3 seconds; also while another rank is late, and while a
+    process lives that the dead one has forked."""
     with pytest.raises(AssertionError, match="exit code 137"):
-        run_ranks(2, _one_dies, str(tmp_path / "heard of it"))
+        run_ranks(world, _last_dies, tmp_path / "heard of it", forks)
     assert (tmp_path / "heard of it").exists()
+
+
+def test_a_wait_for_several_ranks_has_one_end_and_names_all_that_are_late() -> None:
+    pairs = {rank: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for rank in (1, 2, 3)}
+    wires = Wires(None, {rank: near for rank, (near, _) in pairs.items()})
+    far, limit = {rank: end for rank, (_, end) in pairs.items()}, datetime.timedelta(seconds=1)
+    begin, says = time.monotonic(), threading.Timer(0.8, far[1].send, [b"word"])
+    says.start()
+    with pytest.raises(RuntimeError, match="Timed out waiting 1000ms for rank 2 and rank 3$"):
+        wires.receive(4, limit)
+    assert time.monotonic() - begin < 1.6
+    far[3].send(b"last")
+    for end in (far[1], far[3]):
+        end.close()
+    with pytest.raises(RuntimeError, match="Connection closed by rank 1: it has ended$"):  # at once: 2 is still late
+        wires.receive(4, datetime.timedelta(hours=1))
 
 
 # what a rank calls in this order while it opens
@@ -207,6 +238,24 @@ def test_without_sockets_there_is_gloo(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     assert run_ranks(2, _no_sockets, str(folder)) == [True, True]
+
+
+def _without_files(folder: str) -> list[bool]:
+    """Rank 0 may open none, one, ... more."""
+    shared_memory.FOLDER, found, before = Path(folder), [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    for more in range(6):
+        os.close(free := os.open(folder, os.O_RDONLY))
+        if dist.get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, before[1]))
+        found.append(_open(64) is not None)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    return found
+
+
+def test_without_open_files_there_is_gloo_and_nothing_is_left(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _without_files, str(tmp_path))
+    assert first == second and not first[0] and first[-1]
+    assert not list(tmp_path.iterdir())
 
 
 def _timeouts(path: str) -> float:
