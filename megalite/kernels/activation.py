@@ -19,12 +19,14 @@ from megalite.config.registry import KINDS
 class Activation:
     """forward(u) -> a and backward(u, da) -> (a, du). `width`: how many input columns make one output column (2 for
     gated ones: [gate | up]). With `takes_bias` both take one as their last argument, which is added to u first, and
-    backward returns its gradient as a third result."""
+    backward returns its gradient as a third result. `swiglu`: of SwiGLU the constants (activations/swiglu.py), by which
+    experts' matmuls compute it where they have its input in registers (gated_matmul.py)."""
 
     forward: Callable[..., Tensor]
     backward: Callable[..., tuple[Tensor, ...]]
     width: int = 1
     takes_bias: bool = False
+    swiglu: tuple[float, float] | None = None
 
 
 def activation_named(name: str) -> Activation:

@@ -32,7 +32,7 @@ PLANNED_PROCESSORS = 132  # multiprocessors of the card that the meta device sta
 
 # The modules that have Triton kernels; the plan at start prints them.
 IN_TRITON = ("norms", "rope", "swiglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
-IN_TRITON += ("flash_attention", "grouped_matmul", "route")
+IN_TRITON += ("flash_attention", "grouped_matmul", "gated_matmul", "route")
 
 
 class KernelError(Exception):

@@ -15,7 +15,7 @@ added by two. fp64, and all on a CPU, are torch's: one group after the other, fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +69,27 @@ def grouped_weight_grad_reference_(
 
 
 @kernel
+def tiles_of(OFFSETS, M, E, across, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """The number of tiles of the groups up to each; group E has the rows of none."""
+    group = tl.arange(0, GROUPS)
+    starts = tl.load(OFFSETS + group, mask=group <= E, other=M).to(tl.int32)
+    ends = tl.load(OFFSETS + group + 1, mask=group < E, other=M).to(tl.int32)
+    return tl.cumsum((ends - starts + ROWS - 1) // ROWS, 0) * across
+
+
+@kernel
+def tile_at(OFFSETS, INDEX, tiles, tile, M, E, across, INDEXED: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr):
+    """Of a tile its group, that group's end, its own rows, which of x these are, and its column of tiles."""
+    e = tl.sum((tiles <= tile).to(tl.int32), 0)
+    start = tl.load(OFFSETS + e).to(tl.int32)
+    end = tl.load(OFFSETS + e + 1, mask=e < E, other=M).to(tl.int32)
+    before = tl.max(tl.where(tiles <= tile, tiles, 0), 0)
+    i, j = _place(tile - before, (end - start + ROWS - 1) // ROWS, across, BAND)  # type: ignore
+    rows = start + i * ROWS + tl.arange(0, ROWS)
+    return e, end, rows, _read(INDEX, rows, end, INDEXED), j
+
+
+@kernel
 def _place(tile, down, across, BAND: tl.constexpr):
     """Row and column of a tile among down x across, in bands of rows."""
     first = tile // (BAND * across) * BAND
@@ -78,47 +99,51 @@ def _place(tile, down, across, BAND: tl.constexpr):
 
 
 @kernel
-def _rows(INDEX, at, end, INDEXED: tl.constexpr):
+def _read(INDEX, at, end, INDEXED: tl.constexpr):
     """The rows to read for these of M; row 0 for those from `end` on."""
     if INDEXED:
         return tl.load(INDEX + at, mask=at < end, other=0).to(tl.int64)
     return tl.where(at < end, at, 0).to(tl.int64)
 
 
-def _product(x: Tensor, w: Tensor, y: Tensor, *_: Any) -> tuple[float, ...]:
-    return y.shape[0], y.shape[1], x.shape[1], len(w)
+@kernel
+def product(
+    x, w, there, depth, wd,
+    WHOLE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """x w^T of rows that begin at x and at w, in fp32; of w those that are `there`."""
+    inner = tl.arange(0, DEPTH)[None, :]
+    x, w, y = x[:, None] + inner, w[:, None] + inner * wd, tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(0, depth, DEPTH):
+        if WHOLE:
+            y += dot(tl.load(x), tl.trans(tl.load(w)), WIDE)
+        else:
+            some = inner < depth - k
+            w_tile = tl.load(w, mask=some & there[:, None], other=0.0)
+            y += dot(tl.load(x, mask=some, other=0.0), tl.trans(w_tile), WIDE)
+        x += DEPTH
+        w += DEPTH * wd
+    return y
 
 
-@kernel(product=_product, do_not_specialize=["M"])
+def product_of(x: Tensor, w: Tensor, y: Tensor, *_: Any) -> tuple[float, ...]:
+    return len(y), w.shape[1], x.shape[1], len(w)
+
+
+@kernel(product=product_of, do_not_specialize=["M"])
 def _forward(
     X, W, Y, OFFSETS, INDEX, M, E, F, D, xs, we, wf, wd,
     INDEXED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """WHOLE: tiles divide the columns, and turns the depth."""
-    group, inner, across = tl.arange(0, GROUPS), tl.arange(0, DEPTH), tl.cdiv(F, COLUMNS)
-    starts = tl.load(OFFSETS + group, mask=group <= E, other=M).to(tl.int32)
-    ends = tl.load(OFFSETS + group + 1, mask=group < E, other=M).to(tl.int32)  # group E: rows of none
-    tiles = tl.cumsum((ends - starts + ROWS - 1) // ROWS, 0) * across  # of the groups up to each
+    across = tl.cdiv(F, COLUMNS)
+    tiles = tiles_of(OFFSETS, M, E, across, GROUPS, ROWS)
     for tile in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):  # type: ignore
-        e = tl.sum((tiles <= tile).to(tl.int32), 0)
-        start = tl.load(OFFSETS + e).to(tl.int32)
-        end = tl.load(OFFSETS + e + 1, mask=e < E, other=M).to(tl.int32)
-        before = tl.max(tl.where(tiles <= tile, tiles, 0), 0)
-        i, j = _place(tile - before, (end - start + ROWS - 1) // ROWS, across, BAND)  # type: ignore
-        rows, columns = start + i * ROWS + tl.arange(0, ROWS), j * COLUMNS + tl.arange(0, COLUMNS)
-        x = X + _rows(INDEX, rows, end, INDEXED)[:, None] * xs + inner[None, :]
-        w = W + e.to(tl.int64) * we + columns.to(tl.int64)[:, None] * wf + inner[None, :] * wd
-        y = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for k in range(0, D * (e < E), DEPTH):
-            if WHOLE:
-                y += dot(tl.load(x), tl.trans(tl.load(w)), WIDE)
-            else:
-                some = (inner < D - k)[None, :]
-                w_tile = tl.load(w, mask=some & (columns < F)[:, None], other=0.0)
-                y += dot(tl.load(x, mask=some, other=0.0), tl.trans(w_tile), WIDE)
-            x += DEPTH
-            w += DEPTH * wd
+        e, end, rows, read, j = tile_at(OFFSETS, INDEX, tiles, tile, M, E, across, INDEXED, ROWS, BAND)
+        columns = j * COLUMNS + tl.arange(0, COLUMNS)
+        w = W + e.to(tl.int64) * we + columns.to(tl.int64) * wf
+        y = product(X + read * xs, w, columns < F, D * (e < E), wd, WHOLE, WIDE, ROWS, COLUMNS, DEPTH)
         inside = (rows < end)[:, None] & (columns < F)[None, :]
         tl.store(Y + rows.to(tl.int64)[:, None] * F + columns[None, :], y.to(Y.dtype.element_ty), mask=inside)
 
@@ -144,8 +169,8 @@ def _weight_grad(
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for first in range(start, end, DEPTH):
             at = first + tl.arange(0, DEPTH)
-            dy = DY + _rows(DY_INDEX, at, end, DY_INDEXED)[:, None] * ys + rows[None, :]
-            x = X + _rows(X_INDEX, at, end, X_INDEXED)[:, None] * xs + columns[None, :]
+            dy = DY + _read(DY_INDEX, at, end, DY_INDEXED)[:, None] * ys + rows[None, :]
+            x = X + _read(X_INDEX, at, end, X_INDEXED)[:, None] * xs + columns[None, :]
             dy = tl.load(dy, mask=(at < end)[:, None] & (rows < F)[None, :], other=0.0)
             x = tl.load(x, mask=(at < end)[:, None] & (columns < D)[None, :], other=0.0)
             total += dot(tl.trans(dy), x, WIDE)
@@ -156,26 +181,34 @@ def _weight_grad(
         tl.store(to, total, mask=inside)
 
 
-def _by_triton(x: Tensor, *others: Tensor) -> bool:
+def by_triton(x: Tensor, *others: Tensor) -> bool:
     return x.dtype != torch.float64 and all(use_triton(t) for t in (x, *others))
+
+
+def launch(
+    which: Any, tile: Sequence[int], x_RD: Tensor, w: Tensor, F: int, others: tuple[Tensor, ...], offsets: Tensor,
+    rows: Tensor | None, constants: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """A kernel whose programs share the tiles of F columns; the first of `others` has M rows. `constants`: its own."""
+    (E, _, D), M, (high, wide, deep, warps, stages) = w.shape, len(others[0]), tile
+    programs = min(processors(x_RD.device), (ceil_div(M, high) + E) * ceil_div(F, wide))
+    index = offsets if rows is None else rows.contiguous()
+    which[(programs,)](
+        *(x_RD, w, *others, offsets, index, M, E, F, D, x_RD.stride(0), *w.stride(), *constants),
+        *(widened(x_RD), power_of_two(E + 1), not (F % wide or D % deep), high, wide, deep, BAND),
+        num_warps=warps,
+        num_stages=stages,
+    )
 
 
 def grouped_matmul(x_RD: Tensor, w_EFD: Tensor, offsets: Tensor, rows: Tensor | None = None) -> Tensor:
     """y_MF of x and w in one dtype. `w_EFD`: any strides. offsets: int32 or int64 [E + 1], from 0; rows: int64 [M],
     the row of x for each of M; without it M = R. Not differentiable."""
-    if not _by_triton(x_RD, w_EFD):
+    if not by_triton(x_RD, w_EFD):
         return grouped_matmul_reference(x_RD, w_EFD, offsets, rows)
-    (E, F, D), M = w_EFD.shape, len(x_RD if rows is None else rows)
-    x_RD, y_MF = as_rows(x_RD), x_RD.new_empty(M, F)
-    high, wide, deep, warps, stages = FORWARD[unit_of(x_RD)]
-    programs = min(processors(x_RD.device), (ceil_div(M, high) + E) * ceil_div(F, wide))
-    index = offsets if rows is None else rows.contiguous()
-    _forward[(programs,)](
-        *(x_RD, w_EFD, y_MF, offsets, index, M, E, F, D, x_RD.stride(0), *w_EFD.stride(), rows is not None),
-        *(widened(x_RD), power_of_two(E + 1), not (F % wide or D % deep), high, wide, deep, BAND),
-        num_warps=warps,
-        num_stages=stages,
-    )
+    x_RD, F = as_rows(x_RD), w_EFD.shape[1]
+    y_MF = x_RD.new_empty(len(x_RD if rows is None else rows), F)
+    launch(_forward, FORWARD[unit_of(x_RD)], x_RD, w_EFD, F, (y_MF,), offsets, rows, (rows is not None,))
     return y_MF
 
 
@@ -185,7 +218,7 @@ def grouped_weight_grad_(
 ) -> None:  # fmt: skip
     """grad[e] += dy[group]^T x[group], or that alone to begin with, which zeroes those of empty groups. `grad_EFD`:
     fp32 (fp64 for fp64), any strides; rows, dy_rows: int64 [M], the rows of x and of dy for each of M."""
-    if not _by_triton(x_RD, dy_MF):
+    if not by_triton(x_RD, dy_MF):
         return grouped_weight_grad_reference_(grad_EFD, dy_MF, x_RD, offsets, rows, dy_rows=dy_rows, begin=begin)
     (E, F, D), M = grad_EFD.shape, len(x_RD if rows is None else rows)
     dy_MF, x_RD = as_rows(dy_MF), as_rows(x_RD)

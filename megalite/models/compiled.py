@@ -79,7 +79,7 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
     if not blocks:
         return
     pair = blocks[0].mlp.activation
-    activation = replace(pair, forward=compiled(pair.forward), backward=compiled(pair.backward))
+    activation = replace(pair, forward=compiled(pair.forward), backward=compiled(pair.backward), swiglu=None)
     for block in blocks:
         block.dropout, block.attention.rotate = dropped, rotation
         for module in block.modules():

@@ -21,6 +21,7 @@ from torch.autograd import Function
 from megalite.config.options import ModelConfig
 from megalite.kernels.activation import Activation, activation_named
 from megalite.kernels.dispatch import stat_dtype
+from megalite.kernels.gated_matmul import down_gradients, up_matmul
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.route import combine, expert_of_rows, slots_of, sort_by_expert
 from megalite.nn.later import Later
@@ -76,17 +77,13 @@ class _Compute(Function):
         (R, K), E, x_RD = ids_RK.shape, len(up), x.view(-1, x.shape[-1])
         order_M, offsets = sort_by_expert(ids_RK, E)
         order_M = order_M[:choices]
-        u, probs_M1 = (
-            grouped_matmul(x_RD, up.view(E, -1, up.shape[-1]), offsets, order_M // K),
-            probs_RK.flatten()[order_M, None],
-        )
-        if biases:
-            expert_M = expert_of_rows(offsets, len(u))
-            u += biases[0].flatten(1)[expert_M]
-        a_MF = (activation.forward(u) * probs_M1).to(u.dtype)
+        probs_M, bias_EG = probs_RK.flatten()[order_M], biases[0].flatten(1) if biases else None
+        up_EGD = up.view(E, -1, up.shape[-1])
+        u, a_MF = up_matmul(x_RD, up_EGD, offsets, order_M // K, probs_M, activation, bias_EG)
         y_MD = grouped_matmul(a_MF, down, offsets)
         if biases:
-            y_MD[:, column : column + biases[1].shape[1]] += (probs_M1 * biases[1][expert_M]).to(u.dtype)
+            bias_MW = biases[1][expert_of_rows(offsets, len(u))]
+            y_MD[:, column : column + biases[1].shape[1]] += (probs_M[:, None] * bias_MW).to(u.dtype)
         ctx.column = column
         ctx.save_for_backward(x, probs_RK, order_M, offsets, u, up, down, *biases)
         return combine(y_MD, slots_of(order_M, offsets, R, K)).view_as(x)
@@ -95,17 +92,15 @@ class _Compute(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, probs_RK, order_M, offsets, u, up, down, *biases = ctx.saved_tensors
         (R, K), x_RD, dy_RD = probs_RK.shape, x.view(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        rows_M, probs_M1 = order_M // K, probs_RK.flatten()[order_M, None]
-        da_MF = grouped_matmul(dy_RD, down.transpose(1, 2), offsets, rows_M)
-        a_MF, du = ctx.activation.backward(u, (da_MF * probs_M1).to(u.dtype))
-        dprobs = torch.zeros_like(probs_RK).view(-1)
-        dprobs[order_M] = (da_MF.to(dprobs.dtype) * a_MF).sum(-1)
-        a_MF, dbiases = (a_MF * probs_M1).to(u.dtype), list[Tensor | None]()
+        rows_M, probs_M = order_M // K, probs_RK.flatten()[order_M]
+        a_MF, du, dprobs_M = down_gradients(dy_RD, down, offsets, rows_M, u, probs_M, ctx.activation)
+        dbiases = list[Tensor | None]()
         if biases:
             dy_MW = dy_RD[rows_M, ctx.column : ctx.column + biases[1].shape[1]]
-            dprobs[order_M] += (dy_MW * biases[1][expert_of_rows(offsets, len(u))]).sum(-1, dtype=dprobs.dtype)
-            sums = ((du, u.new_ones(len(u), 1)), (dy_MW.contiguous(), probs_M1.to(u.dtype)))
+            dprobs_M += (dy_MW * biases[1][expert_of_rows(offsets, len(u))]).sum(-1, dtype=dprobs_M.dtype)
+            sums = ((du, u.new_ones(len(u), 1)), (dy_MW.contiguous(), probs_M[:, None].to(u.dtype)))
             dbiases = [_weight_grad(b, None, None, *by, offsets=offsets) for b, by in zip(biases, sums, strict=True)]
+        dprobs = torch.zeros_like(probs_RK).view(-1).index_copy_(0, order_M, dprobs_M.to(probs_RK.dtype))
         dx_MD = grouped_matmul(du, up.view(len(up), -1, up.shape[-1]).transpose(1, 2), offsets)
         dx = combine(dx_MD, slots_of(order_M, offsets, R, K)).view_as(x)
         add_up, add_down = ctx.sinks

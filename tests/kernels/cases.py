@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.kernels import gated_matmul as gated
 from megalite.kernels import grouped_matmul as grouped
 from megalite.kernels import route
-from megalite.kernels.activation import activation_named
+from megalite.kernels.activation import Activation, activation_named
 from megalite.kernels.activations.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
@@ -263,6 +264,66 @@ def groups(sizes: tuple[int, ...], F: int, D: int, rows: int | None = None, none
     return make
 
 
+class _Gated(torch.autograd.Function):
+    """Experts from rows of x to sums for each row, by `pair`, up and down of kernels/gated_matmul.py; the rest is plain.
+    What up returns is a result, too."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: tuple[Callable[..., Any], ...], activation: Activation, *given: Tensor) -> Any:
+        ctx.pair, ctx.activation = pair, activation
+        x, w, down, p_M, offsets, rows, *bias = given
+        u, a = pair[0](x, w, offsets, rows, p_M, activation, *bias)
+        ctx.save_for_backward(u, *given)
+        y_MD = grouped.grouped_matmul_reference(a.double(), down.double(), offsets)
+        return u, a, x.new_zeros(x.shape, dtype=torch.float64).index_add_(0, rows, y_MD)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, __: Tensor, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        u, x, w, down, p_M, offsets, rows, *bias = ctx.saved_tensors
+        dy = laid_out(dy.to(x.dtype), "gapped")
+        a, du, dp = ctx.pair[1](dy, down, offsets, rows, u, p_M, ctx.activation)
+        dw, ddown = (t.new_empty(t.shape, dtype=torch.float64) for t in (w, down))
+        plain = grouped.grouped_weight_grad_reference_
+        plain(dw, du.double(), x.double(), offsets, rows, begin=True)
+        plain(ddown, dy.double(), a.double(), offsets, dy_rows=rows, begin=True)
+        dx_MD = grouped.grouped_matmul_reference(du, w.transpose(1, 2), offsets)
+        dx = x.new_zeros(x.shape, dtype=torch.float64).index_add_(0, rows, dx_MD.double())
+        dbias = [t.new_zeros(t.shape) for t in bias]
+        grads = (g.to(t.dtype) for g, t in zip((dx, dw, ddown, dp), (x, w, down, p_M), strict=True))
+        return None, None, *grads, None, None, *dbias
+
+
+def gating(name: str, *cases: Make) -> Op:
+    activation, plain = activation_named(name), {"matmul": grouped.grouped_matmul_reference}
+    clamped = name.startswith("clamped")
+    forms = (functools.partial(f, clamped=clamped) for f in (swiglu_forward_reference, swiglu_backward_reference))
+    twin, apart = (
+        Activation(*forms, width=2),
+        tuple(functools.partial(f, **plain) for f in (gated.up_apart, gated.down_apart)),
+    )
+    fused = (gated.up_matmul, gated.down_gradients)
+    return Op(
+        lambda *given: _Gated.apply(fused, activation, *given), lambda *given: _Gated.apply(apart, twin, *given), cases
+    )
+
+
+def choices(sizes: tuple[int, ...], F: int, D: int, rows: int, none: int = 0, bias: bool = False) -> Make:
+    """x, w, down, probabilities, offsets of groups of these sizes, what to read of `rows` rows, and a bias, which takes
+    some columns well beyond the limits: near one, the gradient is there or not by the last bit."""
+
+    def make() -> list[Tensor]:
+        M, E = sum(sizes) + none, len(sizes)
+        offsets = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        given = [normal(rows, D), normal(E, 2 * F, D, seed=1), normal(E, D, F, seed=2), normal(M, seed=3).sigmoid()]
+        given += [offsets, torch.randint(rows, (M,), generator=torch.Generator().manual_seed(4))]
+        if bias:
+            given[1] *= D**-0.5
+            given.append(20 * normal(E, 2 * F, seed=5).round().clamp(-1, 1))
+        return given
+
+    return make
+
+
 class _Combined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fn: Callable[..., Tensor], y: Tensor, slots: Tensor) -> Tensor:
@@ -385,6 +446,13 @@ OPS: dict[str, Op] = {
             *(groups((1,), 1, 1), groups((3,), 5, 7, rows=2), groups((0, 5, 0, 70, 0), 37, 70, none=3)),
             *(groups((130, 0, 1), 256, 64, rows=20, none=70), groups((0, 530, 2), 70, 8), groups((0, 0), 4, 4, none=9)),
         ),
+    ),
+    "gated_matmul": gating(
+        *("swiglu", choices((1,), 1, 1, 1), choices((0, 5, 0, 70, 0), 37, 70, 9, none=3)),
+        *(choices((130, 0, 1), 256, 64, 20, none=70), choices((0, 0), 4, 4, 2, none=9)),
+    ),
+    "gated_matmul with limits and a bias": gating(
+        *("clamped_swiglu", choices((3,), 5, 7, 2, bias=True), choices((0, 5, 140, 0), 70, 40, 9, bias=True))
     ),
     "combine": Op(
         lambda y, slots: _Combined.apply(route.combine, y, slots),

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import bias_gelu
-from megalite.kernels.activations import swiglu
+from megalite.kernels.activations import clamped_swiglu, swiglu
 from megalite.kernels.adamw import adamw_
 from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.cross_entropy import stats_and_grad_
 from megalite.kernels.dropout import dropout
 from megalite.kernels.flash_attention import flash_attention
+from megalite.kernels.gated_matmul import down_gradients, up_matmul
 from megalite.kernels.grad_norm import sum_of_squares
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.norms import FORWARD, add_norm, norm
@@ -127,6 +128,20 @@ def experts(width: int, dtype: torch.dtype) -> Work:
     return Work("grouped_matmul", dtype, width, run)
 
 
+def gated(width: int, dtype: torch.dtype) -> Work:
+    """Experts' matmuls with SwiGLU in their epilogue, plain and with limits and a bias."""
+
+    def run() -> None:
+        E, M, D = 8, 256, 2048
+        offsets, rows, p = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(M, dtype=torch.int64), torch.zeros(M)
+        for activation, *bias in ((swiglu.ACTIVATION,), (clamped_swiglu.ACTIVATION, (E, 2 * width))):
+            x, w, down, *b = of(dtype, (ROWS, D), (E, 2 * width, D), (E, D, width), *bias)
+            u, _ = up_matmul(x, w, offsets, rows, p, activation, *b)
+            down_gradients(x, down, offsets, rows, u, p, activation)
+
+    return Work("gated_matmul", dtype, width, run)
+
+
 def combined(width: int, dtype: torch.dtype) -> Work:
     y, slots = torch.zeros(8 * ROWS, width, dtype=dtype), torch.zeros(ROWS, 8, dtype=torch.int64)
     return Work("route", dtype, width, lambda: combine(y, slots))
@@ -160,6 +175,7 @@ def every() -> Iterator[Work]:
             yield combined(width, dtype)
         for width in (768, 1408):  # tiles divide it, and not
             yield experts(width, dtype)
+            yield gated(width, dtype)
         for head_size in (64, 128):
             yield rope(head_size, dtype)
             yield attention(head_size, dtype)

@@ -75,7 +75,7 @@ def turns(launch: Launch) -> Sequence[float]:
         return (-(-argument(launch, "valid") // constants["COLUMNS"]),)
     if name == "grad_norm.squares":
         return (argument(launch, "n") / (launch.grid[0] * constants["ELEMENTS"]),)
-    if name.startswith("grouped_matmul"):
+    if name.startswith(("grouped_matmul", "gated_matmul")):
         return (1, 1)  # by the offsets, which are not known
     return ()
 

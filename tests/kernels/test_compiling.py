@@ -11,7 +11,7 @@ import torch
 from cases import OPS, results
 from compiling import CARDS, Launch, build, cache_folder, recorded
 from cover import cover, rarely
-from launches import WIDTHS, Work, activations, attention, combined, every, experts, norms
+from launches import WIDTHS, Work, activations, attention, combined, every, experts, gated, norms
 from machine_code import code_of
 
 from megalite.kernels import dispatch, flash_attention
@@ -70,12 +70,13 @@ def test_norms_fit_every_card(capability: int) -> None:
 
 def test_norms_activations_and_experts_access_memory_in_16_bytes() -> None:
     made = (*norms(4096, torch.bfloat16), *activations(4096, torch.bfloat16))
-    for work in (*made, experts(768, torch.bfloat16), combined(4096, torch.bfloat16)):
+    for work in (*made, *(of(768, torch.bfloat16) for of in (experts, gated)), combined(4096, torch.bfloat16)):
         for launch in recorded(work.run):
             widths = code_of(build(launch, 90)).narrow
             # one number per row is what a norm keeps, a dropped row's sample its number, and a column of a gradient;
-            # an expert's offsets and the numbers of its rows, and of each of 8 choices its place
-            few = {"norms": 2, "columns": 1, "dropout": 2, "grouped_matmul": 8, "route": 8}.get(
+            # an expert's offsets, the numbers and probabilities of its rows, biases from the cache (of 128 elements of
+            # u, a and du that a thread writes, narrow stores would be 64), and of each of 8 choices its place
+            few = {"norms": 2, "columns": 1, "dropout": 2, "grouped_matmul": 8, "gated_matmul": 48, "route": 8}.get(
                 launch.name.split(".")[0], 0
             )
             assert sum(widths.values()) <= few, f"{launch.name}: {dict(widths)}"
@@ -118,10 +119,10 @@ def test_widths_of_the_tables_are_all_there() -> None:
 
 @pytest.mark.parametrize("width", [768, 1408])
 def test_experts_fit_and_use_the_tensor_cores(width: int) -> None:
-    work = experts(width, torch.bfloat16)
-    assert problems(work, 90) == [] and problems(work, 100) == []
-    for capability, unit in ((90, "wgmma"), (100, "tcgen05")):
-        assert all(unit in build(launch, capability).ptx for launch in recorded(work.run, capability))
+    for work in (experts(width, torch.bfloat16), gated(width, torch.bfloat16)):
+        assert problems(work, 90) == [] and problems(work, 100) == []
+        for capability, unit in ((90, "wgmma"), (100, "tcgen05")):
+            assert all(unit in build(launch, capability).ptx for launch in recorded(work.run, capability))
 
 
 # --- planted: what the checks must find

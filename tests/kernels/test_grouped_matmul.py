@@ -2,6 +2,7 @@
 Their Triton kernels are rows of tests/kernels/cases.py."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from megalite.config.options import ModelConfig
+from megalite.kernels.activation import activation_named
+from megalite.kernels.gated_matmul import down_gradients, up_matmul
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.route import combine, slots_of, sort_by_expert
+from megalite.nn.experts import Experts
+from megalite.nn.micro_batch import Batch
+from megalite.nn.parameter import Maker
+from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
 from megalite.plan.bill import Recorder
 from megalite.plan.meta import Meta
@@ -151,3 +159,46 @@ def test_a_plan_counts_one_product_for_all_experts_and_reads_nothing_of_a_card()
         y = grouped_matmul(x, w, offsets, rows)
         grouped_weight_grad_(grad, y, x, offsets, rows, begin=True)
         assert y.shape == (M, F) and combine(y, slots_of(order, offsets, N, K)).shape == (N, F)
+
+
+@pytest.mark.parametrize("fused,forward,backward", [(True, 0, 0), (False, 18, 56)])
+def test_swiglu_in_the_epilogue_moves_nothing_of_its_own(fused: bool, forward: int, backward: int) -> None:
+    """Bytes per element of a in bf16 that kernels and operations beside the matmuls move. What a token's probability
+    takes is left out: there are 4096 columns."""
+    E, N, K, F, D = 4, 32, 2, 4096, 8
+    activation = activation_named("swiglu") if fused else replace(activation_named("swiglu"), swiglu=None)
+    with torch.no_grad(), Recorder() as seen:
+        x, w, down = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((N, D), (E, 2 * F, D), (E, D, F)))
+        order, offsets = sort_by_expert(torch.empty(N, K, dtype=torch.int64, device="meta"), E)
+        where = offsets, order // K
+        p = torch.empty(N * K, device="meta")
+        for seen.phase, wanted in (("F", forward), ("B", backward)):
+            if seen.phase == "F":
+                u, a = up_matmul(x, w, *where, p, activation)
+            else:
+                again, du, dp = down_gradients(x, down, *where, u, p, activation)
+            moved = sum(event.figures[0] for event in seen.trace if (event.phase, event.what) == (seen.phase, "stream"))
+            assert moved / a.numel() == pytest.approx(wanted, abs=0.05)
+    assert (u.shape, du.shape, again.shape, dp.shape) == ((N * K, 2 * F), u.shape, a.shape, p.shape)
+    assert [event.figures[:3] for event in seen.trace if event.what == "matmul"] == [(64, 2 * F, D), (64, F, D)]
+
+
+def of_a_block(activation: str, biases: bool) -> list[Tensor]:
+    """A block's output and all its gradients, in fp32."""
+    model = ModelConfig(
+        *(1, 24), activation=activation, num_experts=5, moe_router_topk=2, moe_ffn_hidden_size=20, init_method_std=0.5,
+        add_bias_linear=biases,
+    )  # fmt: skip
+    experts = Experts(Maker(Mesh.alone(), torch.float32, seed=3), "e", model, 0, False)
+    for bias in experts.biases:
+        torch.nn.init.normal_(bias, generator=torch.Generator().manual_seed(bias.numel()))
+    x = normal(6, 2, 24).float().requires_grad_()
+    y = experts(x, Batch(torch.zeros(0), None, None, torch.arange(2), 0, loss_weight=1.0))
+    y.backward(normal(6, 2, 24, seed=1).float())
+    return [y.detach(), *(t.grad for t in (x, *experts.parameters()))]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("activation,biases", [("swiglu", False), ("clamped_swiglu", True), ("gelu", True)])
+def test_a_block_by_triton_is_that_of_torch(activation: str, biases: bool, interpreter: Callable[..., Any]) -> None:
+    for got, want in zip(interpreter(of_a_block, activation, biases), of_a_block(activation, biases), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -27,7 +27,7 @@ SHARED = ("W", "B", "COS", "SIN", "IDS")
 CASES = [f"{op} {half}" for op in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rope", "swiglu",
          "bias_gelu", "bias_gelu_erf", "dropout_add", "cross_entropy") for half in ("forward", "backward")]  # fmt: skip
 CASES += ["adamw forward", "adamw bf16 moments forward", "grad_norm forward"]
-MATMULS = [f"{op} {half}" for op in ("attention", "grouped_matmul") for half in ("forward", "backward")]
+MATMULS = [f"{op} {half}" for op in ("attention", "grouped_matmul", "gated_matmul") for half in ("forward", "backward")]
 
 
 def size_of(name: str) -> dict[str, int]:

@@ -172,7 +172,7 @@ def several(setting: Setting) -> tuple[Part, Part, list[Part]]:
 
 
 def parts_of(setting: Setting) -> list[Part]:
-    peers = f"--hidden-sizes 4096 --peers megalite torch compile liger --only {ELEMENTWISE},grouped_matmul"
+    peers = f"--hidden-sizes 4096 --peers megalite torch compile liger --only {ELEMENTWISE},grouped_matmul,gated_matmul"
     own = "--peers megalite triton cudnn flash"
     tiles = "--sweep --half backward --hidden-sizes 4096 --only rms_norm,add_rms_norm,layer_norm,add_layer_norm"
     if setting.tiny:

@@ -5,4 +5,5 @@ from functools import partial
 from megalite.kernels.activation import Activation
 from megalite.kernels.activations import swiglu
 
-ACTIVATION = Activation(partial(swiglu.forward, clamped=True), partial(swiglu.backward, clamped=True), width=2)
+forward, backward = partial(swiglu.forward, clamped=True), partial(swiglu.backward, clamped=True)
+ACTIVATION = Activation(forward, backward, width=2, swiglu=swiglu.CLAMPED)

@@ -58,6 +58,26 @@ def swiglu_backward_reference(u: Tensor, da: Tensor, clamped: bool = False) -> t
 
 
 @kernel
+def activated(g, u, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """a"""
+    if LIMIT > 0:
+        g, u = tl.minimum(g, LIMIT), tl.minimum(tl.maximum(u, -LIMIT), LIMIT) + 1.0
+    return g * tl.sigmoid(ALPHA * g) * u
+
+
+@kernel
+def gradients(g, u, da, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """a, dg, du"""
+    da_gate = da
+    if LIMIT > 0:
+        da_gate, da = tl.where(g <= LIMIT, da, 0.0), tl.where(tl.abs(u) <= LIMIT, da, 0.0)
+        g, u = tl.minimum(g, LIMIT), tl.minimum(tl.maximum(u, -LIMIT), LIMIT) + 1.0
+    s = tl.sigmoid(ALPHA * g)
+    silu = g * s
+    return silu * u, da_gate * u * (s + ALPHA * silu * (1.0 - s)), da * silu
+
+
+@kernel
 def _forward(
     U, A, rows, columns, stride, LIMIT: tl.constexpr, ALPHA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -67,9 +87,7 @@ def _forward(
     inside = (row < rows) & (at < columns)
     g = tl.load(U + row * stride + at, mask=inside, other=0.0).to(wide)
     u = tl.load(U + row * stride + columns + at, mask=inside, other=0.0).to(wide)
-    if LIMIT > 0:
-        g, u = tl.minimum(g, LIMIT), tl.minimum(tl.maximum(u, -LIMIT), LIMIT) + 1.0
-    tl.store(A + row * columns + at, (g * tl.sigmoid(ALPHA * g) * u).to(A.dtype.element_ty), mask=inside)
+    tl.store(A + row * columns + at, activated(g, u, LIMIT, ALPHA).to(A.dtype.element_ty), mask=inside)
 
 
 @kernel
@@ -84,16 +102,11 @@ def _backward(
     g = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(wide)
     u = tl.load(U + row * stride_u + columns + at, mask=inside, other=0.0).to(wide)
     da = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(wide)
-    da_gate = da
-    if LIMIT > 0:
-        da_gate, da = tl.where(g <= LIMIT, da, 0.0), tl.where(tl.abs(u) <= LIMIT, da, 0.0)
-        g, u = tl.minimum(g, LIMIT), tl.minimum(tl.maximum(u, -LIMIT), LIMIT) + 1.0
-    s = tl.sigmoid(ALPHA * g)
-    silu = g * s
-    tl.store(A + row * columns + at, (silu * u).to(A.dtype.element_ty), mask=inside)
-    du = DU + row * 2 * columns + at
-    tl.store(du, (da_gate * u * (s + ALPHA * silu * (1.0 - s))).to(DU.dtype.element_ty), mask=inside)
-    tl.store(du + columns, (da * silu).to(DU.dtype.element_ty), mask=inside)
+    a, dg, du = gradients(g, u, da, LIMIT, ALPHA)
+    tl.store(A + row * columns + at, a.to(A.dtype.element_ty), mask=inside)
+    to = DU + row * 2 * columns + at
+    tl.store(to, dg.to(DU.dtype.element_ty), mask=inside)
+    tl.store(to + columns, du.to(DU.dtype.element_ty), mask=inside)
 
 
 def forward(u: Tensor, block: TileSizes = FORWARD, *, clamped: bool = False) -> Tensor:
@@ -126,4 +139,4 @@ def backward(u: Tensor, da: Tensor, block: TileSizes = BACKWARD, *, clamped: boo
     return a, du
 
 
-ACTIVATION = Activation(forward, backward, width=2)
+ACTIVATION = Activation(forward, backward, width=2, swiglu=PLAIN)
