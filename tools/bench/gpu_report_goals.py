@@ -114,7 +114,7 @@ def side(told: dict[str, Any]) -> str:
 
 def lever_rows(results: Results) -> Iterator[list[str]]:
     """What a lever is worth, as docs/performance.md has it; why where it was not measured."""
-    for result in (results[part] for part in ("levers", "levers-mb4") if part in results):
+    for result in (results[part] for part in ("levers", "levers-mb4", "levers-moe") if part in results):
         where = "{layers} of {of_layers} layers, sequence {seq_length}, moments {moments}".format_map(result["plan"])
         for row in result["rows"]:
             if "ratio" not in row:

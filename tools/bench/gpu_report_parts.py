@@ -181,7 +181,13 @@ def parts_of(setting: Setting) -> list[Part]:
         own = "--peers megalite torch triton --only rms_norm,attention,adamw"
     layouts, messages, trained = several(setting)
     shapes = {"gpt-1.3b-2048": 70, "gpt-1.3b-4096": 70, "llama3-8b-4096-mb4": 150}
-    shapes |= {"gpt-125m-1024": 40, "gpt-125m-1024-graphs": 40, "llama3-8b-4096-64": 240, "llama3-8b-4096-128": 300}
+    shapes |= {
+        "gpt-125m-1024": 40,
+        "gpt-125m-1024-graphs": 40,
+        "qwen3-30b-a3b-4096": 200,
+        "llama3-8b-4096-64": 240,
+        "llama3-8b-4096-128": 300,
+    }
     other_shapes = [training(shape, limit_s, setting) for shape, limit_s in shapes.items() if not setting.tiny]
     parts = [
         smoke("smoke", 60, setting),
@@ -196,6 +202,7 @@ def parts_of(setting: Setting) -> list[Part]:
         *other_shapes[2:],
         levers("levers", 560, setting),
         levers("levers-mb4", 330, setting),
+        levers("levers-moe", 330, setting),
         kernels("tiles", 560, tiles, setting),
     ]
     slow = 4 if setting.tiny else 1  # a machine may be, and figures do not count

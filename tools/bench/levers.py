@@ -5,9 +5,9 @@ between two steps, while weights and optimizer stay. Each side has a place of it
 tokens. The card is warm before the first. Off and on, then on and off, are neighbours; the median of their ratios
 counts. Results are written after each pair. What the card draws is asked for while further steps are computed.
 
-A side is flags of the run (kernels, windows, documents apart, micro-batches), the BLAS library, and the size of a chunk
-of the head's logits. Its FLOPs are those of the scores that are seen. Documents are halves of what is left of a sample:
-of 4096 tokens 2048, 1024, 512, 256, 128 and 128.
+A side is flags of the run (kernels, windows, documents apart, micro-batches), the BLAS library, the size of a chunk of
+the head's logits, and where experts' activation is computed. Its FLOPs are those of the scores that are seen. Documents
+are halves of what is left of a sample: of 4096 tokens 2048, 1024, 512, 256, 128 and 128.
 """
 
 import gc
@@ -27,6 +27,7 @@ from megalite.config import cli
 from megalite.config.options import padded_vocab_size
 from megalite.data.samples.batches import Batches, Borders, Prefetcher
 from megalite.data.samples.source import MockDataset
+from megalite.kernels.activation import activation_named
 from megalite.kernels.attention import backend
 from megalite.kernels.cross_entropy import CHUNK_BYTES
 from megalite.kernels.dispatch import choose
@@ -58,6 +59,7 @@ class Side:
     blas: Any
     chunk: int
     flops: float  # per token
+    apart: bool = False  # whether experts' matmuls leave the activation to kernels after them
     state: State = field(default_factory=State)
     facts: tuple[Any, ...] = ()
     seconds: list[float] = field(default_factory=list)
@@ -74,36 +76,39 @@ class Levers:
         self.chunk, self.blas = CHUNK_BYTES[self.device.type], torch.backends.cuda.preferred_blas_library()
         self.tokens, self.peak = self.samples * run.seq_length, find_peak(self.device, run.pipeline.dtype).tflops
 
-    def side(self, flags: str = "", blas: str | None = None, chunk_mib: int | None = None) -> Side:
+    def side(self, flags: str = "", blas: str | None = None, chunk_mib: int | None = None, apart: bool = False) -> Side:
         S, run = self.run.seq_length, self.run
         words = flags.format(quarter=S // 4 - 1, sixteenth=S // 16 - 1).split()
         config, _ = cli.read([*self.flags, *words], PRESETS)
-        model, apart = config.model, config.data.reset_attention_mask
-        pieces = [S >> n for n in range(1, HALVES + 1)] + [S >> HALVES] if apart else [S]
+        model, documents = config.model, config.data.reset_attention_mask
+        pieces = [S >> n for n in range(1, HALVES + 1)] + [S >> HALVES] if documents else [S]
         dataset = MockDataset(run.vocab_size, S, config.train.seed)
-        if apart:
+        if documents:
             dataset.layout = lambda index: [np.array(pieces, np.int32)] * len(index)
-        batches = Batches(dataset, config.train.micro_batch_size, 0, 1, run.vocab_size, Borders(documents=apart))
+        batches = Batches(dataset, config.train.micro_batch_size, 0, 1, run.vocab_size, Borders(documents=documents))
         prepare = partial(host_batch, pin=self.card, **batch_marks(config, run.mesh))
         padded = padded_vocab_size(run.vocab_size, model.make_vocab_size_divisible_by, 1)
         flops = sum(n * model_flops(replace(model, seq_length=n), padded) for n in pieces) / S
         chunk = self.chunk if chunk_mib is None else chunk_mib << 20
-        return Side(config, Prefetcher(batches, prepare, run.batch_sizes.at), blas or self.blas, chunk, flops)
+        return Side(config, Prefetcher(batches, prepare, run.batch_sizes.at), blas or self.blas, chunk, flops, apart)
 
     def take(self, side: Side) -> None:
         """The next steps are of this side."""
         run, model, p = self.run, side.config.model, side.config.parallel
         choose(p.kernels, p.attention_kernel)
+        form = activation_named(model.activation)
+        form = replace(form, swiglu=None) if side.apart else form
         for block in (block for stage in run.pipeline.stages for block in stage.blocks):
             block.attention.window = model.windows[block.layer]
+            block.mlp.activation = form
         run.data, run.state, CHUNK_BYTES[self.device.type] = side.data, side.state, side.chunk
         if self.card:
             torch.backends.cuda.preferred_blas_library(side.blas)
             torch.cuda.reset_peak_memory_stats(self.device)
         q = torch.empty(2, 1, 2, model.head_size, dtype=run.pipeline.dtype, device=self.device)
-        apart, micro = side.config.data.reset_attention_mask, side.config.train.micro_batch_size
-        kernel = backend(q, q, masked=apart, window=model.windows[0] is not None)
-        side.facts = (kernel, str(side.blas), model.windows, apart, micro, side.chunk)
+        documents, micro = side.config.data.reset_attention_mask, side.config.train.micro_batch_size
+        kernel = backend(q, q, masked=documents, window=model.windows[0] is not None)
+        side.facts = (kernel, str(side.blas), model.windows, documents, micro, side.chunk, side.apart)
 
     def step(self, side: Side) -> None:
         self.take(side)
