@@ -5,7 +5,6 @@ import contextlib
 import gc
 import sys
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
         found = search(request, profile, wanted=top, usable=share, tell=tell)
         stays = request.is_layout or "optimizer_cpu_offload" in request.fixed or request.cluster.device.name == "cpu"
         if not (found.plans or stays):
-            leaner = replace(request, config=with_options(request.config, optimizer_cpu_offload=True))
+            leaner = request._replace(config=with_options(request.config, optimizer_cpu_offload=True))
             if (fits := search(leaner, profile, wanted=top, usable=share, tell=tell)).plans:
                 request, found = leaner, fits
                 print("Nothing fits without --optimizer-cpu-offload; with it:\n")

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config import cli
 from megalite.models.families import PRESETS
@@ -44,8 +44,7 @@ class Case:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     case: Case
     published: float  # seconds of a step, or MFU
     predicted: float
