@@ -28,10 +28,6 @@ from tools.program import parser_of
 LIMIT = datetime.timedelta(minutes=10)  # of a wait for another rank
 
 
-def build_parser() -> argparse.ArgumentParser:
-    return parser_of(__doc__, flags="generate")
-
-
 def misuse(args: argparse.Namespace, world: int) -> str | None:
     """The problem with the flags on so many ranks, or None."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
@@ -112,7 +108,7 @@ def line_of(row: dict[str, Any], whole: str, as_json: bool) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = build_parser()
+    parser = parser_of(__doc__, flags="generate")
     args = parser.parse_args(argv)
     try:
         ranks = read_environment(os.environ)
