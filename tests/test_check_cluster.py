@@ -17,6 +17,7 @@ from ranks import run_ranks
 
 from megalite.parallel.mesh import build_mesh
 from tools import check_cluster
+from tools.program import parser_of
 
 
 def check(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +69,8 @@ def _with_a_slow_link() -> tuple[list[Any], dict[str, Any]]:
     if mesh.world.rank == 3:
         dist.send = send  # type: ignore[assignment]
     flags = ["--sizes", "1024", "--times", "1", "--slow", "0.3", "--expect", "1000"]
-    found = check_cluster.measure(mesh, mesh.device, check_cluster.parse(flags))
+    args = parser_of(None, flags="check_cluster").parse_args(flags)
+    found = check_cluster.measure(mesh, mesh.device, args)
     return found["pairs"], found
 
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import documents
 import programs
 import pytest
 from tables import ANSWERS
@@ -161,8 +162,10 @@ def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("words,said", ANSWERS["plan"].items())
-def test_a_wrong_question_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(words.split()) == 2
+def test_a_wrong_question_is_refused(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert documents.start("tools/plan.py", words.split(), monkeypatch) == 2
     told = capsys.readouterr()
     assert said in told.err and "Traceback" not in told.err and not told.out
 

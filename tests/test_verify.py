@@ -243,7 +243,7 @@ def test_a_number_that_is_none_differs() -> None:
     assert found is not None and found.apart == math.inf
     rows, pieces = compare(reference, ranks, LAYOUT, TOLERANCE)
     here, there = np.array([1.0, math.nan, 3.0]), np.array([1.0, 2.0, 4.0])
-    odd = replace(next(iter(pieces.values()))[0], here=here, there=there, odd=None)
+    odd = next(iter(pieces.values()))[0]._replace(here=here, there=there, odd=None)
     assert odd.bad(1e-6).tolist() == [False, True, True]
 
 

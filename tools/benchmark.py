@@ -33,7 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.options import ConfigError
-from tools.program import parser_of, refusing
+from tools.program import parser_of, positive, refusing
 
 SHAPE = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --vocab-size 32000
  --seq-length 512 --micro-batch-size 2 --swiglu --normalization RMSNorm --position-embedding-type rope
@@ -46,19 +46,13 @@ def counts(text: str) -> list[int]:
     >>> counts("1,2,4")
     [1, 2, 4]
     """
-    return [int(number) for number in text.split(",")]
+    return [positive(number) for number in text.split(",")]
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Own options, and the rest. Raises SystemExit(2) where a value cannot be."""
     parser = parser_of(__doc__, flags="benchmark", nproc={"type": counts})
     options, rest = parser.parse_known_args(argv)
-    if min(*options.nproc, options.steps, options.repeats) < 1 or options.warmup < 0:
-        parser.error("nproc, steps and repeats are at least 1, warmup at least 0")
-    for name in ("memory_gib", "price_per_hour", "timeout"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            parser.error(f"{name}={value:g} is not a positive number; give a number above 0")
     if len(options.nproc) > 1 and not options.scaling:
         parser.error(f"nproc={options.nproc} is several numbers of ranks; give --scaling weak or strong, or one number")
     if len({*options.nproc}) < 2 and options.scaling:

@@ -31,12 +31,8 @@ from tools.program import parser_of
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    return parser_of(__doc__, allow_abbrev=True, flags="check_cluster").parse_args(argv)
-
-
 def main(argv: list[str]) -> int:
-    args = parse(argv)
+    args = parser_of(__doc__, allow_abbrev=True, flags="check_cluster").parse_args(argv)
     return on_ranks("check_cluster.py", check, args, args.nproc or 1, args.tensor_parallel)
 
 

@@ -93,8 +93,6 @@ def misuse(args: argparse.Namespace) -> str | None:
         value = getattr(args, name)
         if value not in (None, False) and all(getattr(args, partner) is None for partner in partners):
             return f"{flag_of(name)} has no effect without {' or '.join(map(flag_of, partners))}; drop it"
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            return f"{flag_of(name)} {value} is too small; give 1 or more"
     return None
 
 

@@ -9,6 +9,7 @@ neither (logs, saves, evaluation). Options with the same effect under two names 
 the same; 1 they differ; 2 one of them cannot be read.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -55,11 +56,9 @@ def _shown(value: Any) -> str:
 
 def text_of(rows: list[dict[str, Any]], a: Path, b: Path) -> str:
     lines = []
-    for changes in ORDER:
-        mine = [row for row in rows if row["changes"] == changes]
-        if mine:
-            lines += [{"neither": "what changes neither"}.get(changes, f"what changes {changes}")]
-            lines += [f"  {row['option']:<36} {_shown(row['a']):<28} {_shown(row['b'])}" for row in mine]
+    for changes, alike in itertools.groupby(rows, key=lambda row: row["changes"]):
+        lines += [f"what changes {changes}"]
+        lines += [f"  {row['option']:<36} {_shown(row['a']):<28} {_shown(row['b'])}" for row in alike]
     return "\n".join([f"{'':<38} {a!s:<28} {b}", *lines]) if rows else "no option differs"
 
 

@@ -25,23 +25,11 @@ from megalite.launch.local_ranks import INTERRUPTED, start_local
 from megalite.launch.ranks import LaunchError, Ranks, leave, process_group, read_environment
 from tools.program import parser_of
 
-LEAST = {"max_new_tokens": 1, "top_k": 0, "temperature": 0, "batch_size": 1, "nproc": 1}
-LEAST |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "seed": 0}
 LIMIT = datetime.timedelta(minutes=10)  # of a wait for another rank
-
-
-def build_parser() -> argparse.ArgumentParser:
-    return parser_of(__doc__, flags="generate")
 
 
 def misuse(args: argparse.Namespace, world: int) -> str | None:
     """The problem with the flags on so many ranks, or None."""
-    for name, least in LEAST.items():
-        value = getattr(args, name)
-        if not least <= value < float("inf"):
-            return f"--{name.replace('_', '-')} {value} is below {least}, or not finite"
-    if not 0 < args.top_p <= 1:
-        return f"--top-p {args.top_p} is not in (0, 1]; give a probability"
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if tp * pp != world:
         ranks = f"{world} process{'es' * (world > 1)} for tp {tp} x pp {pp} = {tp * pp}"
@@ -120,7 +108,7 @@ def line_of(row: dict[str, Any], whole: str, as_json: bool) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = build_parser()
+    parser = parser_of(__doc__, flags="generate")
     args = parser.parse_args(argv)
     try:
         ranks = read_environment(os.environ)

@@ -12,8 +12,8 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,8 +28,7 @@ ENDS = ("restart", "gave-up")  # events of the launcher: all ranks have ended, o
 WHOLE_SECOND = datetime.timedelta(milliseconds=999)  # an event's time has no fraction, and follows what it tells of
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One line, or a traceback."""
 
     time: datetime.datetime

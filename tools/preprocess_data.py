@@ -45,9 +45,6 @@ def main(argv: list[str]) -> int:
     if args.pop("partitions") != 1:
         complain("note: --partitions changes nothing: blocks of all files go to the workers one by one")
     begin = time.perf_counter()
-    for name in ("workers", "log_interval"):
-        if args[name] < 1:
-            raise DataError(f"{name}={args[name]} is not positive")
     files, prefix = args.pop("input"), args.pop("output_prefix")
     how = {name: args.pop(name) for name in ("workers", "log_interval", "max_bad_fraction", "resume", "overwrite")}
     keys, append_eod, fast = tuple(args.pop("json_keys")), args.pop("append_eod"), args.pop("gigatoken")

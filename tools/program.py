@@ -33,9 +33,10 @@ def take(parser: Any, table: str, **known: dict[str, Any]) -> None:
     a table cannot hold (choices, a function, a default of this machine)."""
     own: dict[str, Any] = {"int": int, "float": float, "Path": Path, "local": local, "local_path": local_path}
     own |= {"positive": positive, "Plugins": Plugins, "SUPPRESS": argparse.SUPPRESS}
-    for flag, row in table_beside(__file__, "flags")[table].items():
-        for key in {"type", "action", "help"} & row.keys():
-            row[key] = own.get(row[key], row[key])
+    for flag, told in table_beside(__file__, "flags")[table].items():
+        row = told | {key: own.get(told[key], told[key]) for key in {"type", "action", "help"} & told.keys()}
+        if "within" in row:
+            row["type"] = number(row["type"], row.pop("within"))
         parser.add_argument(flag, **row, **known.pop(flag.lstrip("-").replace("-", "_"), {}))
     assert not known, f"{table} has no {', '.join(known)}"
 
@@ -93,6 +94,20 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
+
+
+def number(kind: Callable[[str], float], within: str) -> Callable[[str], float]:
+    """A type of argparse: a number of this kind within a range, as "(0, 1]" or "[0, inf)"."""
+    low, high = map(float, within[1:-1].split(","))
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high or (value == low and within[0] == "(") or (value == high and within[-1] == ")"):
+            raise argparse.ArgumentTypeError(f"{text} is not in {within}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    return read
 
 
 FORMATS = (".png", ".svg", ".pdf")

@@ -60,10 +60,7 @@ def write(root: Path, out: Path, valid_every: int) -> dict[str, tuple[int, int]]
 
 
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, flags="python_corpus")
-    args = parser.parse_args(argv)
-    if args.valid_every < 2:
-        parser.error(f"--valid-every={args.valid_every} leaves nothing to train on; use 2 or more")
+    args = parser_of(__doc__, flags="python_corpus").parse_args(argv)
     root = Path(sysconfig.get_paths()["stdlib"])
     try:
         counts = write(root, args.out, args.valid_every)

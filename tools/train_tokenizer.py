@@ -179,10 +179,6 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # the library tokenizers knows no other way
     try:
-        for name in ("vocab_size", "max_bytes", "max_sentences", "workers"):
-            value = getattr(args, name)
-            if value is not None and value < 1:
-                raise DataError(f"{name}={value} is not positive")
         files = expand(args.input)
         texts = GoodTexts(files, args.json_keys, args.max_bad_fraction)
         if "-" in files:

@@ -298,7 +298,6 @@ NO_ROOM = "no room for 256 bytes"
         ("SentencePiece", "abc abc", 100, f"{NO_ROOM}, the characters of the text and .*; give 26. or"),
         *((kind, "abc abc", 9000, FEW) for kind in ("HuggingFace", "SentencePiece")),
         *((kind, "", 300, "the input holds no text") for kind in ("HuggingFace", "SentencePiece")),
-        ("HuggingFace", "abc", 0, "vocab_size=0 is not positive"),
     ],
 )
 def test_tokenizer_that_cannot_be_trained_is_one_clear_error(

@@ -242,9 +242,9 @@ def test_what_cannot_be_built_is_counted_with_the_runs_reason() -> None:
 def test_advice_goes_by_figures() -> None:
     """Of a plan with two micro-batches over 8 stages, on tp 16 over nodes of 8."""
     asked = request("--preset llama3-70b --global-batch-size 2 --seq-length 512", 128)
-    plan = planned(Layout(8, 8), replace(asked, cluster=asked.cluster), None)
+    plan = planned(Layout(8, 8), asked._replace(cluster=asked.cluster), None)
     assert isinstance(plan, Planned)
-    across = replace(plan, layout=replace(plan.layout, tp=16))
+    across = plan._replace(layout=plan.layout._replace(tp=16))
     budget = Budget(70 * 10**9, 5 * 10**12, 4e11)
     told = "\n".join(advice.warnings(asked, across, across.peak + 1, budget, 10**12))
     assert "it fits by 0.00 GiB, and activations of some layouts were 3% off" in told
@@ -256,7 +256,7 @@ def test_advice_goes_by_figures() -> None:
     large = request("--preset llama3-8b --global-batch-size 4096", 64)
     one = planned(Layout(2, 1), large, None)
     assert isinstance(one, Planned)
-    told = "\n".join(advice.warnings(large, one, 2 * one.peak, replace(budget, active=8 * 10**9), None))
+    told = "\n".join(advice.warnings(large, one, 2 * one.peak, budget._replace(active=8 * 10**9), None))
     assert "beyond the critical" in told
 
 

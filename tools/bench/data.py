@@ -11,7 +11,6 @@ the median. tools/preprocess_data.py says how fast it is itself.
 Exit code 0 when all was measured, 2 for a bad flag, 3 for bad input.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -141,16 +140,9 @@ def samples(folder: Path, documents: int) -> None:
         print(f"random {name} of {SEQ_LENGTH}, 8, 64 and 512 at a time: {rates} M tokens/s")
 
 
-def number_of_documents(text: str) -> int:
-    if not 1000 <= float(text) <= 2e9:
-        raise argparse.ArgumentTypeError(f"{text} is not in 1000..2e9")
-    return int(float(text))
-
-
 @refusing(3, OSError, ValueError)  # a DataError is a ValueError
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, flags="bench data", documents={"type": number_of_documents})
-    documents = parser.parse_args(argv).documents
+    documents = int(parser_of(__doc__, flags="bench data").parse_args(argv).documents)
     with tempfile.TemporaryDirectory(prefix="bench_data-") as folder:
         samples(Path(folder), documents)
     return 0

@@ -14,8 +14,8 @@ equal to the bit, in every precision.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,7 @@ ALLOWED, GROWTH, FLOOR = 16.0, 4.0, 0.1
 HALF, HALF_GROWTH, OPERATIONS = {"forward": 2.5, "loss": 0.25, "gradient": 5.0, "norm": 1.0, "weight": 2.0}, 2.0, 12
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """`terms`: of the longest sum; `layers`: of the model."""
 
     dtype: str
@@ -50,8 +49,7 @@ class Tolerance:
         return ALLOWED * GROWTH**later * eps * math.sqrt(self.terms)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A rank's part of an array and the same part in one process, both flat and of one length. `odd`: where it differs
     from most copies."""
 
@@ -207,7 +205,7 @@ def _odd_copies(pieces: Sequence[Piece]) -> Iterator[Piece]:
             kinds.setdefault(piece.here.tobytes(), []).append(piece)
         usual, *rest = sorted(kinds.values(), key=lambda some: (-len(some), some[0].error))
         for piece in (piece for some in rest for piece in some):
-            yield replace(piece, odd=piece.here != usual[0].here)
+            yield piece._replace(odd=piece.here != usual[0].here)
 
 
 def _uncovered(samples: dict[int, Array], pieces: Sequence[Piece]) -> str:

@@ -8,8 +8,7 @@ of the step before (nothing was gathered), the difference is one vector at every
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +20,7 @@ CLOSE = 1e-3  # relative: a pattern holds, or the tolerance of half precision, w
 NAMED = 6  # micro-batches that are listed
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The first difference in the order of computation. `layer`: None outside of the layers. `ranks`: those that
     differ, by axis. `where`: in the whole tensor. `causes`: the likeliest first."""
 
@@ -38,8 +36,7 @@ class Finding:
     causes: list[str]
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """The comparison in which patterns are looked for."""
 
     row: Row

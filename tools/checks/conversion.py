@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ from megalite.parallel.mesh import Mesh
 from tools.foreign_files import kept
 
 
-@dataclass(frozen=True)
-class LogitVerdict:
+class LogitVerdict(NamedTuple):
     """`largest`: absolute difference of logits; `scale`: the largest logit; `agreement`: share of the positions whose
     most likely token is the same. `text`: of a sample text; else of random tokens."""
 
@@ -127,8 +127,7 @@ def difference(name: str, here: Tensor, there: Tensor) -> Difference | None:
     return Difference(name, note, index, float(x[0]), float(y[0]), largest, len(x))
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """`differing`: rectangles of ours, by the name of theirs and ours."""
 
     tensors: int

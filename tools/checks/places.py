@@ -10,11 +10,10 @@ written out, is its (copy, ep, etp).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A rank's place in the mesh."""
 
     rank: int
@@ -26,8 +25,7 @@ class Place:
     etp: int = 0
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     tp: int = 1
     pp: int = 1
     dp: int = 1

@@ -18,9 +18,8 @@ import re
 import signal
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +48,7 @@ STEP, MICROBATCH = "step", "micro-batch"
 APART = 0.1  # how far weights that begin as constants (biases, norms) are moved, so that a wrong one shows at once
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """kind   input, forward, loss, norm, gradient, router, weight
     name    of the parameter, or of the module whose output it is; of losses STEP or MICROBATCH
     step    of training; of the evaluation after step n, n + 0.5
@@ -67,8 +65,7 @@ class Item:
     row: int = -1
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(NamedTuple):
     """In the order in which they were taken. `parameters`: names in the order of use; `vocabulary`: those that have a
     row per id; `layers`: how many each chunk has."""
 
@@ -275,7 +272,7 @@ def _in_order_of_use(run: Run, names: list[str]) -> tuple[list[str], list[str]]:
 
 def write(path: Path, found: Recording) -> None:
     names = {"parameters": found.parameters, "vocabulary": found.vocabulary, "layers": found.layers}
-    index = json.dumps({**names, "items": [asdict(item) for item, _ in found.items]})
+    index = json.dumps({**names, "items": [item._asdict() for item, _ in found.items]})
     arrays: dict[str, Any] = {str(i): data for i, (_, data) in enumerate(found.items)}
     np.savez(path, index=np.frombuffer(index.encode(), np.uint8), **arrays)
 
@@ -293,7 +290,7 @@ def read_all(folder: Path, layout: Layout) -> list[Recording]:
         def name(text: str) -> str:
             return re.sub(r"(\d+):(\d+)", lambda at: str(first[int(at[1]), pp] + int(at[2])), text, count=1)
 
-        items = [(replace(item, name=name(item.name)), data) for item, data in one.items]
+        items = [(item._replace(name=name(item.name)), data) for item, data in one.items]
         return Recording([*map(name, one.parameters)], [*map(name, one.vocabulary)], items, one.layers)
 
     return [numbered(one, pp[rank]) for rank, one in enumerate(ranks)]

@@ -11,9 +11,9 @@ import contextlib
 import math
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,8 +151,7 @@ def megatron(ranks: Ranks, args: Any, model: ModelConfig) -> Weight:
     return weight
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """`largest`: difference of what a layer adds to its input, in parts of the largest such value; `where`: there."""
 
     layers: int

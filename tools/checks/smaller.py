@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config.check_model import divisors
 from megalite.config.field import HOW, facts_of
@@ -46,8 +46,7 @@ EVALUATED = 2  # batches of an evaluation
 AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")  # of a layout
 
 
-@dataclass(frozen=True)
-class Smaller:
+class Smaller(NamedTuple):
     """`wanted`: the layout that was asked for; `layout`: the verified one. `notes`: what is other than asked."""
 
     config: Config
@@ -144,8 +143,7 @@ def of_groups(config: Config, first: Smaller, most: int) -> Smaller | None:
     return Smaller(_made(config, wanted, Layout(tp), 1), wanted, Layout(tp), [note])
 
 
-@dataclass(frozen=True)
-class Shared:
+class Shared(NamedTuple):
     """tp ranks with `heads` query heads each that share fewer groups of keys and values."""
 
     tp: int
@@ -186,8 +184,7 @@ class Shared:
         return min(tried, key=cost)
 
 
-@dataclass(frozen=True)
-class _Stages:
+class _Stages(NamedTuple):
     """`counts`: layers of every stage, where the options give them. `layers`: of the real model that are left."""
 
     counts: list[int] | None

@@ -2,9 +2,8 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config.console import Bar
 from megalite.config.options import Config
@@ -41,8 +40,7 @@ class Stopped(Exception):
         self.code = code
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """`odd`: what is wrong with the one process itself."""
 
     made: Smaller
@@ -169,9 +167,9 @@ def as_json(verdicts: Sequence[Verdict], dtype: str) -> dict[str, Any]:
 
 def _one(verdict: Verdict, dtype: str) -> dict[str, Any]:
     keys = ("step", "kind", "name", "apart", "tolerance", "differs", "missing")
-    made, first = verdict.made, None if verdict.finding is None else asdict(verdict.finding)
+    made, first = verdict.made, None if verdict.finding is None else verdict.finding._asdict()
     told = {"agrees": verdict.agrees, "dtype": dtype, "steps": made.config.train.train_iters}
-    told |= {"wanted": asdict(made.wanted), "verified": asdict(made.layout), "notes": verdict.notes, "first": first}
+    told |= {"wanted": made.wanted._asdict(), "verified": made.layout._asdict(), "notes": verdict.notes, "first": first}
     rows = [{key: getattr(row, key) for key in keys} for row in verdict.rows]
     return told | {"one_process": verdict.odd, "rows": rows}
 

@@ -9,9 +9,8 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config.packages import MissingPackage, needs
 
@@ -34,8 +33,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 TEXT = 90  # characters of a name that comes from outside
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """`name`: of its file. `caption`: one sentence. `draw`: from the width in inches to a figure."""
 
     name: str

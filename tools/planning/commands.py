@@ -5,7 +5,6 @@ import contextlib
 import gc
 import sys
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +85,6 @@ def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | N
 
 def plan(args: argparse.Namespace, words: list[str]) -> int:
     share, top = args.usable_memory, args.top
-    if not 0 < share <= 1 or top < 1:
-        raise ConfigError([f"usable_memory={share} is a share up to 1, and top={top} at least 1; correct them"])
     _writable("out", json=args.json, out=args.out)
     words = [*ask.answers(args), *words] if args.ask else words
     request, profile = _read(args, words)
@@ -103,7 +100,7 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
         found = search(request, profile, wanted=top, usable=share, tell=tell)
         stays = request.is_layout or "optimizer_cpu_offload" in request.fixed or request.cluster.device.name == "cpu"
         if not (found.plans or stays):
-            leaner = replace(request, config=with_options(request.config, optimizer_cpu_offload=True))
+            leaner = request._replace(config=with_options(request.config, optimizer_cpu_offload=True))
             if (fits := search(leaner, profile, wanted=top, usable=share, tell=tell)).plans:
                 request, found = leaner, fits
                 print("Nothing fits without --optimizer-cpu-offload; with it:\n")
@@ -205,8 +202,6 @@ def sizes(args: argparse.Namespace, _: list[str]) -> int:
         number = quantity(args.parameters)
     except ValueError:
         raise ConfigError([f"parameters={args.parameters} is not a size; write it as 7B"]) from None
-    if args.dp < 1:
-        raise ConfigError([f"dp={args.dp} is not positive; give 1 or more"])
     print(f"GB of state on each of {args.dp} devices, {number:,} parameters, AdamW:")
     print(columns(rules.zero_rows(number, args.dp)))
     for dtype in (torch.float32, torch.bfloat16):
@@ -216,8 +211,6 @@ def sizes(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def tokens(args: argparse.Namespace, words: list[str]) -> int:
-    if not 0 < args.mfu <= 1:
-        raise ConfigError([f"mfu={args.mfu} is not a share; give more than 0, up to 1"])
     request, _ = _read(args, words)
     budget, data_tokens = _budget(args, request)
     c, one = request.cluster, arranged(Layout(), request)
@@ -228,8 +221,6 @@ def tokens(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def calibrate(args: argparse.Namespace, words: list[str]) -> int:
-    if args.ranks < 1 or not 0 < args.seconds < 3600:
-        raise ConfigError([f"ranks={args.ranks} is at least 1, and seconds={args.seconds:g} more than 0; correct them"])
     _writable(out=args.out)
     place = {"cluster": None, "device": "cpu", "num_gpus": args.ranks, "gpus_per_node": args.ranks}
     request, _ = _read(argparse.Namespace(**place, hf=None, profile=None, precision=args.precision), words)

@@ -11,9 +11,9 @@ a card what torch has allocated, on a CPU the whole process, with Python and its
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from megalite.config.options import ConfigError, build, completed
 from megalite.config.toml import read_toml
@@ -34,8 +34,7 @@ NOT_TOLD, NOT_PREDICTED = "the run did not tell", "not predicted"
 MOST_RANKS = 16  # pipeline ranks that have a row each
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One figure. unit: s, bytes, share, tokens/s. predicted None: nothing predicts it; measured None: the run did not
     tell."""
 
@@ -117,7 +116,7 @@ def _times(run: Run, made: Arrangement, cluster: Cluster, profile: Profile | Non
         Row("MFU", "share", predicted.mfu, typical("perf/mfu")),
     ]
     source = f"by {profile.source if profile else f'the defaults of {cluster.device.name}; --profile is closer'}"
-    return [replace(pairs[0], note=source), *pairs[1:]]
+    return [pairs[0]._replace(note=source), *pairs[1:]]
 
 
 def _waits(run: Run, made: Arrangement) -> list[Row]:
@@ -192,7 +191,7 @@ def main(argv: list[str]) -> int:
         rows = compare(args.run_dir, cluster, profile)
         print(text(rows))
         if args.json is not None:
-            content = json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1)
+            content = json.dumps([row._asdict() | {"ratio": row.ratio} for row in rows], indent=1)
             args.json.write_text(content + "\n")
     except (ValueError, OSError) as error:
         raise ConfigError(str(error).splitlines()) from None

@@ -6,26 +6,23 @@ with the reason.
 """
 
 import dataclasses
-import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config import cli
+from megalite.config.tables import table_beside
 from megalite.models.families import PRESETS
 from megalite.plan.arrangement import arrange
 from megalite.plan.cluster import cluster, default_profile
 from megalite.plan.step_time import step_time
 
 TOLERANCE = 0.15
-DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+DATA = table_beside(__file__, "published")
 PAPERS: dict[str, str] = DATA["papers"]
 COMMON = "--bf16 --mock-data --train-iters 1 --lr 1 --vocab-size {vocab_size} "
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """seconds   of a step, as published; or `mfu`, where only that is
     vocab_size   the true one
     profile      what of the default profile the published program had otherwise
@@ -40,12 +37,11 @@ class Case:
     flags: str
     seconds: float | None = None
     mfu: float | None = None
-    profile: Mapping[str, Any] = field(default_factory=dict)
+    profile: Mapping[str, Any] = {}
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     case: Case
     published: float  # seconds of a step, or MFU
     predicted: float
@@ -61,7 +57,7 @@ class Row:
 
 
 def cases() -> list[Case]:
-    found, names = [], {f.name for f in dataclasses.fields(Case)}
+    found, names = [], {*Case._fields}
     for row in (group | row for group in DATA["group"] for row in group["rows"]):
         made: dict[str, Any] = {"name": row["name"].format(**row), "flags": (COMMON + row["flags"]).format(**row)}
         made["why"] = DATA["reasons"].get(row.get("why"), "")

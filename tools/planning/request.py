@@ -6,9 +6,9 @@ out, and stands in the ready command line as in PLACEHOLDERS.
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
@@ -35,8 +35,7 @@ HOW = ("recompute_method", "recompute_num_layers", "recompute_modules")  # that 
 PLACEHOLDERS = {"lr": "1e-4", "train_iters": "1000", "micro_batch_size": "1"}
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """words: the flags of pretrain_gpt.py for the model and all that the planner does not choose. fixed: the options of
     LAYOUT that the command line has. left_out: of PLACEHOLDERS those that it has not."""
 

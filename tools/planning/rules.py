@@ -22,7 +22,8 @@ hours, money), and what its state takes on a device, by ZeRO stage and by size (
 True
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -35,8 +36,7 @@ MOST_EPOCHS = 4  # up to which repeated tokens are worth about as much as new on
 DAY_S = 86_400
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """active: parameters that a token uses, each once. flops_per_token: model FLOPs of forward and backward."""
 
     active: int

@@ -15,8 +15,8 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from megalite.config.check_model import divisors
 from megalite.config.options import Config
@@ -48,8 +48,7 @@ USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what li
 States = dict[tuple[int, int, int, int], ModuleBytes]  # by tp, dp x cp, ep and ZeRO stage
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     tp: int = 1
     pp: int = 1
     vpp: int = 1
@@ -115,8 +114,7 @@ def layout_of(config: Config) -> Layout:
     return Layout(p.tensor_model_parallel_size, pp, vpp, t.micro_batch_size, *how, ends, *more)
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """`made`: with the stages that a run would have."""
 
     layout: Layout
@@ -138,8 +136,7 @@ class Planned:
         return self.memory[self.fullest].peak
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The plans that stand for one row."""
 
     best: Planned
@@ -229,7 +226,7 @@ def variants(layout: Layout, request: Request) -> Iterator[Layout]:
     kinds = (fixed.recompute,) if "recompute_granularity" in request.fixed else tuple(HOW_AGAIN)
     splits = (fixed.split,) if "split_backward" in request.fixed else (False, True) if layout.pp > 1 else (False,)
     for kind, split in itertools.product(kinds, splits):
-        yield replace(layout, recompute=kind, split=split)
+        yield layout._replace(recompute=kind, split=split)
 
 
 def arranged(layout: Layout, request: Request) -> Arrangement:
@@ -289,7 +286,7 @@ def search(
         for choice in found.choices()[:TWINS]:  # what does not share out the optimizer's state takes more memory
             if choice.best.made.dp > 1 and choice.best.layout.zero == 1:
                 found.candidates += 1
-                estimate(replace(choice.best.layout, zero=0))
+                estimate(choice.best.layout._replace(zero=0))
     return found
 
 
@@ -334,8 +331,8 @@ def _shared_out(request: Request, profile: Profile | None, found: Found) -> list
     for layout in found.large[:]:
         if layout.pp * layout.tp == request.cluster.world or layout.split and "split_backward" not in request.fixed:
             continue
-        for one in (replace(layout, zero=stage) for stage in (2, 3)):
-            if moves.get(alike := replace(one, recompute=""), 0.0) >= best:
+        for one in (layout._replace(zero=stage) for stage in (2, 3)):
+            if moves.get(alike := one._replace(recompute=""), 0.0) >= best:
                 break
             arrangement = arranged(one, request)
             costs = Costs(arrangement, request.cluster, used)
@@ -363,7 +360,7 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
         found.over(plan, layout)
         if layout.zero == 2 and proposes_stages(request):
             found.candidates += 1
-            _estimate(replace(layout, zero=3), request, profile, found)
+            _estimate(layout._replace(zero=3), request, profile, found)
         return
     found.simulated += 1
     found.plans.append(plan)

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from megalite.plan.arrangement import Arrangement
@@ -159,8 +158,8 @@ def _time(days: float) -> str:
 def as_json(plan: Planned) -> dict[str, Any]:
     """Bytes and seconds."""
     made, time = plan.made, plan.time
-    told = {"layout": asdict(plan.layout), "name": str(plan.layout), "world": made.world, "dp": made.dp, "cp": made.cp}
-    told |= {"first_ranks": [*made.groups["pp"]], "microbatches": made.microbatches, "layers": made.counts}
-    told |= {"seconds": time.seconds, "about_seconds": band(time.seconds), "parts": time.parts}
+    told = {"layout": plan.layout._asdict(), "name": str(plan.layout), "world": made.world, "dp": made.dp}
+    told |= {"cp": made.cp, "first_ranks": [*made.groups["pp"]], "microbatches": made.microbatches}
+    told |= {"layers": made.counts, "seconds": time.seconds, "about_seconds": band(time.seconds), "parts": time.parts}
     told |= {"mfu": time.mfu, "tokens_per_s": time.tokens_per_s, "peak": plan.peak, "fullest": plan.fullest}
     return told | {"memory": [{part: getattr(held, part) for part in PARTS} for held in plan.memory]}

@@ -18,7 +18,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -42,8 +42,7 @@ class Position:
     crc: int = 0
 
 
-@dataclass(frozen=True)
-class TextBlock:
+class TextBlock(NamedTuple):
     file: int
     line: int  # number of the first record, from 1
     kind: int

@@ -14,7 +14,7 @@ import queue
 import struct
 import threading
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -226,7 +226,7 @@ def in_workers(blocks: Iterator[TextBlock], job: Job, workers: int) -> Generator
                     pipe.send_bytes(FRAME.pack(block.kind, block.line) + block.payload)
                 except OSError:
                     raise _died(processes[pipe], workers) from None
-                sent[begun], under_way[pipe] = replace(block, payload=b""), begun
+                sent[begun], under_way[pipe] = block._replace(payload=b""), begun
                 begun += 1
             while emitted in done:
                 yield sent.pop(emitted), done.pop(emitted)
