@@ -16,7 +16,7 @@ arms the gradient buckets of its chunk, so that each is reduced as soon as it is
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,7 @@ class Plain(Store):
     every_run = by_chunk = False
 
 
-@dataclass
-class Timed:
+class Timed(NamedTuple):
     """When an action ran, without its wait for a message, in seconds from the start of the step."""
 
     action: str
