@@ -231,8 +231,7 @@ class Pipeline:
         return y.new_empty(0, dtype=torch.float64)
 
     def _backward(self, flight: Flight, key: Key, weight: float | Tensor) -> None:
-        stage, _ = key
-        edge = flight.edges.pop(key)
+        stage, edge = key[0], flight.edges.pop(key)
         if stage == self.last:
             # made on the device: a copy would wait for it
             given = weight.to(edge.dtype) if isinstance(weight, Tensor) else edge.new_full((), weight)
