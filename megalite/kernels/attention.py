@@ -17,8 +17,7 @@ is no such mask either. A window as long as the sequence (or a document) has no 
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +31,7 @@ from megalite.kernels.dropout import keep_mask
 from megalite.kernels.flash_attention import flash_attention, supports
 
 
-@dataclass(frozen=True)
-class Documents:
+class Documents(NamedTuple):
     """The documents in the samples of a micro-batch.
 
     spans     (sample, first position, end), by sample and position; they tile every sample, of which queries and keys
@@ -175,11 +173,11 @@ def attention(
     o has it, too."""
     how = Scoring(**given)
     if how.window is not None and how.window >= how.q_first + q_SBHK.shape[0] - how.k_first:
-        how = replace(how, window=None)
+        how = how._replace(window=None)
     part = how.q_first != how.k_first or q_SBHK.shape[0] != k_TBGK.shape[0]
     own = part or how.window is not None or sink_H is not None or v_TBGK.shape[-1] != q_SBHK.shape[-1]
     name = backend(q_SBHK, v_TBGK, masked=documents is not None, window=own, dropout=how.drop is not None)
-    qkv, given = (q_SBHK, k_TBGK, v_TBGK), {"sink_H": sink_H, **vars(how)}
+    qkv, given = (q_SBHK, k_TBGK, v_TBGK), {"sink_H": sink_H, **how._asdict()}
     if name == "explicit":
         return attention_reference(*qkv, documents=documents, **given)
     if name == "triton":
@@ -214,7 +212,7 @@ def _by_document(
         q = q_SBHK[first - how.q_first : last - how.q_first, row : row + 1]
         low = max(start, how.k_first)
         k, v = (x[low - how.k_first : max(low, last) - how.k_first, row : row + 1] for x in (k_TBGK, v_TBGK))  # or none
-        drop = how.drop and replace(how.drop, sample_ids_B=how.drop.sample_ids_B[row : row + 1])
-        here = replace(how, drop=drop, q_first=first, k_first=low)
-        rows[row].append(attention(q, k, v, sink_H=sink_H, **vars(here)))
+        drop = how.drop and how.drop._replace(sample_ids_B=how.drop.sample_ids_B[row : row + 1])
+        here = how._replace(drop=drop, q_first=first, k_first=low)
+        rows[row].append(attention(q, k, v, sink_H=sink_H, **here._asdict()))
     return torch.cat([torch.cat(row) for row in rows], dim=1)

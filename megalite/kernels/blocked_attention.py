@@ -21,8 +21,7 @@ gradients sum to 0, its own is what those of the keys miss.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +35,7 @@ IN_WINDOW = (64, 128)  # the same in a window, whose border is on both sides: as
 BLOCK_BYTES = 4 << 20  # of one block's scores
 
 
-@dataclass(frozen=True)
-class Drop:
+class Drop(NamedTuple):
     """Dropout of attention weights and its coordinates. sample_ids_B: global sample numbers. head_offset: the global
     number of head 0."""
 
@@ -55,8 +53,7 @@ class Drop:
         return keep_mask(self.key, self.p, samples, numbers, rows.unsqueeze(-1), columns)
 
 
-@dataclass(frozen=True)
-class Scoring:
+class Scoring(NamedTuple):
     """Which keys a query sees, and what its scores become.
 
     scale             of q k^T

@@ -61,11 +61,7 @@ def _low_bits(x: Tensor) -> Tensor:
 def hash_coordinates(key: int | Tensor, *axes: Tensor) -> Tensor:
     """One 32-bit hash (as int32) per element of the broadcast of the int64 `axes`, outermost first. `key`: an integer,
     or one in an int64 scalar on their device."""
-    h = (
-        _low_bits(key)
-        if isinstance(key, Tensor)
-        else torch.full((), as_int32(key), dtype=torch.int32, device=axes[0].device)
-    )
+    h = _low_bits(key) if isinstance(key, Tensor) else axes[0].new_full((), as_int32(key), dtype=torch.int32)
     for axis in axes:
         h = mix_(h ^ _low_bits(axis * 0x9E3779B1 + 0x7F4A7C15))
     return h

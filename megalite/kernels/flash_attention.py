@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.config.tables import table_beside
-from megalite.kernels.blocked_attention import Scoring
+from megalite.kernels.blocked_attention import Drop, Scoring
 from megalite.kernels.dispatch import ceil_div, kernel, power_of_two, unit_of, widened
 from megalite.kernels.dropout import as_int32
 from megalite.kernels.flash_blocks import blocks_of_keys, count_masked, dot, first_key, kept_of, nth_masked, tile
@@ -301,12 +301,11 @@ class _Attention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None, first_BS: Tensor | None, how: Scoring
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        (S, B, H, K), (T, _, G, V), drop, k_first = q.shape, v.shape, how.drop, how.k_first
+        (S, B, H, K), (T, _, G, V), k_first = q.shape, v.shape, how.k_first
         o, lse = q.new_empty(S, B, H, V), q.new_empty(B, H, S, dtype=torch.float32)
         first = lse if first_BS is None else first_BS.contiguous()
-        dropout_p, key, ids, head_offset = (0.0, 0, lse, 0)
-        if drop is not None:
-            dropout_p, key, ids, head_offset = drop.p, drop.key, drop.sample_ids_B.contiguous(), drop.head_offset
+        dropout_p, key, ids, head_offset = how.drop or Drop(0.0, 0, lse)
+        ids = ids.contiguous()
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         shift = how.q_first - k_first
         seen = max(1, S + shift) if how.window is None else how.window  # None: as if it reached back to key 0

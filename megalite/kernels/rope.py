@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 BLOCK = TileSizes(1, 1024, 4)
 
 
-@dataclass(frozen=True)
-class RopeScaling:
+class RopeScaling(NamedTuple):
     """Llama-3 frequency scaling; lengths in tokens."""
 
     factor: float = 8.0
@@ -40,8 +38,7 @@ class RopeScaling:
     original_length: int = 8192
 
 
-@dataclass(frozen=True)
-class Yarn:
+class Yarn(NamedTuple):
     """arXiv:2309.00071, sec. 3.2 to 3.4. A channel that makes more than `beta_fast` turns in `original_length` tokens
     keeps its wavelength, one with fewer than `beta_slow` is stretched by `factor`, and between them the share is linear
     in the channel's number, of which the ends are rounded outwards with `whole`. Queries and keys grow by

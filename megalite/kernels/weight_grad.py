@@ -21,12 +21,11 @@ BLOCK_BYTES = 2 << 20
 
 def accumulate_outer_(grad_FD: Tensor, dy_NF: Tensor, x_ND: Tensor, *, begin: bool) -> None:
     """grad += dy^T x, or grad = dy^T x to begin with. `grad`: fp32, or the dtype of the others; unit stride along D."""
+    beta = 0 if begin else 1
     if grad_FD.dtype == x_ND.dtype:
-        torch.addmm(grad_FD, dy_NF.T, x_ND, beta=0 if begin else 1, out=grad_FD)
+        torch.addmm(grad_FD, dy_NF.T, x_ND, beta=beta, out=grad_FD)
     elif x_ND.device.type != "cpu":  # never rounded in between
-        torch.addmm(  # type: ignore[call-overload]
-            grad_FD, dy_NF.T, x_ND, out_dtype=grad_FD.dtype, beta=0 if begin else 1, out=grad_FD
-        )
+        torch.addmm(grad_FD, dy_NF.T, x_ND, out_dtype=grad_FD.dtype, beta=beta, out=grad_FD)  # type: ignore[call-overload]
     else:
         F, D = grad_FD.shape
         rows = min(F, max(1, BLOCK_BYTES // (D * x_ND.dtype.itemsize)))

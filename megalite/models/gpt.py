@@ -172,9 +172,7 @@ class Stage(nn.Module):
         sizes, std = (padded_vocab_size, vocab_size, model.hidden_size), model.init_method_std
         word_std = std if model.embedding_init_method_std is None else model.embedding_init_method_std
         word = vocabulary_spec("embedding.word", *sizes, word_std, tied=tied and mesh.pp.size > 1)
-        self.embedding = None
-        if number == 0:
-            self.embedding = Embedding(make, word, model)
+        self.embedding = Embedding(make, word, model) if number == 0 else None
         self.blocks = nn.ModuleList(Block(make, model, layer, self.recompute.parts) for layer in stages[number])
         self.head = None
         if number == len(stages) - 1:

@@ -63,9 +63,8 @@ class Attention(nn.Module):
             self.head_norms = HeadNorms(make, name, (H * K, G * K), not self.replicated, *norm[1:])
         elif model.qk_layernorm:
             self.q_norm, self.k_norm = (Norm(make, f"{name}.{one}_norm", K, *norm) for one in "qk")
-        self.sink = None
-        if model.softmax_type == "learnable":
-            self.sink = make(ParamSpec(f"{name}.sink", (H,), shards=((0, "tp"),), init=Normal(std), decay=False))
+        sink = ParamSpec(f"{name}.sink", (H,), shards=((0, "tp"),), init=Normal(std), decay=False)
+        self.sink = make(sink) if model.softmax_type == "learnable" else None
         self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(model.out_std)))
         if model.add_bias_linear:
             self.out_bias = make(ParamSpec(f"{name}.out_bias", (D,), partial=("tp",), init=zero, decay=False))

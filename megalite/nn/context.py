@@ -19,7 +19,7 @@ is 0.5 GB at 128k tokens; it needs equal work in every hop, which documents do n
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from typing import Any
@@ -224,9 +224,7 @@ class _Result:
         return self.saved[-1]
 
     def restore(self, kept: list[Any]) -> Tensor:
-        if len(kept) == 1:
-            return self.unpack(kept[0])
-        return self.o.pop().as_strided(*kept)
+        return self.unpack(*kept) if len(kept) == 1 else self.o.pop().as_strided(*kept)
 
     def close(self, o: Tensor) -> None:
         for kept in self.saved:
@@ -279,7 +277,7 @@ class Across:
         with nullcontext() if self.again else saved_tensors_hooks(shelf.keep, shelf.restore):
             queries = q_SBHK.split([len(run) for run in runs])
             for run, keys, q, k, v in zip(runs, seen, queries, parts[::2], parts[1::2], strict=True):
-                mine = documents and replace(documents, first_BS=documents.first_BS[:, run.start : run.stop])
+                mine = documents and documents._replace(first_BS=documents.first_BS[:, run.start : run.stop])
                 at = dict(q_first=run.start, k_first=keys.start)
                 outputs.append(self.attend(q, k, v, window=window, documents=mine, **at, **how))
         return shelf.join(outputs)
@@ -295,7 +293,7 @@ class Across:
         k, v = (x if len(groups) == G else x.index_select(2, groups) for x in (k_SBGK, v_SBGK))
         by_rank = [x.unflatten(2, (cp.size, -1)) for x in (q_SBHK, k, v)]
         x_TBnK: Any = _Swap.apply(torch.cat(by_rank, 3).flatten(2, 3), cp, self.places, False)
-        here = drop and replace(drop, head_offset=drop.head_offset + cp.start_of(mine))
+        here = drop and drop._replace(head_offset=drop.head_offset + cp.start_of(mine))
         how["sink_H"] = None if sink_H is None else sink_H.narrow(0, cp.start_of(mine), mine)
         result, qkv = _Result(), x_TBnK.split([x.shape[3] for x in by_rank], 2)
         with nullcontext() if self.again else saved_tensors_hooks(result.keep, result.restore):

@@ -16,7 +16,6 @@ from megalite.kernels.weight_grad import accumulate_rows_
 from megalite.nn.micro_batch import SITE_EMBEDDING, Batch
 from megalite.nn.parameter import GradientSink, Maker, sink_of
 from megalite.parallel.comm import scatter_seq
-from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Normal, ParamSpec
 
 
@@ -54,18 +53,15 @@ class Embedding(nn.Module):
     def __init__(self, make: Maker, spec: ParamSpec, model: ModelConfig):
         super().__init__()
         make = make.of("embedding")
-        self.mesh: Mesh = make.mesh
-        self.dropout_p, self.seed = model.hidden_dropout, make.seed
+        self.tp, self.dropout_p, self.seed = make.mesh.tp, model.hidden_dropout, make.seed
         self.word = make(spec)
-        self.position = None
-        if model.position_embedding_type == "learned_absolute":
-            shape = model.positions, model.hidden_size
-            learned = ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
-            self.position = make(learned)
+        shape = model.positions, model.hidden_size
+        learned = ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
+        self.position = make(learned) if model.position_embedding_type == "learned_absolute" else None
 
     def forward(self, batch: Batch) -> Tensor:
         """x_sBD. Where there are no positions of their own, tokens have those of their places as learned ones."""
-        tp, rows, tokens_SB = self.mesh.tp, self.word.shape[0], batch.tokens_SB
+        tp, rows, tokens_SB = self.tp, self.word.shape[0], batch.tokens_SB
         if tp.size == 1:
             x_sBD = look_up(tokens_SB, self.word)
         else:

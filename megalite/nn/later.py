@@ -10,7 +10,7 @@ collectives than without. Only matmuls whose gradient goes to a sink wait.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ def add_weight_grad(sink: GradientSink, dy: Tensor, x: Tensor) -> None:
 Add = Callable[[GradientSink, Tensor, Tensor], None]
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     x: Tensor
     over: Axis | None  # the axis over which x is gathered, along dim 0
     parts: list[tuple[GradientSink, Tensor]]  # a sink, and its dy

@@ -44,12 +44,9 @@ class Norm(nn.Module):
         super().__init__()
         self.eps, self.one_plus = eps, one_plus
         self.normalise: Callable[..., Any] = normalise  # or compiled (models/compiled.py)
-        offset = 1.0 if one_plus else 0.0
-        init = Constant(1.0 - offset)
-        self.weight = make(ParamSpec(f"{name}.weight", (size,), partial=("tp",), init=init, decay=decay, offset=offset))
-        self.bias = None
-        if kind == "LayerNorm":
-            self.bias = make(ParamSpec(f"{name}.bias", (size,), partial=("tp",), init=Constant(0.0), decay=decay))
+        spec = partial(ParamSpec, shape=(size,), partial=("tp",), decay=decay)
+        self.weight = make(spec(f"{name}.weight", init=Constant(1.0 - one_plus), offset=float(one_plus)))
+        self.bias = make(spec(f"{name}.bias", init=Constant(0.0))) if kind == "LayerNorm" else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x; with a residual, their sum and the norm of the sum."""

@@ -12,7 +12,7 @@ neighbouring blocks are equal enough, as in a window, a rank gets these.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,7 @@ NEIGHBOURS = 1.1  # up to which a rank holds neighbouring blocks: one launch, an
 MOST_BLOCKS = 8  # of a rank: each of them is a launch of attention for itself
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """How a micro-batch's samples are cut.
 
     blocks  of every rank the numbers of its blocks, in order

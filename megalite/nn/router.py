@@ -115,8 +115,7 @@ class Router(nn.Module):
         self.weight = make(ParamSpec(name, (E, model.hidden_size), partial=("tp",), init=Normal(model.init_method_std)))
         bias = ParamSpec(f"{name}.logit_bias", (E,), partial=("tp",), init=Constant(0.0), decay=False)
         self.logit_bias = make(bias) if model.add_bias_linear else None
-        biased = model.moe_router_enable_expert_bias
-        self.bias = torch.zeros(E, dtype=torch.float32, device=device) if biased else None
+        self.bias = torch.zeros(E, dtype=torch.float32, device=device) if model.moe_router_enable_expert_bias else None
         self.counts = torch.zeros(E, dtype=torch.int64, device=device)
         self.of_dp = torch.zeros_like(self.counts)
         self.losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
@@ -175,8 +174,7 @@ class Router(nn.Module):
                 given = (given - (given * chosen).sum(-1, keepdim=True) / total) / total
             return nothing.scatter_(1, ids_NK, given * chosen * (1 - chosen))
         if not self.pre_softmax:
-            chosen = chosen.softmax(-1)
-            return nothing.scatter_(1, ids_NK, chosen * (given - (given * chosen).sum(-1, keepdim=True)))
+            return nothing.scatter_(1, ids_NK, _softmax_backward(chosen.softmax(-1), given))
         return _softmax_backward(scores_NE, nothing.scatter_(1, ids_NK, given))
 
     def lots(self, x_sBD: Tensor, where: Batch) -> Tensor:

@@ -14,8 +14,7 @@ Bytes to other ranks, of a layer and micro-batch: 4 S' D e with the S' rows that
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ from megalite.parallel.comm import Pending, start_all_gather, start_all_to_all
 from megalite.parallel.mesh import Axis
 
 
-@dataclass(frozen=True)
-class Travel:
+class Travel(NamedTuple):
     """given, got: rows to and from each peer."""
 
     peers: Axis
@@ -40,8 +38,7 @@ class Travel:
         return start_all_to_all(rows.reshape(-1), got if back else given, given if back else got, self.peers)
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """Rows under way. token_S: the token of each row that was sent; slots_NP: the row of each token and peer, -1 where
     there is none. The graph saves these two alone, as tensors, so that nothing else stays where they are recomputed."""
 

@@ -12,7 +12,7 @@ Four parts: what is done with a bucket of each kind and who owns what (bucket_ru
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -42,8 +42,7 @@ def lay_out_chunks(
     return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, **apart)
 
 
-@dataclass(frozen=True)
-class Shared:
+class Shared(NamedTuple):
     """What data-parallel ranks share out beside what the optimizer keeps (arXiv:1910.02054).
 
     stage      2: gradients of matrices come and go, 3: their weights, too

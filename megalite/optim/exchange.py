@@ -15,7 +15,6 @@ go in groups: one travels while another is worked on, and little is in memory tw
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalite.optim.bucket_rule import BucketRule
@@ -42,8 +41,7 @@ class Matrix(NamedTuple):
         return min(self.rows, self.columns) * self.numel
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """The rectangle `box` of matrix number `matrix` is elements [start, stop) of what the rank owns of the bucket.
     `first`: of those ranks that own the same."""
 
@@ -55,8 +53,7 @@ class Range:
     first: bool
 
 
-@dataclass(frozen=True)
-class _Stack:
+class _Stack(NamedTuple):
     """What lies in `slot` of `bucket`: matrices from number `first` on."""
 
     bucket: Bucket
@@ -119,8 +116,7 @@ def homes_of(matrices: Sequence[Matrix], ranks: int) -> list[int]:
     return homes
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """Of one group, on one rank. By rank of the stage, in its order; a range is told as it is where it is owned.
 
     given, got       of what this rank owns: what goes to each home, and what comes back

@@ -99,12 +99,9 @@ class FlatStorage:
         sizes = [len(rules[b.kind].held(b)) * dtype.itemsize for b in move if on_host]
         self.host_bytes, room = pinned_bytes(sizes), host_memory(sizes, device)
         for bucket in layout.buckets:  # one by one: what a parameter had is let go of before the next
-            comes = bucket.number in numbers
-            if comes:
-                self._elastic[bucket.number] = memory = Elastic(bucket.size, dtype, device)
-                flat = memory.flat
-            else:
-                flat = torch.zeros(bucket.size, dtype=dtype, device=device)
+            if comes := bucket.number in numbers:
+                self._elastic[bucket.number] = Elastic(bucket.size, dtype, device)
+            flat = self._elastic[bucket.number].flat if comes else torch.zeros(bucket.size, dtype=dtype, device=device)
             held = rules[bucket.kind].held(bucket)
             self.flats.append(flat)
             self._mine.append(flat[held.start : held.stop])

@@ -12,7 +12,6 @@ keeps every gradient on the host. A CPU does the same, and saves nothing.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ class HostStore:
             assert copy is not None
             if there is not None:
                 there.synchronize()
-            rule.update_(replace(update, grad=grad, copy=None))
+            rule.update_(update._replace(grad=grad, copy=None))
             source = param if copy.dtype == grad.dtype else grad.view(copy.dtype)[: len(copy)].copy_(param)
             with beside(self._stream, after=begin):
                 copy.copy_(source, non_blocking=True)

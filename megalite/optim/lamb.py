@@ -12,7 +12,7 @@ squares of its tensors: 2 numbers in fp64 for each. Where ranks own copies each 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class _Norms:
             for slot in bucket.slots:
                 spec = buffer.layout.entries[slot.entry].spec
                 stored = spec.stored_box(buffer.mesh.sizes, buffer.mesh.position).numel  # padding has no part in norms
-                part = replace(slot, stop=slot.start + stored).part_in(shared.owned(bucket))
+                part = slot._replace(stop=slot.start + stored).part_in(shared.owned(bucket))
                 copies = shared.replica.size // shared.outer.size * spec.replicas(sizes)
                 first, numel = part.start - part.span.start, stored // spec.tensors
                 for i in range(spec.tensors):

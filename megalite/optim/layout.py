@@ -12,8 +12,7 @@ biases stay as they are, a thousandth of the memory. Padding: slots start at mul
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.parallel.spec import HOMES, ParamSpec
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 ALIGN = 64  # elements; 128 bytes in bf16, so that every matmul operand is aligned for tensor cores
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One local parameter: its spec, its number of local elements, the model chunk it is used in, and the unit of the
     model that it was made for (nn/parameter.py: Maker)."""
 
@@ -34,8 +32,7 @@ class Entry:
     unit: str = ""
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What all parameters of a bucket have in common (parallel/spec.py). `partial`: of axes that have other ranks.
     `replicas`: ranks that hold each element, the data axis aside. `decoupled`: the learning rate is that of embedding
     and head. `matrix`: they are matrices, which the optimizer updates as such. `unit`: of the model, whose matrices and
@@ -51,8 +48,7 @@ class Kind:
     unit: str = ""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Elements [start, stop) of bucket number `bucket` are entry number `entry`."""
 
     bucket: int
@@ -66,8 +62,7 @@ class Slot:
         return Part(range(first - self.start, max(first, last) - self.start), first - mine.start)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Elements `span` of a parameter, which begin at element `start` of what a rank has of the bucket."""
 
     span: range
@@ -78,8 +73,7 @@ class Part:
         return mine[self.start : self.start + len(self.span)]
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """`size` elements, padding included; what one collective moves. `number`: its place in the layout."""
 
     number: int
@@ -94,8 +88,7 @@ class Bucket:
         return range(rank * size, (rank + 1) * size)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """All buckets, in the order in which a rank reduces them."""
 
     entries: tuple[Entry, ...]

@@ -2,8 +2,7 @@
 one in two halves, with an exchange of ranks between them, for whole tensors (optim/muon.py, optim/lamb.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from megalite.optim.layout import Bucket
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """What a rule gets for what this rank owns of a bucket: flat tensors of one length, and this step's numbers.
 
     param  the main weights, and `state` the tensors kept beside them: both updated in place

@@ -10,7 +10,6 @@ factor that unscales, averages and clips.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -109,7 +108,7 @@ class Zero1:
             for slot in bucket.slots:
                 spec = buffer.layout.entries[slot.entry].spec
                 box = spec.stored_box(sizes, position)
-                part = replace(slot, stop=slot.start + box.numel).part_in(owned)  # the padding is not stored
+                part = slot._replace(stop=slot.start + box.numel).part_in(owned)  # the padding is not stored
                 if not part.span:
                     continue
                 mine = (rule.outer.size > 1 or rule.replica.is_first) and spec.first_copy(position)

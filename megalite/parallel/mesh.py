@@ -335,12 +335,10 @@ class _Groups:
             group = next((made for made, ranks in zip(groups, rank_sets, strict=True) if rank in ranks), None)
         if not places:
             return axis
+        if self.memory and not own and name not in ("pp", "stage"):  # collective over the axis
+            group = SharedMemory.open(group, axis.rank, size) or group
         axis = replace(axis, transport=group)
-        if own:
-            return axis
-        if self.memory and name not in ("pp", "stage"):  # collective over the axis
-            axis = replace(axis, transport=SharedMemory.open(group, axis.rank, size) or group)
-        return self.axes.setdefault(rank_sets, axis)
+        return axis if own else self.axes.setdefault(rank_sets, axis)
 
 
 def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:

@@ -37,8 +37,7 @@ def check_collectives(mesh: Mesh) -> None:
             outcomes += [(axis, *outcome) for outcome in _outcomes(axis, n, mesh)]
     wrong = torch.stack([(got != want).sum() for _, _, got, want in outcomes]).tolist()
     faults = [_describe(*outcome, mesh.world.rank) for outcome, count in zip(outcomes, wrong, strict=True) if count]
-    number = torch.tensor(len(faults), dtype=torch.int64, device=mesh.device)
-    if int(comm.all_reduce_(number, mesh.world)) or faults:  # the sum itself may be wrong
+    if comm.reduce_number(len(faults), mesh) or faults:  # the sum itself may be wrong
         reports = list(filter(None, comm.gather_texts("; ".join(faults), mesh.world, mesh.device)))[:SHOWN]
         advice = "leave out the node, card or link that these have in common, and try tools/check_cluster.py on it"
         raise LaunchError("\n".join(["collectives give wrong values:", *reports, advice]))

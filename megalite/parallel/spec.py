@@ -7,7 +7,7 @@ checkpoint and conversion read it, and none of them keeps a copy. Shapes are in 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ HOMES: Mapping[str, tuple[str, tuple[str, ...]]] = {"dense": ("data", ("tp",)), 
 OWNERS: Mapping[str, tuple[str, str]] = {"dense": ("shard", "replica"), "expert": ("expert_shard", "expert_replica")}
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A half-open rectangle of a whole tensor: `start[d] <= index[d] < stop[d]`."""
 
     start: tuple[int, ...]
@@ -156,8 +155,7 @@ class ParamSpec:
         return not any(ranks.get(axis, 0) for axis in self.copied_over)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The part of one named value that one rank holds: a contiguous range of the flattened (row-major) `box`.
 
     `span` counts elements inside the flattened box: range(0, box.numel) is the whole box; a ZeRO shard is a

@@ -21,22 +21,18 @@ def new_stream(device: torch.device) -> Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # pyright: ignore[reportArgumentType]
 
 
-def reached(device: torch.device) -> Event | None:
-    """An event that follows all work that the current stream has so far."""
+def reached(device: torch.device, timed: bool = False) -> Event | None:
+    """An event that follows all work that the current stream has so far. `timed`: with a time stamp."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(enable_timing=timed)
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 def mark(device: torch.device) -> Mark:
     """A time stamp in the current stream; on a CPU the time in seconds."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
+    return reached(device, timed=True) or time.perf_counter()
 
 
 def seconds_between(begin: Mark, end: Mark) -> float | None:

@@ -16,7 +16,7 @@ arms the gradient buckets of its chunk, so that each is reduced as soon as it is
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,7 @@ class Plain(Store):
     every_run = by_chunk = False
 
 
-@dataclass
-class Timed:
+class Timed(NamedTuple):
     """When an action ran, without its wait for a message, in seconds from the start of the step."""
 
     action: str
@@ -232,8 +231,7 @@ class Pipeline:
         return y.new_empty(0, dtype=torch.float64)
 
     def _backward(self, flight: Flight, key: Key, weight: float | Tensor) -> None:
-        stage, _ = key
-        edge = flight.edges.pop(key)
+        stage, edge = key[0], flight.edges.pop(key)
         if stage == self.last:
             # made on the device: a copy would wait for it
             given = weight.to(edge.dtype) if isinstance(weight, Tensor) else edge.new_full((), weight)

@@ -16,7 +16,6 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -46,8 +45,7 @@ EQUAL: Cost = (1, 1, 1)
 ONE: Held = (1, 1)
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Which rank of pp holds which stage, known here alone: stage s is on rank s % pp as its chunk s // pp of `vpp`."""
 
     pp: int
@@ -68,8 +66,7 @@ class Placement:
         return range(rank, self.num_stages, self.pp)
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """Backward in two halves. A rank keeps its order of F and B; whenever the next of them cannot run yet, and when it
     would make the rank hold more than it may, a W runs: the newest, whose operands are still in a cache, and when no F
     or B is left the oldest (arXiv:2401.10241 writes such a schedule by hand: 1F1B, filled, is its ZB-H1).
@@ -170,15 +167,10 @@ def in_flight(row: Sequence[Action], held: Sequence[Held] | None = None) -> floa
 def held_more(op: Op, held: Held, split: bool) -> float:
     """What a rank holds after an action, less what it held before."""
     saved, waits = held
-    if op is Op.F:
-        return saved
-    if op is Op.B:
-        return (waits if split else 0) - saved
-    return -waits if op is Op.W else 0
+    return {Op.F: saved, Op.B: (waits if split else 0) - saved, Op.W: -waits}.get(op, 0)
 
 
-@dataclass(frozen=True)
-class Sharing:
+class Sharing(NamedTuple):
     """How often what is shared out over dp meets.
 
     every_run   gradients are reduced at the end of each run of a stage's backwards, so that they are whole during it

@@ -68,5 +68,5 @@ def on_device(b: Batch, device: torch.device, step: int) -> Batch:
     to = functools.partial(Tensor.to, device=device, non_blocking=True)
     moved: dict[str, Any] = {name: to(x) for name, x in vars(b).items() if isinstance(x, Tensor)}
     if b.documents is not None:
-        moved["documents"] = replace(b.documents, first_BS=to(b.documents.first_BS))
+        moved["documents"] = b.documents._replace(first_BS=to(b.documents.first_BS))
     return replace(b, step=step, **moved)

@@ -1,6 +1,5 @@
 """Pieces as pure geometry; saving under one split and loading under another; refusal of anything damaged."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import loads
@@ -98,7 +97,7 @@ def test_saved_under_one_layout_loads_under_another(tmp_path_factory, shape, sav
                 lambda pieces: reader.Reader(final, loaded).fill(pieces),
                 lambda pieces: loader.load(folder, ALONE, lambda *_: loader.Wanted(pieces)),
             ):
-                target = replace(rank[0], data=torch.full_like(rank[0].data, torch.nan))
+                target = rank[0]._replace(data=torch.full_like(rank[0].data, torch.nan))
                 fill([target])
                 assert torch.equal(target.data, rank[0].data)
 

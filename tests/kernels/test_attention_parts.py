@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,7 +110,7 @@ def _documents(length: int, lengths: Sequence[int]) -> Documents:
 
 
 def _part_of(documents: Documents | None, start: int, end: int) -> Documents | None:
-    return None if documents is None else replace(documents, first_BS=documents.first_BS[:, start:end])
+    return None if documents is None else documents._replace(first_BS=documents.first_BS[:, start:end])
 
 
 @contextlib.contextmanager

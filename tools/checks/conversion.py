@@ -48,7 +48,7 @@ def fill_stage(stage: Stage, source: Checkpoint, main_weights: bool) -> None:
     pieces = weight_pieces(stage, Mesh.alone())
     if main_weights:
         main = {piece.name: piece.name.replace("model/", "optimizer.main/", 1) for piece in pieces}
-        pieces = [replace(p, name=main[p.name]) if main[p.name] in source.manifest.tensors else p for p in pieces]
+        pieces = [p._replace(name=main[p.name]) if main[p.name] in source.manifest.tensors else p for p in pieces]
     source.fill(pieces)
 
 

@@ -9,8 +9,7 @@ There is no state to save: a resume needs `consumed`, one integer. `Prefetcher` 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +21,7 @@ from megalite.data.samples.source import Dataset
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """tokens        [B, S + 1]
     sample_ids    [B], numbers in the global order
     loss_mask     [B, S], 1 where the label counts; None: all count
@@ -52,8 +50,7 @@ class Unread(Dataset):
         return "not read by this rank"
 
 
-@dataclass(frozen=True)
-class Borders:
+class Borders(NamedTuple):
     """Treatment of the borders between documents.
 
     eod        id that ends a document; needed by the next two unless the samples are packed
@@ -122,12 +119,9 @@ class Batches:
         mask, first = self._borders.find(tokens, self.dataset.layout(ids))
         if self._ignored is not None and (filler := tokens[:, 1:] == self._ignored).any():
             mask = np.where(filler, np.float32(0), np.float32(1) if mask is None else mask)
-        micros = []
-        for m, ids_B in enumerate(ids_MB):
-            rows = slice(m * self._micro, (m + 1) * self._micro)
-            counted = None if mask is None else mask[rows]
-            micros.append(MicroBatch(tokens[rows], ids_B, counted, None if first is None else first[rows]))
-        return micros
+        M = len(ids_MB)
+        marks = ([None] * M if x is None else np.split(x, M) for x in (mask, first))
+        return [MicroBatch(*parts) for parts in zip(np.split(tokens, M), ids_MB, *marks, strict=True)]
 
     def _check(self, ids: Ints, tokens: Ints) -> None:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
@@ -163,9 +157,8 @@ class Prefetcher(Generic[T]):
         batches = self._future.result()  # raises the thread's error
         after = consumed + global_batch_size
         size = self._size_at(after)
-        self._expected, self._future = (after, size), None
-        if size:
-            self._future = self._thread.submit(self._read, after, size)
+        self._future = self._thread.submit(self._read, after, size) if size else None
+        self._expected = after, size
         return batches, time.perf_counter() - begin
 
     def close(self) -> None:

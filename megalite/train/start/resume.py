@@ -178,7 +178,7 @@ def across_precisions(pieces: Sequence[Piece], kinds: Kinds, there: Kinds) -> li
     them. `kinds`: of this run, `there`: of the checkpoint."""
     own, source = (MAIN if MAIN in known else "model" for known in (kinds, there))
     kept = [piece for piece in pieces if own == "model" or not piece.name.startswith("model/")]
-    return [replace(p, name=p.name.replace(f"{own}/", f"{source}/", 1)) for p in kept]
+    return [p._replace(name=p.name.replace(f"{own}/", f"{source}/", 1)) for p in kept]
 
 
 def _states(kinds: Kinds) -> dict[str, str]:
