@@ -119,7 +119,8 @@ def _stats(L, LABELS, OUT, stride, rows, first, valid, COLUMNS: tl.constexpr):
         x = tl.load(L + at, mask=at < valid, other=float("-inf")).to(OUT.dtype.element_ty)
         now = tl.maximum(largest, tl.max(x, 0))
         base = tl.where(now == float("-inf"), 0.0, now)  # nothing but -inf so far: -inf - -inf is NaN
-        total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
+        turned = tl.exp2(x * 1.4426950408889634 - base * 1.4426950408889634)
+        total = total * tl.exp2((largest - base) * 1.4426950408889634) + tl.sum(turned, 0)
         largest = now
     tl.store(OUT + row, largest + tl.log(total))
     local = tl.load(LABELS + row) - first
@@ -132,12 +133,13 @@ def _grad(L, LABELS, LSE, DLSE, DLOSS, stride, columns, first, valid, COLUMNS: t
     row = tl.program_id(0).to(tl.int64)
     L += row * stride
     local = tl.load(LABELS + row) - first
+    local = tl.where(local < valid, local, -1)  # padding has no label
     lse, dlse, dloss = tl.load(LSE + row), tl.load(DLSE + row), tl.load(DLOSS + row)
     for start in range(0, columns, COLUMNS):
         at = start + tl.arange(0, COLUMNS)
         x = tl.load(L + at, mask=at < valid, other=float("-inf")).to(LSE.dtype.element_ty)
         # before rounding: p - 1 of a confident token has no digits left in bf16
-        dx = dlse * tl.exp(x - lse) - tl.where((at == local) & (at < valid), dloss, 0.0)
+        dx = dlse * tl.exp2((x - lse) * 1.4426950408889634) - tl.where(at == local, dloss, 0.0)
         tl.store(L + at, dx.to(L.dtype.element_ty), mask=at < columns)
 
 

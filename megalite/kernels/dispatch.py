@@ -203,25 +203,27 @@ def kernel(fn: Fn | None = None, *, flops: Fn | None = None, product: Fn | None 
 @dataclass(frozen=True)
 class TileSizes:
     """The tile of one program: rows x columns elements (columns a power of two), and its warps. `programs`: how many
-    per multiprocessor where a program walks over many tiles."""
+    per multiprocessor where a program walks over many tiles. `stages`: of how many tiles in a row it then has asked for
+    the loads."""
 
     rows: int
     columns: int
     warps: int
     programs: int = 1
+    stages: int = 1
 
 
 def tile_for(table: Sequence[Sequence[int]], columns: int) -> TileSizes:
     """The tile that holds whole rows of `columns`, from a table in rising order of
-    (largest width, rows, warps[, programs]).
+    (largest width, rows, warps[, programs, stages]).
 
     >>> tile_for(((128, 8, 4), (4096, 1, 8)), 1000)
-    TileSizes(rows=1, columns=1024, warps=8, programs=1)
+    TileSizes(rows=1, columns=1024, warps=8, programs=1, stages=1)
     """
     width = power_of_two(columns)
-    for largest, rows, warps, *programs in table:
+    for largest, rows, warps, *walk in table:
         if width <= largest:
-            return TileSizes(rows, width, warps, *programs)
+            return TileSizes(rows, width, warps, *walk)
     raise ValueError(f"columns={columns} is above the table's {table[-1][0]}; use the torch twin")
 
 
@@ -229,7 +231,7 @@ def fit(block: TileSizes, columns: int) -> TileSizes:
     """The same number of elements for rows of `columns`: where they are narrower than the tile, several of them.
 
     >>> fit(TileSizes(1, 2048, 4), 500)
-    TileSizes(rows=4, columns=512, warps=4, programs=1)
+    TileSizes(rows=4, columns=512, warps=4, programs=1, stages=1)
     """
     width = min(block.columns, power_of_two(columns))
     return replace(block, rows=block.rows * block.columns // width, columns=width)

@@ -26,7 +26,7 @@ from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, kernel, proc
 if TYPE_CHECKING:
     import triton.language as tl
 
-# (largest width, rows, warps); of backward also programs per multiprocessor
+# (largest width, rows, warps); of backward also programs per multiprocessor and stages
 FORWARD, BACKWARD, BACKWARD_CENTRED = table_beside(__file__, "tiles")["norms"].values()
 
 
@@ -61,7 +61,7 @@ def _forward(
     X, A, H, W, B, Y, MEAN, R, rows, columns, stride_x, stride_a,
     EPS: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     at = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (at < columns)[None, :]
     out = row[:, None] * columns + at[None, :]
@@ -75,7 +75,7 @@ def _forward(
         mean = tl.sum(x, 1) / columns
         tl.store(MEAN + row, mean, mask=row < rows)
         x = tl.where(inside, x - mean[:, None], 0.0)
-    r = 1.0 / tl.sqrt(tl.sum(x * x, 1) / columns + EPS)
+    r = tl.rsqrt(tl.sum(x * x, 1) / columns + EPS)
     tl.store(R + row, r, mask=row < rows)
     y = x * r[:, None] * tl.load(W + at, mask=at < columns, other=0.0).to(R.dtype.element_ty)[None, :]
     if CENTRED:
@@ -86,32 +86,36 @@ def _forward(
 @kernel
 def _backward(
     DY, DH, X, W, MEAN, R, DX, PARTIAL, rows, columns, stride_dy, stride_dh, stride_x, stride_partial,
-    ADD: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ADD: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, COLUMNS)
     w = tl.load(W + at, mask=at < columns, other=0.0).to(R.dtype.element_ty)[None, :]
+    part = tl.full((), 1.0, R.dtype.element_ty) / columns
     dw = tl.zeros((ROWS, COLUMNS), dtype=R.dtype.element_ty)
     if CENTRED:
         db = tl.zeros((ROWS, COLUMNS), dtype=R.dtype.element_ty)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = tl.arange(0, ROWS).to(tl.int64) + first
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):  # type: ignore
+        row = (tl.arange(0, ROWS) + first).to(tl.int64)
         inside = (row < rows)[:, None] & (at < columns)[None, :]
         r = tl.load(R + row, mask=row < rows, other=0.0)[:, None]
         x = tl.load(X + row[:, None] * stride_x + at[None, :], mask=inside, other=0.0).to(R.dtype.element_ty)
-        if CENTRED:
-            mean = tl.load(MEAN + row, mask=row < rows, other=0.0)[:, None]
-            x = tl.where(inside, x - mean, 0.0)
-        xhat = x * r
         dy = tl.load(DY + row[:, None] * stride_dy + at[None, :], mask=inside, other=0.0).to(R.dtype.element_ty)
-        dw += dy * xhat
-        g = dy * w
-        along = xhat * (tl.sum(g * xhat, 1) / columns)[:, None]
         if CENTRED:
+            x -= tl.load(MEAN + row, mask=row < rows, other=0.0)[:, None]
             db += dy
-            g -= (tl.sum(g, 1) / columns)[:, None]
-        dx = (g - along) * r
+        dy *= r  # which every term below has, and dx in place of r times a sum of them
+        dw += dy * x
+        g = dy * w
+        if ADD:  # asked for before the sums, so that a turn waits for memory once
+            dh = tl.load(DH + row[:, None] * stride_dh + at[None, :], mask=inside, other=0.0)
+        if CENTRED:
+            along, mean = tl.split(tl.sum(tl.join(g * x, g), 1) * part)
+            g -= mean[:, None]
+        else:
+            along = tl.sum(g * x, 1) * part
         if ADD:
-            dx += tl.load(DH + row[:, None] * stride_dh + at[None, :], mask=inside, other=0.0).to(R.dtype.element_ty)
+            g += dh.to(R.dtype.element_ty)
+        dx = tl.fma(x, -along[:, None] * r * r, g)
         tl.store(DX + row[:, None] * columns + at[None, :], dx.to(DX.dtype.element_ty), mask=inside)
     own = PARTIAL + tl.program_id(0).to(tl.int64) * stride_partial + at
     tl.store(own, tl.sum(dw, 0), mask=at < columns)
@@ -151,7 +155,7 @@ def backward(
     _backward[(programs,)](
         *(dy_ND, dh, x_ND, w_D, mean, r_N, dx, partial),
         *(rows, columns, dy_ND.stride(0), dh.stride(0), x_ND.stride(0), partial.stride(0)),
-        *(dh_ND is not None, mean_N is not None, block.rows, block.columns),
+        *(dh_ND is not None, mean_N is not None, block.rows, block.columns, block.stages),
         num_warps=block.warps,
     )
     sums = sum_rows(partial, w_D.dtype)

@@ -1,4 +1,4 @@
-"""What a kernel's machine code does, counted per thread: bytes of global memory by width. An
+"""What a kernel's machine code does, counted per thread: bytes of global memory by width, and instructions. An
 instruction inside of a loop counts as often as the loop turns, which the caller knows; those under a predicate count in
 full."""
 
@@ -78,6 +78,15 @@ def turns(launch: Launch) -> Sequence[float]:
     if name.startswith(("grouped_matmul", "gated_matmul")):
         return (1, 1)  # by the offsets, which are not known
     return ()
+
+
+def per_element(built: Built) -> float:
+    """Instructions of a thread for each element of the tile that is its own: in the innermost loop, or in all of the code
+    where there is none."""
+    made = instructions(disassembled("nvdisasm", built.cubin, "-c"))
+    deepest, tile = max(depth for depth, _ in made), built.launch.constants
+    elements = tile.get("ROWS", 1) * tile["COLUMNS"] / (32 * built.warps)
+    return sum(depth == deepest and text != "NOP" for depth, text in made) / elements
 
 
 def code_of(built: Built) -> Code:

@@ -174,9 +174,9 @@ def several(setting: Setting) -> tuple[Part, Part, list[Part]]:
 def parts_of(setting: Setting) -> list[Part]:
     peers = f"--hidden-sizes 4096 --peers megalite torch compile liger --only {ELEMENTWISE},grouped_matmul,gated_matmul"
     own = "--peers megalite triton cudnn flash"
-    tiles = "--sweep --half backward --hidden-sizes 4096 --only rms_norm,add_rms_norm,layer_norm,add_layer_norm"
+    tiles = "--sweep --half backward --only rms_norm"
+    tiles += " --tiles 2" if setting.tiny else ",add_rms_norm,layer_norm,add_layer_norm,bias_gelu --hidden-sizes 4096"
     if setting.tiny:
-        tiles = "--sweep --half backward --only rms_norm --tiles 2"
         peers = "--only swiglu --peers megalite torch"
         own = "--peers megalite torch triton --only rms_norm,attention,adamw"
     layouts, messages, trained = several(setting)

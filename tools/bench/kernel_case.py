@@ -180,13 +180,13 @@ def own_first(own: Any, others: Iterable[Any]) -> list[Any]:
 
 
 def blocks(place: dict[str, Any], name: str, own: TileSizes, columns: int, walks: bool, put: Fn | None = None) -> Swept:
-    """Rows, columns (where a row may be cut), warps and, where a program `walks` over many tiles, programs. A thread
-    has 4 to 128 elements. `put`: what stands in the place, where it is not the tile itself."""
-    whole = own.columns >= columns  # one program holds a row
-    sizes = ((1, 2, 4), [own.columns]) if whole else ((own.rows,), [512, 1024, 2048, 4096])
-    grid = itertools.product(*sizes, (2, 4, 8, 16, 32), [1, 2, 3, 4, 6, 8] if walks else [own.programs])
-    tried = [TileSizes(*tile) for tile in grid if 4 <= tile[0] * tile[1] / (32 * tile[2]) <= 128]
-    for tile in own_first(own, tried):
+    """Rows, columns (where a row may be cut), warps and, where a program `walks` over tiles, programs and stages (not
+    2, which ask for a tile after all work on the one before). A thread has 4 to 128 elements. `put`: what stands in the
+    place, where it is not the tile itself."""
+    sizes = ((1, 2, 4), [own.columns]) if own.columns >= columns else ((own.rows,), [512, 1024, 2048, 4096])
+    walk = ((1, 2, 3, 4, 6, 8), (1, 3)) if walks else ((own.programs,), (own.stages,))
+    tried = (TileSizes(*tile) for tile in itertools.product(*sizes, (2, 4, 8, 16, 32), *walk))
+    for tile in own_first(own, (t for t in tried if 4 <= t.rows * t.columns / (32 * t.warps) <= 128)):
         yield asdict(tile), place, {name: put(tile) if put else tile}
 
 
