@@ -55,9 +55,11 @@ class Embedding(nn.Module):
         make = make.of("embedding")
         self.tp, self.dropout_p, self.seed = make.mesh.tp, model.hidden_dropout, make.seed
         self.word = make(spec)
-        shape = model.positions, model.hidden_size
-        learned = ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
-        self.position = make(learned) if model.position_embedding_type == "learned_absolute" else None
+        self.position = None
+        if model.position_embedding_type == "learned_absolute":
+            shape = model.positions, model.hidden_size
+            learned = ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
+            self.position = make(learned)
 
     def forward(self, batch: Batch) -> Tensor:
         """x_sBD. Where there are no positions of their own, tokens have those of their places as learned ones."""
