@@ -155,10 +155,11 @@ class Kernel:
     of the module, the real language, and in the place of kernels that it calls what Triton made of them. Of a
     launch with these arguments: `flops`, where its matmuls depend on a mask, or `product`, (rows, columns, depth) of a
     plain matmul, and how many groups of its rows have each a matrix of its own; those of other kernels count as none.
+    `beside`: what such a matmul reads and writes beside its operands and its result.
     """
 
-    def __init__(self, fn: Fn, options: dict[str, Any], flops: Fn | None = None, product: Fn | None = None):
-        self.fn, self.options, self.flops, self.product = fn, options, flops, product
+    def __init__(self, fn: Fn, options: dict[str, Any], flops: Fn | None, product: Fn | None, beside: Fn | None):
+        self.fn, self.options, self.flops, self.product, self.beside = fn, options, flops, product, beside
         self.jitted: Any = None
         self.refusals: tuple[type[Exception], ...] = ()
 
@@ -193,11 +194,18 @@ class Kernel:
         return self.jitted
 
 
-def kernel(fn: Fn | None = None, *, flops: Fn | None = None, product: Fn | None = None, **options: Any) -> Any:
+def kernel(
+    fn: Fn | None = None,
+    *,
+    flops: Fn | None = None,
+    product: Fn | None = None,
+    beside: Fn | None = None,
+    **options: Any,
+) -> Any:
     """Decorate a Triton kernel; `options` are those of `triton.jit`."""
     if fn is None:
-        return functools.partial(kernel, flops=flops, product=product, **options)
-    return Kernel(fn, options, flops, product)
+        return functools.partial(kernel, flops=flops, product=product, beside=beside, **options)
+    return Kernel(fn, options, flops, product, beside)
 
 
 @dataclass(frozen=True)

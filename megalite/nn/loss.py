@@ -33,7 +33,8 @@ def _chunk_stats_(
     if dloss_n is not None and tp.size == 1:
         lse_n, target_n = stats_and_grad_(logits_nv, labels_n, dloss_n, valid, z_loss)
         return lse_n, target_n
-    stats_r2n = start_all_gather(shard_stats(logits_nv, labels_n, first, valid).unsqueeze(0), tp).wait()
+    stats_1_2n = shard_stats(logits_nv, labels_n, first, valid).unsqueeze(0)
+    stats_r2n = start_all_gather(stats_1_2n, tp).wait()
     lse_n = stats_r2n[:, 0].logsumexp(0)
     if dloss_n is not None:
         shard_grad_(logits_nv, lse_n, labels_n, first, dloss_n, valid, z_loss)

@@ -142,8 +142,7 @@ class ParamGather:
         if again:
             self._await_backward(unit)
         else:
-            for b in [] if self.by_chunk else self._needs[unit]:
-                self.weights.go(self._buckets[b])
+            self._leave(unit)
             if y.grad_fn is not None and unit in self._read_again:
                 y.grad_fn.register_prehook(lambda _: self._before_backward(unit))
         return y
@@ -164,6 +163,10 @@ class ParamGather:
         for b in buckets:
             if not self.weights.is_there(self._buckets[b]) and b not in self._to_gather:
                 self._start(b)
+
+    def _leave(self, unit: nn.Module) -> None:
+        for b in [] if self.by_chunk else self._needs[unit]:
+            self.weights.go(self._buckets[b])
 
     def _await_backward(self, unit: nn.Module) -> None:
         for b in [] if self.by_chunk else self._needs[unit]:

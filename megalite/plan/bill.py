@@ -161,6 +161,8 @@ class Recorder(Meta):
         if kernel.product is not None:
             rows, columns, depth, *groups = kernel.product(*args)
             self._matmul([x for x in args if isinstance(x, Tensor)], rows, columns, depth, *groups or [1])
+            if kernel.beside is not None:
+                self._stream(name, kernel.beside(*args))
             return
         self._stream(name, args)
         if kernel.flops is not None:

@@ -116,7 +116,7 @@ def _divided(x, TANH: tl.constexpr):
 
 def test_a_division_in_the_place_of_a_root_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bias_gelu, "_gelu", _divided)
-    monkeypatch.setattr(bias_gelu, "_forward", dispatch.Kernel(bias_gelu._forward.fn, {}))
+    monkeypatch.setattr(bias_gelu, "_forward", dispatch.kernel(bias_gelu._forward.fn))
     assert longest("bias_gelu forward", monkeypatch) > MOST["bias_gelu"][0]
 
 

@@ -119,9 +119,12 @@ class Batches:
         mask, first = self._borders.find(tokens, self.dataset.layout(ids))
         if self._ignored is not None and (filler := tokens[:, 1:] == self._ignored).any():
             mask = np.where(filler, np.float32(0), np.float32(1) if mask is None else mask)
-        M = len(ids_MB)
-        marks = ([None] * M if x is None else np.split(x, M) for x in (mask, first))
-        return [MicroBatch(*parts) for parts in zip(np.split(tokens, M), ids_MB, *marks, strict=True)]
+        micros = []
+        for m, ids_B in enumerate(ids_MB):
+            rows = slice(m * self._micro, (m + 1) * self._micro)
+            counted = None if mask is None else mask[rows]
+            micros.append(MicroBatch(tokens[rows], ids_B, counted, None if first is None else first[rows]))
+        return micros
 
     def _check(self, ids: Ints, tokens: Ints) -> None:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
