@@ -136,7 +136,8 @@ def up_matmul(
         return up_apart(x_RD, w_EGD, *where, p_M, activation, bias_EG)
     (_, G, _), x_RD = w_EGD.shape, as_rows(x_RD)
     u_MG, a_MF = (x_RD.new_empty(len(rows_M), width) for width in (G, G // 2))
-    others = u_MG, a_MF, p_M if bias_EG is None else bias_EG.contiguous(), p_M.contiguous()
+    p_M = p_M.to(stat_dtype(x_RD)).contiguous()  # a router may compute in fp64
+    others = u_MG, a_MF, p_M if bias_EG is None else bias_EG.contiguous(), p_M
     constants = *activation.swiglu, bias_EG is not None
     launch(_up, UP[unit_of(x_RD)], x_RD, w_EGD, G // 2, others, *where, constants)
     return u_MG, a_MF
@@ -150,8 +151,8 @@ def down_gradients(
     if activation.swiglu is None or not by_triton(dy_RD, w_EDF, u_MG):
         return down_apart(dy_RD, w_EDF, *where, u_MG, p_M, activation)
     w_EFD, dy_RD, u_MG, tile = w_EDF.transpose(1, 2), as_rows(dy_RD), u_MG.contiguous(), DOWN[unit_of(dy_RD)]
-    M, F = len(rows_M), w_EFD.shape[1]
+    M, F, p_M = len(rows_M), w_EFD.shape[1], p_M.to(stat_dtype(dy_RD)).contiguous()
     a_MF, du_MG, parts_MT = dy_RD.new_empty(M, F), torch.empty_like(u_MG), p_M.new_empty(M, ceil_div(F, tile[1]))
-    others = u_MG, a_MF, du_MG, parts_MT, p_M.contiguous()
+    others = u_MG, a_MF, du_MG, parts_MT, p_M
     launch(_down, tile, dy_RD, w_EFD, F, others, *where, (*activation.swiglu, AT_ONCE))
     return a_MF, du_MG, parts_MT.sum(-1)

@@ -202,3 +202,39 @@ def of_a_block(activation: str, biases: bool) -> list[Tensor]:
 def test_a_block_by_triton_is_that_of_torch(activation: str, biases: bool, interpreter: Callable[..., Any]) -> None:
     for got, want in zip(interpreter(of_a_block, activation, biases), of_a_block(activation, biases), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def with_exact_probabilities(dtype: torch.dtype, of: torch.dtype) -> list[Tensor]:
+    """a, and a, du and dp of down, of half-precision rows with probabilities in `of`."""
+    E, M, F, D, act = 3, 70, 37, 24, activation_named("swiglu")
+    x, w, down = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(((M, D), (E, 2 * F, D), (E, D, F))))
+    where, p = (torch.tensor([0, 30, 30, M]), picked(M, M, 3)), normal(M, seed=4).sigmoid().to(of)
+    u, a = up_matmul(x, w, *where, p, act)
+    return [a, *down_gradients(x, down, *where, u, p, act)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("of", [torch.float32, torch.float64], ids=str)
+def test_probabilities_are_no_less_exact_than_sums(
+    dtype: torch.dtype, of: torch.dtype, interpreter: Callable[..., Any]
+) -> None:
+    """As routers give them, in fp32 or fp64. Their gradient is a sum in fp32 of products that no rounding to half
+    precision comes between."""
+    got, want = interpreter(with_exact_probabilities, dtype, of), with_exact_probabilities(torch.float64, of)
+    for one, other in zip(got[:3], want[:3], strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.double(), other, rtol=0.03, atol=0.03 * other.abs().max().item())
+    assert got[3].dtype == torch.float32 and got[3].isfinite().all()
+    half = interpreter(rounded_sum, dtype, of)
+    torch.testing.assert_close(got[3], half, rtol=1e-5, atol=1e-5 * half.abs().max().item())
+
+
+def rounded_sum(dtype: torch.dtype, of: torch.dtype) -> Tensor:
+    """dp from what the kernels keep: u in half precision, and da of operands in half precision, exactly."""
+    E, M, F, D = 3, 70, 37, 24
+    x, w, down = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(((M, D), (E, 2 * F, D), (E, D, F))))
+    rows, expert = picked(M, M, 3), torch.tensor([0] * 30 + [2] * 40)
+    u, _ = up_matmul(x, w, torch.tensor([0, 30, 30, M]), rows, torch.ones(M), activation_named("swiglu"))
+    da = torch.einsum("md,mdf->mf", x[rows].double(), down[expert].double())
+    gate, up = u.double().chunk(2, -1)
+    return (da * torch.nn.functional.silu(gate) * up).sum(-1).float()
