@@ -2,6 +2,7 @@
 
     matmul    rows, columns, depth of a product       scores   FLOPs that an attention kernel states (Kernel.flops)
     stream    bytes of an operation or a launch: each of its tensors is read or written once
+    beside    bytes that the launch of the matmul before it moves beside operands and result (Kernel.beside)
     begin     a collective of the layer, its bytes    wait     a wait for the collective with this number
 
 These events are in the order of the rank's work, in three phases: F, the forward; B, the backward to the input with all
@@ -85,6 +86,12 @@ class Bill:
         return sum(event.phase in phases and event.what in ("matmul", "stream", "begin") for event in self.trace)
 
 
+def _bytes_of(values: Any) -> int:
+    """Of the tensors among them, each once."""
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    return sum({(storage_of(x), x.storage_offset(), x.shape): x.nbytes for x in tensors}.values())
+
+
 class _Counted(Transport):
     """Moves nothing and records each collective. `axis`: "" or the axis and a space, before its name."""
 
@@ -162,7 +169,7 @@ class Recorder(Meta):
             rows, columns, depth, *groups = kernel.product(*args)
             self._matmul([x for x in args if isinstance(x, Tensor)], rows, columns, depth, *groups or [1])
             if kernel.beside is not None:
-                self._stream(name, kernel.beside(*args))
+                self.add("beside", name, _bytes_of(kernel.beside(*args)))
             return
         self._stream(name, args)
         if kernel.flops is not None:
@@ -188,9 +195,7 @@ class Recorder(Meta):
         self.add("matmul", known[0][0] if known else "", rows, columns, depth, sinks, groups, size)
 
     def _stream(self, name: str, values: Any) -> None:
-        tensors = [x for x in values if isinstance(x, Tensor)]
-        places = {(storage_of(x), x.storage_offset(), x.shape): x.nbytes for x in tensors}
-        self.add("stream", name, sum(places.values()))
+        self.add("stream", name, _bytes_of(values))
 
     def time(self, phase: str, act: Callable[[], Any]) -> Any:
         self.start, self.phase, self.peak, self.parts[phase] = self.live, phase, self.live, {"": 0}

@@ -120,6 +120,8 @@ class Costs:
                 now += self.scores_s(name, figures[0])
             elif what == "stream" and name not in scored and not (head and name.startswith("cross_entropy")):
                 now += self.memory_s(figures[0]) + self.profile.kernel_s
+            elif what == "beside":
+                now += self.memory_s(figures[0])
             elif what == "begin":
                 axis, _, op = name.rpartition(" ")
                 of = self.links.all_to_all if op == "all-to-all" else self.links.all_gather

@@ -16,7 +16,7 @@ from megalite.config.options import ModelConfig
 from megalite.kernels.activation import activation_named
 from megalite.kernels.gated_matmul import down_gradients, up_matmul
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
-from megalite.kernels.route import combine, slots_of, sort_by_expert
+from megalite.kernels.route import combine, expert_of_rows, slots_of, sort_by_expert
 from megalite.nn.experts import Experts
 from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import Maker
@@ -161,6 +161,9 @@ def test_a_plan_counts_one_product_for_all_experts_and_reads_nothing_of_a_card()
         assert y.shape == (M, F) and combine(y, slots_of(order, offsets, N, K)).shape == (N, F)
 
 
+MOVES = ("stream", "beside")
+
+
 @pytest.mark.parametrize("fused,forward,backward", [(True, 2, 10), (False, 18, 56)])
 def test_swiglu_in_the_epilogue_moves_what_it_must(fused: bool, forward: int, backward: int) -> None:
     """Bytes per element of a in bf16 that kernels and operations move beside plain matmuls, which write u forward and da
@@ -177,7 +180,7 @@ def test_swiglu_in_the_epilogue_moves_what_it_must(fused: bool, forward: int, ba
                 u, a = up_matmul(x, w, *where, p, activation)
             else:
                 again, du, dp = down_gradients(x, down, *where, u, p, activation)
-            moved = sum(event.figures[0] for event in seen.trace if (event.phase, event.what) == (seen.phase, "stream"))
+            moved = sum(event.figures[0] for event in seen.trace if event.phase == seen.phase and event.what in MOVES)
             assert moved / a.numel() == pytest.approx(wanted, abs=0.05)
     assert (u.shape, du.shape, again.shape, dp.shape) == ((N * K, 2 * F), u.shape, a.shape, p.shape)
     assert [event.figures[:3] for event in seen.trace if event.what == "matmul"] == [(64, 2 * F, D), (64, F, D)]
@@ -204,13 +207,19 @@ def test_a_block_by_triton_is_that_of_torch(activation: str, biases: bool, inter
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def with_exact_probabilities(dtype: torch.dtype, of: torch.dtype) -> list[Tensor]:
-    """a, and a, du and dp of down, of half-precision rows with probabilities in `of`."""
-    E, M, F, D, act = 3, 70, 37, 24, activation_named("swiglu")
-    x, w, down = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(((M, D), (E, 2 * F, D), (E, D, F))))
-    where, p = (torch.tensor([0, 30, 30, M]), picked(M, M, 3)), normal(M, seed=4).sigmoid().to(of)
-    u, a = up_matmul(x, w, *where, p, act)
-    return [a, *down_gradients(x, down, *where, u, p, act)]
+CHOICES = torch.tensor([0, 30, 30, 70]), picked(70, 70, 3)
+
+
+def operands(dtype: torch.dtype) -> list[Tensor]:
+    """x, or dy, and the weights of up and down of 3 experts."""
+    return [normal(*shape, seed=i).to(dtype) for i, shape in enumerate(((70, 24), (3, 74, 24), (3, 24, 37)))]
+
+
+def with_probabilities(dtype: torch.dtype, of: torch.dtype) -> list[Tensor]:
+    """u and a, and a, du and dp of down, of rows in `dtype` with probabilities in `of`."""
+    (x, w, down), p, swiglu = operands(dtype), normal(70, seed=4).sigmoid().to(of), activation_named("swiglu")
+    u, a = up_matmul(x, w, *CHOICES, p, swiglu)
+    return [u, a, *down_gradients(x, down, *CHOICES, u, p, swiglu)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -218,23 +227,14 @@ def with_exact_probabilities(dtype: torch.dtype, of: torch.dtype) -> list[Tensor
 def test_probabilities_are_no_less_exact_than_sums(
     dtype: torch.dtype, of: torch.dtype, interpreter: Callable[..., Any]
 ) -> None:
-    """As routers give them, in fp32 or fp64. Their gradient is a sum in fp32 of products that no rounding to half
-    precision comes between."""
-    got, want = interpreter(with_exact_probabilities, dtype, of), with_exact_probabilities(torch.float64, of)
-    for one, other in zip(got[:3], want[:3], strict=True):
+    """As routers give them, in fp32 or fp64. Their gradient is a sum in fp32, without a rounding to half precision
+    between u, as it is kept, and the sum."""
+    got, want = interpreter(with_probabilities, dtype, of), with_probabilities(torch.float64, of)
+    for one, other in zip(got[:4], want[:4], strict=True):
         assert one.dtype == dtype
         torch.testing.assert_close(one.double(), other, rtol=0.03, atol=0.03 * other.abs().max().item())
-    assert got[3].dtype == torch.float32 and got[3].isfinite().all()
-    half = interpreter(rounded_sum, dtype, of)
-    torch.testing.assert_close(got[3], half, rtol=1e-5, atol=1e-5 * half.abs().max().item())
-
-
-def rounded_sum(dtype: torch.dtype, of: torch.dtype) -> Tensor:
-    """dp from what the kernels keep: u in half precision, and da of operands in half precision, exactly."""
-    E, M, F, D = 3, 70, 37, 24
-    x, w, down = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(((M, D), (E, 2 * F, D), (E, D, F))))
-    rows, expert = picked(M, M, 3), torch.tensor([0] * 30 + [2] * 40)
-    u, _ = up_matmul(x, w, torch.tensor([0, 30, 30, M]), rows, torch.ones(M), activation_named("swiglu"))
-    da = torch.einsum("md,mdf->mf", x[rows].double(), down[expert].double())
-    gate, up = u.double().chunk(2, -1)
-    return (da * torch.nn.functional.silu(gate) * up).sum(-1).float()
+    (dy, _, down), (offsets, rows) = operands(dtype), CHOICES
+    da = torch.einsum("md,mdf->mf", dy[rows].double(), down[expert_of_rows(offsets, 70)].double())
+    gate, up = got[0].double().chunk(2, -1)
+    dp = (da * torch.nn.functional.silu(gate) * up).sum(-1).float()
+    torch.testing.assert_close(got[4], dp, rtol=1e-5, atol=1e-5 * dp.abs().max().item())
