@@ -181,13 +181,8 @@ def parts_of(setting: Setting) -> list[Part]:
         own = "--peers megalite torch triton --only rms_norm,attention,adamw"
     layouts, messages, trained = several(setting)
     shapes = {"gpt-1.3b-2048": 70, "gpt-1.3b-4096": 70, "llama3-8b-4096-mb4": 150}
-    shapes |= {
-        "gpt-125m-1024": 40,
-        "gpt-125m-1024-graphs": 40,
-        "qwen3-30b-a3b-4096": 200,
-        "llama3-8b-4096-64": 240,
-        "llama3-8b-4096-128": 300,
-    }
+    shapes |= {"gpt-125m-1024": 40, "gpt-125m-1024-graphs": 40, "qwen3-30b-a3b-4096": 200}
+    shapes |= {"llama3-8b-4096-64": 240, "llama3-8b-4096-128": 300}
     other_shapes = [training(shape, limit_s, setting) for shape, limit_s in shapes.items() if not setting.tiny]
     parts = [
         smoke("smoke", 60, setting),
