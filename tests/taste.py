@@ -18,20 +18,12 @@ import documents
 
 ROOT = Path(__file__).resolve().parents[1]
 
-FUNCTION_LINES, FILE_LINES, PARAMETERS = 60, 400, 8
-# fields of the option sections: 246 of today, and some fifty that sharding, context parallelism and experts will bring
-OPTIONS = 310
-# Lines of Python. The aims for tools and tests are 14,000 and 40,000: the limit of tools is what stood here on 2026-11-24
-# and a small reserve. They go down with every merge that has fewer, and never up.
-LINES = {"megalite": 30_000, "tools": 13_970, "tests": 40_000}
-PATH_LINES = 11_000  # of the files that a training step runs through
 READERS = {
     "megalite/config/environment.py",
     "megalite/config/faults.py",
     "megalite/launch/ranks.py",
     "megalite/launch/local_ranks.py",
 }  # of os.environ
-KERNEL_PAIRS = ({"kernels", "nn"}, {"kernels", "optim"})  # kernels/x.py computes what the layer or optimizer x.py does
 FLOORS = (
     ("generate",),
     ("train",),
@@ -56,39 +48,6 @@ def sources(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
         for path in sorted((root / folder).rglob("*.py")) if (root / folder).is_dir() else [root / folder]:
             if path.is_file():
                 yield str(path.relative_to(root)), parse(path.read_text(encoding="utf-8"))
-
-
-def long_functions(root: Path) -> Iterator[str]:
-    for path, tree in sources(root, *CODE):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > FUNCTION_LINES:
-                    yield f"{path}:{node.lineno}: {node.name} has {lines} lines; at most {FUNCTION_LINES}"
-
-
-def long_files(root: Path) -> Iterator[str]:
-    for path, _ in sources(root, *CODE):
-        lines = len((root / path).read_text(encoding="utf-8").splitlines())
-        if lines > FILE_LINES:
-            yield f"{path}: {lines} lines; at most {FILE_LINES}"
-
-
-def many_parameters(root: Path) -> Iterator[str]:
-    """But of an autograd function (ctx): `apply` takes positions alone, and gives each one a gradient."""
-    for path, tree in sources(root, *CODE):
-        if path.startswith(("megalite/kernels/", "tools/bench/kernel")):
-            continue  # a Triton kernel takes its pointers and strides one by one
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                given = node.args
-                names = [
-                    a.arg
-                    for a in given.posonlyargs + given.args + given.kwonlyargs
-                    if a.arg not in ("self", "cls", "ctx")
-                ]
-                if len(names) > PARAMETERS and not (given.args and given.args[0].arg == "ctx"):
-                    yield f"{path}:{node.lineno}: {node.name} takes {len(names)} parameters; at most {PARAMETERS}"
 
 
 def graph(root: Path, *folders: str) -> dict[str, set[str]]:
@@ -122,23 +81,6 @@ def circles(root: Path) -> Iterator[str]:
             above, theirs = not other.startswith("megalite."), [*other.split("."), ""][1]
             if above or (mine != theirs and floor.get(mine, -1) >= floor.get(theirs, 99)):
                 yield f"{name} imports {other}, which is not below it"
-
-
-def twins(root: Path) -> Iterator[str]:
-    """File names and public class names that stand twice."""
-    files: dict[str, list[str]] = {}
-    classes: dict[str, list[str]] = {}
-    for path, tree in sources(root, "megalite"):
-        if not path.endswith("__init__.py"):
-            files.setdefault(Path(path).name, []).append(path)
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                classes.setdefault(node.name, []).append(path)
-    for kind, places in (("file name", files), ("class", classes)):
-        for name, where in sorted(places.items()):
-            pair = kind == "file name" and {path.split("/")[1] for path in where} in KERNEL_PAIRS
-            if len(where) > 1 and not pair:
-                yield f"{kind} {name} stands in {', '.join(where)}"
 
 
 def environment_readers(root: Path) -> Iterator[str]:
@@ -218,16 +160,6 @@ def facts_by_name(root: Path) -> Iterator[str]:
                 continue
             if found:
                 yield f"{path}:{node.lineno}: decides by a parameter's name: {ast.unparse(node)[:100]}"
-
-
-def options(root: Path) -> Iterator[str]:
-    count = 0
-    for _, tree in sources(root, "megalite/config"):
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and node.name.endswith("Config") and node.name != "Config":
-                count += sum(isinstance(line, ast.AnnAssign) for line in node.body)
-    if count > OPTIONS:
-        yield f"{count} options; the budget is {OPTIONS}"
 
 
 def letters(root: Path) -> set[str]:
@@ -318,21 +250,9 @@ def parts_of(name: str, root: Path) -> Iterator[str]:
         yield from (f"megalite.{kinds[kind]['folder'].replace('/', '.')}." for _ in range("folder" in kinds[kind]))
 
 
-def sizes(root: Path) -> Iterator[str]:
-    """The budgets of lines: of each folder, and of the path of a step."""
-    for folder, most in LINES.items():
-        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (root / folder).rglob("*.py"))
-        if lines > most:
-            yield f"{folder}: {lines:,} lines; the budget is {most:,}"
-    lines = sum(path_of_a_step(root).values())
-    if lines > PATH_LINES:
-        yield f"the path of a step: {lines:,} lines; the budget is {PATH_LINES:,}"
-
-
 RULES = (
-    *(long_functions, long_files, many_parameters, circles, twins, environment_readers, links_followed),
-    *(streams_elsewhere, facts_by_name, options, sizes, shapes, documents.lost_files, documents.lost_names),
-    *(documents.lost_places, documents.long_lines, documents.unindexed),
+    *(circles, environment_readers, links_followed, streams_elsewhere, facts_by_name, shapes),
+    *(documents.lost_files, documents.lost_names, documents.lost_places, documents.long_lines, documents.unindexed),
 )
 
 

@@ -18,22 +18,7 @@ def test_the_house_is_in_order(rule: Rule) -> None:
 
 INDEXED = '- [a](#a)\n\n## By date\n\n<a id="a"></a>\n**2026-11-23, a.** *Holds.* Why.\n'
 SHAPES = "| `S` | sequence |\n| `B` | micro-batch |\n| `D` | width |\n"
-FAULTS: dict[str, dict[str, str]] = tables.read("house_faults") | {
-    "long_functions": {"megalite/a.py": "def f():\n" + "    pass\n" * taste.FUNCTION_LINES},
-    "long_files": {"megalite/a.py": "x = 1\n" * (taste.FILE_LINES + 1)},
-    "many_parameters": {"tools/a.py": f"def f({', '.join(f'p{i}' for i in range(taste.PARAMETERS + 1))}): ..."},
-    "options": {
-        "megalite/config/a.py": "class AConfig:\n" + "".join(f"    a{i}: int\n" for i in range(taste.OPTIONS + 1))
-    },
-    "sizes": {f"megalite/nn/a{i}.py": "x = 1\n" * taste.FILE_LINES for i in range(76)},
-    "sizes ": {f"tools/a{i}.py": "x = 1\n" * taste.FILE_LINES for i in range(42)},
-    "sizes  ": {"tests/a.py": "x = 1\n" * (taste.LINES["tests"] + 1)},
-    "sizes   ": {
-        "docs/architecture.md": "```\nnn/a.py: f\n```\n",
-        "megalite/nn/a.py": "def f(): ...\n\n\n" + "".join(f"from megalite.nn import a{i}\n" for i in range(28)),
-        **{f"megalite/nn/a{i}.py": "x = 1\n" * taste.FILE_LINES for i in range(28)},
-    },
-}
+FAULTS: dict[str, dict[str, str]] = tables.read("house_faults")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
