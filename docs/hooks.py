@@ -4,6 +4,7 @@ what it means in the repository, and docstrings are plain text with tables and e
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = (folder / link).resolve()
         if not path.exists() or not path.is_relative_to(ROOT):
             return match[0]  # mkdocs says that it leads nowhere
-        if path.parent == ROOT / "docs":
-            return f"[{text}]({path.name}{anchor})"
+        if path.is_relative_to(ROOT / "docs"):
+            return f"[{text}]({os.path.relpath(path, (ROOT / 'docs' / name).parent)}{anchor})"
         target = str(path.relative_to(ROOT))
         return f"[{text}]({PAGES[target]}{anchor})" if target in PAGES else f"{text} (`{target}`)"
 

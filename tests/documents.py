@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# made from the code, and compared with it elsewhere; decisions.md tells what was there once
-GENERATED, HISTORY = {"flags.md", "megatron.md"}, {"decisions.md"}
+GENERATED = {"flags.md", "megatron.md"}  # made from the code, and compared with it elsewhere
 PLACEHOLDERS = {"run.toml", "FILE.toml", "FILE.py", "train_config.toml"}  # of the reader
 PLACEHOLDERS |= {"report.md", "run_config.toml"}  # what a program writes
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -29,7 +28,7 @@ SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
 def documents_of(root: Path) -> list[Path]:
-    return sorted([*root.glob("*.md"), *(root / "docs").glob("*.md")])
+    return sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")])
 
 
 DOCUMENTS = documents_of(ROOT)
@@ -74,7 +73,7 @@ def commands() -> list[Command]:
             lines = text if shell else "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
             found += commands_of(lines, path.name)
         for span in spans(path):
-            if STARTS.match(span) and path.name not in HISTORY:
+            if STARTS.match(span):
                 found += commands_of(span, path.name)
     return found
 
@@ -164,36 +163,12 @@ def long_lines(root: Path) -> Iterator[str]:
                 yield f"{path.relative_to(root)}:{number}: {len(line)} columns of prose; at most {COLUMNS}"
 
 
-ENTRY = re.compile(r"(?:^<a id=\"([a-z0-9-]+)\"></a>\n)?^\*\*(\d{4}-\d\d-\d\d), (.*?)\.?\*\*\s(\*[A-Z])?", re.M | re.S)
-# What is decided while others decide, too, is indexed when all of it is there: entries of this day on may wait for it.
-UNINDEXED_FROM = "2026-11-24"
-
-
-def unindexed(root: Path) -> Iterator[str]:
-    """Decisions that stand twice, have no status, or no place in the index; and places in it that lead nowhere."""
-    page = root / "docs/decisions.md"
-    index, _, entries = page.read_text(encoding="utf-8").partition("## By date") if page.is_file() else ("", "", "")
-    linked, seen = re.findall(r"\]\(#([a-z0-9-]+)\)", index), list[str]()
-    for anchor, date, title, status in ENTRY.findall(entries):
-        title = " ".join(title.split())
-        if title in seen:
-            yield f"decisions.md: {date}, {title}: stands twice"
-        elif date < UNINDEXED_FROM and not status:
-            yield f"decisions.md: {date}, {title}: says not whether it holds"
-        elif (date < UNINDEXED_FROM or anchor) and linked.count(anchor) != 1:
-            yield f"decisions.md: {date}, {title}: stands {linked.count(anchor)} times in the index"
-        seen.append(title)
-    there = {anchor for anchor, *_ in ENTRY.findall(entries)}
-    lost = [anchor for anchor in linked if anchor not in there]
-    yield from (f"decisions.md: its index names #{anchor}, which is not there" for anchor in lost)
-
-
 # ---- what the documents name; each function yields a line per name that leads nowhere
 
 
 def named(root: Path) -> Iterator[Path]:
     """The documents that say what is so today, written by hand."""
-    yield from (path for path in documents_of(root) if path.name not in GENERATED | HISTORY)
+    yield from (path for path in documents_of(root) if path.name not in GENERATED)
 
 
 def found_at(root: Path, name: str) -> Path | None:

@@ -252,7 +252,7 @@ def parts_of(name: str, root: Path) -> Iterator[str]:
 
 RULES = (
     *(circles, environment_readers, links_followed, streams_elsewhere, facts_by_name, shapes),
-    *(documents.lost_files, documents.lost_names, documents.lost_places, documents.long_lines, documents.unindexed),
+    *(documents.lost_files, documents.lost_names, documents.lost_places, documents.long_lines),
 )
 
 

@@ -1,6 +1,6 @@
 """The names of what can be chosen and the parts that they stand for, a registry for each kind (registry.toml): built-in
 parts and those of plugins (plugins.py). A part is imported when it is first asked for, so that a command line is read
-without torch. Of a process, unlike all else here: docs/decisions.md#plugins-are-of-a-process says why."""
+without torch. Of a process, unlike all else here: docs/adr/027-plugins-belong-to-a-process.md says why."""
 
 import inspect
 import re
