@@ -90,7 +90,7 @@ def backend(q_SBHK: Tensor, v_TBGK: Tensor, *, masked: bool, window: bool = Fals
         a window, a part, a sink, a width     triton on a card, else blocked
         half precision, compute capability 9  cudnn: 1.4 times the speed of triton's forward at S 4096, 1.2 at 32k
         half precision on an older card       flash
-        half precision on a CPU               blocked: faster than torch's (docs/performance.md)
+        half precision on a CPU               blocked: faster than torch's (docs/experiments.md)
         all else                              torch
         planned on the meta device            triton: q, k, v, o and lse are what any fused kernel keeps
     """

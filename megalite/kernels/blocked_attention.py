@@ -6,7 +6,7 @@ with dropout.
                               dq_i = scale ds k;  dk += scale ds^T q_i
 
 Plain matrix products and softmaxes, which torch hands to a CPU's bf16 units; its own fused attention there does not use
-them and takes up to twice the time (docs/performance.md). Saved are q, k and v alone. Softmax, and the sums over
+them and takes up to twice the time (docs/experiments.md). Saved are q, k and v alone. Softmax, and the sums over
 blocks, are in fp32 (fp64 for fp64). Scores are rounded to the input's dtype, as explicit attention in half precision
 does and fused attention does not: the rms error of o is 1.7 times that of torch's SDPA where scores have a standard
 deviation of 1, and 5 times at 4. Rejected: a second product, for scores relative to their row's maximum, 1.3 times at

@@ -36,7 +36,7 @@ COLUMNS, WARPS = 4096, 8
 
 # bytes of fp32 working space: about a CPU's second-level cache; on a GPU enough to fill it
 BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
-# bytes of one chunk's logits. CPU: measured, docs/performance.md; CUDA: 2048 tokens of 128k bf16 logits, at which
+# bytes of one chunk's logits. CPU: measured, docs/experiments.md; CUDA: 2048 tokens of 128k bf16 logits, at which
 # dW's traffic is a tenth of the matmuls' time (8 D v bytes at 4 TB/s, 6 D v c FLOPs at 700 TFLOP/s)
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 MIN_TOKENS = 128  # of a chunk; below, matmuls are slow

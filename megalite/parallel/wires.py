@@ -1,7 +1,7 @@
 """Words between ranks of one machine: a Unix socket from each rank of a group to each other one.
 
 The kernel wakes the rank that waits for a word. A tiny collective of gloo says the same through two more threads of
-each rank, which wait for a processor while both compute: 1.4 ms where a word takes 0.06 (docs/performance.md).
+each rank, which wait for a processor while both compute: 1.4 ms where a word takes 0.06 (docs/experiments.md).
 """
 
 import contextlib

@@ -35,7 +35,7 @@ WIDEST_IN_REGISTERS = 8192
 
 def known_spill(launch: Launch) -> bool:
     """A norm's program holds a whole row; beyond 8192 columns no number of warps gives each thread few enough.
-    Attention's tiles for 9.0 are those that were fastest on such a card, spilling or not (docs/performance.md). Its
+    Attention's tiles for 9.0 are those that were fastest on such a card, spilling or not (docs/experiments.md). Its
     forward with dropout spills 16 bytes on 12.0, beside the hash of every score."""
     if launch.name in ("flash_attention.forward", "flash_attention.backward_kv"):
         table = flash_attention.FORWARD if launch.name.endswith("forward") else flash_attention.BACKWARD_KV

@@ -71,7 +71,7 @@ def memory_line(mesh: Mesh, step: int, device_memory: bool) -> str:
 
 def keep_freed_memory() -> bool:
     """Let glibc keep large freed blocks, so that activations on a CPU reuse pages, which every step would pay for again
-    otherwise (docs/performance.md). False where nothing was changed: another C library, or the user's variables."""
+    otherwise (docs/experiments.md). False where nothing was changed: another C library, or the user's variables."""
     if any(map(variable, VARIABLES)):
         return False
     try:
