@@ -1,5 +1,6 @@
-"""Commits since the check began have a title of at most 72 characters, and a body that says why."""
+"""Commits have a title `area: imperative summary` of at most 72 characters, and a body that says why."""
 
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +8,9 @@ from pathlib import Path
 import pytest
 from documents import ROOT
 
-BASE = "d188ea21f599851ade50f80222ed9245a1115cdf"  # the last commit that is not looked at
+BASE = "daff1a346f45d94c90a7f8a0868be0557f69bb64"  # the last commit that is not checked
 TITLE = 72
+FORM = re.compile(r"[a-z][\w./, -]*: [a-z]")  # "area: imperative summary"
 
 
 def git(root: Path, *words: str) -> str:
@@ -19,12 +21,15 @@ FORMAT = "--format=%h%x00%P%x00%s%x00%b%x01"
 
 
 def faults(log: str) -> Iterator[str]:
-    """A line per commit that says too little, or too much in its title; a merge needs no body."""
+    """Yield a line for each commit whose title has the wrong form or length, or that lacks a body; merges need neither."""
     for entry in filter(str.strip, log.split("\x01")):
         commit, parents, title, body = entry.strip("\n").split("\0")
         if len(title) > TITLE:
             yield f"{commit}: the title has {len(title)} characters, at most {TITLE}: {title}"
-        if not body.strip() and len(parents.split()) < 2:
+        is_merge = len(parents.split()) > 1
+        if not is_merge and not FORM.match(title):
+            yield f"{commit}: the title is not of the form 'area: imperative summary': {title}"
+        if not body.strip() and not is_merge:
             yield f"{commit}: no body says why: {title}"
 
 
@@ -45,7 +50,10 @@ def test_commits_say_what_and_why() -> None:
 
 
 def test_each_fault_is_named() -> None:
-    rows = [("a1", "a0", "a" * TITLE, "Why it was done.\n\nIn two paragraphs.\n"), ("a2", "a0 a1", "A merge", "")]
-    rows += [("a3", "a2", "a" * (TITLE + 1), "Why.\n"), ("a4", "a3", "What alone", "")]
-    long, bare = faults("\n".join("\0".join(row) + "\x01" for row in rows))
-    assert long.startswith(f"a3: the title has {TITLE + 1} characters") and bare.startswith("a4: no body")
+    rows = [("a1", "a0", "docs: " + "a" * (TITLE - 6), "Why it was done.\n\nIn two paragraphs.\n")]
+    rows += [("a2", "a0 a1", "Merge branch 'x'", ""), ("a3", "a2", "docs: " + "a" * TITLE, "Why.\n")]
+    rows += [("a4", "a3", "docs: what alone", ""), ("a5", "a4", "Lines that grew by their layout", "Why.\n")]
+    long, bare, form = faults("\n".join("\0".join(row) + "\x01" for row in rows))
+    assert long.startswith(f"a3: the title has {TITLE + 6} characters")
+    assert bare.startswith("a4: no body")
+    assert form.startswith("a5: the title is not of the form")
