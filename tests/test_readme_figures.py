@@ -74,11 +74,15 @@ OFF = RESULTS["memory"]["off_percent"]
 # how a paragraph or a row of a table begins -> its numbers, in order
 CLAIMS: dict[str, Callable[[], list[float]]] = {
     "Pipelines give the losses": lambda: run("layouts", "first", "steps", "largest", "loss"),
-    "The first takes 3 minutes": lambda: [
-        *run("quickstart", "minutes", "cores", "least_install_minutes", "most_install_minutes", "gb"),
-        *run("tests", "gb", "minutes"),
+    "Neither needs a GPU": lambda: run(
+        "quickstart", "minutes", "cores", "least_install_minutes", "most_install_minutes"
+    ),
+    "| **Correct under": lambda: [test_layouts.FP64],
+    "| **Fast on": lambda: run("h200_8b", "mfu", "layers", "sequence"),
+    "| **Takes Megatron": lambda: [
+        sum(not line["refused"] for line in command_lines("gpt")),
+        len(command_lines("gpt")),
     ],
-    "The path of a step": lambda: [path_lines(), *run("torch", "cpu_gb", "cuda_gb")],
     "| ![the differences": lambda: run("layouts", "steps"),
     "| **Layouts**": lambda: [test_layouts.FP64],
     "| **Command lines**": lambda: [

@@ -59,8 +59,8 @@ def test_a_recipe_trains_at_a_small_size_as_one_process_does(name: str, tmp_path
     assert "trains as one process does" in capsys.readouterr().out
 
 
-def test_the_readme_has_a_row_of_each_with_what_it_says() -> None:
-    rows = re.findall(r"^\| \[`.*$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+def test_the_page_has_a_row_of_each_with_what_it_says() -> None:
+    rows = re.findall(r"^\| \[`.*$", (ROOT / "docs/recipes.md").read_text("utf-8"), re.MULTILINE)
     told = []
     for name, text in RECIPES.items():
         first, planned = FIRST.match(text), PLANNED.search(text)
@@ -69,7 +69,7 @@ def test_the_readme_has_a_row_of_each_with_what_it_says() -> None:
         gib, mfu, _, took, unit = planned.groups()
         takes = f"{took} {unit}, {gib} GiB of each card, {mfu} % MFU"
         told.append(
-            f"| [`{name}`](examples/recipes/{name}.toml) | {what}, {tokens} tokens on {number} {card} | {takes} |"
+            f"| [`{name}`](../examples/recipes/{name}.toml) | {what}, {tokens} tokens on {number} {card} | {takes} |"
         )
     assert rows == told
 
