@@ -1,4 +1,4 @@
-"""Every number in README and docs/facts.md is a result that is stored in docs/results.json, or is counted here, or is of a small list of
+"""Every number in README and docs/status.md is a result that is stored in docs/results.json, or is counted here, or is of a small list of
 words. A figure that is stored stands on its own page, too."""
 
 import json
@@ -19,7 +19,7 @@ from docs.document_flags import OUTSIDE
 from megalite.config.megatron_flags import INSTEAD, known_flags
 from megalite.interop.naming import FAMILIES
 
-PAGES = (ROOT / "README.md", ROOT / "docs/facts.md")
+PAGES = (ROOT / "README.md", ROOT / "docs/status.md")
 RESULTS: dict[str, Any] = json.loads((ROOT / "docs/results.json").read_text("utf-8"))
 NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+|k)?(?![\w-])")
 # what holds digits and is no figure: code, targets of links, dates, versions, names, places on an axis
