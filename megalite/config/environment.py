@@ -1,8 +1,9 @@
 """Reads the environment, and sets variables for libraries, for the whole package; launch/ranks.py alone reads who a
 rank is. A variable of OVERRIDES wins over its option: for tests, and for programs that have no options."""
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 from typing import TypeVar
@@ -16,6 +17,7 @@ OVERRIDES = dict(kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTIO
 OVERRIDES["shared_memory"] = "MEGALITE_SHARED_MEMORY"
 PLAIN = ("NO_COLOR", "RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 FAMILIES = ("NCCL_", "CUDA_", "CUBLAS_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "TRITON_", "NVIDIA_TF32", "MEGALITE_")
+SAFE_PATH = "PYTHONSAFEPATH"  # as python -P
 OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "MEGALITE_FAULT")
 
 
@@ -27,6 +29,20 @@ def set_defaults(**variables: str) -> None:
     """Set variables that a library reads when it is loaded, unless the user has set them."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def safe_path() -> Iterator[None]:
+    """Keep interpreters that a library starts within from importing from the working directory."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 def override(option: str, value: T) -> T:

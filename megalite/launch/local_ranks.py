@@ -102,12 +102,14 @@ def start_local(
     context.set_forkserver_preload(PRELOAD)
     processes: list[Any] = []
     with _scratch_folder() as scratch, _forward_signals(processes) as seen:
-        resource_tracker.ensure_running()  # its start unblocks signals, so it must not happen below
+        with safe_start():
+            resource_tracker.ensure_running()  # its start unblocks signals, so it must not happen below
         resumes: bool | None = False
         while resumes is not None:
             processes.clear()
             before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-            forkserver.ensure_running()  # it and the ranks that it forks inherit the mask
+            with safe_start():
+                forkserver.ensure_running()  # it and the ranks that it forks inherit the mask
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             folder = tempfile.mkdtemp(dir=scratch)  # each start needs a rendezvous file of its own
             for rank in range(nproc):
@@ -115,7 +117,8 @@ def start_local(
                 rank_args = (ranks, target, args, holds_signals, plugins.texts())
                 process = context.Process(target=_local_rank, args=rank_args, name=f"rank {rank}")
                 let_go_of_console()  # `start` flushes it, which fails if its disk is full
-                process.start()  # the first waits until torch is imported
+                with safe_start():  # if the fork server has died, this starts another
+                    process.start()  # the first waits until torch is imported
                 processes.append(process)
                 for number in seen:
                     _signal(process, number)

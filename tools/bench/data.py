@@ -32,6 +32,7 @@ from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.batches import Batches
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.permutation import permute
+from megalite.launch.children import safe_start
 from tools.preprocess.indexed_writer import IndexedWriter
 from tools.program import parser_of, refusing, run_program
 
@@ -119,7 +120,7 @@ def read_batches(prefix: str, whole: bool, size: int) -> float:
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with safe_start(), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 

@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from megalite.config.environment import safe_path
 from megalite.config.packages import MissingPackage
 from megalite.kernels.dispatch import KernelError, installed, runs_triton
 from tools.bench.kernel_bench import Bench, Row, best_of
@@ -81,7 +82,8 @@ def main(argv: list[str]) -> int:
         for case, s in cases:
             print(f"{case.name:<26} {case.shape(s):<18} {case.work.bytes(s) / 1e6:>8.1f} MB  {case.work.formula}")
         return 0
-    return run(args, device, cases)
+    with safe_path():  # inductor, the peer compile, starts `python -c`
+        return run(args, device, cases)
 
 
 def run(args: argparse.Namespace, device: torch.device, cases: list[tuple[Case, Sizes]]) -> int:

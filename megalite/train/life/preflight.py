@@ -224,7 +224,8 @@ def warm_up(run: Run, config: Config) -> float:
     assert isinstance(block, Block)
     shape, kind = (len(host.tokens_SB) // run.mesh.tp.size, B, run.pipeline.width), run.pipeline.dtype
     x_sBD = torch.zeros(shape, dtype=kind, device=run.mesh.device, requires_grad=True)
-    y_sBD = stage.use(block, x_sBD, where)
-    torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))
+    with environment.safe_path():  # inductor starts `python -c` to find out which vector instructions work
+        y_sBD = stage.use(block, x_sBD, where)
+        torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))
     run.buffer.go(chunk)  # no node of a parameter has said that backward is through with it
     return time.perf_counter() - begin
