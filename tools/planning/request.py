@@ -17,6 +17,7 @@ from megalite.config.field import flag_of, spellings, words_of
 from megalite.config.options import Config, ConfigError, DataConfig, build, options
 from megalite.config.plugins import load
 from megalite.config.stage_layers import GIVEN
+from megalite.config.text_file import TextFileError
 from megalite.config.toml import read_toml
 from megalite.data.errors import DataError
 from megalite.interop.hugging_face.config_json import read_config
@@ -112,13 +113,13 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
             return read_cluster(args.cluster)
         number = args.num_gpus if args.num_gpus is not None else args.gpus_per_node or 8
         return cluster(args.device or "h100", number, args.gpus_per_node)
+    except TextFileError as error:
+        problems.append(f"cluster={args.cluster} {error.reason}; give a TOML file, or --device")
     except ValueError as error:
         text = str(error)
         if args.cluster is None:
             text = text.replace("num_devices", "num_gpus").replace("per_node", "gpus_per_node")
         problems += text.splitlines()
-    except OSError as error:
-        problems.append(f"cluster={args.cluster} cannot be read ({error.strerror}); give a TOML file, or --device")
     return None
 
 
