@@ -89,8 +89,14 @@ def differences(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """A TOML text that starts the same run again, with --config."""
-    return toml_of({name: value for values in differences(config).values() for name, value in values.items()})
+    """A TOML text that starts the same run again, with --config. It also has the options that were given with their
+    default where --use-checkpoint-args would take those that are left out from the checkpoint."""
+    values = {name: value for section in differences(config).values() for name, value in section.items()}
+    if config.checkpoint.use_checkpoint_args:
+        for section, f in options():
+            if section == "model" and f.name in config.given:
+                values[f.name] = getattr(config.model, f.name)
+    return toml_of({name: value for name, value in values.items() if value is not None})
 
 
 def toml_of(values: Mapping[str, Any]) -> str:

@@ -63,6 +63,9 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
         problems += _unlike(args, words, where)
         given = cli.take_apart(words).given
         in_file = dict(read_toml(str(given["config"]))) if given.get("config") else {}
+        if {**in_file, **given}.get("use_checkpoint_args"):
+            why = "takes the model from a checkpoint, which a plan does not read"
+            raise ConfigError([f"use_checkpoint_args {why}; give its flags, --config FILE or --hf DIR"])
         said = {*given, *in_file, *PRESETS.get(str((in_file | given).get("preset")), ())}
         fixed = frozenset(said & LAYOUT)
         if (of_one := fixed & OF_ONE) and not fixed & WHOLE:
@@ -124,14 +127,16 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
 
 
 def of_hugging_face(path: Path, words: Sequence[str]) -> list[str]:
-    """The model of a config.json as flags."""
+    """The model of a config.json as flags, but for the options that the command line or its --config has."""
     file = path / "config.json" if path.is_dir() else path
-    length = str(cli.take_apart(words).given.get("seq_length", ""))
+    given = cli.take_apart(words).given
+    given = {**(read_toml(str(given["config"])) if given.get("config") else {}), **given}
+    length = str(given.get("seq_length", ""))
     try:
         _, found = read_config(read_json(file), int(length) if length.isdigit() else None, str(file))
     except CheckpointError as error:
         raise ConfigError([f"hf={path}: {line}" for line in str(error).splitlines()]) from None
-    return as_flags(build(found), found.keys() - cli.take_apart(words).given.keys())
+    return as_flags(build(found), found.keys() - given.keys())
 
 
 def as_flags(config: Config, names: Iterable[str]) -> list[str]:
