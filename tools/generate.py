@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain, printable
+from megalite.config.text_file import TextFileError, read_small_text
 from megalite.launch.local_ranks import INTERRUPTED, start_local
 from megalite.launch.ranks import LaunchError, Ranks, leave, process_group, read_environment
 from tools.program import parser_of
@@ -42,9 +43,9 @@ def read_prompts(given: list[str], path: Path | None) -> list[str]:
     prompts = list(given)
     if path is not None:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompts-file {path}: cannot be read ({error}); give a text file") from None
+            lines = read_small_text(path, "a text file").splitlines()
+        except TextFileError as error:
+            raise ValueError(f"--prompts-file {error}") from None
         for number, line in enumerate(lines, 1):
             if path.suffix != ".jsonl":
                 prompts.append(line)

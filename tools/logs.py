@@ -4,7 +4,8 @@
     python tools/logs.py RUN            the failures, then every line of ranks/ and events.jsonl
     python tools/logs.py RUN --short    the failures only
 
-RUN is a run directory. Times are those of each machine's own clock.
+RUN is a run directory. Times are those of each machine's own clock. Exit codes: 0; 1 a rank's file cannot be read and
+is left out; 2 usage.
 """
 
 import datetime
@@ -17,7 +18,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import printable
+from megalite.config.console import complain, printable
+from megalite.config.text_file import read_ends
 from megalite.train.tell.run_dir import json_rows, outcome_of, read_status, trained
 from tools.program import parser_of, run_program
 
@@ -51,11 +53,15 @@ def time_of(text: str) -> datetime.datetime:
 
 
 def of_rank(path: Path) -> Iterator[Entry]:
-    """A rank's file. Lines without a time are faulthandler's, of the moment when the file was last written."""
+    """A rank's file. Lines without a time are faulthandler's, of the moment when the file was last written. Raises
+    OSError where it cannot be read."""
+    text, left_out = read_ends(path)
+    if left_out:
+        complain(f"logs.py: {path}: {left_out:,} bytes in its middle are left out")
     who = f"rank {path.stem.partition('-')[2].lstrip('0') or 0}"
     end = datetime.datetime.fromtimestamp(path.stat().st_mtime).astimezone()
     stamped = []
-    for line in path.read_text("utf-8", errors="replace").splitlines():
+    for line in text.splitlines():
         match = STAMP.fullmatch(line)
         try:
             stamped.append((time_of(match[1]), match[2]) if match else (end, line))
@@ -77,9 +83,14 @@ def of_events(path: Path) -> Iterator[Entry]:
         yield Entry(time, who, (f"{event}  {facts}".rstrip(),), event, str(row.get("cause", "")))
 
 
-def read(run: Path) -> list[Entry]:
-    """All of a run, in the order of time. Raises OSError."""
-    entries = [entry for path in sorted((run / "ranks").glob("rank-*.log")) for entry in of_rank(path)]
+def read(run: Path, unread: list[str]) -> list[Entry]:
+    """All of a run, in the order of time. `unread` gets a line for each file that cannot be read. Raises OSError."""
+    entries: list[Entry] = []
+    for path in sorted((run / "ranks").glob("rank-*.log")):
+        try:
+            entries += of_rank(path)
+        except OSError as error:
+            unread.append(f"{path}: cannot be read ({error.strerror}); it is left out")
     if (events := run / "events.jsonl").is_file():
         entries += of_events(events)
     return sorted(entries, key=lambda entry: entry.time)
@@ -115,14 +126,17 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not args.run.is_dir():
         parser.error(f"{args.run} is not a directory; give that of a run")
-    entries = read(args.run)
+    unread: list[str] = []
+    entries = read(args.run, unread)
     lines = [f"failure {number}: {line}" for number, line in enumerate(failures(entries), 1)]
     lines += [f"the end: {status_line(args.run)}"]
     lines += [f"see also: {path}" for path in sorted((args.run / "hang").glob("*"))]
     for entry in [] if args.short else entries:
         lines += [f"{entry.time:%m-%d %H:%M:%S.%f}"[:-3] + f"  {entry.who:>8} | {line}" for line in entry.lines]
     print(printable("\n".join(lines)))
-    return 0
+    for problem in unread:
+        complain(f"logs.py: {problem}")
+    return 1 if unread else 0
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import printable
 from megalite.config.registry import KINDS
+from megalite.config.text_file import TextFileError, read_small_text
 from megalite.pipeline.schedule import Split, plan
 from megalite.pipeline.simulate import simulate
 from tools.pictures import bench, curves, pipeline, shares
@@ -90,9 +91,10 @@ def timeline(runs: list[Run]) -> Picture:
 
 def of_plan(args: argparse.Namespace) -> None:
     try:
-        picture = {"memory": plans.picture, "layout": plans.layout}[args.show](json.loads(args.plan.read_text("utf-8")))
-    except OSError as error:
-        raise RunError(f"{args.plan}: {error.strerror}; give what tools/plan.py --json wrote") from None
+        plan = json.loads(read_small_text(args.plan, "what tools/plan.py --json wrote"))
+        picture = {"memory": plans.picture, "layout": plans.layout}[args.show](plan)
+    except TextFileError as error:
+        raise RunError(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise SystemExit(printable(f"plot.py: {args.plan}: {error}")) from None
     put(picture, args)
@@ -115,9 +117,8 @@ def of_benchmark(args: argparse.Namespace) -> None:
 
     try:
         made = turns.read(args.folder / "bench.json")
-    except (OSError, ValueError) as error:
-        told = f"{args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise SystemExit(printable(f"plot.py: {told}; give what tools/benchmark.py had as --out")) from None
+    except ValueError as error:
+        raise SystemExit(printable(f"plot.py: {error}")) from None
     found = tables.figures(made.rows)
     found = tables.with_efficiency(found) if made.facts.get("scaling") else found
     picture = {"mfu": bench.mfu, "breakdown": bench.breakdown, "scaling": bench.scaling}[args.show](found)

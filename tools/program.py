@@ -15,6 +15,7 @@ from megalite.config.console import as_command, complain
 from megalite.config.options import ConfigError
 from megalite.config.plugins import load
 from megalite.config.tables import table_beside
+from megalite.config.text_file import read_small_text
 
 
 def parser_of(
@@ -149,4 +150,4 @@ def write_json(path: Path, content: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """{} where there is no such file."""
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return json.loads(read_small_text(path, "a JSON file that this program wrote")) if path.exists() else {}

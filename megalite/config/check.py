@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from typing import Any
 
 from megalite.config.check_model import any_of, divisors, layout_problems, model_effects, model_problems, multiples
 from megalite.config.field import facts_of, flag_of
-from megalite.config.options import Config, ModelConfig, OptimConfig, Problem, Say, TrainConfig, options
+from megalite.config.options import Config, OptimConfig, Problem, Say, TrainConfig, left_to_checkpoint, options
 from megalite.config.pattern import read_batch_schedule, read_split
 from megalite.config.registry import KINDS
 
@@ -29,12 +29,13 @@ Term = tuple[str, str, str | None, str]  # ! or ? or "", name, relation, other s
 def check(
     config: Config, world_size: int | None = None, *, complete: bool = False, unclear: Iterable[str] = ()
 ) -> list[Problem]:
-    """Every contradiction. `world_size`: also those that depend on it. `complete`: also a vocabulary that is missing,
-    which --load could bring. `unclear`: options whose value could not be read."""
+    """Every contradiction. `world_size`: also those that depend on it. `complete`: what --load could bring is in
+    `config` already; without it neither a missing vocabulary is one, nor what --use-checkpoint-args takes from the
+    checkpoint. `unclear`: options whose value could not be read."""
     c, unclear = config.checkpoint, set(unclear)
     wrong = {name: problem for name, problem in _ranges(config) if name not in unclear}
-    if c.use_checkpoint_args:  # the checkpoint will say; checked again then
-        unclear |= {f.name for f in fields(ModelConfig) if facts_of(f).required and not getattr(config.model, f.name)}
+    if not complete:
+        unclear |= left_to_checkpoint(config)
     unclear |= wrong.keys()
     config = _made_plausible(config, unclear)
     say = Say(config)
@@ -52,10 +53,13 @@ def check(
     return [*wrong.values(), *(problem for problem in problems if not problem.concerns(unclear))]
 
 
-def without_effect(config: Config) -> list[Problem]:
-    """Options that do nothing, or less than expected, beside others; no errors, as Megatron-LM accepts them."""
-    say = Say(config)
-    return [*broken("without effect", say), *model_effects(config.model, say)]
+def without_effect(config: Config, *, complete: bool = False) -> list[Problem]:
+    """Options that do nothing, or less than expected, beside others; no errors, as Megatron-LM accepts them.
+    `complete`: as of `check`."""
+    unclear = set() if complete else left_to_checkpoint(config)
+    say = Say(_made_plausible(config, unclear))
+    found = [*broken("without effect", say), *model_effects(config.model, say)]
+    return [note for note in found if not note.concerns(unclear)]
 
 
 @cache
@@ -128,7 +132,7 @@ def _ranges(config: Config) -> Iterator[tuple[str, Problem]]:
     for section, f in options():
         value, facts = values[f.name], facts_of(f)
         if value == 0 and facts.required:
-            if section != "model" or not config.checkpoint.use_checkpoint_args:
+            if f.name not in left_to_checkpoint(config):
                 preset = " or a --preset" * (section == "model")
                 yield f.name, Problem(f"{f.name}=0 is not set; give {flag_of(f.name)}{preset}", [f.name])
         elif why := facts.problem(value):

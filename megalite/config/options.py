@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from string import Formatter
 from typing import Any
 
-from megalite.config.field import MODEL, TRAINING, convert, facts_of, flag_of, masked
+from megalite.config.field import HOW, MODEL, TRAINING, convert, facts_of, flag_of, masked
 from megalite.config.model_options import ModelConfig
 from megalite.config.run_options import (
     CheckpointConfig,
@@ -27,6 +27,8 @@ from megalite.config.run_options import (
 
 @dataclass(frozen=True)
 class Config:
+    """The sections. `given`: the options that a command line, a file or a preset has set, to whatever value."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -36,9 +38,10 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     operations: OperationsConfig = field(default_factory=OperationsConfig)
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
 
-SECTIONS: Mapping[str, type] = {f.name: type(getattr(Config(), f.name)) for f in fields(Config)}
+SECTIONS: Mapping[str, type] = {f.name: type(getattr(Config(), f.name)) for f in fields(Config) if f.name != "given"}
 
 
 def local_processes(p: ParallelConfig) -> int:
@@ -46,6 +49,19 @@ def local_processes(p: ParallelConfig) -> int:
     if p.nproc is not None:
         return p.nproc
     return 1 if p.data_parallel_size is None else p.model_parallel_size * p.data_parallel_size
+
+
+def is_given(config: Config, name: str) -> bool:
+    """Whether an option of the model was set: it is in `given`, or it has another value than the default."""
+    return name in config.given or getattr(config.model, name) != getattr(ModelConfig, name)
+
+
+def left_to_checkpoint(config: Config) -> set[str]:
+    """The options of the model whose values --use-checkpoint-args takes from the checkpoint: those that are not given,
+    but for those that only say how to compute."""
+    if not config.checkpoint.use_checkpoint_args:
+        return set()
+    return {f.name for f in fields(ModelConfig) if facts_of(f).resume != HOW and not is_given(config, f.name)}
 
 
 def options() -> Iterator[tuple[str, Field[Any]]]:
@@ -129,7 +145,7 @@ def build(values: Mapping[str, Any]) -> Config:
     if wrong:
         raise ConfigError(list(wrong.values()))
     given = {name: {f.name: typed[f.name] for f in fields(cls) if f.name in typed} for name, cls in SECTIONS.items()}
-    return Config(**{name: cls(**given[name]) for name, cls in SECTIONS.items()})
+    return Config(**{name: cls(**given[name]) for name, cls in SECTIONS.items()}, given=frozenset(typed))
 
 
 def gelu_form(*, add_bias_linear: bool = True, bias_gelu_fusion: bool = True, openai_gelu: bool = False) -> str:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, overload
 from megalite.config.options import ConfigError
 from megalite.config.own_file import opener
 from megalite.config.registry import KINDS
+from megalite.config.text_file import read_small_bytes
 
 Part = TypeVar("Part")
 Texts = Mapping[str, bytes | None]
@@ -124,9 +125,9 @@ def _read(word: str, text: bytes | None) -> Plugin:
     if is_file and text is None:
         # where others may write, a link could be somebody else's
         others = os.stat(os.path.dirname(word) or ".").st_mode & OTHERS_MAY_WRITE
-        with open(word, "rb", opener=opener if others else None) as file:
-            text = file.read()
-    contents = [text or b""] if is_file else [f"{path.name}\0".encode() + path.read_bytes() for path in _files_of(word)]
+        text = read_small_bytes(word, opener=opener if others else None)
+    files = [] if is_file else _files_of(word)
+    contents = [text or b""] if is_file else [f"{path.name}\0".encode() + read_small_bytes(path) for path in files]
     sha256 = hashlib.sha256(b"".join(contents)).hexdigest()
     return _known.get((word, sha256), Plugin(word, text, sha256))
 

@@ -3,23 +3,24 @@
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megalite.config.megatron_flags import nearest
 from megalite.config.options import SECTIONS, Config, ConfigError, gelu_form, options
 from megalite.config.plugins import hashes
+from megalite.config.text_file import TextFileError, read_small_text
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_PROBLEMS = 40
 
 
 def read_toml(path: str) -> dict[str, Any]:
     """Option names to values from a TOML file. Raises ConfigError."""
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except OSError as error:
-        raise ConfigError([f"config={path!r} cannot be read ({error.strerror}); give a TOML file"]) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"config={path!r} is not UTF-8 text ({error}); give a TOML file"]) from None
+        text = read_small_text(path, "a TOML file", MAX_CONFIG_BYTES)
+    except TextFileError as error:
+        raise ConfigError([f"config={path!r} {error.reason}; give a TOML file"]) from None
     return parse_toml(text, path)
 
 
@@ -42,25 +43,37 @@ def parse_toml(text: str, path: str) -> dict[str, Any]:
         raise ConfigError([f"config={path!r} {why}"]) from None
     known = {f.name: section for section, f in options()}
     values: dict[str, Any] = {}
-    problems = []
-    for key, value in data.items():
-        section, rows = (key, value) if isinstance(value, dict) else (None, {key: value})
+    problems: list[str] = []
+    for section, key, value in _entries(data):
+        name = key.replace("-", "_")
+        if len(problems) == MAX_PROBLEMS:  # to look for the nearest option of each of 100,000 keys would take minutes
+            problems.append(f"config={path!r} has more wrong keys; correct these first")
+            break
         if section is not None and section not in SECTIONS:
-            problems.append(f"config={path!r}: unknown section [{key}]; sections are {', '.join(SECTIONS)}")
-            continue
-        for name, inner in ((name.replace("-", "_"), inner) for name, inner in rows.items()):
-            if name != "preset" and (name not in known or (section is not None and known[name] != section)):
-                near = nearest(f"--{name}", [f"--{other}" for other in known])
-                other = f"did you mean {near[2:]}?" if near else "docs/flags.md lists the options"
-                hint = f"it belongs in [{known[name]}]" if name in known else other
-                problems.append(f"config={path!r}: unknown key {name} in [{section or 'top level'}]; {hint}")
-            elif name in values:
-                problems.append(f"config={path!r}: {name} is given twice; keep one")
-            else:
-                values[name] = inner
+            problems.append(f"config={path!r}: unknown section [{section}]; sections are {', '.join(SECTIONS)}")
+        elif name != "preset" and (name not in known or (section is not None and known[name] != section)):
+            near = nearest(f"--{name}", [f"--{other}" for other in known])
+            other = f"did you mean {near[2:]}?" if near else "docs/flags.md lists the options"
+            hint = f"it belongs in [{known[name]}]" if name in known else other
+            problems.append(f"config={path!r}: unknown key {name} in [{section or 'top level'}]; {hint}")
+        elif name in values:
+            problems.append(f"config={path!r}: {name} is given twice; keep one")
+        else:
+            values[name] = value
     if problems:
         raise ConfigError(problems)
     return values
+
+
+def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str | None, str, Any]]:
+    """(section or None, key, value) of each key; a section that is unknown comes once, with an empty key."""
+    for key, value in data.items():
+        if not isinstance(value, dict):
+            yield None, key, value
+        elif key not in SECTIONS:
+            yield key, "", value
+        else:
+            yield from ((key, name, inner) for name, inner in value.items())
 
 
 def differences(config: Config) -> dict[str, dict[str, Any]]:
@@ -76,8 +89,14 @@ def differences(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """A TOML text that starts the same run again, with --config."""
-    return toml_of({name: value for values in differences(config).values() for name, value in values.items()})
+    """A TOML text that starts the same run again, with --config. It also has the options that were given with their
+    default where --use-checkpoint-args would take those that are left out from the checkpoint."""
+    values = {name: value for section in differences(config).values() for name, value in section.items()}
+    if config.checkpoint.use_checkpoint_args:
+        for section, f in options():
+            if section == "model" and f.name in config.given:
+                values[f.name] = getattr(config.model, f.name)
+    return toml_of({name: value for name, value in values.items() if value is not None})
 
 
 def toml_of(values: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ from megalite.config.megatron_flags import REFUSED, WARNED, asked_for, first_of,
 from megalite.config.options import ConfigError, build, completed, options, over_preset
 from megalite.config.packages import MissingPackage, needs
 from megalite.config.tables import table_beside
+from megalite.config.text_file import TextFileError, read_small_text
 from megalite.config.toml import toml_of
 
 FORMATS = ("deepspeed", "accelerate", "torchtitan", "nanotron", "bridge", "nemo")
@@ -56,7 +57,7 @@ class Key(NamedTuple):
 
 def _read(path: str) -> Tree:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_small_text(path, "a configuration in JSON, TOML or YAML", 1 << 20)
         if text.lstrip()[:1] == "{" or path.endswith(".toml"):
             return (tomllib if path.endswith(".toml") else json).loads(text)
         import yaml
@@ -67,6 +68,8 @@ def _read(path: str) -> Tree:
             raise ValueError(" ".join(str(error).split())) from None
     except ImportError:
         raise MissingPackage(needs(path, "pyyaml")) from None
+    except TextFileError as error:
+        raise ConfigError([str(error)]) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError([f"{path!r} is no JSON, TOML or YAML that can be read ({error}); correct it"]) from None
     return tree if isinstance(tree, dict) else {}

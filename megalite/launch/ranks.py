@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from megalite.config.console import complain, let_go_of_console
 from megalite.config.tables import table_beside
+from megalite.config.text_file import read_small_text
 from megalite.launch.meeting import AGENT_STORE, MeetingError, meet
 
 STARTERS = "torchrun, srun, mpirun or --nproc"
@@ -38,7 +39,7 @@ HANG = "hang.json"  # a hang that was reported and has not passed, in case a ran
 def read_first_failure(shared: Path, name: str = FIRST_FAILURE) -> tuple[int, str] | None:
     """The exit code and the cause that the rank wrote, if any."""
     try:
-        first = json.loads((shared / name).read_text("utf-8"))
+        first = json.loads(read_small_text(shared / name, "what the rank wrote"))
         return int(first["code"]), f"rank {first['rank']}: {first['reason']}"
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from megalite.config.tables import table_beside
+from megalite.config.text_file import read_small_text
 from megalite.launch.local_ranks import cores
 
 GB, GIB, US = 1e9, 2**30, 1e-6
@@ -230,9 +231,10 @@ def cluster(device: str, num_devices: int, per_node: int | None = None) -> Clust
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Raises ValueError with everything that is wrong with the file, OSError if it cannot be read."""
+    """Raises ValueError with everything that is wrong with the file; TextFileError if it cannot be read."""
+    text = read_small_text(path, "a TOML file")
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     if problems := _problems(tables):
@@ -337,9 +339,10 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises ValueError if the file is not a profile, OSError if it cannot be read."""
+    """Raises ValueError if the file is not a profile; TextFileError if it cannot be read."""
+    text = read_small_text(path, "a profile, as tools/plan.py calibrate --out makes one")
     try:
-        return _profile(json.loads(path.read_text()))
+        return _profile(json.loads(text))
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         remedy = f"make one with: tools/plan.py calibrate --out {path}"
         raise ValueError(f"{path} is not a profile ({error}); {remedy}") from error

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from megalite.config.field import unusable
 from megalite.config.options import DataConfig
+from megalite.config.text_file import TextFileError, read_small_text
 from megalite.data.errors import DataError
 from megalite.data.samples import blend as blends
 from megalite.data.samples.fim import Fim, FimDataset
@@ -154,7 +154,7 @@ def read_paths(data: DataConfig) -> tuple[dict[str, Paths | None], dict[str, tup
         return dict(zip(SPLITS, (data.train_data_path, data.valid_data_path, data.test_data_path), strict=True)), whole
     paths: Paths = data.data_path or ()
     if data.data_args_path is not None:
-        paths = _read_text(data.data_args_path).split()
+        paths = _read_list(data.data_args_path).split()
         _check_paths(data.data_args_path, paths)
     return dict.fromkeys(SPLITS, paths), dict(zip(SPLITS, blends.split_parts(data.split or DEFAULT_SPLIT), strict=True))
 
@@ -165,17 +165,18 @@ def _check_paths(file: str, paths: Paths) -> None:
         raise DataError(f"{file}: a path in it {reason}")
 
 
-def _read_text(path: str) -> str:
+def _read_list(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); give a text file with the data paths") from None
+        return read_small_text(path, "a text file with the data paths")
+    except TextFileError as error:
+        raise DataError(str(error)) from None
 
 
 def _read_json(path: str) -> dict[str, Paths | None]:
     form = 'write {"train": [...], "valid": [...], "test": [...]}, each a list as of --data-path'
+    text = _read_list(path)
     try:
-        lists = json.loads(_read_text(path))
+        lists = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error}); {form}") from None
     right = isinstance(lists, dict) and bool(lists.get("train")) and not lists.keys() - set(SPLITS)

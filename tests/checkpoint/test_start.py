@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,21 @@ from tables import ANSWERS
 from token_files import byte_level_bpe
 from train_cases import SMALL, config_from, kept, pretrain, run_from, same, train
 
+import megalite
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config import console
-from megalite.config.options import Config
-from megalite.config.toml import to_toml
+from megalite.config.field import HOW, MODEL, facts_of, words_of
+from megalite.config.options import Config, ModelConfig, build
+from megalite.config.toml import parse_toml, to_toml
 from megalite.generate.generation import load_model
 from megalite.launch.ranks import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train import step as step_module
 from megalite.train.setup import SetupError
 from megalite.train.start.origin import start_run
-from megalite.train.start.resume import open_saver, options_that_differ, save, with_saved_args
+from megalite.train.start.resume import open_saver, options_that_differ, save, with_model, with_saved_args
 from megalite.train.state import BadResult, Run
 from megalite.train.step import train_step
 from megalite.train.tell.run_dir import Exit
@@ -230,6 +233,145 @@ def test_use_checkpoint_args_tells_what_it_passes_over(saved: tuple[Path, dict],
         (folder / "manifest.json").write_text("{")
     with pytest.raises(SetupError, match="none in it can be read: .*manifest.json"):
         with_saved_args(config)
+
+
+FIELDS = {f.name: f for f in fields(ModelConfig)}
+# of a checkpoint with other values than the defaults of all options, as far as these go together
+OTHERS: dict[str, Any] = {
+    "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "kv_channels": 8,
+    "group_query_attention": True, "num_query_groups": 2, "seq_length": 32, "max_position_embeddings": 64,
+    "normalization": "RMSNorm", "activation": "gelu_erf", "position_embedding_type": "rope", "no_rope_freq": "2",
+    "softmax_type": "learnable", "no_weight_decay_cond_type": "apply_wd_to_qk_layernorm", "window_size": (8, 0),
+    "window_attn_skip_freq": "2", "cp_comm_type": ("a2a",), "num_experts": 4, "moe_layer_freq": "2", "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 16, "moe_router_score_function": "sigmoid", "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1, "moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.05,),
+    "moe_router_dtype": "fp64", "embedding_init_method_std": 0.01,
+}  # fmt: skip
+
+
+def other(name: str) -> Any:
+    """A value that is not the default."""
+    default = FIELDS[name].default
+    if name in OTHERS:
+        return OTHERS[name]
+    return (
+        not default if isinstance(default, bool) else default + 1 if isinstance(default, int) else 0.5 * default + 0.25
+    )
+
+
+# of these other options decide, or they say nothing of the weights
+FREE_OF_MEANING = ("bias_gelu_fusion", "openai_gelu", "add_position_embedding")
+THERE = ModelConfig(**{name: other(name) for name in FIELDS})
+HOW_TO_GIVE = ("flags", "file", "Python", "Python in underscores")
+
+
+def given_as(how: str, name: str, value: Any, folder: Path) -> Config:
+    """A configuration that takes the model from a checkpoint, and gives one option."""
+    if how == "flags":
+        return config_from([*WITHOUT_MODEL, "--train-iters", "6", "--load", "x", *words_of({name: value})])
+    if how == "file":
+        (folder / "run.toml").write_text(f"{name} = {json.dumps(value)}\n")
+        return config_from([*WITHOUT_MODEL, "--train-iters", "6", "--load", "x", "--config", str(folder / "run.toml")])
+    words = " ".join([*WITHOUT_MODEL, "--train-iters 6 --load x"])
+    return megalite.Config(
+        words.replace("-iters", "_iters") if "underscores" in how else words, **{name: value}
+    ).options
+
+
+@pytest.mark.parametrize("how", HOW_TO_GIVE)
+@pytest.mark.parametrize("name", FIELDS)
+def test_what_is_given_wins_over_the_checkpoint_or_is_refused(name: str, how: str, tmp_path: Path) -> None:
+    """Also where its value is the default, for every option of the model."""
+    default, facts = FIELDS[name].default, facts_of(FIELDS[name])
+    kept = with_model(given_as(how, "seed", 7, tmp_path), THERE, "it").model
+    assert getattr(kept, name) == (default if facts.resume == HOW else other(name))
+    same = with_model(given_as(how, name, other(name), tmp_path), THERE, "it").model
+    assert same == (replace(THERE, cp_comm_type=("a2a",) if name == "cp_comm_type" else ("allgather",)))
+    if default is None or facts.required:
+        return
+    config = given_as(how, name, default, tmp_path)
+    if facts.resume == MODEL and name not in FREE_OF_MEANING:
+        with pytest.raises(SetupError, match=rf"^{name}=.*, but .* in it; drop the option"):
+            with_model(config, THERE, "it")
+        return
+    got = with_model(config, THERE, "it")
+    assert getattr(got.model, name) == default and {**vars(got.model), name: 0} == {**vars(kept), name: 0}
+    again = build(parse_toml(to_toml(got), "run_config.toml"))  # starts the same run
+    assert with_model(again, THERE, "it").model == got.model
+
+
+@pytest.mark.parametrize(
+    "activation, words, refused",
+    [
+        ("gelu_erf", "--openai-gelu", "openai_gelu=True, but False"),
+        ("gelu_erf", "--no-bias-gelu-fusion", ""),
+        ("gelu_erf", "--bias-gelu-fusion", "bias_gelu_fusion=True, but False"),
+        ("gelu", "--no-bias-gelu-fusion", "bias_gelu_fusion=False, but True"),
+        ("gelu", "--no-bias-gelu-fusion --openai-gelu", ""),
+        ("gelu", "--openai-gelu", ""),
+        ("swiglu", "--no-bias-gelu-fusion", ""),
+        ("swiglu", "--gelu", "activation='gelu', but 'swiglu'"),
+    ],
+)
+def test_the_form_of_gelu_is_given_by_megatron_lms_flags(activation: str, words: str, refused: str) -> None:
+    saved = replace(parse().model, activation=activation, bias_gelu_fusion=activation != "gelu_erf")
+    config = parse("--load", "x", *words.replace("--gelu", "--activation gelu").split(), base=WITHOUT_MODEL)
+    if refused:
+        with pytest.raises(SetupError, match=f"^{refused} in it; drop the option$"):
+            with_model(config, saved, "it")
+    else:
+        assert with_model(config, saved, "it").model.activation == activation
+
+
+def test_options_that_contradict_only_together() -> None:
+    there = replace(parse().model, num_attention_heads=4)
+    config = parse("--load", "x", "--group-query-attention", "--num-query-groups", "2", base=WITHOUT_MODEL)
+    with pytest.raises(SetupError, match="(?s)^group_query_attention=True, but False .*\nnum_query_groups=2, but None"):
+        with_model(config, there, "it")
+    alone = parse("--load", "x", "--num-query-groups", "2", base=WITHOUT_MODEL)
+    assert with_model(alone, there, "it").model.groups == 4
+
+
+THIRDS = "--hidden-size 24 --ffn-hidden-size 48 --num-attention-heads 6 --seq-length 12 --max-position-embeddings 12"
+EXPERTS = "--num-experts 6 --moe-ffn-hidden-size 24 --group-query-attention --num-query-groups 3 --position-embedding-type rope"
+OF_EXPERTS = """--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.001 --moe-router-dtype fp64 --moe-router-load-balancing-type
+ seq_aux_loss --ep 3 --expert-tensor-parallel-size 1 --num-query-groups 3 --moe-router-topk 2"""
+
+
+@pytest.fixture(scope="module")
+def thirds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs: of a dense model whose sizes are multiples of 3, and one of experts."""
+    folder = tmp_path_factory.mktemp("thirds")
+    for name, more in (("dense", ""), ("experts", EXPERTS)):
+        words = f"{THIRDS} {more} --save {folder / name} --save-interval 1"
+        save_step(*built(*words.split()))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words, code, notes, said",
+    [
+        ("--load dense --tp 3", 0, [], "tp 3"),
+        ("--load dense --tp 3 --cp-comm-type a2a", 0, ["cp_comm_type"], "tp 3"),
+        (f"--load experts --nproc 3 {OF_EXPERTS}", 0, [], "ep 3 x etp 1"),
+        ("--load dense --moe-z-loss-coeff 0.1 --nproc 3", 0, ["moe_z_loss_coeff=0.1 has no effect"], "dp 3"),
+        ("--load dense --tp 4", 2, [], "tensor_model_parallel_size=4 does not divide num_attention_heads=6: use 1, 2, 3 or 6"),
+        ("--load experts --ep 4 --nproc 4", 2, [], "expert_model_parallel_size=4 does not divide num_experts=6"),
+        ("--load dense --tp 3 --num-layers 0", 2, [], "num_layers=0 is not set; give --num-layers"),
+        ("--load dense --tp 3 --cp 2 --cp-comm-type a2b", 2, [], "cp_comm_type=a2b is not available"),
+        ("--load dense --window-size 4", 2, [], "is not two numbers"),
+    ],
+)  # fmt: skip
+def test_checks_wait_for_the_options_of_the_checkpoint(
+    thirds: Path, words: str, code: int, notes: list[str], said: str
+) -> None:
+    """A tp that no stand-in for a size has, and options of experts, have to be those of the checkpoint's model."""
+    line = [*WITHOUT_MODEL, "--train-iters", "6", "--dry-run", "--global-batch-size", "24", *words.split()]
+    line += [] if "--nproc" in words else ["--nproc", "12"]
+    done = programs.python("pretrain_gpt.py", *line, cwd=thirds)
+    assert done.returncode == code and said in done.stdout + done.stderr, done.stdout + done.stderr
+    found = [note for note in done.stderr.splitlines() if "no effect" in note or "needs" in note]
+    assert len(found) == len(notes) and all(note in line for note, line in zip(notes, found, strict=True)), done.stderr
 
 
 # ---- the loop

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.options import ConfigError
+from megalite.config.text_file import read_small_text
 from tools.program import write_json
 from tools.sweep import lists_of, words_of
 
@@ -114,7 +115,7 @@ class Table:
         if self.file is None or not self.file.is_file():
             return 0
         try:
-            saved = json.loads(self.file.read_text("utf-8"))
+            saved = json.loads(read_small_text(self.file, "another --out"))
             before = {row.identity: row for row in (Row(**row) for row in saved["rows"])}
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError([f"{self.file} is damaged ({error}); give another --out"]) from None
@@ -140,9 +141,9 @@ class Table:
 
 
 def read(file: Path) -> Table:
-    """Read a benchmark's results. Raises OSError, and ValueError where the file is not of a benchmark."""
+    """Read a benchmark's results. Raises ValueError where it cannot be read, or is not of a benchmark."""
     try:
-        content = json.loads(file.read_text("utf-8"))
+        content = json.loads(read_small_text(file, "what tools/benchmark.py had as --out"))
         return Table(content, [Row(**row) for row in content.pop("rows")], file)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not a benchmark ({error}); make one with tools/benchmark.py") from None

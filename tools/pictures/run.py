@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.options import ConfigError
+from megalite.config.text_file import TextFileError, read_small_text
 from megalite.config.toml import read_toml
 from megalite.train.tell.run_dir import json_rows, outcome_of
 from tools.pictures.canvas import clean
 
 Point = tuple[float, float, float]  # step, tokens, value
 KEYS = ("train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_s_per_gpu", "perf/mfu", "mem/max_allocated_gib")
+MAX_FILE_BYTES = 256 << 20  # of timeline.json, the largest of the files that are read whole
 COLUMNS = 700  # of a picture: of the points that share one, the least and the most are drawn
 DOUBTS = ("spike", "not-finite", "wrong-once", "rollback")  # events that a curve shows
 
@@ -198,7 +200,10 @@ class Run:
 
 def _parsed(path: Path, parse: Callable[[str], Any], problems: list[str]) -> Any:
     try:
-        return parse(path.read_text("utf-8")) if path.is_file() else None
+        return parse(read_small_text(path, "a run directory", MAX_FILE_BYTES)) if path.exists() else None
+    except TextFileError as error:
+        problems.append(f"{path.name} {clean(error.reason)}")
+        return None
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read ({clean(error)})")
         return None

@@ -13,6 +13,7 @@ import torch
 from megalite.config import cli
 from megalite.config.console import Bar
 from megalite.config.options import ConfigError
+from megalite.config.text_file import TextFileError
 from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.plan import links
@@ -44,8 +45,8 @@ def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile 
     profile = None
     try:
         profile = read_profile(args.profile) if args.profile is not None else None
-    except OSError as error:
-        problems.append(f"profile={args.profile} cannot be read ({error.strerror}); make one with plan.py calibrate")
+    except TextFileError as error:
+        problems.append(f"profile={args.profile} {error.reason}; make one with plan.py calibrate")
     except ValueError as error:
         problems.append(str(error))
     try:

@@ -17,6 +17,7 @@ from megalite.config.field import flag_of, spellings, words_of
 from megalite.config.options import Config, ConfigError, DataConfig, build, options
 from megalite.config.plugins import load
 from megalite.config.stage_layers import GIVEN
+from megalite.config.text_file import TextFileError
 from megalite.config.toml import read_toml
 from megalite.data.errors import DataError
 from megalite.interop.hugging_face.config_json import read_config
@@ -62,6 +63,9 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
         problems += _unlike(args, words, where)
         given = cli.take_apart(words).given
         in_file = dict(read_toml(str(given["config"]))) if given.get("config") else {}
+        if {**in_file, **given}.get("use_checkpoint_args"):
+            why = "takes the model from a checkpoint, which a plan does not read"
+            raise ConfigError([f"use_checkpoint_args {why}; give its flags, --config FILE or --hf DIR"])
         said = {*given, *in_file, *PRESETS.get(str((in_file | given).get("preset")), ())}
         fixed = frozenset(said & LAYOUT)
         if (of_one := fixed & OF_ONE) and not fixed & WHOLE:
@@ -112,25 +116,27 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
             return read_cluster(args.cluster)
         number = args.num_gpus if args.num_gpus is not None else args.gpus_per_node or 8
         return cluster(args.device or "h100", number, args.gpus_per_node)
+    except TextFileError as error:
+        problems.append(f"cluster={args.cluster} {error.reason}; give a TOML file, or --device")
     except ValueError as error:
         text = str(error)
         if args.cluster is None:
             text = text.replace("num_devices", "num_gpus").replace("per_node", "gpus_per_node")
         problems += text.splitlines()
-    except OSError as error:
-        problems.append(f"cluster={args.cluster} cannot be read ({error.strerror}); give a TOML file, or --device")
     return None
 
 
 def of_hugging_face(path: Path, words: Sequence[str]) -> list[str]:
-    """The model of a config.json as flags."""
+    """The model of a config.json as flags, but for the options that the command line or its --config has."""
     file = path / "config.json" if path.is_dir() else path
-    length = str(cli.take_apart(words).given.get("seq_length", ""))
+    given = cli.take_apart(words).given
+    given = {**(read_toml(str(given["config"])) if given.get("config") else {}), **given}
+    length = str(given.get("seq_length", ""))
     try:
         _, found = read_config(read_json(file), int(length) if length.isdigit() else None, str(file))
     except CheckpointError as error:
         raise ConfigError([f"hf={path}: {line}" for line in str(error).splitlines()]) from None
-    return as_flags(build(found), found.keys() - cli.take_apart(words).given.keys())
+    return as_flags(build(found), found.keys() - given.keys())
 
 
 def as_flags(config: Config, names: Iterable[str]) -> list[str]:

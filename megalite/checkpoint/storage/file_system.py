@@ -15,9 +15,11 @@ from megalite.checkpoint.storage.location import LOCK, Append, CheckpointError, 
 from megalite.config.console import complain
 from megalite.config.faults import fault
 from megalite.config.own_file import opener
+from megalite.config.text_file import read_small_bytes
 
 _REPLACED = ".replaced"
 _BEGIN_WRITING = 1 << 22  # bytes
+MAX_READ_BYTES = 1 << 30  # a manifest is the largest file that is read whole
 
 
 def _size(count: int) -> str:
@@ -136,7 +138,7 @@ class LocalStorage:
             return {}
 
     def read(self, path: Path) -> bytes:
-        return path.read_bytes()
+        return read_small_bytes(path, MAX_READ_BYTES, opener)
 
     @contextlib.contextmanager
     def create(self, path: Path) -> Iterator[Append]:

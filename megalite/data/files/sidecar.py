@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megalite.config.text_file import read_small_bytes
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
@@ -25,14 +26,13 @@ def read_info(prefix: str | Path) -> dict[str, Any] | None:
             source = UrlFile(path)
             text = source.fetch(0, min(source.size, LIMIT_BYTES + 1)) if source.size else b""
         else:
-            with open(path, "rb") as file:
-                text = file.read(LIMIT_BYTES + 1)
+            text = read_small_bytes(path, LIMIT_BYTES)
     except (FileNotFoundError, DataError) as error:
         if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
             return None
         raise
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
+        raise DataError(f"{path}: {error.strerror}; write the data again, or remove this file") from error
     with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
         info: Any = json.loads(text) if len(text) <= LIMIT_BYTES else None
         if type(info["tokenizer"]["fingerprint"]) is str and type(info["tokenizer"]["vocab_size"]) is int:

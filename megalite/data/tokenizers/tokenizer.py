@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.text_file import read_small_bytes
 from megalite.data.errors import DataError, library
 
 EOD_BYTE = 256
+MAX_TOKENIZER_BYTES = 1 << 28
 
 
 class Tokenizer(ABC):
@@ -148,10 +150,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 def read(path: Path) -> bytes:
     """The whole file; DataError when it cannot be read."""
-    if path.exists() and not path.is_file():  # a pipe would block for ever
-        raise DataError(f"{path}: is not a regular file; give the tokenizer's file")
     try:
-        return path.read_bytes()
+        return read_small_bytes(path, MAX_TOKENIZER_BYTES)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; give the tokenizer's file") from error
 

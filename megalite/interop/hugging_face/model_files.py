@@ -22,6 +22,7 @@ from megalite.checkpoint.format.tensor_file import DTYPES
 from megalite.config.console import Bar
 from megalite.config.options import ModelConfig
 from megalite.config.tables import table_beside
+from megalite.config.text_file import TextFileError, read_small_text
 from megalite.interop import convert
 from megalite.interop.hugging_face.config_json import Json, read_config, write_config
 from megalite.interop.naming import FAMILIES, Naming
@@ -31,18 +32,16 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 COMPANIONS: list[str] = table_beside(__file__, "facts")["companions"]
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LARGEST_JSON = 1 << 28  # bytes
+MAX_JSON_BYTES = 1 << 28
 
 
 def read_json(path: Path) -> Json:
     """A JSON object. Raises CheckpointError."""
     try:
-        if path.exists() and not path.is_file():  # a pipe would block for ever
-            raise CheckpointError(f"{path}: is not a regular file; give the directory of a model")
-        if path.stat().st_size > _LARGEST_JSON:
-            raise CheckpointError(f"{path}: larger than any JSON file of a model; it is damaged: fetch the model again")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        data = json.loads(read_small_text(path, "the directory of a model", MAX_JSON_BYTES))
+    except TextFileError as error:
+        raise CheckpointError(str(error)) from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); give the directory of a model") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: not a JSON object; give the directory of a model")

@@ -31,6 +31,7 @@ from megalite.checkpoint.storage.location import TRACKER, is_megatron
 from megalite.config.options import ModelConfig, gelu_form
 from megalite.config.pattern import LONGEST, read_pattern, write_pattern
 from megalite.config.tables import table_beside
+from megalite.config.text_file import read_small_bytes
 from megalite.interop.convert import ForeignModel, Found, box_on, matched, model_of, recipes, refuse
 from megalite.interop.naming import Naming, rules
 from megalite.models.specs import stored_specs
@@ -115,7 +116,10 @@ def folder_of(directory: Path) -> Path:
     tracker = directory / TRACKER
     if not tracker.is_file():
         return directory
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        text = read_small_bytes(tracker, 1 << 20).decode("utf-8", "replace").strip()
+    except OSError as error:
+        raise CheckpointError(f"{tracker}: cannot be read ({error.strerror}); give the iteration's folder") from None
     if text != "release" and not (text.isascii() and text.isdigit()):
         raise CheckpointError(f"{tracker}: {text[:40]!r} is neither a number nor release; give the iteration's folder")
     return directory / (text if text == "release" else f"iter_{int(text):07d}")

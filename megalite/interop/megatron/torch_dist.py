@@ -25,6 +25,7 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import CODES
 from megalite.checkpoint.offline import whole
 from megalite.config.pattern import LONGEST
+from megalite.config.text_file import read_small_bytes
 from megalite.interop.convert import ForeignModel, Found
 from megalite.interop.megatron import rank_files
 from megalite.parallel.spec import Box, inside, intersect
@@ -106,9 +107,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the model. Raises CheckpointError for damage and for anything that is not on the list."""
     path = folder / ".metadata"
     try:
-        if path.stat().st_size > _LARGEST:
-            raise CheckpointError(f"{path}: larger than any .metadata file; it is damaged")
-        root = _unpickle(path.read_bytes())
+        root = _unpickle(read_small_bytes(path, _LARGEST))
         stored = [(index.state, info.state) for index, info in root.state["storage_data"].items()]
         places = {(at["fqn"], tuple(at["offset"])): place for at, place in stored if at.get("offset") is not None}
         return {

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from megalite.checkpoint.storage.location import is_url, parse
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.config import environment
-from megalite.config.check import check
+from megalite.config.check import check, without_effect
 from megalite.config.console import show
 from megalite.config.faults import VARIABLE
-from megalite.config.options import Config, TrainConfig, resolved_style
+from megalite.config.options import Config, Problem, TrainConfig, resolved_style
 from megalite.config.packages import MissingPackage
 from megalite.config.plugins import place
 from megalite.config.toml import differences, to_toml
@@ -61,6 +61,13 @@ def preflight(config: Config, ranks: Ranks) -> tuple[Arrangement, Sources]:
         raise
     except ValueError as error:
         raise SetupError(place(error) + str(error)) from None
+
+
+def effects_of_source(asked: Config, config: Config) -> list[Problem]:
+    """What is to be said of the options of `asked` that do nothing, now that --use-checkpoint-args has added those of
+    the checkpoint, in `config`."""
+    said = without_effect(asked)
+    return [note for note in without_effect(config, complete=True) if note not in said and note.concerns(asked.given)]
 
 
 def choose_device(wanted: str) -> str:

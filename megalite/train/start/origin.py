@@ -210,6 +210,7 @@ def with_source(config: Config) -> Config:
     tokenizer, of_tokenizer = _tokenizer(config.data, theirs)
     if problems or of_tokenizer:
         raise SetupError("\n".join([*problems, *of_tokenizer]))
+    tokenizer = {name: value for name, value in tokenizer.items() if name not in config.given}
     return replace(config, data=replace(config.data, **tokenizer))
 
 

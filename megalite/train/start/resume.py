@@ -12,8 +12,8 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.config.check import check
 from megalite.config.console import complain, show
-from megalite.config.field import MODEL, TRAINING, facts_of
-from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build
+from megalite.config.field import HOW, MODEL, facts_of
+from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build, is_given
 from megalite.config.plugins import beside, hashes, missing
 from megalite.config.toml import parse_toml
 from megalite.data.errors import DataError
@@ -352,22 +352,46 @@ def with_saved_args(config: Config) -> Config:
         complain(f"skipping {line}")
     config, data = with_model(config, saved.model, "the checkpoint"), config.data
     if data.tokenizer_type is None and data.vocab_size is None:
-        data = replace(data, **{name: getattr(saved.data, name) for name in TOKENIZER})
+        data = replace(data, **{name: getattr(saved.data, name) for name in TOKENIZER if name not in config.given})
     return replace(config, data=data)
 
 
 def with_model(config: Config, saved: ModelConfig, where: str) -> Config:
-    """`config` with the model of `where`. Raises SetupError where a given option contradicts it."""
-    problems, model = [], {}
-    for f in fields(ModelConfig):
-        mine, theirs = getattr(config.model, f.name), getattr(saved, f.name)
-        if facts_of(f).resume == TRAINING and mine != f.default:
-            continue  # the weights fit all the same
-        if f.name in OF_EXPERTS and upcycles(config) and not saved.num_experts:
-            continue  # they are this run's
-        if mine not in (f.default, theirs):
-            problems.append(f"{f.name}={mine!r}, but {theirs!r} in {where}; drop the option")
-        model[f.name] = theirs
-    if problems:
-        raise SetupError("\n".join([*problems, *(remedies(config.model, saved) * (not upcycles(config)))]))
-    return replace(config, model=replace(config.model, **model))
+    """`config` with the model of `where`, but for the options that are given, whatever their values, and those that
+    only say how to compute. Raises SetupError where a given option contradicts what the weights mean."""
+    begins_dense = upcycles(config) and not saved.num_experts  # then the options of experts are this run's
+    own = {f.name for f in fields(ModelConfig) if facts_of(f).resume == HOW or is_given(config, f.name)}
+    own |= {*OF_EXPERTS} if begins_dense else set()
+    values = {name: getattr(config.model, name) for name in sorted(own)}
+    others = {name: value for name, value in values.items() if value != getattr(saved, name)}
+    compared = {name: value for name, value in others.items() if not (begins_dense and name in OF_EXPERTS)}
+    wrong = [name for name, value in compared.items() if _contradicts({name: value}, config, saved)]
+    if not wrong and _contradicts(compared, config, saved):  # only together, as a number of groups and its switch
+        wrong = [*compared]
+    if wrong:
+        lines = [f"{name}={values[name]!r}, but {getattr(saved, name)!r} in {where}; drop the option" for name in wrong]
+        raise SetupError("\n".join([*lines, *([] if upcycles(config) else remedies(config.model, saved))]))
+    return replace(config, model=replace(saved, **values))
+
+
+def _contradicts(values: Mapping[str, Any], config: Config, saved: ModelConfig) -> bool:
+    """Whether the weights of `saved` mean something else with these options of `config`."""
+    if not is_given(config, "activation") and _asks_for_other_gelu(values, config.model.openai_gelu, saved):
+        return True
+    try:
+        return bool(options_that_differ(replace(saved, **values), saved, ""))
+    except ValueError:  # a pattern of another number of layers
+        return True
+
+
+def _asks_for_other_gelu(values: Mapping[str, Any], openai_gelu: bool, saved: ModelConfig) -> bool:
+    """Whether Megatron-LM's flags for the form of gelu, where no flag names an activation, ask for another form than
+    that of `saved`."""
+    if saved.activation not in ("gelu", "gelu_erf"):
+        return False
+    if values.get("openai_gelu"):
+        return saved.activation != "gelu"
+    fused = values.get("bias_gelu_fusion")
+    if fused is None or openai_gelu:
+        return False
+    return saved.activation == "gelu_erf" and saved.add_bias_linear if fused else saved.activation == "gelu"

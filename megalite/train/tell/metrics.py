@@ -19,7 +19,7 @@ from typing import Any, cast
 from megalite.config.console import Bar, complain, show
 from megalite.config.environment import variable
 from megalite.config.options import LogConfig
-from megalite.config.own_file import opener
+from megalite.config.text_file import read_ends
 from megalite.data.samples.blend import bits_per_byte
 from megalite.train.sources import NamedSet
 from megalite.train.state import State
@@ -77,13 +77,12 @@ class ProgressLog:
         """(beginning of the first of the latest jobs that all had this number of devices, the training's FLOPs then)"""
         begin: datetime.datetime | None = None
         then = latest = 0.0
-        with open(self.path, encoding="utf-8", errors="replace", opener=opener) as file:
-            for time_, world, what, flops in LINE.findall(file.read()):  # not those torn by a crash
-                latest = float(flops or latest)
-                if int(world) != self.world:
-                    begin = None
-                elif what == "Starting job" and begin is None:
-                    begin, then = datetime.datetime.strptime(time_, TIME), latest
+        for time_, world, what, flops in LINE.findall(read_ends(self.path)[0]):  # not those torn by a crash
+            latest = float(flops or latest)
+            if int(world) != self.world:
+                begin = None
+            elif what == "Starting job" and begin is None:
+                begin, then = datetime.datetime.strptime(time_, TIME), latest
         return begin or datetime.datetime.fromtimestamp(self._begin), then
 
 

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from megalite.config.console import complain
 from megalite.config.own_file import inner_opener
+from megalite.config.text_file import read_ends
 from megalite.launch.ranks import FIRST_FAILURE, SAID, Ranks, read_first_failure
 from megalite.train.tell.run_dir import write_atomically
 
@@ -83,7 +84,7 @@ def stack_of(folder: Path, cause: str, since: float) -> str:
     named = re.match(r"rank (\d+) ended by signal", cause)
     with contextlib.suppress(OSError):
         if named and (path := folder / FOLDER / f"rank-{int(named[1]):05d}.log").stat().st_mtime >= since:
-            _, begin, rest = path.read_text("utf-8", "replace").rpartition("Fatal Python error")
+            _, begin, rest = read_ends(path)[0].rpartition("Fatal Python error")
             return "\n".join((begin + rest).splitlines()[:MOST_LINES]) if begin else ""
     return ""
 

@@ -28,6 +28,7 @@ from megalite.checkpoint.storage.protocol import folder_of, steps_in
 from megalite.config.console import complain
 from megalite.config.options import Config
 from megalite.config.own_file import opener
+from megalite.config.text_file import read_small_text, regular_opener
 
 
 def now() -> str:
@@ -36,6 +37,7 @@ def now() -> str:
 
 _STARTED = now()
 RUN_LOCK = ".run.lock"  # held by the run in this directory (train/life/restarts.py)
+MAX_ROW = 1 << 20  # characters of a row of metrics.jsonl or events.jsonl
 LEAST_BLOCK = 1024  # bytes that a small file takes on any disk
 
 
@@ -113,9 +115,9 @@ def newest_saved(config: Config) -> tuple[dict[str, Any], str]:
 
 def read_status(folder: Path) -> dict[str, Any]:
     """status.json; {} where there is none or it cannot be read."""
-    path = folder / "status.json"
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        if path.is_file() and isinstance(status := json.loads(path.read_text("utf-8")), dict):
+    with contextlib.suppress(ValueError, RecursionError):
+        status = json.loads(read_small_text(folder / "status.json", "the status of a run"))
+        if isinstance(status, dict):
             return status
     return {}
 
@@ -259,11 +261,12 @@ class Events:
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, object) of a file of JSON objects, one by one, as it may be large; without torn lines. Raises OSError."""
+    """(line, object) of a file of JSON objects, one by one, as it may be large; without torn lines, and without lines
+    of more than MAX_ROW characters, whose end reads like a torn line. Raises OSError."""
     if not path.is_file():  # reading a pipe or a device may never end
         return
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:
-        for line in lines:
+    with open(path, encoding="utf-8", errors="replace", newline="\n", opener=regular_opener) as lines:
+        for line in iter(lambda: lines.readline(MAX_ROW), ""):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
