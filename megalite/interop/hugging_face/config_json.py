@@ -60,7 +60,7 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     for key, allowed in family.only.items():
         if config.get(key, allowed[0]) not in allowed:
             problems.append(f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}")
-    problems += [f"{key}: {why}" for key, why in _FACTS["absent"].items() if config.get(key) is not None]
+    problems += [f"{key}: {why}" for key, why in _FACTS["absent"].items() if config.get(key) not in (None, {})]
     if family.grouped:
         groups = config.get("num_key_value_heads", family.optional.get("num_key_value_heads") or None)
         if groups is not None and groups != options["num_attention_heads"]:

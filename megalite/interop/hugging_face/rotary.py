@@ -149,7 +149,7 @@ def _read_yarn(table: Json, options: Json) -> list[str]:
             if abs(wanted - own) <= 1e-6:
                 options["mscale"], options["mscale_all_dim"] = one, other
                 return []
-    except TypeError:
+    except (TypeError, ArithmeticError):
         return [f"rope scaling with {table!r} is not numbers"]
     return [f"rope scaling with attention_factor={wanted!r} is not {own:.6g}"]
 
