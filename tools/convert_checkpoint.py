@@ -234,7 +234,7 @@ def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int 
     return size, eod
 
 
-def agrees(weight: second_reading.Weight, theirs: ForeignModel, ours: Ours, vocab_size: int) -> bool:
+def agrees(reading: second_reading.Reading, theirs: ForeignModel, ours: Ours, vocab_size: int) -> bool:
     """Every bit is the same, and, by the check that shares nothing with what converts, each layer computes the same."""
     bits = compare(theirs.tensors, ours, stored_specs(theirs.model, vocab_size))
     print(bits)
@@ -242,7 +242,7 @@ def agrees(weight: second_reading.Weight, theirs: ForeignModel, ours: Ours, voca
     written = ours.dtype_of("embedding.word")
     rounded = written != stored or (model.apply_layernorm_1p and ours.used)
     how = {"main_weights": ours.dtype == torch.float32, "rounding": torch.finfo(written).eps if rounded else 0.0}
-    verdict = second_reading.compare_layers(weight, theirs.model, ours.source, model, vocab_size, **how)
+    verdict = second_reading.compare_layers(reading, ours.source, model, vocab_size, **how)
     print(verdict)
     return verdict.good and not bits.differing
 

@@ -414,7 +414,8 @@ def _index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
         save_file({name: tensors[name] for name in part}, folder / file)
         weight_map |= dict.fromkeys(part, file)
     change(weight_map)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _config(folder: Path, **values: object) -> None:
@@ -443,7 +444,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard": (lambda f: (_index(f, lambda m: None), (f / LAST).unlink()), f"{LAST}: missing"),
     "hole": (lambda f: _index(f, lambda m: m.update({NORM: "model-00001-of-00002.safetensors"})), f"has no {NORM}"),
     "twice": (lambda f: (_tensors(f, lambda t: t.update({NORM[6:]: torch.ones(32)})), _index(f, lambda m: None)),
-              "norm.weight in .*: a second one"),
+              "norm.weight in model-0000.*: a second one, beside .*norm.weight in model-0000"),
     "truncated": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]), "not a complete"),
     "nested": (lambda f: (f / "config.json").write_text("[" * 100_000), "cannot be read"),
     "list": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
@@ -460,6 +461,11 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no number": (lambda f: _tensors(f, lambda t: t[NORM].__setitem__(3, float("nan"))), f"{NORM} in .*: 1 of 32 values .*nan"),
     "no epsilon": (lambda f: _config(f, rms_norm_eps=float("nan")), "norm_epsilon=nan is not finite"),
     "pipe": (lambda f: _pipe(f / "config.json"), "config.json: is not a regular file"),
+    "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "adapter_config.json says .*merge_and_unload"),
+    "layers of their own": (lambda f: _config(f, per_layer_config={"1": {"num_attention_heads": 2}}), "per_layer_config: its layers"),
+    "another file": (lambda f: _config(f, transformers_weights="w.safetensors"), "transformers_weights: the weights are in a file"),
+    "another name": (lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"), "consolidated.safetensors is not read"),
+    "below": (lambda f: _index(f, lambda m: m.update({NORM: "part/model.safetensors"})), "'part/model.safetensors' is not the plain name"),
     "only pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin can run code"),
     "nothing": (lambda f: (f / "model.safetensors").unlink(), "has neither"),
 }  # fmt: skip
@@ -478,6 +484,61 @@ def test_hostile_directories_are_refused_and_nothing_is_written(models, attack: 
     assert re.search(reason, error, re.DOTALL), error
     left = tmp_path / "ours"
     assert not left.exists() or (attack == "no number" and not any(left.iterdir()))  # seen when it is written
+
+
+def _stale(folder: Path) -> None:
+    """A first model in two files with an index, and a second one saved over it in one file."""
+    newer = (folder / "model.safetensors").read_bytes()
+    _tensors(folder, lambda tensors: [values.mul_(0.5) for values in tensors.values()])
+    _index(folder, lambda m: None)
+    (folder / "model.safetensors").write_bytes(newer)
+
+
+def _lone_index(folder: Path) -> None:
+    _stale(folder)
+    for shard in folder.glob("model-*"):
+        shard.unlink()
+
+
+def _more_shards(folder: Path) -> None:
+    """Files of an earlier save into more files, which the index does not name."""
+    _index(folder, lambda m: None)
+    save_file({NORM: torch.zeros(32)}, folder / "model-00003-of-00003.safetensors")
+
+
+def _own_index(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    text = json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+FILES: dict[str, tuple[Callable[[Path], object], str | None]] = {  # a directory -> why it is refused, or None
+    "one file": (lambda f: None, None),
+    "shards": (lambda f: _index(f, lambda m: None), None),
+    "one file beside older shards": (
+        _stale,
+        "has model.safetensors, but model.safetensors.index.json names model-00001",
+    ),
+    "one file beside an index of shards that are gone": (_lone_index, None),
+    "an index of one file": (_own_index, None),
+    "shards that the index does not name": (_more_shards, None),
+    "pickle beside it": (lambda f: (f / "pytorch_model.bin").write_bytes(b"no"), None),
+    "other safetensors beside it": (lambda f: save_file({"x": torch.ones(1)}, f / "consolidated.safetensors"), None),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_are_chosen_as_in_transformers_or_refused(models, case: str, tmp_path: Path, capsys) -> None:
+    change, reason = FILES[case]
+    folder = copied(models("llama")[1], tmp_path / "hf")
+    change(folder)
+    code = tool("--from-hf", folder, "--save", tmp_path / "ours", "--check-bits")
+    if reason is not None:
+        assert code == 3 and reason in capsys.readouterr().err
+        return
+    assert code == 0
+    want = their_logits(loaded(folder))
+    torch.testing.assert_close(our_logits(tmp_path / "ours"), want, rtol=0, atol=TOLERANCE)
 
 
 def test_nothing_is_overwritten(models, tmp_path: Path, capsys) -> None:

@@ -2,12 +2,13 @@
 
 The tables that convert (models/families.toml, megatron/names.toml, convert.py, ParamSpec) are not used: names, the
 order of rows and what is stored as a difference stand here (names in second_reading.toml) once more, in another form,
-so that a mistake in one of them shows.
+so that a mistake in one of them shows. What a config.json means is read again in second_config.py.
 Layer after layer is filled from the files and run in fp64 beside ours, on the same states; embedding, final norm and
 head are one more layer. One layer of each is in memory at a time, and transformers is not needed.
 """
 
 import contextlib
+import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping
@@ -27,12 +28,23 @@ from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import Maker, weight_pieces
 from megalite.parallel.mesh import Mesh
+from tools.checks import second_config
 from tools.checks.conversion import fill_stage
 
 TOKENS = 24  # of the sequence that is computed
 EXACT, ROUNDED = 1e-9, 8  # largest difference that is none, relative: of fp64 sums; in roundings of the weights
 
 Weight = Callable[[str, int], Tensor]  # (our name within a layer, or outside of them; the layer) -> what is used
+
+
+class Reading(NamedTuple):
+    """`weight`: of each of our parameters. `model`: what its layers compute. `waves`: of its rotary positions, where
+    they were read apart from `model`."""
+
+    weight: Weight
+    model: ModelConfig
+    waves: second_config.Waves | None = None
+
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 LLAMA, MIXTRAL, IN_MEMORY, GPT_OSS, GPT2, GPT_NEOX, MEGATRON, SINGLE, ENDS = TABLES.values()
@@ -54,13 +66,22 @@ def _of_layer(name: str, which: Mapping[str, str]) -> str:
     return f"{which[bare]}.{'bias' if bare != name else 'weight'}"
 
 
-def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
-    """The weights in the safetensors files of a directory."""
+def _files(folder: Path) -> list[Path]:
+    """The files that transformers reads: model.safetensors, or else those in the index."""
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    index = json.loads((folder / "model.safetensors.index.json").read_text("utf-8"))
+    return [folder / name for name in sorted(set(index["weight_map"].values()))]
+
+
+def hugging_face(folder: Path, family: str, model: ModelConfig) -> Reading:
+    """The safetensors files and the config.json of a directory. `model`: as the importer has it."""
     from safetensors import safe_open
 
     if family in KINDS["family"].added:
         raise CheckpointError(f"model_type={family!r} is a plugin's: there is no second reading of it; do not check")
-    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    config = second_config.read(folder)
+    files = [safe_open(path, "pt") for path in _files(folder)]
     places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
     def get(name: str) -> Tensor:
@@ -96,10 +117,10 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
         heads = found.view(H, 3, K, *found.shape[1:])
         return heads[:, 0].flatten(0, 1) if ".q" in name else heads[:, 1:].transpose(0, 1).flatten(1, 2)
 
-    return weight
+    return Reading(weight, second_config.model(config, model), second_config.waves(config))
 
 
-def megatron(ranks: Ranks, args: Any, model: ModelConfig) -> Weight:
+def megatron(ranks: Ranks, args: Any, model: ModelConfig) -> Reading:
     """The weights of Megatron core's tensors. `ranks`: ForeignModel.ranks."""
     ep = getattr(args, "expert_model_parallel_size", None) or 1
 
@@ -148,7 +169,7 @@ def megatron(ranks: Ranks, args: Any, model: ModelConfig) -> Weight:
             return groups[:, :each].flatten(0, 2)
         return torch.stack([groups[:, each + half].flatten(0, 1) for half in (0, 1)])
 
-    return weight
+    return Reading(weight, model)
 
 
 class Agreement(NamedTuple):
@@ -171,8 +192,7 @@ class Agreement(NamedTuple):
 
 @torch.no_grad()
 def compare_layers(
-    weight: Weight,
-    theirs: ModelConfig,
+    reading: Reading,
     source: Checkpoint,
     model: ModelConfig,
     vocab_size: int,
@@ -193,11 +213,12 @@ def compare_layers(
     for n in range(-1, model.num_layers):
         mine = _stage(model, n, rows, S)
         fill_stage(mine, source, main_weights)
-        other = _stage(replace(theirs, apply_layernorm_1p=False), n, vocab_size, S)
+        other = _stage(replace(reading.model, apply_layernorm_1p=False), n, vocab_size, S)
+        other.rope = other.rope if reading.waves is None else reading.waves.tables(S)
         try:
             for piece in weight_pieces(other, Mesh.alone()):
                 name = piece.name.partition("/")[2]
-                used = weight(name.removeprefix(f"layers.{n}."), n)
+                used = reading.weight(name.removeprefix(f"layers.{n}."), n)
                 if name in ("embedding.word", "head"):
                     used = used[:vocab_size]
                 piece.data.copy_(used.reshape(piece.data.shape))

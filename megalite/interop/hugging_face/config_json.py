@@ -22,16 +22,13 @@ from megalite.config.options import ModelConfig, build
 from megalite.config.pattern import LONGEST, write_pattern
 from megalite.config.tables import table_beside
 from megalite.interop.convert import refuse
+from megalite.interop.hugging_face.rotary import STRETCH, read_rope, write_scaling
 from megalite.interop.naming import FAMILIES, Family
-from megalite.kernels.rope import RopeScaling, Yarn
 from megalite.models.gpt import rope_scaling
 
 Json = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 _FACTS = table_beside(__file__, "facts")
-_LLAMA3: Mapping[str, str] = _FACTS["llama3"]
-_YARN: Mapping[str, str] = _FACTS["yarn"]
-_STRETCH = ("use_rope_scaling", "rope_scaling_factor", *_YARN.values())
 
 
 def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, Json]:
@@ -63,12 +60,16 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     for key, allowed in family.only.items():
         if config.get(key, allowed[0]) not in allowed:
             problems.append(f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}")
-    problems += [f"{key}: {why}" for key, why in _FACTS["absent"].items() if config.get(key) is not None]
+    problems += [f"{key}: {why}" for key, why in _FACTS["absent"].items() if config.get(key) not in (None, {})]
     if family.grouped:
-        groups = config.get("num_key_value_heads")
+        groups = config.get("num_key_value_heads", family.optional.get("num_key_value_heads") or None)
         if groups is not None and groups != options["num_attention_heads"]:
             options |= {"group_query_attention": True, "num_query_groups": groups}
-        options["kv_channels"] = config.get("head_dim", family.optional.get("head_dim"))
+        options["kv_channels"] = config.get("head_dim", family.optional.get("head_dim") or None)
+    elif (size := config.get("head_dim")) is not None:  # not a key of theirs, but rotary positions would use it
+        width, heads = options["hidden_size"], options["num_attention_heads"]
+        if type(width) is not int or type(heads) is not int or size * heads != width:
+            problems.append(f"head_dim={size!r} is not hidden_size / num_attention_heads, which {family.name} uses")
     biases = {key: config.get(key, False) for key, name in family.written.items() if name == "add_bias_linear"}
     if biases:
         first, *others = biases.values()
@@ -77,7 +78,7 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
             problems.append(f"{given}: there is one option for both")
         options["add_bias_linear"] = first
     if options["position_embedding_type"] == "rope":
-        problems += _read_rope(config, options, family)
+        problems += read_rope(config, options, family)
     positions = options["max_position_embeddings"]
     options["seq_length"] = seq_length or positions
     if isinstance(positions, int) and seq_length is not None and seq_length > positions:
@@ -89,54 +90,6 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
         problems += wrong
     refuse(problems, f"{where} describes a model that megalite cannot express")
     return family.name, {name: value for name, value in options.items() if value is not None}
-
-
-def _read_rope(config: Json, options: Json, family: Family) -> list[str]:
-    """rope_parameters is the newer form of rope_theta (rotary_emb_base) with rope_scaling."""
-    given = [config[key] for key in ("rope_scaling", "rope_parameters") if isinstance(config.get(key), dict)]
-    given = given or [family.optional.get("rope_parameters", {})]
-    rope: Json = {key: value for table in given for key, value in table.items()}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    options["rotary_base"] = rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base")))
-    if options["rotary_base"] is None:
-        options["rotary_base"] = family.optional.get("rope_theta", 10000.0)
-    part = rope.get("partial_rotary_factor", config.get("rotary_pct", config.get("partial_rotary_factor")))
-    if "rotary_pct" in family.written:
-        options["rotary_percent"] = family.optional["rotary_pct"] if part is None else part
-    elif part not in (None, 1, 1.0):
-        return [f"partial_rotary_factor={part!r} is not 1"]
-    if kind == "default":
-        return []
-    if kind not in family.scalings:
-        return [f"rope scaling of type {kind!r} is not {' or '.join(('default', *family.scalings))}"]
-    if kind == "linear":
-        options["rotary_seq_len_interpolation_factor"] = rope.get("factor")
-        return []
-    if kind == "yarn":
-        return _read_yarn({"original_max_position_embeddings": config.get("max_position_embeddings"), **rope}, options)
-    options |= {"use_rope_scaling": True, "rope_scaling_factor": rope.get("factor")}
-    known = RopeScaling()
-    pairs = [(key, rope.get(key), getattr(known, name)) for key, name in _LLAMA3.items()]
-    return [f"rope scaling with {key}={value!r} is not {want}" for key, value, want in pairs if value != want]
-
-
-def _read_yarn(rope: Json, options: Json) -> list[str]:
-    """In transformers, without attention_factor, mscale counts only beside mscale_all_dim."""
-    options["position_embedding_type"] = "yarn"
-    given = _FACTS["yarn_usual"] | {key: value for key, value in rope.items() if value is not None}
-    options |= {option: given.get(key) for key, option in _YARN.items()}
-    missing = [f"rope scaling without {key}" for key in _YARN if given.get(key) is None]
-    magnitude = rope.get("attention_factor")
-    if magnitude is None and not (rope.get("mscale") and rope.get("mscale_all_dim")):
-        options |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    if missing or magnitude is None:
-        return missing
-    try:
-        own = Yarn(options["rotary_scaling_factor"], mscale=options["mscale"], mscale_all_dim=options["mscale_all_dim"])
-        same = abs(magnitude - own.magnitude) <= 1e-6
-    except TypeError:
-        return [f"rope scaling with {rope!r} is not numbers"]
-    return [] if same else [f"rope scaling with attention_factor={magnitude!r} is not {own.magnitude:.6g}"]
 
 
 def misfits(model: ModelConfig, family: Family) -> list[str]:
@@ -162,7 +115,7 @@ def _effects(model: ModelConfig) -> Json:
     effects = {name: getattr(model, f.same_as or name) for name, f in facts.items() if f.resume == MODEL}
     effects |= {"window_size": model.windows, "add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear}
     rotates = any(model.rotary)
-    effects |= dict.fromkeys(_STRETCH, rope_scaling(model) if rotates else None)
+    effects |= dict.fromkeys(STRETCH, rope_scaling(model) if rotates else None)
     unused = {name for name in effects if facts[name].through or (name.startswith("rotary_") and not rotates)}
     if all(model.experts):
         unused.add("ffn_hidden_size")
@@ -197,28 +150,13 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     config[family.activation_key] = (fitting or list(family.activations))[0]
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     if family.scalings:
-        config["rope_scaling"] = _write_scaling(model)
+        config["rope_scaling"] = write_scaling(model, family)
     config |= _write_window(model, family)
     if family.sparse_layers:
         dense = [n for n, has in enumerate(model.experts) if not has]
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
         config["norm_topk_prob"] = not model.moe_router_pre_softmax
     return config | {"bos_token_id": None, "eos_token_id": None} | dict(tokens) | {"torch_dtype": dtype}
-
-
-def _write_scaling(model: ModelConfig) -> Json | None:
-    if model.position_embedding_type == "yarn":
-        values = {key: getattr(model, option) for key, option in _YARN.items()}
-        scaling = rope_scaling(model)
-        assert isinstance(scaling, Yarn)
-        return {"rope_type": "yarn", **values, "attention_factor": scaling.magnitude}
-    if model.rotary_seq_len_interpolation_factor != 1:
-        return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
-    if not model.use_rope_scaling:
-        return None
-    known = RopeScaling()
-    constants = {key: getattr(known, name) for key, name in _LLAMA3.items()}
-    return {"rope_type": "llama3", "factor": model.rope_scaling_factor, **constants}
 
 
 def _read_window(config: Json, family: Family, layers: int) -> tuple[Json, list[str]]:
@@ -261,8 +199,8 @@ def _write_window(model: ModelConfig, family: Family) -> Json:
     if family.windows == "all":
         return {"sliding_window": window}
     types = [FULL if window is None else SLIDING for window in windows]
-    if family.windows == "alternate":
-        return {"sliding_window": window, "layer_types": types}
+    if family.windows == "alternate":  # where transformers asks for a number, though layer_types may use none
+        return {"sliding_window": family.optional["sliding_window"] if window is None else window, "layer_types": types}
     keys: Json = {"use_sliding_window": window is not None, "sliding_window": window}
     if window is not None:
         full = windows.index(window)  # layers before the first with a window

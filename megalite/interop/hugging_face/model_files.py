@@ -1,6 +1,6 @@
 """A Hugging Face model directory, read and written without transformers, with one tensor in memory at a time.
 
-    config.json -> options; model.safetensors, or the files that model.safetensors.index.json names -> tensors
+    config.json -> options; model.safetensors, or else the files that model.safetensors.index.json names -> tensors
 
 Nothing is trusted: names of files stay inside the directory, and the tensors must be exactly those that the
 configuration asks for, in their shapes. Only safetensors is read, since the other formats can run code.
@@ -30,6 +30,7 @@ from megalite.models.specs import specs_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER = "adapter_config.json"
 COMPANIONS: list[str] = table_beside(__file__, "facts")["companions"]
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_JSON_BYTES = 1 << 28
@@ -60,22 +61,26 @@ def open_model(folder: Path, seq_length: int | None = None) -> convert.ForeignMo
 
 
 def _files(folder: Path) -> dict[str, Any]:
-    """The safetensors files by name, opened, checked with the index. Raises CheckpointError."""
-    index = folder / INDEX
-    if not index.exists():
-        if (folder / SINGLE).is_file():
-            return {SINGLE: _open(folder / SINGLE)}
-        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-        hint = f"{others[0]} can run code and is not read: save the model as safetensors" if others else ""
-        raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}; {hint or 'give the directory of a model'}")
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index}: has no weight_map of names to files; it is damaged")
+    """The safetensors files by name, opened, checked with the index. Raises CheckpointError.
+
+    As in transformers, model.safetensors comes before an index. It is refused where the index names other files that
+    are there, too: one of the two is older, and nothing says which.
+    """
+    index, single = folder / INDEX, folder / SINGLE
+    if (folder / ADAPTER).exists():
+        remedy = "add them to that model (merge_and_unload of peft), save it, and give the result"
+        raise CheckpointError(f"{folder}: {ADAPTER} says that these are changes to another model's weights; {remedy}")
+    if not index.exists() and not single.is_file():
+        raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}; {_other_formats(folder)}")
+    weight_map = _weight_map(index) if index.exists() else {}
+    if single.is_file():
+        others = sorted(file for file in set(weight_map.values()) - {SINGLE} if (folder / file).exists())
+        if others:
+            both = f"has {SINGLE}, but {INDEX} names {others[0]}"
+            raise CheckpointError(f"{folder}: {both}; delete what is not meant, transformers would read {SINGLE}")
+        return {SINGLE: _open(single)}
     files: dict[str, Any] = {}
     for file in sorted(set(weight_map.values())):
-        if not file or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-            wrong = f"{file!r} is not the plain name of a safetensors file"
-            raise CheckpointError(f"{index}: {wrong}; do not use this model")
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file}: missing, but {INDEX} names it; fetch the model again")
         files[file] = _open(folder / file)
@@ -83,6 +88,28 @@ def _files(folder: Path) -> dict[str, Any]:
         if lost := sorted(name for name, f in weight_map.items() if f == file and name not in stored):
             raise CheckpointError(f"{folder / file}: has no {lost[0]}, but {INDEX} lists it; fetch the model again")
     return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> the plain name of its file. Raises CheckpointError."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index}: has no weight_map of names to files; it is damaged")
+    for file in sorted(set(weight_map.values())):
+        if not file or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            wrong = f"{file!r} is not the plain name of a safetensors file"
+            raise CheckpointError(f"{index}: {wrong}; do not use this model")
+    return weight_map
+
+
+def _other_formats(folder: Path) -> str:
+    """What to do with a directory that has weights under other names, if any."""
+    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    if named := sorted(p.name for p in folder.glob("*.safetensors")):
+        return f"{named[0]} is not read under this name: give all files and their index, or rename it if it is alone"
+    if others:
+        return f"{others[0]} can run code and is not read: save the model as safetensors"
+    return "give the directory of a model"
 
 
 def _open(path: Path) -> Any:
@@ -105,7 +132,7 @@ def _tensors(folder: Path, naming: Naming, model: ModelConfig, vocab_size: int) 
         for name in sorted(handle.keys()):
             theirs = name if name in known else naming.prefix + name
             if theirs in found:
-                problems.append(f"{name} in {file}: a second one")
+                problems.append(f"{name} in {file}: a second one, beside {found[theirs].place}")
             elif theirs in known or not name.endswith(naming.ignored):
                 part = handle.get_slice(name)
                 shape, code = tuple(part.get_shape()), part.get_dtype()

@@ -1,0 +1,390 @@
+"""The rotary positions of config.json: the same angles and magnitude as in transformers, or a refusal that names the key.
+
+transformers is the reference: it reads the same JSON, makes its own rotary module of it, and computes the cosines.
+"""
+
+import copy
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hugging_face_cases import MODELS, S, copied, make
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_convert_hugging_face import loaded, our_logits, saved_run, their_logits
+from test_convert_megatron import tool
+from torch import Tensor
+
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.offline import open_checkpoint
+from megalite.config.options import build
+from megalite.interop.hugging_face import config_json
+from megalite.interop.hugging_face.config_json import choose_family, misfits, read_config, write_config
+from megalite.interop.hugging_face.rotary import read_rope as real_read_rope
+from megalite.interop.naming import FAMILIES as NAMED
+from megalite.models.gpt import Stage
+from megalite.nn.parameter import Maker
+from megalite.parallel.mesh import Mesh
+from tools.checks import second_config
+from tools.convert_checkpoint import saved_model
+
+Json = dict[str, Any]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_neox")
+ROTARY_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "layer_types")
+
+
+def plain(family: str) -> Json:
+    """A config.json of the family as transformers writes it, without a word about positions. Where head_dim is null,
+    with which transformers itself fails at YaRN, it stands there as a number."""
+    import transformers
+
+    cls, values = MODELS[family]
+    config = getattr(transformers, cls)(**{**values, "sliding_window": None} if family == "mistral" else values)
+    written = {key: value for key, value in config.to_dict().items() if key not in ROTARY_KEYS}
+    if written.get("head_dim", 0) is None:
+        written["head_dim"] = written["hidden_size"] // written["num_attention_heads"]
+    return written
+
+
+PLAIN = {family: plain(family) for family in FAMILIES}
+
+
+def theirs(config: Json) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, R / 2] of transformers. Raises whatever it raises."""
+    import transformers
+
+    family = config["model_type"]
+    made = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    (rotary,) = (cls for name, cls in vars(module).items() if name.endswith("RotaryEmbedding"))
+    cos, sin = rotary(made)(torch.zeros(1, dtype=torch.float32), torch.arange(S)[None])
+    half = cos.shape[-1] if family == "gpt_oss" else cos.shape[-1] // 2
+    return cos[0, :, :half], sin[0, :, :half]
+
+
+def ours(config: Json) -> tuple[Tensor, Tensor]:
+    """cos and sin of the stage that a run would train. Raises CheckpointError."""
+    model = build(read_config(copy.deepcopy(config), None, "config.json")[1]).model
+    stage = Stage(Maker(Mesh.alone(), torch.float32, seed=0), model, [range(0)], 0, vocab_size=3, padded_vocab_size=3)
+    assert stage.rope is not None
+    return stage.rope
+
+
+def compare(config: Json) -> str | None:
+    """None where the angles agree, otherwise the reason of the refusal."""
+    try:
+        got = ours(config)
+    except CheckpointError as error:
+        return str(error)
+    for one, other in zip(got, theirs(config), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    return None
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 1.5, "beta_slow": 0.1}
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+DEFAULT = {"rope_type": "default", "rope_theta": 100.0}
+LEGACY = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def without(table: Json, *keys: str) -> Json:
+    return {key: value for key, value in table.items() if key not in keys}
+
+
+READ: dict[str, Json] = {
+    "nothing": {},
+    "base at the top": {"rope_theta": 100.0},
+    "base in the table": {"rope_parameters": DEFAULT},
+    "base in both, the table's holds": {"rope_theta": 500.0, "rope_parameters": DEFAULT},
+    "table without a base": {"rope_theta": 500.0, "rope_parameters": {"rope_type": "default"}},
+    "empty tables": {"rope_theta": 100.0, "rope_scaling": {}, "rope_parameters": {}},
+    "null tables": {"rope_theta": 100.0, "rope_scaling": None, "rope_parameters": None},
+    "yarn, the older form": {"rope_theta": 100.0, "rope_scaling": LEGACY},
+    "yarn, the newer form": {"rope_parameters": {**YARN, "rope_theta": 100.0}},
+    "yarn beside the same base": {"rope_scaling": {**LEGACY, "rope_theta": 100.0}, "rope_parameters": DEFAULT},
+    "yarn in both tables": {"rope_scaling": YARN, "rope_parameters": YARN, "rope_theta": 100.0},
+    "rope_type before type": {"rope_theta": 100.0, "rope_scaling": {**YARN, "type": "linear"}},
+    "original length at the top": {
+        "rope_theta": 100.0,
+        "original_max_position_embeddings": 16,
+        "rope_scaling": without(YARN, "original_max_position_embeddings"),
+    },
+    "original length at the top, which holds": {
+        "rope_theta": 100.0,
+        "original_max_position_embeddings": 32,
+        "rope_scaling": YARN,
+    },
+    "original length nowhere": {"rope_theta": 100.0, "rope_scaling": without(YARN, "original_max_position_embeddings")},
+    "original length without scaling": {"rope_theta": 100.0, "original_max_position_embeddings": 16},
+    "truncate false": {"rope_theta": 100.0, "rope_scaling": {**YARN, "truncate": False}},
+    "truncate null": {"rope_theta": 100.0, "rope_scaling": {**YARN, "truncate": None}},
+    "betas of 0 and null": {"rope_theta": 100.0, "rope_scaling": {**YARN, "beta_fast": 0, "beta_slow": None}},
+    "mscale alone": {"rope_theta": 100.0, "rope_scaling": {**YARN, "mscale": 0.5}},
+    "both mscales": {"rope_theta": 100.0, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}},
+    "one mscale is 0": {"rope_theta": 100.0, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0}},
+    "attention_factor": {"rope_theta": 100.0, "rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}},
+    "attention_factor beside mscale": {
+        "rope_theta": 100.0,
+        "rope_scaling": {**YARN, "attention_factor": 1.1386294361119891, "mscale": 0.3, "mscale_all_dim": 0.2},
+    },
+    "linear": {"rope_theta": 100.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    "llama3": {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    "llama3 with its length at the top": {
+        "rope_theta": 5e5,
+        "original_max_position_embeddings": 8192,
+        "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16},
+    },
+    "unknown keys": {"rope_parameters": {**DEFAULT, "mrope_section": [1, 2], "factor": 8.0}},
+    "the whole of the channels": {"partial_rotary_factor": 1.0, "rope_parameters": DEFAULT},
+}
+# where the refusal has to name what is meant
+REFUSED: dict[str, tuple[Json, tuple[str, ...]]] = {
+    "yarn added beside a written default": (
+        {"rope_parameters": DEFAULT, "rope_scaling": LEGACY},
+        ("rope_parameters", "rope_scaling", "rope_theta=100.0"),
+    ),
+    "default beside a written yarn": (
+        {"rope_parameters": {**YARN, "rope_theta": 100.0}, "rope_scaling": DEFAULT},
+        ("rope_parameters", "rope_scaling", "rope_type='yarn'"),
+    ),
+    "two factors": (
+        {"rope_parameters": YARN, "rope_scaling": {**YARN, "factor": 2.0}},
+        ("rope_parameters", "rope_scaling", "factor=4.0 instead of 2.0"),
+    ),
+    "a table for each kind of layer": (
+        {"rope_parameters": {"full_attention": DEFAULT, "sliding_attention": {**DEFAULT, "rope_theta": 1e4}}},
+        ("rope_parameters", "full_attention", "sliding_attention"),
+    ),
+    "a table for one kind of layer, with no others": (
+        {"rope_scaling": {"full_attention": YARN, "sliding_attention": None}},
+        ("rope_scaling", "full_attention"),
+    ),
+    "not a table": ({"rope_scaling": "yarn"}, ("rope_scaling='yarn' is not a table",)),
+    "no base": ({"rope_parameters": {"rope_theta": None}}, ("None is not a number",)),
+    "linear without factor": ({"rope_scaling": {"type": "linear"}}, ("without factor",)),
+    "llama3 without factor": ({"rope_scaling": without(LLAMA3, "factor")}, ("without factor",)),
+    "a type of others": ({"rope_scaling": {"type": "longrope"}}, ("'longrope' is not default",)),
+    "no type": ({"rope_scaling": {"rope_type": None, "type": "yarn"}}, ("type None is not default",)),
+    "another magnitude": (
+        {"rope_scaling": {**YARN, "attention_factor": 2.0}},
+        ("attention_factor=2.0 is not 1.13863",),
+    ),
+}
+OTHERS = [family for family in FAMILIES if family != "gpt_neox"]
+
+
+@pytest.mark.parametrize("case", READ)
+@pytest.mark.parametrize("family", OTHERS)
+def test_angles_are_those_of_transformers(family: str, case: str) -> None:
+    assert compare({**PLAIN[family], **READ[case]}) is None
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_refusal_names_what_disagrees(family: str, case: str) -> None:
+    changes, words = REFUSED[case]
+    with pytest.raises(CheckpointError) as error:
+        ours({**PLAIN[family], **changes})
+    assert all(word in str(error.value) for word in words), error.value
+
+
+NEOX: dict[str, Json] = {
+    "nothing": {},
+    "keys at the top": {"rotary_emb_base": 100.0, "rotary_pct": 0.5},
+    "a table": {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
+    "the table's hold": {"rope_parameters": DEFAULT, "rotary_emb_base": 500.0, "rotary_pct": 1.0},
+    "the other families' keys beside them": {
+        **{"rotary_emb_base": 100.0, "rotary_pct": 0.5},
+        **{"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize("case", NEOX)
+def test_angles_of_neox_are_those_of_transformers(case: str) -> None:
+    assert compare({**PLAIN["gpt_neox"], **NEOX[case]}) is None
+
+
+@pytest.mark.parametrize(
+    "family,key,value",
+    [
+        ("gpt_neox", "rope_theta", 100.0),
+        ("gpt_neox", "partial_rotary_factor", 0.5),
+        ("gpt_neox", "head_dim", 16),
+        ("llama", "rotary_emb_base", 100.0),
+        ("llama", "rotary_pct", 0.5),
+        ("llama", "partial_rotary_factor", 0.5),
+    ],
+)
+def test_a_key_that_only_other_families_read_is_refused(family: str, key: str, value: float) -> None:
+    with pytest.raises(CheckpointError, match=f"{key}={value}"):
+        ours({**PLAIN[family], key: value})
+
+
+def table_of() -> st.SearchStrategy[Json | None]:
+    """Tables of all the keys that transformers reads, each there or not."""
+    values = {
+        "rope_type": ["default", "linear", "yarn", "llama3", "yarn"],
+        "type": ["default", "linear", "yarn"],
+        "rope_theta": [100.0, 10000.0, 10000],
+        "factor": [4.0, 1.0, 2],
+        "original_max_position_embeddings": [16, 8192, None],
+        "low_freq_factor": [1.0],
+        "high_freq_factor": [4.0],
+        "attention_factor": [None, 1.0],
+        "mscale": [1.0, 0.7, 0, None],
+        "mscale_all_dim": [0.4, 0.0, None],
+        "beta_fast": [1.5, 0, None],
+        "beta_slow": [0.1, None],
+        "truncate": [True, False, None, 0],
+        "partial_rotary_factor": [1.0, None, 0.5],
+    }
+    optional = {key: st.sampled_from(some) for key, some in values.items()}
+    return st.one_of(st.none(), st.just({}), st.fixed_dictionaries({}, optional=optional))
+
+
+AT_THE_TOP = {
+    "rope_scaling": table_of(),
+    "rope_parameters": table_of(),
+    "rope_theta": st.sampled_from([100.0, 10000.0, None]),
+    "rotary_emb_base": st.sampled_from([100.0, 10000.0]),
+    "rotary_pct": st.sampled_from([0.5, 1.0]),
+    "original_max_position_embeddings": st.sampled_from([16, 8192]),
+    "partial_rotary_factor": st.sampled_from([1.0, 0.5]),
+}
+
+
+@settings(max_examples=200)
+@given(family=st.sampled_from(FAMILIES), changes=st.fixed_dictionaries({}, optional=AT_THE_TOP))
+def test_any_keys_are_read_as_transformers_does_or_refused(family: str, changes: Json) -> None:
+    config = {**PLAIN[family], **changes}
+    try:
+        theirs(config)
+    except Exception:  # which transformers cannot make a model of: it has no angles to compare
+        assume(False)
+    reason = compare(config)
+    assert reason is None or any(key in reason for key in ("rope", "rotary", "yarn", "mscale"))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gpt_oss"])
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """As a user has it: a model that transformers wrote, and YaRN put into its config.json by hand."""
+    make(family, tmp_path / "model", rope_parameters=DEFAULT)
+    path = tmp_path / "model" / "config.json"
+    written = json.loads(path.read_text())
+    length = {"original_max_position_embeddings": 16}  # at the top, where transformers looks first
+    written |= {"rope_scaling": {"type": "yarn", "factor": 4.0, "rope_theta": 100.0}, **length}
+    path.write_text(json.dumps(written))
+    assert tool("--from-hf", tmp_path / "model", "--save", tmp_path / "ours", "--check-bits") == 0
+    want = their_logits(loaded(tmp_path / "model"))
+    torch.testing.assert_close(our_logits(tmp_path / "ours"), want, rtol=0, atol=1e-4)
+
+
+GPT_OSS: Json = {
+    **{"normalization": "RMSNorm", "activation": "clamped_swiglu", "softmax_type": "learnable", "num_experts": 4},
+    **{"add_bias_linear": True, "hidden_dropout": 0.0, "moe_ffn_hidden_size": 8, "qk_layernorm": False},
+    "untie_embeddings_and_output_weights": True,
+}
+SCALINGS: dict[str, Json] = {
+    "plain": {"position_embedding_type": "rope"},
+    "linear": {"position_embedding_type": "rope", "rotary_seq_len_interpolation_factor": 3.0},
+    "llama3": {"position_embedding_type": "rope", "use_rope_scaling": True, "seq_length": 32},
+    "yarn": {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 16,
+    },
+}
+WINDOWS: dict[str, Json] = {"none": {}, "all": {"window_size": (6, 0)}}
+WINDOWS["some"] = {"window_size": (6, 0), "window_attn_skip_freq": "2"}
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("family", OTHERS)
+def test_what_is_exported_runs_in_transformers(family: str, scaling: str, windows: str) -> None:
+    """A config.json of every family, kind of positions and windows that it has: transformers makes the same of it."""
+    import transformers
+
+    start = build(read_config({**PLAIN[family], "rope_parameters": DEFAULT}, None, "")[1]).model
+    model = replace(start, window_size=None, window_attn_skip_freq=None)
+    model = replace(model, rotary_base=100.0, **{**SCALINGS[scaling], **WINDOWS[windows]})
+    allowed = NAMED.find(family).windows
+    if windows != "none" and (allowed == "" or (allowed == "all" and windows == "some")):
+        assert any("window" in line for line in misfits(model, NAMED.find(family)))
+        return
+    assert choose_family(model, family, None) == family
+    written = json.loads(json.dumps(write_config(model, family, 93, "float32", {"eos_token_id": 2})))
+    assert compare(written) is None
+    made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**copy.deepcopy(written)))
+    assert made(torch.arange(20)[None]).logits.isfinite().all()  # with a mask of every kind that it asks for
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("scaling", ["plain", "yarn"])
+def test_a_gpt_oss_of_any_windows_and_positions_is_exported(scaling: str, windows: str, tmp_path: Path) -> None:
+    flags = {**SCALINGS[scaling], **WINDOWS[windows]}
+    model = saved_run(tmp_path / "ours", {**GPT_OSS, **flags, "rotary_base": 100.0}, one_plus=False)
+    words = ["--load", tmp_path / "ours", "--to-hf", tmp_path / "hf", "--family", "gpt_oss", "--check"]
+    assert tool(*words) == 0  # logits of transformers among it
+    assert tool("--from-hf", tmp_path / "hf", "--save", tmp_path / "again", "--check-bits") == 0
+    again = saved_model(open_checkpoint(tmp_path / "again"))
+    assert (again.position_embedding_type, again.windows) == (model.position_embedding_type, model.windows)
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_that_are_left_away_are_those_of_transformers(family: str, key: str) -> None:
+    import transformers
+
+    config = without({**PLAIN[family], "num_attention_heads": 32, "hidden_size": 256}, key)
+    made = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    model = build(read_config(config, None, "")[1]).model
+    size = getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads
+    assert (model.groups, model.head_size) == (getattr(made, "num_key_value_heads", 32), size)
+
+
+@pytest.mark.parametrize("case", READ)
+@pytest.mark.parametrize("family", OTHERS)
+def test_the_second_reading_has_the_angles_of_transformers(family: str, case: str) -> None:
+    config = {**PLAIN[family], **READ[case]}
+    waves = second_config.waves(copy.deepcopy(config))
+    assert waves is not None
+    for one, other in zip(waves.tables(S), theirs(config), strict=True):
+        torch.testing.assert_close(one, other.double(), rtol=0, atol=1e-5)
+
+
+def _drop_scaling(config: Json, options: Json, family: Any) -> list[str]:
+    """The rule that once merged the two tables, so that the default type won."""
+    return real_read_rope({key: value for key, value in config.items() if key != "rope_scaling"}, options, family)
+
+
+def _other_window(config: Json, family: Any, layers: int) -> tuple[Json, list[str]]:
+    return {"window_size": (4, 0)}, []
+
+
+WRONG = {  # a rule of the importer that is planted -> the model that shows it, with its positions
+    "read_rope": (_drop_scaling, "mistral", {"rope_scaling": {**YARN, "rope_theta": 1e4}}),
+    "_read_window": (_other_window, "mistral window", {}),
+}
+
+
+@pytest.mark.parametrize("rule", WRONG)
+def test_the_check_sees_a_config_that_is_read_wrongly(models, rule: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """--check-bits without transformers: its second reading does not share the rule."""
+    wrong, name, changes = WRONG[rule]
+    folder = copied(models(name)[1], tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**without(config, "rope_parameters"), **changes}))
+    assert tool("--from-hf", folder, "--save", tmp_path / "right", "--check-bits") == 0
+    monkeypatch.setattr(config_json, rule, wrong)
+    assert tool("--from-hf", folder, "--save", tmp_path / "wrong", "--check-bits") == 1
+    out = capsys.readouterr().out
+    assert "all bits equal" in out and "read a second way, computes something else" in out
