@@ -80,7 +80,7 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
     train: Dataset
     ledger = Ledger(blend(lists["train"], "train", parts["train"]), seed)
     train, ignored = ledger.blend, None
-    notes: list[str] = []
+    notes = list(ledger.blend.notes)
     if data.fim_data and tokenizer is not None:
         fim = _fim(data, tokenizer, notes)
         train, ignored = FimDataset(train, fim, seed, tokenizer), None if fim.pad == tokenizer.eod else fim.pad
@@ -102,6 +102,7 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
                     raise
                 notes.append(f"no {split} set: {error}")  # as in Megatron-LM, which splits small data nevertheless
                 continue
+            notes += [f"{split} set{' ' + name if name else ''}: {note}" for note in dataset.notes]
             named.append(NamedSet(name, dataset, blends.bytes_per_token(*blends.parse_data_path(own_paths))))
     if data.fim_data and (sets["valid"] or sets["test"]):
         notes.append("fim_data rearranges the training data alone; Megatron-LM rearranges validation and test too")

@@ -2,6 +2,7 @@
 --split and named validation sets make one."""
 
 import doctest
+import hashlib
 import json
 import math
 from fractions import Fraction
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from token_files import numbered
 
@@ -27,6 +28,13 @@ from megalite.data.samples.blend import (
 )
 from megalite.data.samples.source import Dataset, MockDataset
 
+STORED_ORDERS = [
+    ([0.3, 0.7], "10bf4d05840b90b5"),
+    ([1, 2, 4.5], "73a3039ac657def9"),
+    ([953560, 254000000000], "96f3f15222e6c8e1"),
+    ([0.25, 0.25, 0.5], "0313b444fed5685f"),
+    ([123456789, 987654321, 1000003], "e2207d482440e4cb"),
+]
 WEIGHTS = st.one_of(st.floats(1e-4, 1.0), st.integers(1, 10**12), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0, 1e-6]))
 
 
@@ -64,13 +72,65 @@ def test_far_samples_need_not_the_ones_before() -> None:
     assert abs(number[0] - far * [2 / 15, 4 / 15, 9 / 15][source[0]]) <= 1
 
 
-def test_long_periods_are_cut_and_still_consistent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data.samples.blend.PERIOD", 1000)
-    weights = [123_456_789, 987_654_321, 1_000_003]
-    source, number = BlendOrder(weights).at(np.arange(10_000))
-    for k in range(3):
-        assert number[source == k].tolist() == list(range(int((source == k).sum())))
-        assert abs((source == k).sum() - 10_000 * weights[k] / sum(weights)) < 1 + 10_000 / 1000
+TINY_AND_LARGE = st.one_of(
+    st.integers(1, 10**12),
+    st.floats(1e-9, 1.0),
+    st.integers(0, 12).map(lambda digits: 10**digits + digits),  # from one token to a trillion
+    st.sampled_from([0.0999, 0.0999, 0.001, 1 + 1e-9]),  # many alike: their samples are due together
+)
+
+
+@settings(max_examples=40)
+@example(weights=[0.0999] * 10 + [0.0001] * 10, block=10)
+@example(weights=[0.1] * 9 + [0.001] * 100, block=11)
+@given(weights=st.lists(TINY_AND_LARGE, min_size=1, max_size=40), block=st.sampled_from([1, 7, 50, 333]))
+def test_counts_are_the_quota_beyond_a_block(weights: list[float], block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalite.data.samples.blend.PERIOD", block)
+        order, other = BlendOrder(weights), BlendOrder(weights)
+    n = 500
+    last = other.at(np.array([n - 1]))  # before any sample that comes before it
+    source, number = order.at(np.arange(n))
+    assert (last[0][0], last[1][0]) == (source[-1], number[-1])
+    exact = [Fraction(str(weight)) for weight in weights]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    parts = [int(weight * common) for weight in exact]
+    whole, counts = sum(parts), [0] * len(weights)
+    for length in range(1, n + 1):
+        k = int(source[length - 1])
+        assert number[length - 1] == counts[k]
+        counts[k] += 1
+        for part, count in zip(parts, counts, strict=True):
+            assert part * length // whole <= count <= -(-part * length // whole)
+        if length % 50 == 0:
+            assert other.counts(length) == counts
+
+
+@pytest.mark.parametrize(
+    ("weights", "samples"),
+    [
+        ([953_560, 254e9], 62_464_000),  # 234.5 of the first
+        ([1e-7] * 3 + [1 / 3, 2 / 3], 40_000_000),
+    ],
+)
+def test_token_counts_as_weights_are_exact_far_away(weights: list[float], samples: int) -> None:
+    order, exact = BlendOrder(weights), [Fraction(str(weight)) for weight in weights]
+    for n in (samples, samples - 1, samples + 1_234_567):
+        counts = order.counts(n)
+        assert sum(counts) == n
+        for count, weight in zip(counts, exact, strict=True):
+            quota = weight / sum(exact) * n
+            assert math.floor(quota) <= count <= math.ceil(quota)
+    source, number = order.at(np.arange(samples, samples + 50))
+    assert number.tolist() == [order.counts(samples + i)[k] for i, k in enumerate(source.tolist())]
+
+
+def test_the_order_of_the_first_million_samples_stays_what_it_was() -> None:
+    """Stored runs go on with it: digests of the order as version 0.1.0 computed it."""
+    for weights, digest in STORED_ORDERS:
+        source, number = BlendOrder(weights).at(np.arange(0, 50_000))
+        rows = np.stack([source, number]).astype("<i8").tobytes()
+        assert hashlib.blake2b(rows, digest_size=8).hexdigest() == digest
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])

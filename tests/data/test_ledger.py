@@ -10,9 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from token_files import numbered
 
+from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
 from megalite.data.samples.blend import build_blend
 from megalite.data.samples.ledger import Ledger
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,173 @@ def test_every_token_once_per_epoch_whatever_the_blend_becomes(
         # of an epoch that no era has read through, each era may have read one sample that ends in the next epoch
         assert sum(count not in (full, full + 1) for count in counts) <= line.skip
         assert line.skip <= sum(length - 1 for _, length, _, _ in eras)
+
+
+NAMES = ("a", "b", "c", "link to a", "copy of b", "folder/../c")  # three sources
+PAIRS = st.lists(
+    st.tuples(st.sampled_from([0.1, 0.25, 1, 3, 600, 1e-4]), st.sampled_from(NAMES)), min_size=1, max_size=5
+)
+
+
+@pytest.fixture(scope="module")
+def spelled(files: tuple[str, str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The prefixes of NAMES."""
+    folder = tmp_path_factory.mktemp("spelled")
+    a, b, c = map(Path, files)
+    for suffix in (".bin", ".idx"):
+        (folder / f"link{suffix}").symlink_to(f"{a}{suffix}")
+        (folder / f"copy{suffix}").write_bytes(Path(f"{b}{suffix}").read_bytes())
+    (c.parent / "folder").mkdir()
+    other = f"{c.parent}/folder/../c"
+    return dict(zip(NAMES, (*files, str(folder / "link"), str(folder / "copy"), other), strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@example(lives=[(40, [(0.1, "a"), (0.1, "link to a")]), (40, [(1, "a")]), (90, [(3, "b"), (1, "a"), (1, "a")])])
+@example(lives=[(40, [(1, "a"), (1, "b")]), (30, [(1, "b"), (1, "a")]), (0, [(1, "c")]), (200, [(1, "b"), (3, "a")])])
+@given(lives=st.lists(st.tuples(st.integers(0, 150), PAIRS), min_size=2, max_size=6))
+def test_each_sample_once_per_epoch_whatever_sources_come_and_go(
+    spelled: dict[str, str], lives: list[tuple[int, list[tuple[float, str]]]]
+) -> None:
+    """All three sources are a whole number of samples long, so that after e epochs and a part each token has come e or
+    e + 1 times, exactly."""
+    seen: Counter[int] = Counter()
+    saved, consumed = None, 0
+    for samples, pairs in lives:
+        paths = [word for weight, name in pairs for word in (str(weight), spelled[name])]
+        made = ledger(paths, 4) if saved is None else reopened(saved, paths, 4)[0]
+        weights: Counter[int] = Counter()
+        for weight, name in pairs:
+            weights[NAMES.index(name) % 3] += round(weight * 10_000)
+        assert len(made.blend.datasets) == len(weights)
+        assert made.blend.order.numerators == [
+            weight * made.blend.order.denominator // weights.total() for weight in weights.values()
+        ]
+        middle = consumed + samples // 2
+        rows = made.blend.samples(np.arange(consumed, middle))[:, :-1]
+        seen.update(rows.reshape(-1).tolist())
+        made, notes = reopened(made.to_json(middle), paths, 4)  # a resume that changes nothing
+        assert notes == []
+        rows = made.blend.samples(np.arange(middle, consumed + samples))[:, :-1]
+        seen.update(rows.reshape(-1).tolist())
+        consumed += samples
+        saved = made.to_json(consumed)
+        by_digest = {row["digest"]: row for row in saved["sources"]}
+        assert sum(row["tokens"] for row in by_digest.values()) == 4 * consumed == seen.total()
+        for first, tokens in ((0, 600), (1000, 960), (2000, 300)):
+            counts = [seen[first + i] for i in range(tokens)]
+            full = sum(counts) // tokens
+            assert set(counts) <= {full, full + 1}
+    for source in made.blend.datasets:
+        begins = source._data.pointers // 4 + 1000 * ("a", "b", "c").index(_source_of(source.name, spelled))  # type: ignore[attr-defined]
+        row = by_digest[source.digest]
+        assert row["documents"] == sum(seen[int(token)] for token in begins)
+        tokens = sum(seen[int(begins[0]) + i] for i in range(source.num_tokens))
+        assert (row["tokens"], row["epochs"]) == (tokens, tokens / source.num_tokens)
+
+
+def _source_of(prefix: str, spelled: dict[str, str]) -> str:
+    return "abc"[[*spelled.values()].index(prefix) % 3]
+
+
+@settings(max_examples=20, deadline=None)
+@given(lives=st.lists(st.tuples(st.integers(0, 60), st.sampled_from([8, 16])), min_size=2, max_size=6))
+def test_packed_documents_come_once_per_epoch_and_are_counted_once(
+    files: tuple[str, str, str], lives: list[tuple[int, int]]
+) -> None:
+    """Samples of another length begin with the next epoch, the rest of which is left out."""
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=5000)
+    how = DataConfig(document_packing="best-fit")
+    saved, consumed, epoch, within, length_before = None, 0, 0, 0, None
+    for samples, length in lives:
+        made = Ledger(build_blend([files[0]], length, 1, "train", how=how, tokenizer=tokenizer), 1)
+        if saved is not None:
+            made.go_on(json.loads(json.dumps(saved)))
+        (source,) = made.blend.datasets
+        bins = source.plan.num_bins  # type: ignore[attr-defined]
+        if length_before not in (None, length):
+            epoch, within = epoch + (within > 0), 0
+        length_before = length
+        for i in range(consumed, consumed + samples):
+            if within == 0:
+                seen: Counter[int] = Counter()
+            (row,), (pieces,) = made.blend.samples(np.array([i])), made.blend.layout(np.array([i])) or ()
+            ends = np.cumsum(pieces)
+            for begin, end in zip(ends - pieces, ends, strict=True):
+                seen.update(row[begin + 1 : end].tolist())  # labels: the token that two pieces share is one in one
+            within += 1
+            if within == bins:
+                first = {int(token) for token in source._data.pointers // 4}  # type: ignore[attr-defined]
+                assert seen == Counter(set(range(600)) - first)
+                epoch, within = epoch + 1, 0
+        consumed += samples
+        before = saved and saved["sources"][0]["tokens"]
+        saved = made.to_json(consumed)
+        if samples and samples % bins == 0 and within == 0 and not before:
+            assert saved["sources"][0]["epochs"] == samples // bins
+
+
+def test_two_sources_that_a_digest_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+    """Documents of the same lengths whose beginnings are the same, as of a copy in which a word was replaced."""
+    lengths = [5000, 5000, 5000]
+    numbered(tmp_path / "a", lengths)
+    content = bytearray((tmp_path / "a.bin").read_bytes())
+    (tmp_path / "b.idx").write_bytes((tmp_path / "a.idx").read_bytes())
+    content[4 * 4900 : 4 * 4904] = bytes(16)  # behind what the digest reads
+    (tmp_path / "b.bin").write_bytes(content)
+    with pytest.raises(DataError, match="could not tell them apart; merge them"):
+        ledger(["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], 8)
+    (tmp_path / "b.bin").write_bytes((tmp_path / "a.bin").read_bytes())
+    assert len(ledger(["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], 8).blend.datasets) == 1
+
+
+def test_a_source_that_is_given_twice_is_said_to_be_read_once(spelled: dict[str, str]) -> None:
+    a, link = spelled["a"], spelled["link to a"]
+    made = ledger(["0.1", a, "0.7", spelled["b"], "0.2", link, "0.1", a], 4)
+    assert made.blend.weights == [0.4, 0.7]  # 0.1 + 0.2 + 0.1 in decimal
+    assert made.blend.notes == [
+        f"{a} is in the blend more than once, as {a} and as {link}: it is read once, with the summed weight",
+        f"{a} is in the blend more than once: it is read once, with the summed weight",
+    ]
+    assert ledger([a, spelled["b"], link], 4).blend.weights == [1200, 960]
+    for weight in ("nan", "-1", "inf"):
+        with pytest.raises(DataError, match=f"blend weight {weight}"):
+            ledger(["1", a, weight, a], 4)
+
+
+def test_ledgers_of_version_1_go_on(files: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their eras end where the order was another one: behind the first block of a long period, or with a copy."""
+    a, b, _ = files
+
+    def of_version_1(paths: list[str], consumed: int, twice: bool = False) -> dict[str, object]:
+        saved = json.loads(json.dumps(ledger(paths, 4).to_json(consumed)))
+        for era in saved["eras"]:
+            for share in era["sources"]:
+                del share["gave"]
+            if twice:
+                era["sources"] = [{**share, "weight": share["weight"] / 2} for share in era["sources"] for _ in "ab"]
+        return {**saved, "version": 1}
+
+    same, notes = reopened(of_version_1(["0.3", a, "0.7", b], 57), ["0.3", a, "0.7", b], 4)
+    assert notes == [] and len(same.eras) == 1
+    monkeypatch.setattr("megalite.data.samples.blend.PERIOD", 20)
+    paths = ["123457", a, "1000003", b]
+    same, notes = reopened(of_version_1(paths, 20), paths, 4)
+    assert notes == [] and len(same.eras) == 1
+    later, notes = reopened(of_version_1(paths, 57), paths, 4)
+    assert [note.partition(":")[0] for note in notes] == ["this version mixes the blend in another order"]
+    first, rest = later.blend.order.counts(20), later.blend.order.counts(17)
+    assert [share.gave for share in later.eras[0].sources] == [2 * x + y for x, y in zip(first, rest, strict=True)]
+    again, notes = reopened(later.to_json(70), paths, 4)
+    assert notes == [] and np.array_equal(
+        again.blend.samples(np.arange(70, 90)), later.blend.samples(np.arange(70, 90))
+    )
+    copies, notes = reopened(of_version_1([a], 60, twice=True), [a], 4)
+    assert [share.gave for share in copies.eras[0].sources] == [30]  # of each copy: the same samples
+    rows = copies.blend.samples(np.arange(60, 60 + 120))[:, :-1].reshape(-1).tolist()
+    assert len(set(rows)) == 480 and not set(rows) & set(
+        ledger([a], 4).blend.samples(np.arange(30))[:, :-1].reshape(-1)
+    )
 
 
 def test_a_source_comes_another_goes(files: tuple[str, str, str]) -> None:

@@ -1,6 +1,7 @@
 """Runs on files: blends that change on the way, sets with losses of their own, and what the ledger says afterwards."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,40 @@ def test_lists_of_paths_come_from_files_too(files: tuple[str, str], tmp_path: Pa
     blend = trained(tmp_path / "blend", *flags, "--data-args-path", tmp_path / "blend.txt", "--no-mmap-bin-files")
     split = trained(tmp_path / "split", *flags, "--per-split-data-args-path", tmp_path / "splits.json")
     assert blend == split and len(blend) == 2
+
+
+def test_a_source_given_twice_is_one_in_every_form_of_the_lists(files: tuple[str, str], tmp_path: Path) -> None:
+    a, b = files
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"link{suffix}").symlink_to(f"{a}{suffix}")
+    twice = ["0.5", a, "0.3", b, "0.2", str(tmp_path / "link")]
+    (tmp_path / "blend.txt").write_text(" ".join(twice))
+    (tmp_path / "splits.json").write_text(json.dumps({"train": twice, "valid": twice, "test": [a, a]}))
+    note = f"{a} is in the blend more than once, as {a} and as {tmp_path / 'link'}: it is read once"
+    for given in (
+        ["--data-path", *twice],
+        ["--data-args-path", tmp_path / "blend.txt"],
+        ["--per-split-data-args-path", tmp_path / "splits.json"],
+        ["--train-data-path", *twice, "--valid-data-path", *twice, "--test-data-path", a, a],
+    ):
+        config = config_from([*FLAGS, "--train-iters", "2", *map(str, given)])
+        sources = open_sources(config.data, 16, 2, 8)
+        for blend in [sources.train, *(named.data for named in [*sources.valid, *sources.test])]:
+            assert [source.name for source in blend.datasets] in ([a, b], [a])
+        assert sources.notes[0].startswith(note) and sources.notes[1].startswith(f"valid set: {note}")
+        assert sources.notes[2].startswith(("test set: ", "no test set: "))
+    one = trained(tmp_path / "one", *FLAGS, "--train-iters", "2", "--data-path", 0.7, a, 0.3, b)
+    two = trained(tmp_path / "two", *FLAGS, "--train-iters", "2", "--data-path", *twice)
+    assert one == two
+
+
+def test_sources_that_a_run_never_reads_are_named(files: tuple[str, str]) -> None:
+    a, b = files
+    dry = [*FLAGS, "--train-iters", "4", "--dry-run", "--data-path", "0.999", a, "0.001", b]
+    shown = pretrain(*dry, "--eval-iters", "2", ok=True).stdout
+    assert f"WARNING: none of the 32 samples comes from {b}: its weight is worth 0.032 of one" in shown
+    assert re.search(rf"validation +WARNING: none of the 16 samples comes from {b}", shown)
+    assert "WARNING" not in pretrain(*dry, "--train-iters", "1000", "--eval-iters", "0", ok=True).stdout
 
 
 def test_bad_sets_are_refused(files: tuple[str, str]) -> None:

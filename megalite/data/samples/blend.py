@@ -5,14 +5,18 @@ come when w_k n > j and must have come when w_k n >= j + 1; among the sources th
 next (earliest deadline first: with these windows it never misses one; Still, 1979, "quota methods").
 
 Weights are exact fractions, so the order repeats: 0.3 and 0.7 after 10 samples. One period is computed, as far as it is
-needed. A period longer than PERIOD samples (weights that are token counts) is cut there and repeated; the counts are
-then exact up to n = PERIOD, and off by less than 1 + n/PERIOD beyond.
+needed. A period of more than PERIOD samples (weights that are token counts) is computed block by block, so that a
+sample far away costs one block and a few operations for each block before it (`_next_boundary`).
 """
 
+import bisect
 import heapq
+import itertools
 import math
 import re
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,25 @@ from megalite.data.samples.permutation import Ints
 from megalite.data.samples.source import Source
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
-PERIOD = 1_000_000  # weights with up to six decimals are exact
+PERIOD = 1_000_000  # samples of a block; weights with up to six decimals repeat within it
+
+
+@dataclass
+class _Block:
+    """Samples `begin` .. `begin` + length of the order, computed up to len(source).
+
+    before  samples that each source gives before the block
+    after   samples that each source has given at its end; None: whatever the order comes to
+    source  of each sample
+    rank    how many samples of its source come before it in the order
+    """
+
+    begin: int
+    length: int
+    before: list[int]
+    after: list[int] | None
+    source: NDArray[np.int32]
+    rank: Ints
 
 
 class BlendOrder:
@@ -41,54 +63,137 @@ class BlendOrder:
     def __init__(self, weights: Sequence[float | int]):
         if not weights:
             raise DataError("a blend needs at least one source")
-        for weight in weights:
-            if not (math.isfinite(weight) and weight > 0):
-                raise DataError(f"blend weight {weight} is not a number > 0; drop the source instead")
-        exact = [Fraction(str(weight)) for weight in weights]  # 0.1 means 1/10
+        exact = [as_written(weight) for weight in weights]
         total = sum(exact)
         shares = [weight / total for weight in exact]
         self.denominator = math.lcm(*(share.denominator for share in shares))
         self.numerators = [share.numerator * (self.denominator // share.denominator) for share in shares]
-        self.period = min(self.denominator, PERIOD)
-        self._source = np.empty(0, np.int32)
-        self._rank = np.empty(0, np.int32)  # how many times the source appears earlier in the period
-        self._counts = [0] * len(weights)  # up to the end of the computed part
-        self._ready: list[tuple[int, int]] = []  # (deadline, source) of sources that may go
-        self._waiting = [(1, k) for k in range(len(weights))]  # (prefix length from which the source may go, source)
+        self.repeats = self.denominator <= PERIOD  # the first block is the period, behind which the order begins again
+        self.block = min(self.denominator, PERIOD)  # samples
+        self._boundaries = [[0] * len(weights)]  # samples of each source before each block
+        self._first = self._open_block(0, self._boundaries[0], None)
+        self._other: _Block | None = None  # the last one that was used, besides the first
+        self._lock = threading.Lock()  # the prefetch thread and the main one may meet here
 
     def at(self, index: NDArray[Any]) -> tuple[Ints, Ints]:
         """(source, sample number within it) for each blend sample in `index`."""
         index = np.asarray(index, np.int64)
-        periods, within = np.divmod(index, self.period)
-        self._extend(self.period if periods.any() else int(within.max(initial=-1)) + 1)
-        source = self._source[within].astype(np.int64)  # beyond a period all of it is known, and so its counts
-        return source, self._rank[within] + periods * np.asarray(self._counts, np.int64)[source]
+        numbers, within = np.divmod(index, self.block)
+        sources, ranks = np.empty_like(index), np.empty_like(index)
+        with self._lock:
+            for number in np.unique(numbers).tolist():
+                rows = numbers == number
+                block, shift = self._block(number)
+                self._extend(block, int(within[rows].max()) + 1)
+                source = block.source[within[rows]].astype(np.int64)
+                sources[rows] = source
+                ranks[rows] = block.rank[within[rows]] + shift[source]
+        return sources, ranks
 
     def counts(self, samples: int) -> list[int]:
         """How many of the first `samples` samples each source gives."""
-        periods, within = divmod(samples, self.period)
-        self._extend(self.period if periods else within)
-        counts = np.bincount(self._source[:within], minlength=len(self._counts))
-        return (counts + periods * np.asarray(self._counts, np.int64)).tolist()
+        number, within = divmod(samples, self.block)
+        with self._lock:
+            block, shift = self._block(number)
+            self._extend(block, within)
+            counts = np.bincount(block.source[:within], minlength=len(block.before))
+            return (counts + np.asarray(block.before, np.int64) + shift).tolist()
 
-    def _extend(self, length: int) -> None:
-        if length <= (done := len(self._source)):
+    def _block(self, number: int) -> tuple[_Block, Ints]:
+        """(the block `number`, what to add to its ranks)."""
+        first, sources = self._first, len(self.numerators)
+        if number == 0:
+            return first, np.zeros(sources, np.int64)
+        self._extend(first, self.block)
+        if self.repeats:
+            return first, number * np.array(self.numerators, np.int64)
+        if len(self._boundaries) == 1:
+            self._boundaries.append(np.bincount(first.source, minlength=sources).tolist())
+        while len(self._boundaries) < number + 2:
+            self._boundaries.append(self._next_boundary())
+        begin = number * self.block
+        if self._other is None or self._other.begin != begin:
+            self._other = self._open_block(begin, *self._boundaries[number : number + 2])
+        return self._other, np.zeros(sources, np.int64)
+
+    def _next_boundary(self) -> list[int]:
+        """How many samples each source has given at the end of the next block, n.
+
+        A source must have given floor(w n) and may have given ceil(w n), so at most one sample of each is open. Open
+        samples are taken in the order of their deadlines, as many as there are places left. But a sample that may only
+        come from place r of the block on needs a place there: of the samples that may not come before r, at most as
+        many are taken as places from r on are left by those that have to come there, which are at least
+
+            w (n - r + 1), summed over the sources whose open sample may come before r,
+            + the fraction of w n, summed over the others
+
+        Then some order of the block fits every window (Hall's theorem), and the earliest deadline first finds one.
+        """
+        before, D = self._boundaries[-1], self.denominator
+        begin = (len(self._boundaries) - 1) * self.block
+        n = begin + self.block
+        due = [N * n // D for N in self.numerators]
+        fractions = [N * n % D for N in self.numerators]  # times D
+        release = {k: self._release(k, due[k]) for k, fraction in enumerate(fractions) if fraction}
+        places: list[int] = []
+        limits: list[int] = []  # for each of `places`, how many samples may be taken that may not come before it
+        early, late = 0, sum(fractions)
+        for place, group in itertools.groupby(sorted(release, key=release.__getitem__), key=release.__getitem__):
+            if place > begin + 1:
+                places.append(place)
+                limits.append(-(-(early * (n - place + 1) + late) // D))
+            for k in group:
+                early += self.numerators[k]
+                late -= fractions[k]
+        room = np.array(limits, np.int64)
+        after = list(map(max, before, due))
+        left = n - sum(after)
+        for k in sorted((k for k in release if after[k] == due[k]), key=lambda k: (self._deadline(k, due[k]), k)):
+            if left == 0:
+                break
+            concerned = room[: bisect.bisect_right(places, release[k])]
+            if concerned.all():
+                concerned -= 1
+                after[k] += 1
+                left -= 1
+        return after
+
+    def _release(self, k: int, j: int) -> int:
+        """The shortest prefix that may hold sample `j` of source `k`."""
+        return j * self.denominator // self.numerators[k] + 1
+
+    def _deadline(self, k: int, j: int) -> int:
+        """The shortest prefix that must hold sample `j` of source `k`."""
+        return -(-(j + 1) * self.denominator // self.numerators[k])
+
+    def _open_block(self, begin: int, before: list[int], after: list[int] | None) -> _Block:
+        return _Block(begin, self.block, before, after, np.empty(0, np.int32), np.empty(0, np.int64))
+
+    def _extend(self, block: _Block, length: int) -> None:
+        """Compute the block up to `length` samples."""
+        if length <= (done := len(block.source)):
             return
-        length = min(self.period, max(length, 2 * done, 4096))
+        length = min(block.length, max(length, 2 * done, 4096))
+        counts = (np.bincount(block.source, minlength=len(block.before)) + np.asarray(block.before, np.int64)).tolist()
+        last: Sequence[float] = [math.inf] * len(counts) if block.after is None else block.after
+        end = math.inf if block.after is None else block.begin + block.length
+        release, deadline = self._release, self._deadline
+        ready: list[tuple[float, int]] = []  # (deadline, source) of sources that may go
+        waiting = [(release(k, j), k) for k, j in enumerate(counts) if j < last[k]]  # from which prefix length they may
+        heapq.heapify(waiting)
         sources, ranks = [], []
-        counts, ready, waiting = self._counts, self._ready, self._waiting
-        for n in range(done + 1, length + 1):  # prefix length after this choice
+        for n in range(block.begin + done + 1, block.begin + length + 1):  # prefix length after this choice
             while waiting and waiting[0][0] <= n:
                 _, k = heapq.heappop(waiting)
-                deadline = -(-(counts[k] + 1) * self.denominator // self.numerators[k])
-                heapq.heappush(ready, (deadline, k))
+                heapq.heappush(ready, (min(deadline(k, counts[k]), end), k))
             _, k = heapq.heappop(ready)
             sources.append(k)
             ranks.append(counts[k])
             counts[k] += 1
-            heapq.heappush(waiting, (counts[k] * self.denominator // self.numerators[k] + 1, k))
-        self._source = np.concatenate([self._source, np.array(sources, np.int32)])
-        self._rank = np.concatenate([self._rank, np.array(ranks, np.int32)])
+            if counts[k] < last[k]:
+                heapq.heappush(waiting, (release(k, counts[k]), k))
+        block.source = np.concatenate([block.source, np.array(sources, np.int32)])
+        block.rank = np.concatenate([block.rank, np.array(ranks, np.int64)])
 
 
 class Blend:
@@ -97,6 +202,7 @@ class Blend:
     def __init__(self, datasets: Sequence[Source], weights: Sequence[float | int]):
         self.datasets, self.weights, self.order = list(datasets), list(weights), BlendOrder(weights)
         self.seq_length, self.begin = datasets[0].seq_length, 0
+        self.notes: list[str] = []  # for the log
 
     def _by_source(self, index: Ints) -> Iterator[tuple[Source, Ints, Ints]]:
         """(source, its rows among `index`, its own sample numbers)."""
@@ -127,9 +233,27 @@ class Blend:
     def describe(self, samples: int) -> str:
         if len(self.datasets) == 1:
             return self.datasets[0].describe(samples)
-        total = sum(self.weights)
-        shares = [(weight / total, dataset) for weight, dataset in zip(self.weights, self.datasets, strict=True)]
-        return "\n".join(f"{share:.4f} of {dataset.describe(round(samples * share))}" for share, dataset in shares)
+        lines = []
+        for share, dataset in zip(self._shares(), self.datasets, strict=True):
+            lines.append(f"{float(share):.4f} of {dataset.describe(round(samples * share))}")
+        return "\n".join([*lines, *self.unused(samples - self.begin)])
+
+    def unused(self, samples: int) -> list[str]:
+        """Return a line for each source that gives none of the blend's first `samples` samples."""
+        quotas = [share * samples for share in self._shares()]
+        if samples < 1 or min(quotas) >= 1:
+            return []
+        lines = []
+        for source, count, quota in zip(self.datasets, self.order.counts(samples), quotas, strict=True):
+            if count == 0:
+                none = f"none of the {samples:,} samples comes from {source.name}"
+                lines.append(
+                    f"WARNING: {none}: its weight is worth {float(quota):.2g} of one; raise it or drop the source"
+                )
+        return lines
+
+    def _shares(self) -> list[Fraction]:
+        return [Fraction(numerator, self.order.denominator) for numerator in self.order.numerators]
 
 
 def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -190,7 +314,41 @@ def build_blend(
             raise DataError("packing fills samples with the end-of-document token: give --tokenizer-type")
         else:
             sources.append(PackedDataset(file, documents, seq_length, seed, tokenizer.eod, split))
-    return Blend(sources, weights or [source.num_tokens for source in sources])
+    return merge_copies(sources, weights or [source.num_tokens for source in sources])
+
+
+def merge_copies(sources: Sequence[Source], weights: Sequence[float | int]) -> Blend:
+    """Blend the sources, those with the same documents as one that has the sum of their weights.
+
+    Each would read the same samples in the same order, and the ledger, which knows a source by its digest, could not
+    count them apart. The weights are summed as the decimal fractions that they are written as.
+    """
+    if len(sources) == 1:
+        return Blend(sources, weights)
+    kept: dict[str, Source] = {}
+    sums: dict[str, Fraction] = {}
+    notes = []
+    for source, weight in zip(sources, weights, strict=True):
+        digest = source.digest
+        if (first := kept.setdefault(digest, source)) is not source:
+            if not first.same_documents(source):
+                alike = f"{first.name} and {source.name} have documents of the same lengths and the same first tokens"
+                raise DataError(
+                    f"{alike}, so that a resume could not tell them apart; merge them (tools/merge_datasets.py)"
+                )
+            where = "" if first.name == source.name else f", as {first.name} and as {source.name}"
+            notes.append(f"{first.name} is in the blend more than once{where}: it is read once, with the summed weight")
+        sums[digest] = sums.get(digest, Fraction(0)) + as_written(weight)
+    blend = Blend(list(kept.values()), [int(w) if w.denominator == 1 else float(w) for w in sums.values()])
+    blend.notes = notes
+    return blend
+
+
+def as_written(weight: float | int) -> Fraction:
+    """Return the fraction that a weight's decimal digits stand for: 0.1 means 1/10."""
+    if not (isinstance(weight, int) or math.isfinite(weight)) or weight <= 0:
+        raise DataError(f"blend weight {weight} is not a number > 0; drop the source instead")
+    return Fraction(str(weight))
 
 
 BEGINS_SET = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)

@@ -6,8 +6,13 @@
 A run that is resumed with the same blend continues the era, bit for bit. With another blend or sequence length a new
 era begins at the present sample: each source continues with the rest of its epoch (gpt_dataset.py), a new one starts at
 its beginning. The order of data within an era is a pure function of the ledger.
+
+An era that has ended records how many samples each source gave. Version 1 did not: it repeated the order of a blend
+with a long period after its first million samples, and a blend could have a source twice, which then gave each of its
+samples twice. Such an era ends where it is read.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,16 +20,17 @@ from typing import Any
 from megalite.data.errors import DataError
 from megalite.data.samples.blend import Blend, BlendOrder
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
 class Share:
-    """One source of an era, with its weight in BlendOrder."""
+    """One source of an era, with its weight in BlendOrder. `gave`: samples of it in the era; None: the era goes on."""
 
     name: str
     digest: str
-    weight: float
+    weight: float | int
+    gave: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,24 @@ class Era:
     packed: bool
     sources: tuple[Share, ...]
 
+    @property
+    def has_ended(self) -> bool:
+        return self.sources[0].gave is not None
+
+    @property
+    def order(self) -> BlendOrder:
+        return BlendOrder([share.weight for share in self.sources])
+
     def taken(self, samples: int) -> list[int]:
         """Samples that each source gives of the era's first `samples`."""
-        return BlendOrder([share.weight for share in self.sources]).counts(samples)
+        return self.order.counts(samples)
+
+    def ended(self, samples: int) -> "Era":
+        """The era that ends after so many samples."""
+        if self.has_ended:
+            return self
+        counts = self.taken(samples)
+        return replace(self, sources=tuple(map(_with_count, self.sources, counts)))
 
 
 @dataclass
@@ -57,7 +78,7 @@ class Ledger:
     def __init__(self, blend: Blend, seed: int):
         self.blend, self.seed = blend, seed
         weighed = zip(blend.datasets, blend.weights, strict=True)
-        shares = tuple(Share(source.name, source.digest, float(weight)) for source, weight in weighed)
+        shares = tuple(Share(source.name, source.digest, weight) for source, weight in weighed)
         self.eras = [Era(0, blend.seq_length, blend.datasets[0].packed, shares)]
         self._past: dict[str, Total] = {}  # totals before `_counted`
         self._counted: dict[str, tuple[int, int, int]] = {}  # digest -> samples of this era; tokens, documents in them
@@ -66,13 +87,14 @@ class Ledger:
         """Digest of each source -> its total after `consumed` samples of the run."""
         era = self.eras[-1]
         result = {digest: Total(**asdict(total)) for digest, total in self._past.items()}
-        for share, source, taken in zip(era.sources, self.blend.datasets, era.taken(consumed - era.begin), strict=True):
+        taken = self.blend.order.counts(consumed - era.begin)
+        for share, source, samples in zip(era.sources, self.blend.datasets, taken, strict=True):
             counted, tokens, documents = self._counted.get(share.digest, (0, 0, 0))
-            if counted > taken:  # an earlier point than in the last call
+            if counted > samples:  # an earlier point than in the last call
                 counted, tokens, documents = 0, 0, 0
-            new_tokens, new_documents = source.count(range(counted, taken))
+            new_tokens, new_documents = source.count(range(counted, samples))
             tokens, documents = tokens + new_tokens, documents + new_documents
-            self._counted[share.digest] = (taken, tokens, documents)
+            self._counted[share.digest] = (samples, tokens, documents)
             total = result.setdefault(share.digest, Total(share.name, 0, 0, 0.0))
             total.name = share.name
             total.tokens += tokens
@@ -96,39 +118,73 @@ class Ledger:
         if saved.get("seed") != self.seed:
             order = f"the data so far came in the order of seed {saved.get('seed')}"
             raise DataError(f"seed={self.seed}, but {order}; give that one")
-        mine, last = self.eras[-1], eras[-1]
+        mine, last = replace(self.eras[-1], begin=0), eras[-1]
         if mine.packed != last.packed:
             raise DataError("document_packing was changed since the checkpoint; set it as it was then")
         digests = [share.digest for share in mine.sources]
-        blends = [[era.seq_length, *((share.digest, share.weight) for share in era.sources)] for era in (mine, last)]
-        same, notes = blends[0] == blends[1], []
-        past = eras[:-1] if same else eras
+        alike = _blend_of(mine) == _blend_of(last)
+        same = alike and not last.has_ended
+        notes = []
         if same:
+            past = eras[:-1]
             self.eras = [*past, replace(mine, begin=last.begin)]
         else:
-            self.eras = [*eras, replace(mine, begin=consumed)]
-            notes.append(f"the blend changed: from sample {consumed} on each source continues where it stopped")
+            past = [*eras[:-1], last.ended(consumed - last.begin)]
+            self.eras = [*past, replace(mine, begin=consumed)]
+            why = "this version mixes the blend in another order" if alike else "the blend changed"
+            notes.append(f"{why}: from sample {consumed} on each source continues where it stopped")
             new = [share.name for share in mine.sources if share.digest not in totals]
             notes += [f"{name} is new, or its documents changed: it starts at its beginning" for name in new]
             unused = [total for digest, total in totals.items() if digest not in digests]
             notes += [f"{total.name} is no longer used, after {total.epochs:.2f} epochs" for total in unused]
         self.blend.begin = self.eras[-1].begin
-        ends = [era.begin for era in self.eras[1:]]
         before: dict[str, list[tuple[int, int]]] = {digest: [] for digest in digests}
-        for era, end in zip(past, ends, strict=False):
-            for share, taken in zip(era.sources, era.taken(end - era.begin), strict=True):
+        for era in past:
+            for share in era.sources:
                 if share.digest in before:
-                    before[share.digest].append((era.seq_length, taken))
+                    before[share.digest].append((era.seq_length, share.gave or 0))
         for digest, source in zip(digests, self.blend.datasets, strict=True):
             note = source.go_on(before[digest])
             notes += [note] if note else []
         self._past, self._counted = (past_totals if same else totals), {}
         if same:  # continue counting documents at this point, not at the beginning of the era
-            for share, taken in zip(last.sources, last.taken(consumed - last.begin), strict=True):
-                total, before_era = totals[share.digest], past_totals.get(share.digest, Total("", 0, 0, 0.0))
+            for digest, samples in zip(digests, self.blend.order.counts(consumed - last.begin), strict=True):
+                total, before_era = totals[digest], past_totals.get(digest, Total("", 0, 0, 0.0))
                 tokens, documents = total.tokens - before_era.tokens, total.documents - before_era.documents
-                self._counted[share.digest] = (taken, tokens, documents)
+                self._counted[digest] = (samples, tokens, documents)
         return notes
+
+
+def _blend_of(era: Era) -> list[Any]:
+    """What the order of an era's samples depends on."""
+    return [era.seq_length, *((share.digest, share.weight) for share in era.sources)]
+
+
+def _with_count(share: Share, count: int) -> Share:
+    return replace(share, gave=count)
+
+
+def _of_version_1(era: Era, samples: int, is_last: bool) -> Era:
+    """An era of a ledger of version 1, of so many samples. It goes on if it is the last and its order is today's.
+
+    Of a source that was there twice both copies gave the same samples, so as many were read as the larger of the two
+    gave. But the next era began behind the sum of both; what lies between has not been read in that epoch.
+    """
+    order = era.order
+    is_as_today = order.repeats or samples <= order.block
+    if is_as_today:
+        counts = order.counts(samples)
+    else:
+        in_block, rest = order.counts(order.block), order.counts(samples % order.block)
+        counts = [samples // order.block * whole + part for whole, part in zip(in_block, rest, strict=True)]
+    merged: dict[str, Share] = {}
+    for share, count in zip(era.sources, counts, strict=True):
+        if (copy := merged.get(share.digest)) is not None:
+            count = max(copy.gave or 0, count) if is_last else (copy.gave or 0) + count
+            share = replace(share, weight=copy.weight + share.weight)
+        merged[share.digest] = _with_count(share, count)
+    goes_on = is_last and is_as_today and len(merged) == len(era.sources)
+    return era if goes_on else replace(era, sources=tuple(merged.values()))
 
 
 def read(saved: Mapping[str, Any]) -> tuple[list[Era], dict[str, Total], dict[str, Total], int]:
@@ -137,12 +193,17 @@ def read(saved: Mapping[str, Any]) -> tuple[list[Era], dict[str, Total], dict[st
     def total(t: Mapping[str, Any]) -> Total:
         return Total(str(t["name"]), int(t["tokens"]), int(t["documents"]), float(t["epochs"]))
 
+    def share(s: Mapping[str, Any]) -> Share:
+        weight, gave = s["weight"], s.get("gave")
+        if not isinstance(weight, int | float):
+            raise TypeError(f"weight {weight!r}")
+        return Share(str(s["name"]), str(s["digest"]), weight, None if gave is None else int(gave))
+
     def era(e: Mapping[str, Any]) -> Era:
-        shares = tuple(Share(str(s["name"]), str(s["digest"]), float(s["weight"])) for s in e["sources"])
-        return Era(int(e["begin"]), int(e["seq_length"]), bool(e["packed"]), shares)
+        return Era(int(e["begin"]), int(e["seq_length"]), bool(e["packed"]), tuple(map(share, e["sources"])))
 
     try:
-        if saved["version"] != VERSION:
+        if saved["version"] not in (1, VERSION):
             raise ValueError(f"version {saved['version']}")
         eras = [era(entry) for entry in saved["eras"]]
         past, totals = ({str(t["digest"]): total(t) for t in saved[key]} for key in ("past", "sources"))
@@ -152,6 +213,17 @@ def read(saved: Mapping[str, Any]) -> tuple[list[Era], dict[str, Total], dict[st
             raise ValueError("eras do not follow each other")
         if {share.digest for share in eras[-1].sources} - totals.keys():
             raise ValueError("a source has no total")
+        lasts = [end - begin for begin, end in itertools.pairwise(borders)]
+        if saved["version"] == 1:
+            eras = [_of_version_1(era, n, era is eras[-1]) for era, n in zip(eras, lasts, strict=True)]
+        for number, (entry, samples) in enumerate(zip(eras, lasts, strict=True)):
+            gave = [share.gave for share in entry.sources]
+            if not gave or len({share.digest for share in entry.sources}) < len(gave):
+                raise ValueError("an era has no source, or has one twice")
+            if None in gave and (number + 1 < len(eras) or set(gave) != {None}):
+                raise ValueError("an era does not say what its sources gave")
+            if any(count is not None and not 0 <= count <= samples for count in gave):
+                raise ValueError("a source gave more samples than its era has")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"the checkpoint's token ledger is damaged ({error}); use another checkpoint") from None
     return eras, past, totals, consumed

@@ -199,21 +199,28 @@ class PackedDataset(Source):
 
     def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
         """After bins of another length the next epoch begins."""
-        self._first, note = 0, None
+        epoch = within = 0  # the next bin
+        bins, length, note = self.plan.num_bins, self.seq_length, None
         for seq_length, samples in taken:
-            if seq_length == self.seq_length:
-                self._first += samples
-            elif samples:
-                bins = pack(self._lengths, seq_length + 1).num_bins
-                self._first += -(-samples // bins) * self.plan.num_bins
-                note = f"{self.name} was packed for {seq_length} tokens before: it continues with its next epoch"
+            if samples and seq_length != length:
+                epoch, within, length = epoch + (within > 0), 0, seq_length
+                plan = self.plan if seq_length == self.seq_length else pack(self._lengths, seq_length + 1)
+                bins = plan.num_bins
+            more, within = divmod(within + samples, bins)
+            epoch += more
+        if length != self.seq_length:
+            epoch, within = epoch + (within > 0), 0
+            note = f"{self.name} was packed for {length} tokens before: it continues with its next epoch"
+        self._first = epoch * self.plan.num_bins + within
         return note
 
     def count(self, samples: range) -> tuple[int, int]:
         tokens = documents = 0
         for a in range(samples.start, samples.stop, CHUNK):
             _, _, start, length = self._rows(np.arange(a, min(a + CHUNK, samples.stop)))
-            tokens += int(length.sum())
+            tokens += int(
+                (length - (start > 0)).sum()
+            )  # the first token of a later piece is the last of the one before
             documents += int((start == 0).sum())
         return tokens, documents
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megalite.data.samples.blend import Blend
 from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import describe_kernels
 from megalite.models.compiled import COMPILED
@@ -44,6 +45,10 @@ def describe(
         "steps": f"{plan.steps:,} of {batch} x {m.seq_length} tokens: {plan.samples * m.seq_length:,} tokens",
         "data": sources.train.describe(plan.samples),
     }
+    read = config.train.eval_iters * plan.eval_batch_size
+    unused = [line for named in sources.valid if isinstance(named.data, Blend) for line in named.data.unused(read)]
+    if unused:
+        rows["validation"] = "\n".join(unused)
     if (base := config.optim.lr_base_batch_size) is not None and config.optim.lr is not None:
         peak_rate = config.optim.lr * sizes.final / base
         rows["learning rate"] = f"{config.optim.lr:g} at a batch of {base}, so {peak_rate:g} at one of {sizes.final}"
