@@ -7,6 +7,7 @@ and gradients under ep are those of ep 1, twice which they were in pytorch/pytor
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,3 +142,69 @@ def test_a_checkpoint_that_lacks_an_expert_or_a_bias_is_refused_by_its_name(tmp_
     reseal(path.parent, manifest)
     with pytest.raises((CheckpointError, SetupError), match=name.partition("/")[2]):
         _go_on(f"{DEEPSEEK} --load {tmp_path}", 1)
+
+
+def _update(flags: str) -> tuple[list, list]:
+    """On one rank: the weights that it owns before and after one step."""
+    run = run_from(f"{COMMON} {flags}", dtype=torch.float64)
+    before = owned(run.optimizer, "model/")
+    train_step(run)
+    run.buffer.wait_gather()
+    return before, owned(run.optimizer, "model/")
+
+
+def _matrices(name: str, whole: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that other programs keep apart: of each expert gate, up and down, with their biases; keys, values."""
+    lead = name.endswith((".kv", ".kv_bias", ".gate_up", ".gate_up_bias")) + (".experts." in name)
+    return list(whole.flatten(0, lead - 1)) if lead else [whole]
+
+
+def _lamb(w: torch.Tensor, g: torch.Tensor, decay: float) -> torch.Tensor:
+    """arXiv:1904.00962, algorithm 2, its first step, of one tensor: the moments are the gradient and its square."""
+    u = g / (g.abs() + 1e-3) + decay * w
+    return w - 0.01 * u * (w.norm() / u.norm() if w.norm() > 0 and u.norm() > 0 else 1)
+
+
+def _lars(w: torch.Tensor, g: torch.Tensor, decay: float) -> torch.Tensor:
+    """arXiv:1708.03888, algorithm 1, its first step, of one tensor."""
+    v = g + decay * w
+    return w - 0.01 * v * (0.1 * w.norm() / (g.norm() + decay * w.norm()) if w.norm() > 0 and g.norm() > 0 else 1)
+
+
+def _muon(w: torch.Tensor, g: torch.Tensor, decay: float) -> torch.Tensor:
+    """K. Jordan, Muon (2024), its first step, of one matrix, by its singular values."""
+    left, s, right = torch.linalg.svd(g, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return w * (1 - 0.01 * decay) - 0.01 * max(w.shape) ** 0.5 * left @ torch.diag(s) @ right
+
+
+@cache
+def _gradients(model: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Of every weight its first value and its gradient: what SGD with a rate of 1 takes from it."""
+    flags = "--optimizer sgd --sgd-momentum 0 --lr 1 --weight-decay 0 --clip-grad 0 --make-vocab-size-divisible-by 1"
+    before, after = map(whole_of, _update(f"{model} {flags}"))
+    return {name: (whole, whole - after[name]) for name, whole in before.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "rule", "layout"),
+    [("OSS", _lamb, layout) for layout in ("", "ep2 etp2 tp2", "ep4 ZERO3 TINY", "ZERO3 SETS OUTER")]
+    + [("QWEN_MOE", _lars, layout) for layout in ("", "ep2 ZERO2 tp2")]
+    + [("QWEN_MOE", _muon, layout) for layout in ("", "ep2 ZERO2 tp2")],
+)
+def test_each_matrix_of_each_expert_is_updated_as_a_tensor_of_its_own(model: str, rule: Any, layout: str) -> None:
+    how = f"{flags(model)} --clip-grad 0 --make-vocab-size-divisible-by 1 --lars-trust-coefficient 0.1"
+    how += f" --adam-eps 1e-3 --muon-coefficient-type simple --optimizer {rule.__name__[1:]}"
+    ranks = run_ranks(4, _update, f"{how} {flags(layout)}") if layout else [_update(how)]
+    got = whole_of(piece for _, after in ranks for piece in after)
+    assert got.keys() == _gradients(flags(model)).keys()
+    for name, (whole, gradient) in _gradients(flags(model)).items():
+        decay = 0.0 if any(word in name for word in ("bias", "norm", "sink")) else 0.1
+        parts = [_matrices(name, x) for x in (whole, gradient, got[name])]
+        if rule is _muon and (decay == 0 or parts[0][0].dim() != 2 or name.endswith((".word", "/head"))):
+            continue  # AdamW's
+        for i, (w, g, new) in enumerate(zip(*parts, strict=True)):
+            error = float((new - rule(w, g, decay)).abs().max() / w.abs().max().clamp_min(1))
+            assert error <= 1e-10, f"{name} {i}: {error}"

@@ -1,4 +1,4 @@
-"""Sum of squares of a flat gradient: sum_i g_i^2 as an fp64 scalar, the same in every run.
+"""Sum of squares of a flat gradient, or of each row: sum_i g_i^2 as fp64 scalars, the same in every run.
 
 Two stages and no atomics: each program sums the squares of its blocks in fp32, lane by lane, and leaves one number;
 those are added in fp64. A lane adds a few hundred terms, so the error is about 1e-7; one long fp32 sum is wrong by
@@ -23,30 +23,38 @@ ELEMENTS, WARPS, PROGRAMS = 4096, 8, 8
 ROW = 64  # elements that torch's form sums in their own precision
 
 
-def sum_of_squares_reference(flat: Tensor) -> Tensor:
-    """Short rows in their own precision, their sum in fp64: error 1e-9; all in fp64 is 20 times slower on a CPU."""
-    whole = flat.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
-    return rows.double().square().sum() + flat[whole:].double().square().sum()
+def sums_of_squares_reference(x_RN: Tensor) -> Tensor:
+    """Short pieces in their own precision, their sum in fp64: error 1e-9; all in fp64 is 20 times slower on a CPU."""
+    pieces = x_RN.shape[1] // ROW
+    whole = x_RN[:, : pieces * ROW].unflatten(1, (pieces, ROW))
+    norms = torch.linalg.vector_norm(whole, dim=2)
+    return norms.double().square().sum(1) + x_RN[:, pieces * ROW :].double().square().sum(1)
 
 
 @kernel
 def _squares(X, OUT, n, ELEMENTS: tl.constexpr):
     total = tl.zeros((ELEMENTS,), dtype=OUT.dtype.element_ty)
+    x_row = X + tl.program_id(1).to(tl.int64) * n
     first = tl.program_id(0).to(tl.int64) * ELEMENTS
     while first < n:
         at = first + tl.arange(0, ELEMENTS)
-        x = tl.load(X + at, mask=at < n, other=0.0).to(OUT.dtype.element_ty)
+        x = tl.load(x_row + at, mask=at < n, other=0.0).to(OUT.dtype.element_ty)
         total += x * x
         first += tl.num_programs(0) * ELEMENTS
-    tl.store(OUT + tl.program_id(0), tl.sum(total, 0))
+    tl.store(OUT + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(total, 0))
+
+
+def sums_of_squares(x_RN: Tensor) -> Tensor:
+    """[rows, n] contiguous -> fp64 [rows] on the same device; no wait for it."""
+    if not use_triton(x_RN):
+        return sums_of_squares_reference(x_RN)
+    rows, n = x_RN.shape
+    programs = min(ceil_div(n, ELEMENTS), ceil_div(PROGRAMS * processors(x_RN.device), rows))
+    partial = torch.empty(rows, programs, dtype=stat_dtype(x_RN), device=x_RN.device)
+    _squares[(programs, rows)](x_RN, partial, n, ELEMENTS, num_warps=WARPS)
+    return partial.double().sum(1)
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
     """[n] contiguous -> fp64 scalar on the same device; no wait for it."""
-    if not use_triton(flat):
-        return sum_of_squares_reference(flat)
-    programs = min(ceil_div(flat.numel(), ELEMENTS), PROGRAMS * processors(flat.device))
-    partial = torch.empty(programs, dtype=stat_dtype(flat), device=flat.device)
-    _squares[(programs,)](flat, partial, flat.numel(), ELEMENTS, num_warps=WARPS)
-    return partial.double().sum()
+    return sums_of_squares(flat.unsqueeze(0)).squeeze(0)

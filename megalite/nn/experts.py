@@ -120,16 +120,20 @@ class Experts(nn.Module):
         E, D, F, std = model.num_experts or 0, model.hidden_size, model.expert_ffn_size, model.init_method_std
         self.local = E // make.mesh.ep.size
         gated = self.activation.width == 2
-        up, middle, at = ("gate_up", (2, F), 2) if gated else ("up", (F,), 1)
+        up, middle, at = (
+            ("gate_up", (2, F), 2) if gated else ("up", (F,), 1)
+        )  # `at`: the dim of F, after all that count
         expert, of_ep, normal = partial(ParamSpec, home="expert", block=1), (0, "ep"), Normal(model.out_std)
         self.router = Router(make, f"{name}.router", model, layer)
         shards = (of_ep, (at, "etp"))
-        self.up = make(expert(f"{name}.experts.{up}", (E, *middle, D), shards=shards, init=Normal(std)))
-        self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=(of_ep, (2, "etp")), init=normal))
+        self.up = make(expert(f"{name}.experts.{up}", (E, *middle, D), shards=shards, init=Normal(std), batch_dims=at))
+        down_shards = (of_ep, (2, "etp"))
+        self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=down_shards, init=normal, batch_dims=1))
         if model.add_bias_linear:  # that of down is split over etp, so that each rank adds its part once
             bias = partial(expert, init=Constant(0.0), decay=False, looked_up=True)
-            self.up_bias = make(bias(f"{name}.experts.{up}_bias", (E, *middle), shards=shards))
-            self.down_bias = make(bias(f"{name}.experts.down_bias", (E, D), shards=(of_ep, (1, "etp"))))
+            self.up_bias = make(bias(f"{name}.experts.{up}_bias", (E, *middle), shards=shards, batch_dims=at))
+            down_shards = (of_ep, (1, "etp"))
+            self.down_bias = make(bias(f"{name}.experts.down_bias", (E, D), shards=down_shards, batch_dims=1))
         has = model.add_bias_linear  # they are this module's own, so that its call waits for their gather
         self.biases = (self.up_bias, self.down_bias) if has else ()
         self.shared = self.shared_gate = None

@@ -65,6 +65,8 @@ class ParamSpec:
             and only when the pipeline has more than one rank
     stacked dim 0 counts matrices that are used as one, [2, F, D] for gate and up: split, drawn and known to other
             programs along dim 1, where the rows are
+    batch_dims  how many leading dims count tensors that are stored as one and have norms of their own: 1 for [2, F, D]
+            and for the experts of [E, D, F], 2 for [E, 2, F, D]; None: 1 if it is stacked, else 0
     trained whether it is a parameter, and not state that follows another rule, as the bias of a router
     offset  added to what is stored wherever it is used: 1 for norm weights that are stored as their difference from 1
     block   how many indices along `block_dim` share a generator of initial values (parallel/rng.py)
@@ -82,6 +84,7 @@ class ParamSpec:
     looked_up: bool = False
     tied: bool = False
     stacked: bool = False
+    batch_dims: int | None = None
     block: int = 128
     rows: int | None = None
     trained: bool = True
@@ -98,9 +101,9 @@ class ParamSpec:
         return self.shards[0][0] if self.shards else int(self.stacked)
 
     @property
-    def tensors(self) -> int:
-        """How many tensors of one shape are stored as this one, along dim 0."""
-        return self.shape[0] if self.stacked else 1
+    def batch_shape(self) -> tuple[int, ...]:
+        """How many tensors of one shape are stored as this one, along each of its leading dims."""
+        return self.shape[: int(self.stacked) if self.batch_dims is None else self.batch_dims]
 
     @property
     def is_matrix(self) -> bool:

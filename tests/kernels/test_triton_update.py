@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite.kernels.adamw import BLOCK, adamw_, adamw_reference_, random_bits, round_at_random, rounding_key
 from megalite.kernels.dispatch import runs_triton
-from megalite.kernels.grad_norm import sum_of_squares
+from megalite.kernels.grad_norm import sum_of_squares, sums_of_squares
 
 ARGS: dict[str, Any] = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.5)
 MOMENTS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
@@ -103,6 +103,14 @@ def norm_error(n: int, dtype: str, device: str, triton: bool = True) -> float:
         assert not torch.isfinite(sum_of_squares(y))
     want = x.double().square().sum()
     return float((got - want).abs() / want)
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 70), (5, 4099), (3, 12345)])
+def test_rows_have_sums_of_their_own(interpreter: Any, rows: int, n: int) -> None:
+    """A launch for all of them; and the sum of the only row is that of the flat tensor, to the bit."""
+    x = torch.randn(rows, n, generator=torch.Generator().manual_seed(n)) * torch.arange(1, rows + 1)[:, None]
+    torch.testing.assert_close(sums_of_squares(x), x.double().square().sum(1), rtol=1e-6, atol=0)
+    assert sums_of_squares(x[:1]).item() == sum_of_squares(x[0]).item()
 
 
 @pytest.mark.parametrize("which", range(len(MOMENTS)))
