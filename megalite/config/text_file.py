@@ -1,0 +1,98 @@
+"""Read a small text file that somebody else wrote: a configuration, a list of paths, the JSON beside a model.
+
+Such a path may name a pipe or a device, whose reading never ends, or a file that does not fit into memory. These
+functions open without waiting, accept regular files only, and stop reading at a limit.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+
+MAX_BYTES = 16 << 20
+Opener = Callable[[str, int], int]
+
+
+class TextFileError(ValueError):
+    """The text names the path, the reason and the remedy. `reason`: without the path and the remedy."""
+
+    def __init__(self, path: str | os.PathLike[str], reason: str, remedy: str):
+        super().__init__(f"{os.fspath(path)}: {reason}; {remedy}")
+        self.reason = reason
+
+
+def read_small_text(path: str | os.PathLike[str], what: str, max_bytes: int = MAX_BYTES) -> str:
+    """Return the text of a regular file of at most `max_bytes` in UTF-8, with line ends as \\n.
+
+    Args:
+        what: what the file should be, with its article, for the remedy: "a TOML file".
+
+    Raises:
+        TextFileError: a ValueError, for any other file, from the OSError or UnicodeDecodeError if there is one.
+    """
+    remedy = f"give {what}"
+    try:
+        content = read_small_bytes(path, max_bytes)
+    except OSError as error:
+        raise TextFileError(path, f"cannot be read ({error.strerror or error})", remedy) from error
+    except ValueError as error:  # a null character in the path
+        raise TextFileError(repr(os.fspath(path)), f"cannot be read ({error})", remedy) from error
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TextFileError(path, f"is not UTF-8 text ({error})", remedy) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_small_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES, opener: Opener | None = None) -> bytes:
+    """Return the content of a regular file of at most `max_bytes`. `opener`: as of `open`. Raises OSError."""
+    with open(path, "rb", opener=opener or regular_opener) as file:
+        _check_is_regular(file.fileno(), path)
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > max_bytes else file.read(max_bytes + 1)  # the file may grow, and in /proc its size is 0
+    if max(size, len(content)) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {size_in_words(max_bytes)}", os.fspath(path))
+    return content
+
+
+def read_ends(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> tuple[str, int]:
+    """Return a log's text, and the number of bytes left out in its middle if it has more than `max_bytes`. Bytes that
+    are not UTF-8 are replaced. Raises OSError, also for what is not a regular file."""
+    with open(path, "rb", opener=regular_opener) as file:
+        size = os.fstat(file.fileno()).st_size
+        half = max_bytes // 2
+        left_out = max(0, size - 2 * half)
+        if not left_out:
+            return file.read(2 * half).decode("utf-8", "replace"), 0
+        first = file.read(half)
+        file.seek(size - half)
+        last = file.read(half)
+    # whole lines only, as the parts of the two that are cut would read like lines of the log
+    first, last = first[: first.rfind(b"\n") + 1], last[last.find(b"\n") + 1 :]
+    return (first + last).decode("utf-8", "replace"), size - len(first) - len(last)
+
+
+def regular_opener(path: str, flags: int) -> int:
+    """Open a regular file; an `opener` for `open`. Raises OSError, without waiting, for a directory, pipe or device."""
+    number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_is_regular(number, path)
+    except OSError:
+        os.close(number)
+        raise
+    return number
+
+
+def _check_is_regular(number: int, path: str | os.PathLike[str]) -> None:
+    mode = os.fstat(number).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a pipe, a device or a socket, not a regular file", os.fspath(path))
+
+
+def size_in_words(count: int) -> str:
+    """Return a limit in bytes as text, in MiB or KiB where these are whole."""
+    if count % (1 << 20) == 0:
+        return f"{count >> 20} MiB"
+    return f"{count >> 10} KiB" if count % (1 << 10) == 0 else f"{count} bytes"
