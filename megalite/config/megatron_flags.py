@@ -99,8 +99,8 @@ def first_of(feature: str) -> str:
 def nearest(flag: str, candidates: Iterable[str]) -> str | None:
     """The candidate that differs from `flag` by a few letters in each word; None rather than a guess."""
     long = (candidate for candidate in candidates if len(candidate) > len("--abc"))  # short ones are all alike
-    best = max(long, key=lambda candidate: _likeness(flag[2:], candidate[2:]))
-    return best if _likeness(flag[2:], best[2:]) else None
+    best = max(long, key=lambda candidate: _likeness(flag[2:], candidate[2:]), default=None)
+    return best if best is not None and _likeness(flag[2:], best[2:]) else None
 
 
 def _likeness(a: str, b: str) -> float:
@@ -114,4 +114,6 @@ def _likeness(a: str, b: str) -> float:
 
 
 def _ratio(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
+    """The ratio of letters that match; 0 where a bound that costs less shows that it is below 0.7."""
+    matcher = difflib.SequenceMatcher(None, a, b)
+    return matcher.ratio() if matcher.real_quick_ratio() >= 0.7 and matcher.quick_ratio() >= 0.7 else 0.0

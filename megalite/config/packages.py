@@ -6,6 +6,7 @@ from megalite.config.options import LogConfig
 
 CODE = 3  # train/tell/run_dir.py: Exit.PREFLIGHT
 EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "matplotlib": "plots", "transformers": "all"}
+EXTRAS |= {"pyyaml": "translate"}
 EXTRAS |= dict.fromkeys(("zstandard", "pyarrow", "fsspec", "tiktoken"), "data")  # of pyproject.toml
 
 

@@ -16,7 +16,6 @@ answered as Megatron-LM's flag of that name. [defaults.SECTION] are the other tr
 
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -24,11 +23,10 @@ from typing import Any, NamedTuple
 
 from megalite.config.check import check
 from megalite.config.field import base_type, convert, flag_of, masked
+from megalite.config.foreign_config import read_mapping
 from megalite.config.megatron_flags import REFUSED, WARNED, asked_for, first_of, known_flags, nearest
 from megalite.config.options import ConfigError, build, completed, options, over_preset
-from megalite.config.packages import MissingPackage, needs
 from megalite.config.tables import table_beside
-from megalite.config.text_file import TextFileError, read_small_text
 from megalite.config.toml import toml_of
 
 FORMATS = ("deepspeed", "accelerate", "torchtitan", "nanotron", "bridge", "nemo")
@@ -53,26 +51,6 @@ class Key(NamedTuple):
     @property
     def text(self) -> str:
         return str(self.value).lower()
-
-
-def _read(path: str) -> Tree:
-    try:
-        text = read_small_text(path, "a configuration in JSON, TOML or YAML", 1 << 20)
-        if text.lstrip()[:1] == "{" or path.endswith(".toml"):
-            return (tomllib if path.endswith(".toml") else json).loads(text)
-        import yaml
-
-        try:
-            tree = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(" ".join(str(error).split())) from None
-    except ImportError:
-        raise MissingPackage(needs(path, "pyyaml")) from None
-    except TextFileError as error:
-        raise ConfigError([str(error)]) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError([f"{path!r} is no JSON, TOML or YAML that can be read ({error}); correct it"]) from None
-    return tree if isinstance(tree, dict) else {}
 
 
 @cache
@@ -244,7 +222,7 @@ def _layout(values: Tree, parts: Tree, gpus: int | None) -> int | None:
 def translate(path: str, gpus: int | None, presets: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
     """(a file for --config, whose comments are the verdicts and the launch line, whether every key has an equivalent).
     Raises ConfigError, MissingPackage."""
-    tree, values, parts = _read(path), {}, {}
+    tree, values, parts = read_mapping(path), {}, {}
     known = {name: sum(_row_of(name, key) is not None for key in _keys(tree, {})) for name in FORMATS}
     name = max(FORMATS, key=lambda name: known[name])
     titles = {name: table_of(name)["settings"]["title"] for name in FORMATS}

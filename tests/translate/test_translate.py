@@ -15,6 +15,7 @@ from train_cases import config_from, pretrain
 
 from megalite.config import translate as tables
 from megalite.config.field import spellings
+from megalite.config.foreign_config import read_mapping
 from megalite.config.megatron_flags import known_flags
 from megalite.config.options import ConfigError
 from megalite.config.packages import MissingPackage
@@ -56,7 +57,7 @@ def test_a_file_becomes_one_that_plans_a_run(name: str, tmp_path: Path, capsys, 
     monkeypatch.chdir(tmp_path)
     plan = replace(config, data=data, train=replace(config.train, dry_run=True))
     assert pretrain(plan, Ranks(world=ranks, local_world=ranks)) == 0
-    keys = [key.name for key in tables._keys(tables._read(str(HERE / name)), {})]
+    keys = [key.name for key in tables._keys(read_mapping(str(HERE / name)), {})]
     assert all(f"#   {key} = " in text for key in keys), "every key has a verdict"
 
 
@@ -123,5 +124,7 @@ def test_what_is_typed_wrong_or_secret(tmp_path: Path, monkeypatch: pytest.Monke
     assert tomllib.loads(text).keys() == {"train", "precision"} and "could not convert string to float" in text
     assert 'steps_per_print = "${x}": it stands for the value of another key; write that' in text
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(MissingPackage, match="needs the package pyyaml"):
+    with pytest.raises(
+        MissingPackage, match=r"needs the package pyyaml; pip install pyyaml \(or megalite\[translate\]\)"
+    ):
         translate(str(HERE / "fsdp.yaml"), 8, PRESETS)
