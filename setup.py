@@ -8,7 +8,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SUFFIXES = (".py", ".css", ".toml")  # of programs and the data that they read
-FILES = [*Path("tools").rglob("*"), *Path("examples/recipes").glob("*")]
+FILES = [*Path("tools").rglob("*"), *Path("examples/recipes").glob("*"), *Path("examples/plugins").glob("*")]
 PROGRAMS = ["pretrain_gpt.py", *sorted(str(path) for path in FILES if path.suffix in SUFFIXES)]
 
 

@@ -4,7 +4,6 @@ along."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import documents
 import pytest
+
+from megalite.config.registry import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 CLONE = ("megalite", "tools", "tests/test_tools.py", "examples", "setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -62,7 +63,7 @@ def test_what_a_wheel_holds(clone: Path, wheel: Path, tmp_path: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {str(p.relative_to(ROOT)) for p in (ROOT / "megalite").rglob("*.py")}
     package |= {f"megalite/{name}" for name in DATA.split()}
-    folders = (ROOT / "tools", ROOT / "examples/recipes")
+    folders = (ROOT / "tools", ROOT / "examples/recipes", ROOT / "examples/plugins")
     files = [p for folder in folders for p in folder.rglob("*") if p.is_file() and p.suffix not in (".sh", ".pyc")]
     programs = {str(p.relative_to(ROOT)) for p in files} | {"pretrain_gpt.py"}
     assert {"megalite/config/console.py", "megalite/__main__.py"} <= package and "tools/bench/limited.py" in programs
@@ -166,10 +167,36 @@ def test_a_benchmark_starts_its_contenders(run: Run, tmp_path: Path) -> None:
     assert "megalite" in out and json.loads((tmp_path / "out.json").read_text())
 
 
+def indented(text: str) -> str:
+    """The commands in what a program says."""
+    return "".join(line[2:] for line in text.splitlines(keepends=True) if line.startswith("  "))
+
+
+@pytest.mark.everything(guards=("examples/plugins", "megalite/config/plugin_examples.py"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_written_plugin_trains(kind: str, run: Run, tmp_path: Path) -> None:
+    """What `megalite plugin KIND` says can be typed as it stands, and its runs train."""
+    said = run(f"megalite plugin {kind} --out mine.py")
+    commands = [[*command.words] for command in documents.commands_of(indented(said), "")]
+    assert commands and any(words[:2] == ["megalite", "train"] for words in commands), said
+    for words in commands:
+        short = "--num-layers 2 --train-iters 3 --device cpu".split() if words[1] == "train" else []
+        if "--use-checkpoint-args" in words:
+            short = short[2:]
+        run(" ".join([*words, *short]))
+    (folder,) = {words[words.index("--save") + 1] for words in commands if "mine.py" in words and "--save" in words}
+    rows = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3]
+    assert 'plugin = ["mine.py"]' in (tmp_path / folder / "run_config.toml").read_text()
+
+
 @RARELY
 def test_parts_of_a_users_own(run: Run, tmp_path: Path) -> None:
     """Every example of a plugin, in one run."""
-    files = [Path(shutil.copy(path, tmp_path)).name for path in sorted((ROOT / "examples/plugins").glob("*.py"))]
+    names = {kind: f"{kind}_of_mine.py" for kind in KINDS}
+    for kind, name in names.items():
+        run(f"megalite plugin {kind} --out {name}")
+    files = [*names.values()]
     small = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
     small += " --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 3 --device cpu --nproc 2 --pp 2"
     parts = (

@@ -1,8 +1,10 @@
 """Parts of a user's own: each kind as an example of examples/plugins/, typed on real command lines; what is refused."""
 
+import ast
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +227,8 @@ def test_a_tokenizer_makes_data_trains_and_speaks(tmp_path: Path) -> None:
 
 
 def test_metrics_are_the_same_under_every_layout_and_callbacks_are_called(tmp_path: Path) -> None:
-    words = ["--plugin", str(EXAMPLES / "metric.py"), "--activation", "watched_gelu", *LINE, *STEPS, "--bf16"]
+    own = [str(EXAMPLES / "metric.py"), str(EXAMPLES / "callback.py")]
+    words = ["--plugin", *own, "--activation", "watched_gelu", *LINE, *STEPS, "--bf16"]
     words += ["--log-interval", "2", "--eval-interval", "1", "--tensorboard-dir", "board"]
     said = typed(tmp_path, *words, "--save", "one")
     assert said.count("counting: done after 3 updates") == 1
@@ -370,14 +373,136 @@ def test_words_of_a_file_and_of_the_line_add_up_and_a_process_has_those_of_the_l
         plugins.register("activation", "mine", part)
 
 
+def written(folder: Path, *words: str, code: int = 0) -> str:
+    return typed(folder, "megalite", "plugin", *words, program="-m", code=code)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_example_of_each_kind_is_written_and_loads(kind: str, tmp_path: Path) -> None:
+    said = written(tmp_path, kind.replace("_", "-"))
+    (file,) = tmp_path.iterdir()
+    text = file.read_text("utf-8")
+    assert said.startswith(f"{file.name} is an example of {kind}. ") and f"megalite train --plugin {file.name} " in said
+    assert "examples/plugins" not in text and f"--plugin {file.name} " in text
+    assert re.search(rf"register\(\"{kind}\"", text)
+    plugins.load([str(file)])
+    assert KINDS[kind].added
+
+
+def test_a_written_example_never_takes_the_place_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("mine", "utf-8")
+    os.symlink("elsewhere.py", tmp_path / "link.py")
+    for words, said in {
+        "activation --out mine.py": "out=mine.py is there already; give another name, or remove it",
+        "activation --out link.py": "out=link.py is there already; give another name, or remove it",
+        "activation --out none/mine.py": "out=none/mine.py cannot be written: No such file or directory; give another path",
+        "activation --out mine": "out=mine does not end in .py, by which --plugin knows a file; give mine.py",
+        "activation --out s3://bucket/mine.py": "a local path",
+        "tokenizer": "'tokenizer' is no kind of part; give one of ",
+        "--out mine.py": "a kind is missing; give one of ",
+    }.items():
+        found = written(tmp_path, *words.split(), code=2)
+        assert said in found and "Traceback" not in found, found
+        if said.endswith("one of "):
+            assert all(kind in found for kind in KINDS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "mine.py"]
+    assert (tmp_path / "mine.py").read_text("utf-8") == "mine"
+    listed = written(tmp_path)
+    assert all(re.search(rf"^  {kind} +\S", listed, re.MULTILINE) for kind in KINDS)
+    odd = 'my "own"/act ivation.py'
+    (tmp_path / odd).parent.mkdir()
+    assert f"--plugin '{odd}' " in written(tmp_path, "activation", "--out", odd)
+    plugins.load([str(tmp_path / odd)])
+
+
+SIGNATURES = {
+    kind: re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for kind, text in re.findall(
+        r"^### `(\w+)`\n(.*?)(?=^##)", (ROOT / "docs/extending.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_has_a_skeleton_of_each_kind(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SIGNATURES[kind][0], "utf-8")
+    plugins.load([str(tmp_path / "mine.py")])
+    (name,) = KINDS[kind].added
+    assert name.lower() == "mine"
+
+
+def shown_of_megalite() -> list[tuple[str, ast.stmt]]:
+    """(module, class or function) of the blocks below the skeletons."""
+    found = list[tuple[str, ast.stmt]]()
+    for blocks in SIGNATURES.values():
+        for block in blocks[1:]:
+            first, *more = re.split(r"^# (megalite[\w.]+)\n", block, flags=re.MULTILINE)
+            assert not first and more, block
+            for module, text in zip(more[::2], more[1::2], strict=True):
+                found += [(module, node) for node in ast.parse(text).body]
+    return found
+
+
+def parts_of(node: ast.stmt) -> tuple[dict[str, tuple[str, str]], dict[str, ast.FunctionDef]]:
+    """Of a class: field -> its type and default; method -> its definition."""
+    assert isinstance(node, ast.ClassDef)
+    fields = {
+        ast.unparse(one.target): (ast.unparse(one.annotation), ast.unparse(one.value) if one.value else "")
+        for one in node.body
+        if isinstance(one, ast.AnnAssign)
+    }
+    return fields, {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(("module", "node"), shown_of_megalite(), ids=lambda one: getattr(one, "name", one))
+def test_what_the_page_shows_of_megalite_is_what_the_code_says(module: str, node: ast.stmt) -> None:
+    """Names, types, defaults; of a class some of its fields and methods."""
+    name = getattr(node, "name", "")
+    tree = ast.parse((ROOT / f"{module.replace(chr(46), chr(47))}.py").read_text("utf-8"))
+    classes = {one.name: one for one in tree.body if isinstance(one, ast.ClassDef | ast.FunctionDef)}
+    real = classes[name]
+    if isinstance(node, ast.FunctionDef):
+        assert isinstance(real, ast.FunctionDef)
+        assert signature(node) == signature(real)
+        return
+    fields, methods = parts_of(node)
+    real_fields, real_methods = parts_of(real)
+    for base in getattr(real, "bases", []):  # fields of the class above it, as a Naming's of a Family
+        above = classes.get(ast.unparse(base))
+        real_fields = (parts_of(above)[0] if above else {}) | real_fields
+    assert fields and fields == {field: real_fields.get(field) for field in fields}
+    assert all(signature(one) == signature(real_methods[one.name]) for one in methods.values())
+
+
+def signature(node: ast.FunctionDef) -> str:
+    return f"({ast.unparse(node.args)}) -> {ast.unparse(node.returns) if node.returns else ''}"
+
+
+def test_the_family_of_the_page_is_written_and_read(tmp_path: Path) -> None:
+    plugin(tmp_path, SIGNATURES["family"][0])
+    sizes = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2".split()
+    words = ["--preset", "tiny", *LINE[LINE.index("--micro-batch-size") :], *sizes, *STEPS, "--save", "run"]
+    typed(tmp_path, *words, "--seq-length", "16", "--max-position-embeddings", "16")
+    convert = [["--load", "run", "--to-hf", "mine", "--family", "mine"], ["--from-hf", "mine", "--save", "again"]]
+    for line in convert:
+        typed(tmp_path, *line, "--plugin", "mine.py", program="tools/convert_checkpoint.py")
+    with safe_open(tmp_path / "mine/model.safetensors", "np") as file:
+        assert file.get_tensor("model.layers.1.wqkv.weight").shape == (64, 32)
+    for source in ("run", "again"):
+        words = ["--load", source, "--to-hf", f"llama-{source}", "--family", "llama"]
+        typed(tmp_path, *words, program="tools/convert_checkpoint.py")
+    same = [(tmp_path / f"llama-{source}/model.safetensors").read_bytes() for source in ("run", "again")]
+    assert same[0] == same[1]
+
+
 @pytest.mark.everything(guards=("docs/extending.md", "examples/plugins", "megalite/config/plugins.py"))
 def test_the_page(tmp_path: Path) -> None:
-    """Every command of it, typed where its reader stands."""
-    os.symlink(ROOT / "examples", tmp_path / "examples")
-    ((_, shown),) = [block for block in documents.fences(ROOT / "docs/extending.md") if block[0] == "python"]
+    """Every command of it, typed in an empty folder."""
+    shown = next(text for language, text in documents.fences(ROOT / "docs/extending.md") if language == "python")
     assert (EXAMPLES / "lr_schedule.py").read_text("utf-8").endswith(f'"""\n\n{shown}')
-    for command in documents.commands():
-        if command.place.startswith("extending.md: megalite"):
-            short = ["--num-layers", "2", "--device", "cpu"] * (command.words[1] in ("train", "verify"))
-            done = programs.python("-m", "megalite", *command.words[1:], *short, cwd=tmp_path, timeout=300)
-            assert done.returncode == 0, f"{command.place}\n{done.stdout}{done.stderr}"
+    typed_ones = [command for command in documents.commands() if command.place.startswith("extending.md: megalite")]
+    assert {command.words[1] for command in typed_ones} == {"plugin", "train", "verify", "plan", "plot"}
+    for command in typed_ones:
+        short = ["--num-layers", "2", "--device", "cpu"] * (command.words[1] in ("train", "verify"))
+        done = programs.python("-m", "megalite", *command.words[1:], *short, cwd=tmp_path, timeout=300)
+        assert done.returncode == 0, f"{command.place}\n{done.stdout}{done.stderr}"

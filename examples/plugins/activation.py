@@ -1,6 +1,7 @@
 """An activation: Mish (arXiv:1908.08681), a = x t with t = tanh(softplus(x)); da/dx = t + x sigmoid(x) (1 - t^2).
 
-megalite train --plugin examples/plugins/activation.py --activation mish ...
+megalite train --plugin examples/plugins/activation.py --activation mish --preset tiny --vocab-size 300 --mock-data \
+  --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/mish
 
 It prices itself: a plan runs a layer with it on the meta device, and counts what happens.
 """

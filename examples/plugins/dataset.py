@@ -1,6 +1,7 @@
 """A dataset: sums to learn, "17+25=42;" again and again, made when they are asked for.
 
-megalite train --plugin examples/plugins/dataset.py --dataset sums --tokenizer-type ByteTokenizer ...
+megalite train --plugin examples/plugins/dataset.py --dataset sums --tokenizer-type ByteTokenizer --preset tiny \
+  --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/sums
 
 A dataset is samples by number: len, and [i], which gives seq_length + 1 token ids, always the same ones. So a run that
 resumes sees what it would have seen, dp ranks share the samples, and the ledger counts epochs.

@@ -1,7 +1,11 @@
 """A model family: the names that a house of its own gives to the tensors of a Llama, and the keys of its config.json.
 
+megalite train --preset tiny --vocab-size 300 --mock-data \
+  --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/llama
 megalite convert --plugin examples/plugins/family.py --load runs/llama --to-hf models/house --family house
-megalite convert --plugin examples/plugins/family.py --from-hf models/house --save runs/again
+megalite train --plugin examples/plugins/family.py --pretrained-checkpoint models/house --use-checkpoint-args \
+  --vocab-size 300 --mock-data --lr 1e-4 \
+  --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/house
 
 It is read in both directions. The name is the model_type; what is not said here is as in Llama.
 """

@@ -1,13 +1,12 @@
-"""A metric of each layer, how much of an activation's output is as good as nothing; and a callback with one of a step.
+"""A metric of each layer: how much of an activation's output is as good as nothing.
 
-megalite train --plugin examples/plugins/metric.py --activation watched_gelu ...
+megalite train --plugin examples/plugins/metric.py --activation watched_gelu \
+  --preset tiny --vocab-size 300 --mock-data \
+  --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/quiet
 
 The metric goes to metrics.jsonl (metric/quiet, and metric/quiet/layers with a number for each layer), to TensorBoard
-and W&B. It is a mean over elements, micro-batches and ranks. The callback's methods are moments of a run, on every
-rank.
+and W&B. It is a mean over elements, micro-batches and ranks.
 """
-
-from typing import Any
 
 from torch import Tensor
 
@@ -26,14 +25,3 @@ def forward(u: Tensor) -> Tensor:
 
 
 megalite.register("activation", "watched_gelu", Activation(forward, GELU.backward))
-megalite.register("metric", "updates", "step")
-
-
-@megalite.register("callback", "counting")
-class Counting:
-    def step(self, run: Any, result: Any) -> None:
-        megalite.log("updates", float(run.optimizer.updates))
-
-    def end(self, run: Any, outcome: str) -> None:
-        if run.mesh.world.is_first:
-            print(f"counting: {outcome} after {run.optimizer.updates} updates")

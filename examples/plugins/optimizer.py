@@ -1,6 +1,8 @@
 """An optimizer: Lion (arXiv:2302.06675), w -= lr (sign(b1 m + (1 - b1) g) + decay w), then m = b2 m + (1 - b2) g.
 
-megalite train --plugin examples/plugins/optimizer.py --optimizer lion --adam-beta1 0.9 --adam-beta2 0.99 ...
+megalite train --plugin examples/plugins/optimizer.py --optimizer lion --adam-beta1 0.9 --adam-beta2 0.99 --lr 1e-4 \
+  --preset tiny --vocab-size 300 --mock-data \
+  --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/lion
 
 A rule sees what a rank owns of a bucket as flat tensors, element by element; so every ZeRO stage shares it out, with
 its state in the checkpoint. What it keeps stands in `states`, which the planner counts.

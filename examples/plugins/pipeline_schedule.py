@@ -1,6 +1,8 @@
 """A pipeline schedule: 1F1B whose first stages run some forwards more ahead, so that a late message stops nobody.
 
-megalite train --plugin examples/plugins/pipeline_schedule.py --pipeline-schedule eager --pp 4 ...
+megalite train --plugin examples/plugins/pipeline_schedule.py --pipeline-schedule eager --pp 2 --nproc 2 \
+  --preset tiny --vocab-size 300 --mock-data \
+  --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/eager
 
 A schedule says what a rank computes, in order; messages, the split of backward and what ZeRO gathers are put between.
 Before a run all ranks' rows are run in simulated time: what would wait for ever is refused, with the actions that do.

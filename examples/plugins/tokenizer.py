@@ -1,7 +1,11 @@
 """A tokenizer: a character is an id, for those of an alphabet; others become "?".
 
-megalite preprocess --plugin examples/plugins/tokenizer.py --tokenizer-type Characters --input text.jsonl ...
-megalite train --plugin examples/plugins/tokenizer.py --tokenizer-type Characters --data-path ...
+megalite data corpus --out data
+megalite preprocess --plugin examples/plugins/tokenizer.py --tokenizer-type Characters --append-eod \
+  --input data/valid.jsonl --output-prefix data/characters
+megalite train --plugin examples/plugins/tokenizer.py --tokenizer-type Characters --preset tiny \
+  --data-path data/characters_text_document \
+  --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/characters
 
 `asked` has the options of a tokenizer, of which this one takes none. `identify` gets all that ids depend on, so that
 data and checkpoints of another alphabet are refused.

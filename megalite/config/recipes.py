@@ -5,18 +5,14 @@ megalite recipe NAME > mine.toml    one of them: its top says how to start it, a
 """
 
 import argparse
-from pathlib import Path
 
 from megalite.config.console import complain, show
-
-_HERE = Path(__file__).resolve().parents[1]
-FOLDERS = (_HERE / "programs" / "examples" / "recipes", _HERE.parent / "examples" / "recipes")  # of a wheel, of a clone
+from megalite.config.example_files import example_dir
 
 
 def recipes() -> dict[str, str]:
     """Name -> TOML, whose first line says what it is."""
-    folder = next(folder for folder in FOLDERS if folder.is_dir())
-    return {path.stem: path.read_text("utf-8") for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: path.read_text("utf-8") for path in sorted(example_dir("recipes").glob("*.toml"))}
 
 
 def main(argv: list[str]) -> int:

@@ -16,13 +16,14 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Registry(Collection[str]):
-    """Of one kind: names, the choices of an option. `built_in`: parts or their places. `added`: those of plugins."""
+    """Of one kind: names, the choices of an option. `built_in`: parts or their places. `added`: those of plugins.
+    `what`: a part in words. `example`: a file of examples/plugins."""
 
     def __init__(
         self, kind: str, what: str, *, has: str = "", any_of: str = "", one_of: str = "", lacks: str = "",
-        takes: int = 0, folder: str = "", **built_in: str,
+        takes: int = 0, folder: str = "", example: str = "", **built_in: str,
     ):  # fmt: skip
-        self.kind, self.added, self._what, self._takes = kind, dict[str, Any](), what, takes
+        self.kind, self.added, self.what, self._takes, self.example = kind, dict[str, Any](), what, takes, example
         self._has, self._any_of, self._one_of, self._lacks = map(str.split, (has, any_of, one_of, lacks))
         files = sorted(PACKAGE.joinpath(folder).glob("[a-z]*.py")) if folder else []
         there = {file.stem: f"megalite.{folder.replace('/', '.')}.{file.stem}:{kind.upper()}" for file in files}
@@ -64,13 +65,13 @@ class Registry(Collection[str]):
         if name in self:
             yield "is taken; choose another name"
         if lacks := [one for one in self._has if one not in there]:
-            yield f"has no {' and no '.join(lacks)}; give {self._what}"
+            yield f"has no {' and no '.join(lacks)}; give {self.what}"
         if more := there.intersection(self._lacks):
-            yield f"has {', '.join(more)}, which only built-in ones may; give {self._what}"
+            yield f"has {', '.join(more)}, which only built-in ones may; give {self.what}"
         if (self._any_of and not there) or (self._one_of and part not in self._one_of):
-            yield f"is {part!r}; give {self._what}"
+            yield f"is {part!r}; give {self.what}"
         if self._takes and not _takes(part, self._takes):
-            yield f"does not take {self._takes} arguments; give {self._what}"
+            yield f"does not take {self._takes} arguments; give {self.what}"
 
 
 def _takes(part: Any, count: int) -> bool:
