@@ -60,6 +60,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {  # what is broken -> whether t
     "MEGALITE_KERNELS=fast is unknown": (dict(MEGALITE_KERNELS="fast"), "bad"),
     "NCCL_SOCKET_IFNAME=nic7 is no interface": (dict(NCCL_SOCKET_IFNAME="nic7"), "bad"),
     "set MASTER_PORT, or --rdzv-endpoint": (dict(MASTER_PORT="taken"), "warn"),
+    "RANK=0 of WORLD_SIZE=2: a run here is that rank": (
+        dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="taken"),
+        "warn",
+    ),
+    "PMI_SIZE is not set although PMI_RANK is": (dict(PMI_RANK="0"), "bad"),
     "every run needs the package numpy": (dict(lacks="numpy"), "bad"),
     "wandb not installed": (dict(lacks="wandb"), "ok"),
     "or newer is needed: pip install --upgrade torch": (dict(old="torch"), "bad"),

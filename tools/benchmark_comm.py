@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     rules = (
-        (min(args.nproc, args.times, *sizes) < 1, "nproc, times and sizes of axes are at least 1"),
+        (min(args.times, *sizes) < 1, "times and sizes of axes are at least 1"),
         (args.factor < 2, f"factor={args.factor} is below 2; sizes must grow"),
         (args.min_bytes < 4, f"min_bytes={args.min_bytes} is below 4, one number"),
         (args.max_bytes < args.min_bytes, f"max_bytes={args.max_bytes} is below min_bytes={args.min_bytes}; raise it"),
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     wrong = [*(text for is_wrong, text in rules if is_wrong), *unwritable(json=args.json, csv=args.csv)]
     if wrong:
         parser.error("; ".join(wrong))
-    return on_ranks("benchmark_comm.py", bench, args, args.nproc, args.tensor_model_parallel_size, problem)
+    return on_ranks("benchmark_comm.py", bench, args, args.tensor_model_parallel_size, problem)
 
 
 def problem(world: int, args: argparse.Namespace) -> str:

@@ -33,7 +33,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")
 
 def main(argv: list[str]) -> int:
     args = parser_of(__doc__, allow_abbrev=True, flags="check_cluster").parse_args(argv)
-    return on_ranks("check_cluster.py", check, args, args.nproc or 1, args.tensor_parallel)
+    return on_ranks("check_cluster.py", check, args, args.tensor_parallel)
 
 
 def check(ranks: Ranks, args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.console import complain, printable
 from megalite.config.text_file import TextFileError, read_small_text
 from megalite.launch.local_ranks import INTERRUPTED, start_local
-from megalite.launch.ranks import LaunchError, Ranks, leave, process_group, read_environment
+from megalite.launch.ranks import LaunchError, Ranks, leave, other_number, process_group, read_environment
 from tools.program import parser_of
 
 LIMIT = datetime.timedelta(minutes=10)  # of a wait for another rank
@@ -116,10 +116,12 @@ def main(argv: list[str]) -> int:
         prompts = read_prompts(args.prompt, args.prompts_file)
     except (LaunchError, ValueError) as error:
         parser.error(str(error))
-    if (problem := misuse(args, args.nproc if ranks is None else ranks.world)) is not None:
+    nproc = args.nproc or 1
+    problem = other_number(ranks, args.nproc) or misuse(args, nproc if ranks is None else ranks.world)
+    if problem is not None:
         parser.error(problem)
-    if ranks is None and args.nproc > 1:
-        return start_local(args.nproc, run, (args, prompts))
+    if ranks is None and nproc > 1:
+        return start_local(nproc, run, (args, prompts))
     run(ranks or Ranks(), args, prompts)
     return 0
 

@@ -194,7 +194,8 @@ def read_all(argv: Sequence[str], presets: Presets, also: Also | None = None, wo
         unclear |= set(wrong)
         values.update(typed)
     config = configs.build(configs.completed(configs.over_preset(presets.get(preset, {}), values)))
-    found = check(config, world(config) if world else None, unclear=unclear)
+    ranks = world(config) if world else None
+    found = check(config, ranks if ranks is None or ranks > 0 else None, unclear=unclear)  # a wrong number is told
     problems += [problem for problem in found if problem not in follows]
     problems += also(config, problems) if also else []
     if problems:

@@ -15,7 +15,7 @@ from megalite.config.run_options import ParallelConfig
 T = TypeVar("T", str, bool)
 OVERRIDES = dict(kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTION")
 OVERRIDES["shared_memory"] = "MEGALITE_SHARED_MEMORY"
-PLAIN = ("NO_COLOR", "RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+PLAIN = ("NO_COLOR", "RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 FAMILIES = ("NCCL_", "CUDA_", "CUBLAS_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "TRITON_", "NVIDIA_TF32", "MEGALITE_")
 SAFE_PATH = "PYTHONSAFEPATH"  # as python -P
 OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "MEGALITE_FAULT")
@@ -79,7 +79,8 @@ def warnings() -> list[str]:
 
 def wants_plain_lines() -> bool:
     """Whether the user, or a launcher that collects what ranks print, wants no colours and no line that changes."""
-    return any(map(variable, PLAIN)) or variable("TERM", "dumb") == "dumb"
+    of_a_step = variable("SLURM_PROCID") != "" and variable("SLURM_STEP_NUM_TASKS") != "1"  # 1: maybe salloc's shell
+    return of_a_step or any(map(variable, PLAIN)) or variable("TERM", "dumb") == "dumb"
 
 
 def values_of(names: Iterable[str]) -> str:

@@ -61,10 +61,12 @@ class Facts:
             return None
         if isinstance(value, float) and not math.isfinite(value):  # isfinite of a large int overflows
             return "is not finite; give a number"
-        if value < self.least:
-            return f"is negative; give {self.least} or more"
-        if self.above is not None and value == self.above:
+        allowed = f"{self.least} or more"
+        if self.above is not None:
             allowed = f"{self.above + 1} or more" if isinstance(value, int) else f"more than {self.above}"
+        if value < self.least:
+            return f"is negative; give {allowed}"
+        if self.above is not None and value == self.above:
             return f"is too small; give {allowed}"
         if self.below is not None and value >= self.below[0]:
             return self.below[1]

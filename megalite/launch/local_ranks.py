@@ -29,7 +29,16 @@ from megalite.config import plugins
 from megalite.config.console import complain, let_go_of_console
 from megalite.config.options import ConfigError
 from megalite.config.run_options import EXIT_SIGNALS
-from megalite.launch.ranks import FIRST_FAILURE, HANG, SAID, LaunchError, Ranks, die_with_parent, read_first_failure
+from megalite.launch.ranks import (
+    FIRST_FAILURE,
+    HANG,
+    SAID,
+    WAITS,
+    LaunchError,
+    Ranks,
+    die_with_parent,
+    read_first_failure,
+)
 
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
@@ -221,7 +230,7 @@ def _sweep(folder: Path) -> None:
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for attempt in folder.glob("tmp????????"):
-            for name in ("rendezvous", FIRST_FAILURE, SAID, HANG):
+            for name in ("rendezvous", FIRST_FAILURE, SAID, HANG, WAITS):
                 (attempt / name).unlink(missing_ok=True)
             attempt.rmdir()
         for server in folder.glob("pymp-????????"):

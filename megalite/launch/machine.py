@@ -19,6 +19,7 @@ from megalite.config.packages import needs
 from megalite.config.tables import table_beside
 from megalite.launch.local_ranks import cores
 from megalite.launch.meeting import MeetingError, interface_for_others, interfaces
+from megalite.launch.ranks import LaunchError, read_environment
 
 OK, WARN, BAD = "ok", "warn", "bad"
 VARIABLES, PACKAGES = table_beside(__file__, "machine").values()
@@ -74,6 +75,12 @@ def variables() -> Iterator[Fact]:
         for said in filter(None, (environment.values_of([name]) for name in row["name"].split(", "))):
             if re.fullmatch(row.get("wrong", ".*"), said.partition("=")[2]):
                 yield Fact(WARN, "variables", f"{said}: {row['does']}", row["do"])
+    try:
+        if (ranks := read_environment()) is not None and ranks.world > 1:
+            waits = f"{ranks.said}: a run here is that rank, and waits for the others"
+            yield Fact(WARN, "variables", waits, ranks.to_unset)
+    except LaunchError as error:
+        yield Fact(BAD, "variables", str(error))
     said = environment.of_libraries().replace("\n", " ")
     yield Fact(OK, "variables", f"set: {said}" if said else "none of the libraries' is set")
 

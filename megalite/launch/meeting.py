@@ -6,7 +6,8 @@ itself, so the counts differ after a node was replaced. Ranks therefore give eve
     rank r > 0   writes a new word under "hello r", waits for the answer, which is the name, and confirms it
     rank 0       answers every new word until each rank has confirmed
 
-It also answers the word of a rank that died, which does no harm. Rank 0 knows who has come, so it can name the others.
+It also answers the word of a rank that died, which does no harm. Rank 0 knows who has come, so it can name the others,
+and every rank that waits says for which ones, from a few seconds on.
 """
 
 import contextlib
@@ -23,9 +24,12 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from megalite.config.console import complain
+
 T = TypeVar("T")
 PAUSE_S = 0.02
 PROBE_S = 3.0
+NOTICE_S = 10.0  # how long a rank waits before it says for whom; then it says so after twice as long, and so on
 SIOCGIFADDR = 0x8915
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -35,39 +39,69 @@ class MeetingError(Exception):
 
 
 def meet(
-    rank: int, world: int, url: str, env: MutableMapping[str, str], timeout: timedelta, *, nodes: int, gloo: bool
+    rank: int,
+    world: int,
+    url: str,
+    env: MutableMapping[str, str],
+    timeout: timedelta,
+    *,
+    nodes: int,
+    gloo: bool,
+    serves: bool = True,
+    tell: Callable[[str], None] = complain,
 ) -> Any:
     """The store at `url` in which these ranks, and no others, exchange their addresses; collective. `nodes`: the number
-    of machines. Sets in `env` the interface that `gloo` needs to reach other machines. Raises MeetingError."""
-    from torch.distributed import DistError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-    from torch.distributed.rendezvous import rendezvous
+    of machines. Sets in `env` the interface that `gloo` needs to reach other machines. `serves`: rank 0 starts the
+    store at tcp://HOST:PORT, not its launcher. `tell` is called with the ranks that this one waits for, if it waits
+    long. Raises MeetingError."""
+    from torch import distributed
 
-    if url.startswith("file:"):  # no other ranks use it
-        return next(rendezvous(url, rank, world, timeout=timeout))[0]
+    stores: Any = distributed  # TCPStore and others have no other public name, and are not declared there
+
+    of_this_machine, serves = url.startswith("file:"), serves and rank == 0
     host, _, number = url.removeprefix("tcp://").rpartition(":")
-    host, port = host.strip("[]"), int(number)
+    host, port = host.strip("[]"), 0 if of_this_machine else int(number)
+    where = "on this machine" if of_this_machine else f"at {host}:{port}"
     interface = "GLOO_SOCKET_IFNAME"
     if nodes > 1 and gloo and interface not in env and (name := interface_for_others(host, port)) is not None:
         env[interface] = name
-    serves = rank == 0 and env.get(AGENT_STORE) != "True"  # otherwise torchrun does
+    missing = set(range(1, world)) if rank == 0 else {0}
+    connected = threading.Event()
 
     def find() -> Any:
-        store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
-        return PrefixStore(name_meeting(store, rank, world, timeout), store)
+        if of_this_machine:  # in a folder that no other ranks know
+            store: Any = stores.FileStore(url.removeprefix("file://"), world)
+            store.set_timeout(timeout)
+        else:
+            store = stores.TCPStore(
+                host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            )
+        connected.set()
+        return stores.PrefixStore(name_meeting(store, rank, world, timeout, missing, where), store)
+
+    def waits() -> None:
+        if not connected.is_set():
+            absent = f"the store {where}" if rank == 0 else f"1 of {world} ranks {where}: rank 0"
+            tell(f"waiting for {absent}; {likely_cause(host, port, serves, nodes, '')}")
+        elif absent := sorted(missing.copy()):
+            ranks = f"rank{'s' * (len(absent) > 1)} {listed(absent)}"
+            tell(f"waiting for {len(absent)} of {world} ranks {where}: {ranks}")
 
     try:
-        return within(timeout.total_seconds() + PROBE_S, find)
-    except (DistError, RuntimeError, ValueError, TimeoutError) as error:
+        return within(timeout.total_seconds() + PROBE_S, find, waits)
+    except (distributed.DistError, RuntimeError, ValueError, TimeoutError) as error:
         first = str(error).partition("\n")[0][:200]
+        cause = "rank 0 does not answer" if of_this_machine else likely_cause(host, port, serves, nodes, first)
         raise MeetingError(
-            f"rank {rank} of {world} on {socket.gethostname()} could not meet the others at {host}:{port} within "
-            f"{timeout.total_seconds():.0f} s: {likely_cause(host, port, serves, nodes, first)} ({first})"
+            f"rank {rank} of {world} on {socket.gethostname()} could not meet the others {where} within "
+            f"{timeout.total_seconds():.0f} s: {cause} ({first})"
         ) from error
 
 
-def within(seconds: float, do: Callable[[], T]) -> T:
+def within(seconds: float, do: Callable[[], T], waits: Callable[[], None] = lambda: None) -> T:
     """Return or raise what `do` does; raise TimeoutError after `seconds` and leave it behind in its thread. torch's own
-    time-out does not end a wait for a listener that accepts a connection and then says nothing."""
+    time-out does not end a wait for a listener that accepts a connection and then says nothing. `waits` is called
+    after NOTICE_S, and again each time that has doubled."""
     outcome = Future[T]()
 
     def run() -> None:
@@ -77,20 +111,29 @@ def within(seconds: float, do: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="megalite-meeting", daemon=True).start()
-    if not futures.wait([outcome], seconds).done:
-        raise TimeoutError(f"silent for {seconds:.0f} s")
+    begin, notice = time.monotonic(), NOTICE_S
+    while not futures.wait([outcome], max(0.0, min(begin + notice, begin + seconds) - time.monotonic())).done:
+        if time.monotonic() >= begin + seconds:
+            raise TimeoutError(f"silent for {seconds:.0f} s")
+        waits()
+        notice *= 2
     return outcome.result()
 
 
-def name_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> str:
-    """Agree on a name that only the ranks of this meeting know. Raises MeetingError on rank 0, else torch's errors."""
+def name_meeting(
+    store: Any, rank: int, world: int, timeout: timedelta, missing: set[int] | None = None, where: str = ""
+) -> str:
+    """Agree on a name that only the ranks of this meeting know. Raises MeetingError on rank 0, else torch's errors.
+    `missing`: loses the ranks that have come. `where`: for the error."""
+    missing = {*range(1, world)} if missing is None else missing
     word = f"{socket.gethostname()} {rank} {os.getpid()} {time.time_ns()}"
     if rank:
         store.set(f"hello {rank}", word)
         name = store.get(f"answer {word}").decode()
+        missing.clear()
         store.set(f"here {word}", name)
         return name
-    end, missing, heard = time.monotonic() + timeout.total_seconds(), set(range(1, world)), dict[int, str]()
+    end, heard = time.monotonic() + timeout.total_seconds(), dict[int, str]()
     while missing:
         for other in [other for other in sorted(missing) if store.check([f"hello {other}"])]:
             if (hello := store.get(f"hello {other}").decode()) != heard.get(other):
@@ -101,10 +144,14 @@ def name_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> str:
         if missing and time.monotonic() > end:
             came = [other for other in range(1, world) if other not in missing]
             hosts = {word.split()[0], *(heard[other].split()[0] for other in came)}
+            remedy = (
+                "They were started here, and have not come as far: look for what they do in ranks/ of the run directory"
+                if where == "on this machine"
+                else "Are their nodes running, do they have the same address, and can they reach it (firewall)?"
+            )
             raise MeetingError(
                 f"only ranks {listed([0, *came])} of {world} came within {timeout.total_seconds():.0f} s, from "
-                f"{', '.join(sorted(hosts))}; missing: {listed(sorted(missing))}. Are their nodes running, do they "
-                "have the same address, and can they reach it (firewall)?"
+                f"{', '.join(sorted(hosts))}; missing: {listed(sorted(missing))}. {remedy}"
             )
         time.sleep(PAUSE_S if missing else 0)
     return word

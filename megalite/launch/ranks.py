@@ -1,6 +1,13 @@
 """From a command to a process group: the only reader of rank variables.
 
 Four ways in: variables of torchrun (RANK, ...), mpirun (ranks.toml) or SLURM (SLURM_PROCID, ...), or local_ranks.py.
+
+All launchers are read by one rule. Each has a variable for the rank and one for the number of ranks; one without the
+other is an error, and an empty variable is not set. The innermost launcher counts: torchrun, mpirun, SLURM. One that
+has started a single process leaves the number of ranks to --nproc (but torchrun, which has restarts of its own); beside
+any other, --nproc must be the same number.
+Nothing shows whether a variable was left behind by an earlier program. So whatever waits for other ranks names the
+variables that say that there are any, and that a single process needs them to be unset.
 """
 
 import atexit
@@ -18,20 +25,22 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megalite.config.console import complain, let_go_of_console
 from megalite.config.tables import table_beside
 from megalite.config.text_file import read_small_text
-from megalite.launch.meeting import AGENT_STORE, MeetingError, meet
+from megalite.launch.meeting import AGENT_STORE, NOTICE_S, MeetingError, meet
 
 STARTERS = "torchrun, srun, mpirun or --nproc"
 VARIABLES = table_beside(__file__, "ranks")
 CUDA_VARIABLES: dict[str, str] = {name: facts["other"] for name, facts in VARIABLES["cuda"].items()}
+FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # from here on a step's number is a job's script or shell (slurm.h), and one process
 # files in `Ranks.shared`
 FIRST_FAILURE = "first-failure.json"  # written by the first rank that fails on this machine (train/tell/rank_log.py)
+WAITS = "waits"  # exists once a rank has said that rank 0 is missing
 SAID = "said"  # exists once that failure is on the console
 HANG = "hang.json"  # a hang that was reported and has not passed, in case a rank aborts before any rank fails by it
 
@@ -54,10 +63,25 @@ class LaunchError(Exception):
         self.local_rank = local_rank
 
 
+class Names(NamedTuple):
+    """The variables by which a launcher tells a process its rank, the number of ranks, and both on its machine."""
+
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str
+
+
+TORCH = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+MPI = [Names(*names) for names in VARIABLES["mpi"]]
+SLURM = Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The identity of this process. `init_method` None: the address is in MASTER_ADDR and MASTER_PORT. `resumes`: the
-    run was restarted after a rank had died. `shared`: a folder of the ranks that were started together here."""
+    run was restarted after a rank had died. `shared`: a folder of the ranks that were started together here.
+    `variables`: the names of those that say that there are other ranks."""
 
     rank: int = 0
     world: int = 1
@@ -66,72 +90,163 @@ class Ranks:
     init_method: str | None = None
     resumes: bool = False
     shared: str | None = None
+    variables: Sequence[str] = field(default=(), compare=False)
+
+    @property
+    def said(self) -> str:
+        """The variables and their values."""
+        rank, world = self.variables
+        return f"{rank}={self.rank} of {world}={self.world}"
+
+    @property
+    def to_unset(self) -> str:
+        """The remedy for variables of an earlier program; "" where none says that there are other ranks."""
+        return f"{' and '.join(self.variables)} are set: unset them for a single process" if self.variables else ""
 
 
 def read_environment(env: Mapping[str, str] = os.environ) -> Ranks | None:
-    """The ranks that torchrun, mpirun or SLURM announce in `env`; None if no launcher did."""
-    if "RANK" in env or "WORLD_SIZE" in env:
-        ranks = _checked(env, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), init_method=None)
-        again = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    """The ranks that torchrun, mpirun or SLURM announce in `env`; None if there is no launcher, or one other than
+    torchrun has started a single process. Raises LaunchError."""
+    env = {name: value for name, value in env.items() if value}
+    inner = _place(env, TORCH)
+    if inner is None:
+        return _of_mpi_or_slurm(env)
+    if under_torchrun(env):
         own = env.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_1/LOCAL_RANK/error.json
-        return replace(ranks, resumes=again, shared=own and str(Path(own).parents[1]))
-    slurm = "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS", "1") > 1
-    slurm_place = env.get("SLURM_PROCID"), env.get("SLURM_NTASKS")
-    for names in VARIABLES["mpi"]:
-        # In a SLURM job mpirun has SLURM start its daemons, and the ranks inherit SLURM's variables, which then count
-        # the daemons. Both agree only where srun provides PMI itself, and then SLURM knows the first host.
-        same = slurm and names[0] == "PMI_RANK" and (env.get(names[0]), env.get(names[1])) == slurm_place
-        if _number(env, names[1], "1") > 1 and not same:
-            return _checked(env, names, init_method=_meeting_of_mpi(env, names[1], names[3]))
-    if slurm:
-        host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
-        port = env.get("MASTER_PORT") or str(20000 + _number(env, "SLURM_JOB_ID", "0") % 20000)
-        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-        tasks = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_STEP_TASKS_PER_NODE", "1")  # "4(x2),3"
-        env = {**env, "SLURM_NTASKS_PER_NODE": re.split(r"[(,]", tasks)[0]}
-        return _checked(env, names, init_method=f"tcp://{host}:{port}")
-    return None
+        again = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        inner = replace(inner, resumes=again, shared=own and str(Path(own).parents[1]))
+    elif (outer := _outer(env)) is not None and outer.world > inner.world:
+        raise LaunchError(
+            f"{inner.said}, but {outer.said}: unset RANK and WORLD_SIZE if they are left from another run"
+        )
+    elif inner.world == 1:
+        return None
+    for name in ("MASTER_ADDR", "MASTER_PORT") if inner.world > 1 else ():
+        if name not in env:
+            text = f"{name} is not set although WORLD_SIZE={inner.world}: start with torchrun, or set it"
+            raise LaunchError(f"{text}; {inner.to_unset}")
+    return inner
 
 
-def _meeting_of_mpi(env: Mapping[str, str], world: str, local_world: str) -> str:
+def under_torchrun(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun has started this process, whose own variables a shell may still have without its ranks'."""
+    return "TORCHELASTIC_RUN_ID" in env and "RANK" in env
+
+
+def other_number(ranks: Ranks | None, nproc: int | None) -> str | None:
+    """The error of an --nproc that is not the number of ranks that a launcher has started."""
+    if ranks is None or nproc is None or nproc == ranks.world:
+        return None
+    said = f"nproc={nproc}, but {ranks.variables[1]}={ranks.world} says how many processes were started"
+    return f"{said}: leave out nproc, or unset {' and '.join(ranks.variables)} if no launcher did"
+
+
+def _of_mpi_or_slurm(env: Mapping[str, str]) -> Ranks | None:
+    """The ranks of the innermost of these launchers that has started more than one process. Raises LaunchError."""
+    for names in MPI:
+        by_mpi = _place(env, names)
+        if by_mpi is not None and by_mpi.world > 1:
+            break
+    else:
+        by_slurm = _of_slurm(env)
+        return by_slurm and replace(by_slurm, init_method=_meeting_of_slurm(env))
+    # In a SLURM job mpirun has SLURM start its daemons, and the ranks inherit SLURM's variables, which then count the
+    # daemons. Both agree only where srun provides PMI itself, and then SLURM knows the first host.
+    if names.rank == "PMI_RANK":
+        with contextlib.suppress(LaunchError):
+            by_slurm = _of_slurm(env)
+            if by_slurm and (by_slurm.rank, by_slurm.world) == (by_mpi.rank, by_mpi.world):
+                return replace(by_slurm, init_method=_meeting_of_slurm(env))
+    return replace(by_mpi, init_method=_meeting_of_mpi(env, names, by_mpi))
+
+
+def _outer(env: Mapping[str, str]) -> Ranks | None:
+    """The ranks of a launcher around the one that counts; half of its variables is no error then."""
+    try:
+        return _of_mpi_or_slurm(env)
+    except LaunchError:
+        return None
+
+
+def _of_slurm(env: Mapping[str, str]) -> Ranks | None:
+    """This process as a task of a step. A job's script and its shell (salloc) are one process; they have variables of
+    the whole job, among them SLURM_NTASKS, the number of tasks that its steps may have."""
+    if "SLURM_STEP_ID" not in env or _number(env, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
+        return None
+    world = "SLURM_NTASKS" if "SLURM_NTASKS" in env and SLURM.world not in env else SLURM.world
+    own = {name: value for name, value in env.items() if name != SLURM.local_world}
+    ranks = _place(own, SLURM._replace(world=world))
+    if ranks is None or ranks.world == 1:
+        return None
+    tasks = env.get(SLURM.local_world) or env.get("SLURM_NTASKS_PER_NODE", "1")  # of the step, else of the job
+    here = _tasks_of_node(tasks, int(env["SLURM_NODEID"]) if env.get("SLURM_NODEID", "").isdecimal() else 0)
+    return replace(ranks, local_world=max(min(here, ranks.world), ranks.local_rank + 1))
+
+
+def _tasks_of_node(text: str, node: int) -> int:
+    """The number of tasks of a node, out of those of all nodes.
+
+    >>> _tasks_of_node("4(x2),3", 1), _tasks_of_node("4(x2),3", 2)
+    (4, 3)
+    """
+    counts = [(int(count), int(times or 1)) for count, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text)]
+    for count, times in counts:
+        node -= times
+        if node < 0:
+            return count
+    return counts[0][0] if counts else 1
+
+
+def _meeting_of_mpi(env: Mapping[str, str], names: Names, ranks: Ranks) -> str:
     """The address where ranks of mpirun meet, which MPI itself does not give them."""
-    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(local_world) == env[world] else None)
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(names.local_world) == env[names.world] else None)
     if host is None:
         raise LaunchError(
-            f"MASTER_ADDR is not set and {world}={env[world]} ranks are on several nodes ({local_world}="
-            f"{env.get(local_world)}): give every rank the host of rank 0, as mpirun -x MASTER_ADDR=HOST does"
+            f"MASTER_ADDR is not set and {names.world}={ranks.world} ranks are on several nodes ({names.local_world}="
+            f"{env.get(names.local_world)}): give every rank the host of rank 0, as mpirun -x MASTER_ADDR=HOST does; "
+            f"{ranks.to_unset}"
         )
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")  # differs between jobs on one machine
     return f"tcp://{host}:{env.get('MASTER_PORT') or (20000 + zlib.crc32(job.encode()) % 20000 if job else 29500)}"
 
 
+def _meeting_of_slurm(env: Mapping[str, str]) -> str:
+    host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
+    return f"tcp://{host}:{env.get('MASTER_PORT') or 20000 + _number(env, 'SLURM_JOB_ID', '0') % 20000}"
+
+
 def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
     text = env.get(name, default)
-    if not re.fullmatch(r"[0-9]+", text):
+    if not re.fullmatch(r"[0-9]{1,18}", text):
         raise LaunchError(f"{name}={text!r} is not a whole number: start with {STARTERS}")
     return int(text)
 
 
-def _checked(env: Mapping[str, str], names: Sequence[str], init_method: str | None) -> Ranks:
-    """`names`: of the variables with the rank, the world, and both of this machine. Raises LaunchError."""
+def _place(env: Mapping[str, str], names: Names) -> Ranks | None:
+    """The place that the variables of one launcher give this process; None if neither the rank nor the number of ranks
+    is set. Raises LaunchError."""
     rank, world, local_rank, local_world = names
+    if rank not in env and world not in env:
+        return None
     for name, other in ((rank, world), (world, rank)):
         if name not in env:
-            raise LaunchError(f"{name} is not set although {other} is: start with {STARTERS}")
+            raise LaunchError(f"{name} is not set although {other} is: start with {STARTERS}, or unset {other}")
     ranks = Ranks(
         rank=_number(env, rank),
         world=_number(env, world),
         local_rank=_number(env, local_rank, env[rank]),
         local_world=_number(env, local_world, "1"),
-        init_method=init_method,
+        variables=(rank, world),
     )
-    if ranks.world < 1 or ranks.rank >= ranks.world:
+    if ranks.rank >= ranks.world:
         raise LaunchError(f"{rank}={ranks.rank} is not below {world}={ranks.world}: start with {STARTERS}")
-    if init_method is None and ranks.world > 1:
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not env.get(name):
-                raise LaunchError(f"{name} is not set although {world}={ranks.world}: start with torchrun, or set it")
-    port = env.get("MASTER_PORT") or "1"
+    if local_rank in env and local_world in env and ranks.local_rank >= ranks.local_world:
+        said = f"{local_rank}={ranks.local_rank} is not below {local_world}={ranks.local_world}"
+        raise LaunchError(f"{said}: start with {STARTERS}")
+    if not 1 <= ranks.local_world <= ranks.world:
+        than = f"more than {world}={ranks.world}" if ranks.local_world else "no number of ranks"
+        raise LaunchError(f"{local_world}={ranks.local_world} is {than}: start with {STARTERS}")
+    port = env.get("MASTER_PORT", "1")
     if ranks.world > 1 and not (re.fullmatch("[0-9]{1,9}", port) and 0 < int(port) < 1 << 16):
         raise LaunchError(f"MASTER_PORT={port!r} is not a port: set a number from 1 to 65535, the same on all ranks")
     return ranks
@@ -184,6 +299,38 @@ def card_of(ranks: Ranks) -> Any:
     return torch.device("cuda", ranks.local_rank)
 
 
+class _Notice:
+    """Says for whom this rank waits, and what to do if it should not. Of ranks that were started together and wait for
+    rank 0, one says it for all."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks, self._speaks = ranks, ranks.rank == 0 or ranks.shared is None
+
+    def __call__(self, text: str) -> None:
+        if not self._speaks:
+            try:
+                Path(self._ranks.shared or "", WAITS).touch(exist_ok=False)
+            except FileExistsError:
+                return
+            except OSError:  # the folder is gone
+                pass
+            self._speaks = True
+        complain("; ".join(filter(None, (f"rank {self._ranks.rank}: {text}", self._ranks.to_unset))))
+
+
+@contextlib.contextmanager
+def _told_late(ranks: Ranks, text: str) -> Iterator[None]:
+    """Rank 0 says so if what is inside takes long."""
+    timer = threading.Timer(NOTICE_S, complain, [f"rank 0: {text}: can all nodes reach each other at every port?"])
+    timer.daemon = True
+    if ranks.rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 @contextlib.contextmanager
 def process_group(
     ranks: Ranks, *, device: str, backend: str | None = None, startup_timeout: datetime.timedelta
@@ -204,8 +351,11 @@ def process_group(
     try:
         url = ranks.init_method or f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         nodes = -(-ranks.world // ranks.local_world)
-        store = meet(ranks.rank, ranks.world, url, os.environ, startup_timeout, nodes=nodes, gloo=name == "gloo")
-        dist.init_process_group(name, store=store, rank=ranks.rank, world_size=ranks.world, timeout=startup_timeout)
+        serves = ranks.init_method is not None or not under_torchrun() or os.environ.get(AGENT_STORE) != "True"
+        how: dict[str, Any] = dict(nodes=nodes, gloo=name == "gloo", serves=serves, tell=_Notice(ranks))
+        store = meet(ranks.rank, ranks.world, url, os.environ, startup_timeout, **how)
+        with _told_late(ranks, f"all {ranks.world} ranks have met; waiting for connections between them ({name})"):
+            dist.init_process_group(name, store=store, rank=ranks.rank, world_size=ranks.world, timeout=startup_timeout)
     except MeetingError as error:
         raise LaunchError(str(error), local_rank=None) from error
     except (dist.DistError, RuntimeError, ValueError) as error:
@@ -250,7 +400,7 @@ def follow_torchrun() -> list[str]:
     """Let this rank end with its torchrun, which cannot end its ranks if it is killed. Returns the options that
     torchrun lacks, one line each with the consequence."""
     lines, env = list[str](), os.environ
-    if "TORCHELASTIC_RUN_ID" not in env:
+    if not under_torchrun():
         return lines
     die_with_parent()
     with contextlib.suppress(OSError):
@@ -270,7 +420,7 @@ def follow_torchrun() -> list[str]:
 def save_after_torchrun(most_s: float) -> None:
     """Send this rank SIGTERM when its torchrun ends (torchrun dies of a SIGUSR1 that it does not pass on), and kill it
     after `most_s`. For a rank that can save and no longer blocks signals."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+    if not under_torchrun() or sys.platform != "linux":
         return
     parent = os.getppid()
     die_with_parent(signal.SIGTERM)
@@ -288,4 +438,4 @@ def save_after_torchrun(most_s: float) -> None:
 
 def torchrun_restarts() -> bool:
     """Whether torchrun restarts a run that ends with any code but 0, even one that stopped on purpose (75)."""
-    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return under_torchrun() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import programs
 import pytest
@@ -31,6 +33,7 @@ def slurm(rank: int, world: int, **more: str) -> dict[str, str]:
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+INTERACTIVE = "4294967290"  # the number of the step that is salloc's shell
 MV2 = {name.replace("OMPI", "MV2"): value for name, value in ompi(1, 2, 1, 2).items()}
 
 
@@ -55,6 +58,26 @@ MV2 = {name.replace("OMPI", "MV2"): value for name, value in ompi(1, 2, 1, 2).it
         ({**slurm(5, 8), "PMI_RANK": "5", "PMI_SIZE": "8"}, Ranks(5, 8, 1, 4, "tcp://gpu07:20005")),
         # MPICH's mpiexec in a SLURM job: one daemon per node
         ({**slurm(0, 2), **PMI}, Ranks(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
+        # a shell in an allocation of 4 tasks: salloc's interactive step, srun --pty, the job's script
+        (slurm(0, 4, SLURM_STEP_NUM_TASKS="1"), None),
+        (slurm(0, 4, SLURM_STEP_ID=INTERACTIVE), None),
+        ({name: value for name, value in slurm(0, 4).items() if name != "SLURM_STEP_ID"}, None),
+        ({**slurm(0, 4, SLURM_STEP_NUM_TASKS="1"), **PMI}, Ranks(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
+        # a step of another size than its job, whose --ntasks-per-node is still there
+        (
+            slurm(1, 16, SLURM_STEP_NUM_TASKS="2", SLURM_NTASKS_PER_NODE="8", SLURM_STEP_TASKS_PER_NODE="2"),
+            Ranks(1, 2, 1, 2, "tcp://gpu07:20005"),
+        ),
+        # nodes with different numbers of tasks
+        (
+            slurm(9, 11, SLURM_LOCALID="1", SLURM_NODEID="2", SLURM_STEP_TASKS_PER_NODE="4(x2),3"),
+            Ranks(9, 11, 1, 3, "tcp://gpu07:20005"),
+        ),
+        # one process: --nproc says how many; an empty variable is none
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "", "WORLD_SIZE": ""}, None),
+        # torchrun of one process in each task of a step of 4: four runs, as torchrun says
+        ({**slurm(3, 4), "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, Ranks()),
     ],
 )
 def test_the_table_of_environments(env: dict[str, str], want: Ranks | None) -> None:
@@ -73,6 +96,25 @@ def test_two_jobs_of_one_machine_have_two_ports() -> None:
         (ompi(5, 8, 1, 4), "MASTER_ADDR is not set and OMPI_COMM_WORLD_SIZE=8 ranks are on several nodes"),
         ({"PMI_RANK": "5", "PMI_SIZE": "8"}, "MASTER_ADDR is not set and PMI_SIZE=8"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set although"),
+        # half of a set, of any launcher, with both remedies
+        ({"RANK": "0"}, "WORLD_SIZE is not set although RANK is: start with torchrun, .* or unset RANK"),
+        ({"WORLD_SIZE": "1"}, "RANK is not set although WORLD_SIZE is: .* or unset WORLD_SIZE"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set although OMPI_COMM_WORLD_RANK is"),
+        ({"MV2_COMM_WORLD_RANK": "0"}, "MV2_COMM_WORLD_SIZE is not set although"),
+        ({"PMI_RANK": "1"}, "PMI_SIZE is not set although PMI_RANK is: .* or unset PMI_RANK"),
+        ({"PMI_SIZE": "1"}, "PMI_RANK is not set although PMI_SIZE is"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS is not set although SLURM_PROCID is"),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID is not set although SLURM_STEP_NUM_TASKS"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK=1 is not below LOCAL_WORLD_SIZE=0"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 is more than WORLD_SIZE=4"),
+        (ompi(1, 2, 1, 0, MASTER_ADDR="n0"), "OMPI_COMM_WORLD_LOCAL_RANK=1 is not below OMPI_COMM_WORLD_LOCAL_SIZE=0"),
+        # what an earlier job has left, in every process that a launcher has started
+        (
+            slurm(3, 4) | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK=0 of WORLD_SIZE=2, but SLURM_PROCID=3 of SLURM_NTASKS=4: unset RANK and WORLD_SIZE if they are left from another run",
+        ),
+        (ompi(1, 2, 1, 2) | {"RANK": "0", "WORLD_SIZE": "1"}, "RANK=0 of WORLD_SIZE=1, but OMPI_COMM_WORLD_RANK=1 of "),
         (ompi(9, 8, 1, 8), "OMPI_COMM_WORLD_RANK=9 is not below OMPI_COMM_WORLD_SIZE=8"),
         (ompi(0, 2, 0, 2) | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE='x' is not a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set although WORLD_SIZE=2"),
@@ -87,6 +129,91 @@ def test_what_is_missing_is_named(env: dict[str, str], says: str) -> None:
         read_environment(env)
 
 
+SIZES = {  # of two processes, by the variables that say so
+    "WORLD_SIZE": TORCHRUN | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+    "OMPI_COMM_WORLD_SIZE": ompi(0, 2, 0, 2),
+    "MV2_COMM_WORLD_SIZE": MV2,
+    "PMI_SIZE": PMI,
+    "SLURM_STEP_NUM_TASKS": slurm(0, 4, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="2"),
+}
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "pretrain_gpt.py": (*SMALL, "--train-iters", "1", "--device", "cpu"),
+    "tools/check_cluster.py": ("--device", "cpu"),
+    "tools/benchmark_comm.py": ("--device", "cpu"),
+    "tools/generate.py": ("--load", "none", "--device", "cpu"),
+}
+
+
+def clean() -> dict[str, str]:
+    """The environment of a user without a launcher."""
+    of = ("SLURM", "PMI", "OMPI", "MV2", "MPI_", "MASTER_", "TORCHELASTIC")
+    return {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith(of)}
+
+
+@pytest.mark.parametrize(
+    ("program", "size"),
+    [("pretrain_gpt.py", size) for size in SIZES] + [(program, "WORLD_SIZE") for program in [*PROGRAMS][1:]],
+)
+def test_nproc_beside_a_launcher_of_another_size_is_refused(program: str, size: str, tmp_path: Path) -> None:
+    folder = ("--run-dir", str(tmp_path / "r")) if program == "pretrain_gpt.py" else ()
+    done = programs.python(program, *PROGRAMS[program], *folder, "--nproc", "3", env=clean() | SIZES[size], timeout=60)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"nproc=3, but {size}=2 says how many processes were started: leave out nproc, or unset" in done.stderr
+    assert not (tmp_path / "r").exists()
+
+
+LEFT = {  # by an earlier program, of two processes: what rank 0 and rank 1 wait for
+    "torchrun": (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "rank 1"),
+    "torchrun's shell": (dict(RANK="0", WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True"), "rank 1"),
+    "the second": (
+        dict(RANK="1", WORLD_SIZE="2"),
+        "rank 0; 127.0.0.1 is 127.0.0.1 on this machine, which means itself",
+    ),
+    "Open MPI": (ompi(0, 2, 0, 2), "rank 1"),
+    "PMI": (PMI, "rank 0; that machine answers, but nothing listens there"),
+    "SLURM": (slurm(0, 2, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="2"), "rank 1"),
+}
+
+
+@pytest.mark.everything
+@pytest.mark.timeout(300)
+def test_variables_that_were_left_behind_are_named_within_seconds(tmp_path: Path) -> None:
+    started = []
+    for number, (name, (env, _)) in enumerate(LEFT.items()):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), OMP_NUM_THREADS="1")
+        words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *PROGRAMS["pretrain_gpt.py"]]
+        words += ["--run-dir", str(tmp_path / str(number)), "--distributed-timeout-minutes", "0.3"]
+        pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = programs.Popen(words, env=clean() | env | place, **pipes)
+        started.append((name, place, process))
+    for name, place, process in started:
+        env, others = LEFT[name]
+        err = process.communicate(timeout=200)[1]
+        rank, world = (next(n for n in env if n.endswith(end)) for end in (("RANK", "PROCID"), ("SIZE", "NUM_TASKS")))
+        said = f"waiting for 1 of 2 ranks at 127.0.0.1:{place['MASTER_PORT']}: {others}"
+        assert process.returncode == 3 and "Traceback" not in err, err
+        assert said in err and f"{rank} and {world} are set: unset them for a single process" in err, err
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_rank_at_all_is_refused(program: str, number: str, tmp_path: Path) -> None:
+    folder = ("--run-dir", str(tmp_path / "r")) if program == "pretrain_gpt.py" else ()
+    done = programs.python(program, *PROGRAMS[program], *folder, "--nproc", number, env=clean(), timeout=60)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert re.search(rf"nproc=?.*{number}.*(give 1 or more|is not a number above 0)", done.stderr)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("env", [{"RANK": "0", "WORLD_SIZE": "1"}, slurm(0, 4, SLURM_STEP_NUM_TASKS="1")])
+def test_a_launcher_of_one_process_leaves_the_number_to_nproc(env: dict[str, str], tmp_path: Path) -> None:
+    flags = [*PROGRAMS["pretrain_gpt.py"], "--run-dir", str(tmp_path), "--nproc", "2"]
+    done = programs.python("pretrain_gpt.py", *flags, env=clean() | env, timeout=100)
+    assert done.returncode == 0 and "= 2 ranks" in done.stdout, done.stderr
+
+
 def test_two_processes_of_mpirun_are_one_training(tmp_path: Path) -> None:
     """The variables of Open MPI on two plain processes: the losses are those of two local ranks."""
     with socket.socket() as free:
@@ -94,15 +221,14 @@ def test_two_processes_of_mpirun_are_one_training(tmp_path: Path) -> None:
         port = str(free.getsockname()[1])
     flags = [*SMALL, "--train-iters", "2", "--device", "cpu", "--hidden-dropout", "0"]
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--save"]
-    clean = {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith(("SLURM", "PMI", "OMPI"))}
     started = []
     for rank in range(2):
-        env = clean | ompi(rank, 2, rank, 2, MASTER_PORT=port, OMP_NUM_THREADS="1")
+        env = clean() | ompi(rank, 2, rank, 2, MASTER_PORT=port, OMP_NUM_THREADS="1")
         started.append(programs.Popen([*words, str(tmp_path / "mpi")], env=env, stdout=subprocess.PIPE, text=True))
     said = [process.communicate(timeout=100)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert "dp 2 x cp 1 x tp 1 = 2 ranks" in said[0] and said[1] == ""
-    programs.run([*words, str(tmp_path / "local"), "--nproc", "2"], env=clean, ok=True, timeout=100)
+    programs.run([*words, str(tmp_path / "local"), "--nproc", "2"], env=clean(), ok=True, timeout=100)
     one, two = (
         [json.loads(line)["train/loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()[:2]]
         for name in ("mpi", "local")

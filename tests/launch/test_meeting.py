@@ -16,14 +16,15 @@ from megalite.launch.meeting import MeetingError, interface_for_others, likely_c
 
 SHORT = datetime.timedelta(seconds=1)
 LONG = datetime.timedelta(seconds=30)
-AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
-@pytest.fixture
-def port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+port = pytest.fixture(free_port, name="port")
 
 
 @pytest.fixture
@@ -73,9 +74,9 @@ def test_who_is_missing_is_told(store: HashStore) -> None:
     assert f"only ranks 0, 2 of 4 came within 1 s, from {socket.gethostname()}; missing: 1, 3." in str(error.value)
 
 
-def why(rank: int, host: str, port: int, env: dict[str, str] | None = None, nodes: int = 1) -> str:
+def why(rank: int, host: str, port: int, serves: bool = True, nodes: int = 1) -> str:
     with pytest.raises(MeetingError) as error:
-        meet(rank, 2, f"tcp://{host}:{port}", env or {}, SHORT, nodes=nodes, gloo=False)
+        meet(rank, 2, f"tcp://{host}:{port}", {}, SHORT, nodes=nodes, gloo=False, serves=serves)
     said = f"rank {rank} of 2 on {socket.gethostname()} could not meet the others at {host}:{port} within 1 s"
     assert said in str(error.value)
     return str(error.value)
@@ -83,7 +84,7 @@ def why(rank: int, host: str, port: int, env: dict[str, str] | None = None, node
 
 def test_why_nobody_is_met_is_told(port: int) -> None:
     assert "that machine answers, but nothing listens there: has rank 0 started" in why(1, "127.0.0.1", port)
-    assert "nothing listens there" in why(0, "127.0.0.1", port, AGENT)  # torchrun's own, which has ended
+    assert "nothing listens there" in why(0, "127.0.0.1", port, serves=False)  # torchrun's own, which has ended
     assert re.search("localhost is .*on this machine, which means itself", why(1, "localhost", port, nodes=2))
     with socket.create_server(("", port)):
         assert f"port {port} is taken, by another job? Set MASTER_PORT" in why(0, "127.0.0.1", port)
@@ -120,3 +121,36 @@ def test_names_that_mean_nothing_or_the_machine_itself_are_told(monkeypatch: pyt
     monkeypatch.setattr(meeting, "interfaces", lambda: {"eth0": "10.0.0.3", "ib0": "10.1.0.3"})
     with pytest.raises(MeetingError, match="set GLOO_SOCKET_IFNAME .* to one of eth0, ib0"):
         interface_for_others("there", 1)
+
+
+def waits(rank: int, monkeypatch: pytest.MonkeyPatch, url: str, world: int = 3, **how: Any) -> str:
+    """What a rank says while it waits for the others, once."""
+    monkeypatch.setattr(meeting, "NOTICE_S", 0.4)
+    told: list[str] = []
+    with pytest.raises(MeetingError):
+        meet(rank, world, url, {}, SHORT, nodes=1, gloo=False, tell=told.append, **how)
+    assert 1 <= len(told) <= 4 and len({*told}) == 1, told  # at 0.4 s, and again each time that has doubled
+    return told[0]
+
+
+def test_who_waits_says_for_whom_and_where(port: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    at, nothing = f"127.0.0.1:{port}", "that machine answers, but nothing listens there"
+    first = waits(1, monkeypatch, f"tcp://{at}")
+    assert first.startswith(f"waiting for 1 of 3 ranks at {at}: rank 0; {nothing}")
+    assert waits(0, monkeypatch, f"tcp://{at}", serves=False).startswith(f"waiting for the store at {at}; {nothing}")
+    assert waits(0, monkeypatch, f"tcp://{at}") == f"waiting for 2 of 3 ranks at {at}: ranks 1, 2"
+    for rank, others in ((0, "2 of 3 ranks on this machine: ranks 1, 2"), (1, "1 of 3 ranks on this machine: rank 0")):
+        assert waits(rank, monkeypatch, f"file://{tmp_path}/{rank}") == f"waiting for {others}"
+
+
+def test_who_has_come_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "NOTICE_S", 0.6)
+    told: list[str] = []
+    url, how = f"tcp://127.0.0.1:{port}", dict(nodes=1, gloo=False)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, 0, 3, url, {}, datetime.timedelta(seconds=3), tell=told.append, **how)  # type: ignore[arg-type]
+        second = pool.submit(meet, 1, 3, url, {}, LONG, tell=told.append, **how)  # type: ignore[arg-type]
+        second.result(30)
+        with pytest.raises(MeetingError, match="only ranks 0, 1 of 3 came"):
+            first.result(30)
+    assert told[-1] == f"waiting for 1 of 3 ranks at 127.0.0.1:{port}: rank 2"

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megalite.launch.local_ranks import start_local
-from megalite.launch.ranks import LaunchError, Ranks, prepare_cuda, read_environment
+from megalite.launch.ranks import LaunchError, Ranks, other_number, prepare_cuda, read_environment
 from tools.bench.contender import time_steps
 
 FACTORS: dict[str, Callable[[int], float]] = {"all_reduce": lambda n: 2 * (n - 1) / n}
@@ -128,18 +128,19 @@ def on_ranks(
     program: str,
     work: Callable[[Ranks, Namespace], int],
     args: Namespace,
-    nproc: int,
     tp: int,
     problem: Callable[[int, Namespace], str] = lambda world, args: "",
 ) -> int:
-    """The exit code of `work` on the ranks that a launcher has started, or else on `nproc` local ones. `problem` says
+    """The exit code of `work` on the ranks that a launcher has started, or else on --nproc local ones. `problem` says
     why that many ranks cannot do it."""
+    nproc = args.nproc or 1
     try:
         ranks = read_environment()
     except LaunchError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 3
-    if text := problem(nproc if ranks is None else ranks.world, args):
+    text = other_number(ranks, args.nproc) or problem(nproc if ranks is None else ranks.world, args)
+    if text:
         print(f"{program}: {text}", file=sys.stderr)
         return 2
     if args.device != "cpu":

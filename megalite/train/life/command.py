@@ -82,6 +82,8 @@ def parse(argv: list[str]) -> Command:
 
     def of_this_machine(config: Config, wrong: list[str]) -> list[str]:
         nproc, problems = local_processes(config.parallel), [*of_launcher, *environment.problems()]
+        if other := launcher.other_number(ranks, config.parallel.nproc):
+            problems.append(other)
         if ranks is None and nproc > MOST_RANKS_PER_CORE * cores() and not config.train.dry_run:
             problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
         if ranks is None or (ranks.rank == 0 and not ranks.resumes):
