@@ -13,20 +13,21 @@ import documents
 import pytest
 from train_cases import config_from, pretrain
 
-from megalite.config import translate as tables
 from megalite.config.field import spellings
 from megalite.config.foreign_config import read_mapping
 from megalite.config.megatron_flags import known_flags
 from megalite.config.options import ConfigError
 from megalite.config.packages import MissingPackage
-from megalite.config.translate import FIELDS, FORMATS, Key, table_of, translate
+from megalite.config.translate import FORMATS, judge, translate
+from megalite.config.translate_keys import TABLES, File, Key, table_of
+from megalite.config.translate_rules import ALWAYS, FIELDS, Sayings, Translation, typed
 from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
 from tools.translate import main
 
 HERE = Path(__file__).parent
 PAGES = {"deepspeed": "deepspeed", "accelerate": "accelerate", "torchtitan": "torchtitan", "nanotron": "nanotron"}
-PAGES |= {"nemo": "bridge"}  # page -> the table that its keys are of
+PAGES |= {"nemo": "bridge nemo"}  # page -> the tables that its keys are of
 REST = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -57,8 +58,8 @@ def test_a_file_becomes_one_that_plans_a_run(name: str, tmp_path: Path, capsys, 
     monkeypatch.chdir(tmp_path)
     plan = replace(config, data=data, train=replace(config.train, dry_run=True))
     assert pretrain(plan, Ranks(world=ranks, local_world=ranks)) == 0
-    keys = [key.name for key in tables._keys(read_mapping(str(HERE / name)), {})]
-    assert all(f"#   {key} = " in text for key in keys), "every key has a verdict"
+    names = [key.name for key in File("bridge", read_mapping(str(HERE / name))).iterate(defaults=False)]
+    assert len(names) > 9 and all(re.search(rf"^#   (.*, )?{re.escape(key)} = ", text, re.M) for key in names)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -77,29 +78,172 @@ def test_the_worked_example_of_a_page(name: str, tmp_path: Path, capsys, monkeyp
     assert pretrain(config, Ranks(world=config.parallel.nproc, local_world=8)) == 0
     rows = re.findall(r"^\| (`.*?) \| ", page.read_text("utf-8").partition("## What does not")[0], re.MULTILINE)
     keys = {key.rpartition(".")[2] for row in rows for key in re.findall(r"`([a-z]\w*(?:\.\w+)*)`", row)}
-    table = (documents.ROOT / f"megalite/config/translate/{PAGES[name]}.toml").read_text("utf-8")
+    tables = [documents.ROOT / f"megalite/config/translate/{table}.toml" for table in PAGES[name].split()]
+    table = "".join(path.read_text("utf-8") for path in tables)
     flags = {flag[2:].replace("-", "_") for flag in known_flags()} | {"model", "train", "ds_report"}
     assert len(keys) > 5 and [key for key in sorted(keys - flags) if not re.search(rf"\b{key}\b", table)] == []
 
 
 def test_every_key_of_the_others_has_a_row() -> None:
     listed = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))
-    keys = [
-        (name, Key(k, at, k, "x", False)) for name, of in listed.items() for at, ks in of.items() for k in ks.split()
-    ]
-    assert len(keys) > 1400 and [key for name, key in keys if tables._row_of(name, key) is None] == []
-    assert tables._row_of("deepspeed", Key("staeg", "zero_optimization", "staeg", 2, False)) is None
+    keys = [(name, Key(k, at, k, "x")) for name, of in listed.items() for at, ks in of.items() for k in ks.split()]
+    assert len(keys) > 1400 and [key for name, key in keys if File(name, {}).row(key) is None] == []
+    assert File("deepspeed", {}).row(Key("staeg", "zero_optimization", "staeg", 2)) is None
 
 
 def test_rows_are_of_options_and_flags_that_there_are() -> None:
     flags = {flag for f in FIELDS.values() for flag, _ in spellings(f)} | known_flags().keys() | {"--preset"}
-    sections = [of for name in FORMATS for at, of in table_of(name).items() if at not in ("defaults", "settings")]
+    sections = [of for name in FORMATS for at, of in table_of(name).items() if at not in TABLES]
     rows = [row for of in sections for row in of.values()]
     for row in [text for one in rows for text in (one.values() if isinstance(one, dict) else [one])]:
-        assert re.fullmatch(r"[+>] .+|[=!]\S* .+", row), row
+        assert re.fullmatch(r"[+>~] .+|[=!]\S* .+", row), row
         assert {*re.findall(r"(?<![\w-])--[a-z][\w-]*", row)} <= flags, row
         for option, equals, value in (word.partition("=") for word in row[2:].split() * (row[0] == "+")):
-            assert option in FIELDS and (not equals or tables._typed(option, value) is not None), row
+            assert option in FIELDS and (not equals or typed(option, value) is not None), row
+
+
+LISTED: dict[str, dict[str, str]] = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))
+
+
+def rows_of(name: str) -> set[tuple[str, str]]:
+    """(section, key) of each row of a table, and of each key that is answered as Megatron-LM's flag."""
+    table = table_of(name)
+    rows = {(at, key) for at, rows in table.items() if at not in TABLES for key in rows}
+    return rows | {(at, key) for at, keys in LISTED.get(name, {}).items() for key in keys.split()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_asked_for_is_never_always_so_because_a_flag_says_it(name: str) -> None:
+    """Whatever value a key has: that a flag would set it means that it is not set."""
+    file = File(name, {})
+    for at, key in sorted(rows_of(name)):
+        row = file.table.get(at, {}).get(key, {})
+        values = [True, "on", 7] + [value for value in (row if isinstance(row, dict) else {}) if value != "*"]
+        for value in values:
+            verdict = judge(file, Key(f"{at}.{key}", at, key, value), Translation(name, Sayings()), [])
+            names_a_flag = re.search(r"(?<![\w-])--[a-z]", verdict.text)
+            assert verdict.kind != ALWAYS or not names_a_flag, (name, at, key, value, verdict.text)
+
+
+ASKED: dict[str, tuple[dict[str, Any], str]] = {
+    "shared experts": (
+        {"model": {"model_config": {"moe_config": {"enable_shared_expert": True, "num_experts": 4}}}},
+        "moe_shared_expert_intermediate_size = 5632\nmoe_shared_expert_gate = true",
+    ),
+    "no shared experts": (
+        {"model": {"model_config": {"moe_config": {"shared_expert_intermediate_size": 9, "enable_shared_expert": False}}}},
+        "shared_expert_intermediate_size = 9: asks for nothing without enable_shared_expert",
+    ),
+    "a z-loss": (
+        {"model": {"model_config": {"is_llama_config": True, "z_loss_enabled": True}}},
+        "z_loss_coeff = 0.0001",
+    ),
+    "positions that nanotron does not scale": (
+        {"model": {"model_config": {"is_llama_config": True, "rope_scaling": {"type": "yarn", "factor": 4.0}}}},
+        "nanotron does not read it, so positions are not scaled there either",
+    ),
+    "a checkpoint of nanotron": (
+        {"checkpoints": {"resume_checkpoint_path": "a/b", "checkpoints_path": "a"}},
+        'resume_checkpoint_path = "a/b": a checkpoint of nanotron is not read',
+    ),
+    "gradients that are reduced in bf16": (
+        {"training": {"mixed_precision_reduce": "bfloat16"}},
+        "grad_reduce_in_bf16 = true",
+    ),
+    "a compiled model": ({"compile": {"enable": True, "components": ["model"]}}, "compile = true"),
+    "a compiled loss": ({"compile": {"enable": True, "components": ["loss"]}}, "the loss has a kernel of its own"),
+    "the best checkpoints": (
+        {"exp_manager": {"checkpoint_callback_params": {"save_top_k": 3, "monitor": "val_loss"}}},
+        "save_top_k = 3: the newest checkpoints are kept, not those with the least loss; give --keep-last N",
+    ),
+    "the newest checkpoints": (
+        {"exp_manager": {"checkpoint_callback_params": {"save_top_k": 3, "monitor": "step", "mode": "max"}}},
+        "keep_last = 3",
+    ),
+    "a value that is to be given": (
+        {"trainer": {"max_steps": "???", "devices": 1, "num_nodes": 1}},
+        'max_steps = "???": the file leaves it to be given; give --train-iters',
+    ),
+    "a tokenizer that is to be given": (
+        {"model": {"tokenizer": {"model": "???", "library": "sentencepiece"}}},
+        'model.tokenizer.model = "???": the file leaves it to be given; give --tokenizer-model',
+    ),
+    "a reference": (
+        {"model": {"encoder_seq_length": 64, "max_position_embeddings": "${.encoder_seq_length}",
+                   "data": {"seq_length": "${model.encoder_seq_length}"}}},
+        'model.max_position_embeddings = "${.encoder_seq_length}": max_position_embeddings = 64',
+    ),
+    "a reference to itself": (
+        {"model": {"encoder_seq_length": "${model.encoder_seq_length}", "mcore_gpt": True}},
+        "it is computed from other values; write its value",
+    ),
+    "a computed value": (
+        {"model": {"encoder_seq_length": 64, "mcore_gpt": True, "tokenizer": {"model": "${oc.env:HOME}/x"}}},
+        "it is computed from other values; write its value",
+    ),
+    "a computed value in a list": (
+        {"model": {"mcore_gpt": True, "optim": {"name": "adamw", "betas": [0.9, "${x:1}"]}}},
+        "it is computed from other values; write its value",
+    ),
+    "a port": (
+        {"distributed_type": "FSDP", "num_processes": 4, "main_process_port": 29501},
+        "torchrun --nproc_per_node 4 --master_port 29501 -m megalite train",
+    ),
+    "a port of several machines": (
+        {"distributed_type": "FSDP", "num_processes": 4, "num_machines": 2, "machine_rank": 1,
+         "main_process_ip": "10.0.0.1", "main_process_port": 29501},
+        "--nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29501 -m",
+    ),
+    "Muon": (
+        {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02}}},
+        "muon_momentum = 0.95\nmuon_nesterov = true\nmuon_coefficient_type = \"simple\"",
+    ),
+    "SGD": (
+        {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.02}}},
+        "sgd_momentum = 0.0",
+    ),
+    "Adam's own weight decay": (
+        {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+        "adam_w_mode = false: the weight decay is AdamW's; Adam's",
+    ),
+    "MLflow's switch": ({"tensorboard": {"enabled": True}, "train_batch_size": 8}, 'tensorboard_dir = "runs"'),
+    "an old torchtitan": (
+        {"training": {"batch_size": 2, "compile": True, "seed": 7, "tensor_parallel_degree": 2, "data_parallel_degree": 4},
+         "checkpoint": {"enable_checkpoint": True, "interval": 3}, "lr_scheduler": {"lr_min": 0.5}},
+        "save_interval = 3",
+    ),
+    "a switch that is off under its old name": (
+        {"checkpoint": {"enable_checkpoint": False, "interval": 3}, "training": {"steps": 5}},
+        "checkpoint.interval = 3, checkpoint.folder (default)",
+    ),
+    "quantized matmuls": ({"float8": {"enable_float8_linear": True}, "training": {"steps": 5}}, "no equivalent (1)"),
+    "an unknown key": ({"training": {"steps": 5, "gradient_noise": 1}}, "gradient_noise = 1: unknown here, so nothing is set"),
+    "a misspelt key": ({"training": {"stepps": 5, "seq_len": 1}}, "stepps = 5: unknown here; did you mean steps?"),
+    "a key with dots": ({"training.steps": 5, "training": {"seq_len": 1}}, "training.steps = 5: unknown here"),
+    "the name of another's section": (
+        {"model": {"num_layers": 2, "vision": {"name": "clip", "lr": 1}}, "train": {"micro_batch_size": 1}},
+        'model.vision.name = \"clip\", model.vision.lr = 1: unknown here',
+    ),
+    "a reference of a trainer that has none": ({"train_batch_size": "${x}"}, "it is computed from other values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_verdict_on(name: str, tmp_path: Path) -> None:
+    tree, said = ASKED[name]
+    (tmp_path / "x.json").write_text(json.dumps(tree))
+    text, _ = translate(str(tmp_path / "x.json"), None if "num_processes" in tree else 8, PRESETS)
+    assert said in text, text
+    tomllib.loads(text)
+
+
+def test_keys_with_one_text_are_one_line(tmp_path: Path) -> None:
+    dataset = {f"option_{i}": i for i in range(1, 8)}
+    stage = {"name": "main", "start_training_step": 1, "data": {"dataset": dataset, "seed": 42}}
+    (tmp_path / "x.json").write_text(json.dumps({"data_stages": [stage]}))
+    text, _ = translate(str(tmp_path / "x.json"), None, PRESETS)
+    assert "no equivalent (7)" in text and text.count("write token files with megalite preprocess") == 1
+    assert all(f"data_stages[0].data.dataset.option_{i} = {i}" in text for i in range(1, 8))
 
 
 FAULTS: list[dict[str, Any]] = tomllib.loads((HERE / "wrong.toml").read_text("utf-8"))["faults"]
@@ -120,9 +264,11 @@ def test_what_is_typed_wrong_or_secret(tmp_path: Path, monkeypatch: pytest.Monke
     keys |= {"comet": {"enabled": True, "api_key": "TOP"}, "gradient_clipping": "much", "steps_per_print": "${x}"}
     file.write_text(json.dumps(keys))
     text, whole = translate(str(file), 8, PRESETS)
-    assert not whole and "zero_optimization.staeg = 2: no key that is known" in text and "TOP" not in text
-    assert tomllib.loads(text).keys() == {"train", "precision"} and "could not convert string to float" in text
-    assert 'steps_per_print = "${x}": it stands for the value of another key; write that' in text
+    assert not whole and "zero_optimization.staeg = 2: unknown here; did you mean stage?" in text and "TOP" not in text
+    assert tomllib.loads(text)["train"] == {"micro_batch_size": 1, "global_batch_size": 8}
+    assert "lr" not in tomllib.loads(text)["optim"], "a key is data, whatever is in its name"
+    assert 'gradient_clipping = "much": "much" is no number; write one' in text
+    assert 'steps_per_print = "${x}": it is computed from other values; write its value' in text
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(
         MissingPackage, match=r"needs the package pyyaml; pip install pyyaml \(or megalite\[translate\]\)"

@@ -1,0 +1,242 @@
+"""The keys of another trainer's configuration, and the row that says what becomes of each.
+
+translate/FORMAT.toml says what becomes of each key, by its sections (`top`: outside any). Keys share a row as "a b";
+"*" is every other key at or below its section. A row is a text that begins with a mark, or a table of these by the
+key's value, as text in lower case ("*": any other):
+
+    + OPTION ...         acts: the options take the value, or one element each of a list
+    + OPTION=VALUE ...   acts: they take these values
+    > PART WHERE         acts: with other keys it gives WHERE (translate_rules.py)
+    ~ OPTION REASON      acts unless another key gives the option; then it has no equivalent if its value is another
+    =ON,ON REASON        always so here; with a list, what is not in it has no equivalent
+    !OFF,OFF REMEDY      no equivalent, unless it asks for nothing, as the values of the list do
+
+[settings] has `title`; `whole`: sections that are not given have their defaults, too (true, or their names);
+`megatron`: a key without a row is answered as Megatron-LM's flag of that name; `references`: ${a.b} is the value of
+another key, and ??? one that is to be given; `overrides`: keys that override others there; `either`: options that are
+on where any key says so; `switches`: keys that switch their section off where they are false; `prefixes`: section ->
+what its keys may begin with.
+
+[defaults.SECTION] are the other trainer's own defaults where they differ from megalite's, and [[cases]] more of them:
+`where` a key has one of some values. [renamed] has older names of keys, [notes] what to say where a section is absent.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megalite.config.field import spellings
+from megalite.config.megatron_flags import INSTEAD, OPTION, REFUSED, WARNED, asked_for, known_flags
+from megalite.config.tables import table_beside
+from megalite.config.translate_rules import DEFAULT, FIELDS, GIVEN, OVERRIDES
+
+TABLES = ("settings", "defaults", "cases", "renamed", "notes")  # the others are sections
+NOTHING = {"", "none", "no", "false", "off", "disabled", "0", "0.0", "[]", "{}"}
+ASKS_NOTHING = "= asks for nothing"
+Tree = dict[str, Any]
+REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
+MAX_REFERENCES = 10  # one that stands for another
+
+
+class Key(NamedTuple):
+    """`name`: as in the file, with the numbers of list elements; `off`: its section is switched off; `raw`: the value
+    as in the file, where a reference is not resolved."""
+
+    name: str
+    section: str
+    last: str
+    value: Any
+    off: bool = False
+    is_default: bool = False
+    raw: Any = None
+
+    @property
+    def text(self) -> str:
+        return str(self.value).lower()
+
+
+@cache
+def table_of(name: str) -> dict[str, Any]:
+    """Section -> key -> row, and the tables of TABLES."""
+    table = table_beside(str(Path(__file__).parent / "translate" / "x"), name)
+    empty = {"top": {}, "defaults": {}, "cases": [], "renamed": {}, "notes": {}}
+    split = {
+        at: {key: row for keys, row in rows.items() for key in keys.split()}
+        for at, rows in table.items()
+        if at not in TABLES
+    }
+    return empty | {at: table[at] for at in TABLES if at in table} | split
+
+
+class File:
+    """A configuration as one of the formats: its keys, with older names in place of which the newer ones stand, with
+    references resolved, and with the defaults of its trainer."""
+
+    def __init__(self, name: str, tree: Tree) -> None:
+        self.name, self.table = name, table_of(name)
+        self.settings = self.table["settings"]
+        self.switches = self.settings.get("switches", ["enabled", "enable"])
+        self.old_names: dict[str, str] = {}
+        self.tree = self._renamed(tree)
+        self.defaults = self._defaults()
+        self.whole = self._with_sections(self.tree)
+
+    def iterate(self, *, defaults: bool = True) -> Iterator[Key]:
+        tree, own = (self.whole, self.defaults) if defaults else (self.tree, {})
+        yield from self._keys(tree, own, [], "top", False)
+
+    def notes(self) -> list[str]:
+        return [note for path, note in self.table["notes"].items() if _at(self.tree, path.split(".")) is None]
+
+    def _renamed(self, tree: Tree) -> Tree:
+        """The tree with keys under their newer names; a key that is there under both stays under both."""
+        for old, new in self.table["renamed"].items():
+            (*at, last), (*to, name) = old.split("."), new.split(".")
+            section, target = _at(tree, at), _at(tree, to)
+            if not isinstance(section, dict) or last not in section or not isinstance(target, dict | None):
+                continue
+            if isinstance(target, dict) and name in target:
+                continue
+            value = section[last]
+            tree = _with(_without(tree, at, last), to, name, value)
+            self.old_names[new] = old
+        return tree
+
+    def _defaults(self) -> dict[str, Tree]:
+        result = {section: dict(values) for section, values in self.table["defaults"].items()}
+        for case in self.table["cases"]:
+            if all(self._is(path, values, result) for path, values in case["where"].items()):
+                for section, values in case["defaults"].items():
+                    result.setdefault(section, {}).update(values)
+        return {
+            section: {last: value for last, value in values.items() if value != ""}  # "": a case without a default
+            for section, values in result.items()
+        }
+
+    def _is(self, path: str, values: list[str], defaults: Mapping[str, Tree]) -> bool:
+        """Whether a key has one of these values, "absent" for a key that is not there and has no default."""
+        *at, last = path.split(".")
+        section = _at(self.tree, at)
+        own = section if isinstance(section, dict) else {}
+        default = defaults.get(".".join(at) or "top", {}).get(last, "absent")
+        return str(own.get(last, default)).lower() in values
+
+    def _with_sections(self, tree: Tree) -> Tree:
+        whole = self.settings.get("whole", [])
+        for section in self.defaults if whole is True else whole:
+            *at, last = section.split(".")
+            outer = _at(tree, at)
+            if section in self.defaults and section != "top" and isinstance(outer, dict) and outer.get(last) is None:
+                tree = _with(tree, at, last, {})
+        return tree
+
+    def _keys(self, tree: Tree, defaults: Mapping[str, Tree], at: list[str], section: str, off: bool) -> Iterator[Key]:
+        own = {last: value for last, value in defaults.get(section, {}).items() if last not in tree}
+        is_off = off or any(str({**own, **tree}.get(switch)).lower() == "false" for switch in self.switches)
+        for last, value in {**tree, **own}.items():
+            name = str(last)
+            inner = f"{section}.{name}".removeprefix("top.")
+            is_section = "." not in name and "[" not in name
+            if is_section and isinstance(value, dict) and (value or inner in defaults):
+                yield from self._keys(value, defaults, [*at, name], inner, is_off)
+            elif is_section and isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+                for number, item in enumerate(value):
+                    yield from self._keys(item, defaults, [*at, f"{name}[{number}]"], inner, is_off)
+            else:
+                path = ".".join([*at, name])
+                key_off = off or (is_off and last not in self.switches)
+                resolved = self._resolved(value, at)
+                yield Key(self.old_names.get(path, path), section, name, resolved, key_off, last in own, value)
+
+    def _resolved(self, value: Any, at: list[str], depth: int = 0) -> Any:
+        """The value that a reference to another key stands for; a reference to none, or to itself, stays."""
+        match = REFERENCE.fullmatch(value) if isinstance(value, str) and self.settings.get("references") else None
+        if match is None or depth > MAX_REFERENCES:
+            return value
+        dots, path = len(match[1]), match[2].split(".")
+        base = at[: len(at) - dots + 1] if dots else []
+        *section, last = [*base, *path]
+        found = _at(self.tree, section)
+        if not isinstance(found, dict) or last not in found or isinstance(found[last], dict | list):
+            return value
+        return self._resolved(found[last], section, depth + 1)
+
+    def row(self, key: Key) -> Any:
+        """Its row: a text, or a table of texts by values; None for an unknown key."""
+        section, last = key.section, key.last
+        if (new := self.table["renamed"].get(f"{section}.{last}")) is not None:  # it is there under both names
+            section, _, last = new.rpartition(".")
+        rows = self.table.get(section, {}) if section not in TABLES else {}
+        prefix = self.settings.get("prefixes", {}).get(section, "")
+        last = last if last in rows else prefix + last
+        if last in rows:
+            return rows[last]
+        is_megatron = self.settings.get("megatron") and section in self.table and section != "top"
+        if is_megatron and (row := _of_megatron(key)) is not None:
+            return row
+        inner = f"{section}.{key.last}.".removeprefix("top.")
+        if key.text in NOTHING and any(f"{other}.".startswith(inner) for other in self.table if other not in TABLES):
+            return ASKS_NOTHING
+        while section and (section in TABLES or "*" not in self.table.get(section, {})):
+            section = section.rpartition(".")[0]
+        return self.table[section]["*"] if section else None
+
+    def weight(self, key: Key) -> int:
+        if f"{key.section}.{key.last}" in self.settings.get("overrides", ()):
+            return OVERRIDES
+        return DEFAULT if key.is_default else GIVEN
+
+
+def _at(tree: Any, path: list[str]) -> Any:
+    """The value at a path; None where there is none."""
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _with(tree: Tree, path: list[str], last: str, value: Any) -> Tree:
+    """A copy of the tree with a value at a path, whose sections are made where they are not there."""
+    if not path:
+        return {**tree, last: value}
+    inner = tree.get(path[0])
+    return {**tree, path[0]: _with(inner if isinstance(inner, dict) else {}, path[1:], last, value)}
+
+
+def _without(tree: Tree, path: list[str], last: str) -> Tree:
+    if not path:
+        return {name: value for name, value in tree.items() if name != last}
+    return {**tree, path[0]: _without(tree[path[0]], path[1:], last)}
+
+
+@cache
+def _spelled() -> Mapping[str, tuple[str, Any]]:
+    """Flag without -- -> (option, the value that it stands for, or None)."""
+    return {flag[2:]: (name, value) for name, f in FIELDS.items() for flag, value in spellings(f)}
+
+
+def _of_megatron(key: Key) -> str | None:
+    if key.last in FIELDS:
+        return f"+ {key.last}"
+    for prefix in ("", "no-", "disable-"):
+        flag = prefix + key.last.replace("_", "-")
+        if (known := known_flags().get(f"--{flag}")) is None:
+            continue
+        if known.verdict == OPTION and flag in _spelled():
+            option, value = _spelled()[flag]
+            if value is None:
+                return f"+ {option}"
+            asks = key.text == ("false" if prefix else "true")
+            return f"+ {option}={str(value).lower()}" if asks else ASKS_NOTHING
+        if known.verdict == INSTEAD:
+            return f"! give {known.reason}"
+        asks = key.text not in NOTHING and asked_for(known, [key.text]) if not prefix else key.text == "false"
+        if known.verdict in (REFUSED, WARNED):
+            return f"! {known.reason}" if asks else ASKS_NOTHING
+        return f"= {known.reason or f'it belongs to {known.feature}'}"
+    return None
+
+
+def key_of(flag: str) -> str:
+    return flag[2:].replace("-", "_")
