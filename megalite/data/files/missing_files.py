@@ -11,6 +11,14 @@ from megalite.config.options import DataConfig
 MOST = 5  # files that a message names
 TOKENS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file")
+# of the built-in tokenizers that do not read all three; a file that is given beside has no effect (option_rules.txt)
+READ_BY = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "ByteTokenizer": (),
+    "NullTokenizer": (),
+    **dict.fromkeys(("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"), ("tokenizer_model",)),
+    **dict.fromkeys(("HuggingFaceTokenizer", "TikTokenizer"), ("tokenizer_model",)),
+}
 
 
 def rehearsed(data: DataConfig) -> DataConfig:
@@ -31,7 +39,7 @@ def absent(data: DataConfig, elsewhere: bool = False) -> list[str]:
             prefix = rest if named and not _is_pair(word) else word
             if prefix and "://" not in prefix and not is_number(prefix) and not _is_pair(prefix):
                 lines.append(missing(prefix))
-    for name in TOKENIZER:
+    for name in READ_BY.get(data.tokenizer_type or "", TOKENIZER):
         path = getattr(data, name)
         if path is not None and "://" not in path and not Path(path).exists():
             lines.append(f"{name}={path!r}: {os.strerror(errno.ENOENT)}; give a file here{size}, nothing is downloaded")
