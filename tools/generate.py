@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain, printable
+from megalite.config.exits import end_at_once
 from megalite.launch.local_ranks import INTERRUPTED, start_local
 from megalite.launch.ranks import LaunchError, Ranks, leave, process_group, read_environment
 from tools.program import parser_of
@@ -127,4 +128,4 @@ if __name__ == "__main__":
     try:
         leave(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt:
-        os._exit(INTERRUPTED)
+        end_at_once(INTERRUPTED)

@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 
 from megalite.config.console import complain, show
+from megalite.config.exits import Parser
 
 _HERE = Path(__file__).resolve().parents[1]
 FOLDERS = (_HERE / "programs" / "examples" / "recipes", _HERE.parent / "examples" / "recipes")  # of a wheel, of a clone
@@ -20,7 +21,7 @@ def recipes() -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", help="which one to print")
     name, known = parser.parse_args(argv).name, recipes()
     if name is None:
