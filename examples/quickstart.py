@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ TWIN_STEPS = 20
 
 def command(*words: str | Path, quiet: bool = False, accept: tuple[int, ...] = (0,)) -> str:
     """Run a command of this repository, show it and its output, and return the output."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a shell may ignore it, and the exit code would be lost
     print(f"\n$ {' '.join(str(w) for w in words)}", flush=True)
     process = subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None

@@ -85,7 +85,7 @@ def _without_command(words: list[str]) -> int:
 
 def main() -> NoReturn:
     try:
-        from megalite.config.console import as_command
+        from megalite.config.exits import as_command
         from megalite.launch.ranks import leave
     except KeyboardInterrupt:
         os._exit(130)

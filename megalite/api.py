@@ -3,12 +3,14 @@ process of its own each: ranks, signals, exits and torch's settings stay out of 
 with the words of the command: 2 a ConfigError, 130 a KeyboardInterrupt, others but an orderly stop's a CommandError."""
 
 import json
+import os
 import re
 import shlex
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 from tempfile import TemporaryDirectory
@@ -16,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
+from megalite.config.exits import early_exit
 from megalite.config.field import words_of
 from megalite.config.options import Config, ConfigError
 from megalite.config.plugins import load as load_plugins
 from megalite.data.errors import DataError
+from megalite.launch.children import with_module_path
 from megalite.launch.local_ranks import ORDERLY
 from megalite.models.families import PRESETS
 from megalite.train.tell.run_dir import Exit, json_rows, run_folder
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from megalite.generate.generation import Generator
 
 # With this process's modules, and with a stop, which saves, when this process dies.
-_START = """import sys; sys.path[:] = {path!r}
+_START = """from megalite.config.exits import report_code_on; report_code_on({report})
 from megalite.launch.ranks import die_with_parent; die_with_parent(15)
 from megalite.__main__ import main; main()"""
 _TELLER = re.compile(r"^(?:\w+\.py|megalite [a-z ]+): (?:error: )?", re.MULTILINE)  # who says the words of an error
@@ -65,7 +69,8 @@ class RunConfig(tuple[str, ...]):
     def options(self) -> Config:
         """Every option's value, in typed sections: options.model.num_layers, options.optim.lr. Raises ConfigError with
         every problem that is not of a number of ranks or of a machine: those come with `train`."""
-        return cli.read(self, PRESETS)[0]
+        with _no_exit():
+            return cli.read(self, PRESETS)[0]
 
 
 def train(config: RunConfig, *, quiet: bool = False) -> Path:
@@ -125,9 +130,19 @@ def load(
 
     load_plugins(plugins)
     try:
-        return load_model(path, Mesh.alone(choose_device(device)), getattr(torch, dtype))
+        with _no_exit():
+            return load_model(path, Mesh.alone(choose_device(device)), getattr(torch, dtype))
     except (SetupError, CheckpointError, DataError) as error:
         raise CommandError("generate", Exit.PREFLIGHT, str(error)) from error
+
+
+@contextmanager
+def _no_exit() -> Iterator[None]:
+    """Turn a SystemExit, which a plugin may raise, into a ConfigError: it would end the caller's program."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ConfigError([early_exit(error)]) from error
 
 
 def _told(command: str, config: RunConfig, **flags: Any) -> dict[str, Any]:  # JSON, and as "text" what is printed
@@ -139,18 +154,32 @@ def _told(command: str, config: RunConfig, **flags: Any) -> dict[str, Any]:  # J
 
 def _command(command: str, words: Sequence[str], quiet: bool = True) -> str:
     """The last lines that `megalite COMMAND WORDS` prints. Raises what its exit code says."""
-    start, lines = [sys.executable, "-c", _START.format(path=sys.path), command, *words], deque[str](maxlen=1000)
-    with Popen(start, stdout=PIPE, stderr=STDOUT, encoding="utf-8", errors="replace") as child:
+    report, of_child = os.pipe()
+    start = [sys.executable, "-P", "-c", with_module_path(_START.format(report=of_child)), command, *words]
+    lines = deque[str](maxlen=1000)
+    with os.fdopen(report, "rb") as reported:
         try:
-            for line in child.stdout or ():
-                lines.append(line)
-                if not quiet:
-                    print(line, end="", flush=True)
-        except BaseException:  # Ctrl-C, mostly, which a notebook sends to its own process alone
-            child.send_signal(signal.SIGINT)
-            child.communicate()
-            raise
-    said, code = "".join(lines), child.returncode if child.returncode >= 0 else 128 - child.returncode
+            child = Popen(start, stdout=PIPE, stderr=STDOUT, encoding="utf-8", errors="replace", pass_fds=[of_child])
+        finally:
+            os.close(of_child)
+        with child:
+            try:
+                for line in child.stdout or ():
+                    lines.append(line)
+                    if not quiet:
+                        print(line, end="", flush=True)
+            except BaseException:  # Ctrl-C, mostly, which a notebook sends to its own process alone
+                child.send_signal(signal.SIGINT)
+                child.communicate()
+                raise
+        os.set_blocking(report, False)  # a process that it has left behind may hold it open
+        code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+        if code == 0:  # which subprocess also says where the caller ignores SIGCHLD or has taken the status itself
+            answer = reported.read()
+            if not answer:
+                lines.append(f"megalite {command}: error: it was ended before it had reported an exit code\n")
+            code = int(answer or Exit.CRASH)
+    said = "".join(lines)
     if code in (0, *ORDERLY):
         return said
     text = ("".join(_TELLER.split(said)[1:]) or said).strip()  # from the first that was told on

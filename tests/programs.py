@@ -35,7 +35,7 @@ class Popen(subprocess.Popen[Any]):
     def _execute_child(self, args: list[str], executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any,
                        cwd: Any, env: Mapping[str, str] | None, *others: Any) -> None:  # fmt: skip
         *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, _, _, _, _, start_new_session, _ = others
-        if preexec_fn is not None or pass_fds or not _can_be_forked(args, cwd, env):
+        if preexec_fn is not None or not _can_be_forked(args, cwd, env):
             if start_new_session and preexec_fn is None and p2cread != -1 and os.isatty(p2cread):
                 preexec_fn = _take_terminal
             super()._execute_child(  # type: ignore[misc]
@@ -43,10 +43,11 @@ class Popen(subprocess.Popen[Any]):
             )
             return
         told = {"words": args, "cwd": os.path.abspath(cwd or os.getcwd()), "session": start_new_session}
+        told["passed"] = list(pass_fds)
         told["env"] = dict(os.environ if env is None else env)
         self._line, far = socket.socketpair()
         fds = [far.fileno(), *(end if end != -1 else i for i, end in enumerate((p2cread, c2pwrite, errwrite)))]
-        _ask(json.dumps(told).encode(), fds)
+        _ask(json.dumps(told).encode(), [*fds, *pass_fds])
         far.close()
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
         self.pid = self._told()
@@ -153,7 +154,13 @@ def python(*words: str, **options: Any) -> subprocess.CompletedProcess[Any]:
     return run([sys.executable, script, *words[1:]], **usual | options)
 
 
+def without_safe_path(words: Sequence[str]) -> list[str]:
+    """Words of a program, without python's -P."""
+    return [words[0], *words[2:]] if words[1] == "-P" else [*words]
+
+
 def _can_be_forked(words: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str] | None) -> bool:
+    words = without_safe_path(words)
     if words[0] != sys.executable or (words[1].startswith("-") and words[1] not in ("-m", "-c")):
         return False
     if not words[1].startswith("-") and not Path(cwd or ".", words[1]).resolve().is_relative_to(ROOT):
@@ -211,7 +218,7 @@ def _serve(line: socket.socket) -> dict[str, Any] | None:
     """Returns in a program: what it is told. None when nobody asks any more."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those in between
     while True:
-        head, fds, _, _ = socket.recv_fds(line, WORD, 4)
+        head, fds, _, _ = socket.recv_fds(line, WORD, 16)
         if len(head) < WORD:
             return None
         size = int.from_bytes(head, sys.byteorder)
@@ -219,7 +226,7 @@ def _serve(line: socket.socket) -> dict[str, Any] | None:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             line.close()
-            return told if _fork(fds, told["session"]) else None
+            return told if _fork(fds, told["passed"], told["session"]) else None
         for fd in fds:
             os.close(fd)
 
@@ -229,18 +236,20 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def _fork(fds: list[int], session: bool) -> bool:
+def _fork(fds: list[int], passed: list[int], session: bool) -> bool:
     """True in the program itself; its parent tells its end to who has asked for it."""
     answer, *streams = fds
     pid = os.fork()
     if pid == 0:
         if session:
             os.setsid()
-        for i, fd in enumerate(streams):
+        above = max([2, *passed, *fds]) + 1  # so that no number that is given takes the place of another
+        for i, fd in zip((0, 1, 2, *passed), [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in streams], strict=True):
             os.dup2(fd, i)
+            os.close(fd)
         if session and os.isatty(0):
             _take_terminal()
-        for fd in fds:
+        for fd in {*fds}.difference(passed):
             os.close(fd)
         return True
     for fd in streams:
@@ -286,16 +295,18 @@ def _become(told: dict[str, Any]) -> None:
     os.environ.update(told["env"])
     with contextlib.suppress(ValueError):  # the program says so itself
         fault.__init__()  # of the environment when it was imported
-    words = told["words"]
-    sys.orig_argv[:] = words
+    words = without_safe_path(told["words"])
+    sys.orig_argv[:] = told["words"]
+    beside = {"-m": os.getcwd(), "-c": ""}.get(words[1], str(Path(words[1]).resolve().parent))
+    sys.path[:1] = [beside] if words == told["words"] else []
     if words[1] == "-m":
-        sys.argv[:], sys.path[0] = words[2:], os.getcwd()
+        sys.argv[:] = words[2:]
         runpy.run_module(words[2], run_name="__main__", alter_sys=True)
     elif words[1] == "-c":
-        sys.argv[:], sys.path[0] = ["-c", *words[3:]], ""
+        sys.argv[:] = ["-c", *words[3:]]
         exec(compile(words[2], "<string>", "exec"), sys.modules["__main__"].__dict__)
     else:
-        sys.argv[:], sys.path[0] = words[1:], str(Path(words[1]).resolve().parent)
+        sys.argv[:] = words[1:]
         runpy.run_path(words[1], run_name="__main__")
 
 

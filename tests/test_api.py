@@ -138,3 +138,53 @@ def test_the_notebook_and_the_page(tmp_path: Path) -> None:
     page = "\n".join(text for language, text in documents.fences(ROOT / "docs/python.md") if language == "python")
     said = programs.python("-c", page, cwd=tmp_path, ok=True, timeout=250).stdout
     assert "step    20/20" in said and "torch.Size([6, 1, 257])" in said and "\nTrue " in said
+
+
+CHILDREN = {
+    "ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwork()",
+    "ignored, in a thread": (
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "thread = threading.Thread(target=work)\nthread.start()\nthread.join()"
+    ),
+    "taken by a handler": (
+        "def take(*_):\n    try:\n        while os.waitpid(-1, os.WNOHANG)[0]:\n            pass\n"
+        "    except ChildProcessError:\n        pass\n"
+        "signal.signal(signal.SIGCHLD, take)\nwork()"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CHILDREN)
+def test_nothing_is_done_before_the_command_has_said_so(how: str, tmp_path: Path) -> None:
+    """Though the exit code of a child is lost: the caller ignores SIGCHLD, or has waited for all its children."""
+    text = f"""import os, signal, threading
+import megalite
+from megalite import api
+def work():
+    try:
+        print(megalite.convert("to_hf", "none", "x"))
+    except megalite.CommandError as error:
+        print(error.code, str(error)[:15])
+    try:
+        print(api._command("plan", ["--num-gpus", "0"]))
+    except megalite.ConfigError as error:
+        print(str(error)[:10])
+    print(api._command("--version", []))
+{CHILDREN[how]}
+"""
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.stdout.split("\n")[:2] == ["3 none holds no c", "num_gpus=0"], done.stdout + done.stderr
+    assert done.stdout.split("\n")[2].startswith("megalite 0.")
+
+
+def test_a_command_that_is_ended_by_force_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exit code 0, by a plugin, on one process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "Popen", programs.Popen)
+    Path("mine.py").write_text(
+        "import megalite, os\nclass Ends:\n    def step(self, *_):\n        os._exit(0)\n"
+        "megalite.register('callback', 'ends', Ends())\n"
+    )
+    with pytest.raises(megalite.CommandError, match="^it was ended before it had reported") as error:
+        megalite.train(megalite.Config(SMALL, train_iters=2, plugin="mine.py", save="run"), quiet=True)
+    assert error.value.code == 1

@@ -310,6 +310,9 @@ def test_a_family_is_written_and_read_and_planned(tmp_path: Path) -> None:
         "boom = 1 / 0": "mine.py:2: ZeroDivisionError: division by zero; correct the plugin",
         "def f(:": "mine.py:2: SyntaxError: ",
         "import sys; sys.exit(0)": "mine.py:2: SystemExit: 0",
+        "raise GeneratorExit": "mine.py:2: GeneratorExit; correct the plugin",
+        "class E(BaseException): ...\nraise E('one')": "mine.py:3: E: one; correct the plugin",
+        "raise ValueError('x' * 5_000_000)": "xx ... (5,000,012 characters) ... xx",
         "megalite.register('activation', 'gelu', 3)": "activation='gelu' is taken; choose another name",
         "megalite.register('activation', 'relu6', 3)": "has no forward and no backward and no width",
         "megalite.register('activation', 'a b', 3)": "activation='a b' is not a name; use letters",
@@ -324,7 +327,112 @@ def test_a_plugin_that_fails_ends_the_command(text: str, said: str, tmp_path: Pa
     name = plugin(tmp_path, text)
     found = typed(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", "run", "--nproc", "2", code=2)
     assert found.startswith("pretrain_gpt.py: plugin='mine.py': ") and len(found.splitlines()) == 1, found
-    assert said in found and not (tmp_path / "run").exists()
+    assert said in found and not (tmp_path / "run").exists() and len(found) < 3000
+
+
+ENDS = {
+    "sys.exit(0)": "SystemExit: 0",
+    "sys.exit()": "SystemExit",
+    "sys.exit(256)": "SystemExit: 256",  # whose lowest byte is 0
+    "raise GeneratorExit": "GeneratorExit",
+    "raise StopIteration": "StopIteration",
+    "raise Own('y' * 5_000_000)": "Own: yy",
+}
+ENDING = """
+import os, sys
+class Own(BaseException): ...
+def end(*_):
+    {}
+"""
+CALLED = """
+class Called:
+    step = end
+megalite.register("callback", "called", Called())
+"""
+
+
+def ended(folder: Path, *words: str, program: str = "pretrain_gpt.py") -> str:
+    """What a command says that user code ends, which must not be success. At once: nothing waits for a time-out."""
+    done = programs.python(program, *words, cwd=folder)
+    assert done.returncode not in (0, 120) and len(done.stdout + done.stderr) < 40_000, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("statement", ENDS)
+def test_whatever_a_callback_raises_is_an_error(statement: str, tmp_path: Path) -> None:
+    name = plugin(tmp_path, ENDING.format(statement) + CALLED)
+    said = ended(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", "run")
+    status = json.loads((tmp_path / "run/status.json").read_text("utf-8"))
+    assert status["outcome"] == "crash" and status["reason"].startswith(ENDS[statement]), status["reason"][:500]
+    assert ENDS[statement] in said and "mine.py" in said and len(status["reason"]) < 3000
+
+
+@pytest.mark.parametrize("statement", ["sys.exit(0)", "raise GeneratorExit", "os._exit(0)"])
+def test_a_rank_that_user_code_ends_ends_the_run(statement: str, tmp_path: Path) -> None:
+    """On all ranks at once, and on the second alone."""
+    for number, which in enumerate(("", "if dist.get_rank() == 1:\n        ")):
+        name = plugin(tmp_path, "import torch.distributed as dist" + ENDING.format(which + statement) + CALLED)
+        ended(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", f"run{number}", "--nproc", "2")
+        status = json.loads((tmp_path / f"run{number}/status.json").read_text("utf-8"))
+        assert status["outcome"] == "crash" and status["reason"], status
+
+
+PARTS = {  # of user code that ends the process when it is called: the words of commands that call it
+    "lr_decay_style": "--lr-decay-style mine",
+    "activation": "--activation mine",
+    "tokenizer_type": "--tokenizer-type mine --vocab-size 93",
+    "dataset": "--dataset mine",
+    "pipeline_schedule": "--pipeline-schedule mine --pp 2",
+}
+MADE = """
+from megalite.kernels.activation import Activation
+from megalite.data.tokenizers.tokenizer import Tokenizer
+class Speaks(Tokenizer):
+    def __init__(self):
+        self.eod, self.vocab_size = 92, 93
+        self.identify("mine", "mine", b"mine")
+    def encode_batch(self, texts):
+        return end()
+    def decode(self, ids):
+        return ""
+megalite.register("lr_decay_style", "mine", lambda lr, n: end())
+megalite.register("activation", "mine", Activation(end, end))
+megalite.register("tokenizer_type", "mine", end)
+megalite.register("tokenizer_type", "speaks", lambda asked: Speaks())
+megalite.register("dataset", "mine", lambda split, length, tokenizer: end())
+megalite.register("pipeline_schedule", "mine", lambda rank, place, groups: end())
+"""
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_that_ends_the_process_is_an_error(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of training, and of a plan, which calls parts without a run."""
+    name = plugin(tmp_path, ENDING.format("sys.exit(0)") + MADE)
+    line = [word for word in LINE if kind != "dataset" or word != "--mock-data"]
+    own = ["--plugin", name, *PARTS[kind].split()]
+    assert "SystemExit: 0" in ended(tmp_path, *line, *STEPS, *own, "--save", "run", "--nproc", "2")
+    if kind in ("activation", "pipeline_schedule"):
+        said = ended(tmp_path, *line, *own, "--num-gpus", "2", program="tools/plan.py")
+        assert said.startswith("plan.py: ") and "mine.py:6: SystemExit: 0 before the work was done" in said
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megalite.api.Popen", programs.Popen)
+    with pytest.raises((megalite.ConfigError, megalite.CommandError), match="SystemExit: 0"):
+        megalite.train(megalite.Config([*line, *STEPS, *own], nproc=2), quiet=True)
+
+
+def test_a_tokenizer_that_ends_the_process_makes_no_data(tmp_path: Path) -> None:
+    name = plugin(tmp_path, ENDING.format("sys.exit(0)") + MADE)
+    (tmp_path / "t.jsonl").write_text('{"text": "a text"}\n' * 40, "utf-8")
+    for kind in ("mine", "speaks"):
+        for workers in ("1", "2"):
+            words = f"--input t.jsonl --output-prefix d --tokenizer-type {kind} --workers {workers} --plugin {name}"
+            assert "SystemExit: 0" in ended(tmp_path, *words.split(), program="tools/preprocess_data.py")
+            assert not list(tmp_path.glob("d*.idx"))
+
+
+def test_help_is_the_end_of_a_program(tmp_path: Path) -> None:
+    for program in ("pretrain_gpt.py", "tools/plan.py", "tools/preprocess_data.py"):
+        assert typed(tmp_path, "--help", program=program)
 
 
 def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

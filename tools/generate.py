@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain, printable
+from megalite.config.exits import end_at_once
 from megalite.config.text_file import TextFileError, read_small_text
 from megalite.launch.local_ranks import INTERRUPTED, start_local
 from megalite.launch.ranks import LaunchError, Ranks, leave, other_number, process_group, read_environment
@@ -130,4 +131,4 @@ if __name__ == "__main__":
     try:
         leave(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt:
-        os._exit(INTERRUPTED)
+        end_at_once(INTERRUPTED)

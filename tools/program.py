@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.config.console import as_command, complain
+from megalite.config.console import complain
+from megalite.config.exits import Parser, as_command
 from megalite.config.options import ConfigError
 from megalite.config.plugins import load
 from megalite.config.tables import table_beside
@@ -23,7 +24,7 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     """`doc`: of the module, which --help prints as it stands. `flags`, `known`: as of `take`."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(name, description=doc, formatter_class=raw, allow_abbrev=allow_abbrev)
+    parser = Parser(name, description=doc, formatter_class=raw, allow_abbrev=allow_abbrev)
     if flags:
         take(parser, flags, **known)
     return parser

@@ -24,6 +24,7 @@ from megalite.config import options as configs
 from megalite.config import plugins
 from megalite.config.check import check, without_effect
 from megalite.config.console import complain
+from megalite.config.exits import Finished
 from megalite.config.field import LISTS, base_type, facts_of, flag_of, helps, masked, spellings
 from megalite.config.megatron_flags import INSTEAD, OPTION, answer, known_flags, nearest
 from megalite.config.options import SECTIONS, Config, ConfigError, options
@@ -230,7 +231,7 @@ def read_or_exit(
     try:
         if (topic := asked_for(argv)) is not None:
             print(help_text(topic, sorted(presets)))
-            raise SystemExit(0)
+            raise Finished
         command = read_all(argv, presets, also, world)
     except ConfigError as error:
         for problem in error.problems:

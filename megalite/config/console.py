@@ -6,12 +6,10 @@ hides the cursor, so a killed run leaves nothing to restore. No function here ra
 """
 
 import contextlib
-import errno
 import math
 import os
 import re
 import select
-import signal
 import sys
 import threading
 import time
@@ -20,11 +18,11 @@ from datetime import timedelta
 from typing import TypeVar
 
 from megalite.config.environment import wants_plain_lines
-from megalite.config.packages import CODE, MissingPackage
 
 T = TypeVar("T")
 ERASE = "\r\x1b[2K"  # this line of the terminal
 STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # control characters
+MOST_CHARACTERS, MOST_OF_AN_ERROR = 2000, 30_000  # of a line that is printed on stderr, and of all that belong together
 EVERY_S = 0.25
 LENGTH = 20  # columns of the bar itself
 _bars: "list[Bar]" = []  # those on a terminal, of this process; the last one is shown
@@ -43,32 +41,11 @@ def let_go_of_console() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def as_command(run: Callable[[], int], prints: bool = True) -> int:
-    """The exit code of a program: 130 after Ctrl-C, that of SIGPIPE where the reader of its output has closed the pipe,
-    as head does, 1 on a full disk, 3 without a package that it needs. `prints`: fail if its output is lost."""
-    try:
-        code = run()
-        if prints and sys.stdout is not None:
-            sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        os._exit(130)
-    except BrokenPipeError:
-        stdout = select.poll()
-        stdout.register(1, 0)
-        if stdout.poll(0):
-            return 128 + signal.SIGPIPE
-        raise
-    except MissingPackage as error:
-        complain(f"{os.path.basename(sys.argv[0])}: {error}")
-        return CODE
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        complain(f"{error}: what was printed or written is not whole; make room")
-        return 1
-    finally:
-        let_go_of_console()
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """Return `text` with its middle cut out if it is longer than `most` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most * 2 // 3]} ... ({len(text):,} characters) ... {text[len(text) - most // 3 :]}"
 
 
 def watched() -> bool:
@@ -95,7 +72,8 @@ def show(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Print a line on stderr; an error of that is ignored."""
+    """Print a line on stderr, or several; an error of that is ignored. What would fill the console is cut short."""
+    text = "\n".join(shortened(line) for line in shortened(text, MOST_OF_AN_ERROR).split("\n"))
     with contextlib.suppress(OSError, ValueError):
         if watched():  # erase the bar, of this rank or another
             sys.stdout.write(ERASE)

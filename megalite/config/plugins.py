@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
+from megalite.config.console import shortened
+from megalite.config.exits import message_of
 from megalite.config.options import ConfigError
 from megalite.config.own_file import opener
 from megalite.config.registry import KINDS
@@ -114,7 +116,9 @@ def load(words: Sequence[str], known: Texts | None = None) -> None:
     for plugin in [] if problems else wanted:
         try:
             _activate(plugin)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever a plugin raises, also to end the process
             problems.append(_problem(plugin, error))
     if problems:
         raise ConfigError(problems)
@@ -136,8 +140,10 @@ def _files_of(module: str) -> list[Path]:
     """Of a module, without importing it. Raises ValueError where there is none."""
     try:
         spec = find_spec(module)
-    except Exception as error:  # of the package that it is in, or of the name
-        raise ValueError(f"neither FILE.py nor a module: {type(error).__name__}: {error}") from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the package that it is in, or of the name
+        raise ValueError(f"neither FILE.py nor a module: {message_of(error)}") from None
     if spec is None or spec.origin is None:
         raise ValueError("neither FILE.py nor a module that can be imported")
     if spec.submodule_search_locations is None:
@@ -176,9 +182,9 @@ def _run(plugin: Plugin) -> None:
 def _problem(plugin: Plugin, error: BaseException) -> str:
     """With the plugin's own line: the last of its files that the error came through."""
     files = {os.path.abspath(plugin.word)} if plugin.text is not None else {*map(str, _files_of(plugin.word))}
-    told = traceback.TracebackException.from_exception(error)  # which has the text of an error that has none, too
-    said, places = " ".join(str(told).split()), [(frame.filename, frame.lineno) for frame in told.stack]
+    told = traceback.TracebackException.from_exception(error)  # of any error
+    said, places = message_of(error), [(frame.filename, frame.lineno) for frame in told.stack]
     if isinstance(error, SyntaxError):
-        said, places = error.msg, [*places, (error.filename, error.lineno)]
+        said, places = shortened(f"{type(error).__name__}: {error.msg}"), [*places, (error.filename, error.lineno)]
     where = next((f"{file}:{line}" for file, line in reversed(places) if file in files), plugin.word)
-    return f"plugin={plugin.word!r}: {where}: {type(error).__name__}: {said}; correct the plugin"
+    return f"plugin={plugin.word!r}: {where}: {said}; correct the plugin"

@@ -8,6 +8,7 @@ import argparse
 
 from megalite.config.console import complain, show
 from megalite.config.example_files import example_dir
+from megalite.config.exits import Parser
 
 
 def recipes() -> dict[str, str]:
@@ -16,7 +17,7 @@ def recipes() -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", help="which one to print")
     name, known = parser.parse_args(argv).name, recipes()
     if name is None:

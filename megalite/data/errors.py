@@ -14,7 +14,7 @@ def library(refusal: str) -> Iterator[None]:
     raise bare Exceptions, and panic with a BaseException of their own on an unexpected file or text."""
     try:
         yield
-    except (DataError, KeyboardInterrupt, SystemExit, MemoryError):
+    except (DataError, KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:
         raise DataError(f"{refusal}: {error}") from error

@@ -27,8 +27,10 @@ from typing import Any, NamedTuple
 
 from megalite.config import plugins
 from megalite.config.console import complain, let_go_of_console
+from megalite.config.exits import exit_code, is_success
 from megalite.config.options import ConfigError
 from megalite.config.run_options import EXIT_SIGNALS
+from megalite.launch.children import safe_start
 from megalite.launch.ranks import (
     FIRST_FAILURE,
     HANG,
@@ -45,6 +47,7 @@ FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
 AT_ONCE = (signal.SIGQUIT,)  # Ctrl-\\: kills the ranks without a wait
 HELD = (*FORWARDED, *AT_ONCE)
 ORDERLY = (16, 75)  # exit codes of a run that stopped on purpose, its checkpoint complete (train/tell/run_dir.py)
+WORK_DONE = 254  # of a rank whose target has returned, for `_watch` alone: any other end with 0 came too early
 NO_SERVER = 255  # the exit code that multiprocessing reports when the fork server is gone
 ORDERLY_S = 600.0
 # what the fork server imports for all ranks; the first backward needs the third, with sympy (1 s for each rank)
@@ -153,11 +156,12 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder
             process.join()
         for process in sorted(dead, key=lambda p: (p.exitcode >= 0, p.exitcode)):  # killed ones first
             code = process.exitcode
-            if code == 0 and not early:
+            if code == WORK_DONE and not early:
                 early = f", after {process.name} had ended with exit code 0"
-            if code and not failed:
-                failed = code if code > 0 else 128 - code
+            if code != WORK_DONE and not failed:
+                failed = code if code > 0 else 128 - code if code else 1
                 died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                died = "with exit code 0 before its work was done" if code == 0 else died
                 died = "with the fork server, which was killed" if code == NO_SERVER else died
                 failed, cause = _first_failure(folder, failed, f"{process.name} ended {died}{early}")
                 if code not in (2, 3, *ORDERLY, INTERRUPTED):  # those ranks have explained themselves
@@ -310,7 +314,11 @@ def _local_rank(
         complain(f"rank {ranks.rank}: {error}")
         sys.exit(2)
     try:
-        sys.exit(target(ranks, *args))
+        try:
+            code: Any = target(ranks, *args)
+        except SystemExit as error:
+            code = exit_code(error)
+        sys.exit(WORK_DONE if is_success(code) else code)
     except KeyboardInterrupt:  # during start-up; later the run itself handles it
         os._exit(INTERRUPTED)
     finally:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megalite.config.console import complain, let_go_of_console
+from megalite.config.exits import end_at_once, exit_code, report, wait_for_children
 from megalite.config.tables import table_beside
 from megalite.config.text_file import read_small_text
 from megalite.launch.meeting import AGENT_STORE, NOTICE_S, MeetingError, meet
@@ -377,16 +378,18 @@ def leave(run: Callable[[], int | None]) -> NoReturn:
     interpreter is not shut down: gloo's threads live until the last reference to their group is gone, maybe during the
     shutdown, where Python ends a thread that needs the interpreter, as to free a tensor, and C++ answers with SIGABRT.
     """
+    wait_for_children()
     try:
         code: Any = run()
     except SystemExit as error:
-        code = error.code
+        code = exit_code(error)
     with contextlib.suppress(LaunchError):
         if (ranks := read_environment()) is not None and ranks.world > 1 and isinstance(code, int | None):
             threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
             atexit._run_exitfuncs()
             let_go_of_console()
-            os._exit(code or 0)
+            end_at_once(code or 0)
+    report(code)
     sys.exit(code)
 
 

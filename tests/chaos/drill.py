@@ -36,7 +36,7 @@ class End:
     status: dict[str, Any]
 
 
-def _rank(ranks: Ranks, base: str, flags: Sequence[str], fault: str, before: Before | None) -> None:
+def _rank(ranks: Ranks, base: str, flags: Sequence[str], fault: str, before: Before | None) -> int:
     from train_cases import pretrain
 
     folder = Path(base)
@@ -59,7 +59,7 @@ def _rank(ranks: Ranks, base: str, flags: Sequence[str], fault: str, before: Bef
     stop.install()
     code = pretrain(cli.read_or_exit([*FLAGS, *flags], PRESETS).config, ranks, stop=stop)
     (folder / f"end-{ranks.rank}").write_text(str(int(code)))
-    sys.exit(code)
+    return int(code)
 
 
 def said(base: Path, rank: int) -> str:

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,10 +72,10 @@ def test_a_run_that_is_killed_at_every_place_is_the_same_run(tmp_path: Path) -> 
     assert [row["count"] for row in rows(killed / "events.jsonl") if row["event"] == "restart"] == [1, 2, 3]
 
 
-def _rank(ranks: Ranks, config: Config) -> None:
+def _rank(ranks: Ranks, config: Config) -> int:
     from train_cases import pretrain
 
-    sys.exit(pretrain(config, ranks))
+    return int(pretrain(config, ranks))
 
 
 def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) -> None:

@@ -150,5 +150,5 @@ def on_ranks(
     return work(ranks or Ranks(), args)
 
 
-def _one_rank(ranks: Ranks, work: Callable[[Ranks, Namespace], int], args: Namespace) -> None:
-    sys.exit(work(ranks, args))
+def _one_rank(ranks: Ranks, work: Callable[[Ranks, Namespace], int], args: Namespace) -> int:
+    return work(ranks, args)

@@ -66,6 +66,7 @@ def keep(log: Path, seconds: float, command: list[str], temporary: str) -> dict[
     """The keeper's own life: how it ended and who could not be ended."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else exit codes are lost where the caller ignores it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     least = min(LEAST_FREE, shutil.disk_usage(log.parent).free // 2)
     more = {"TMPDIR": temporary, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}

@@ -13,6 +13,7 @@ import multiprocessing
 import queue
 import struct
 import threading
+import traceback
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -22,10 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.environment import set_defaults
+from megalite.config.exits import message_of
 from megalite.config.plugins import Texts, load, texts
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.launch.children import safe_start
 from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate, surround
 from tools.preprocess.indexed_writer import token_dtype
 from tools.preprocess.records import BadLine, parse_block
@@ -137,19 +140,27 @@ def _work(pipe: Connection, job: Job) -> None:
     """A worker: blocks in, packed results out, until the pipe closes. An error is a message too."""
     # one process per core is the parallelism: threads of the library below it would only get in each other's way
     set_defaults(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
-    try:
-        tokenizer = None
-        while True:
+    tokenizer = None
+    while True:
+        try:
             message = pipe.recv_bytes()
-            try:
-                tokenizer = tokenizer or load_tokenizer(job)
-                kind, line = FRAME.unpack_from(message)
-                answer = _pack(tokenize_block(kind, line, message[FRAME.size :], job, tokenizer))
-            except DataError as error:
-                answer = json.dumps(str(error)).encode() + b"\n"
+        except (EOFError, ConnectionResetError, KeyboardInterrupt):
+            return
+        try:
+            tokenizer = tokenizer or load_tokenizer(job)
+            kind, line = FRAME.unpack_from(message)
+            answer = _pack(tokenize_block(kind, line, message[FRAME.size :], job, tokenizer))
+        except KeyboardInterrupt:
+            return
+        except DataError as error:
+            answer = json.dumps(str(error)).encode() + b"\n"
+        except BaseException as error:  # SystemExit of a plugin would end this process in silence
+            traceback.print_exception(error)
+            answer = json.dumps(f"a worker process failed: {message_of(error)}").encode() + b"\n"
+        try:
             pipe.send_bytes(answer)
-    except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
-        pass
+        except (BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+            return
 
 
 def _died(process: Any, workers: int) -> DataError:
@@ -208,7 +219,8 @@ def in_workers(blocks: Iterator[TextBlock], job: Job, workers: int) -> Generator
         for _ in range(workers):
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there, job), daemon=True)
-            process.start()
+            with safe_start():
+                process.start()
             there.close()
             processes[here] = process
         sent: dict[int, TextBlock] = {}

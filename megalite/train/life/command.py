@@ -2,7 +2,6 @@
 takes seconds, and on a cold disk a minute: errors of a command come before that."""
 
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import NoReturn
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli, environment
 from megalite.config.console import complain, let_go_of_console
+from megalite.config.exits import end_at_once
 from megalite.config.options import Config, local_processes
 from megalite.config.packages import missing_packages
 from megalite.data.files.missing_files import absent, rehearsed
@@ -113,6 +113,6 @@ def as_program(main: Callable[[list[str]], int]) -> NoReturn:
     except KeyboardInterrupt as error:
         if not isinstance(error, Stopped):  # that one was reported
             tell_stopping(signal.Signals[error.args[0]] if error.args else signal.SIGINT)
-        os._exit(INTERRUPTED)
+        end_at_once(INTERRUPTED)
     finally:
         let_go_of_console()

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import os
 import signal
 import sys
 import time
@@ -15,7 +14,8 @@ import torch
 
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
-from megalite.config.console import complain
+from megalite.config.console import MOST_OF_AN_ERROR, complain, shortened
+from megalite.config.exits import end_at_once, text_of
 from megalite.config.faults import fault
 from megalite.config.options import Config
 from megalite.data.errors import DataError
@@ -58,7 +58,7 @@ def failure(
     if dog is not None and (known := dog.explain(error)) is not None:
         complain_of(ranks, *known, f"{where}: {known[0].outcome}: {known[1]}")
         return known
-    mesh, reason = run and run.mesh, str(error)
+    mesh, reason = run and run.mesh, shortened(text_of(error), MOST_OF_AN_ERROR)
     match error:
         case SetupError() | LaunchError() | DataError() if mesh is None:
             code = Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
@@ -70,7 +70,7 @@ def failure(
             return code, reason
         case KeyboardInterrupt():  # one Ctrl-C gives a rank two signals, the terminal's and the launcher's
             since = time.monotonic()
-            leave = lambda *_: os._exit(Exit.INTERRUPTED) if time.monotonic() > since + AGAIN_S else None  # noqa: E731
+            leave = lambda *_: end_at_once(Exit.INTERRUPTED) if time.monotonic() > since + AGAIN_S else None  # noqa: E731
             for number in STOPPING:
                 signal.signal(number, leave)  # from now on a later one kills
             return Exit.INTERRUPTED, reason or "SIGINT"
@@ -87,7 +87,7 @@ def failure(
             (complain if ranks.rank == 0 else complain_aside)(f"{where}: {reason}")
             return Exit.CRASH, told_first(ranks) or reason
         case _:
-            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            reason = shortened(f"{type(error).__name__}: {text_of(error)}".rstrip(": "))
             text = "".join(traceback.format_exception(error)).rstrip()
             complain_of(ranks, Exit.CRASH, reason, f"{where}:\n{text}")
             return Exit.CRASH, reason
@@ -121,7 +121,7 @@ class Life:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        refused = isinstance(error, Exception | KeyboardInterrupt)  # `training` has handled later ones
+        refused = error is not None  # `training` has handled later ones
         try:
             if refused:
                 code, reason = self.ended = failure(error, self.ranks, dog=self.dog)
@@ -129,7 +129,7 @@ class Life:
                 if writes and not self.config.train.dry_run:
                     leave_status(self.folder, code.outcome, self.config, reason, resumes=self.ranks.resumes)
                 if code in AT_ONCE:
-                    os._exit(int(code))
+                    end_at_once(int(code))
         finally:
             self.dog.close()
             self._log.__exit__(None, None, None)
@@ -219,7 +219,7 @@ class Life:
                 report.say(line)
         except SetupError:
             raise
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:  # also SystemExit, and what else a plugin may raise
             try:
                 self.ended = failure(error, ranks, run, begun, self.dog)
             except KeyboardInterrupt as asked:  # this rank's signal came while it handled a lost rank that had one
@@ -229,7 +229,7 @@ class Life:
             self._conclude(run, config, saver, report, account, watch)
         if self.ended[0] in AT_ONCE_IN_GROUP:
             sys.stdout.flush()
-            os._exit(int(self.ended[0]))
+            end_at_once(int(self.ended[0]))
 
     def _conclude(
         self, run: Run, config: Config, saver: Saver | None, report: Reporter, account: Account | None, watch: Watch
