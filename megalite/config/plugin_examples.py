@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megalite.config.console import complain, show
 from megalite.config.example_files import example_dir
+from megalite.config.exits import Parser
 from megalite.config.registry import KINDS
 
 PLACE = "examples/plugins/{}"  # by which an example's docstring names its own file
@@ -22,7 +23,7 @@ PLAIN = re.compile(r"[\w./-]+")  # a path that neither a shell nor a docstring r
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", nargs="?", help="the kind of part; without one all kinds are listed")
     parser.add_argument("--out", metavar="FILE.py", help="where to write it (default: in this folder, by its own name)")
     args = parser.parse_args(argv)

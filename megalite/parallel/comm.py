@@ -9,7 +9,7 @@ r*s .. (r+1)*s of x_SBD. On an axis of size 1 each of them is the identity. The 
 inside the matmuls that they overlap with (nn/linear.py).
 
 On CPU, ranks of one machine exchange data through shared memory (shared_memory.py), others through gloo, whose
-reduce_scatter is several times slower than its all_reduce (docs/adr/007-cpu-is-first-class.md), of which one part is kept instead.
+reduce_scatter is several times slower than its all_reduce, of which one part is kept instead.
 """
 
 import zlib
