@@ -1,11 +1,12 @@
 """Opens a run's files, in a folder where others may write: never through a link, so that nobody can make a run write to
 another file of its user. (A new file is made with mode "x", which follows no link either.)
 
-Both functions are an `opener` for `open`, do not block on a pipe, and raise OSError.
+Both openers are for `open`, do not block on a pipe, and raise OSError.
 """
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def inner_opener(path: str | Path, flags: int) -> int:
         return _open(path, name, flags, number)
     finally:
         os.close(number)
+
+
+def remove(path: str | Path) -> None:
+    """Remove whatever stands at a path that a run takes for itself: a directory with all that is in it, or a file or a
+    link, never what the link names. Nothing there is fine. Raises OSError."""
+    try:
+        is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return
+    if is_directory:
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
 
 
 def _open(path: str | Path, name: str | Path, flags: int, folder: int | None) -> int:

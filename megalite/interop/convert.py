@@ -31,6 +31,7 @@ from megalite.checkpoint.offline import Checkpoint
 from megalite.config.check import check
 from megalite.config.console import told
 from megalite.config.options import ConfigError, ModelConfig, build
+from megalite.config.own_file import remove
 from megalite.interop.naming import Naming, TensorRule
 from megalite.parallel.spec import Box, ParamSpec, Piece, inside, intersect
 
@@ -294,7 +295,7 @@ def new_directory(folder: Path) -> Iterator[Path]:
         raise CheckpointError(f"{folder} is not empty; give a new directory")
     part = folder.with_name(f".{folder.name}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)
         part.mkdir(parents=True)
         yield part
         if folder.exists():

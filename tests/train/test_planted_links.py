@@ -1,17 +1,22 @@
 """Whoever may write into a run's folder plants links there, by the names that a run is known to write: it writes
 through none. The names are those that a run of now opens, seen by Python's audit hook, also those that go again."""
 
+import errno
 import os
+import re
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from train_cases import SMALL
 from whole_runs import ROOT, pretrain
 
 from megalite.checkpoint.storage.file_system import LocalStorage, Lock
+from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.own_file import inner_opener, opener
 from megalite.data.locks import locked
+from megalite.interop.convert import new_directory
 from megalite.train.tell.run_dir import AppendedFile, write_atomically
 from tools import python_corpus, train_tokenizer
 from tools.bench import limited
@@ -94,10 +99,74 @@ def test_links_of_both_kinds(tmp_path: Path, plant: object) -> None:
     with pytest.raises(OSError, match="is a link"):
         inner_opener(place / "ranks" / "rank-00000.log", os.O_WRONLY | os.O_CREAT)
     assert not list((tmp_path / "elsewhere").iterdir())
+    (place / ".model.part").symlink_to(tmp_path / "elsewhere")
+    with new_directory(place / "model") as part:
+        (part / "config.json").write_text("x")
+    assert not list((tmp_path / "elsewhere").iterdir()) and (place / "model/config.json").is_file()
     shown = tmp_path / "shown"
     shown.symlink_to(place)  # a folder that the user names may be one
     AppendedFile(shown / "events").write("x")
     assert (place / "events").read_text() == "x\n"
+
+
+PLANTS = """
+import os, pathlib, megalite
+class Plants:
+    def step(self, run, result):
+        if run.state.step == 1 and run.mesh.world.is_first:
+            for name in ("run/.iter_0000002.part", "run/.iter_0000003.part", "run/.iter_0000004.part",
+                         "run/iter_0000002", "run/iter_0000003", "run/.iter_0000003.replaced"):
+                target = {"2": "theirs", "3": "nothing", "4": "file"}[name.split("000000")[1][0]]
+                os.symlink(os.path.abspath(target), name)
+            os.symlink(os.path.abspath("theirs"), ".hf.part")
+megalite.register("callback", "plants", Plants())
+"""
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_links_in_the_place_of_checkpoints_make_way(tmp_path: Path, ranks: str) -> None:
+    """Planted after the start, which clears the names: to a folder, to nothing, to a file; the run saves and exports."""
+    theirs, file = tmp_path / "theirs", tmp_path / "file"
+    theirs.mkdir()
+    for path in (file, theirs / "kept", theirs / "COMPLETE"):
+        path.write_text("of somebody\n")
+    (tmp_path / "plants.py").write_text(PLANTS)
+    model = "--train-iters 4 --disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope"
+    words = [*SMALL, *model.split(), "--nproc", ranks]
+    done = pretrain(*words, *"--save run --save-interval 1 --plugin plants.py --export-hf hf".split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / ".without.weights").symlink_to(theirs)  # where a run that saves nothing puts its weights meanwhile
+    done = pretrain(*words, "--export-hf", "without", cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "without/config.json").is_file(), done.stdout + done.stderr
+    for step in (1, 2, 3, 4):
+        folder = tmp_path / f"run/iter_000000{step}"
+        assert (folder / "manifest.json").is_file() and not folder.is_symlink()
+    assert {path.name for path in theirs.iterdir()} == {"kept", "COMPLETE"} and (tmp_path / "hf/config.json").is_file()
+    assert all(path.read_text() == "of somebody\n" for path in (file, *theirs.iterdir()))
+    assert not [*(tmp_path / "run").glob(".iter*"), *tmp_path.glob(".[hw]*")]
+
+
+def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = tmp_path / ".iter_0000002.part"
+    part.symlink_to(tmp_path)
+    refuse = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    monkeypatch.setattr(os, "unlink", Mock(side_effect=refuse))  # as in a folder with the sticky bit, of another user
+    rule = f"{part} is in the way and cannot be removed (Operation not permitted): remove it, or save elsewhere"
+    with pytest.raises(CheckpointError, match=re.escape(rule)):
+        LocalStorage().begin(part)
+
+
+def test_a_planted_link_does_not_become_a_checkpoint(tmp_path: Path) -> None:
+    """As the one does that a killed run has put aside, while it replaced it."""
+    theirs, folder = tmp_path / "theirs", tmp_path / "run"
+    theirs.mkdir()
+    (theirs / "COMPLETE").write_text("")
+    (folder / ".iter_0000007.replaced").mkdir(parents=True)
+    for name in (".iter_0000001.part", ".iter_0000002.replaced", ".iter_0000003.old"):
+        (folder / name).symlink_to(theirs)
+    (folder / ".iter_0000004.part").symlink_to(tmp_path / "nothing")
+    LocalStorage().sweep(folder)
+    assert [path.name for path in folder.iterdir()] == ["iter_0000007"] and (theirs / "COMPLETE").exists()
 
 
 @pytest.mark.parametrize("plant", [os.symlink, os.link])

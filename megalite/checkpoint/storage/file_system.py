@@ -14,7 +14,7 @@ from pathlib import Path
 from megalite.checkpoint.storage.location import LOCK, Append, CheckpointError, is_megatron, step_of
 from megalite.config.console import complain
 from megalite.config.faults import fault
-from megalite.config.own_file import opener
+from megalite.config.own_file import opener, remove
 from megalite.config.text_file import read_small_bytes
 
 _REPLACED = ".replaced"
@@ -176,38 +176,45 @@ class LocalStorage:
         return final.with_name(f".{final.name}.part")
 
     def begin(self, part: Path) -> None:
-        self.discard(part)
+        try:
+            remove(part)
+        except OSError as error:
+            wrong = f"{part} is in the way and cannot be removed ({error.strerror})"
+            raise CheckpointError(f"save={str(part.parent)!r}: {wrong}: remove it, or save elsewhere") from None
         part.mkdir(parents=True)
 
     def discard(self, part: Path) -> None:
-        shutil.rmtree(part, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(part)
 
     def publish(self, part: Path, final: Path) -> None:
         for name in ("manifest.json", "COMPLETE"):
             to_disk(part / name)
         to_disk(part)
         old = final.with_name(f".{final.name}{_REPLACED}")
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():  # the same step again, after a rollback; see `sweep`
+        self.discard(old)
+        if os.path.lexists(final):  # the same step again, after a rollback; see `sweep`
             os.replace(final, old)
         os.replace(part, final)
-        shutil.rmtree(old, ignore_errors=True)
+        self.discard(old)
         to_disk(final.parent)
 
     def remove(self, folder: Path) -> None:
         old = folder.with_name(f".{folder.name}.old")  # renamed first: `sweep` ends an interrupted deletion
-        shutil.rmtree(old, ignore_errors=True)
+        self.discard(old)
         os.replace(folder, old)
-        shutil.rmtree(old, ignore_errors=True)
+        self.discard(old)
 
     def sweep(self, directory: Path) -> list[str]:
-        left = [p for p in directory.glob(".iter_*") if p.suffix in (".part", ".old", _REPLACED) and p.is_dir()]
+        left = [p for p in directory.glob(".iter_*") if p.suffix in (".part", ".old", _REPLACED)]
         for folder in left:
             final = folder.with_name(folder.stem[1:])
-            if folder.suffix == _REPLACED and not final.exists():  # killed between two renames: it is still valid
+            is_ours = folder.is_dir() and not folder.is_symlink()
+            # killed between two renames: it is still valid
+            if folder.suffix == _REPLACED and is_ours and not os.path.lexists(final):
                 os.replace(folder, final)
             else:
-                shutil.rmtree(folder, ignore_errors=True)
+                self.discard(folder)
         return sorted(p.name for p in left)
 
     def probe(self, directory: Path, rank: int) -> None:

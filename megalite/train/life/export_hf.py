@@ -13,8 +13,10 @@ from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
 from megalite.checkpoint.run import saver
+from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage import protocol as storage
 from megalite.config.options import Config, DataConfig
+from megalite.config.own_file import remove
 from megalite.config.run_options import SENTENCEPIECE
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json
@@ -109,6 +111,8 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     saved = folder is not None and "COMPLETE" in storage.storage_of(folder).entries(folder)
     temporary = target.with_name(f".{target.name}.weights")
     if folder is None or not first_says(saved, mesh):
+        clear = lambda: remove(temporary) if mesh.world.is_first else None  # noqa: E731
+        together(mesh, clear, f"making {temporary}")
         folder = saver.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
     if not mesh.world.is_first:
         return None
