@@ -137,7 +137,7 @@ class Life:
 
     def preflight(self) -> tuple[Arrangement, Sources]:
         """What will run, on which data; raises all errors that can be found before ranks meet."""
-        self.config = with_source(self.config)
+        self.config = with_source(self.config, complain if self.ranks.rank == 0 else lambda _: None)
         return preflight.preflight(self.config, self.ranks)
 
     def tell(self, plan: Arrangement, sources: Sources) -> int:
