@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint, open_checkpoint
+from megalite.checkpoint.storage.location import parse
 from megalite.config.console import complain
 from megalite.config.field import flag_of
 from megalite.config.options import Config, ConfigError, ModelConfig, build
@@ -43,6 +45,7 @@ from megalite.models.specs import specs_of, stored_specs
 from megalite.optim.loss_scale import LossScaler
 from megalite.train.life.export_hf import family_in, like_of, tokenizer_files
 from megalite.train.sources import TOKENIZER, open_tokenizer
+from megalite.train.start.named_tokenizer import announce, fitting
 from megalite.train.start.origin import UNKNOWN_VOCABULARY, tokenizer_named_in
 from megalite.train.start.resume import saved_config
 from megalite.train.state import State
@@ -96,18 +99,11 @@ def misuse(args: argparse.Namespace) -> str | None:
     return None
 
 
-def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
-    """`options` if such a tokenizer can be opened here and has at most `rows` tokens; else nothing, with a note."""
-    if not options:
-        return {}
-    try:
-        found = build_tokenizer(**options).vocab_size
-    except DataError as error:
-        complain(f"note: the tokenizer is left out: {error}")
-        return {}
-    if found > rows:
-        complain(f"note: the tokenizer is left out: {found} tokens, but {rows} rows of the embedding")
-        return {}
+def checked_tokenizer(find: Callable[[], dict[str, Any]], rows: int) -> dict[str, Any]:
+    """The options that `find` gives if such a tokenizer opens here and fits; else nothing, with a note."""
+    options, why = fitting(find, rows)
+    if why is not None:
+        complain(f"note: the tokenizer is left out: {why}")
     return options
 
 
@@ -135,7 +131,7 @@ def saved_model(source: Checkpoint) -> ModelConfig:
 def from_hf(args: argparse.Namespace) -> bool:
     folder: Path = args.from_hf
     theirs = hugging_face.open_model(folder, args.seq_length)
-    tokenizer = checked_tokenizer(tokenizer_beside(folder), theirs.rows)
+    tokenizer = checked_tokenizer(lambda: tokenizer_beside(folder), theirs.rows)
     state, specs = start_state(theirs.options, theirs.dtype, tokenizer), specs_of(theirs.model, theirs.rows)
     written = write_import(args.save, theirs.tensors, specs, state)
     print(f"{written}: {theirs.name}, {len(theirs.tensors)} tensors, vocabulary {theirs.rows}")
@@ -164,7 +160,9 @@ def from_megatron(args: argparse.Namespace) -> bool:
     folder: Path = args.from_megatron
     theirs = megatron_dist.open_checkpoint(megatron.find(folder) or megatron.folder_of(folder))
     rows, vocab_size = theirs.rows, args.vocab_size
-    tokenizer = checked_tokenizer(tokenizer_named_in(theirs.args), rows)
+    named = tokenizer_named_in(theirs.args)
+    announce(named, folder)
+    tokenizer = checked_tokenizer(lambda: named, rows)
     if vocab_size is None:
         size = build_tokenizer(**tokenizer).vocab_size if tokenizer else None
         vocab_size = megatron.true_vocab_size(theirs.args, rows, size)
@@ -188,6 +186,7 @@ def checked_megatron(theirs: ForeignModel, ours: Ours, vocab_size: int) -> bool:
 def to_hf(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load, verified=True)
     model, config = saved_model(source), saved_config(source.manifest, source.folder)
+    announce({name: getattr(config.data, name) for name in TOKENIZER}, parse(args.load))
     like: Path | None = args.like or like_of(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
@@ -207,8 +206,9 @@ def to_megatron(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load, verified=True)
     model = saved_model(source)
     config = saved_config(source.manifest, source.folder)
-    vocab_size, _ = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokenizer = {name: getattr(config.data, name) for name in TOKENIZER}
+    announce(tokenizer, parse(args.load))
+    vocab_size, _ = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     ours = Ours(source, DTYPES.get(args.dtype))  # as stored: there too, norm weights may be a difference from 1
     tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
     layout: dict[str, Any] = dict(tp=tp, pp=pp, fused=args.transformer_impl != "local")

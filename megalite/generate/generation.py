@@ -22,7 +22,7 @@ from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.storage.location import Location
+from megalite.checkpoint.storage.location import Location, parse
 from megalite.config.check import check
 from megalite.config.options import ModelConfig, ParallelConfig, build
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -41,8 +41,8 @@ from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
 from megalite.plan.arrangement import Arrangement
 from megalite.train.setup import SetupError
-from megalite.train.sources import open_tokenizer
-from megalite.train.start.origin import usable
+from megalite.train.sources import TOKENIZER, open_tokenizer
+from megalite.train.start.named_tokenizer import announce, fitting
 from megalite.train.start.resume import saved_config, tokenizer_differences
 
 
@@ -207,6 +207,8 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
 
     def wanted(folder: Location, manifest: Manifest) -> loader.Wanted:
         config = saved_config(manifest, folder)
+        if mesh.world.is_first:
+            announce({name: getattr(config.data, name) for name in TOKENIZER}, parse(directory))
         tokenizer = open_tokenizer(config.data)
         if tokenizer is None:
             raise SetupError(f"{folder} was trained without a tokenizer, so it has a loss but no text")
@@ -224,9 +226,10 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
 
 def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generator:
     theirs = together(mesh, lambda: open_model(folder), f"reading {folder}")
-    options = usable(tokenizer_beside(theirs.folder), theirs.rows)
+    options, why = fitting(lambda: tokenizer_beside(theirs.folder), theirs.rows)
     if not options:
-        raise SetupError(f"{theirs.folder} has no tokenizer that fits; put its tokenizer.json there")
+        reason = f" ({why})" if why else ""
+        raise SetupError(f"{theirs.folder} has no tokenizer that fits{reason}; put its tokenizer.json there")
     stage, specs = _empty(theirs.model, mesh, theirs.rows, dtype), specs_of(theirs.model, theirs.rows)
     fill = lambda: fill_from(theirs.tensors, weight_pieces(stage, mesh), specs, str(folder), False)  # noqa: E731
     together(mesh, fill, f"reading the weights of {folder}")
@@ -285,8 +288,13 @@ def continue_texts(
 
 
 def continue_prompts(model: Generator, prompts: Sequence[str], most: int, how: Sampling, size: int) -> Iterator[Text]:
-    """As `continue_texts`, `size` prompts at once. An empty one is the end of a document, after which one begins."""
-    ids = [model.tokenizer.encode(prompt) or [model.tokenizer.eod] for prompt in prompts]
+    """As `continue_texts`, `size` prompts at once. An empty one is the end of a document, after which one begins.
+    An end that the tokenizer itself puts behind a text is left out: the prompt goes on."""
+    tokenizer, ids = model.tokenizer, list[list[int]]()
+    ends = tokenizer.ends_texts
+    for prompt in prompts:
+        tokens = tokenizer.encode(prompt)
+        ids.append((tokens[:-1] if ends else tokens) or [tokenizer.eod])
     for first in range(0, len(ids), size):
         yield from continue_texts(model, ids[first : first + size], most, how, first)
 

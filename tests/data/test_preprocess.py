@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import programs
 import pytest
@@ -288,3 +289,27 @@ def test_standard_input_and_mixed_files_and_progress(tmp_path: Path, typed: Type
     assert code == 0 and "% of the input" in told
     code, _, told = typed(preprocess_data, "--input", tmp_path / "b.txt", *more, "--split-sentences")
     assert code == 2 and "--split-sentences is for BERT and T5" in told
+
+
+def test_a_template_that_ends_texts_gives_one_end(tmp_path: Path, typed: Typed) -> None:
+    """As of a tokenizer.json whose post-processor appends </s>; without one --append-eod does it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    library: Any = Tokenizer(models.WordLevel({"</s>": 0, "<s>": 1, "a": 2, "b": 3, "<unk>": 4}, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    write_jsonl(tmp_path / "in.jsonl", ["a b", "b"])
+    where = ["--input", tmp_path / "in.jsonl", "--tokenizer-type", "HuggingFaceTokenizer"]
+    made = {}
+    for name, single in {"none": None, "both": "<s> $A </s>", "begin": "</s> $A"}.items():
+        if single:
+            library.post_processor = processors.TemplateProcessing(single, None, [("<s>", 1), ("</s>", 0)])
+        (tmp_path / name).mkdir()
+        library.save(str(tmp_path / name / "tokenizer.json"))
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+        how = ["--tokenizer-model", tmp_path / name, "--output-prefix", tmp_path / f"out-{name}", "--append-eod"]
+        code, _, err = typed(preprocess_data, *where, *how)
+        assert code == 0 and ("ends each text with the end of a document already" in err) == (name == "both")
+        made[name] = documents_of(IndexedDataset(tmp_path / f"out-{name}_text_document"))
+    assert made["none"] == [[2, 3, 0], [3, 0]]
+    assert made["both"] == [[1, 2, 3, 0], [1, 3, 0]]
+    assert made["begin"] == [[0, 2, 3, 0], [0, 3, 0]]

@@ -41,6 +41,7 @@ def hub(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[Foreign]]]]
     def make(folder: Path) -> tuple[Path, Callable[[], list[Foreign]]]:
         folder.mkdir()
         sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 20}
+        sizes |= {"num_key_value_heads": 2, "head_dim": 8}
         config = {"model_type": "qwen3", "intermediate_size": 24, "max_position_embeddings": 8, **sizes}
         (folder / "config.json").write_text(json.dumps(config))
         model = model_of(read_config(config, None, "")[1], "")

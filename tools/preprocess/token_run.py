@@ -295,6 +295,9 @@ def preprocess(
     if job.fast:  # decided here, once, so that the output does not depend on the number of workers
         model = accelerate(model, _first_texts(files, job.keys))
         job = replace(job, fast=isinstance(model, FastTokenizer))
+    if job.append_eod and model.ends_texts:
+        already = f"{model.name} ends each text with the end of a document already"
+        complain(f"note: {already}; --append-eod adds no second one")
     run = TokenRun(files, output_prefix, job, model, max_bad_fraction)
     if resume and not run.journal_path.exists() and run.is_complete():
         complain(f"{output_prefix}: complete already, there is nothing to resume")

@@ -96,7 +96,7 @@ def _encode(texts: list[str], tokenizer: Tokenizer, append_eod: bool) -> tuple[N
         outside = f"made ids from {ids.min()} to {ids.max()}, outside its vocabulary of {tokenizer.vocab_size}"
         raise DataError(f"{tokenizer.name} {outside}: its files do not belong together")
     ids, lengths = ids.astype(dtype), lengths[lengths > 0]
-    if append_eod:
+    if append_eod and not tokenizer.ends_texts:
         ids, lengths = surround(ids, lengths, (), (tokenizer.eod,))
     return ids, lengths.astype(np.int32)
 

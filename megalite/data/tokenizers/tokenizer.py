@@ -49,6 +49,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    @property
+    def ends_texts(self) -> bool:
+        """Whether it puts the end of a document behind each text itself, as the template of a tokenizer.json can."""
+        return self.encode("")[-1:] == [self.eod] and self.encode("a")[-1:] == [self.eod]
+
     def token_id(self, token: str) -> int | None:
         """The id of a (special) token by its name; None where there is no such token."""
         return None
@@ -133,6 +138,11 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
+
+    @property
+    def ends_texts(self) -> bool:
+        """Whether it puts the end of a document behind each text itself, as the template of a tokenizer.json can."""
+        return self.encode("")[-1:] == [self.eod] and self.encode("a")[-1:] == [self.eod]
 
     def token_id(self, token: str) -> int | None:
         piece = int(self._model.piece_to_id(token))

@@ -16,6 +16,8 @@ from typing import Any
 
 from megalite.config.tables import table_beside
 from megalite.data.errors import DataError, library
+from megalite.data.tokenizers import added_tokens
+from megalite.data.tokenizers.added_tokens import add_tokens, read_settings
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, read
 
 GPT2_EOD = "<|endoftext|>"
@@ -31,6 +33,8 @@ NASTY.append("\n" * 500 + "=" * 500 + "1" * 500 + "é" * 500)
 
 class HuggingFaceTokenizer(Tokenizer):
     """`model` is a tokenizers.Tokenizer; `contents` the files that define it."""
+
+    splits_special = False  # special tokens that are written out in a text are cut into pieces
 
     def __init__(self, name: str, kind: str, model: Any, eod: int, contents: Sequence[bytes]):
         self._model, self.eod = model, eod
@@ -59,20 +63,40 @@ class HuggingFaceTokenizer(Tokenizer):
     def load_gigatoken(self) -> Any:
         import gigatoken
 
-        return gigatoken.Tokenizer.from_json(self._model.to_str())
+        return None if self.splits_special else gigatoken.Tokenizer.from_json(self._model.to_str())
 
 
 def tokenizer_beside(folder: Path) -> dict[str, Any]:
-    """The data options (--tokenizer-type and its like) of the tokenizer in a model directory; empty without one."""
+    """The data options (--tokenizer-type and its like) of the tokenizer in a model directory; empty without one. Raises
+    DataError where transformers would add tokens to it that its own files do not have."""
     folder = folder.resolve()
     model, vocab, merges = (folder / name for name in ("tokenizer.model", "vocab.json", "merges.txt"))
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     if model.is_file():
+        pieces = SentencePieceTokenizer(model)
+        _check_has_tokens(folder, pieces, model)
+        _check_space(model, read_settings(folder), bool(SentencePieces(pieces.content).dummy_prefix))
         return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(model)}
     if vocab.is_file() and merges.is_file():
+        _check_has_tokens(folder, open_gpt2(vocab, merges), vocab)
+        _check_space(vocab, read_settings(folder), False)
         return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocab), "merge_file": str(merges)}
     return {}
+
+
+def _check_has_tokens(folder: Path, tokenizer: Tokenizer, file: Path) -> None:
+    """Of a format that cannot be added to. Raises DataError."""
+    settings = read_settings(folder)
+    for one in settings.tokens:
+        found = tokenizer.token_id(one.token.content)
+        if found is None or one.number not in (None, found):
+            has = "lacks" if found is None else f"has as token {found}"
+            wrong = f"the token {one.token.content!r}, which {file.name} {has}"
+            remedy = "write a tokenizer.json with AutoTokenizer's save_pretrained"
+            raise DataError(f"{one.file}: {wrong}; {remedy}")
+    if settings.splits:
+        raise DataError(f"{folder / added_tokens.CONFIG}: split_special_tokens=true is only known of a tokenizer.json")
 
 
 def open_tokenizer_json(path: Path) -> Tokenizer:
@@ -93,30 +117,37 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
         raise DataError(f"tokenizer_model={file} is not a tokenizer.json: it is not UTF-8 text; {remedy}") from None
     with library(f"tokenizer_model={file} is not a tokenizer.json"):
         model = tokenizers.Tokenizer.from_str(text)
-    named = _eos_token(file.parent)
-    candidates = (named,) if named else USUAL_EOD
-    ids = [i for i in (model.token_to_id(token) for token in candidates) if i is not None]
-    if not ids:
+    described = json.loads(text)
+    settings = read_settings(file.parent, described.get("added_tokens") or ())
+    contents = [content]
+    candidates = USUAL_EOD if settings.eos is None else (settings.eos,)
+    known = [token for token in candidates if model.token_to_id(token) is not None or settings.declares(token)]
+    if not known:
         lost = f"no end-of-document token among {', '.join(candidates)}"
-        raise DataError(f"{file}: {lost}; name it as eos_token in tokenizer_config.json beside it")
+        raise DataError(f"{file}: {lost}; name one that it has as eos_token in tokenizer_config.json beside it")
+    if file.name == added_tokens.MODEL:  # what is beside another name belongs to another tokenizer
+        _check_space(file, settings, added_tokens.begins_with_space(described))
+        if add_tokens(model, settings):
+            contents.append(json.dumps([model.encode_special_tokens, added_tokens.state(model)]).encode())
+    eod = model.token_to_id(known[0])
+    if eod is None:
+        raise DataError(f"{file}: no end-of-document token {known[0]}; rename the file to {added_tokens.MODEL}")
     model.no_padding()
     model.no_truncation()
-    return HuggingFaceTokenizer(str(file), "huggingface", model, ids[0], [content])
+    tokenizer = HuggingFaceTokenizer(str(file), "huggingface", model, eod, contents)
+    tokenizer.splits_special = settings.splits
+    return tokenizer
 
 
-def _eos_token(directory: Path) -> str | None:
-    """eos_token of tokenizer_config.json or special_tokens_map.json, where it is a string or a record of one."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        file = directory / name
-        if file.exists():
-            try:
-                value = json.loads(read(file)).get("eos_token")
-            except (ValueError, AttributeError, RecursionError) as error:
-                raise DataError(f"{file}: not a JSON object: {error}") from error
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
-                return value
-    return None
+def _check_space(file: Path, settings: added_tokens.Settings, does: bool | None) -> None:
+    """Refuse an add_prefix_space that is not what the tokenizer `does`: some classes of transformers take the one, some
+    the other. Raises DataError."""
+    asked = settings.prefix_space
+    if asked is not None and does not in (None, asked):
+        both = (
+            f"says add_prefix_space={str(asked).lower()}, but {file.name} {'puts' if does else 'does not put'} a space"
+        )
+        raise DataError(f"{file.with_name(added_tokens.CONFIG)}: {both} before a text; {added_tokens.REMEDY}")
 
 
 def open_gpt2(vocab: Path, merges: Path) -> Tokenizer:

@@ -50,7 +50,12 @@ def like_of(data: DataConfig) -> Path | None:
 
 
 def tokenizer_files(data: DataConfig, eod: int | None) -> tuple[dict[str, Path | str], str | None]:
-    """(the tokenizer's files in an export, by name; a note where transformers cannot load it by itself)."""
+    """(the tokenizer's files in an export, by name; a note where transformers cannot load it by itself). Files that are
+    no tokenizer are not copied: a checkpoint of others may name any."""
+    try:
+        tokenizer = open_tokenizer(data)
+    except DataError as error:
+        return {}, f"the tokenizer is left out: {error}"
     files = hugging_face.companions(like_of(data))
     if data.tokenizer_model is not None and Path(data.tokenizer_model).is_file():
         name = {"HuggingFaceTokenizer": "tokenizer.json"}.get(data.tokenizer_type or "", "tokenizer.model")
@@ -66,9 +71,8 @@ def tokenizer_files(data: DataConfig, eod: int | None) -> tuple[dict[str, Path |
         files["tokenizer_config.json"] = json.dumps(settings) + "\n"
     if source is not None or data.tokenizer_type in (None, "NullTokenizer"):
         return files, None
+    assert tokenizer is not None
     try:
-        tokenizer = open_tokenizer(data)
-        assert tokenizer is not None
         return files | as_tokenizer_json(tokenizer), None
     except DataError as error:
         remedy = "transformers does not load this kind: give it another tokenizer's files"

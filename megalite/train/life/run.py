@@ -137,8 +137,9 @@ class Life:
 
     def preflight(self) -> tuple[Arrangement, Sources]:
         """What will run, on which data; raises all errors that can be found before ranks meet."""
-        self.config = with_source(asked := self.config)
-        if self.ranks.rank == 0 and not self.ranks.resumes:
+        is_first = self.ranks.rank == 0
+        self.config = with_source(asked := self.config, complain if is_first else lambda _: None)
+        if is_first and not self.ranks.resumes:
             for note in preflight.effects_of_source(asked, self.config):
                 complain(f"note: {note}")
         return preflight.preflight(self.config, self.ranks)

@@ -8,7 +8,6 @@ or torch). Each rank reads its part of them; everything else begins afresh.
 import contextlib
 import difflib
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, is_megatron, is_url, parse
-from megalite.config.console import show
+from megalite.config.console import complain, show
 from megalite.config.options import Config, DataConfig, training_of
 from megalite.config.registry import KINDS
-from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.interop.convert import ForeignModel, fill_from
@@ -34,6 +32,7 @@ from megalite.parallel.comm import first_says
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError
 from megalite.train.sources import TOKENIZER, open_tokenizer
+from megalite.train.start.named_tokenizer import Note, announce, fitting
 from megalite.train.start.resume import Start, options_that_differ, resume, saved_config, with_model, with_saved_args
 from megalite.train.start.upcycling import BEGUN, of_dense, read_as, remedies, upcycles
 from megalite.train.state import Run
@@ -151,13 +150,20 @@ def open_weights(config: Config, folder: Path) -> ForeignModel:
     return open_checkpoint(release, lambda line: None)
 
 
-def vocabulary_of(theirs: ForeignModel) -> tuple[dict[str, Any], int | None]:
+def vocabulary_of(theirs: ForeignModel, note: Note) -> tuple[dict[str, Any], int | None]:
     """(the options of its tokenizer, how many of its rows are tokens, if known)."""
     if theirs.args is None:
-        return usable(tokenizer_beside(theirs.folder), theirs.rows), theirs.rows
-    tokenizer = usable(tokenizer_named_in(theirs.args), theirs.rows)
-    size = build_tokenizer(**tokenizer).vocab_size if tokenizer else None
-    return tokenizer, true_vocab_size(theirs.args, theirs.rows, size)
+        tokenizer, why = fitting(lambda: tokenizer_beside(theirs.folder), theirs.rows)
+        known: int | None = theirs.rows
+    else:
+        named = tokenizer_named_in(theirs.args)
+        announce(named, theirs.folder, note)
+        tokenizer, why = fitting(lambda: named, theirs.rows)
+        size = build_tokenizer(**tokenizer).vocab_size if tokenizer else None
+        known = true_vocab_size(theirs.args, theirs.rows, size)
+    if why is not None:
+        note(f"note: the tokenizer of {theirs.folder} is left out: {why}")
+    return tokenizer, known
 
 
 def named_by(config: Config) -> Path | None:
@@ -179,21 +185,22 @@ def source_of(config: Config) -> Path | None:
     return None if missing and c.exit_on_missing_checkpoint else folder
 
 
-def with_source(config: Config) -> Config:
+def with_source(config: Config, note: Note = complain) -> Config:
     """`config` completed from the checkpoint or the other program's directory: the model with --use-checkpoint-args,
-    of the directory also vocabulary and tokenizer. Raises SetupError with all contradictions at once."""
+    of the directory also vocabulary and tokenizer. `note` gets what is worth a line. Raises SetupError with all
+    contradictions at once."""
     folder, c = named_by(config), config.checkpoint
     if c.save is not None and not is_url(c.save) and megatron.holds(Path(c.save)):
         raise SetupError(f"save={c.save!r} holds checkpoints of Megatron-LM, which are kept; give another directory")
     if folder is None:
-        return with_saved_args(config)
+        return with_saved_args(config, note)
     try:
         theirs = open_weights(config, folder)
     except CheckpointError as error:
         raise SetupError(str(error)) from None
     problems: list[str] = []
     if source_of(config) is None:
-        config = with_saved_args(config)
+        config = with_saved_args(config, note)
     else:
         if c.ckpt_step is not None and theirs.args is None:
             problems.append(f"ckpt_step={c.ckpt_step}, but {folder} has no steps; drop --ckpt-step")
@@ -207,17 +214,17 @@ def with_source(config: Config) -> Config:
             if theirs.model.position_embedding_type == "learned_absolute" and own != other:
                 lines.append(f"max_position_embeddings: {own} here, {other} in {theirs.folder}")
             problems += [line + remedy for line in lines] + remedies(model, theirs.model)
-    tokenizer, of_tokenizer = _tokenizer(config.data, theirs)
+    tokenizer, of_tokenizer = _tokenizer(config.data, theirs, note)
     if problems or of_tokenizer:
         raise SetupError("\n".join([*problems, *of_tokenizer]))
     tokenizer = {name: value for name, value in tokenizer.items() if name not in config.given}
     return replace(config, data=replace(config.data, **tokenizer))
 
 
-def _tokenizer(data: DataConfig, theirs: ForeignModel) -> tuple[dict[str, Any], list[str]]:
+def _tokenizer(data: DataConfig, theirs: ForeignModel, note: Note) -> tuple[dict[str, Any], list[str]]:
     """(options of the vocabulary, contradictions). A tokenizer may have fewer tokens than the model has rows."""
     rows, given, padded = theirs.rows, data.vocab_size, theirs.args is not None
-    own, known = vocabulary_of(theirs)
+    own, known = vocabulary_of(theirs, note)
     if data.tokenizer_type is not None and given is None:
         tokenizer = open_tokenizer(data)
         given = None if tokenizer is None else tokenizer.vocab_size
@@ -238,15 +245,9 @@ def tokenizer_named_in(args: Namespace | None) -> dict[str, Any]:
     """The data options of the tokenizer that Megatron-LM's args name; {} for a type that megalite does not have."""
     if getattr(args, "tokenizer_type", None) not in KINDS["tokenizer_type"]:
         return {}
-    return {name: value for name in TOKENIZER if (value := getattr(args, name, None)) is not None}
-
-
-def usable(options: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """`options` of a tokenizer if it opens here and has at most `rows` tokens, else {}."""
-    try:
-        return dict(options) if options and build_tokenizer(**options).vocab_size <= rows else {}
-    except DataError:
-        return {}
+    kinds = {"vocab_size": int}
+    values = {name: getattr(args, name, None) for name in TOKENIZER}
+    return {name: value for name, value in values.items() if type(value) is kinds.get(name, str)}
 
 
 def begin_with_foreign(run: Run, config: Config) -> tuple[Path, list[str]] | None:
@@ -269,7 +270,7 @@ def begin_with_foreign(run: Run, config: Config) -> tuple[Path, list[str]] | Non
         if mesh.world.is_first:
             show(f"loading {theirs.folder} ({len(theirs.tensors)} tensors)")
         fill_from(theirs.tensors, wanted, stored_specs(theirs.model, rows), str(folder), mesh.world.is_first)
-        return folder, theirs, vocabulary_of(theirs)[1]
+        return folder, theirs, vocabulary_of(theirs, lambda _: None)[1]
 
     folder, theirs, known = together(mesh, read, f"reading the weights of {folder}")
     run.optimizer.after_load()

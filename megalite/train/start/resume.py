@@ -9,7 +9,7 @@ from megalite.checkpoint.format.manifest import OF_MODEL, Manifest
 from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.storage.location import CheckpointError, Location
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse
 from megalite.config.check import check
 from megalite.config.console import complain, show
 from megalite.config.field import HOW, MODEL, facts_of
@@ -25,6 +25,7 @@ from megalite.optim.lr import Rates
 from megalite.parallel.spec import Piece
 from megalite.train.setup import SetupError
 from megalite.train.sources import TOKENIZER
+from megalite.train.start.named_tokenizer import Note, announce
 from megalite.train.start.upcycling import BEGUN, OF_EXPERTS, of_dense, read_as, remedies, upcycles
 from megalite.train.state import Run
 from megalite.train.watch.spikes import Spikes
@@ -327,7 +328,7 @@ def tokenizer_differences(tokenizer: Tokenizer | None, manifest: Manifest) -> li
     return [f"tokenizer: {own['name']} {own['fingerprint'][:12]} here, {other} in the checkpoint"]
 
 
-def with_saved_args(config: Config) -> Config:
+def with_saved_args(config: Config, note: Note = complain) -> Config:
     """With --use-checkpoint-args: the model's options, and the tokenizer's where none is given, from the newest
     checkpoint that can be read. Raises SetupError where a given option contradicts it."""
     c = config.checkpoint
@@ -352,7 +353,9 @@ def with_saved_args(config: Config) -> Config:
         complain(f"skipping {line}")
     config, data = with_model(config, saved.model, "the checkpoint"), config.data
     if data.tokenizer_type is None and data.vocab_size is None:
-        data = replace(data, **{name: getattr(saved.data, name) for name in TOKENIZER if name not in config.given})
+        tokenizer = {name: getattr(saved.data, name) for name in TOKENIZER if name not in config.given}
+        announce(tokenizer, parse(source or ""), note)
+        data = replace(data, **tokenizer)
     return replace(config, data=data)
 
 
