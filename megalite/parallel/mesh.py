@@ -13,6 +13,8 @@ passed explicitly: there is no module state. A planned mesh has only sizes and p
 """
 
 import datetime
+import errno
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -27,6 +29,7 @@ from torch.distributed import distributed_c10d
 from megalite.config.environment import override
 from megalite.parallel.clock import Clock
 from megalite.parallel.shared_memory import SharedMemory, Transport
+from megalite.parallel.wires import NotShared
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -184,6 +187,7 @@ class Mesh:
     world: Axis = field(default_factory=lambda: Axis("world"))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     clock: Clock = field(default_factory=Clock, compare=False, repr=False)  # shared by all axes
+    not_shared: str = ""  # why some ranks of one machine do not exchange through shared memory, as they were to
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> "Mesh":
@@ -292,10 +296,11 @@ def build_mesh(
     through it (None: yes, unless the environment says otherwise). Raises ValueError if the world cannot be split so.
     """
     memory = device.type == "cpu" and (override("shared_memory", True) if shared_memory is None else shared_memory)
-    mesh = _lay(_Groups(world_axis(), timeout, memory), **sizes)
+    groups = _Groups(world_axis(), timeout, memory)
+    mesh = _lay(groups, **sizes)
     if timeout is not None:
         mesh.set_timeout(timeout)
-    return replace(mesh, device=device)
+    return replace(mesh, device=device, not_shared=groups.worst_error() if memory else "")
 
 
 def plan_mesh(world: int, rank: int, **sizes: Unpack[Sizes]) -> Mesh:
@@ -310,6 +315,14 @@ class _Groups:
         self.clock, self.timeout, self.memory = Clock(), timeout, memory
         self.world = replace(world, clock=self.clock)
         self.axes: dict[tuple[tuple[int, ...], ...], Axis] = {}
+        self.not_shared: list[int] = []  # why groups of this rank share no memory
+
+    def worst_error(self) -> str:
+        """Return why ranks of one machine share no memory, in words; "" if all that could do. Collective."""
+        worst = torch.tensor(max((number for number in self.not_shared if number != errno.EREMOTE), default=0))
+        if self.world.size > 1:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.world.group)
+        return os.strerror(int(worst)) if worst else ""
 
     def along(self, name: str, grid: Tensor, dim: int, *, planned: bool = False, own: bool = False) -> Axis:
         """The axis along `dim` of `grid`; of size 1 for a rank that is not in the grid. `own`: with a group of its own,
@@ -336,7 +349,10 @@ class _Groups:
         if not places:
             return axis
         if self.memory and not own and name not in ("pp", "stage"):  # collective over the axis
-            group = SharedMemory.open(group, axis.rank, size) or group
+            try:
+                group = SharedMemory.open(group, axis.rank, size)
+            except NotShared as error:  # on all ranks of the axis, which exchange through its group
+                self.not_shared.append(error.errno or 0)
         axis = replace(axis, transport=group)
         return axis if own else self.axes.setdefault(rank_sets, axis)
 

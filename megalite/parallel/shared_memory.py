@@ -17,11 +17,14 @@ is read. So a rank that sees piece k of the others knows that they have read pie
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import itertools
 import mmap
 import os
 import struct
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,14 +35,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from megalite.parallel.wires import Wires, all_are
+from megalite.parallel.wires import NotShared, Wires, check_all, errno_of
 
 SLOTS = 3
 SLOT_BYTES = 2 << 20  # of one rank
 FOLDER = Path("/dev/shm")
+PREFIX, YOUNG_S = "megalite-", 60.0
+MESSAGE_BYTES = 64
 # kind of a collective, elements from the sender to the receiver, bytes of each; and elements of its longest part
 WORD = struct.Struct("4q")
 Copy = Callable[[Tensor, int], None]  # between a slot and a tensor, of whose parts it has a piece that begins there
+
+
+def sweep() -> None:
+    """Remove what ranks have left in FOLDER that were killed while they opened it: folders of this user, with nothing
+    but what `SharedMemory.open` makes. Rank 0 of a group locks its folder as long as it has a name, and before it puts
+    a file into it. So one that is not locked and not empty is of the dead; an empty one may not be locked yet."""
+    for path in FOLDER.glob(f"{PREFIX}????????"):
+        with contextlib.suppress(OSError):
+            number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                facts, names = os.fstat(number), os.listdir(number)
+                ours = facts.st_uid == os.getuid() and all(name == "slots" or name.isdecimal() for name in names)
+                if ours and (names or time.time() > facts.st_mtime + YOUNG_S):
+                    for name in names:
+                        os.unlink(name, dir_fd=number)
+                    os.rmdir(path)
+            finally:
+                os.close(number)
 
 
 class OrderError(RuntimeError):
@@ -90,29 +114,46 @@ class SharedMemory(Transport):
         self._last = Transfer(iter(()))
 
     @classmethod
-    def open(cls, group: Any, rank: int, size: int, slot_bytes: int = SLOT_BYTES) -> SharedMemory | None:
-        """Map a new file on all ranks and connect them; collective over `group`, which has a CPU backend. None on all
-        ranks if they are on several machines, or have no room. What was opened then has no name: a killed process
-        leaves nothing behind."""
-        names, mapped, total = list[str | None]([None]), None, SLOTS * size * slot_bytes
+    def open(cls, group: Any, rank: int, size: int, slot_bytes: int = SLOT_BYTES) -> SharedMemory:
+        """Map a new file on all ranks and connect them; collective over `group`, which has a CPU backend. What was
+        opened then has no name: a process that is killed later leaves nothing behind. Raises NotShared on all ranks if
+        they are on several machines, or one of them has no room, no right or no file left."""
+        total, names, maps = SLOTS * size * slot_bytes, list[str](), list[mmap.mmap]()
+
+        def make() -> None:
+            sweep()
+            folder = tempfile.mkdtemp(prefix=PREFIX, dir=FOLDER)
+            until_open.callback(os.rmdir, folder)
+            until_open.callback(os.close, number := os.open(folder, os.O_RDONLY))
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(number, fcntl.LOCK_EX)  # before there is a file in it: see `sweep`
+            for name in ("slots", *map(str, range(size))):  # rmtree would need an open file, and may get none
+                until_open.callback(Path(folder, name).unlink, missing_ok=True)
+            with open(Path(folder, "slots"), "xb") as made:
+                os.posix_fallocate(made.fileno(), 0, total)  # else a full file system would be a SIGBUS later
+            names.append(os.path.basename(folder))
+
+        def map_slots() -> None:
+            try:
+                with open(folder / "slots", "r+b") as file:
+                    maps.append(mmap.mmap(file.fileno(), total))
+            except FileNotFoundError as error:
+                raise OSError(errno.EREMOTE, "another machine") from error
+
         with contextlib.ExitStack() as until_open:
-            if rank == 0:
-                with contextlib.suppress(OSError, AttributeError):
-                    folder = tempfile.mkdtemp(prefix="megalite-", dir=FOLDER)
-                    until_open.callback(os.rmdir, folder)
-                    for name in ("slots", *map(str, range(size))):  # rmtree would need an open file, and may get none
-                        until_open.callback(Path(folder, name).unlink, missing_ok=True)
-                    with open(Path(folder, "slots"), "xb") as made:
-                        os.posix_fallocate(made.fileno(), 0, total)  # else a full file system would be a SIGBUS later
-                    names = [folder]
-            dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group)
-            if names[0] is not None:
-                with contextlib.suppress(OSError, ValueError), open(Path(names[0], "slots"), "r+b") as file:
-                    mapped = mmap.mmap(file.fileno(), total)
-            wires = None
-            if all_are(mapped is not None, group) and names[0] is not None:
-                wires = Wires.open(group, rank, size, Path(names[0]))
-        return wires and cls(group, rank, size, torch.frombuffer(mapped, dtype=torch.uint8), wires)
+            failed = errno_of(make) if rank == 0 else 0
+            message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)  # an errno, and the folder's name
+            message[0] = failed
+            for name in names:
+                message[1 : 1 + len(name)] = torch.tensor([*name.encode()])
+            dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
+            failed, *encoded = message.tolist()
+            if failed:
+                raise NotShared(failed, os.strerror(failed))
+            folder = FOLDER / bytes(encoded).rstrip(b"\0").decode()
+            check_all(errno_of(map_slots), group)
+            wires = Wires.open(group, rank, size, folder)
+        return cls(group, rank, size, torch.frombuffer(maps[0], dtype=torch.uint8), wires)
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> Transfer:
         parts, n, piece = out.view(self.size, -1), x.numel(), self._slot_bytes // x.element_size()

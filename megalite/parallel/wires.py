@@ -5,12 +5,13 @@ each rank, which wait for a processor while both compute: 1.4 ms where a word ta
 """
 
 import contextlib
+import errno
 import os
 import select
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,27 @@ OPEN = weakref.WeakSet[socket.socket]()
 os.register_at_fork(after_in_child=lambda: [wire.close() for wire in OPEN])
 
 
-def all_are(able: bool, group: Any) -> bool:
-    """Whether every rank of the group is; collective over it."""
-    answer = torch.tensor(int(able))
-    dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
-    return bool(answer)
+class NotShared(OSError):
+    """The ranks of a group cannot share memory, all for the same reason: errno, EREMOTE for several machines."""
+
+
+def errno_of(do: Callable[[], object]) -> int:
+    """Call `do`. Returns the errno of what it raises, or 0."""
+    try:
+        do()
+    except AttributeError:  # other systems have no such sockets, and no posix_fallocate
+        return errno.EOPNOTSUPP
+    except (OSError, ValueError) as error:
+        return getattr(error, "errno", None) or errno.EINVAL  # a name that is too long has none
+    return 0
+
+
+def check_all(failed: int, group: Any) -> None:
+    """Raise NotShared on all ranks of the group if `failed`, an errno, is not 0 on one of them; collective."""
+    worst = torch.tensor(failed)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    if number := int(worst):
+        raise NotShared(number, os.strerror(number))
 
 
 class Wires:
@@ -38,34 +55,35 @@ class Wires:
         OPEN.update(sockets.values())
 
     @classmethod
-    def open(cls, group: Any, rank: int, size: int, folder: Path) -> "Wires | None":
-        """Connect all ranks through sockets in a folder that they share; collective. None on all ranks if one cannot.
-        Afterwards the folder is not needed. Ranks wait for each other only in `all_are`, which hears of a dead one."""
+    def open(cls, group: Any, rank: int, size: int, folder: Path) -> "Wires":
+        """Connect all ranks through sockets in a folder that they share; collective. Afterwards the folder is not
+        needed. Ranks wait for each other only in `check_all`, which hears of a dead one. Raises NotShared on all."""
         found: dict[int, socket.socket] = {}
+        doors: list[socket.socket] = []
+
+        def listen() -> None:
+            doors.append(until_open.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
+            doors[0].bind(str(folder / str(rank)))
+            doors[0].listen(size)
+
+        def connect() -> None:
+            for q in range(rank):
+                wire = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                wire.setblocking(False)  # an open door keeps who comes until it is asked
+                wire.connect(str(folder / str(q)))
+                wire.send(rank.to_bytes(4, "little"))
+                found[q] = wire
+
+        def accept() -> None:
+            for _ in range(rank + 1, size):
+                other, _ = doors[0].accept()
+                other.setblocking(False)  # what it says was sent before
+                found[int.from_bytes(other.recv(4), "little")] = other
+
         with contextlib.ExitStack() as until_open:
-            door = None
-            with contextlib.suppress(OSError, AttributeError):  # other systems have no such sockets
-                made = until_open.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                made.bind(str(folder / str(rank)))
-                made.listen(size)
-                door = made
-            if not all_are(door is not None, group) or door is None:
-                return None
-            with contextlib.suppress(OSError):
-                for q in range(rank):
-                    wire = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                    wire.setblocking(False)  # an open door keeps who comes until it is asked
-                    wire.connect(str(folder / str(q)))
-                    wire.send(rank.to_bytes(4, "little"))
-                    found[q] = wire
-            if not all_are(len(found) == rank, group):
-                return None
-            with contextlib.suppress(OSError):
-                for _ in range(rank + 1, size):
-                    other, _ = door.accept()
-                    other.setblocking(False)  # what it says was sent before
-                    found[int.from_bytes(other.recv(4), "little")] = other
-        return cls(group, found) if all_are(len(found) == size - 1, group) else None
+            for part in (listen, connect, accept):
+                check_all(errno_of(part), group)
+        return cls(group, found)
 
     def send(self, words: list[bytes]) -> None:
         """One to every other rank, in the order of ranks. Raises RuntimeError where one is gone."""

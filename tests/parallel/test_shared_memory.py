@@ -1,6 +1,8 @@
 """Collectives through shared memory: any program of them against its definition; ranks that die or disagree."""
 
 import datetime
+import errno
+import fcntl
 import mmap
 import os
 import random
@@ -11,17 +13,19 @@ import threading
 import time
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, wait_for
 from torch import Tensor
+from train_cases import SMALL
 
 from megalite.config.environment import override
 from megalite.parallel import shared_memory
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.shared_memory import OrderError, SharedMemory
-from megalite.parallel.wires import Wires
+from megalite.parallel.wires import NotShared, Wires
 from megalite.train.watch.hang import HANGS, lost_another
 
 # and a unit of each: a sum of whole numbers that fp32 or fp64 would make is another
@@ -191,7 +195,7 @@ def test_a_wait_for_several_ranks_has_one_end_and_names_all_that_are_late() -> N
 
 
 # what a rank calls in this order while it opens
-CALLS = {"broadcast_object_list": dist, "mmap": mmap, "bind": socket.socket, "connect": socket.socket}
+CALLS = {"broadcast": dist, "mmap": mmap, "bind": socket.socket, "connect": socket.socket}
 
 
 def _dies_as_it_opens(folder: str, call: str) -> None:
@@ -213,23 +217,116 @@ def test_a_rank_that_dies_while_memory_is_opened_leaves_no_file(tmp_path: Path, 
     assert [path.name for path in tmp_path.iterdir()] == ["nothing was left"]
 
 
-def _without_room() -> bool:
+def _refusal(slot_bytes: int = 64) -> str:
+    """Why there is no shared memory; "" where there is."""
+    try:
+        _open(slot_bytes)
+    except NotShared as error:
+        return errno.errorcode[error.errno or 0]
+    return ""
+
+
+def _without_room() -> tuple[list[str], str, bool]:
     disk = os.statvfs(shared_memory.FOLDER)
     slot = disk.f_frsize * disk.f_blocks // 128 * 64  # half of what the file system has
-    too_large = SharedMemory.open(dist.group.WORLD, dist.get_rank(), 2, slot)
-    shared_memory.FOLDER = Path("/nowhere")
-    return too_large is None and SharedMemory.open(dist.group.WORLD, dist.get_rank(), 2) is None
+    found = [_refusal(slot)]
+    for folder in ("/nowhere", "/proc/self/status"):
+        shared_memory.FOLDER = Path(folder)
+        found.append(_refusal())
+    mesh = build_mesh(tp=2, pp=1, device=torch.device("cpu"))
+    return found, mesh.not_shared, mesh.tp.direct is None
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
-def test_without_room_there_is_gloo() -> None:
-    assert run_ranks(2, _without_room) == [True, True]
+def test_without_room_there_is_gloo_and_all_ranks_know_why() -> None:
+    assert run_ranks(2, _without_room) == [(["ENOSPC", "ENOENT", "ENOTDIR"], "Not a directory", True)] * 2
+
+
+def test_a_run_without_shared_memory_says_so_at_the_start_and_in_its_summary(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\nfrom megalite.parallel import shared_memory\n"
+        "shared_memory.FOLDER = Path('/proc/self/status')\n"
+    )
+    words = [*SMALL, *"--nproc 2 --tensor-model-parallel-size 2 --train-iters 1 --device cpu".split()]
+    for more, count in ((["--plugin", "mine.py"], 2), (["--plugin", "mine.py", "--no-shared-memory"], 0), ([], 0)):
+        done = programs.python("pretrain_gpt.py", *words, *more, cwd=tmp_path, ok=True)
+        said = [line for line in done.stdout.splitlines() + done.stderr.splitlines() if "through gloo" in line]
+        assert len(said) == count and all("Not a directory: ranks of one machine" in line for line in said), said
+    log = (tmp_path / "runs/last/log.txt").read_text()
+    assert log.count("through gloo") == 2
+
+
+def _on_several_machines(folder: str) -> tuple[str, str]:
+    (own := Path(folder, str(dist.get_rank()))).mkdir()
+    shared_memory.FOLDER = own
+    found = _refusal(), build_mesh(tp=2, pp=1, device=torch.device("cpu")).not_shared
+    dist.barrier()
+    assert not list(own.iterdir())
+    return found
+
+
+def test_on_several_machines_there_is_gloo_without_a_word(tmp_path: Path) -> None:
+    assert run_ranks(2, _on_several_machines, str(tmp_path)) == [("EREMOTE", "")] * 2
+
+
+def _first_dies(folder: str, call: str) -> None:
+    """Rank 0, with the only names of what is open; the next run's ranks find that."""
+    shared_memory.FOLDER = Path(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        setattr(CALLS[call], call, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError):
+        _open(64)
+
+
+def _opens(folder: str) -> bool:
+    shared_memory.FOLDER = Path(folder)
+    return _refusal() == ""
+
+
+@pytest.mark.parametrize("call", ["broadcast", "mmap", "bind"])
+def test_what_a_killed_rank_has_left_is_swept_by_the_next_run(tmp_path: Path, call: str) -> None:
+    with pytest.raises(AssertionError, match="exit code 137"):
+        run_ranks(2, _first_dies, str(tmp_path), call)
+    (left,) = tmp_path.iterdir()
+    assert (left / "slots").stat().st_size == 3 * 2 * 64
+    assert run_ranks(2, _opens, str(tmp_path)) == [True, True]
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_what_is_dead_and_ours_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    names = ("alive000", "other000", "young000", "dead0000", "old00000", "longer-000")
+    alive, other, young, dead, old, longer = (tmp_path / f"megalite-{name}" for name in names)
+    for folder in (alive, other, young, dead, old, longer):
+        folder.mkdir()
+    for folder in (alive, other, dead, longer, theirs):
+        (folder / "slots").write_text("x")
+        (folder / "1").write_text("x")
+    (other / "notes").write_text("of somebody")
+    (tmp_path / "megalite-link0000").symlink_to(theirs)
+    (dead / "0").symlink_to(theirs / "slots")
+    os.utime(old, (1, 1))
+    number = os.open(alive, os.O_RDONLY)
+    fcntl.flock(number, fcntl.LOCK_EX)
+    shared_memory.sweep()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "theirs", "megalite-alive000", "megalite-other000", "megalite-young000", "megalite-longer-000",
+        "megalite-link0000",
+    }  # fmt: skip
+    assert all((folder / "slots").exists() for folder in (alive, other, longer, theirs))
+    os.close(number)
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    shared_memory.sweep()
+    assert alive.exists()
 
 
 def _no_sockets(folder: str) -> bool:
     """Only the names of the sockets are too long, for the kernel."""
     shared_memory.FOLDER = Path(folder)
-    found = SharedMemory.open(dist.group.WORLD, dist.get_rank(), 2, 64) is None
+    found = _refusal() == "EINVAL"
     dist.barrier()
     return found and not list(Path(folder).iterdir())
 
@@ -240,21 +337,21 @@ def test_without_sockets_there_is_gloo(tmp_path: Path) -> None:
     assert run_ranks(2, _no_sockets, str(folder)) == [True, True]
 
 
-def _without_files(folder: str) -> list[bool]:
+def _without_files(folder: str) -> list[str]:
     """Rank 0 may open none, one, ... more."""
     shared_memory.FOLDER, found, before = Path(folder), [], resource.getrlimit(resource.RLIMIT_NOFILE)
-    for more in range(6):
+    for more in range(7):
         os.close(free := os.open(folder, os.O_RDONLY))
         if dist.get_rank() == 0:
             resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, before[1]))
-        found.append(_open(64) is not None)
+        found.append(_refusal())
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     return found
 
 
 def test_without_open_files_there_is_gloo_and_nothing_is_left(tmp_path: Path) -> None:
     first, second = run_ranks(2, _without_files, str(tmp_path))
-    assert first == second and not first[0] and first[-1]
+    assert first == second and first[0] == "EMFILE" and set(first) == {"EMFILE", ""} and not first[-1]
     assert not list(tmp_path.iterdir())
 
 

@@ -31,6 +31,8 @@ from megalite.launch.ranks import CUDA_VARIABLES, LaunchError, Ranks, card_of
 from megalite.models.compiled import CompileError, check_compile
 from megalite.models.gpt import Block, Stage
 from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.shared_memory import FOLDER, SLOT_BYTES, SLOTS
 from megalite.plan.arrangement import Arrangement, arrange
 from megalite.plan.cluster import find_peak
 from megalite.plan.kinds import model_flops
@@ -137,6 +139,15 @@ def many_threads(device: str, ranks: Ranks) -> list[str]:
     of = f"{ranks.local_world} ranks x {threads} threads" if ranks.local_world > 1 else f"{threads} threads"
     fewer = max(1, n // ranks.local_world)
     return [f"{of} on {n} core{'s' * (n > 1)} are many times slower than one per core: set OMP_NUM_THREADS={fewer}"]
+
+
+def not_shared(mesh: Mesh) -> list[str]:
+    """A warning where ranks of one machine were to share memory, and cannot."""
+    if not mesh.not_shared:
+        return []
+    slower = "ranks of one machine exchange through gloo, which is slower"
+    remedy = f"make room there, {SLOTS * SLOT_BYTES >> 20} MiB for each rank of a group, or give --no-shared-memory"
+    return [f"{FOLDER}: {mesh.not_shared}: {slower}; {remedy}"]
 
 
 def check_save(config: Config, ranks: Ranks) -> None:

@@ -197,7 +197,8 @@ class Life:
                 run.last_step = run.state.step
             saved, of_branch = begin_branch(run, config, saver, loaded)
             if ranks.rank == 0:
-                report = preflight.open_reporter(plan, config, run, sources, self.folder, ranks, self.warnings)
+                warnings = [*self.warnings, *preflight.not_shared(run.mesh)]
+                report = preflight.open_reporter(plan, config, run, sources, self.folder, ranks, warnings)
                 heart.begin()
                 about = report.attempt("events.jsonl", facts, plan, sources, self.hosts, run.mesh.device)
                 account = Account(
