@@ -96,9 +96,13 @@ def _check_nodes(root: Any) -> None:
         if node is None:
             continue
         limits.count(depth)
-        if not isinstance(node.value, str):
-            parts = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
-            stack += [(part, depth + 1) for part in parts]
+        if isinstance(node.value, str):
+            continue
+        for part in node.value:  # a node of a list, or the nodes of a key and its value
+            key, value = part if isinstance(part, tuple) else (None, part)
+            stack += [(value, depth + 1)]
+            if key is not None and not isinstance(key.value, str):
+                stack += [(key, depth + 1)]
 
 
 def _check(tree: Any) -> None:

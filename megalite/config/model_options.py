@@ -6,15 +6,16 @@ import math
 from dataclasses import dataclass
 
 from megalite.config.field import how, model, training
-from megalite.config.pattern import read_pattern
+from megalite.config.pattern import LONGEST, read_pattern
 from megalite.config.registry import KINDS
 
 ALL_DROPPED = (1, "drops everything; use less than 1")
+MOST_LAYERS = (LONGEST, f"is more layers than any model has; use at most {LONGEST}")  # what is asked of each is a list
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    num_layers: int = model(0, required=True, stand_in=2)
+    num_layers: int = model(0, required=True, stand_in=2, most=MOST_LAYERS)
     hidden_size: int = model(0, required=True, stand_in=64)
     ffn_hidden_size: int | None = model(None, same_as="ffn_size")
     num_attention_heads: int = model(0, required=True, stand_in=1)

@@ -34,6 +34,7 @@ from megalite.config.translate_rules import (
 
 FORMATS = ("deepspeed", "accelerate", "torchtitan", "nanotron", "bridge", "nemo")
 SECRET = re.compile(r"key$|token$|passw|secret", re.IGNORECASE)
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")  # TOML takes none in a comment, or they end a line
 MAX_SHOWN = 200  # characters of a value
 MAX_HINTS = 40  # unknown keys that are compared with those that are known
 MAX_TOGETHER = 20  # keys in one line
@@ -170,7 +171,7 @@ def _shown(value: Any, name: str = "") -> str:
             return {str(key): plain(inner, str(key)) for key, inner in value.items()}
         return [plain(inner, "") for inner in value] if isinstance(value, list | tuple) else value
 
-    text = masked(json.dumps(plain(value, name), default=str))
+    text = json.dumps(plain(value, name), default=str)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
@@ -183,9 +184,13 @@ def _lines(verdicts: list[Verdict]) -> Iterator[str]:
                 together.setdefault(verdict.text, []).append(verdict.key)
         yield from ("", f"{kind} ({sum(map(len, together.values()))})")
         for text, keys in together.items():
-            named = [f"{_name(key)} = {_shown(key.raw, key.last)}" for key in keys]
+            named = [f"{_name(key)} = {_shown(key.raw, key.last)}{_now(key)}" for key in keys]
             for start in range(0, len(named), MAX_TOGETHER):
                 yield f"  {', '.join(named[start : start + MAX_TOGETHER])}: {text}"
+
+
+def _now(key: Key) -> str:
+    return f" (now {key.now})" * bool(key.now)
 
 
 def _name(key: Key) -> str:
@@ -231,6 +236,6 @@ def translate(path: str, gpus: int | None, presets: Mapping[str, Mapping[str, An
     lines = [f"What becomes of each key of {file.settings['title']}", *_lines(verdicts)]
     lines += ["", f"to give or to correct ({len(problems)})", *(f"  {line}" for line in problems)]
     lines += ["", _launch(t, world)]
-    comments = "".join(f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in lines)
+    comments = "".join(f"# {CONTROL.sub(' ', masked(line))}".rstrip() + "\n" for line in lines)
     first = f"preset = {json.dumps(preset)}\n\n" if preset else ""
     return f"{comments}\n{first}{toml_of(values)}", all(verdict.kind != NONE for verdict in verdicts)

@@ -42,7 +42,7 @@ MAX_REFERENCES = 10  # one that stands for another
 
 class Key(NamedTuple):
     """`name`: as in the file, with the numbers of list elements; `off`: its section is switched off; `raw`: the value
-    as in the file, where a reference is not resolved."""
+    as in the file, where a reference is not resolved; `now`: its newer name."""
 
     name: str
     section: str
@@ -51,6 +51,7 @@ class Key(NamedTuple):
     off: bool = False
     is_default: bool = False
     raw: Any = None
+    now: str = ""
 
     @property
     def text(self) -> str:
@@ -148,7 +149,9 @@ class File:
                 path = ".".join([*at, name])
                 key_off = off or (is_off and last not in self.switches)
                 resolved = self._resolved(value, at)
-                yield Key(self.old_names.get(path, path), section, name, resolved, key_off, last in own, value)
+                old = self.old_names.get(path)
+                now = path if old is not None else self.table["renamed"].get(path, "")
+                yield Key(old or path, section, name, resolved, key_off, last in own, value, now)
 
     def _resolved(self, value: Any, at: list[str], depth: int = 0) -> Any:
         """The value that a reference to another key stands for; a reference to none, or to itself, stays."""

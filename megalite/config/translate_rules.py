@@ -17,6 +17,7 @@ FIELDS = {f.name: f for _, f in options()}
 ACTS, ALWAYS, NONE = "acts", "always so here", "no equivalent"
 BESIDE, DEFAULT, GIVEN, OVERRIDES = range(4)  # how much a value weighs
 
+MAX_WHOLE = 10**15  # of a size, a count or a number of steps
 COUNTS = {"total", "accumulation", "local", "pipeline_micro", "gpus", "devices", "nodes", "replicate", "group", "dp"}
 COUNTS |= {"shared_size", "profile_freq", "profiler_active", "profiler_warmup", "top_k"}
 WHOLE = {"shard", "rank", "port", "decay_start", "decay_steps", "total_steps", "warmup_steps", "constant_steps"}
@@ -101,20 +102,32 @@ def number(value: Any) -> int | float:
     return int(result) if isinstance(result, int) or result.is_integer() else result
 
 
+def whole_number(value: Any) -> int:
+    """Raises ValueError."""
+    whole = number(value)
+    if not isinstance(whole, int) or abs(whole) > MAX_WHOLE:
+        raise ValueError(f"{shown(value)[:100]} is no whole number of at most {MAX_WHOLE:.0e}; write one")
+    return whole
+
+
 def typed(option: str, value: Any) -> Any:
     """The value as the option's type. Raises ValueError."""
     kind = base_type(FIELDS[option])
     if kind == "bool":
         value = {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
-    return convert(FIELDS[option], number(value) if kind in ("int", "float") else value)
+    if kind == "int":
+        value = whole_number(value)
+    elif kind == "float":
+        value = number(value)
+    return convert(FIELDS[option], value)
 
 
 def part_of(part: str, value: Any) -> Any:
     """The value of a part, of its type. Raises ValueError."""
     if part in COUNTS | WHOLE:
-        whole = number(value)
-        if not isinstance(whole, int) or (part in COUNTS and whole < 1):
-            raise ValueError(f"{shown(value)[:100]} is no whole number{' above 0' * (part in COUNTS)}; write one")
+        whole = whole_number(value)
+        if part in COUNTS and whole < 1:
+            raise ValueError(f"{whole} is not above 0; write a number that is")
         return whole
     if part in SHARES:
         share = number(value)

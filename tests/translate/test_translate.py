@@ -210,7 +210,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "an old torchtitan": (
         {"training": {"batch_size": 2, "compile": True, "seed": 7, "tensor_parallel_degree": 2, "data_parallel_degree": 4},
          "checkpoint": {"enable_checkpoint": True, "interval": 3}, "lr_scheduler": {"lr_min": 0.5}},
-        "save_interval = 3",
+        "lr_scheduler.lr_min = 0.5 (now lr_scheduler.min_lr_factor): min_lr = 0.0004",
     ),
     "a switch that is off under its old name": (
         {"checkpoint": {"enable_checkpoint": False, "interval": 3}, "training": {"steps": 5}},

@@ -3,6 +3,7 @@
 import itertools
 import math
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,7 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from megalite.config.options import ConfigError, build
+from megalite.config.options import ConfigError, build, completed
 from megalite.config.translate import translate
 from megalite.models.families import PRESETS
 from megalite.train.setup import rates
@@ -353,6 +354,32 @@ def test_a_key_that_overrides_another_there_does_so_here(translated: Any) -> Non
     assert translated({"exp_manager": dirs})[0]["run_dir"] == "a"
 
 
+def test_older_names_of_torchtitan_are_the_newer_ones(translated: Any) -> None:
+    old: Tree = {
+        "training": {
+            "batch_size": 2, "seed": 7, "compile": True, "deterministic": True, "warmup_steps": 3, "steps": 100,
+            "data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2, "tensor_parallel_degree": 2,
+        },
+        "experimental": {"context_parallel_degree": 1, "pipeline_parallel_degree": 1},
+        "lr_scheduler": {"lr_min": 0.25},
+        "checkpoint": {"enable_checkpoint": True, "interval": 9},
+    }  # fmt: skip
+    new: Tree = {
+        "training": {"local_batch_size": 2, "steps": 100},
+        "debug": {"seed": 7, "deterministic": True},
+        "compile": {"enable": True},
+        "parallelism": {
+            "data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2, "tensor_parallel_degree": 2,
+            "context_parallel_degree": 1, "pipeline_parallel_degree": 1,
+        },
+        "lr_scheduler": {"min_lr_factor": 0.25, "warmup_steps": 3},
+        "checkpoint": {"enable": True, "interval": 9},
+    }  # fmt: skip
+    values, _, whole = translated(old, 8)
+    assert values == translated(new, 8)[0] and whole
+    assert values["save_interval"] == 9 and values["seed"] == 7 and values["min_lr"] == 2e-4 and values["compile"]
+
+
 def test_one_seed_is_of_weights_and_data(translated: Any) -> None:
     """Two seeds are no contradiction there; here the second has no equivalent."""
     stage = {"name": "main", "start_training_step": 1, "data": {"seed": 7}}
@@ -476,3 +503,39 @@ def test_a_share_of_a_rate_that_is_not_there_has_no_equivalent(translated: Any) 
     given = {"learning_rate": 1e-3, "lr_decay_style": "1-sqrt", "lr_decay_starting_step": 5}
     _, text, whole = translated({"optimizer": {"learning_rate_scheduler": given}})
     assert not whole and "lr_decay_starting_step = 5: the file does not say how many steps" in text
+
+
+DEFAULTS = [
+    (name, number, case)
+    for name, cases in tomllib.loads((Path(__file__).parent / "defaults.toml").read_text("utf-8")).items()
+    for number, case in enumerate(cases)
+]
+
+
+def merged(one: Any, other: Any) -> Any:
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return other
+    return one | {key: merged(one[key], value) if key in one else value for key, value in other.items()}
+
+
+@pytest.mark.parametrize(("name", "number", "case"), DEFAULTS, ids=[f"{name}-{number}" for name, number, _ in DEFAULTS])
+def test_a_default_of_another_trainer_is_what_its_absence_asks_for(
+    name: str, number: int, case: Tree, translated: Any
+) -> None:
+    """One after the other, so that no default hides behind another, and all together."""
+    base = case["base"]
+    explicit = {key: value for key, value in case.items() if key != "base"}
+    gpus = None if name in ("accelerate", "nanotron", "nemo") else 8
+    expected = build(completed(translated(base, gpus)[0]))
+    leaves = list(leaves_of(explicit))
+    assert len(leaves) > 1
+    for tree in [*leaves, explicit]:
+        assert build(completed(translated(merged(base, tree), gpus)[0])) == expected, tree
+
+
+def leaves_of(tree: Tree) -> Iterator[Tree]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from ({key: inner} for inner in leaves_of(value))
+        else:
+            yield {key: value}

@@ -1,0 +1,176 @@
+"""Any tree of a trainer's keys, with any values, becomes a file that --config takes, or one line for each problem."""
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megalite.config.foreign_config import MAX_VALUES
+from megalite.config.options import ConfigError, build
+from megalite.config.toml import parse_toml
+from megalite.config.translate import FORMATS, translate
+from megalite.config.translate_keys import TABLES, table_of
+from megalite.models.families import PRESETS
+
+HERE = Path(__file__).parent
+LISTED: dict[str, dict[str, str]] = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))
+PLACES = {
+    name: sorted(
+        {(at, key) for at, rows in table_of(name).items() if at not in TABLES for key in rows if key != "*"}
+        | {(at, key) for at, keys in LISTED.get(name, {}).items() for key in keys.split()}
+        | {tuple(old.rpartition(".")[::2]) for old in table_of(name)["renamed"]}
+    )
+    for name in FORMATS
+}
+ODD = [
+    0,
+    -1,
+    1,
+    2,
+    3,
+    8,
+    1e-9,
+    0.5,
+    1.5,
+    -2.5,
+    1e308,
+    -1e308,
+    10**40,
+    math.inf,
+    math.nan,
+    True,
+    False,
+    None,
+    "",
+    "auto",
+]
+ODD += [
+    "???",
+    "${a.b}",
+    "${model}",
+    "${.x}",
+    "1e-4",
+    "1_000",
+    "true",
+    "none",
+    "x" * 300,
+    "a\nb",
+    '"',
+    "\x7f",
+    "é",
+    [],
+    {},
+]
+ODD += [
+    [1, 2],
+    [0.9, 0.95],
+    ["a", None],
+    [[1]],
+    [{"x": 1}, 2],
+    [{"x": 1}],
+    {"x": {"y": {}}},
+    "adamw",
+    "fsdp",
+    "2024-01-01",
+]
+ODD += [
+    "s3://KEY:SECRET@host/x",
+    "[",
+    "]",
+    "#",
+    "a=b",
+    "llama3",
+    "8b",
+    "full_shard",
+    "cosine",
+    "linear",
+    "bf16",
+    "gelu",
+]
+VALUES = st.sampled_from(ODD) | st.integers() | st.floats() | st.text(max_size=8)
+NAMES = st.sampled_from(
+    ["x", "a.b", "enabled", "enable", "name", "type", "params", "1", "", "[0]", "model", "settings", "*"]
+)
+
+
+def values_of(name: str) -> st.SearchStrategy[Any]:
+    """Values that rows of the trainer list, too."""
+    rows = [row for at, rows in table_of(name).items() if at not in TABLES for row in rows.values()]
+    listed = {value for row in rows if isinstance(row, dict) for value in row}
+    return VALUES | st.sampled_from(sorted(listed))
+
+
+def placed(tree: dict[str, Any], section: str, key: str, value: Any) -> None:
+    for part in section.split(".") if section not in ("top", "") else []:
+        inner = tree.get(part)
+        if not isinstance(inner, dict):
+            inner = tree[part] = {}
+        tree = inner
+    tree[key] = value
+
+
+@st.composite
+def trees(draw: Any, name: str) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for section, key in draw(st.lists(st.sampled_from(PLACES[name]), max_size=12)):
+        placed(tree, section, key, draw(values_of(name)))
+    for section, _ in draw(st.lists(st.sampled_from(PLACES[name]), max_size=3)):
+        placed(tree, section, draw(NAMES), draw(VALUES | st.dictionaries(NAMES, VALUES, max_size=2)))
+    return tree
+
+
+def check(tree: Any, gpus: int | None, path: Path) -> None:
+    path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    try:
+        text, _ = translate(str(path), gpus, PRESETS)
+    except ConfigError as error:
+        assert error.problems and all(len(problem.splitlines()) == 1 for problem in error.problems)
+        assert all(len(problem) < 1000 for problem in error.problems)
+        return
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert "SECRET" not in text and all(len(line) < 10_000 for line in comments)
+    values = parse_toml(text, "run.toml")
+    values.pop("preset", None)
+    build(values)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_values_of_keys_become_a_file_or_an_error(name: str, tmp_path: Path) -> None:
+    @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+    @given(tree=trees(name), gpus=st.sampled_from([None, 1, 2, 7, 8, 64]))
+    def run(tree: dict[str, Any], gpus: int | None) -> None:
+        check(tree, gpus, tmp_path / "x.yaml")
+
+    run()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_value_of_each_key_becomes_a_file_or_an_error(name: str, tmp_path: Path) -> None:
+    """Each key alone, with a value by turns; all pairs are too many."""
+    for number, (section, key) in enumerate(PLACES[name]):
+        tree: dict[str, Any] = {}
+        placed(tree, section, key, ODD[number % len(ODD)])
+        check(tree, (None, 8)[number % 2], tmp_path / "x.yaml")
+
+
+def test_many_unknown_keys_are_a_few_lines(tmp_path: Path) -> None:
+    unknown = {f"gradient_accumulation_step_{i}": i for i in range(MAX_VALUES // 2)}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"train_batch_size": 8, **unknown}))
+    text, whole = translate(str(tmp_path / "x.yaml"), 8, PRESETS)
+    assert not whole and len(text.splitlines()) < MAX_VALUES // 4
+
+
+def test_a_section_without_a_table_is_a_verdict(tmp_path: Path) -> None:
+    for section in ("nothing", "model.nothing", "zero_optimization.x.y.z", "settings", "defaults", "cases", "renamed"):
+        tree: dict[str, Any] = {"train_batch_size": 8}
+        placed(tree, section, "enabled", True)
+        placed(tree, section, "x", 1)
+        check(tree, 8, tmp_path / "x.yaml")
+        text, whole = translate(str(tmp_path / "x.yaml"), 8, PRESETS)
+        assert f"{section}.x = 1: unknown here" in text or f", {section}.x = 1: unknown" in text
+        assert not whole
