@@ -16,7 +16,8 @@ from cover import rarely
 from loads import reseal
 from ranks import run_ranks
 from test_layouts import BF16, COMMON, FP64, NAME, Row, flags, table
-from train_cases import config_from, run_from
+from token_files import write
+from train_cases import BORDERS, config_from, run_from
 from whole import owned, whole_of
 
 from megalite.checkpoint.storage.location import CheckpointError
@@ -31,14 +32,16 @@ from megalite.train.step import train_step
 STEPS = 3
 MIXTRAL, QWEN, DEEPSEEK, EP2, EP4 = map(flags, "MIXTRAL QWEN_MOE DEEPSEEK ep2 ep4".split())
 ROWS = table("experts")
+PADDED = table("padded")
 FIRST = ("oss tp2", "olmoe 1p", "sinkhorn", "mixtral ep2", "deepseek tp2", "qwen tp2 dp2", "deepseek cp2")
+OFTEN_PADDED = [r for r in PADDED if r.name.startswith(("mixtral tp2 cp2", "qwen pp4", "qwen dp2", "sinkhorn"))]
 OFTEN = [r for r in ROWS if r.name.startswith((*FIRST, "deepseek split"))]
 
 
-def _train(flags: str, evaluates: bool = False) -> tuple:
+def _train(flags: str, evaluates: bool = False, common: str = COMMON) -> tuple:
     """On one rank, which may evaluate before each step: losses and norms; pieces of weights; of all layers counts, auxiliary losses, figures of the log, of
     every step; biases of its own routers."""
-    run = run_from(f"{COMMON} {flags}", dtype=torch.float64)
+    run = run_from(f"{common} {flags}", dtype=torch.float64)
     counts, losses, results = [], [], []
     for _ in range(STEPS):
         if evaluates:
@@ -53,8 +56,8 @@ def _train(flags: str, evaluates: bool = False) -> tuple:
 
 
 @cache
-def alone(flags: str) -> tuple:
-    return _train(flags)
+def alone(flags: str, common: str = COMMON) -> tuple:
+    return _train(flags, common=common)
 
 
 def _weights(ranks: list[tuple]) -> dict[str, np.ndarray]:
@@ -92,6 +95,112 @@ def test_experts_train_as_in_one_process(item: Row) -> None:
         np.testing.assert_allclose(got[name], whole, rtol=0, atol=1e-9 * np.abs(whole).max(), err_msg=name)
     tokens, topk = 16 * 16, int(item.model.partition("--moe-router-topk ")[2].split()[0]) if "topk" in item.model else 2
     assert all(sum(layer) == tokens * topk for step in counts for layer in step)
+
+
+# ---- padding and labels that do not count
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """COMMON on packed documents of 3 to 24 tokens, several in a sample of 24, which end with token 93."""
+    rng = np.random.default_rng(5)
+    documents = [[*rng.integers(0, 93, length - 1), 93] for length in rng.integers(3, 25, 300)]
+    return _of_files(write(tmp_path_factory.mktemp("packed") / "a", documents), 24) + BORDERS
+
+
+def _of_files(prefix: Path, seq_length: int) -> str:
+    """COMMON on packed token files."""
+    lengths = f"--seq-length {seq_length} --max-position-embeddings {seq_length}"
+    data = f"--data-path {prefix} --split 1,0,0 --document-packing best-fit"
+    return f"{COMMON.replace('--mock-data', '')} {lengths} {data}"
+
+
+@pytest.mark.parametrize("model", ["MIXTRAL", "MIXTRAL GLOBAL", "QWEN_MOE", "DEEPSEEK --hidden-dropout 0", "SINKHORN"])
+def test_padding_changes_nothing(tmp_path: Path, model: str) -> None:
+    """Documents of 16 tokens, each a sample of its own: without padding, and with 4 tokens of it or 14."""
+    rng = np.random.default_rng(3)
+    prefix = write(tmp_path / "a", [[*rng.integers(0, 93, 15), 93] for _ in range(60)])
+    words = f"{flags(model)} --attention-dropout 0"
+    numbers, pieces, counts, losses, biases = _train(words, common=_of_files(prefix, 16))
+    for seq_length in (20, 30):
+        padded = _train(words, common=_of_files(prefix, seq_length))
+        np.testing.assert_allclose(padded[0], numbers, rtol=FP64)
+        np.testing.assert_allclose(padded[3], losses, rtol=FP64)
+        assert padded[2] == counts and padded[4] == biases
+        got, want = _weights([padded]), _weights([(numbers, pieces)])
+        for name, whole in want.items():
+            np.testing.assert_allclose(got[name], whole, rtol=0, atol=1e-9 * np.abs(whole).max(), err_msg=name)
+    topk = 3 if "QWEN" in model else 1 if "SINKHORN" in model else 2
+    assert all(sum(layer) == 16 * 16 * topk for step in counts for layer in step)
+
+
+@pytest.mark.parametrize("item", rarely(PADDED, OFTEN_PADDED, NAME, guards=("megalite/nn", "megalite/train")))
+def test_padded_documents_train_as_in_one_process(packed: str, item: Row) -> None:
+    ranks = run_ranks(item.world, _train, f"{item.model} {item.layout}", False, packed)
+    micro = "--micro-batch-size 1" * ("--micro-batch-size" in item.layout.split())
+    numbers, pieces, counts, losses, biases = alone(f"{item.model} {micro}", packed)
+    for results, _, *others in ranks:
+        np.testing.assert_allclose(results, numbers, rtol=FP64, err_msg=f"{item.name}: loss, gradient norm, figures")
+        np.testing.assert_allclose(others[1], losses, rtol=FP64, err_msg=item.name)
+        assert others[0] == counts and others[2].items() <= biases.items(), item.name
+    got, want = _weights(ranks), _weights([(numbers, pieces)])
+    for name, whole in want.items():
+        np.testing.assert_allclose(got[name], whole, rtol=0, atol=1e-9 * np.abs(whole).max(), err_msg=name)
+
+
+def _tokens_after(flags: str, common: str) -> tuple[list[int], list[int]]:
+    """On one rank: what a run says that it has trained on, after each step; and choices counted in its first layer."""
+    run = run_from(f"{common} {flags}", dtype=torch.float64)
+    found = [(train_step(run), run.state.consumed_tokens) for _ in range(2)]
+    return [tokens for _, tokens in found], [result.tokens for result, _ in found]
+
+
+def test_tokens_are_counted_without_padding(packed: str) -> None:
+    words = flags("MIXTRAL")
+    run = run_from(f"{packed} {words}", dtype=torch.float64)
+    layout = run.ledger.blend.layout(np.arange(32)) if run.ledger else None
+    assert layout is not None
+    inputs = [min(int(pieces.sum()), 24) for pieces in layout]
+    assert sum(inputs) < 32 * 24
+    want = [sum(inputs[:16]), sum(inputs)], [sum(inputs[:16]), sum(inputs[16:])]
+    assert all(rank == want for rank in run_ranks(4, _tokens_after, f"{words} {flags('tp2 pp2')}", packed))
+    assert _tokens_after(words, packed) == want
+    dense = flags("LLAMA")
+    assert _tokens_after(dense, packed) == want
+    train_step(run)
+    assert run.balance.counts_LE.sum(1).tolist() == [2 * want[0][0]] * 4
+
+
+def _weights_after_a_step(words: str) -> dict[str, np.ndarray]:
+    """After one of SGD at rate 1, which takes off the gradient."""
+    run = run_from(words, dtype=torch.float64)
+    train_step(run)
+    run.buffer.wait_gather()
+    return _weights([((), owned(run.optimizer, "model/"))])
+
+
+SGD = "--optimizer sgd --sgd-momentum 0 --lr 1 --weight-decay 0 --clip-grad 0"
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss"])
+def test_gradients_of_routers_losses_do_not_depend_on_how_many_labels_count(tmp_path: Path, kind: str) -> None:
+    """Three of four tokens end a document, so that with --eod-mask-loss a quarter of the labels counts."""
+    rng = np.random.default_rng(3)
+    prefix = write(tmp_path / "a", [[93] if i % 4 else [int(rng.integers(0, 93))] for i in range(900)])
+    data = f"--data-path {prefix} --split 1,0,0"
+    loss = "--moe-z-loss-coeff" if kind == "z_loss" else f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff"
+    common = (
+        f"{COMMON.replace('--mock-data', '')} {flags('LLAMA')} --num-experts 4 --moe-ffn-hidden-size 24 {SGD} {data}"
+    )
+
+    def gradient(more: str) -> dict[str, np.ndarray]:
+        """Of the loss, as the difference that it makes."""
+        with_it, without = (_weights_after_a_step(f"{common} {more} {loss} {coeff}") for coeff in (0.1, 0))
+        return {name: without[name] - with_it[name] for name in with_it}
+
+    whole, masked = gradient(""), gradient("--eod-mask-loss")
+    router = next(of_all for name, of_all in whole.items() if name.endswith("layers.3.mlp.router"))
+    assert np.abs(router).max() > 1e-6
+    for name, of_all in whole.items():
+        np.testing.assert_allclose(masked[name], of_all, rtol=0, atol=1e-9 * np.abs(router).max(), err_msg=name)
 
 
 def _go_on(flags: str, steps: int) -> list:

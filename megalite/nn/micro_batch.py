@@ -21,8 +21,11 @@ class Batch:
     sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
     positions_SB  position of each token; None: 0 .. S - 1
     documents     those of whole samples that attention is limited to (kernels/attention.py); None: each sample is one
-    counted       labels that count, where the loader has counted them
+    counted       labels that count, where the loader has counted them; unpadded: tokens that are not padding
+    padding_SB    whether a token only fills its sample, so that routers do not count it; None: no sample is filled
     loss_weight   the gradient that the loss will get in backward (nn/loss.py); None: unknown
+    token_weight  labels that count per token that is not padding, in the step: gradients are divided by the former, and
+                  those of routers' losses are means over the latter
     later         where weight gradients wait (nn/later.py)
     places        how the samples are cut over cp; None: they are whole
     places_S      the position in its sample of each of the rank's S tokens; None: 0 .. S - 1
@@ -38,10 +41,13 @@ class Batch:
     positions_SB: Tensor | None = None
     documents: Documents | None = None
     loss_weight: float | Tensor | None = None
+    token_weight: float | Tensor = 1.0
     later: Later | None = None
     places: Places | None = None
     places_S: Tensor | None = None
     counted: int = 0
+    unpadded: int = 0
+    padding_SB: Tensor | None = None
     rope: tuple[Tensor, Tensor] | None = None
     again: bool = False
 

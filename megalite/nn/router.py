@@ -8,7 +8,8 @@
 Every tp and cp rank routes the tokens that it has. The lower expert wins a tie, on every device. With groups
 (arXiv:2412.19437, sec. 2.1.2) only experts of a token's best groups can be chosen.
 
-Auxiliary losses come with the loss's weight, so that they are means over tokens as the loss is, whatever the layout.
+Auxiliary losses come with the loss's weight times labels per token (Batch.token_weight), so that they are means over
+tokens, however many labels count, whatever the layout. Padding is routed, and in no count, loss or balance.
 With f_i the choices of expert i over their mean, and P the softmax, or the sigmoid over its sum, of each token n:
     aux_loss          sum_n sum_i f_i P_ni      f: of a micro-batch, over all ranks of tp and cp       arXiv:2101.03961
     seq_aux_loss      the same                  f: of each sample                                      arXiv:2412.19437
@@ -65,10 +66,12 @@ class _Route(Function):
     def forward(
         ctx: Any, x_sBD: Tensor, weight: Tensor, logit_bias: Tensor | None, router: "Router", where: Batch
     ) -> tuple[Tensor, Tensor]:
-        ctx.router, ctx.loss_weight, ctx.sink = router, where.loss_weight, sink_of(weight)
+        ctx.router, ctx.sink = router, sink_of(weight)
+        ctx.loss_weight = None if where.loss_weight is None else where.loss_weight * where.token_weight
+        ctx.padding_N1 = padding_N1 = router.padding(x_sBD, where)
         logits_NE, drawn = router.logits(x_sBD, weight), router.model.moe_router_force_load_balancing
         scores_NE = router.scores(logits_NE)
-        by_NE = router.balanced(logits_NE) if router.sinkhorn and router.training else scores_NE
+        by_NE = router.balanced(logits_NE, padding_N1) if router.sinkhorn and router.training else scores_NE
         ids_NK = router.choose(router.lots(x_sBD, where) if drawn else by_NE, None if drawn else router.bias)
         ctx.save_for_backward(x_sBD, weight, ids_NK)
         ctx.biased = logit_bias is not None
@@ -80,9 +83,9 @@ class _Route(Function):
         x_sBD, weight, ids_NK = ctx.saved_tensors
         logits_NE = ctx.router.logits(x_sBD, weight)
         dlogits_NE = ctx.router.backward(logits_NE, ids_NK, dprobs_NK)
-        counts_BE = ctx.router.count_(ids_NK, x_sBD.shape[1])
+        counts_BE = ctx.router.count_(ids_NK, x_sBD.shape[1], ctx.padding_N1)
         if ctx.loss_weight is not None:
-            ctx.router.add_losses_(dlogits_NE, logits_NE, counts_BE, ctx.loss_weight)
+            ctx.router.add_losses_(dlogits_NE, logits_NE, counts_BE, ctx.padding_N1, ctx.loss_weight)
         dbias = dlogits_NE.sum(0).to(weight.dtype) if ctx.biased else None
         dx_sBD = (dlogits_NE @ weight.to(dlogits_NE.dtype)).to(x_sBD.dtype).view_as(x_sBD)
         if ctx.sink is None:
@@ -186,26 +189,54 @@ class Router(nn.Module):
         key = fold(self.seed, where.step, self.layer, SITE_ROUTER)
         return hash_coordinates(key, at_s[:, None, None], where.sample_ids_B[:, None], experts).flatten(0, 1)
 
-    def balanced(self, logits_NE: Tensor) -> Tensor:
-        """What this rank's tokens are chosen by, balanced over the micro-batch's tokens of all ranks of tp and cp."""
+    def padding(self, x_sBD: Tensor, where: Batch) -> Tensor | None:
+        """Whether each of this rank's tokens is padding, [N, 1]; None: none is."""
+        if where.padding_SB is None:
+            return None
+        return where.padding_SB[self.tp.share_of(x_sBD.shape[0])].reshape(-1, 1)
+
+    def balanced(self, logits_NE: Tensor, padding_N1: Tensor | None) -> Tensor:
+        """What this rank's tokens are chosen by, balanced over the micro-batch's tokens of all ranks of tp and cp. A
+        token of padding, which has no part in that, is chosen for by its logits."""
         N, at = len(logits_NE), 0
+        own_NE, is_token_N = logits_NE, None if padding_N1 is None else (~padding_N1).to(logits_NE.dtype)
         for axis in (self.tp, self.cp):
             at += axis.start_of(len(logits_NE))
             logits_NE = start_all_gather(logits_NE, axis).wait()
-        return sinkhorn(logits_NE)[at : at + N]
+            is_token_N = None if is_token_N is None else start_all_gather(is_token_N, axis).wait()
+        if is_token_N is None:
+            return sinkhorn(logits_NE)[at : at + N]
+        tokens = is_token_N.flatten().bool()
+        balanced_NE = torch.zeros_like(logits_NE)
+        balanced_NE[tokens] = sinkhorn(logits_NE[tokens])
+        return balanced_NE[at : at + N].where(tokens[at : at + N, None], own_NE)
 
-    def count_(self, ids_NK: Tensor, samples: int) -> Tensor:
+    def count_(self, ids_NK: Tensor, samples: int, padding_N1: Tensor | None) -> Tensor:
         """Add to the counts; returns those of each sample, [B, E]."""
         E = self.experts
         sample_N = torch.arange(len(ids_NK), device=ids_NK.device) % samples
-        choices = (sample_N[:, None] * E + ids_NK).flatten()
-        counts = self.counts.new_zeros(samples * E).scatter_add_(0, choices, torch.ones_like(choices))
+        choices_NK = sample_N[:, None] * E + ids_NK
+        ones_NK = torch.ones_like(choices_NK)
+        if padding_N1 is not None:
+            ones_NK = ones_NK.masked_fill_(padding_N1, 0)
+        counts = self.counts.new_zeros(samples * E).scatter_add_(0, choices_NK.flatten(), ones_NK.flatten())
         self.counts += (counts_BE := counts.view(samples, E)).sum(0)
         return counts_BE
 
-    def add_losses_(self, dlogits_NE: Tensor, logits_NE: Tensor, counts_BE: Tensor, weight: float | Tensor) -> None:
+    def add_losses_(
+        self,
+        dlogits_NE: Tensor,
+        logits_NE: Tensor,
+        counts_BE: Tensor,
+        padding_N1: Tensor | None,
+        weight: float | Tensor,
+    ) -> None:
         """Add the gradients of the auxiliary losses, times `weight`, to `dlogits`, and the losses to their sums."""
         sigmoid, on = self.sigmoid, self.coefficients
+
+        def without_padding(values: Tensor) -> Tensor:
+            return values if padding_N1 is None else values.masked_fill(padding_N1, 0)
+
         if chosen := [kind for kind in LOSSES[:-1] if kind in on]:
             for axis in (self.tp, self.cp):
                 counts_BE = start_all_gather(counts_BE[None], axis).wait().sum(0)
@@ -215,15 +246,16 @@ class Router(nn.Module):
             total_N1 = scores_NE.sum(-1, keepdim=True) + TINY
             P_NE = scores_NE / total_N1 if sigmoid else scores_NE
             dP_BE = torch.zeros_like(counts_BE, dtype=P_NE.dtype)
-            P_BE = P_NE.view(-1, *counts_BE.shape).sum(0)
+            P_BE = without_padding(P_NE).view(-1, *counts_BE.shape).sum(0)
             for kind in chosen:
                 counted = {"aux_loss": counts_BE.sum(0), "seq_aux_loss": counts_BE, "global_aux_loss": self.of_dp}[kind]
-                f = counted / counted.to(P_BE.dtype).mean(-1, keepdim=True)  # what a token's P counts with
+                f = counted / counted.to(P_BE.dtype).mean(-1, keepdim=True).clamp(min=TINY)  # a token's P counts with
                 self.losses[LOSSES.index(kind)] += (P_BE * f).sum()
                 dP_BE += on[kind] * weight * f
             by_NE = _softmax_backward(P_NE, dP_BE.repeat(len(P_NE) // len(P_BE), 1))
-            dlogits_NE += by_NE * (1 - scores_NE) if sigmoid else by_NE
+            dlogits_NE += without_padding(by_NE * (1 - scores_NE) if sigmoid else by_NE)
         if "z_loss" in on:
             lse_N1 = logits_NE.logsumexp(-1, keepdim=True)
-            self.losses[-1] += lse_N1.square().sum()
-            dlogits_NE += 2 * on["z_loss"] * weight * lse_N1 * (logits_NE - lse_N1).exp()
+            counted_N1 = without_padding(lse_N1)
+            self.losses[-1] += counted_N1.square().sum()
+            dlogits_NE += 2 * on["z_loss"] * weight * counted_N1 * (logits_NE - lse_N1).exp()

@@ -30,6 +30,7 @@ class Balance:
     def __init__(self, stages: Iterable[Stage], mesh: Mesh, model: ModelConfig):
         self.routers = [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
         self.mesh, self.rate = mesh, model.moe_router_bias_update_rate
+        self.has_losses = any(model.experts) and bool(model.balancing or model.moe_z_loss_coeff)
         self.layers = [layer for layer, has_experts in enumerate(model.experts) if has_experts]
         self.counts_LE = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.int64)
         self.losses_L3 = torch.zeros(len(self.layers), len(LOSSES), dtype=torch.float64)
@@ -54,17 +55,17 @@ class Balance:
         self.counts_LE = counts.long()
 
     def figures(self, tokens: int) -> dict[str, Any]:
-        """Of the last step, which had so many tokens. The losses, without coefficients, are means over tokens and
-        layers, with their values of each layer in `by_layer`; None: that loss is off. moe_expert, moe_rank: of the
-        worst layer, the most choices of an expert, or of a rank of ep, over their mean. moe_load: the choices of each
-        expert in all layers, over their mean."""
+        """Of the last step, which had so many tokens, padding aside. The losses, without coefficients, are means over
+        tokens and layers, with their values of each layer in `by_layer`; None: that loss is off. moe_expert, moe_rank:
+        of the worst layer, the most choices of an expert, or of a rank of ep, over their mean. moe_load: the choices of
+        each expert in all layers, over their mean."""
         if not self.layers:
             return {}
         by_expert = self.counts_LE.double().cpu()
         by_rank = by_expert.unflatten(1, (self.mesh.ep.size, -1)).sum(2)
         expert, rank = (float((some.amax(1) / some.mean(1)).max()) for some in (by_expert, by_rank))
         load_E = by_expert.sum(0) / by_expert.sum(0).mean()
-        losses = dict(zip(NAMES, (self.losses_L3 / tokens).T.cpu().tolist(), strict=True))
+        losses = dict(zip(NAMES, (self.losses_L3 / max(tokens, 1)).T.cpu().tolist(), strict=True))
         found = {name: sum(of_layers) / len(of_layers) or None for name, of_layers in losses.items()}
         by_layer = {
             f"moe/{name.removeprefix('router_')}_layer_{self.layers[n]}": loss

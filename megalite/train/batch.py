@@ -18,11 +18,19 @@ from megalite.parallel.mesh import Axis
 
 
 def host_batch(
-    micro: MicroBatch, *, pin: bool, positions: bool, documents: bool, cp: Axis, windows: Sequence[int | None]
+    micro: MicroBatch,
+    *,
+    pin: bool,
+    positions: bool,
+    documents: bool,
+    cp: Axis,
+    windows: Sequence[int | None],
+    padding: bool = False,
 ) -> Batch:
     """tokens [B, T + 1] -> inputs and labels [S, B], those that this rank of `cp` has, in host memory (pinned with
     `pin`). `positions`: count them within each document; `documents`: let tokens attend to their own document only.
-    Both need micro.first. `windows`: of every layer, as of ModelConfig; the cut over cp depends on them."""
+    Both need micro.first. `windows`: of every layer, as of ModelConfig; the cut over cp depends on them. `padding`:
+    mark the tokens that only fill their samples."""
     places = own = None
     if cp.size > 1:
         places = place(micro.tokens.shape[1] - 1, cp.size, windows, micro.first if documents else None)
@@ -41,6 +49,7 @@ def host_batch(
         positions_SB = tensor(np.arange(micro.first.shape[1], dtype=np.int64) - micro.first)
     mask_SB = None if micro.loss_mask is None else tensor(micro.loss_mask)
     tokens_SB = tensor(micro.tokens[:, :-1])
+    padding_SB = None if micro.padding is None else tensor(micro.padding)
     return Batch(
         tokens_SB=tokens_SB,
         labels_SB=tensor(micro.tokens[:, 1:]),
@@ -52,6 +61,8 @@ def host_batch(
         places=places,
         places_S=None if own is None else ready(own),
         counted=tokens_SB.numel() if mask_SB is None else int(mask_SB.sum(dtype=torch.float64)),
+        unpadded=tokens_SB.numel() - (0 if padding_SB is None else int(padding_SB.sum())),
+        padding_SB=padding_SB if padding else None,
     )
 
 

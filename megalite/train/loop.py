@@ -14,7 +14,7 @@ from megalite.checkpoint.run.agreement import SaveClock
 from megalite.checkpoint.run.saver import Saver
 from megalite.config.console import show
 from megalite.config.faults import fault
-from megalite.config.options import Config, log_steps, resolved_style
+from megalite.config.options import Config, DataConfig, log_steps, resolved_style
 from megalite.config.toml import to_toml
 from megalite.parallel.comm import all_reduce_, reduce_number
 from megalite.train.batch import on_device
@@ -59,6 +59,20 @@ def _due(every: int | None, step: int) -> bool:
     return bool(every) and step % (every or 1) == 0
 
 
+def why_no_label_counts(data: DataConfig) -> str:
+    """The likely reason, with the flag, and what to do."""
+    reasons = []
+    if data.eod_mask_loss:
+        reasons.append("--eod-mask-loss masks the label after each end of a document, and all tokens seem to be one")
+    if data.document_packing == "best-fit":
+        reasons.append("--document-packing best-fit counts labels within a document, and all seem to have one token")
+    if data.fim_data:
+        reasons.append("--fim-data does not count what --fim-pad-token fills")
+    if not reasons:
+        return "the data masks them all; look at what makes it"
+    return f"{'; '.join(reasons)}; look at the data (tools/inspect_data.py) and at its tokenizer, or drop the flag"
+
+
 class BrokenOffError(Exception):
     """Some rank wanted to stop an evaluation; raised on all, after the same batch."""
 
@@ -70,8 +84,20 @@ def evaluate(
     done: Callable[[int], None] = lambda batches: None,
     wants_end: Callable[[], bool] | None = None,
 ) -> float:
-    """Mean loss per token over the first `iters` global batches of a set; collective. `done` is called with 1 after
-    each. `wants_end`: whether this rank wants to stop. Raises BrokenOffError."""
+    """Mean loss per token over the first `iters` global batches of a set, NaN where no label counts; collective. `done`
+    is called with 1 after each. `wants_end`: whether this rank wants to stop. Raises BrokenOffError."""
+    loss_sum, labels = evaluation_sums(run, data, iters, done, wants_end)
+    return loss_sum / labels if labels else math.nan
+
+
+def evaluation_sums(
+    run: Run,
+    data: Loader,
+    iters: int,
+    done: Callable[[int], None] = lambda batches: None,
+    wants_end: Callable[[], bool] | None = None,
+) -> tuple[float, float]:
+    """(sum of the losses, labels that count); the rest as of `evaluate`."""
     mesh, size = run.mesh, run.eval_batch_size
     fault("eval.begin", mesh.world.rank, run.state.step)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -89,8 +115,8 @@ def evaluate(
             if ends:
                 raise BrokenOffError(f"after {look} of {iters} batches")
             look += max(1, min(look, int(LOOK_S * look / seconds))) if seconds else 1
-    loss_sum, tokens = all_reduce_(sums, mesh.world).tolist()
-    return loss_sum / tokens if tokens else math.nan
+    loss_sum, labels = all_reduce_(sums, mesh.world).tolist()
+    return loss_sum, labels
 
 
 @dataclass
@@ -115,7 +141,8 @@ class Training:
         self._asks: str | None = None  # why this rank asks to stop
         self._ill: str | None = None  # what the pulse found at the last log line
         self._ends: tuple[Exit, str] | None = None  # how the run ends before its last step
-        self._doubts = Doubts(self.run, self.watch.events, self.report.say, self.config.train.max_skipped_steps)
+        most, why_empty = self.config.train.max_skipped_steps, why_no_label_counts(self.config.data)
+        self._doubts = Doubts(self.run, self.watch.events, self.report.say, most, why_empty)
         minutes = self.config.checkpoint.save_interval_mins
         self._clock = None if minutes is None else SaveClock(60 * minutes, self.run.mesh, self.run.state.step)
 
@@ -293,11 +320,17 @@ class Training:
             with watch.collector.evaluation(), watch.timers("evaluate", 0), watch.phases("evaluation"):
                 with report.evaluating(state.step, named.name, iters) as bar:
                     try:
-                        loss = evaluate(self.run, named.data, iters, bar.add, self._told_to_stop)
+                        loss_sum, labels = evaluation_sums(self.run, named.data, iters, bar.add, self._told_to_stop)
                     except BrokenOffError as end:
                         why = self._asks or "asked by another rank"
                         report.say(f"stopping ({why}): the evaluation of step {state.step} ends {end}, without a loss")
                         return True
+            if not labels:
+                which = f"the set {named.name}" if named.name else "an evaluation"
+                why = why_no_label_counts(self.config.data)
+                report.say(f"WARNING: step {state.step}: no label of {which} counts, so it has no loss: {why}")
+                continue
+            loss = loss_sum / labels
             report.validation(state, loss, named, what)
             tell("evaluated", self.run, named.name, loss)
             self._tell_timers(("evaluate",))
@@ -331,6 +364,6 @@ def figures_of(run: Run, since: Sequence[StepResult], params_norm: float | None)
         "steps": n,
         "step_s": sum(r.step_s for r in since) / n,
         "data_s": sum(r.data_s for r in since) / n,
-        "tokens_per_step": sum(r.batch_size for r in since) * run.seq_length // n,
+        "tokens_per_step": sum(r.tokens for r in since) // n,
         "params_norm": params_norm,
     }

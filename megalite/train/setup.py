@@ -175,17 +175,20 @@ def _build_pipeline(
 
 def batch_marks(config: Config, mesh: Mesh) -> dict[str, Any]:
     """What `host_batch` is told of a run."""
-    d, windows = config.data, config.model.windows
-    return dict(positions=d.reset_position_ids, documents=d.reset_attention_mask, cp=mesh.cp, windows=windows)
+    d, windows, padding = config.data, config.model.windows, any(config.model.experts)
+    documents = d.reset_attention_mask
+    return dict(positions=d.reset_position_ids, documents=documents, cp=mesh.cp, windows=windows, padding=padding)
 
 
 def _open_loaders(
     made: Arrangement, sources: Sources, mesh: Mesh
 ) -> tuple[Loader, list[NamedSet[Loader]], list[NamedSet[Loader]]]:
-    """Loaders of training, validation and test data. Between the pipeline's ends only documents kept apart are read."""
+    """Loaders of training, validation and test data. Between the pipeline's ends samples are read where documents are
+    kept apart, or where routers have to know the padding."""
     d, t, seq_length = made.config.data, made.config.train, made.config.model.seq_length
     documents = d.reset_position_ids or d.reset_attention_mask
-    reads = mesh.pp.is_first or mesh.pp.is_last or documents
+    padded = d.document_packing == "best-fit" or sources.ignored_label is not None
+    reads = mesh.pp.is_first or mesh.pp.is_last or documents or (padded and made.has_experts)
     borders = Borders(sources.eod, d.eod_mask_loss, documents)
     prepare = functools.partial(host_batch, pin=mesh.device.type == "cuda", **batch_marks(made.config, mesh))
 

@@ -52,11 +52,13 @@ class State:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A step's sums over all ranks. `unscale`: the factor that turns a gradient into the mean over tokens."""
+    """A step's sums over all ranks. `tokens`: labels that count; `unpadded`: tokens that are not padding. `unscale`:
+    the factor that turns a gradient into the mean over `tokens`."""
 
     norm_sq: float
     loss_sum: float
     tokens: float
+    unpadded: float
     stop: float
     z_sum: float
     unscale: float
@@ -102,6 +104,8 @@ class StepResult:
     stop: bool
     data_s: float
     step_s: float
+    tokens: int = 0  # without padding
+    labels: int | None = None  # that count; None: not known
     z_loss: float = 0.0  # added to the loss, and not part of `loss`
     zeros: int | None = None  # elements of the gradient that are 0, where they were counted
     doubt: Doubt | None = None

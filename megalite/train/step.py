@@ -2,11 +2,13 @@
 
 One all-reduce over the world carries everything that the ranks must agree on: the squared gradient norm, the loss, the
 number of tokens that count, whether some rank wants to stop, and what routers counted. So all ranks decide alike at the
-same step, and rank 0 knows the loss, which the last stage computes.
+same step, and rank 0 knows the loss, which the last stage computes. Where routers have losses, two numbers are summed
+before the forwards, too (`_labels_per_token`).
 """
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +21,7 @@ from megalite.train.state import BadResult, Doubt, Numbers, Run, StepResult
 from megalite.train.tell.timers import Timers
 from megalite.train.watch.suspect import compute_again, look_again, reason_to_doubt, samples_in_words
 
-AGREED = ("norm_sq", "loss_sum", "tokens", "stop", "z_sum")  # fields of Numbers
+AGREED = ("norm_sq", "loss_sum", "tokens", "unpadded", "stop", "z_sum")  # fields of Numbers
 UNTIMED = Timers()  # measures nothing
 COPIES = ("weights differ", "main weights differ")  # of train/replicas.py: disagreement
 
@@ -28,7 +30,7 @@ def train_step(
     run: Run, want_stop: bool = False, *, count_zeros: bool = False, timers: Timers = UNTIMED, empty_level: int = 0
 ) -> StepResult:
     """Advance `run` by one step. Raises BadResult on all ranks for a loss or gradient that is not finite, and updates
-    nothing, unless the loss scaler handles it.
+    nothing, unless the loss scaler handles it. A step in which no label counts updates nothing either.
 
     `count_zeros`: elements of the gradient that are 0; one number more in the all-reduce. `empty_level`: whether the
     allocator gives memory back to CUDA before the update (1) and after it (2).
@@ -39,7 +41,8 @@ def train_step(
         fault("data.get", mesh.world.rank, step)
         hosts, _ = run.data.get(state.consumed_samples, size)
     data_s = time.perf_counter() - begin
-    batches = [on_device(host, mesh.device, step) for host in hosts]
+    token_weight = _labels_per_token(run, hosts)
+    batches = [replace(on_device(host, mesh.device, step), token_weight=token_weight) for host in hosts]
     nominal = size * run.seq_length  # tokens if none were masked: keeps gradients in the range of the dtype
 
     with timers("forward-backward", 1):
@@ -56,19 +59,22 @@ def train_step(
     if not numbers.finite and run.check_finite and not run.loss_scaler.dynamic:
         raise _stopped(run, doubt, size)
     stays = doubt is not None and not doubt.passed
-    skipped = not numbers.finite or (stays and run.spikes.action != "log")
+    skipped = not numbers.finite or numbers.tokens == 0 or (stays and run.spikes.action != "log")
     if not skipped:
         _update(run, numbers.grad_norm, numbers.unscale, timers)
         if empty_level >= 2 and mesh.device.type == "cuda":
             torch.cuda.empty_cache()
     run.loss_scaler.update(overflow=not numbers.finite)
     run.spikes.after(numbers.loss, numbers.grad_norm, skipped)
-    state.advance(size, tokens=size * run.seq_length, skipped=skipped)
+    tokens = round(numbers.unpadded)
+    state.advance(size, tokens=tokens, skipped=skipped)
     return StepResult(
         loss=numbers.loss,
         grad_norm=numbers.grad_norm,
         lr=run.rates.lr.at(state.consumed_samples - state.skipped_samples),  # of the next update, as Megatron-LM logs
         batch_size=size,
+        tokens=tokens,
+        labels=round(numbers.tokens),
         skipped=skipped,
         stop=numbers.stop > 0,
         data_s=data_s,
@@ -77,8 +83,22 @@ def train_step(
         zeros=None if numbers.zeros is None else round(numbers.zeros),
         doubt=doubt,
         copies=copies,
-        balance=run.balance.figures(nominal),
+        balance=run.balance.figures(tokens),
     )
+
+
+def _labels_per_token(run: Run, hosts: Sequence[Batch]) -> float | torch.Tensor:
+    """Return the labels that count per token that is not padding, in the whole batch. Collective where routers have
+    losses, whose gradients depend on it; nothing waits for the device."""
+    mesh = run.mesh
+    if not run.balance.has_losses:
+        return 1.0
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    if mesh.pp.is_last and mesh.tp.is_first:
+        sums[0].fill_(float(sum(host.counted for host in hosts)))
+        sums[1].fill_(float(sum(host.unpadded for host in hosts)))
+    all_reduce_(sums, mesh.world)
+    return sums[0] / sums[1].clamp(min=1)
 
 
 def _judge(
@@ -111,7 +131,7 @@ def _stopped(run: Run, doubt: Doubt | None, size: int) -> BadResult:
 def _agree(
     run: Run, losses: torch.Tensor, hosts: Sequence[Batch], want_stop: bool, count_zeros: bool, nominal: int
 ) -> Numbers:
-    """Sums over the world, in float64: squared gradient norm, loss, tokens that count, ranks that want to stop, z-loss,
+    """Sums over the world, in float64: squared gradient norm, loss, labels, tokens, ranks that want to stop, z-loss,
     and where asked zeros in the gradient and disagreement of replicas; the step's one sync with the device. Sums keep
     NaN and inf, where a maximum may drop a NaN."""
     mesh = run.mesh
@@ -128,6 +148,7 @@ def _agree(
         mine["loss_sum"].copy_(losses[0])
         mine["z_sum"].copy_(losses[1])
         mine["tokens"].fill_(float(sum(host.counted for host in hosts)))
+        mine["unpadded"].fill_(float(sum(host.unpadded for host in hosts)))
     mine["stop"].fill_(float(want_stop))
     if count_zeros:
         mine["zeros"].copy_(run.optimizer.local_zeros())

@@ -81,6 +81,16 @@ def test_pieces_of_a_packed_sample_are_documents_and_padding_does_not_count() ->
     micro = Batches(Packed(V, S, 1), 2, 0, 1, V, Borders(eod=0, documents=True)).at(0, 2)[0]
     assert micro.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [1] * S]  # labels: one ahead
     assert micro.first.tolist() == [[0, 0, 0, 3, 3, 5], [0] * S]
+    assert micro.padding.tolist() == [[False] * 5 + [True], [False] * S]
+
+
+def test_what_fills_a_sample_is_padding() -> None:
+    plain = batches().at(0, 4)[0]
+    assert plain.padding is None
+    filler = int(plain.tokens[0, S])
+    micro = Batches(MockDataset(V, S, 1), 2, 0, 1, V, Borders(), ignored_label=filler).at(0, 4)[0]
+    assert np.array_equal(micro.padding, plain.tokens[:, :-1] == filler)
+    assert np.array_equal(micro.loss_mask, plain.tokens[:, 1:] != filler)
 
 
 @pytest.mark.parametrize(("bad", "dtype"), [(V, np.uint16), (-3, np.int32)])

@@ -2,6 +2,7 @@
 
 import datetime
 from collections import namedtuple
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -226,6 +227,56 @@ def _as_one(sizes: dict[str, int], routing: Routing, biases: tuple[float, ...], 
 def _all_as_one(cases: list[Case]) -> None:
     for case in cases:
         _as_one(*case)
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss"])
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_losses_of_a_padded_batch_are_those_of_transformers(kind: str, function: str) -> None:
+    """With its attention_mask, and with autograd's gradients: sums over tokens that are not padding. For sigmoids,
+    which transformers has no such loss of, its function is given their logarithms, whose softmax is their share."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    E, K, labels_per_token = 8, 2, 0.3
+    routing = Routing(E, K, function, coefficients={kind: 0.1})
+    experts = Experts(Maker(Mesh.alone(), torch.float64, seed=3), "e", routing.model(), 0, False)
+    x_SBD = torch.randn(S, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mask_BS = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    batch = replace(where(), padding_SB=mask_BS.T == 0, token_weight=labels_per_token)
+    y_SBD = experts(x_SBD, batch)
+    y_SBD.backward(torch.zeros_like(y_SBD))
+
+    weight = experts.router.weight.detach().clone().requires_grad_()
+    logits_BSE = x_SBD.transpose(0, 1) @ weight.T
+    shares_BSE = logits_BSE.sigmoid().log() if function == "sigmoid" else logits_BSE
+    tokens = int(mask_BS.sum())
+
+    def balancing(shares: Tensor, mask: Tensor) -> Tensor:
+        return load_balancing_loss_func((shares.flatten(0, 1),), E, K, mask) / K * mask.sum()
+
+    if kind == "z_loss":
+        want = (logits_BSE.logsumexp(-1).square() * mask_BS).sum()
+    elif kind == "seq_aux_loss":
+        want = sum(balancing(shares_BSE[b : b + 1], mask_BS[b : b + 1]) for b in range(B))
+    else:
+        want = balancing(shares_BSE, mask_BS)
+    bound = 1e-11 if kind == "z_loss" else 1e-6  # transformers counts in fp32
+    assert float(experts.router.losses[LOSSES.index(kind)]) == pytest.approx(float(want.detach()), rel=bound)
+    (grad,) = torch.autograd.grad(0.1 * WEIGHT * labels_per_token * want, weight)
+    torch.testing.assert_close(experts.router.weight.grad, grad, rtol=0, atol=bound * float(grad.abs().max()))
+    ids_BSK = shares_BSE.topk(K, -1).indices
+    chosen_E = torch.bincount(ids_BSK[mask_BS == 1].flatten(), minlength=E)
+    assert experts.router.counts.tolist() == chosen_E.tolist() and int(chosen_E.sum()) == tokens * K
+
+
+@pytest.mark.parametrize("name", ["sinkhorn of one", "sinkhorn of two"])
+def test_sinkhorn_balances_without_the_padding(name: str) -> None:
+    experts, _ = make(name)
+    x_SBD = torch.randn(S, B, D, dtype=torch.float64)
+    padding_SB = torch.tensor([[False, False]] * 4 + [[True, True]] * 2)
+    _, ids_NK = experts.router(x_SBD, replace(where(), padding_SB=padding_SB))
+    _, alone_NK = experts.router(x_SBD[:4].contiguous(), where())
+    assert ids_NK[: 4 * B].tolist() == alone_NK.tolist()
+    assert experts.router(x_SBD, where())[1][: 4 * B].tolist() != alone_NK.tolist()  # which padding would change
 
 
 def test_four_ranks_exchange_what_the_routing_says() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train_cases
+from token_files import write
 from train_cases import SMALL, TP2_PP2, config_from
 from whole_runs import losses, pretrain, rows, status_of
 
@@ -133,6 +134,40 @@ def test_bad_sets_are_refused(files: tuple[str, str]) -> None:
         config = config_from([*FLAGS, *base, *words])
         with pytest.raises(DataError, match=text):
             open_sources(config.data, 16, 2, 8)
+
+
+@pytest.fixture(scope="module")
+def only_ends(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Documents of nothing but their end."""
+    return str(write(tmp_path_factory.mktemp("ends") / "e", [[93]] * 600))
+
+
+@pytest.mark.parametrize(
+    ("layout", "iters"), [(["--nproc", "2"], 9), ([*TP2_PP2], 9), ([], 1)], ids=["dp2", "pp2", "short"]
+)
+def test_a_run_in_which_no_label_counts_ends(only_ends: str, tmp_path: Path, layout: list[str], iters: int) -> None:
+    flags = [*FLAGS, *layout, "--split", "1,0,0", "--data-path", only_ends, "--eod-mask-loss", "--run-dir", tmp_path]
+    run = pretrain(*flags, "--eval-iters", "0", "--train-iters", iters)
+    assert run.returncode == 17, run.stderr
+    last = min(iters, 3)
+    text = f"step {last}: none of its 128 labels counts: --eod-mask-loss masks the label after each end of a document"
+    assert text in run.stderr and f"({last} such step{'s' * (last > 1)} in a row)" in run.stderr
+    assert run.stdout.count("WARNING: step") == last - 1
+    assert status_of(tmp_path)["outcome"] == "bad-result"
+    if last > 1:  # steps before the one that ends it were logged
+        assert {row["train/loss"] for row in rows(tmp_path / "metrics.jsonl")} == {None}
+
+
+def test_an_evaluation_in_which_no_label_counts_has_no_loss(
+    files: tuple[str, str], only_ends: str, tmp_path: Path
+) -> None:
+    flags = [*FLAGS, "--train-data-path", files[0], "--valid-data-path", "a=", files[0], "ends=", only_ends]
+    run = pretrain(
+        *flags, "--eod-mask-loss", "--train-iters", "2", "--eval-interval", "1", "--run-dir", tmp_path, ok=True
+    )
+    assert run.stdout.count("no label of the set ends counts, so it has no loss: --eod-mask-loss masks") == 2
+    found = {name for row in rows(tmp_path / "metrics.jsonl") for name in row if name.startswith("val/")}
+    assert found == {"val/a/loss", "val/a/ppl"}
 
 
 PACKED = ["--document-packing", "best-fit", "--reset-attention-mask", "--reset-position-ids"]

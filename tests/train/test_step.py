@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from train_cases import kept, run_from, same
 
 from megalite.config import faults
+from megalite.data.samples.batches import Batches, MicroBatch
 from megalite.train.state import Run, StepResult
 from megalite.train.step import train_step
 
@@ -168,3 +170,55 @@ def test_all_ranks_skip_the_step_that_one_has_a_bad_number_in(flags: str) -> Non
     assert [lr for *_, lr, _ in first] == [first[0][2]] * 5 + [2 * first[0][2]]  # the warm-up does not count them
     size = first[0][3]
     assert [samples for *_, samples in first] == [size * (i + 1) for i in range(6)]  # they are not given again
+
+
+class Masked(Batches):
+    """No label of the samples that `hides` names counts."""
+
+    hides: set[int]
+
+    def at(self, consumed: int, global_batch_size: int) -> list[MicroBatch]:
+        micros = super().at(consumed, global_batch_size)
+        masks = [np.repeat([[i not in self.hides] for i in m.sample_ids], self.dataset.seq_length, 1) for m in micros]
+        return [m._replace(loss_mask=mask.astype(np.float32)) for m, mask in zip(micros, masks, strict=True)]
+
+
+def _hidden(flags: str, hides: set[int]) -> tuple[list[Any], bool]:
+    """Four steps in which those samples have no label: what each said; whether empty ones, and no others, left all as it
+    was."""
+    run = build(flags)
+    run.data.batches.__class__, run.data.batches.hides = Masked, hides  # type: ignore[attr-defined]
+    told: list[Any] = []
+    unchanged = True
+    for _ in range(4):
+        before = kept(run)
+        result = train_step(run)
+        told.append((result.skipped, result.labels, result.loss, result.grad_norm))
+        unchanged &= same(kept(run), before) if result.labels == 0 else not same(kept(run), before)
+    return told, unchanged
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (2, "--micro-batch-size 1"),
+        (2, "--pipeline-model-parallel-size 2 --micro-batch-size 1"),
+        (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 2"),
+        (2, "--context-parallel-size 2"),
+        (2, "--num-experts 4 --moe-aux-loss-coeff 0.1 --ep 2 --swiglu --disable-bias-linear --micro-batch-size 1"),
+    ],
+    ids=["dp2", "pp2", "tp2 pp2", "cp2", "dp2 ep2"],
+)
+def test_a_step_without_labels_updates_nothing_and_one_with_some_does(world: int, flags: str) -> None:
+    """Samples 0 and 2 are a rank's of dp, 4 to 7 a whole step, 8 to 10 all micro-batches but the last."""
+    hides = {0, 2, 4, 5, 6, 7, 8, 9, 10}
+    alone = flags.replace("--ep 2", "") if "experts" in flags else "--micro-batch-size 1"
+    want, unchanged = _hidden(alone, hides)
+    assert unchanged and [(skipped, labels) for skipped, labels, *_ in want] == [
+        (False, 32), (True, 0), (False, 16), (False, 64)
+    ]  # fmt: skip
+    for told, unchanged in run_ranks(world, _hidden, flags, hides):
+        assert unchanged
+        for (skipped, labels, *numbers), (want_skipped, want_labels, *want_numbers) in zip(told, want, strict=True):
+            assert (skipped, labels) == (want_skipped, want_labels)
+            assert numbers == pytest.approx(want_numbers, rel=1e-4)

@@ -26,12 +26,14 @@ class MicroBatch(NamedTuple):
     sample_ids    [B], numbers in the global order
     loss_mask     [B, S], 1 where the label counts; None: all count
     first         [B, S], position of the first token of the document that each token is of; None: not asked for
+    padding       [B, S], whether the token only fills its sample; None: no sample is filled
     """
 
     tokens: Ints
     sample_ids: Ints
     loss_mask: NDArray[np.float32] | None
     first: NDArray[np.int32] | None = None
+    padding: NDArray[np.bool_] | None = None
 
 
 class Unread(Dataset):
@@ -116,14 +118,25 @@ class Batches:
         ids = ids_MB.reshape(-1)
         tokens = self.dataset.samples(ids)
         self._check(ids, tokens)
-        mask, first = self._borders.find(tokens, self.dataset.layout(ids))
-        if self._ignored is not None and (filler := tokens[:, 1:] == self._ignored).any():
-            mask = np.where(filler, np.float32(0), np.float32(1) if mask is None else mask)
+        layout = self.dataset.layout(ids)
+        mask, first = self._borders.find(tokens, layout)
+        padding = None
+        if layout is not None:
+            lengths = np.array([pieces.sum() for pieces in layout])
+            padding = np.arange(tokens.shape[1] - 1) >= lengths[:, None]
+        if self._ignored is not None:
+            padding = tokens[:, :-1] == self._ignored
+            if (filler := tokens[:, 1:] == self._ignored).any():
+                mask = np.where(filler, np.float32(0), np.float32(1) if mask is None else mask)
         micros = []
         for m, ids_B in enumerate(ids_MB):
             rows = slice(m * self._micro, (m + 1) * self._micro)
-            counted = None if mask is None else mask[rows]
-            micros.append(MicroBatch(tokens[rows], ids_B, counted, None if first is None else first[rows]))
+            micro = MicroBatch(tokens[rows], ids_B, None if mask is None else mask[rows])
+            if first is not None:
+                micro = micro._replace(first=first[rows])
+            if padding is not None:
+                micro = micro._replace(padding=padding[rows])
+            micros.append(micro)
         return micros
 
     def _check(self, ids: Ints, tokens: Ints) -> None:

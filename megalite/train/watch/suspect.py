@@ -27,6 +27,7 @@ from megalite.train.tell.run_dir import Events
 
 FORWARD, BACKWARD, REDUCED = range(3)
 UNRELIABLE = 3  # steps of a run that only the second computation got right: more are not chance
+MOST_EMPTY = 3  # steps in a row without a label that counts
 MOST_ROLLBACKS = 3  # without a window of good steps between them
 MOST_SAMPLES = 4096  # whose documents are recorded
 LONGEST = 1000  # characters of a finding's words: paths of data may be long
@@ -201,11 +202,15 @@ class Doubts:
     events: Events
     say: Callable[[str], None]
     max_skipped: int
+    why_empty: str = "the data has none"  # the likely reason why no label of a step counts
     skipped: int = 0  # steps in a row
+    empty: int = 0  # steps in a row in which no label counts
+    has_labels: bool = False  # some step of this process had one
     passed: int = 0  # steps that only the second computation got right
 
     def after(self, result: StepResult) -> str | None:
         """After each step: why this machine is unreliable, if it is; the same on all ranks. Raises BadResult."""
+        self._look_at_labels(result)
         doubt, step = result.doubt, self.run.state.step
         self.skipped = self.skipped + 1 if result.skipped and doubt is not None else 0
         if doubt is None:
@@ -220,6 +225,19 @@ class Doubts:
         if self.passed < UNRELIABLE:
             return None
         return f"{self.passed} steps were right only when computed again, the last on ranks {list(doubt.differs)}"
+
+    def _look_at_labels(self, result: StepResult) -> None:
+        """Warn of a step in which no label counts. Raises BadResult after MOST_EMPTY in a row, and at the end of a run
+        that has had no other."""
+        if result.labels != 0:
+            self.empty, self.has_labels = 0, True
+            return
+        self.empty += 1
+        step, end = self.run.state.step, self.run.state.consumed_samples
+        text = f"step {step}: none of its {result.batch_size * self.run.seq_length:,} labels counts: {self.why_empty}"
+        if self.empty >= MOST_EMPTY or (step >= self.run.last_step and not self.has_labels):
+            raise BadResult(f"{text}; nothing is learned ({self.empty} such step{'s' * (self.empty > 1)} in a row)")
+        self.tell("no-labels", f"{text}; nothing was updated", range(end - result.batch_size, end)[-MOST_SAMPLES:])
 
     def tell(self, kind: str, text: str, samples: range, **facts: object) -> None:
         """Write to the log, and with the documents of the samples to events.jsonl."""
