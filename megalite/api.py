@@ -2,6 +2,7 @@
 process of its own each: ranks, signals, exits and torch's settings stay out of the caller's. Exit codes are exceptions
 with the words of the command: 2 a ConfigError, 130 a KeyboardInterrupt, others but an orderly stop's a CommandError."""
 
+import errno
 import json
 import os
 import re
@@ -9,17 +10,18 @@ import shlex
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from pathlib import Path
-from subprocess import PIPE, STDOUT, Popen
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
 from megalite.config.exits import early_exit
-from megalite.config.field import words_of
+from megalite.config.field import LONGEST, words_of
 from megalite.config.options import Config, ConfigError
 from megalite.config.plugins import load as load_plugins
 from megalite.data.errors import DataError
@@ -37,6 +39,8 @@ from megalite.launch.ranks import die_with_parent; die_with_parent(15)
 from megalite.__main__ import main; main()"""
 _TELLER = re.compile(r"^(?:\w+\.py|megalite [a-z ]+): (?:error: )?", re.MULTILINE)  # who says the words of an error
 Way = Literal["to_hf", "from_hf", "to_megatron", "from_megatron"]
+Dtype = Literal["float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 class CommandError(RuntimeError):
@@ -55,12 +59,13 @@ class RunConfig(tuple[str, ...]):
         Config("--num-layers 12 --no-masked-softmax-fusion")      a command line, also Megatron-LM's; or its words
 
     Words up to pretrain_gpt.py are left out, and a keyword of None is not given. Raises ConfigError with all words that
-    are no options; values are checked by `options`."""
+    are no options, and for values that are no words of a command line; all else about values is checked by `options`.
+    """
 
     def __new__(cls, words: str | Sequence[str] = "", /, **options: Any) -> "RunConfig":
-        found = shlex.split(words.replace("\\\n", " ")) if isinstance(words, str) else [*words]
+        found = _split(words)
         first = next((i for i, word in enumerate(found, 1) if word.endswith("pretrain_gpt.py")), 0)
-        config = super().__new__(cls, (*found[first:], *words_of(options)))
+        config = super().__new__(cls, (*found[first:], *_words_of(options)))
         if problems := cli.take_apart(config).problems:
             raise ConfigError(problems)
         return config
@@ -77,7 +82,7 @@ def train(config: RunConfig, *, quiet: bool = False) -> Path:
     """Train, on `nproc` ranks of this machine, until the run ends, or stops as asked: its status.json tells. Returns
     the folder of its files, which `name`, `run_dir` or `save` says. Prints its lines, unless `quiet`. Ctrl-C: it saves,
     and stops. Raises ConfigError before it begins, CommandError where it fails."""
-    folder = run_folder(config.options)
+    folder = run_folder(_checked(config).options)
     _command("train", config, quiet)
     return folder
 
@@ -100,28 +105,42 @@ def convert(way: Way, source: str | Path, target: str | Path, **flags: Any) -> P
     """Weights to or from Hugging Face or Megatron-LM, whose side is the other way a checkpoint of megalite's; returns
     `target`. `flags`: of megalite convert, as check=True, dtype="bfloat16". Raises ConfigError for those that do not go
     together, CommandError for what cannot be converted exactly, and where a check finds a difference."""
-    places = {way: source, "save": target} if way.startswith("from") else {"load": source, way: target}
-    _command("convert", words_of({**places, **flags}))
+    if way not in get_args(Way):
+        raise ConfigError([f"way={way!r} is not one of {', '.join(get_args(Way))}; give one"])
+    there, here = _path("source", source), _path("target", target)
+    places = {way: there, "save": here} if way.startswith("from") else {"load": there, way: here}
+    _command("convert", _words_of({**places, **_flags("convert", flags)}))
     return Path(target)
 
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """What a run has logged so far, by its folder: a row for each log line (`step`, `train/loss`, `train/lr`,
-    `perf/step_s`, ...) and each evaluation (`step`, `val/valid/loss`, ...); None: not finite. Raises OSError."""
-    path = Path(run, "metrics.jsonl")
+    `perf/step_s`, ...) and each evaluation (`step`, `val/valid/loss`, ...); None: not finite. Raises OSError, and
+    ConfigError where `run` is no path."""
+    path = Path(_path("run", run), "metrics.jsonl")
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give the folder of a run that has logged a step")
     return [row for _, row in json_rows(path)]
 
 
 def load(
-    path: str | Path, *, dtype: Literal["float32", "bfloat16"] = "float32", device: str = "auto",
-    plugins: Sequence[str] = (),
+    path: str | Path, *, dtype: Dtype = "float32", device: Device = "auto", plugins: Sequence[str] = (),
 ) -> "Generator":  # fmt: skip
     """A model, whole on one device, for `logits` and `generate`: the newest checkpoint of a run, of whatever layout, or
     a Hugging Face model. `dtype`: of weights and arithmetic. `device`: cpu, cuda, or auto, the card if there is one.
     `plugins`: those that the run had, for this process. Imports torch. Raises CommandError where there is no model, it
-    cannot be read, or it has no tokenizer, ConfigError where a plugin fails."""
+    cannot be read, or it has no tokenizer, ConfigError for an argument that cannot be, and where a plugin fails."""
+    problems = [
+        f"{name}={value!r} is not one of {', '.join(get_args(known))}; give one"
+        for name, value, known in (("dtype", dtype, Dtype), ("device", device, Device))
+        if not (isinstance(value, str) and value in get_args(known))
+    ]
+    if not (isinstance(plugins, list | tuple) and all(isinstance(plugin, str) for plugin in plugins)):
+        problems.append(f"plugins={plugins!r} is not a list of names; give one, as ['mine.py']")
+    if problems:
+        raise ConfigError(problems)
+    path = _path("path", path)
+
     import torch
 
     from megalite.generate.generation import SetupError, load_model
@@ -145,10 +164,77 @@ def _no_exit() -> Iterator[None]:
         raise ConfigError([early_exit(error)]) from error
 
 
+def _split(words: object) -> list[str]:
+    """The words of a command line. Raises ConfigError."""
+    if isinstance(words, str):
+        try:
+            found = shlex.split(words.replace("\\\n", " "))
+        except ValueError as error:  # as "No closing quotation"
+            raise ConfigError([f"{_short(words)} cannot be split into words ({error}); correct its quotes"]) from None
+    elif isinstance(words, list | tuple) and all(isinstance(word, str) for word in words):
+        found = [*words]
+    else:
+        what = f"is of type {type(words).__name__}, not a command line or a list of its words"
+        raise ConfigError([f"{_short(words)} {what}; give one, or options by their names, as lr=1e-4"])
+    for word in found:
+        try:
+            whole = "\0" not in os.fsdecode(os.fsencode(word))
+        except UnicodeEncodeError:
+            whole = False
+        if not whole:
+            raise ConfigError([f"{_short(word)} has a character that no word may have; remove it"])
+    return found
+
+
+def _flags(command: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Of a command, as keywords. Raises ConfigError for those that only a terminal can use."""
+    if wrong := flags.keys() & {"help", "h", "ask"}:
+        name = min(wrong)
+        raise ConfigError([f"{name} is for a terminal, where megalite {command} --{name} is typed; leave it out"])
+    return flags
+
+
+def _words_of(options: Mapping[str, Any]) -> list[str]:
+    """As `words_of`. Raises ConfigError for values that have no form on a command line."""
+    problems = []
+    for name, value in options.items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(one, str | Number | os.PathLike) and (one is not None or one is not value):
+                what = "is of type" if one is value else "has a value of type"
+                kinds = "give a text, a number, a path, True or False, or a list of these"
+                problems.append(f"{name}={_short(value)} {what} {type(one).__name__}; {kinds}")
+                break
+    if problems:
+        raise ConfigError(problems)
+    return _split(words_of(options))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _checked(config: object) -> RunConfig:
+    """Raises ConfigError for what is not a `RunConfig`."""
+    if isinstance(config, RunConfig):
+        return config
+    what = f"config={_short(config)} is of type {type(config).__name__}, not a megalite.Config"
+    made = f"megalite.Config({_short(config)})" if isinstance(config, str | list) else "megalite.Config(...)"
+    raise ConfigError([f"{what}; give {made}"])
+
+
+def _path(name: str, value: object) -> str:
+    """A path or URL as text. Raises ConfigError for what is none."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        raise ConfigError([f"{name}={_short(value)} is not a path; give the folder's"])
+    return text
+
+
 def _told(command: str, config: RunConfig, **flags: Any) -> dict[str, Any]:  # JSON, and as "text" what is printed
     with TemporaryDirectory() as folder:
         file = Path(folder, "told.json")
-        text = _command(command, [*config, *words_of({**flags, "json": file})])
+        text = _command(command, [*_checked(config), *_words_of({**_flags(command, flags), "json": file})])
         return json.loads(file.read_text("utf-8")) | {"text": text}
 
 
@@ -156,10 +242,16 @@ def _command(command: str, words: Sequence[str], quiet: bool = True) -> str:
     """The last lines that `megalite COMMAND WORDS` prints. Raises what its exit code says."""
     report, of_child = os.pipe()
     start = [sys.executable, "-P", "-c", with_module_path(_START.format(report=of_child)), command, *words]
+    streams: dict[str, Any] = dict(stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, encoding="utf-8", errors="replace")
     lines = deque[str](maxlen=1000)
     with os.fdopen(report, "rb") as reported:
         try:
-            child = Popen(start, stdout=PIPE, stderr=STDOUT, encoding="utf-8", errors="replace", pass_fds=[of_child])
+            child = Popen(start, **streams, pass_fds=[of_child])
+        except OSError as error:
+            if error.errno != errno.E2BIG:
+                raise
+            more = "put the options into a file: config=FILE; data_args_path names a file of paths"
+            raise ConfigError([f"{len(words)} words are longer than a command line may be; {more}"]) from None
         finally:
             os.close(of_child)
         with child:

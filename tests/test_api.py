@@ -24,6 +24,26 @@ SMALL = megalite.Config(
     " --log-interval 1 --mock-data --tokenizer-type ByteTokenizer --device cpu"
 )
 TOKENS_SB = [[1, 72], [256, 0], [9, 9]]
+# the error: what to continue, and how
+GENERATE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "max_new_tokens=-1 is not a whole number of 1 or more; give one": ("a", {"max_new_tokens": -1}),
+    "max_new_tokens=2.5 is": ("a", {"max_new_tokens": 2.5}),
+    "max_new_tokens='5' is": ("a", {"max_new_tokens": "5"}),
+    "max_new_tokens=True is": ("a", {"max_new_tokens": True}),
+    "batch_size=0 is not a whole number": ("a", {"batch_size": 0}),
+    "batch_size=-1 is not a whole number": ("a", {"batch_size": -1}),
+    "temperature='hot' is not a number of 0 or more; give one": ("a", {"temperature": "hot"}),
+    "temperature=nan is": ("a", {"temperature": float("nan")}),
+    "top_k=2.5 is not a whole number of 0 or more": ("a", {"top_k": 2.5}),
+    "top_p=0 is not a number in (0, 1]": ("a", {"top_p": 0}),
+    "top_p=None is": ("a", {"top_p": None}),
+    "seed='x' is not a whole number": ("a", {"seed": "x"}),
+    "prompts of type NoneType are not a text or a list of texts": (None, {}),
+    "prompts of type bytes are": (b"a", {}),
+    "prompts of type list are": ([1, 2], {}),
+    "prompt 1 has characters that UTF-8 has not": (["a", "\ud800"], {}),
+    "prompt 0 has 100 tokens, the model 32 positions; shorten it": ("a" * 100, {}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +68,18 @@ def test_a_run_its_metrics_and_its_model(run: Path) -> None:
     assert there.pipeline.stages[0](None, batch)[..., :257].equal(logits_SBV) and logits_SBV.std() > 0
     assert model.generate(["a text", ""], 5, temperature=0)[:1] == model.generate("a text", 5, temperature=0)
     for wrong in ([1, 2], [[257]], [[-1]], [[0]] * 33, torch.zeros(2, 0, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"are not ids below 257, \[S, B\] with S up to 32"):
+        with pytest.raises(megalite.ConfigError, match=r"are not ids below 257, \[S, B\] with S up to 32"):
             model.logits(wrong)
-    with pytest.raises(ValueError, match="top_p is in"):
-        model.generate("a", top_p=0)
+    for odd in ([[1], [2, 3]], "abc", [["a"]], None, [[1.5]], [[True]], [[2**70]]):
+        with pytest.raises(megalite.ConfigError, match="^tokens .* ids below 257"):
+            model.logits(odd)
+    assert model.logits(torch.tensor([[1]], dtype=torch.uint8)).equal(model.logits([[1]]))
+    for words, (texts, how) in GENERATE.items():
+        with pytest.raises(megalite.ConfigError) as error:
+            model.generate(texts, **{"max_new_tokens": 2, **how})
+        assert str(error.value).startswith(words) and "\n" not in str(error.value)
+    with pytest.raises(megalite.ConfigError, match="max_new_tokens=0 .*\nprompts of type NoneType .*\ntop_p=2 is not"):
+        model.generate(None, 0, top_p=2)
 
 
 def test_a_plan_is_a_run(run: Path) -> None:
@@ -75,6 +103,58 @@ def test_weights_there_and_back(run: Path) -> None:
 def test_a_layout_is_verified(run: Path) -> None:
     verdict = megalite.verify(megalite.Config(SMALL, train_iters=2, nproc=2, tp=2), steps=1)
     assert verdict["agrees"] and verdict["first"] is None and len(verdict["rows"]) > 10 and verdict["text"]
+
+
+def test_an_argument_that_cannot_be_is_a_config_error(run: Path) -> None:
+    small, paths = megalite.Config(SMALL, train_iters=2), "is not a path; give the folder's"
+    says: dict[str, Any] = {
+        "config='--preset tiny' is of type str, not a megalite.Config; give megalite.Config('--preset tiny')": [
+            lambda: megalite.train("--preset tiny"),
+            lambda: megalite.plan("--preset tiny", gpus=8),
+            lambda: megalite.verify("--preset tiny"),
+        ],
+        "config=['--lr'] is of type list": [lambda: megalite.train(["--lr"])],
+        "config=None is of type NoneType": [lambda: megalite.train(None)],
+        "config=Config(model=": [lambda: megalite.train(small.options)],
+        "help is for a terminal": [
+            lambda: megalite.plan(small, gpus=1, help=True),
+            lambda: megalite.verify(small, help=True),
+            lambda: megalite.convert("to_hf", run, "x", help=True),
+        ],
+        "way='to_onnx' is not one of to_hf, from_hf,": [lambda: megalite.convert("to_onnx", "a", "b")],
+        "way=None is not one": [lambda: megalite.convert(None, "a", "b")],
+        f"source=None {paths}": [lambda: megalite.convert("to_hf", None, "b")],
+        f"target=5 {paths}": [lambda: megalite.convert("to_hf", "a", 5)],
+        f"run=5 {paths}": [lambda: megalite.read_metrics(5)],
+        f"path='' {paths}": [lambda: megalite.load("")],
+        "dtype='int4' is not one of float32, bfloat16; give one": [lambda: megalite.load(run, dtype="int4")],
+        "dtype=torch.bfloat16 is not one": [lambda: megalite.load(run, dtype=torch.bfloat16)],
+        "device='gpu' is not one of auto, cpu, cuda; give one": [lambda: megalite.load(run, device="gpu")],
+        "plugins='x.py' is not a list of names": [lambda: megalite.load(run, plugins="x.py")],
+        "plugins=None is not a list of names": [lambda: megalite.load(run, plugins=None)],
+        '"--a \'b" cannot be split into words (No closing quotation)': [lambda: megalite.Config("--a 'b")],
+        "5 is of type int, not a command line": [lambda: megalite.Config(5)],
+        "['--lr', 0.001] is of type list, not": [lambda: megalite.Config(["--lr", 1e-3])],
+        "lr={'a': 1} is of type dict; give a text": [lambda: megalite.Config(lr={"a": 1})],
+        "data_path=[None] has a value of type NoneType;": [lambda: megalite.Config(data_path=[None])],
+        "'a\\x00b' has a character that no word may have": [lambda: megalite.Config(save="a\0b")],
+        "'\\ud800' has a character that no": [lambda: megalite.plan(megalite.Config(small, name="\ud800"), gpus=1)],
+        "--lr needs a value": [lambda: megalite.Config(lr=True)],
+    }
+    for words, calls in says.items():
+        for call in calls:
+            with pytest.raises(megalite.ConfigError) as error:
+                call()
+            assert str(error.value).startswith(words), str(error.value)[:200]
+
+
+def test_more_words_than_a_command_line_may_have_are_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "Popen", subprocess.Popen)
+    config = megalite.Config(SMALL, data_path=["x" * 100] * 40_000)
+    with pytest.raises(
+        megalite.ConfigError, match="^400.. words are longer than a command line may be; put the options"
+    ):
+        megalite.plan(config, gpus=1)
 
 
 def test_errors_are_those_of_the_commands(run: Path) -> None:

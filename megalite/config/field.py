@@ -168,7 +168,10 @@ def unusable(text: str, path: bool) -> str | None:
     """Why a text cannot be a value: the run's files could not hold it, or no file system takes such a path."""
     if (reason := secret_in(text)) is not None:
         return reason
-    raw = text.encode(errors="surrogateescape")
+    try:
+        raw = text.encode(errors="surrogateescape")  # bytes of the command line that are not UTF-8
+    except UnicodeEncodeError:  # from Python
+        raw = text.encode(errors="surrogatepass")
     if "\0" in text or raw.decode(errors="replace") != text:
         return f"is not UTF-8 text ({raw[:LONGEST]!r}); rename it"
     if path and (len(raw) > LONGEST_PATH or ("://" not in text and max(map(len, raw.split(b"/"))) > LONGEST_NAME)):

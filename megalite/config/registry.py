@@ -60,7 +60,7 @@ class Registry(Collection[str]):
 
     def _faults(self, name: str, part: Any) -> Iterator[str]:
         there = {one for one in (*self._has, *self._any_of, *self._lacks) if hasattr(part, one)}
-        if not re.fullmatch(r"[A-Za-z]\w*([-.]\w+)*", name):
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*([-.]\w+)*", name):
             yield "is not a name; use letters, digits and - _ . between them"
         if name in self:
             yield "is taken; choose another name"

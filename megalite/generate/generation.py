@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import Location, parse
 from megalite.config.check import check
-from megalite.config.options import ModelConfig, ParallelConfig, build
+from megalite.config.options import ConfigError, ModelConfig, ParallelConfig, build
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
@@ -62,8 +63,27 @@ class Sampling:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if not (0 <= self.temperature < float("inf") and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ValueError(f"{self}: temperature and top_k are 0 or more, top_p is in (0, 1]; correct them")
+        """Raises ConfigError with every number that is out of range."""
+        problems = [
+            f"{name}={value!r} is not {what}; give one"
+            for name, value, fits, what in (
+                ("temperature", self.temperature, _is_number(self.temperature, 0), "a number of 0 or more"),
+                ("top_k", self.top_k, _is_whole(self.top_k, 0), "a whole number of 0 or more"),
+                ("top_p", self.top_p, _is_number(self.top_p, 0) and 0 < self.top_p <= 1, "a number in (0, 1]"),
+                ("seed", self.seed, _is_whole(self.seed), "a whole number"),
+            )
+            if not fits
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+
+def _is_whole(value: object, least: float = float("-inf")) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _is_number(value: object, least: float = float("-inf")) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and least <= float(value) < float("inf")
 
 
 def uniform(seed: int, prompt: int, position: int) -> float:
@@ -169,12 +189,20 @@ class Generator:
     @torch.no_grad()
     def logits(self, tokens_SB: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """[S, B, V] in fp32, on the model's device, of tokens [S, B]: position first, then sample; a position sees
-        those up to it. V: the vocabulary, without padding. Of a whole model on one rank. Raises ValueError."""
+        those up to it. V: the vocabulary, without padding. Of a whole model on one rank. Raises ConfigError."""
         assert self.stage.head is not None and self.mesh.world.size == 1
-        ids_SB, rows = torch.as_tensor(tokens_SB, device=self.mesh.device), self.stage.head.vocab_size
-        shape, most = [*ids_SB.shape], self.shape.positions
-        if len(shape) != 2 or shape[0] > most or not ids_SB.numel() or ids_SB.min() < 0 or ids_SB.max() >= rows:
-            raise ValueError(f"tokens {shape} are not ids below {rows}, [S, B] with S up to {most}; give those")
+        rows, most = self.stage.head.vocab_size, self.shape.positions
+        wanted = f"ids below {rows}, [S, B] with S up to {most}; give those"
+        try:
+            ids_SB = torch.as_tensor(tokens_SB, device=self.mesh.device)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ConfigError([f"tokens cannot be a tensor ({' '.join(str(error).split())}) of {wanted}"]) from None
+        shape, dtype = [*ids_SB.shape], ids_SB.dtype
+        whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        ids_SB = ids_SB.long()
+        wrong = not whole or len(shape) != 2 or shape[0] > most or not ids_SB.numel()
+        if wrong or ids_SB.min() < 0 or ids_SB.max() >= rows:
+            raise ConfigError([f"tokens {shape} of {str(dtype)[6:]} are not {wanted}"])
         return self.stage(None, Batch(ids_SB, None, None, torch.zeros_like(ids_SB[0]), 0))[..., :rows].float()
 
     def generate(
@@ -182,9 +210,28 @@ class Generator:
         top_p: float = 1.0, seed: int = 1234, batch_size: int = 16,
     ) -> list[str]:  # fmt: skip
         """What follows each prompt, as megalite generate draws it; temperature 0: always the likeliest token. Raises
-        ValueError for numbers out of range, SetupError for a prompt that fills all positions."""
-        texts, how = [prompts] if isinstance(prompts, str) else prompts, Sampling(temperature, top_k, top_p, seed)
-        found = continue_prompts(self, texts, max_new_tokens, how, batch_size)
+        ConfigError for arguments out of range, and a prompt that fills all positions."""
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        problems = [
+            f"{name}={value!r} is not a whole number of 1 or more; give one"
+            for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size))
+            if not _is_whole(value, 1)
+        ]
+        if not (isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)):
+            problems.append(f"prompts of type {type(prompts).__name__} are not a text or a list of texts; give one")
+        else:
+            odd = [number for number, text in enumerate(texts) if text != text.encode("utf-8", "replace").decode()]
+            problems += [f"prompt {number} has characters that UTF-8 has not; remove them" for number in odd[:1]]
+        try:
+            how = Sampling(temperature, top_k, top_p, seed)
+        except ConfigError as error:
+            raise ConfigError([*problems, *error.problems]) from None
+        if problems:
+            raise ConfigError(problems)
+        try:
+            found = [*continue_prompts(self, texts, max_new_tokens, how, batch_size)]
+        except SetupError as error:
+            raise ConfigError([str(error)]) from None
         return [self.tokenizer.decode(text.ids[text.begin :]) for text in found]
 
 
