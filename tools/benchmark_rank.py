@@ -8,6 +8,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config import cli
+from megalite.config.environment import safe_path
 from megalite.launch.local_ranks import cores, start_local
 from megalite.launch.ranks import Ranks, prepare_cuda
 from megalite.models.families import PRESETS
@@ -175,9 +176,10 @@ def main(task: dict[str, Any]) -> int:
         from tools.bench.levers import levers_rank as target
     else:
         from tools.bench.peer import peer_rank as target
-    if task["nproc"] > 1:
-        return start_local(task["nproc"], target, (task,))
-    return target(Ranks(), task) or 0
+    with safe_path():  # inductor starts `python -c`
+        if task["nproc"] > 1:
+            return start_local(task["nproc"], target, (task,))
+        return target(Ranks(), task) or 0
 
 
 if __name__ == "__main__":

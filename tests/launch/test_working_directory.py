@@ -106,7 +106,7 @@ def test_commands_import_nothing_from_the_working_directory(hostile: Path, tmp_p
     run([*megalite, *"bench comm --nproc 2 --max-bytes 4096 --times 1 --device cpu".split()], hostile)
     run([*megalite, *"cluster --nproc 2 --sizes 4096 --times 1 --device cpu --slow 0".split()], hostile)
     run([*megalite, "plan", "calibrate", "--out", str(tmp_path / "profile.json"), "--seconds", "1", *LAYER], hostile)
-    bench = [*megalite, "bench", "--nproc", "2", "--steps", "2", "--warmup", "1", "--repeats", "1", *LAYER]
+    bench = [*megalite, "bench", "--nproc", "2", "--steps", "2", "--warmup", "1", "--repeats", "1", *LAYER, "--compile"]
     run(bench, hostile)
     options = tmp_path / "run.toml"
     options.write_text('num_layers = 1\nhidden_size = 32\nnum_attention_heads = 4\nmock_data = true\neval_iters = 0\n'
