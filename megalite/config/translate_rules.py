@@ -382,6 +382,8 @@ def _accelerate(t: Translation, dp: int | None, cp: int, copies: int) -> int:
     if not fsdp and not (sized and "shard" in t.parts):
         if kind:
             t.derive("zero_stage", 0, "distributed")
+        for part in ("version", "strategy", "reshard"):
+            t.tell(part, ALWAYS, "Accelerate reads it where distributed_type is FSDP")
         return 1
     reshard, strategy = str(t.parts.get("reshard", "")).lower(), str(t.parts.get("strategy", "")).lower()
     version = str(t.parts.get("version", 2 if sized or reshard in ("true", "false") else 1))

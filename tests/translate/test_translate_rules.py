@@ -93,6 +93,10 @@ def test_fsdp_2_without_data_parallel_shards_but_with_cp_is_zero_3(translated: A
 
 ACCELERATE: dict[str, tuple[Tree, Tree]] = {
     "DDP": ({"distributed_type": "MULTI_GPU"}, {"zero_stage": 0}),
+    "a section of FSDP that is not read": (
+        {"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}},
+        {"zero_stage": 0},
+    ),
     "FSDP without a section": ({"distributed_type": "FSDP"}, {"zero_stage": 3}),
     "FSDP 1": ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, {"zero_stage": 3}),
     "FSDP 2": ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, {"zero_stage": 3}),
