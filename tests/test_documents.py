@@ -18,6 +18,7 @@ from megalite.config.check import check
 from megalite.config.field import spellings
 from megalite.config.megatron_flags import known_flags
 from megalite.config.options import local_processes, options
+from megalite.interop.naming import FAMILIES
 from megalite.launch.ranks import Ranks
 
 COMMANDS = commands()
@@ -142,6 +143,16 @@ def test_every_flag_that_is_named_exists(monkeypatch: pytest.MonkeyPatch) -> Non
     for path in NAMED:
         words = re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8"))
         assert len(there) > 250 and [word for word in words if word not in there] == [], path.name
+
+
+def test_the_families_of_the_documents_are_those_that_there_are() -> None:
+    """The table of conversions lists each; elsewhere a number of them would be wrong with the next one."""
+    built_in = set(FAMILIES.built_in)
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \|", (ROOT / "docs/checkpoints.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(set(rows) - {"model_type"}) == sorted(built_in)
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        counted = re.findall(r"\b\d+ (?:model )?(?:families|from Hugging Face)", path.read_text("utf-8"))
+        assert not counted, (path.name, counted)
 
 
 def test_the_checks_above_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

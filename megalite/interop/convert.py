@@ -15,7 +15,7 @@ import os
 import shutil
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -40,6 +40,15 @@ Part = tuple[ParamSpec, Box]  # a parameter of ours and a rectangle of it
 BoxOf = Callable[[ParamSpec], Box]
 # options of a run beside its model, so that `check` finds the model's problems alone
 ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
+# what a wrapper puts into the names of tensors -> what to do about it; "": any other prefix
+WRAPPERS = {
+    "_orig_mod.": "torch.compile puts that there: save the model that was compiled (its _orig_mod)",
+    "_fsdp_wrapped_module.": "FSDP puts that there: save the full state_dict of the wrapped model",
+    "_checkpoint_wrapped_module.": "activation checkpointing puts that there: save the model without its wrapper",
+    "base_model.model.": "peft puts that there: save the result of merge_and_unload",
+    "module.": "DistributedDataParallel puts that there: save the model's module",
+    "": "rename the tensors",
+}
 MOST_LAYERS, MOST_EXPERTS = 10_000, 300_000  # of all layers; more is a damaged file, and would take long to refuse
 
 
@@ -187,6 +196,30 @@ class Foreign:
         return values
 
 
+def check_wrapped(stored: Collection[str], wanted: Collection[str], title: str) -> None:
+    """Raises CheckpointError where most tensors have their names with a word of a wrapper in them, as torch.compile's,
+    or behind a prefix."""
+    words = Counter(_extra_word(name, wanted) for name in stored if name not in wanted)
+    words.pop("", None)
+    for word, count in words.most_common(1):
+        if 2 * count > len(stored):
+            remedy = next(remedy for known, remedy in WRAPPERS.items() if known in word)
+            raise CheckpointError(f"{title}: the names of {count} tensors have {word!r} too much; {remedy}")
+
+
+def _extra_word(name: str, wanted: Collection[str]) -> str:
+    """What to take out of a name for it to be wanted: a word of a wrapper anywhere, or all that is before it."""
+    for word in WRAPPERS:
+        if word and name.replace(word, "") in wanted:
+            return word
+    bare = name
+    while bare:
+        bare = bare.partition(".")[2]
+        if bare in wanted:
+            return name.removesuffix(bare)
+    return ""
+
+
 def matched(
     ranks: Sequence[tuple[Mapping[str, Found], Sequence[Recipe]]], title: str, remedy: str, problems: Sequence[str] = ()
 ) -> list[Foreign]:
@@ -195,6 +228,7 @@ def matched(
     `problems` and all that is missing, unknown, or of another shape or type, or else what differs, and `remedy`."""
     lines, result = list(problems), list[Foreign]()
     for found, recipes in ranks:
+        check_wrapped(found, {recipe.theirs for recipe in recipes}, title)
         wanted = {recipe.theirs: recipe for recipe in recipes}
         lines += [f"{name} is missing" for name, r in wanted.items() if not r.copy and name not in found]
         for name, one in found.items():
@@ -254,9 +288,11 @@ def model_of(options: dict[str, Any], where: str) -> ModelConfig:
     large = [f"{name}={value}" for name, value in values.items() if isinstance(value, int) and value >= 1 << 31]
     if model.num_layers > MOST_LAYERS or model.num_layers * (model.num_experts or 1) > MOST_EXPERTS:
         large += [f"num_layers={model.num_layers}", f"num_experts={model.num_experts}"]
-    problems = [f"{', '.join(large)} is out of range"] if large else check(replace(build(ANY_RUN), model=model))
-    if problems:
-        raise CheckpointError(f"{where}: {'; '.join(problems)}; it is damaged")
+    if large:
+        raise CheckpointError(f"{where}: {', '.join(large)} is out of range; it is damaged")
+    if problems := check(replace(build(ANY_RUN), model=model)):
+        reasons = "; ".join(str(problem).partition("; ")[0] for problem in problems)  # remedies are for options
+        raise CheckpointError(f"{where}: {reasons}; megalite has no such model: convert another one")
     return model
 
 

@@ -32,6 +32,7 @@ from megalite.interop.hugging_face.config_json import choose_family, read_config
 from megalite.interop.hugging_face.model_files import open_model
 from megalite.models.specs import specs_of
 from megalite.parallel.mesh import Mesh
+from megalite.train.state import State
 from tools import convert_checkpoint
 from tools.checks import conversion
 from tools.checks.conversion import Verdict, compare
@@ -158,7 +159,8 @@ def saved_run(folder: Path, options: dict[str, Any], one_plus: bool, bf16: bool 
         data = 0.3 * torch.randn(spec.shape, generator=generator)
         data += 1 - one_plus if name.endswith("norm.weight") else 0
         pieces.append(whole_piece(data.bfloat16() if bf16 else data, f"model/{name}"))
-    saver.save(folder, 1, pieces, {"config": to_toml(build(values)), "vocab_size": 9}, Mesh.alone())
+    state = {"config": to_toml(build(values)), "vocab_size": 9, "progress": State().to_json()}
+    saver.save(folder, 1, pieces, state, Mesh.alone())
     return model
 
 
@@ -429,6 +431,11 @@ def _tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Non
     save_file(tensors, folder / "model.safetensors")
 
 
+def _rename(folder: Path, change: Callable[[str], str]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({change(name): values for name, values in tensors.items()}, folder / "model.safetensors")
+
+
 def _pipe(file: Path) -> None:
     file.unlink()
     os.mkfifo(file)
@@ -466,6 +473,15 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another file": (lambda f: _config(f, transformers_weights="w.safetensors"), "transformers_weights: the weights are in a file"),
     "another name": (lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"), "consolidated.safetensors is not read"),
     "below": (lambda f: _index(f, lambda m: m.update({NORM: "part/model.safetensors"})), "'part/model.safetensors' is not the plain name"),
+    "compiled": (lambda f: _rename(f, lambda n: f"_orig_mod.{n}"), "21 tensors have '_orig_mod.' too much; torch.compile"),
+    "compiled blocks": (
+        lambda f: _rename(f, lambda n: re.sub(r"(layers\.\d\.)", r"\1_orig_mod.", n)),
+        "18 tensors have '_orig_mod.' too much; torch.compile",
+    ),
+    "ddp": (lambda f: _rename(f, lambda n: f"module.{n}"), "'module.' too much; DistributedDataParallel"),
+    "ddp, compiled": (lambda f: _rename(f, lambda n: f"module._orig_mod.{n}"), "'module._orig_mod.' too much"),
+    "peft": (lambda f: _rename(f, lambda n: f"base_model.model.{n}"), "'base_model.model.' too much; peft.* merge_and_unload"),
+    "part of another": (lambda f: _rename(f, lambda n: f"language_model.{n}"), "'language_model.' too much; rename"),
     "only pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin can run code"),
     "nothing": (lambda f: (f / "model.safetensors").unlink(), "has neither"),
 }  # fmt: skip
@@ -539,6 +555,26 @@ def test_files_are_chosen_as_in_transformers_or_refused(models, case: str, tmp_p
     assert code == 0
     want = their_logits(loaded(folder))
     torch.testing.assert_close(our_logits(tmp_path / "ours"), want, rtol=0, atol=TOLERANCE)
+
+
+SOUND = {  # models of transformers that megalite does not have -> what is said
+    "one expert of each token": (
+        "mixtral",
+        {"num_experts_per_tok": 1},
+        "the softmax over one chosen expert is always 1",
+    ),
+    "odd rotary part": ("gpt_neox", {"rotary_pct": 0.4}, "rotates an odd number of 8 channels"),
+}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_a_sound_model_that_megalite_has_not_is_not_called_damaged(case: str, tmp_path: Path, capsys) -> None:
+    name, changes, reason = SOUND[case]
+    make(name, tmp_path / "hf", **changes)
+    capsys.readouterr()
+    assert tool("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 3
+    error = capsys.readouterr().err
+    assert reason in error and "megalite has no such model" in error and "damaged" not in error
 
 
 def test_nothing_is_overwritten(models, tmp_path: Path, capsys) -> None:

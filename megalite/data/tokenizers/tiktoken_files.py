@@ -119,7 +119,7 @@ def _ranks_of_lines(path: Path, content: bytes) -> dict[bytes, int]:
                 raise ValueError
             raw = base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
-            wrong = f"{line[:60]!r} is not 'base64 rank', so this is not a tiktoken file"
+            wrong = "this line is not 'base64 rank', so this is not a tiktoken file"  # it may be any file: not quoted
             raise DataError(f"{path}:{number}: {wrong}") from None
         if not raw or raw in ranks:
             raise DataError(f"{path}:{number}: the token {raw!r} is {'repeated' if raw else 'empty'}")

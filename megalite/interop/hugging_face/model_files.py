@@ -127,6 +127,12 @@ def _tensors(folder: Path, naming: Naming, model: ModelConfig, vocab_size: int) 
     there = {start + name for handle in handles.values() for name in handle.keys() for start in ("", naming.prefix)}  # noqa: SIM118
     specs, layers = specs_of(model, vocab_size), range(model.num_layers)
     wanted = convert.recipes(naming, specs, model.groups, layers, found=there)
+    title = f"{folder} does not fit its config.json"
+    convert.check_wrapped(
+        [name for handle in handles.values() for name in handle.keys()],  # noqa: SIM118
+        {recipe.theirs for recipe in wanted} | {recipe.theirs.removeprefix(naming.prefix) for recipe in wanted},
+        title,
+    )
     found, problems, known = dict[str, convert.Found](), [], {recipe.theirs for recipe in wanted}
     for file, handle in handles.items():
         for name in sorted(handle.keys()):
@@ -138,7 +144,6 @@ def _tensors(folder: Path, naming: Naming, model: ModelConfig, vocab_size: int) 
                 shape, code = tuple(part.get_shape()), part.get_dtype()
                 load = partial(_read, handle, name, folder / file)
                 found[theirs] = convert.Found(shape, DTYPES.get(code) or code, f"{name} in {file}", load)
-    title = f"{folder} does not fit its config.json"
     return convert.matched([(found, wanted)], title, "set tie_word_embeddings to false in it", problems)
 
 

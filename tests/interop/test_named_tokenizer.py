@@ -1,0 +1,113 @@
+"""A path that a checkpoint names outside of itself is named in a note before it is opened, and no export copies it
+unless it is a tokenizer."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_convert_megatron as megatron_cases
+import torch
+from hugging_face_cases import with_tokenizer
+from test_convert_hugging_face import MEGATRONS, saved_run
+from train_cases import config_from
+
+from megalite.data.errors import DataError
+from megalite.launch.ranks import Ranks
+from megalite.train.life.preflight import preflight
+from megalite.train.start import origin
+from tools import convert_checkpoint, generate
+
+SECRET = "root:$6$salt$hash:19000:0:99999:7:::\n"
+KINDS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
+TRAIN = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --eval-iters 0 --device cpu --use-checkpoint-args"
+
+
+def secret(folder: Path) -> Path:
+    path = folder / "elsewhere" / "shadow"
+    path.parent.mkdir()
+    path.write_text(SECRET)
+    return path
+
+
+def checkpoint(folder: Path, kind: str, model: Path, **more: Any) -> Path:
+    saved_run(folder, {**MEGATRONS["llama"], "tokenizer_type": kind, "tokenizer_model": str(model), **more}, False)
+    return folder
+
+
+def noted(err: str, path: Path) -> bool:
+    """Whether the first line names the path, which stands in a checkpoint."""
+    first = err.splitlines()[0] if err else ""
+    return first.startswith("note: ") and str(path) in first and "not below it" in first
+
+
+def generated(run: Path) -> int:
+    try:
+        return generate.main(["--load", str(run), "--prompt", "the", "--max-new-tokens", "1"])
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+WAYS: dict[str, Callable[[Path, Path], int]] = {
+    "generate": lambda run, out: generated(run),
+    "to hf": lambda run, out: convert_checkpoint.main(["--load", str(run), "--to-hf", str(out)]),
+    "to megatron": lambda run, out: convert_checkpoint.main(["--load", str(run), "--to-megatron", str(out)]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_path_of_a_checkpoint_is_named_before_it_is_opened(way: str, kind: str, tmp_path: Path, capsys) -> None:
+    path = secret(tmp_path)
+    more = {"tiktoken_pattern": "cl100k"} if kind == "TikTokenizer" else {}
+    run = checkpoint(tmp_path / "run", kind, path, **more)
+    code = WAYS[way](run, tmp_path / "out")
+    err = capsys.readouterr().err
+    assert noted(err, path) and "salt" not in err
+    assert (code == 0) == (way != "generate")
+    copied = [file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert not any(SECRET.encode() in content for content in copied)
+
+
+def test_a_tokenizer_below_the_checkpoint_has_no_note_and_a_link_out_of_it_has(tmp_path: Path, capsys) -> None:
+    (inside := tmp_path / "run" / "tokenizer").mkdir(parents=True)
+    with_tokenizer(inside, 9)
+    run = checkpoint(tmp_path / "run", "HuggingFaceTokenizer", inside)
+    assert generated(run) == 0
+    assert "note:" not in capsys.readouterr().err
+    inside.rename(tmp_path / "moved")
+    inside.symlink_to(tmp_path / "moved")
+    assert generated(run) == 0
+    assert noted(capsys.readouterr().err, inside)
+
+
+def test_a_run_that_takes_its_options_from_a_checkpoint_names_the_path(tmp_path: Path) -> None:
+    path, notes = secret(tmp_path), list[str]()
+    run = checkpoint(tmp_path / "run", "HuggingFaceTokenizer", path)
+    config = origin.with_source(config_from([*TRAIN.split(), "--load", str(run)]), notes.append)
+    assert noted("\n".join(notes), path)
+    with pytest.raises(DataError, match="is not a tokenizer.json"):
+        preflight(config, Ranks())
+
+
+@pytest.mark.parametrize("name", ["tokenizer_model", "vocab_file"])
+def test_a_path_in_the_arguments_of_megatron_is_named(name: str, tmp_path: Path, capsys) -> None:
+    path = secret(tmp_path)
+    kind = "GPT2BPETokenizer" if name == "vocab_file" else "SentencePieceTokenizer"
+    named: dict[str, Any] = {"tokenizer_type": kind, name: str(path), "merge_file": str(path)}
+    megatron_cases.write(tmp_path / "theirs", megatron_cases.Case(), **named)
+    words = ["--from-megatron", str(tmp_path / "theirs"), "--save", str(tmp_path / "ours")]
+    assert convert_checkpoint.main(words) == 0
+    assert noted(capsys.readouterr().err, path)
+    notes: list[str] = []
+    shape = {"seq_length": "16", "max_position_embeddings": "32"}
+    flags = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", value)]
+    origin.with_source(config_from([*TRAIN.split(), "--load", str(tmp_path / "theirs"), *flags[:2]]), notes.append)
+    assert noted("\n".join(notes), path)
+
+
+def test_arguments_of_megatron_that_are_no_paths_are_left_out() -> None:
+    args = argparse.Namespace(tokenizer_type="SentencePieceTokenizer", tokenizer_model=5, vocab_size=True)
+    args.merge_file, args.vocab_file = torch.zeros(1), ["a"]
+    assert origin.tokenizer_named_in(args) == {"tokenizer_type": "SentencePieceTokenizer"}
