@@ -1,6 +1,7 @@
 """megalite from Python: every function with a real run, the words of its errors, what importing costs, the notebook."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,11 @@ def test_a_run_its_metrics_and_its_model(run: Path) -> None:
     model = megalite.load(run, device="cpu")
     logits_SBV = model.logits(TOKENS_SB)
     assert logits_SBV.shape == (3, 2, 257) and logits_SBV.dtype == torch.float32 and model.step == 2
+    facts = (
+        "2 layers of 32, 4 heads, 2 of keys and values, 32 positions; ByteTokenizer, 257 tokens; step 2; float32 on cpu"
+    )
+    assert re.fullmatch(rf"Generator\([\d,]+ parameters: {facts}\)", repr(model))
+    assert "(mlp): MLP(up [2, 64, 32], down [32, 64])" in repr(model.stage) and len(repr(model.stage)) < 600
     options = megalite.Config(SMALL, train_iters=2, load=run).options
     there = run_from(options)  # the same run, on one rank, as it would continue
     assert start_run(there, options)[0] is not None

@@ -56,6 +56,14 @@ def watched() -> bool:
         return False
 
 
+def width_of_terminal() -> int | None:
+    """The columns of the terminal that stdout is; None where it is none, or does not say."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
 def printable(text: str) -> str:
     """The text with control characters as Python's escapes, safe to print on a terminal."""
     return STEERS.sub(lambda c: ascii(c[0])[1:-1], text)

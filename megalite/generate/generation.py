@@ -186,6 +186,18 @@ class Generator:
     stops: frozenset[int]
     step: int
 
+    def __repr__(self) -> str:
+        """A line of facts; `stage` has the layers."""
+        m, weights = self.shape, {id(weight): weight for weight in self.stage.parameters()}.values()
+        experts = f", {m.num_experts} experts, {m.moe_router_topk} for a token" if m.num_experts else ""
+        where = f", {self.mesh.describe()} of {self.mesh.world.size}" if self.mesh.world.size > 1 else ""
+        return (
+            f"Generator({sum(weight.numel() for weight in weights):,} parameters: {m.num_layers} layers of "
+            f"{m.hidden_size}, {m.num_attention_heads} heads, {m.groups} of keys and values{experts}, {m.positions:,} "
+            f"positions; {self.tokenizer.name}, {self.tokenizer.vocab_size:,} tokens; step {self.step}; "
+            f"{str(next(iter(weights)).dtype)[6:]} on {self.mesh.device}{where})"
+        )
+
     @torch.no_grad()
     def logits(self, tokens_SB: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """[S, B, V] in fp32, on the model's device, of tokens [S, B]: position first, then sample; a position sees

@@ -26,7 +26,7 @@ from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.micro_batch import SITE_HIDDEN_1, SITE_HIDDEN_2, Batch
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm, norm_of
-from megalite.nn.parameter import Maker, Use, run_unit
+from megalite.nn.parameter import Maker, Use, run_unit, shapes
 from megalite.nn.recompute import recompute, without_keeping
 from megalite.parallel.spec import ParamSpec
 
@@ -136,6 +136,9 @@ class Head(nn.Module):
         self.tp, self.vocab_size, self.z_loss = make.mesh.tp, spec.stored_shape[0], z_loss
         self.norm = Norm(make, "final_norm", model.hidden_size, *norm_of(model))
         self.weight = word if word is not None else make(spec)
+
+    def extra_repr(self) -> str:
+        return shapes(self)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         h_sBD = self.norm(x_sBD)

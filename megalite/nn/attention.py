@@ -22,7 +22,7 @@ from megalite.nn.context import Across
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
 from megalite.nn.micro_batch import SITE_ATTENTION, Batch
 from megalite.nn.norm import HeadNorms, Norm, norm_of
-from megalite.nn.parameter import Maker
+from megalite.nn.parameter import Maker, shapes
 from megalite.nn.recompute import recompute
 from megalite.parallel.spec import Constant, Normal, ParamSpec
 
@@ -68,6 +68,9 @@ class Attention(nn.Module):
         self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(model.out_std)))
         if model.add_bias_linear:
             self.out_bias = make(ParamSpec(f"{name}.out_bias", (D,), partial=("tp",), init=zero, decay=False))
+
+    def extra_repr(self) -> str:
+        return shapes(self)
 
     def forward(self, x_sBD: Tensor, where: Batch) -> Tensor:
         K = self.model.head_size

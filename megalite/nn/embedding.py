@@ -14,7 +14,7 @@ from megalite.config.options import ModelConfig
 from megalite.kernels.dropout import dropout, fold
 from megalite.kernels.weight_grad import accumulate_rows_
 from megalite.nn.micro_batch import SITE_EMBEDDING, Batch
-from megalite.nn.parameter import GradientSink, Maker, sink_of
+from megalite.nn.parameter import GradientSink, Maker, shapes, sink_of
 from megalite.parallel.comm import scatter_seq
 from megalite.parallel.spec import Normal, ParamSpec
 
@@ -60,6 +60,9 @@ class Embedding(nn.Module):
             shape = model.positions, model.hidden_size
             learned = ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
             self.position = make(learned)
+
+    def extra_repr(self) -> str:
+        return shapes(self)
 
     def forward(self, batch: Batch) -> Tensor:
         """x_sBD. Where there are no positions of their own, tokens have those of their places as learned ones."""

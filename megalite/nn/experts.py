@@ -27,7 +27,7 @@ from megalite.kernels.route import combine, expert_of_rows, slots_of, sort_by_ex
 from megalite.nn.later import Later
 from megalite.nn.micro_batch import Batch
 from megalite.nn.mlp import MLP
-from megalite.nn.parameter import GradientSink, Maker, sink_of
+from megalite.nn.parameter import GradientSink, Maker, shapes, sink_of
 from megalite.nn.recompute import recompute
 from megalite.nn.router import Router
 from megalite.nn.token_exchange import exchange_back, start_exchange
@@ -141,6 +141,9 @@ class Experts(nn.Module):
             self.shared = MLP(make, f"{name}.shared", model, size, bias=False)
         if model.moe_shared_expert_gate:
             self.shared_gate = make(ParamSpec(f"{name}.shared_gate", (D,), partial=("tp",), init=Normal(std)))
+
+    def extra_repr(self) -> str:
+        return shapes(self)
 
     def forward(self, x_sBD: Tensor, where: Batch) -> Tensor:
         probs_NK, ids_NK = self.router(x_sBD, where)

@@ -12,7 +12,7 @@ from megalite.config.options import ModelConfig
 from megalite.kernels.activation import activation_named
 from megalite.nn.later import Later
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
-from megalite.nn.parameter import Maker
+from megalite.nn.parameter import Maker, shapes
 from megalite.parallel.spec import Constant, Normal, ParamSpec
 
 
@@ -33,6 +33,9 @@ class MLP(nn.Module):
         self.down = make(ParamSpec(f"{name}.down", (D, F), shards=((1, "tp"),), init=Normal(model.out_std)))
         if bias:  # made in the order of use
             self.down_bias = make(ParamSpec(f"{name}.down_bias", (D,), partial=("tp",), init=zero, decay=False))
+
+    def extra_repr(self) -> str:
+        return shapes(self)
 
     def forward(self, x_sBD: Tensor, later: Later | None = None) -> Tensor:
         (u_SBf,) = gather_linear(x_sBD, [self.up], self.tp, later)

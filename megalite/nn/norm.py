@@ -16,7 +16,7 @@ from torch.autograd import Function
 from megalite.config.options import ModelConfig
 from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.norms import add_norm, norm
-from megalite.nn.parameter import Maker
+from megalite.nn.parameter import Maker, shapes
 from megalite.parallel.comm import start_all_gather
 from megalite.parallel.mesh import Axis
 from megalite.parallel.spec import Constant, ParamSpec
@@ -47,6 +47,9 @@ class Norm(nn.Module):
         spec = partial(ParamSpec, shape=(size,), partial=("tp",), decay=decay)
         self.weight = make(spec(f"{name}.weight", init=Constant(1.0 - one_plus), offset=float(one_plus)))
         self.bias = make(spec(f"{name}.bias", init=Constant(0.0))) if kind == "LayerNorm" else None
+
+    def extra_repr(self) -> str:
+        return shapes(self)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x; with a residual, their sum and the norm of the sum."""
@@ -99,6 +102,9 @@ class HeadNorms(nn.Module):
         shards, summed = (((0, "tp"),), ()) if split else ((), ("tp",))
         self.q = make(spec(f"{name}.q_norm.weight", widths[:1], shards=((0, "tp"),)))
         self.k = make(spec(f"{name}.k_norm.weight", widths[1:], shards=shards, partial=summed))
+
+    def extra_repr(self) -> str:
+        return shapes(self)
 
     def forward(self, q: Tensor, k: Tensor, own: slice) -> tuple[Tensor, ...]:
         """Of this rank's channels, q [..., h*K] and k [..., g*K]. `own`: where the latter are in the weight here."""

@@ -89,6 +89,11 @@ def named_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
         yield spec_of(parameter), parameter
 
 
+def shapes(module: nn.Module) -> str:
+    """This rank's shapes of the module's own parameters, for its `extra_repr`: `up [128, 64], down [64, 128]`."""
+    return ", ".join(f"{name} {[*parameter.shape]}" for name, parameter in module.named_parameters(recurse=False))
+
+
 def weight_pieces(module: nn.Module, mesh: Mesh) -> list[Piece]:
     """This rank's weights as a checkpoint holds them, each parameter once, as views that loading may write; and the
     state that is none, which a module gives as `state_pieces`."""

@@ -31,7 +31,7 @@ from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.dropout import fold, hash_coordinates
 from megalite.kernels.weight_grad import accumulate_outer_
 from megalite.nn.micro_batch import SITE_ROUTER, Batch
-from megalite.nn.parameter import Maker, sink_of
+from megalite.nn.parameter import Maker, shapes, sink_of
 from megalite.parallel.comm import start_all_gather
 from megalite.parallel.spec import Box, Constant, Normal, ParamSpec, Piece
 
@@ -122,6 +122,9 @@ class Router(nn.Module):
         self.counts = torch.zeros(E, dtype=torch.int64, device=device)
         self.of_dp = torch.zeros_like(self.counts)
         self.losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
+
+    def extra_repr(self) -> str:
+        return shapes(self)
 
     def forward(self, x_sBD: Tensor, where: Batch) -> tuple[Tensor, Tensor]:
         """(probs_NK in fp32 or fp64, ids_NK) of this rank's tokens N = s * B. where.loss_weight None: there are no

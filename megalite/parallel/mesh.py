@@ -194,6 +194,12 @@ class Mesh:
         """The mesh of a single process: no torch.distributed at all."""
         return cls(device=torch.device(device))
 
+    def __repr__(self) -> str:
+        """The axes that a layout names, where they are longer than 1, and which rank this is."""
+        named = ("pp", "dp", "cp", "tp", "ep", "etp")
+        sizes = [f"{name}={self.axis(name).size}" for name in named if self.axis(name).size > 1]
+        return f"Mesh({', '.join([*sizes, f'device={str(self.device)!r}'])}, {self.describe()} of {self.world.size})"
+
     def axis(self, name: str) -> Axis:
         """The axis of that field; its own `name` may be that of an axis that runs through the same ranks."""
         return getattr(self, name)

@@ -98,6 +98,17 @@ def test_a_run_on_a_terminal_shows_its_state_below_its_lines(nproc: str, tmp_pat
     assert "\x1b" not in (tmp_path / "log.txt").read_text()
 
 
+def test_a_log_line_fits_the_terminal_and_is_whole_in_the_log(tmp_path: Path) -> None:
+    words = python("pretrain_gpt.py", *RUN, "--train-iters", "3", "--eval-iters", "0", "--run-dir", str(tmp_path))
+    run = Terminal(words, columns=80)
+    assert run.end() == 0, run.raw
+    shown = [line for line in run.shown() if LOGGED.match(line)]
+    assert len(shown) == 3 and all(60 < len(line) <= 80 and "gnorm" in line and "eta" not in line for line in shown)
+    whole = [line for line in (tmp_path / "log.txt").read_text().splitlines() if LOGGED.match(line)]
+    assert len(whole) == 3 and all(len(line) > 110 and line.count(" | ") == 4 for line in whole)
+    assert all(line.startswith(short[:60]) for line, short in zip(whole, shown, strict=True))
+
+
 @pytest.mark.parametrize("saves", rarely([True, False], [True], str, guards=GUARDS))
 def test_ctrl_c_leaves_a_clean_terminal(saves: bool, tmp_path: Path) -> None:
     flags = ["--save", str(tmp_path), "--save-interval", "50000"] if saves else ["--run-dir", str(tmp_path)]

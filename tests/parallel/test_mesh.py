@@ -119,6 +119,12 @@ def test_without_experts_their_axes_are_planned_only() -> None:
         assert text == "a collective over edp=4, which is only planned; use build_mesh"
 
 
+def test_a_printed_mesh_has_the_axes_that_ranks_share() -> None:
+    assert repr(Mesh.alone()) == "Mesh(device='cpu', rank 0 of 1)"
+    text = "Mesh(pp=2, dp=2, tp=2, ep=4, device='cpu', rank 5 (pp 1, dp 0, tp 1) of 8)"
+    assert repr(plan_mesh(8, 5, tp=2, pp=2, ep=4)) == text
+
+
 def test_a_name_that_is_no_axis_is_refused() -> None:
     with pytest.raises(TypeError, match="a mesh has no dp, ttp"):
         plan_mesh(4, 0, ttp=2, dp=2)  # type: ignore[call-arg]

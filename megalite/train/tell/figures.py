@@ -19,7 +19,9 @@ Values = Mapping[str, Any]  # figures by name; a name that is absent is None
 class Figure(NamedTuple):
     """Where a figure goes, "" for nowhere: its `key` in metrics.jsonl and W&B, its field in megalite's line (a group's
     first begins with "| "), its field in Megatron-LM's and the `place` there, its TensorBoard `tag` of each step.
-    `optional`: not null and "n/a" where it is None, but absent. `usual`: a value that megalite's line leaves out."""
+    `optional`: not null and "n/a" where it is None, but absent. `usual`: a value that megalite's line leaves out.
+    `drop`: in which order figures are left out of megalite's line on a terminal that is too narrow for all; 0: never.
+    """
 
     name: str
     key: str
@@ -29,8 +31,10 @@ class Figure(NamedTuple):
     tag: str = ""
     optional: bool = False
     usual: float | None = None
+    drop: int = 0
 
 
+GROUP = "| "  # begins the field of a group's first figure
 TABLES = table_beside(__file__, "figures")
 FIGURES = tuple(Figure(name, **fields) for name, fields in TABLES["figures"].items())
 
@@ -50,10 +54,13 @@ class Speed:
         tflops = tokens * self.flops_per_token / 1e12
         too_fast = peak is not None and tflops > peak
         mfu = None if peak is None or too_fast else tflops / peak
-        rate = f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
-        share = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
-        rates = f"{rate} tok/s/gpu  {f'{tflops:.0f}' if tflops >= 100 else f'{tflops:.3g}'} TF/s  MFU {share}"
-        more = dict(tokens_per_s=tokens, tflops=tflops, mfu=mfu, rates=rates, too_fast=too_fast, step_ms=1000 * step_s)
+        more: dict[str, Any] = dict(
+            tokens_per_s=tokens, tflops=tflops, mfu=mfu, too_fast=too_fast, step_ms=1000 * step_s,
+            shown_tokens_per_s=f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}",
+            shown_tflops=f"{tflops:.0f}" if tflops >= 100 else f"{tflops:.3g}",
+            shown_mfu="n/a" if mfu is None else f"{100 * mfu:.1f}%",
+        )  # fmt: skip
+        more["rates"] = "{shown_tokens_per_s} tok/s/gpu  {shown_tflops} TF/s  MFU {shown_mfu}".format(**more)
         eta = duration((v["last_step"] - v["step"]) * step_s)
         return {**v, **more, "data_share": v["data_s"] / step_s, "eta": eta}
 
@@ -79,14 +86,33 @@ def row_of(v: Values) -> dict[str, Any]:
     return {f.key: v.get(f.name) for f in FIGURES if f.key and not (f.optional and v.get(f.name) is None)}
 
 
-def megalite_line(v: Values, now: datetime.datetime) -> str:
-    parts = [f"{now:%H:%M:%S}", f"step {v['step']:5d}/{v['last_step']}"]
+def megalite_line(v: Values, now: datetime.datetime, width: int | None = None) -> str:
+    """`width`: of the terminal; figures that do not fit are left out, the least important first."""
+    head = f"{now:%H:%M:%S}  step {v['step']:5d}/{v['last_step']}"
+    texts: dict[Figure, str] = {}
     for f in FIGURES:
         if f.ours and (value := v.get(f.name)) is not None and value != f.usual:
-            parts.append(f.ours.format(value, **v))
+            texts[f] = f.ours.removeprefix(GROUP).format(value, **v)
         elif f.ours and value is None and not f.optional:
-            parts.append(f"{f.ours.partition('{')[0]}n/a")
-    return "  ".join(parts).replace("  | ", " | ")
+            texts[f] = f"{f.ours.removeprefix(GROUP).partition('{')[0]}n/a"
+    line = _joined(head, texts)
+    for f in sorted((f for f in texts if f.drop), key=lambda f: f.drop):
+        if width is None or len(line) <= width:
+            break
+        del texts[f]
+        line = _joined(head, texts)
+    return line
+
+
+def _joined(head: str, texts: Mapping[Figure, str]) -> str:
+    """The line of these figures, with a bar between those of two groups."""
+    line, group, last = head, 0, 0
+    for f in FIGURES:
+        group += f.ours.startswith(GROUP)
+        if f in texts:
+            line += ("  " if group == last else f" {GROUP}") + texts[f]
+            last = group
+    return line
 
 
 def megatron_line(v: Values, now: datetime.datetime, throughput: bool) -> str:

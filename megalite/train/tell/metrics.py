@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from megalite.config.console import Bar, complain, show
+from megalite.config.console import Bar, complain, show, width_of_terminal
 from megalite.config.environment import variable
 from megalite.config.options import LogConfig
 from megalite.config.text_file import read_ends
@@ -131,8 +131,9 @@ class Reporter:
                 complain(f"WARNING: {what}: {why}; training continues, and lost writes are counted")
             return None
 
-    def say(self, text: str) -> None:
-        show(text)
+    def say(self, text: str, shown: str | None = None) -> None:
+        """`shown`: in place of `text` on the console."""
+        show(text if shown is None else shown)
         self.attempt(str(self._log.path), self._log.write, text)
 
     def warn(self, text: str) -> None:
@@ -155,7 +156,10 @@ class Reporter:
                 f"note: MFU is n/a: {v['tflops']:.3g} TFLOP/s is above the peak of {peak}, which was measured while "
                 "the machine was busy or given wrong; give --peak-tflops"
             )
-        self.say(lines.megatron_line(v, now, self.log.log_throughput) if self.megatron else lines.megalite_line(v, now))
+        if self.megatron:
+            self.say(lines.megatron_line(v, now, self.log.log_throughput))
+        else:
+            self.say(lines.megalite_line(v, now), lines.megalite_line(v, now, width_of_terminal()))
         if v["loss"] is not None:
             self._results["training loss"] = f"{v['loss']:.4f} at step {v['step']:,}"
         own: dict[str, Any] = v.get("of_plugins", {})
