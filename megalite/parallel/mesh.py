@@ -17,7 +17,7 @@ import errno
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack
 
@@ -166,6 +166,9 @@ class Mesh:
     expert_shard, expert_replica    split edp as shard and replica split data
     pp_back           the ranks of pp, with a channel of its own for gradients
     ends              first and last stage, for tied embeddings
+    world             all ranks
+    start             the same, with the time-out of the start, also where the groups of others were made with a shorter
+                      one (`build_mesh`)
     """
 
     pp: Axis = field(default_factory=lambda: Axis("pp"))
@@ -185,6 +188,7 @@ class Mesh:
     pp_back: Axis = field(default_factory=lambda: Axis("pp_back"))
     ends: Axis = field(default_factory=lambda: Axis("ends"))
     world: Axis = field(default_factory=lambda: Axis("world"))
+    start: Axis = field(default_factory=lambda: Axis("start"))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     clock: Clock = field(default_factory=Clock, compare=False, repr=False)  # shared by all axes
     not_shared: str = ""  # why some ranks of one machine do not exchange through shared memory, as they were to
@@ -215,13 +219,15 @@ class Mesh:
     @property
     def axes(self) -> list[Axis]:
         """All axes that this rank shares with others, each once."""
-        distinct = {id(axis): axis for axis in map(self.axis, (*AXES, "pp_back", "world"))}.values()
+        distinct = {id(axis): axis for axis in map(self.axis, (*AXES, "pp_back", "world", "start"))}.values()
         return [axis for axis in distinct if axis.size > 1 and axis.transport != PLANNED]
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Limit the time of a collective on every group, since new groups do not inherit the default group's limit."""
+        """Limit the time of a collective on every group, since new groups do not inherit the default group's limit.
+        With TORCH_DISTRIBUTED_DEBUG=DETAIL they keep the one that they were made with."""
         for axis in self.axes:
-            set_group_timeout(timeout, axis.group)
+            if not compares_collectives():
+                set_group_timeout(timeout, axis.group)
             if axis.direct is not None:
                 axis.direct.timeout = timeout
             if dist.get_backend(axis.group) == "gloo":  # with nccl a wait with a limit would block the host
@@ -270,6 +276,11 @@ def world_axis() -> Axis:
     return Axis("world", world, dist.get_rank(), dist.group.WORLD, tuple(range(world)))
 
 
+def compares_collectives() -> bool:
+    """Whether torch compares each collective of all ranks before it is done (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+    return distributed_c10d.get_debug_level() == distributed_c10d.DebugLevel.DETAIL
+
+
 class Sizes(TypedDict, total=False):
     """Sizes of the axes of a mesh; dp is the rest of the world.
 
@@ -293,15 +304,20 @@ def build_mesh(
     *,
     device: torch.device,
     timeout: datetime.timedelta | None = None,
+    later_timeout: datetime.timedelta | None = None,
     shared_memory: bool | None = None,
     **sizes: Unpack[Sizes],
 ) -> Mesh:
     """Make every group of the run; collective over the default group, so all ranks call it in the same way.
 
-    timeout: for each group. shared_memory: whether, on CPU, ranks of a stage that are all on one machine exchange data
+    timeout: for each group. later_timeout: what `set_timeout` will be called with; with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    groups have it from the beginning, as torch cannot change it (it compares collectives in a group that it keeps to
+    itself). shared_memory: whether, on CPU, ranks of a stage that are all on one machine exchange data
     through it (None: yes, unless the environment says otherwise). Raises ValueError if the world cannot be split so.
     """
     memory = device.type == "cpu" and (override("shared_memory", True) if shared_memory is None else shared_memory)
+    if later_timeout is not None and compares_collectives():
+        timeout = later_timeout
     groups = _Groups(world_axis(), timeout, memory)
     mesh = _lay(groups, **sizes)
     if timeout is not None:
@@ -319,7 +335,10 @@ class _Groups:
 
     def __init__(self, world: Axis, timeout: datetime.timedelta | None = None, memory: bool = False):
         self.clock, self.timeout, self.memory = Clock(), timeout, memory
-        self.world = replace(world, clock=self.clock)
+        self.world = self.start = replace(world, clock=self.clock)
+        if compares_collectives() and world.size > 1 and world.transport != PLANNED:
+            self.start = replace(self.start, name="start", calls=Calls())
+            self.world = replace(self.world, transport=self._new_group(world.ranks, "world"))
         self.axes: dict[tuple[tuple[int, ...], ...], Axis] = {}
         self.not_shared: list[int] = []  # why groups of this rank share no memory
 
@@ -350,7 +369,7 @@ class _Groups:
             return axis
         group: Any = self.world.group
         if len(rank_sets) > 1 or own:  # all ranks take part in the making of each
-            groups = [dist.new_group(list(ranks), timeout=self.timeout, group_desc=name) for ranks in rank_sets]
+            groups = [self._new_group(ranks, name) for ranks in rank_sets]
             group = next((made for made, ranks in zip(groups, rank_sets, strict=True) if rank in ranks), None)
         if not places:
             return axis
@@ -361,6 +380,9 @@ class _Groups:
                 self.not_shared.append(error.errno or 0)
         axis = replace(axis, transport=group)
         return axis if own else self.axes.setdefault(rank_sets, axis)
+
+    def _new_group(self, ranks: Sequence[int], name: str) -> Any:
+        return dist.new_group(list(ranks), timeout=self.timeout, group_desc=name)
 
 
 def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:
@@ -393,4 +415,4 @@ def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:
     axes["stage"] = groups.along("stage", stage, 1, planned=not sizes.get("stage"))
     axes["pp_back"] = groups.along("pp_back", grid, 0, own=True)
     axes["ends"] = groups.along("ends", grid[[0, -1]] if pp > 1 else grid, 0, own=True)
-    return Mesh(**axes, world=groups.world, clock=groups.clock)
+    return Mesh(**axes, world=groups.world, start=groups.start, clock=groups.clock)

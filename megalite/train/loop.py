@@ -43,12 +43,11 @@ class Watch:
     def __init__(self, config: Config, run: Run, folder: Path, phases: Phases, hosts: list[str], dog: Watchdog) -> None:
         p, log, o = config.parallel, config.log, config.operations
         timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
-        limit_s = p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes
         self.timers = Timers(log.timing_log_level if timed else -1, run.mesh, log.barrier_with_level_1_timing)
         self.profiler = Profiler(o, run.mesh, folder / "trace")
         self.collector = Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval)
         self.phases, self.events = phases, Events(folder, run.mesh.world.rank)
-        dog.join(run.mesh, limit_s)
+        dog.join(run.mesh, 60 * p.distributed_timeout_minutes)
         self.dog, dog.timers = dog, self.timers
         self.pulse = Pulse(run.mesh, phases, hosts, self.events, o)
         self.begin = time.monotonic()

@@ -85,6 +85,14 @@ def loss_scaler(config: Config) -> LossScaler:
     return LossScaler(p.initial_loss_scale, True, p.min_loss_scale, p.loss_scale_window, p.hysteresis)
 
 
+def step_timeout(config: Config) -> datetime.timedelta:
+    """The time limit of a collective once the start is over."""
+    p = config.parallel
+    if p.distributed_timeout_seconds_after_init is not None:
+        return datetime.timedelta(seconds=p.distributed_timeout_seconds_after_init)
+    return datetime.timedelta(minutes=p.distributed_timeout_minutes)
+
+
 def build_run(
     config: Config,
     ranks: Ranks,
@@ -106,17 +114,15 @@ def build_run(
         raise SetupError("\n".join(problems))
     sources = sources or open_sources(config.data, m.seq_length, t.seed, t.eval_iters)
     made = arrangement or arrange(config, ranks.world, sources.vocab_size)
-    timeout = datetime.timedelta(minutes=p.distributed_timeout_minutes)
+    limits = dict(timeout=datetime.timedelta(minutes=p.distributed_timeout_minutes), later_timeout=step_timeout(config))
     shared_memory = override("shared_memory", p.shared_memory)
-    mesh = build_mesh(**made.sizes, device=device, timeout=timeout, shared_memory=shared_memory)
+    mesh = build_mesh(**made.sizes, device=device, shared_memory=shared_memory, **limits)
     choose(p.kernels, p.attention_kernel)
     stages = made.build_stages(mesh, dtype or made.dtype, deferred=True)
     if t.compile:
         compile_blocks(stages, compile_backend)
     buffer, pipeline = _build_pipeline(made, stages, mesh, dtype or made.dtype, graphs)
     data, valid, test = _open_loaders(made, sources, mesh)
-    if p.distributed_timeout_seconds_after_init is not None:
-        mesh.set_timeout(datetime.timedelta(seconds=p.distributed_timeout_seconds_after_init))
     return Run(
         mesh=mesh,
         pipeline=pipeline,

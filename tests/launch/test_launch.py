@@ -214,6 +214,14 @@ def test_a_launcher_of_one_process_leaves_the_number_to_nproc(env: dict[str, str
     assert done.returncode == 0 and "= 2 ranks" in done.stdout, done.stderr
 
 
+def test_what_a_shell_has_kept_of_torchrun_is_nothing(tmp_path: Path) -> None:
+    """With restarts of torchrun's a stop on purpose ends with 0, and its own store is at MASTER_ADDR."""
+    kept = dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_MAX_RESTARTS="3", TORCHELASTIC_USE_AGENT_STORE="True")
+    flags = [*SMALL, "--train-iters", "3", "--device", "cpu", "--save", str(tmp_path), "--exit-interval", "2"]
+    done = programs.python("pretrain_gpt.py", *flags, env=clean() | kept, timeout=100)
+    assert done.returncode == 75, done.stderr
+
+
 def test_two_processes_of_mpirun_are_one_training(tmp_path: Path) -> None:
     """The variables of Open MPI on two plain processes: the losses are those of two local ranks."""
     with socket.socket() as free:

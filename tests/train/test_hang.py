@@ -246,6 +246,28 @@ def test_a_frozen_rank_is_named_and_the_run_says_hang(tmp_path: Path) -> None:
     assert (told["step"], told["late"], told["reason"]) == (6, [0], status["reason"])
 
 
+def test_the_start_has_a_time_limit_of_its_own(tmp_path: Path) -> None:
+    """Rank 0 alone plans, measures and describes the run."""
+    code, err, status = ended(tmp_path, "--nproc", "2", fault="init.ready:0:0:sleep=9", limit_s=4)
+    assert (code, status["outcome"]) == (0, "done") and "NO PROGRESS" not in err, err
+
+
+@pytest.mark.everything
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("shared", ["--shared-memory", "--no-shared-memory"])
+def test_the_time_limit_holds_where_torch_compares_collectives(
+    rank: int, shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    code, err, status = ended(tmp_path / "stop", "--nproc", "2", shared, fault=f"step.after_reduce:{rank}:6:stop")
+    assert (code, status["outcome"], status["step"]) == (70, "hang", 5), err
+    assert re.match(rf"rank {rank} no longer answers .* over world", status["reason"])
+    assert not re.search("Warning: |Traceback", err), err
+    code, err, status = ended(tmp_path / "kill", "--nproc", "2", shared, fault=f"step.after_reduce:{rank}:6:kill")
+    assert (code, status["outcome"]) == (137, "crash") and not re.search("Warning: |Traceback", err), err
+    assert status["reason"].startswith(f"rank {rank} ended by signal SIGKILL")
+
+
 HANGS = tables.read("train/cases")["hangs"]
 
 

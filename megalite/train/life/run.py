@@ -21,6 +21,7 @@ from megalite.config.options import Config
 from megalite.data.errors import DataError
 from megalite.launch.ranks import LaunchError, Ranks, process_group, torchrun_restarts
 from megalite.optim.loss_scale import ScaleExhausted
+from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import PLANNED, Axis, Mesh, world_axis
 from megalite.parallel.self_test import check_collectives
 from megalite.plan.arrangement import Arrangement
@@ -29,7 +30,7 @@ from megalite.train.life.command import Command
 from megalite.train.life.export_hf import export
 from megalite.train.life.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.loop import Training, Watch
-from megalite.train.setup import SetupError
+from megalite.train.setup import SetupError, step_timeout
 from megalite.train.sources import Sources
 from megalite.train.start.origin import begin_branch, start_run, with_source
 from megalite.train.start.resume import loaded_line, open_saver
@@ -209,6 +210,8 @@ class Life:
                 for note in [*notes, *of_branch, *preflight.many_evaluations(run, t)]:
                     report.say(f"note: {note}")
             preflight.get_ready(run, config, report)
+            fault("init.ready", ranks.rank, 0)
+            self._wait_for_all(run)
             watch.begin, begun, self.stop.begun = time.monotonic(), True, True
             watch.phases.ready()
             training = Training(run, config, self.folder, report, self.stop, saver, saved, watch)
@@ -232,6 +235,14 @@ class Life:
         if self.ended[0] in AT_ONCE_IN_GROUP:
             sys.stdout.flush()
             end_at_once(int(self.ended[0]))
+
+    def _wait_for_all(self, run: Run) -> None:
+        """Wait for rank 0, which alone has planned, measured and described the run, and from then on limit collectives
+        by the time-out of steps; collective."""
+        limit = step_timeout(self.config)
+        all_reduce_(torch.zeros(1, device=run.mesh.device), run.mesh.start)
+        run.mesh.set_timeout(limit)
+        self.dog.join(run.mesh, limit.total_seconds())
 
     def _conclude(
         self, run: Run, config: Config, saver: Saver | None, report: Reporter, account: Account | None, watch: Watch

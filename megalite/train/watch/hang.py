@@ -50,7 +50,10 @@ BEAT_S, CLOSE_S = 10.0, 5.0  # of the heartbeat; what a write that has begun may
 RANKS = 1024  # that one store can serve at this pace; more ranks ask, and wait, more slowly
 ROOT = str(Path(megalite.__file__).parent) + os.sep
 HANGS = re.compile(r"Timed out waiting \d+ ?ms|timeout caused pair closure|collective operation timeout")  # gloo, nccl
+# of torch's comparison of collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL), which says so where a rank is late, and is gone
+BARRIER = re.compile(r"failed to pass monitoredBarrier in (\d+) ms")
 LOST = re.compile(
+    r"failed to pass monitoredBarrier|"
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket (closed|Timeout)|remote process exited|ncclRemoteError|"
     r"NCCL communicator was aborted|unhandled system error|failed to recv, got 0 bytes"
 )
@@ -111,7 +114,7 @@ class Watchdog:
         if isinstance(error, OrderError):
             self._round(again=True)
             return Exit.CRASH, f"{error}: {self.reason}"
-        if isinstance(error, RuntimeError) and HANGS.search(str(error)):
+        if isinstance(error, RuntimeError) and (HANGS.search(str(error)) or self._late_in_barrier(str(error))):
             self._round()
             self._put("over", json.dumps([self.reason, self.late]))
             return Exit.HANG, self.reason
@@ -119,6 +122,11 @@ class Watchdog:
             self.reason, self.late = json.loads(self._get("over"))
             return Exit.HANG, self.reason
         return None
+
+    def _late_in_barrier(self, text: str) -> bool:
+        waited = (w[1] for axis in self.mesh.axes if (w := axis.calls.waiting) is not None)
+        limit, now = BARRIER.search(text), time.monotonic()
+        return limit is not None and now - min(waited, default=now) > 0.9 * int(limit[1]) / 1000
 
     def close(self) -> None:
         self._closing.set()
