@@ -24,6 +24,7 @@ from megalite.config.registry import KINDS
 from megalite.config.toml import to_toml
 from megalite.data.errors import DataError
 from megalite.data.samples.source import NumberedDataset
+from megalite.kernels.activation import activation_named, fault_of
 from megalite.optim.lr import LrSchedule
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline import schedule
@@ -301,6 +302,87 @@ def test_a_family_is_written_and_read_and_planned(tmp_path: Path) -> None:
     assert "MFU" in typed(tmp_path, *plan, *own, program="tools/plan.py")
 
 
+ACTIVATION = """import torch
+from torch.nn.functional import gelu, relu, silu
+from megalite.kernels.activation import Activation, activation_named
+GELU, SWIGLU, BIASED = map(activation_named, ("gelu_erf", "swiglu", "gelu"))
+def doubled(u, da):
+    a, du = GELU.backward(u, da)
+    return a, 2 * du
+def half_doubled(u, da):
+    a, du = SWIGLU.backward(u, da)
+    return a, torch.cat([du[..., :du.shape[-1] // 2], 2 * du[..., du.shape[-1] // 2:]], -1)
+def doubled_bias(u, da, bias):
+    a, du, dbias = BIASED.backward(u, da, bias)
+    return a, du, 2 * dbias
+def in_fp32(u):
+    return gelu(u.float()).to(u.dtype)
+def backward_in_fp32(u, da, factor=1):
+    a, du = GELU.backward(u.float(), da.float())
+    return a.to(u.dtype), factor * du.to(u.dtype)
+def rounded(u):
+    return u.round()
+def straight_through(u, da):
+    return u.round(), da
+"""
+GRADIENTS = {  # an Activation, and what is wrong with it
+    "GELU": "",
+    "SWIGLU": "",
+    "BIASED": "",
+    "Activation(relu, lambda u, da: (relu(u), da * (u > 0)))": "",
+    "Activation(in_fp32, backward_in_fp32)": "",
+    "Activation(lambda u: relu(u.float()).to(u.dtype), lambda u, da: (relu(u), da * (u > 0)))": "",
+    "Activation(rounded, straight_through, surrogate=True)": "",
+    "Activation(rounded, straight_through)": "wrong gradient",
+    "Activation(GELU.forward, doubled)": r"wrong gradient: backward gives .* at u=.* derivative is .*, 2 times as much",
+    "Activation(in_fp32, lambda u, da: backward_in_fp32(u, da, 2))": "2 times as much",
+    "Activation(GELU.forward, lambda u, da: (GELU.forward(u), -GELU.backward(u, da)[1]))": "-1 times as much",
+    "Activation(lambda u: gelu(u), activation_named('gelu').backward)": "wrong gradient",  # that of the tanh form
+    "Activation(SWIGLU.forward, half_doubled, width=2)": "wrong gradient",
+    "Activation(BIASED.forward, doubled_bias, takes_bias=True)": "dbias is not the sum of du",
+    "Activation(SWIGLU.forward, SWIGLU.backward)": r"with width=1 gives \(5, 2\) in .*forward's a where \(5, 4\) in",
+    "Activation(GELU.forward, lambda u, da: GELU.backward(u, da)[1])": r"does not give \(a, du\)",
+    "Activation(GELU.forward, lambda u, da: (u, GELU.backward(u, da)[1]))": "first result is not forward's",
+    "Activation(lambda u: gelu(u).double(), GELU.backward)": "in torch.float64 as forward's a where .* in torch.bfloat16",
+    "Activation(lambda u: u.relu_(), lambda u, da: (relu(u), da * (u > 0)))": "changes its input",
+    "Activation(SWIGLU.forward, SWIGLU.backward, 2, swiglu=(7.0, 1.702))": r"is not SwiGLU with swiglu=\(7.0, 1.702\)",
+    "type('Mine', (), dict(forward=1, backward=2, width=1, takes_bias=False))": "give an Activation of megalite.kernels",
+    "Activation(lambda u: u @ 3, GELU.backward)": r"mine.py:24: TypeError: .*; correct the plugin",
+}
+
+
+@pytest.mark.parametrize(("part", "said"), GRADIENTS.items())
+def test_an_activations_gradient_is_that_of_its_forward(
+    part: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        *LINE,
+        *STEPS,
+        "--plugin",
+        plugin(tmp_path, f"{ACTIVATION}megalite.register('activation', 'mine', {part})"),
+    ]
+    if said:
+        with pytest.raises(ConfigError, match=f"^plugin='mine.py': .*{said}"):
+            config_from(words)
+    else:
+        assert config_from(words).operations.plugin == ("mine.py",)
+
+
+@pytest.mark.parametrize("name", [*KINDS["activation"].built_in])
+def test_built_in_activations_pass_what_plugins_must(name: str) -> None:
+    assert fault_of(activation_named(name)) == ""
+
+
+def test_verify_refuses_a_gradient_that_is_wrong_in_one_process_too(tmp_path: Path) -> None:
+    """Both of its runs would share it, and agree."""
+    part = "Activation(GELU.forward, doubled)"
+    name = plugin(tmp_path, f"{ACTIVATION}megalite.register('activation', 'mine', {part})")
+    words = ["--plugin", name, "--activation", "mine", *LINE, *STEPS, "--nproc", "2", "--tp", "2", "--steps", "1"]
+    said = typed(tmp_path, *words, program="tools/verify.py", code=2)
+    assert said.startswith("verify.py: plugin='mine.py': ") and "2 times as much" in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     {
@@ -458,7 +540,8 @@ def test_words_of_a_file_and_of_the_line_add_up_and_a_process_has_those_of_the_l
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    body = "from megalite.kernels.activation import Activation\nmegalite.register('activation', '{}', Activation(1, 2))"
+    body = """from megalite.kernels.activation import activation_named
+megalite.register('activation', '{}', activation_named('squared_relu'))"""
     for number in "123":
         plugin(tmp_path, body.format(f"act{number}"), f"part{number}.py")
     (tmp_path / "run.toml").write_text('plugin = "part1.py"\nactivation = "act3"\n', "utf-8")

@@ -160,6 +160,8 @@ def _activate(plugin: Plugin) -> None:
         _loading.append(plugin)
         try:
             _run(plugin)
+            for kind, name, _ in plugin.parts:
+                KINDS[kind].prove(name)
         finally:
             _loading.pop()
         _known[key] = plugin

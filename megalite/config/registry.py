@@ -21,9 +21,10 @@ class Registry(Collection[str]):
 
     def __init__(
         self, kind: str, what: str, *, has: str = "", any_of: str = "", one_of: str = "", lacks: str = "",
-        takes: int = 0, folder: str = "", example: str = "", **built_in: str,
+        takes: int = 0, folder: str = "", example: str = "", proof: str = "", **built_in: str,
     ):  # fmt: skip
         self.kind, self.added, self.what, self._takes, self.example = kind, dict[str, Any](), what, takes, example
+        self._proof = proof
         self._has, self._any_of, self._one_of, self._lacks = map(str.split, (has, any_of, one_of, lacks))
         files = sorted(PACKAGE.joinpath(folder).glob("[a-z]*.py")) if folder else []
         there = {file.stem: f"megalite.{folder.replace('/', '.')}.{file.stem}:{kind.upper()}" for file in files}
@@ -47,10 +48,13 @@ class Registry(Collection[str]):
             return self.added[name]
         if name not in self.built_in:
             raise ValueError(f"{self.kind}={name!r} is unknown; use one of {', '.join(self)}{MORE}")
-        if not isinstance(place := self.built_in[name], str):
-            return place
-        module, _, part = place.partition(":")
-        return getattr(import_module(module), part)
+        place = self.built_in[name]
+        return _imported(place) if isinstance(place, str) else place
+
+    def prove(self, name: str) -> None:
+        """Try what the part computes, once all of its plugin is there. Raises ValueError where it is wrong."""
+        if self._proof and (fault := _imported(self._proof)(self.added[name])):
+            raise ValueError(f"{self.kind}={name!r} {fault}")
 
     def add(self, name: str, part: Any) -> None:
         """Raises ValueError where the name is taken, or none, or the part is no such part."""
@@ -72,6 +76,12 @@ class Registry(Collection[str]):
             yield f"is {part!r}; give {self.what}"
         if self._takes and not _takes(part, self._takes):
             yield f"does not take {self._takes} arguments; give {self.what}"
+
+
+def _imported(place: str) -> Any:
+    """MODULE:NAME"""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _takes(part: Any, count: int) -> bool:

@@ -34,6 +34,7 @@ from megalite.interop.hugging_face.model_files import open_model, stop_ids
 from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention
 from megalite.kernels.dropout import fold
+from megalite.kernels.matmul import matmul
 from megalite.models.gpt import Block, Head, Stage
 from megalite.models.specs import specs_of
 from megalite.nn.micro_batch import Batch
@@ -386,4 +387,4 @@ def chosen_logits(head: Head, x_sBD: Tensor, chosen_B: Tensor) -> Tensor:
     h_SBD = start_all_gather(head.norm(x_sBD), head.tp).wait()
     samples_B = torch.arange(h_SBD.shape[1], device=h_SBD.device)
     h_1BD = h_SBD[chosen_B, samples_B].unsqueeze(0)
-    return (h_1BD @ head.weight.T)[0]
+    return matmul(h_1BD, head.weight.T)[0]

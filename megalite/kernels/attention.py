@@ -16,17 +16,19 @@ is no such mask either. A window as long as the sequence (or a document) has no 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from megalite.config import environment
 from megalite.kernels.blocked_attention import Scoring, blocked_attention, in_range
 from megalite.kernels.blocked_attention import supports as blocked_supports
-from megalite.kernels.dispatch import chosen, device_type, runs_triton, use_triton
+from megalite.kernels.dispatch import chosen, device_type, runs_triton, upcasts, use_triton
 from megalite.kernels.dropout import keep_mask
 from megalite.kernels.flash_attention import flash_attention, supports
 
@@ -90,7 +92,8 @@ def backend(q_SBHK: Tensor, v_TBGK: Tensor, *, masked: bool, window: bool = Fals
         a window, a part, a sink, a width     triton on a card, else blocked
         half precision, compute capability 9  cudnn: 1.4 times the speed of triton's forward at S 4096, 1.2 at 32k
         half precision on an older card       flash
-        half precision on a CPU               blocked: faster than torch's (docs/experiments.md)
+        half precision on a CPU               blocked: faster than torch's (docs/experiments.md); in fp32 where the
+                                              CPU has no instructions for it (dispatch.py: upcasts), as all others
         all else                              torch
         planned on the meta device            triton: q, k, v, o and lse are what any fused kernel keeps
     """
@@ -179,7 +182,8 @@ def attention(
     name = backend(q_SBHK, v_TBGK, masked=documents is not None, window=own, dropout=how.drop is not None)
     qkv, given = (q_SBHK, k_TBGK, v_TBGK), {"sink_H": sink_H, **how._asdict()}
     if name == "explicit":
-        return attention_reference(*qkv, documents=documents, **given)
+        explicit = partial(attention_reference, documents=documents, **how._asdict())
+        return _in_fp32(lambda q, k, v, sink: explicit(q, k, v, sink_H=sink), *qkv, sink_H)
     if name == "triton":
         return flash_attention(*qkv, first_BS=None if documents is None else documents.first_BS, **given)
     if documents is not None:
@@ -191,13 +195,40 @@ def attention(
     if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel there takes groups in fp32
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True, scale=how.scale, enable_gqa=grouped)
     with _sdpa(name):
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=how.scale, enable_gqa=grouped)
+        o = _in_fp32(sdpa, q, k, v)
     if o.is_cuda and o.requires_grad:
         # cuDNN 9.19 (torch 2.11): with groups and other strides than o's, dq was wrong. Flash attention takes any.
         strides = o.stride() if name == "cudnn" else None
         o.register_hook(lambda do: readable(do, strides))
     return o.permute(2, 0, 1, 3)
+
+
+class _InFp32(Function):
+    """`fn` of tensors in fp32, its result in the dtype of the first. The tensors are saved in their own dtypes, and
+    backward calls `fn` again."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+        ctx.fn = fn
+        ctx.save_for_backward(*tensors)
+        return fn(*(None if x is None else x.float() for x in tensors)).to(tensors[0].dtype)  # type: ignore[union-attr]
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        wide = [None if x is None else x.detach().float().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            o = ctx.fn(*wide)
+        grads = iter(torch.autograd.grad(o, [x for x in wide if x is not None], do.float()))
+        return None, *(None if x is None else next(grads).to(x.dtype) for x in ctx.saved_tensors)
+
+
+def _in_fp32(fn: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """`fn(*tensors)`, in fp32 where a CPU multiplies them in it."""
+    if tensors[0] is None or not upcasts(tensors[0]):
+        return fn(*tensors)
+    return _InFp32.apply(fn, *tensors)  # type: ignore[return-value]
 
 
 def _by_document(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.dispatch import stat_dtype
+from megalite.kernels.dispatch import stat_dtype, upcasts
 from megalite.kernels.dropout import keep_mask
 
 QUERIES = 256  # of a block: fewer waste less on the diagonal, more make larger matrix products
@@ -75,8 +75,8 @@ def supports(q: Tensor) -> bool:
 
 
 def in_range(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """fp16 tensors in fp32, as scores may exceed 65504; a CPU multiplies fp16 no faster."""
-    return tuple(x.float() if x.dtype == torch.float16 else x for x in tensors)
+    """In fp32 those that are fp16, as scores may exceed 65504, and those that this CPU multiplies in fp32 anyhow."""
+    return tuple(x.float() if x.dtype == torch.float16 or upcasts(x) else x for x in tensors)
 
 
 def _by_group(x_SBHK: Tensor, groups: int) -> Tensor:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.kernels.dispatch import upcasts
+
 
 def cached_attention(
     q_SBHK: Tensor,
@@ -22,8 +24,10 @@ def cached_attention(
     sink_H: Tensor | None = None,
 ) -> Tensor:
     """o_SBHK; H is a multiple of G. `window`: how many keys a query sees, its own included. sink_H: attention.py."""
-    S, B, H, K = q_SBHK.shape
+    (S, B, H, K), dtype = q_SBHK.shape, q_SBHK.dtype
     G = k_TBGK.shape[2]
+    if upcasts(q_SBHK):
+        q_SBHK, k_TBGK, v_TBGK = q_SBHK.float(), k_TBGK.float(), v_TBGK.float()
     k, v = (x.permute(1, 2, 0, 3) for x in (k_TBGK, v_TBGK))
     q = q_SBHK.unflatten(2, (G, H // G)).permute(1, 2, 3, 0, 4).reshape(B, G, H // G * S, K)  # rows are (head, query)
     places_T, positions_BS1 = torch.arange(k.shape[2], device=q_SBHK.device), positions_SB.T.unsqueeze(-1)
@@ -38,4 +42,4 @@ def cached_attention(
         sink = sink_H.to(wide).view(G, -1, 1).expand(B, -1, -1, S).reshape(B, G, -1, 1)
         scores = ((q @ k.mT).to(wide) * scale).masked_fill(~seen, float("-inf"))
         o = torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
-    return o.unflatten(2, (H // G, S)).permute(3, 0, 1, 2, 4).flatten(2, 3)
+    return o.unflatten(2, (H // G, S)).permute(3, 0, 1, 2, 4).flatten(2, 3).to(dtype)

@@ -4,6 +4,9 @@
     --kernels triton   Triton everywhere; on CPU that needs TRITON_INTERPRET=1, which runs kernels in numpy
     --kernels torch    the twins everywhere
 
+Matrix products of half precision on a CPU without instructions for it are made in fp32 (`upcasts`, kernels/matmul.py).
+The CPU decides, so all ranks on one kind of CPU agree, and a run that is resumed on another kind differs in rounding.
+
 The setup of a run passes its option to `choose`; the variable MEGALITE_KERNELS wins over it, and serves programs
 without options. It is read once, so kernels never change within a run. Triton is imported when the first kernel is
 launched; torch for CPU comes without it. Rejected: importing it at the top of every kernel file, which costs 0.3 s at
@@ -26,6 +29,14 @@ from megalite.config import environment
 from megalite.config.packages import MissingPackage, needs
 
 Fn = Callable[..., Any]
+# what a CPU that multiplies in a dtype has one of, in torch's words, and the instruction sets before it, in oneDNN's
+CPU_INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+ISA_WITHOUT = {torch.bfloat16: ISA_WITHOUT_BF16, torch.float16: (*ISA_WITHOUT_BF16, "AVX512_CORE_BF16")}
+FEW_ROWS = 2  # of a product: below, reading a matrix is all that it takes, and a conversion would read it twice
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LARGEST_TILE = 32768  # columns of a row that one program can hold in registers
 PLANNED_PROCESSORS = 132  # multiprocessors of the card that the meta device stands for: an H100's
@@ -271,6 +282,29 @@ def unit_of(x: Tensor) -> str:
     """The unit that multiplies: tensor cores of compute capability 9 or 10, which read operands from shared memory,
     those of 8 and 12, which need them in registers (and most such cards have 99 KiB per block), or none, for fp32."""
     return "fp32" if x.dtype == torch.float32 else {9: "wgmma", 10: "tcgen05"}.get(generation(x.device), "mma")
+
+
+@functools.cache
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether torch has fast matrix products of half precision on this CPU: through oneDNN, with the CPU's instructions
+    for them. Without these oneDNN or torch converts element by element: 2 to 40 times the time of fp32 (torch 2.13)."""
+    limit = (environment.variable("ONEDNN_MAX_CPU_ISA") or environment.variable("DNNL_MAX_CPU_ISA")).upper()
+    if limit in ISA_WITHOUT[dtype] or not torch.backends.mkldnn.is_available():
+        return False
+    return any(torch.cpu.get_capabilities().get(name, False) for name in CPU_INSTRUCTIONS[dtype])
+
+
+def upcasts(x: Tensor, rows: int | None = None) -> bool:
+    """Whether a matrix product of `x`, with so many rows, is made in fp32 and rounded: in half precision on a CPU that
+    has no instructions for it."""
+    if x.device.type != "cpu" or x.dtype not in CPU_INSTRUCTIONS or (rows is not None and rows <= FEW_ROWS):
+        return False
+    return not cpu_multiplies(x.dtype)
+
+
+def upcast_dtypes(device_type: str) -> list[torch.dtype]:
+    """The dtypes whose products `upcasts` on such a device."""
+    return [dtype for dtype in CPU_INSTRUCTIONS if device_type == "cpu" and not cpu_multiplies(dtype)]
 
 
 def widened(x: Tensor) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor
 from megalite.config.tables import table_beside
 from megalite.kernels.dispatch import as_rows, ceil_div, kernel, power_of_two, processors, unit_of, use_triton, widened
 from megalite.kernels.flash_blocks import dot
+from megalite.kernels.matmul import mm_
 from megalite.kernels.weight_grad import accumulate_outer_
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def grouped_matmul_reference(x_RD: Tensor, w_EFD: Tensor, offsets: Tensor, rows:
     y_MF = x_RD.new_empty(M, w_EFD.shape[1])
     for e, of in _groups(offsets, M):
         if of.start < of.stop:
-            torch.mm(_rows_of(x_RD, rows, of), w_EFD[e].T, out=y_MF[of])
+            mm_(y_MF[of], _rows_of(x_RD, rows, of), w_EFD[e].T)
         end = of.stop
     if end < M:
         y_MF[end:] = 0

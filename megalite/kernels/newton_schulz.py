@@ -8,7 +8,8 @@ together (modded-nanogpt, train_gpt_medium.py); `polar_express` the best for eac
 any number may be taken (arXiv:2505.16932, algorithm 1, with its safety factor), the last repeated.
 
 FLOPs of a step on [m, n], m <= n: 4 m^2 n + 2 m^3, all of it matmuls, of many matrices of one shape at once. In bf16
-where asked: singular values near 1 are all that is wanted, not their last bits.
+where asked: singular values near 1 are all that is wanted, not their last bits. A CPU without instructions for bf16
+does all steps in fp32 (kernels/dispatch.py: upcasts).
 """
 
 from typing import Literal
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.tables import table_beside
+from megalite.kernels.dispatch import upcasts
 
 Coefficients = tuple[float, float, float]
 CoefficientType = Literal["simple", "quintic", "polar_express"]
@@ -45,12 +47,13 @@ def newton_schulz(x_bmn: Tensor, steps: list[Coefficients]) -> Tensor:
     wide = torch.promote_types(x_bmn.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x_bmn, dim=(-2, -1), keepdim=True, dtype=wide).clamp_min(EPS)
     x = (x_bmn / norms).to(x_bmn.dtype)
+    x = x.float() if upcasts(x) else x
     transposed = x.shape[-2] > x.shape[-1]
     x = x.mT if transposed else x
     for a, b, c in steps:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if transposed else x
+    return (x.mT if transposed else x).to(x_bmn.dtype)
 
 
 def newton_schulz_flops(m: int, n: int, steps: int) -> int:

@@ -8,12 +8,16 @@
 of the embedding, mostly zeros, is [V, D] there and [N, D] here.
 
 CUDA: cuBLAS takes bf16 and fp16 inputs and adds in fp32. CPU: oneDNN gives the dtype of the inputs, so their product
-exists, a block of rows at a time that stays in cache and is one piece of memory for all blocks. Rejected: a Triton
+exists, a block of rows at a time that stays in cache and is one piece of memory for all blocks. A CPU that multiplies
+them in fp32 (kernels/matmul.py) adds to the gradient at once, without that rounding. Rejected: a Triton
 matmul and apex's `fused_weight_gradient_mlp_cuda`; with the required torch they would never be chosen.
 """
 
 import torch
 from torch import Tensor
+
+from megalite.kernels.dispatch import upcasts
+from megalite.kernels.matmul import LEFT_BYTES, RIGHT_BYTES, blocks, mm_
 
 # bytes of the product's block on a CPU: its second-level cache (32000 x 512 of 512 tokens: 0.65 of the whole's time)
 BLOCK_BYTES = 2 << 20
@@ -22,10 +26,14 @@ BLOCK_BYTES = 2 << 20
 def accumulate_outer_(grad_FD: Tensor, dy_NF: Tensor, x_ND: Tensor, *, begin: bool) -> None:
     """grad += dy^T x, or grad = dy^T x to begin with. `grad`: fp32, or the dtype of the others; unit stride along D."""
     beta = 0 if begin else 1
-    if grad_FD.dtype == x_ND.dtype:
+    if grad_FD.dtype == x_ND.dtype and upcasts(x_ND):
+        mm_(grad_FD, dy_NF.T, x_ND, add=not begin)
+    elif grad_FD.dtype == x_ND.dtype:
         torch.addmm(grad_FD, dy_NF.T, x_ND, beta=beta, out=grad_FD)
     elif x_ND.device.type != "cpu":  # never rounded in between
         torch.addmm(grad_FD, dy_NF.T, x_ND, out_dtype=grad_FD.dtype, beta=beta, out=grad_FD)  # type: ignore[call-overload]
+    elif upcasts(x_ND):
+        _accumulate_in_fp32_(grad_FD, dy_NF, x_ND, begin)
     else:
         F, D = grad_FD.shape
         rows = min(F, max(1, BLOCK_BYTES // (D * x_ND.dtype.itemsize)))
@@ -34,6 +42,18 @@ def accumulate_outer_(grad_FD: Tensor, dy_NF: Tensor, x_ND: Tensor, *, begin: bo
             kept_fD = grad_FD[start : start + rows]
             product_fD = torch.mm(dy_NF[:, start : start + rows].T, x_ND, out=space_fD[: kept_fD.shape[0]])
             kept_fD.copy_(product_fD) if begin else kept_fD.add_(product_fD)
+
+
+def _accumulate_in_fp32_(grad_FD: Tensor, dy_NF: Tensor, x_ND: Tensor, begin: bool) -> None:
+    F, D = grad_FD.shape
+    if begin and len(x_ND) == 0:
+        grad_FD.zero_()
+    for tokens in blocks(len(x_ND), D, LEFT_BYTES):
+        x = x_ND[tokens].float()
+        beta = 0 if begin and tokens.start == 0 else 1
+        for rows in blocks(F, len(x), RIGHT_BYTES):
+            grad = grad_FD[rows]
+            torch.addmm(grad, dy_NF[tokens, rows].float().T, x, beta=beta, out=grad)
 
 
 def accumulate_rows_(grad_VD: Tensor, index_N: Tensor, dx_ND: Tensor, *, begin: bool) -> None:

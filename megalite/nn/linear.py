@@ -25,6 +25,7 @@ from torch.autograd import Function
 
 from megalite.kernels.activation import Activation
 from megalite.kernels.dispatch import use_triton
+from megalite.kernels.matmul import matmul, mm_
 from megalite.nn.later import Later, add_weight_grad
 from megalite.nn.parameter import GradientSink, sink_of
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter
@@ -38,7 +39,7 @@ def _rows(x: Tensor) -> Tensor:
 def _weight_grad(weight: Tensor, sink: GradientSink | None, dy: Tensor, x_ND: Tensor) -> Tensor | None:
     """Add dW = dy^T x to the sink; without a sink return it to autograd."""
     if sink is None:
-        return (_rows(dy).T @ x_ND).view_as(weight)
+        return matmul(_rows(dy).T, x_ND).view_as(weight)
     add_weight_grad(sink, dy, x_ND)
     return None
 
@@ -50,16 +51,16 @@ class _GatherLinear(Function):
         ctx.sinks = [sink_of(w) for w in weights]  # not in backward: recompute saves other tensors than the parameters
         ctx.save_for_backward(x_sBD, *weights)
         x_SBD = start_all_gather(x_sBD, tp).wait()
-        return tuple(x_SBD @ w.reshape(-1, w.shape[-1]).T for w in weights)
+        return tuple(matmul(x_SBD, _rows(w).T) for w in weights)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_sBD, *weights = ctx.saved_tensors
         later: Later | None = None if None in ctx.sinks else ctx.later
         gathering = start_all_gather(x_sBD, ctx.tp) if later is None else None
-        dx_ND = _rows(dys[0]) @ _rows(weights[0])
+        dx_ND = matmul(_rows(dys[0]), _rows(weights[0]))
         for dy, w in zip(dys[1:], weights[1:], strict=True):
-            dx_ND.addmm_(_rows(dy), _rows(w))
+            mm_(dx_ND, _rows(dy), _rows(w), add=True)
         scattering = start_reduce_scatter(dx_ND.view(*dys[0].shape[:-1], -1), ctx.tp)
         dws: list[Tensor | None] = [None] * len(weights)
         if gathering is not None:
@@ -80,13 +81,13 @@ class _LinearScatter(Function):
         added = () if bias is None else (bias,)
         ctx.save_for_backward(u_SBf, weight, *added)
         a_SBf = u_SBf if activation is None else activation.forward(u_SBf, *added)
-        return start_reduce_scatter(a_SBf @ weight.T, tp).wait()
+        return start_reduce_scatter(matmul(a_SBf, weight.T), tp).wait()
 
     @staticmethod
     def backward(ctx: Any, dy_sBD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         u_SBf, weight, *added = ctx.saved_tensors
         dy_SBD = start_all_gather(dy_sBD, ctx.tp).wait()
-        a_SBf, du_SBf, dbias = u_SBf, dy_SBD @ weight, []
+        a_SBf, du_SBf, dbias = u_SBf, matmul(dy_SBD, weight), []
         if ctx.activation is not None:
             a_SBf, du_SBf, *dbias = ctx.activation.backward(u_SBf, du_SBf, *added)
         dweight = None

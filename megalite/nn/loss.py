@@ -18,6 +18,7 @@ from torch.autograd import Function
 
 from megalite.kernels.cross_entropy import chunk_tokens, shard_grad_, shard_stats, stats_and_grad_
 from megalite.kernels.dispatch import stat_dtype
+from megalite.kernels.matmul import mm_
 from megalite.kernels.weight_grad import accumulate_outer_
 from megalite.nn.parameter import sink_of
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter
@@ -81,12 +82,12 @@ class _LinearCrossEntropy(Function):
         for start in range(0, n, size):
             chunk = slice(start, min(start + size, n))
             x_nD = x_ND[chunk]
-            logits_nv = torch.mm(x_nD, weight_vD.T, out=space_nv[: x_nD.shape[0]])
+            logits_nv = mm_(space_nv[: x_nD.shape[0]], x_nD, weight_vD.T)
             dloss_n = None if dloss_N is None else dloss_N[chunk]
             lse_N[chunk], target_n = _chunk_stats_(logits_nv, labels_N[chunk], dloss_n, tp, vocab_size, z_loss)
             torch.sub(lse_N[chunk], target_n, out=loss_N[chunk])
             if grads:
-                torch.mm(logits_nv, weight_vD, out=dx_ND[chunk])
+                mm_(dx_ND[chunk], logits_nv, weight_vD)
                 if chunk.stop == n:  # the sum over tp hides behind the last matmul
                     scattering = start_reduce_scatter(dx_SBD, tp)
                 accumulate_outer_(dw_vD, logits_nv, x_nD, begin=begin and start == 0)

@@ -39,6 +39,7 @@ import torch
 
 from megalite.config.tables import table_beside
 from megalite.config.text_file import read_small_text
+from megalite.kernels.matmul import mm_
 from megalite.launch.local_ranks import cores
 
 GB, GIB, US = 1e9, 2**30, 1e-6
@@ -53,10 +54,11 @@ SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 
 @dataclass(frozen=True)
 class Peak:
-    """`tflops` None: unknown. `source`: where the figure is from, for the plan."""
+    """`tflops` None: unknown. `source`: where the figure is from, for the plan. `too_low`: why, if a run is faster."""
 
     tflops: float | None
     source: str
+    too_low: str = "the table's figure is too low for this device; give --peak-tflops"
 
 
 def peak_of(device_name: str, dtype: torch.dtype) -> Peak:
@@ -84,22 +86,22 @@ def _holds(device_name: str, words: str) -> bool:
 def measure_cpu_peak(
     dtype: torch.dtype, seconds: float = 0.25, local_ranks: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> Peak:
-    """The best rate of square matmuls on this process's threads, in TFLOP/s. It takes about `seconds`, but always
-    REPETITIONS matmuls.
+    """The best rate of square matmuls, as layers do them (kernels/matmul.py), on this process's threads, in TFLOP/s. It
+    takes about `seconds`, but always REPETITIONS matmuls.
 
-    The size doubles while the next one fits into the time. Large ones are faster if the dtype has fast units; fp16 has
-    none on many CPUs, where one product of size 1024 would take seconds. If `local_ranks` processes have more threads
-    than cores, each gets its share of the rate.
+    The size doubles while the next one fits into the time. Large ones are faster if the dtype has fast units. If
+    `local_ranks` processes have more threads than cores, each gets its share of the rate.
     """
     best, size, end = 0.0, 128, clock() + seconds
     while True:
         a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-        torch.mm(a, b)  # the first call makes the kernel
+        out = torch.empty_like(a)
+        mm_(out, a, b)  # the first call makes the kernel
         fastest, runs, now = math.inf, 0, clock()
         bigger = False
         while runs < REPETITIONS or (not bigger and now < end):
             start = clock()
-            torch.mm(a, b)
+            mm_(out, a, b)
             now = clock()
             fastest, runs = min(fastest, now - start), runs + 1
             # the next size is 8 times the work, REPETITIONS + 1 times
@@ -111,7 +113,8 @@ def measure_cpu_peak(
     threads = torch.get_num_threads()
     share = min(1.0, cores() / (local_ranks * threads))
     where = f"{threads} thread{'s' * (threads > 1)}" + (f" on {share:.2g} of their cores" if share < 1 else "")
-    return Peak(best * share / 1e12, f"cpu {SHORT[dtype]}, measured matmul, {where}")
+    too_low = "it was measured when the run started, while the machine was busier than now; give --peak-tflops"
+    return Peak(best * share / 1e12, f"cpu {SHORT[dtype]}, measured matmul, {where}", too_low)
 
 
 def find_peak(
@@ -119,7 +122,7 @@ def find_peak(
 ) -> Peak:
     """The peak of one device, or of one of the `local_ranks` processes that share this machine's CPU."""
     if override_tflops is not None:
-        return Peak(override_tflops, "given by --peak-tflops")
+        return Peak(override_tflops, "given by --peak-tflops", "--peak-tflops is too low for this device")
     if device.type == "cuda":
         return peak_of(torch.cuda.get_device_name(device), dtype)
     return measure_cpu_peak(dtype, local_ranks=local_ranks)

@@ -72,14 +72,17 @@ class Figures:
 
 def log(name: str, value: float | Tensor, count: float | Tensor | None = None) -> None:
     """Add to the metric `name`: `value`, the sum of a tensor's elements, which count 1 each, or `count` together. From
-    a forward in a block, or a callback. Raises ValueError where no plugin has registered it."""
+    a forward in a block, or a callback. A run counts the metrics that were there when it began. Raises ValueError where
+    no plugin has registered it."""
     if name not in KINDS["metric"]:
         raise ValueError(f"metric={name!r} is not registered; megalite.register('metric', {name!r}, 'layer' or 'step')")
     if not isinstance(value, Real | Tensor) or not isinstance(count, Real | Tensor | None):
         kinds = f"{type(value).__name__}, with a count of type {type(count).__name__}"
         raise ValueError(f"metric={name!r} is logged with a value of type {kinds}; give numbers or tensors")
     figures, layer = _now[0]
-    if figures is not None and not (isinstance(value, Tensor) and value.is_meta):  # a plan has no values
+    if (
+        figures is not None and name in figures.names and not (isinstance(value, Tensor) and value.is_meta)
+    ):  # a plan has no values
         figures.add(figures.names.index(name), layer, value, count)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from megalite.launch import local_ranks
 from megalite.launch.ranks import Ranks
+from megalite.plan import cluster
 from megalite.plan.cluster import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
 from megalite.train.life import preflight
 
@@ -21,6 +22,7 @@ def test_the_peak_is_that_of_the_card_or_of_the_flag() -> None:
         assert peak.tflops is None and name in peak.source and "--peak-tflops" in peak.source
     given = find_peak(torch.device("cuda"), torch.bfloat16, override_tflops=12.5)
     assert (given.tflops, given.source) == (12.5, "given by --peak-tflops")
+    assert given.too_low == "--peak-tflops is too low for this device"
 
 
 def test_the_dtype_chooses_the_column() -> None:
@@ -41,7 +43,7 @@ def test_no_row_of_the_table_is_hidden_by_an_earlier_one() -> None:
 def test_a_cpu_is_measured(dtype: torch.dtype) -> None:
     peak = measure_cpu_peak(dtype, seconds=0.05)
     assert peak.tflops is not None and 1e-5 < peak.tflops < 100
-    assert SHORT[dtype] in peak.source and "thread" in peak.source
+    assert SHORT[dtype] in peak.source and "thread" in peak.source and "busier than now" in peak.too_low
 
 
 @pytest.mark.parametrize(("seconds_of_128", "largest"), [(1e-2, 128), (1e-7, 1024)])
@@ -49,12 +51,12 @@ def test_matmuls_grow_only_while_the_time_allows(seconds_of_128: float, largest:
     """fp16 has no fast unit on many CPUs: at a fixed size of 1024 it would take seconds."""
     now, sizes = 0.0, []
 
-    def mm(a: torch.Tensor, b: torch.Tensor) -> None:
+    def mm_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         nonlocal now
         now += seconds_of_128 * (len(a) / 128) ** 3
         sizes.append(len(a))
 
-    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(cluster, "mm_", mm_)
     measure_cpu_peak(torch.float16, seconds=0.05, clock=lambda: now)
     assert max(sizes) == largest and now < 0.05 + (REPETITIONS + 1) * 1e-2
 

@@ -163,7 +163,7 @@ def open_reporter(
 ) -> Reporter:
     log = replace(config.log, log_style=resolved_style(config))
     peak = find_peak(run.mesh.device, plan.dtype, log.peak_tflops, ranks.local_world)
-    speed = Speed(model_flops(config.model, plan.padded_vocab), ranks.world, peak.tflops)
+    speed = Speed(model_flops(config.model, plan.padded_vocab), ranks.world, peak.tflops, peak.too_low)
     save = config.checkpoint.save
     progress = None
     if log.log_progress and save is not None:

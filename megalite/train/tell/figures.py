@@ -41,14 +41,16 @@ FIGURES = tuple(Figure(name, **fields) for name, fields in TABLES["figures"].ite
 
 @dataclass(frozen=True)
 class Speed:
-    """Turns seconds into rates, per device. `peak_tflops`: the dense peak of one; None: unknown."""
+    """Turns seconds into rates, per device. `peak_tflops`: the dense peak of one; None: unknown. `too_low`: what that
+    means of a peak that a run exceeds."""
 
     flops_per_token: float
     devices: int
     peak_tflops: float | None
+    too_low: str = ""
 
     def with_rates(self, v: Values) -> dict[str, Any]:
-        """The figures and those that follow from them. `too_fast`: above a peak of a busy CPU, or one given wrong."""
+        """The figures and those that follow from them. `too_fast`: above the peak, which is wrong then."""
         step_s, peak = v["step_s"], self.peak_tflops
         tokens = v["tokens_per_step"] / step_s / self.devices
         tflops = tokens * self.flops_per_token / 1e12

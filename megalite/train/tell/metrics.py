@@ -152,10 +152,7 @@ class Reporter:
         self._rates = f"{v['rates']}  {v['memory_gib']:.1f}/{v['memory_limit_gib']:.0f} GiB"
         if v["too_fast"] and not self._too_fast:
             self._too_fast, peak = True, f"{speed.peak_tflops:.3g}"
-            self.say(
-                f"note: MFU is n/a: {v['tflops']:.3g} TFLOP/s is above the peak of {peak}, which was measured while "
-                "the machine was busy or given wrong; give --peak-tflops"
-            )
+            self.say(f"note: MFU is n/a: {v['tflops']:.3g} TFLOP/s is above the peak of {peak}: {speed.too_low}")
         if self.megatron:
             self.say(lines.megatron_line(v, now, self.log.log_throughput))
         else:

@@ -9,7 +9,7 @@ import torch
 
 from megalite.data.samples.blend import Blend
 from megalite.kernels.attention import describe_attention
-from megalite.kernels.dispatch import describe_kernels
+from megalite.kernels.dispatch import describe_kernels, upcast_dtypes
 from megalite.models.compiled import COMPILED
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.cluster import Peak
@@ -54,6 +54,8 @@ def describe(
         rows["learning rate"] = f"{config.optim.lr:g} at a batch of {base}, so {peak_rate:g} at one of {sizes.final}"
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
+        if plan.dtype in upcast_dtypes(device_type):
+            rows["precision"] += ", multiplied in fp32: this CPU has no instructions for it"
         half = config.precision.bf16 or config.precision.fp16
         rows["attention"] = describe_attention(device_type, m.attention_dropout > 0, half=half, window=bool(windows))
     if (matrices := plan.holdings[plan.worst].matrices) is not None:

@@ -1,7 +1,7 @@
 """Compares all ranks before the first step: hashes first, texts only where these differ.
 
     EQUAL   code, Python, torch, Triton, numpy, options, training data     else the run ends with exit code 3
-    ALIKE   card, driver, NCCL, host's kernel, environment variables       else a warning
+    ALIKE   card, driver, NCCL, host's kernel, what a CPU multiplies in fp32, environment variables     else a warning
 
 A rank with another option would issue other collectives than its neighbours; one with other data or another version of
 the code would train another model, without a sign of it in the log.
@@ -26,12 +26,13 @@ from megalite.config.options import Config
 from megalite.config.plugins import hashes
 from megalite.config.toml import differences
 from megalite.data.samples.ledger import Ledger
+from megalite.kernels.dispatch import upcast_dtypes
 from megalite.launch.ranks import LaunchError
 from megalite.parallel.comm import gather_texts
 from megalite.parallel.mesh import Axis
 
 EQUAL = ("megalite", "python", "torch", "triton", "numpy", "options", "data")
-ALIKE = ("card", "driver", "nccl", "kernel", "environment")
+ALIKE = ("card", "driver", "nccl", "kernel", "in fp32", "environment")
 SHOWN = 12  # lines of a fact
 # reasons of a low clock that protect the card, not a setting of somebody (nvml.h, nvmlClocksEventReason*)
 THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
@@ -61,6 +62,7 @@ def facts_of_machine(device: torch.device) -> Facts:
         "numpy": np.__version__,
         "nccl": _installed("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
         "kernel": platform.release(),
+        "in fp32": "\n".join(map(str, upcast_dtypes(device.type))),
         "environment": environment.of_libraries(),
         **{name: str(fact) for name, fact in read(Card(device).facts).items()},
     }
