@@ -63,7 +63,7 @@ def test_every_command_is_read_by_its_program(command: Command, tmp_path: Path, 
         assert rest[0] == "install" and asked and all(extra in known for extra in asked)
         return
     if program in ("kubectl", "sky"):
-        assert yaml.safe_load((ROOT / rest[-1]).read_text())
+        assert all(yaml.safe_load_all((ROOT / rest[-1]).read_text()))
         return
     if rest[:2] == ["-m", "pytest"] or (program == "bash" and not rest[0].startswith("examples/launch/")):
         files = [word for word in rest if word.endswith((".py", ".sh"))]

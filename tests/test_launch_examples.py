@@ -7,11 +7,13 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import programs
@@ -25,6 +27,7 @@ from megalite.config.cli import take_apart
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "examples/launch"
 SRUN = """echo "srun $*" >>"$NOTES"; while [[ $1 == --* ]]; do shift; done; exec "$@" """
+GETENT = """echo 127.0.0.1"""  # every name is this node's, so that it is the first
 SCONTROL = """echo "scontrol $*" >>"$NOTES"; [ "$1 $2" != "show hostnames" ] || printf 'node-a\\nnode-b\\n'"""
 TORCHRUN = """echo "torchrun $*" >>"$NOTES"; echo "grace $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>"$NOTES"; while [[ $1 == --* ]]; do shift; done
 if [ -n "${LEAVES:-}" ]; then mkdir -p "$3"; printf '%s' "$LEAVES" >"$3/status.json"; exit "${CODE:-1}"; fi
@@ -37,7 +40,7 @@ while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
     """The environment of a job."""
-    for name, script in {"srun": SRUN, "scontrol": SCONTROL, "torchrun": TORCHRUN}.items():
+    for name, script in {"srun": SRUN, "scontrol": SCONTROL, "torchrun": TORCHRUN, "getent": GETENT}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -167,27 +170,105 @@ def test_a_job_and_how_it_ends(tmp_path: Path, cluster: dict[str, str], case: st
     assert job.returncode == {"done": 0, "no data": 1}.get(case, 75), out
 
 
-def test_kubernetes_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
-    job = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    pod = worker["template"]["spec"]
+def test_a_node_waits_for_the_first_one(tmp_path: Path, cluster: dict[str, str]) -> None:
+    """torchrun gives it 60 s, and pods come when their images are there."""
+    (tmp_path / "getent").write_text("#!/bin/sh\necho 192.0.2.7\n")  # an address of another machine
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {**cluster, "LEAVES": leaves("done"), "CODE": "0", "FIRST": "localhost", "PORT": str(port)}
+    with script("torchrun.sh", str(tmp_path / "run"), "--lr", "1", env=env) as job:
+        time.sleep(3)
+        assert job.poll() is None and not (tmp_path / "notes").exists()
+        with socket.create_server(("127.0.0.1", port)):
+            out, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and f"waits up to 900 s for the first node, localhost:{port}" in out
+    assert notes(env, "torchrun")
+    with script("torchrun.sh", str(tmp_path / "run"), env=env | {"START_WITHIN": "2"}) as job:
+        assert job.wait(timeout=60) == 0  # torchrun itself says that nobody is there
+    (tmp_path / "getent").write_text("#!/bin/sh\nhostname -I | tr ' ' '\\n'\n")  # of this machine
+    with script("torchrun.sh", str(tmp_path / "run"), env=env) as job:
+        out, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and "waits" not in out
+
+
+def job_of(name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The Job (batch/v1) that a manifest comes to, with what Kubeflow Trainer 2.3 does (pkg/runtime/framework/plugins:
+    torch/torch.go and jobset/builder.go), and the environment that its second pod has from the cluster."""
+    documents = {one["kind"]: one for one in yaml.safe_load_all((LAUNCH / name).read_text())}
+    pod = {"JOB_COMPLETION_INDEX": "1"}
+    if "JobSet" in documents:
+        assert documents["JobSet"]["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+        [replicated] = documents["JobSet"]["spec"]["replicatedJobs"]
+        assert replicated["replicas"] == 1
+        return replicated["template"]["spec"], pod
+    assert {one["apiVersion"] for one in documents.values()} == {"trainer.kubeflow.org/v1alpha1"}
+    runtime, train_job = documents["TrainingRuntime"], documents["TrainJob"]
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": runtime["metadata"]["name"]}
+    assert train_job["spec"]["runtimeRef"] == reference
+    assert "torch" in runtime["spec"]["mlPolicy"] and "trainer.kubeflow.org/framework" in runtime["metadata"]["labels"]
+    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    template, trainer = replicated["template"], train_job["spec"]["trainer"]
+    assert replicated["name"] == "node" and template["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
+    [container] = [one for one in template["spec"]["template"]["spec"]["containers"] if one["name"] == "node"]
+    container |= {name: trainer[name] for name in ("command", "args", "env")}
+    container["resources"] = trainer["resourcesPerNode"]
+    nodes, own = trainer["numNodes"], train_job["metadata"]["name"]
+    pod |= {"PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1"}
+    pod |= {"PET_MASTER_ADDR": f"{own}-node-0-0.{own}", "PET_MASTER_PORT": "29500"}
+    assert not pod.keys() & {one["name"] for one in container["env"]}  # which Trainer refuses
+    return template["spec"] | {"completions": nodes, "parallelism": nodes, "completionMode": "Indexed"}, pod
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "jobset.yaml"])
+def test_kubernetes_starts_it(name: str, tmp_path: Path, cluster: dict[str, str], monkeypatch) -> None:
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    job, given = job_of(name)
+    pod = job["template"]["spec"]
     [container] = pod["containers"]
     user = re.findall(r"^USER (\d+):(\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[-1]
     assert pod["securityContext"] == {"runAsNonRoot": user[0] != "0", "fsGroup": int(user[1])}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert not take_apart(container["args"]).problems
     own = {one["name"]: one["value"] for one in container["env"]}
-    assert own["NPROC"] == job["spec"]["nprocPerNode"] == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert worker["restartPolicy"] == "ExitCode" and 128 <= int(own["AGAIN"]) <= 255
-    pets = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "megalite-worker-0:23456"}  # what the operator sets
-    for outcome, code in (("requeue", int(own["AGAIN"])), ("preflight", 1)):
-        env = {**cluster, **own, **pets, "LEAVES": leaves(outcome)}
+    assert own["NPROC"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert (job["completionMode"], job["completions"]) == ("Indexed", job["parallelism"])
+    assert int(own["NNODES"].rpartition(":")[2]) == job["completions"]
+    grace = int(dict(re.findall(r"(GRACE):-(\d+)", (LAUNCH / "torchrun.sh").read_text()))["GRACE"])
+    assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] > grace
+
+    disrupted, final = job["podFailurePolicy"]["rules"]
+    assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    assert final["action"] == "FailJob" and final["onExitCodes"]["operator"] == "In"
+    assert final["onExitCodes"]["containerName"] == container["name"]
+    codes = {}
+    for outcome in ("done", "requeue", "preflight"):
+        env = {**cluster, **own, **given, "LEAVES": leaves(outcome), "CODE": "0" if outcome == "done" else "1"}
         command = [word.replace("/checkpoints", str(tmp_path)) for word in container["command"]]
-        done = subprocess.run([*command, *container["args"]], cwd=ROOT, env=env, timeout=30)
-        assert done.returncode == code
+        codes[outcome] = subprocess.run([*command, *container["args"]], cwd=ROOT, env=env, timeout=30).returncode
+        (tmp_path / "run/status.json").unlink()
+    values = final["onExitCodes"]["values"]
+    assert codes["done"] == 0 and codes["requeue"] not in {0, *values} and codes["preflight"] in values
+    assert not {137, 143} & {*values}  # killed, as when memory is short: a crash, which is worth another start
     line = notes(cluster, "torchrun")[0]
-    assert "--nnodes=1:2 --nproc-per-node=8 " in line and "--rdzv-endpoint=megalite-worker-0:23456 " in line
+    assert "--nnodes=1:2 --nproc-per-node=8 " in line and "--rdzv-endpoint=megalite-node-0-0.megalite:29500 " in line
+    for variable, value in given.items():  # torchrun reads PET_... too
+        monkeypatch.setenv(variable, value)
+    config, _, _ = config_from_args(get_args_parser().parse_args(line.split()[1:]))
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 2, 8)
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "megalite-node-0-0.megalite:29500")
+
+
+def test_both_ways_on_kubernetes_start_the_same_pods() -> None:
+    (of_trainer, _), (of_jobset, _) = job_of("kubernetes.yaml"), job_of("jobset.yaml")
+    containers = [job["template"]["spec"].pop("containers")[0] for job in (of_trainer, of_jobset)]
+    assert of_trainer == of_jobset
+    ports, env = containers[1].pop("ports"), containers[1]["env"].pop(0)
+    assert containers[0] == containers[1]
+    # which Trainer adds
+    assert ports == [{"containerPort": 29500}] and env == {"name": "FIRST", "value": "megalite-node-0-0.megalite"}
 
 
 def skypilot(folder: Path) -> tuple[str, dict[str, str]]:

@@ -1,12 +1,17 @@
 """tools/plan.py as users type it."""
 
+import argparse
 import io
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import documents
 import programs
@@ -16,12 +21,16 @@ from test_runs import typed
 from train_cases import config_from
 
 from megalite.config.check import check
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.cluster import cluster as plan_cluster
 from megalite.plan.cluster import default_profile
 from tools import plan, plot
+from tools.planning import ask
 
 SHAPE = "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000".split()
 BATCH = "--global-batch-size 32 --num-gpus 16".split()
 ROOT = Path(__file__).resolve().parent.parent
+PLACEHOLDERS = "--lr 1e-4 --train-iters 10 --micro-batch-size 1".split()
 
 
 def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +49,7 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
         assert not check(config, 16)
     assert len(found["plans"]) == 3 and found["plans"][0]["world"] == 16
     assert len({(one["layout"]["tp"], one["layout"]["pp"], one["layout"]["zero"]) for one in found["plans"]}) == 3
-    assert re.search(r"layouts: [\d,]+ cannot be built, .* here 3 of \d", text)
+    assert re.search(r"layouts: [\d,]+ cannot be built, .* here 3 of \d", " ".join(text.split()))
     assert re.search(r"time +\S+ minutes at \S+ tokens/s \(.* minutes to .* minutes by an error of 15%\)", text)
     for one in found["plans"]:
         least = min(p["fastest"]["seconds"] for p in found["plans"])
@@ -51,7 +60,11 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
         assert one["peak"] == max(sum(held.values()) for held in one["memory"]) <= found["usable_memory"]
     assert found["command"][-1] == str(-(-2 * 10**9 // (32 * 1024)))
     drawn = picture.read_text()
-    assert drawn.startswith("<?xml") and "parameters on 16 h100: memory of the best" in drawn
+    assert (
+        drawn.startswith("<?xml")
+        and "parameters on 16 h100" in drawn
+        and "Planned memory of each pipeline rank" in drawn
+    )
     plot.main(["plan", str(file), "--out", str(tmp_path / "again.png"), "--narrow"])
     assert (tmp_path / "again.png").read_bytes()[:4] == b"\x89PNG"
     plot.main(["plan", str(file), "--show", "layout", "--out", str(tmp_path / "layout.svg")])
@@ -87,6 +100,103 @@ def test_questions_lead_to_the_plan_of_their_answers(tmp_path: Path, monkeypatch
     assert config_from(["--config", str(toml)]) == config_from(one["command"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("tiny\ncpu\n1\n"))
     assert plan.main(["--ask", *words, str(asked)]) == 0 and "on 1 devices" in capsys.readouterr().out
+
+
+def asked_in_words(folder: Path, *answers: str, terminal: bool = False) -> tuple[str, dict[str, Any]]:
+    """What `plan.py --ask` says to these answers and to none for the rest, and the plan."""
+    words = ["tools/plan.py", "--ask", "--precision", "bf16", "--top", "1", "--json", str(folder / "plan.json")]
+    text = "".join(f"{answer}\n" for answer in answers)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": ROOT}
+    if not terminal:
+        done = programs.run([sys.executable, *words], input=text.encode(), timeout=200, **pipes)
+        out = done.stdout
+    else:
+        ours, theirs = pty.openpty()
+        process = programs.Popen([sys.executable, *words], stdin=theirs, **pipes)
+        os.close(theirs)
+        os.write(ours, text.encode() + b"\n" * 8)
+        out, _ = process.communicate(timeout=200)
+        os.close(ours)
+        done = process
+    said = out.decode()
+    assert done.returncode == 0, said
+    return said, json.loads((folder / "plan.json").read_text())
+
+
+SMALL_ANSWERS = ("4x512x4", "2xh100", "1K", "64")  # model, device, sequence, batch
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+def test_answers_are_read_as_people_write_them(tmp_path: Path, terminal: bool) -> None:
+    said, found = asked_in_words(tmp_path, "4x512x4", "16xh100", "1K", "1M", "100B", "16", terminal=terminal)
+    assert found["cluster"] == {"device": "h100", "nodes": 2, "per_node": 8}
+    assert found["tokens"] == 100 * 10**9 and "How many of them" not in said and "limit 16 days" in said
+    words = found["command"]
+    assert words[words.index("--seq-length") + 1] == "1024" and words[words.index("--global-batch-size") + 1] == "976"
+    for line in (
+        "a Llama of 4x512x4",
+        "16 x h100",
+        "1,024 tokens",
+        "976 sequences",
+        "100,000,000,000 tokens",
+        "16 days",
+    ):
+        assert f"  that is {line}\n" in said, line
+
+
+def test_plain_answers_are_not_read_back(tmp_path: Path) -> None:
+    said, found = asked_in_words(tmp_path, "tiny", "h100", "8", "512", "1,024", "x", "2000000000", "30 days")
+    assert "that is" not in said and "'x' is not a number of tokens; write it as 300B or 15.6T" in said
+    assert found["cluster"]["nodes"] == 1 and found["tokens"] == 2 * 10**9
+    words = found["command"]  # of tiny, which has 256
+    assert words[words.index("--max-position-embeddings") + 1] == words[words.index("--seq-length") + 1] == "512"
+
+
+@pytest.mark.parametrize(
+    ("answers", "cluster"),
+    {
+        ("16",): ("h100", 2, 8),  # of the device that is the default
+        ("2x8xH100",): ("h100", 2, 8),
+        ("h100:8",): ("h100", 1, 8),
+        ("4 a100s",): ("a100", 1, 4),
+        ("H100", "16xh200"): ("h200", 2, 8),
+        ("b200", "4x4"): ("b200", 4, 4),
+        ("b200", "12", "b200", "16"): ("b200", 2, 8),
+    }.items(),
+)
+def test_devices_in_words(answers: Sequence[str], cluster: tuple[str, int, int], monkeypatch, capsys) -> None:
+    args = argparse.Namespace()
+    lines = [*SMALL_ANSWERS[:1], *answers, *SMALL_ANSWERS[2:]]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    words = ask.answers(args)
+    made = plan_cluster(args.device, args.num_gpus, args.gpus_per_node)
+    assert (made.device.name, made.nodes, made.per_node) == cluster
+    assert words[-4:] == ["--seq-length", "1024", "--global-batch-size", "64"]
+    asked_again = capsys.readouterr().out.count("write it as") + ("12" in answers)
+    assert asked_again == (2 if "12" in answers else 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    {
+        "16": (16, "days"), "2 weeks": (14, "days"), "20k $": (20000, "$"), "$20,000": (20000, "$"), "none": None
+    }.items(),
+)  # fmt: skip
+def test_limits_in_words(text: str, read: object) -> None:
+    assert ask.limit(text) == read
+
+
+def test_a_model_is_known_by_its_size() -> None:
+    """8B, 70B and so on, beside the parameters that the trainer counts."""
+    for text, wanted in (("1B", 1e9), ("8b", 8e9), ("70B", 70e9), ("100 billion", 100e9), ("405B", 405e9)):
+        model = config_from([*ask.model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]).model
+        made = Arrangement(config_from([*ask.model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]), 1, 128256)
+        assert made.parameters == pytest.approx(wanted, rel=0.08), text
+        assert model.hidden_size == 128 * model.num_attention_heads and model.num_attention_heads % 8 == 0
+    assert ask.model("Llama 3 8B") == ask.model("llama3-8b") == ["--preset", "llama3-8b"]
+    for text, rule in (("1M", "no usual sizes"), ("llama-8b", "did you mean llama3-8b?"), ("16xh100", "no preset")):
+        with pytest.raises(ValueError, match=re.escape(rule)):
+            ask.model(text)
 
 
 def test_a_batch_that_grows_is_planned_as_what_it_becomes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,6 +115,7 @@ def facts_of(run: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
         memory_there=memory_there(device),
         vocab_size=run.vocab_size,
         devices=ranks.world,
+        per_node=ranks.local_world,
         threads=torch.get_num_threads(),
         cores=cores() if device.type == "cpu" else None,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",

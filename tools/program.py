@@ -91,10 +91,14 @@ def run_program(main: Main) -> NoReturn:
     sys.exit(as_command(lambda: main(sys.argv[1:]) or 0))
 
 
+MOST_DIGITS = 18
+
+
 def positive(text: str) -> int:
     """A number of argparse that is 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if len(text) > MOST_DIGITS or not text.isdecimal() or int(text) < 1:
+        shown = text if len(text) <= MOST_DIGITS else f"{text[:MOST_DIGITS]}..."
+        raise argparse.ArgumentTypeError(f"{shown!r} is not a number above 0")
     return int(text)
 
 

@@ -2,7 +2,8 @@
 
 The caller gives shares of time by the names of causes.toml, measured (a run's report, tools/benchmark.py) or predicted
 (tools/plan.py). The cause named is the one that is farthest above its `worth`, the share from which it is mentioned; if
-none is above, it is the computation itself. The figure of a remedy is planned, for the same run with another option.
+none is above, it is the computation itself. A remedy is only what the run at hand can change. The figure of a remedy is
+planned, for the same run with another option.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megalite.config.check import check
+from megalite.config.options import Config
 from megalite.config.tables import table_beside
 from megalite.plan.arrangement import Arrangement
 
@@ -19,7 +21,6 @@ class Cause(NamedTuple):
 
     what: str
     worth: float
-    remedy: str
 
 
 CAUSES = {name: Cause(**known) for name, known in table_beside(__file__, "causes").items()}
@@ -37,14 +38,124 @@ def limit_of(shares: Mapping[str, float]) -> str:
     return worst if above.get(worst, 0.0) >= 1 else max(COMPUTING, key=lambda name: shares.get(name, 0.0))
 
 
-def sentence(cause: str, share: float, figures: str = "", of: str = "a step") -> str:
+def sentence(cause: str, share: float, remedy: str, figures: str = "", of: str = "a step") -> str:
     """Say the share of a cause and its remedy. `figures`: more that is known about either.
 
-    >>> sentence("evaluation", 0.3, of="the run")
-    'evaluation takes 30.0% of the run: evaluate less often (--eval-interval), or fewer batches (--eval-iters)'
+    >>> sentence("evaluation", 0.3, "evaluate less often (--eval-interval)", of="the run")
+    'evaluation takes 30.0% of the run: evaluate less often (--eval-interval)'
     """
     known = f" ({figures})" if figures else ""
-    return f"{CAUSES[cause].what} takes {share:.1%} of {of}{known}: {CAUSES[cause].remedy}"
+    return f"{CAUSES[cause].what} takes {share:.1%} of {of}{known}: {remedy}"
+
+
+def remedy(cause: str, plan: Arrangement, per_node: int, background_saves: bool = False) -> str:
+    """Return what this run can change about a cause.
+
+    Args:
+        per_node: ranks of a node, by which a group of ranks is within one or needs the network.
+        background_saves: the run saves in the background already.
+    """
+    c = plan.config
+    larger_batch = "more micro-batches per step (a larger --global-batch-size)"
+    match cause:
+        case "data":
+            files = "put --data-path and --data-cache-path on a faster disk, or " * (
+                not c.data.mock_data and c.data.dataset is None
+            )
+            return f"{files}leave a processor free for the thread that reads"
+        case "checkpoint":
+            return "save less often" + ", or in the background (--asynchronous-save on)" * (not background_saves)
+        case "bubble":
+            chunks = plan.pp * (plan.chunks + 1) <= c.model.num_layers
+            return _use(
+                f"{larger_batch[:-1]}, or less dp)" if plan.dp > 1 else larger_batch,
+                "--split-backward" * (not c.parallel.split_backward),
+                "more chunks (--num-virtual-stages-per-pipeline-rank)" * chunks,
+            )
+        case "communication":
+            shown = "" if c.operations.log_straggler else " (--log-straggler)"
+            slower = f"one rank {{}} slower than the others{shown}"
+            used = _use(
+                larger_batch * (plan.dp > 1),
+                *(_nearer_or_smaller(axis, plan, per_node) for axis in OPTIONS),
+                _larger_micro_batches(plan) * any(getattr(plan, axis) > 1 for axis in OPTIONS),
+                _gradients_in_bf16(plan),
+            )
+            return f"{used}; or {slower.format('is')}" if used else slower.format("may be")
+        case "tp" | "cp":
+            return _use(_nearer_or_smaller(cause, plan, per_node), _larger_micro_batches(plan)) or NOTHING
+        case "dp":
+            return _use(larger_batch, _gradients_in_bf16(plan), _faster_network("dp", plan, per_node))
+        case "pp":
+            slow = "a stage is slower than its FLOPs say, or messages are slow (megalite bench comm measures them)"
+            fewer = f"fewer stages{' or chunks' * (plan.chunks > 1)}"
+            return f"{slow}: {_use(fewer, _faster_network('pp', plan, per_node))}"
+        case "ranks":
+            return "look at its device (megalite cluster)"
+        case "optimizer":
+            shared = c.parallel.shared_out > 0
+            sharing = "more dp ranks to share the update" if shared else "--use-distributed-optimizer" * (plan.dp > 1)
+            return _use("a larger --global-batch-size", sharing)
+        case "evaluation":
+            fewer = ", or fewer batches (--eval-iters)" * (c.train.eval_iters != 1)
+            return f"evaluate less often (--eval-interval){fewer}"
+        case "start-up":
+            return "the run was short; a longer one pays for it"
+        case "fixed costs":
+            return "use a larger batch, or a larger model"
+        case "other":
+            slow = "use a larger --log-interval, fewer checks, or a faster disk for logs"
+            return f"{slow}; a profile (--profile) shows what it is"
+        case "recompute":
+            return "recompute less, as far as memory allows"
+        case "kernels":
+            return _use(_larger_micro_batches(plan) or "larger micro-batches, with a larger --global-batch-size")
+    return "use faster kernels, more devices, or a smaller model; waits do not limit it"
+
+
+NOTHING = "nothing that this run can choose changes it"
+OPTIONS = {
+    "tp": "parallel__tensor_model_parallel_size",
+    "cp": "parallel__context_parallel_size",
+    "ep": "parallel__expert_model_parallel_size",
+}
+
+
+def _use(*ways: str) -> str:
+    """
+    >>> _use("a", "", "b"), _use("a", "b", "c"), _use("")
+    ('use a or b', 'use a, b, or c', '')
+    """
+    *some, last = [way for way in ways if way] or [""]
+    if len(some) > 1:
+        return f"use {', '.join(some)}, or {last}"
+    return f"use {' or '.join([*some, last])}" if last else ""
+
+
+def _is_inside(axis: str, plan: Arrangement, per_node: int) -> bool:
+    """Whether no group of this axis needs the network."""
+    return len({rank // per_node for rank in plan.mesh_of(0).axis(axis).ranks}) == 1
+
+
+def _nearer_or_smaller(axis: str, plan: Arrangement, per_node: int) -> str:
+    if (size := getattr(plan, axis)) == 1:
+        return ""
+    if not _is_inside(axis, plan, per_node):
+        return f"{axis} within a node"
+    return f"a smaller {axis}" * _allows(plan, **{OPTIONS[axis]: size // 2})
+
+
+def _larger_micro_batches(plan: Arrangement) -> str:
+    return "larger micro-batches" * _allows(plan, train__micro_batch_size=2 * plan.config.train.micro_batch_size)
+
+
+def _gradients_in_bf16(plan: Arrangement) -> str:
+    reduces = plan.dp * plan.cp > 1 and plan.config.precision.bf16
+    return "--grad-reduce-in-bf16" * (reduces and not plan.config.parallel.grad_reduce_in_bf16)
+
+
+def _faster_network(axis: str, plan: Arrangement, per_node: int) -> str:
+    return "" if _is_inside(axis, plan, per_node) else "a faster network"
 
 
 def in_order(shares: Mapping[str, float]) -> str:
@@ -61,15 +172,24 @@ def too_few_cores(ranks: int, threads: int, cores: int) -> str:
     return f"{shared}, so a wait for other ranks may be a wait for a core"
 
 
-def with_options(plan: Arrangement, **options: Any) -> Arrangement | None:
-    """The same run with other options, named "section__name"; None if they contradict each other."""
+def _changed(plan: Arrangement, **options: Any) -> Config:
+    """The configuration with other options, named "section__name"."""
     config = plan.config
     for name, value in options.items():
         section, _, option = name.partition("__")
         config = replace(config, **{section: replace(getattr(config, section), **{option: value})})
-    if check(config, plan.world):
+    return config
+
+
+def _allows(plan: Arrangement, **options: Any) -> bool:
+    return not check(_changed(plan, **options), plan.world)
+
+
+def with_options(plan: Arrangement, **options: Any) -> Arrangement | None:
+    """The same run with other options, named "section__name"; None if they contradict each other."""
+    if not _allows(plan, **options):
         return None
-    other = replace(plan, config=config)
+    other = replace(plan, config=_changed(plan, **options))
     try:
         _ = other.stages
     except ValueError:

@@ -3,6 +3,7 @@ are a pure function of the samples consumed."""
 
 import dataclasses
 import itertools
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -72,6 +73,42 @@ def test_what_nobody_asks_for_is_not_computed() -> None:
     made = arrange(config_from([*SMALL, "--train-iters", "2"]), 1, 93)
     assert {"holdings", "bubble", "activations", "in_flight"}.isdisjoint(vars(made))
     assert made.bubble == 0.0 and "bubble" in vars(made) and "holdings" not in vars(made)
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "mark"),
+    [
+        ("--zero-stage 3", "stage 3: dp shares out optimizer, gradients, weights\n", "3 <- here  "),
+        (
+            "--zero-stage 3 --num-distributed-optimizer-instances 2",
+            "stage 3: dp shares out optimizer, gradients, weights within each of 2 replicas of 4 ranks\n",
+            "3 <- here, in 2 replicas ",
+        ),
+        (
+            "--cp 2 --num-distributed-optimizer-instances 4",
+            "stage 1: dp x cp shares out optimizer within each of 4 replicas of 2 ranks\n",
+            "1 <- here, in 4 replicas ",
+        ),
+        (
+            "--zero-stage 2 --num-distributed-optimizer-instances 4 --outer-dp-sharding-strategy optim",
+            "stage 2: dp shares out optimizer, gradients within each of 4 replicas of 2 ranks, "
+            "which share out the optimizer once more\n",
+            "2 <- here, in 4 replicas ",
+        ),
+        (
+            "--num-distributed-optimizer-instances 8",
+            "stage 1: dp shares out optimizer within each of 8 replicas of 1 rank\n",
+            "1 <- here, in 8 replicas ",
+        ),
+        ("--zero-stage 0 --num-distributed-optimizer-instances 2", "stage 0: dp shares out nothing\n", "0 <- here  "),
+    ],
+)
+def test_a_dry_run_tells_the_replicas_of_hybrid_sharding(words: str, line: str, mark: str, capsys) -> None:
+    flags = [*SMALL, "--train-iters", "2", "--global-batch-size", "16", "--nproc", "8", "--dry-run", *words.split()]
+    assert pretrain_gpt.main(flags) == Exit.DONE
+    text = capsys.readouterr().out
+    assert re.search(r"^ZeRO {2,}(.*\n)", text, re.MULTILINE)[1] == line
+    assert f"\n{mark}" in text
 
 
 @pytest.mark.parametrize("backward", ["", "--split-backward"])

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from test_step import build
-from train_cases import SMALL
+from train_cases import SMALL, config_from
 from whole_runs import pretrain
 
 from megalite.parallel.clock import NOTHING, Clock
 from megalite.plan.advice import CAUSES, COMPUTING, limit_of, too_few_cores
+from megalite.plan.arrangement import Arrangement, arrange
 from megalite.train.step import train_step
 from megalite.train.tell.report import advise, make, read_past, summary, useful_seconds
 from megalite.train.tell.timers import COMPUTE, PHASES, Phases
@@ -180,12 +181,66 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
 ADVICE = tables.read("train/cases")["advice"]
 
 
+def planned(*words: str, world: int = 4) -> Arrangement:
+    small = (
+        SMALL if "--mock-data" in words else [word for word in SMALL if word != "--mock-data"] + ["--data-path", "x"]
+    )
+    return arrange(
+        config_from([*small, *(word for word in words if word != "--mock-data"), "--train-iters", "9"]), world, 93
+    )
+
+
+TALK = {"forward": 20, "backward": 30, "communication": 50}
+RAISE = "--global-batch-size"
+
+
+CHANGES: dict[str, tuple[str, int, dict[str, float], tuple[str, ...], tuple[str, ...]]] = {
+    "tp 2 on one machine": ("--tp 2", 4, TALK, ("a smaller tp", RAISE, "--log-straggler"), ("within a node", "cp")),
+    "all of the ranks are tp's": ("--tp 4", 4, TALK, ("a smaller tp", "larger micro-batches"), (RAISE, "bf16")),
+    "tp over machines": ("--tp 4", 2, TALK, ("tp within a node",), ("a smaller tp", RAISE)),
+    "no tp": ("", 2, TALK, (RAISE,), ("tp", "larger micro-batches", "bf16")),
+    "stragglers are logged": ("--log-straggler", 2, TALK, ("one rank is slower",), ("--log-straggler",)),
+    "no tp, bf16": ("--bf16", 2, TALK, (RAISE, "--grad-reduce-in-bf16"), ("tp",)),
+    "sums in bf16 already": ("--bf16 --grad-reduce-in-bf16", 2, TALK, (RAISE,), ("--grad-reduce-in-bf16",)),
+    "cp": ("--cp 2", 4, TALK, ("a smaller cp",), ("tp", "within a node")),
+    "cp over machines": ("--cp 2 --tp 2", 2, TALK, ("a smaller tp", "cp within a node"), ("tp within",)),
+    "experts": ("--num-experts 4 --ep 4", 4, TALK, ("a smaller ep",), ("tp", "within a node")),
+    "experts over machines": ("--num-experts 4 --ep 4", 2, TALK, ("ep within a node",), ("a smaller ep",)),
+    "a split backward": ("--pp 2 --split-backward", 4, {"bubble": 50}, (RAISE, "less dp"), ("--split-backward",)),
+    "pp alone": ("--pp 4", 4, {"bubble": 50}, (RAISE, "--split-backward"), ("less dp", "--num-virtual")),
+    "chunks": ("--pp 2", 4, {"bubble": 50}, ("--num-virtual-stages-per-pipeline-rank",), ()),
+    "generated data": ("--mock-data", 4, {"data": 50}, ("leave a processor free",), ("disk", "--data-path")),
+    "saves in the background": ("", 4, {"checkpoint": 50}, ("save less often",), ("--asynchronous-save",)),
+    "one batch of evaluation": ("", 4, {"evaluation": 50}, ("--eval-interval",), ("--eval-iters",)),
+    "an update that all do": (
+        "--no-use-distributed-optimizer",
+        4,
+        {"optimizer": 50},
+        ("--use-distributed-optimizer",),
+        ("more dp",),
+    ),
+    "an update of one rank": ("--tp 4 --no-use-distributed-optimizer", 4, {"optimizer": 50}, (RAISE,), (" or ",)),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_advice_is_what_this_layout_can_change(case: str) -> None:
+    words, per_node, shares, has, has_not = CHANGES[case]
+    plan = planned(*words.split())
+    work = WORK | {"background_saves": "background" in case, "planned_bubble": ""}
+    _, advice = advise(shares, work, plan, per_node)
+    remedy = advice.partition(": ")[2]
+    assert all(part in remedy for part in has), remedy
+    assert not [part for part in has_not if re.search(rf"(?<![\w-]){re.escape(part.strip())}(?!\w)", remedy)], remedy
+
+
 @pytest.mark.parametrize("bottleneck", ADVICE)
 def test_the_bottleneck_is_named_with_advice(bottleneck: str) -> None:
     percent, words = ADVICE[bottleneck]
-    named, advice = advise(percent, WORK)
+    plan = planned("--pp", "2", "--bf16")
+    named, advice = advise(percent, WORK, plan, 4)
     assert named == bottleneck and words in advice
-    made = make(percent, WORK | {"unlike": "the run ended as hang"}, None)
+    made = make(percent, WORK | {"unlike": "the run ended as hang"}, None, plan, 4)
     assert made["bottleneck"] is None and summary(made)["bottleneck"] == "not told: the run ended as hang"
 
 
@@ -206,7 +261,8 @@ def test_ranks_that_share_cores_wait_for_these() -> None:
 
 
 def test_a_price_gives_a_cost() -> None:
-    made = make({"forward": 30.0, "other": 10.0}, WORK | {"price_per_gpu_hour": 2.0}, None)
+    plan = planned("--pp", "2")
+    made = make({"forward": 30.0, "other": 10.0}, WORK | {"price_per_gpu_hour": 2.0}, None, plan, 4)
     assert made["percent"] == {"forward": 75.0, "other": 25.0} and made["tokens_per_s"] == 20.0
     run = made["run"]
     assert run["gpu_hours"] == pytest.approx(4 * 40 / 3600) and run["cost"] == pytest.approx(8 * 40 / 3600)
@@ -215,7 +271,7 @@ def test_a_price_gives_a_cost() -> None:
     assert told["time went to"] == "forward 75.0 %, other 25.0 %; of the process's 00:00:40"
     assert "per million" in told["cost"]
     assert told["goodput"].startswith("0.0 % of 00:00:40 in 1 process: steps that count, with their waits, ")
-    assert "cost" not in summary(make({"forward": 30.0}, WORK, None))
+    assert "cost" not in summary(make({"forward": 30.0}, WORK, None, plan, 4))
 
 
 # ---- names in a profile

@@ -138,7 +138,8 @@ def advise(lost: Mapping[str, float], run: Measured, plan: Arrangement) -> str:
     if run.get("cores") and (shared := advice.too_few_cores(run["devices"], run["threads"], run["cores"])):
         return f"none: {shared}"
     limit = advice.limit_of(lost)
-    return advice.sentence(limit, lost[limit], figures_of(limit, lost[limit], run, plan))
+    remedy = advice.remedy(limit, plan, run.get("per_node", run["devices"]))  # figures of before have none
+    return advice.sentence(limit, lost[limit], remedy, figures_of(limit, lost[limit], run, plan))
 
 
 def figures_of(limit: str, share: float, run: Measured, plan: Arrangement) -> str:

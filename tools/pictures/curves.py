@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tools.pictures.canvas import MARKERS, SERIES, Picture, equal_edge, figure, ink, legend, short
+from tools.pictures.canvas import MARKERS, SERIES, WIDE, Picture, equal_edge, figure, ink, legend, short
 from tools.pictures.run import Point, Run, differences, thin
 
 if TYPE_CHECKING:
@@ -234,15 +234,19 @@ def verified(rows: "Sequence[Row]", layout: str, dtype: str) -> Picture:
         allowed = {row.step: row.tolerance for row in rows if row.kind == "gradient" or row.step == 0}
         edges = [(step + side, allowed[step]) for step in sorted(allowed) for side in (-0.3, 0.3)]
         how = dict(color=ink("ink"), linewidth=1.4, linestyle="--")
-        axis.plot([x for x, _ in edges], [y for _, y in edges], label="allowed, of gradients", **how)
+        axis.plot([x for x, _ in edges], [y for _, y in edges], label="allowed for gradients", **how)
         _log(axis)
         axis.set_ylim(bottom=floor)
         if equal:
             equal_edge(axis, floor)
         names = ["start" if not step else "eval" if step % 1 else f"{step:g}" for step in steps]
         axis.set_xticks(steps, names)
-        axis.set_xlabel("steps")
-        axis.set_ylabel("furthest apart, relative")
+        axis.set_xlabel(
+            "training step" + " (start: before the first; eval: the evaluation after a step)" * (width >= WIDE)
+        )
+        axis.set_ylabel("relative difference")
+        title = "Largest difference from one process" + ", by what is compared" * (width >= WIDE)
+        axis.set_title(title, loc="left", color=ink("ink"))
         legend(fig, axis, width)
         return fig
 

@@ -11,7 +11,14 @@ GIB = 2**30
 MOST_RANKS, MOST_PLANS = 32, 10
 HELD = ("weights", "gradients", "optimizer", "activations", "buffers")
 COLOURS = ("blue", "sky", "green", "orange", "purple")
-TIME = ("compute", "bubble", "tp", "pp", "dp", "optimizer")
+TIME = {  # part of a step: its name for a reader
+    "compute": "computation",
+    "bubble": "pipeline bubble",
+    "tp": "tp messages",
+    "pp": "pp messages",
+    "dp": "dp messages",
+    "optimizer": "update",
+}
 TIME_COLOURS = ("blue", "orange", "vermilion", "purple", "sky", "green")
 
 
@@ -33,24 +40,33 @@ def picture(data: Mapping[str, Any]) -> Picture:
         raise ValueError(f"no plan of tools/plan.py --json ({type(error).__name__}: {error})") from None
 
     def draw(width: float) -> Any:
-        heights = [0.9 + 0.24 * len(held), 0.9 + 0.3 * len(times)]
         narrow = width < WIDE
+        heights = [0.9 + 0.24 * len(held), 0.9 + (0.44 if narrow else 0.3) * len(times)]
         fig, (above, below) = figure(width, heights)
         _bars(above, held, HELD, COLOURS, [f"pp {n}" if narrow else f"pipeline rank {n}" for n, _ in memory])
         above.axvline(limit, color=ink("ink"), linewidth=1.2)
         above.axvline(usable, color=ink("ink"), linewidth=1.2, linestyle=(0, (4, 3)))
         above.set_xlim(0, 1.03 * max(limit, *map(sum, held)))
-        lines = "; dashed: usable" if narrow else f"; lines: usable (dashed) and whole memory of one {device}"
-        above.set_xlabel(f"GiB per rank{lines}")
-        _bars(below, times, TIME, TIME_COLOURS, [name.replace(" mb", "\nmb") if narrow else name for name in names])
+        limits = f"dashed: planned with; solid: all memory of one {device}"
+        above.set_xlabel("GiB per rank" + f" ({limits})" * (not narrow))
+        _bars(
+            below,
+            times,
+            [*TIME.values()],
+            TIME_COLOURS,
+            [name.replace(" mb", "\nmb") if narrow else name for name in names],
+        )
         ends = [sum(parts) for parts in times]
         how: dict[str, Any] = dict(fmt="none", ecolor=ink("ink"), elinewidth=1, capsize=2.5)
         below.errorbar(ends, range(len(ends)), xerr=list(zip(*abouts, strict=True)), **how)
-        below.set_xlabel("seconds of a step" + "; whiskers: most published ones were so near" * (not narrow))
-        best_of = "memory of the best" + f", {names[0]}" * (not narrow)
-        for axis, what in ((above, best_of), (below, "time by layout, the plainest of the fastest first")):
-            name = what if narrow else f"{title}: {what}"
-            axis.set_title(name, loc="left", color=ink("ink"), pad=52 if narrow else 24)
+        below.set_xlabel("seconds per step" + " (whiskers: error of most published steps)" * (not narrow))
+        for axis, what, more, lines in (
+            (above, "Planned memory", " of each pipeline rank in the first layout below", 1),
+            (below, "Predicted time", " of a step by layout, the recommended one first", 2),
+        ):
+            name = what if narrow else f"{what}{more}"
+            axis.set_title(name, loc="left", color=ink("ink"), pad=52 if narrow else 10 + 14 * lines)
+        fig.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold", color=ink("ink"))
         return fig
 
     caption = f"The best plan: {best['seconds']:.3f} s a step, MFU {best['mfu']:.1%}, {short(speed)} tokens/s."
@@ -88,5 +104,7 @@ def _bars(
     axis.set_yticks(range(len(rows)), names)
     as_rows(axis, values=True)
     axis.margins(y=0.01)
-    axis.legend(ncols=2 if axis.figure.get_figwidth() < WIDE else len(parts), loc="lower left")
-    axis.get_legend().set_bbox_to_anchor((0, 1.0))
+    narrow = axis.figure.get_figwidth() < WIDE
+    columns = 2 if narrow else 3 if len(parts) > 5 else len(parts)
+    axis.legend(ncols=columns, loc="lower right" if narrow else "lower left")
+    axis.get_legend().set_bbox_to_anchor((1 if narrow else 0, 1.0))

@@ -10,7 +10,7 @@ Rules of thumb say that they are, and whose: they are no part of the plan.
 import math
 
 from megalite.launch.machine import VARIABLES
-from megalite.plan.advice import in_order, limit_of, sentence
+from megalite.plan.advice import in_order, limit_of, remedy, sentence
 from megalite.plan.memory import LARGEST_ERROR
 from tools.planning.request import Request, problems_of
 from tools.planning.rules import MOST_EPOCHS, Budget
@@ -123,13 +123,14 @@ def warnings(request: Request, best: Planned, limit: float, budget: Budget, data
     return lines
 
 
-def bound(best: Planned) -> tuple[str, str]:
+def bound(best: Planned, per_node: int) -> tuple[str, str]:
     """(what limits the best plan, with all shares of its step; what would help)."""
     fixed = best.time.fixed
     parts = best.time.parts | {"optimizer": best.time.parts["optimizer"] - fixed, "fixed costs": fixed}
     shares = {name: seconds / best.time.seconds for name, seconds in parts.items()}
     limit = limit_of(shares)
-    return f"bound by {limit}: {in_order(shares)}", f"what would help: {sentence(limit, shares[limit])}"
+    helps = sentence(limit, shares[limit], remedy(limit, best.made, per_node))
+    return f"bound by {limit}: {in_order(shares)}", f"what would help: {helps}"
 
 
 def nccl(request: Request) -> list[str]:

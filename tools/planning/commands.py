@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import gc
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +142,12 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
     print(columns(show.memory_rows(best.memory, best.made)))
     if best.made.dp > 1:
         print(columns(stage_rows(best.made)))
-    _section("", [*advice.bound(best)])
+    _section("", [*advice.bound(best, c.per_node)])
     _section("warnings", advice.warnings(request, best, found.limit, budget, data_tokens))
     price, speed = args.price_per_gpu_hour, best.time.tokens_per_s
     _section("the whole run", show.budget_lines(budget, best.made, speed, c, price, data_tokens, predicted=True))
     if c.world > 1:
-        words = [line for text in links.in_words(c) for line in textwrap.wrap(text, 116)]
+        words = [line for text in links.in_words(c) for line in show.wrapped(text)]
         _section("links", [*columns(links.table(c)[: 1 + min(c.nodes, 2)]).splitlines(), *words])
     _section("NCCL", advice.nccl(request))
     print(f"\n{show.command(request, best.layout, _steps(budget, best.made))}")
@@ -162,7 +161,8 @@ def _steps(budget: Budget, made: Arrangement) -> int:
 
 def _section(title: str, lines: list[str]) -> None:
     if lines:
-        print("\n" + "\n".join([f"{title}:"] * bool(title) + [f"  {line}" for line in lines]))
+        shown = [part for line in lines for part in show.wrapped(line, "    ")]
+        print("\n" + "\n".join([f"{title}:"] * bool(title) + [f"  {part}" for part in shown]))
 
 
 def _write(args: argparse.Namespace, request: Request, found: Found, budget: Budget) -> None:

@@ -22,6 +22,8 @@ hours, money), and what its state takes on a device, by ZeRO stage and by size (
 True
 """
 
+import contextlib
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -73,18 +75,24 @@ def chinchilla(parameters: int) -> int:
     return TOKENS_PER_PARAMETER * parameters
 
 
-def quantity(text: str) -> int:
-    """A number with K, M, B or T behind it. Raises ValueError.
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+UNITS |= {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+NUMBER = r"\d[\d,_]*(?:\.\d+)?(?:e\d+)?"
 
-    >>> quantity("15.6T"), quantity("300B"), quantity("1000")
-    (15600000000000, 300000000000, 1000)
+
+def quantity(text: str) -> int:
+    """A number of tokens or parameters, mostly with K, M, B or T behind it. Raises ValueError.
+
+    >>> quantity("15.6T"), quantity("300B"), quantity("1000"), quantity("1e12")
+    (15600000000000, 300000000000, 1000, 1000000000000)
+    >>> quantity("100 b tokens"), quantity("1.5 billion"), quantity("2,000,000")
+    (100000000000, 1500000000, 2000000)
     """
-    sizes = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-    unit = sizes.get(text[-1:].upper(), 1)
-    try:
-        value = round(float(text[:-1] if unit > 1 else text) * unit)
-    except (ValueError, OverflowError):
-        value = 0
+    found = re.fullmatch(rf"({NUMBER})\s*([a-z]*?)(?:\s*(?:tokens|parameters))?", text.strip().lower())
+    value = 0
+    if found and found[2] in UNITS:
+        with contextlib.suppress(ValueError, OverflowError):
+            value = round(float(re.sub("[,_]", "", found[1])) * UNITS[found[2]])
     if value < 1:
         raise ValueError(f"{text!r} is not a number of tokens; write it as 300B or 15.6T")
     return value

@@ -6,7 +6,8 @@ bound        a time and a memory that no balance of its stages is below
 estimate     the arrangement with the stages that its run will have, its memory and its simulated step: of the lowest
              bounds, until the fastest is sure; then of the plainest that may be as good, until the best is sure; then
              of the lowest bound of other rows
-best         the plainest of those that cannot be told from the fastest, as published steps are off by TOLERANCE
+best         the plainest of those that cannot be told from the fastest, as published steps are off by TOLERANCE; where
+             it leaves less than ROOM of the memory free, the plainest that leaves more and takes no longer
 row          of one tp, pp, cp, ep and sharding the best, and the fastest
 """
 
@@ -14,7 +15,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,8 +41,9 @@ HOW_AGAIN: Mapping[str, Mapping[str, Any]] = {  # options of what is recomputed
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 TWINS = 3  # rows that are looked at without a sharded optimizer, too
-ALIKE = 0.02  # between bounds of a row: of those so close the plainest is simulated for it
+ALIKE = 0.02  # between seconds that are taken as equal: of bounds of a row so close the plainest is simulated for it
 MOST = 60  # plans that are simulated: a few tenths of a second each
+ROOM = 0.05  # of the memory that is planned with: with less left free, a layout may not fit, or not for the whole run
 USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what lies in pieces take the rest
 
 
@@ -136,6 +138,18 @@ class Planned(NamedTuple):
         return self.memory[self.fullest].peak
 
 
+class Bound(NamedTuple):
+    """What no balance of a layout's stages is below."""
+
+    seconds: float
+    peak: float
+    layout: Layout
+
+    def order(self, layers: int) -> tuple[int, float]:
+        """That of Found.order, of those that cannot be told from the fastest."""
+        return self.layout.moving_parts(layers), self.seconds
+
+
 class Choice(NamedTuple):
     """The plans that stand for one row."""
 
@@ -170,13 +184,30 @@ class Found:
         slow = plan.time.seconds > self.equal_s
         return slow, 0 if slow else plan.moving_parts, plan.time.seconds
 
+    @property
+    def plainest(self) -> Planned:
+        return min(self.plans, key=self.order)
+
+    def is_tight(self, peak: float) -> bool:
+        return peak > (1 - ROOM) * self.limit
+
+    def pick(self, plans: Sequence[Planned]) -> Planned:
+        """The best: the first in `order`, or if it is a tight fit the first that is none and takes no longer."""
+        first, *others = sorted(plans, key=self.order)
+        if not self.is_tight(first.peak):
+            return first
+        longest = (1 + ALIKE) * first.time.seconds
+        as_fast = (one for one in others if one.time.seconds <= longest and not self.is_tight(one.peak))
+        return next(as_fast, first)
+
     def choices(self) -> list[Choice]:
-        """The best first."""
+        """The best first, the others in order."""
         rows: dict[tuple[int, ...], list[Planned]] = defaultdict(list)
         for plan in self.plans:
             rows[plan.layout.row].append(plan)
-        found = [Choice(min(some, key=self.order), some[0]) for some in rows.values()]
-        return sorted(found, key=lambda one: self.order(one.best))
+        found = [Choice(self.pick(some), some[0]) for some in rows.values()]
+        best = self.pick([one.best for one in found])
+        return sorted(found, key=lambda one: (one.best is not best, self.order(one.best)))
 
     def refuse(self, problems: list[str], layouts: int = 1) -> None:
         self.impossible += layouts
@@ -252,35 +283,48 @@ def search(
         _estimate(layout, request, profile, found)
         tell(found.simulated, found.plans[0].time.seconds if found.plans else 0.0)
 
-    def fastest(of: list[tuple[float, Layout]]) -> None:
-        for bound, layout in of:
-            if found.simulated >= most or found.plans and bound >= found.plans[0].time.seconds:
+    def fastest(of: list[Bound]) -> None:
+        for bound in of:
+            if found.simulated >= most or found.plans and bound.seconds >= found.plans[0].time.seconds:
                 break
-            estimate(layout)
+            estimate(bound.layout)
 
     fastest(bounds)
     if proposes_stages(request):
         more = _shared_out(request, profile, found)
         fastest(more)
-        bounds = sorted([*bounds, *more], key=lambda one: one[0])
+        bounds = sorted([*bounds, *more], key=lambda one: one.seconds)
     if not found.plans:
         found.left = len(bounds) - len(looked_at)
         return found
-    found.left = sum(bound < found.plans[0].time.seconds and one not in looked_at for bound, one in bounds)
+    found.left = sum(one.seconds < found.plans[0].time.seconds and one.layout not in looked_at for one in bounds)
     layers = request.config.model.num_layers
-    equals = [(one.moving_parts(layers), bound, one) for bound, one in bounds if bound <= found.equal_s]
-    for parts, bound, layout in sorted(equals, key=lambda one: one[:2]):
-        best = found.choices()[0].best
-        if found.simulated >= most or (parts, bound) >= (best.moving_parts, best.time.seconds):
+    equals = sorted((one for one in bounds if one.seconds <= found.equal_s), key=lambda one: one.order(layers))
+    for one in equals:
+        if found.simulated >= most or one.order(layers) >= found.order(found.plainest)[1:]:
             break
-        if layout not in looked_at:
-            estimate(layout)
-    for bound, layout in bounds:
+        if one.layout not in looked_at:
+            estimate(one.layout)
+    if found.is_tight((plainest := found.plainest).peak):
+        if proposes_stages(request) and plainest.made.dp > 1 and plainest.layout.zero == 1:
+            equals.insert(0, Bound(0.0, 0.0, plainest.layout._replace(zero=2)))
+            found.candidates += equals[0].layout not in [one.layout for one in bounds]
+        for one in equals:
+            best = found.pick(found.plans)
+            if found.simulated >= most or best is not plainest and one.order(layers) >= found.order(best)[1:]:
+                break
+            may_do = one.seconds <= (1 + ALIKE) * plainest.time.seconds and not found.is_tight(one.peak)
+            if may_do and one.layout not in looked_at:
+                estimate(one.layout)
+    for bound in bounds:
+        row = bound.layout.row
         rows = {plan.layout.row for plan in found.plans}
         if len(rows) >= wanted or found.simulated >= most:
             break
-        if layout.row not in rows and layout not in looked_at:
-            alike = [one for b, one in bounds if one.row == layout.row and b <= (1 + ALIKE) * bound]
+        if row not in rows and bound.layout not in looked_at:
+            alike = [
+                one.layout for one in bounds if one.layout.row == row and one.seconds <= (1 + ALIKE) * bound.seconds
+            ]
             estimate(min((one for one in alike if one not in looked_at), key=lambda one: one.moving_parts(layers)))
     if proposes_stages(request):
         for choice in found.choices()[:TWINS]:  # what does not share out the optimizer's state takes more memory
@@ -290,10 +334,10 @@ def search(
     return found
 
 
-def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, Layout]]:
-    """Seconds and layout of what can be built and may fit, the lowest first."""
+def _bounded(request: Request, profile: Profile | None, found: Found) -> list[Bound]:
+    """Of what can be built and may fit, the fastest first."""
     used = profile or default_profile(request.cluster.device.name)
-    bounds, states = list[tuple[float, Layout]](), States()
+    bounds, states = list[Bound](), States()
     for layout in [layout_of(request.config)] if request.is_layout else grid(request):
         alike = [layout] if request.is_layout else [*variants(layout, request)]
         found.candidates += len(alike)
@@ -306,8 +350,8 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tu
             if size > found.limit and not request.is_layout:
                 found.over(size, one)
                 continue
-            bounds.append((least_time(arrangement, Costs(arrangement, request.cluster, used)), one))
-    return sorted(bounds, key=lambda one: one[0])
+            bounds.append(Bound(least_time(arrangement, Costs(arrangement, request.cluster, used)), size, one))
+    return sorted(bounds, key=lambda one: one.seconds)
 
 
 def _state_of(arrangement: Arrangement, layout: Layout, known: States) -> ModuleBytes:
@@ -320,14 +364,14 @@ def proposes_stages(request: Request) -> bool:
     return not request.is_layout and request.fixed.isdisjoint(SHARING)
 
 
-def _shared_out(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, Layout]]:
+def _shared_out(request: Request, profile: Profile | None, found: Found) -> list[Bound]:
     """As `_bounded`, at ZeRO stages 2 and 3: of what is too large at stage 1 and may be faster than all that fits.
     Stage 3 moves more, so what may fit at stage 2 is not asked about at 3 before it is counted. The plain ones alone:
     backward is not split, and at stage 3 weights are whole for a layer, unless the command line says so."""
     used = profile or default_profile(request.cluster.device.name)
     best = found.plans[0].time.seconds if found.plans else float("inf")
     parameters, moves, states = arranged(Layout(), request).of_homes, dict[Layout, float](), States()
-    bounds: list[tuple[float, Layout]] = []
+    bounds: list[Bound] = []
     for layout in found.large[:]:
         if layout.pp * layout.tp == request.cluster.world or layout.split and "split_backward" not in request.fixed:
             continue
@@ -342,13 +386,14 @@ def _shared_out(request: Request, profile: Profile | None, found: Found) -> list
                 moves[alike] = least_exchange(arrangement, costs, parameters)
                 if moves[alike] >= best:
                     break
-            if least_memory(arrangement, _state_of(arrangement, one, states)) > found.limit:
+            size = least_memory(arrangement, _state_of(arrangement, one, states))
+            if size > found.limit:
                 continue
-            if (bound := max(moves[alike], least_time(arrangement, costs))) < best:
-                bounds.append((bound, one))
+            if (seconds := max(moves[alike], least_time(arrangement, costs))) < best:
+                bounds.append(Bound(seconds, size, one))
             break
     found.candidates += len(bounds)
-    return sorted(bounds, key=lambda one: one[0])
+    return sorted(bounds, key=lambda one: one.seconds)
 
 
 def _estimate(layout: Layout, request: Request, profile: Profile | None, found: Found) -> None:

@@ -1,6 +1,7 @@
 """A plan as tables for people, as JSON, and as the command that would run it."""
 
 import shlex
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,19 @@ from megalite.train.tell.overview import parameters_of
 from tools.planning.published import TOLERANCE
 from tools.planning.request import HOW, LAYOUT, Request, as_flags, without
 from tools.planning.rules import Budget
-from tools.planning.search import Choice, Found, Layout, Planned, applied
+from tools.planning.search import ROOM, Choice, Found, Layout, Planned, applied
 
 GIB = 2**30
 COMM = ("tp", "cp", "pp", "dp")
 PARTS = ("weights", "gradients", "optimizer", "activations", "buffers")
+WIDTH = 116  # of sentences
 MOST_ROWS = 8  # pipeline ranks of the table of memory
 REASONS = 6
+
+
+def wrapped(line: str, indent: str = "") -> list[str]:
+    """A sentence in lines of WIDTH, those after the first indented; flags and names stay whole."""
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def band(predicted: float) -> tuple[float, float]:
@@ -39,11 +46,12 @@ def counts(found: Found, shown: int) -> list[str]:
         f"{found.simulated:,} of the others were simulated; a row is of one {of_one}",
         about,
         f"as close as that to the fastest ({fastest.layout}, {fastest.time.seconds:.3f} s): {equals} of the rows; of "
-        "such layouts the one with the fewest moving parts stands first",
+        "such layouts the one with the fewest moving parts stands first, or where it leaves less than "
+        f"{ROOM:.0%} of the memory free, the plainest that leaves more and takes no longer",
     ]
     if found.left:
         lines.append(f"{found.left:,} more may be faster than the fastest, by their bounds; they were not simulated")
-    return lines
+    return [part for line in lines for part in wrapped(line)]
 
 
 def ranking(choices: Sequence[Choice]) -> str:

@@ -39,8 +39,7 @@ def describe(
         "schedule": f"{config.parallel.pipeline_schedule}{', split backward' * (plan.split is not None)}, "
         f"{chunks} chunk{'s' * (chunks > 1)} per rank, "
         f"{plan.microbatches:,} micro-batch{'es' * (plan.microbatches > 1)}; bubble {plan.bubble:.1%}",
-        "ZeRO": f"stage {config.parallel.shared_out}: dp{' x cp' * (plan.cp > 1)} shares out "
-        f"{SHARED_PARTS[config.parallel.shared_out]}",
+        "ZeRO": zero_of(plan),
         "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
         "steps": f"{plan.steps:,} of {batch} x {m.seq_length} tokens: {plan.samples * m.seq_length:,} tokens",
         "data": sources.train.describe(plan.samples),
@@ -136,11 +135,28 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
+def replicas_of(plan: Arrangement) -> int:
+    """With hybrid sharding the sets of ranks that hold the same; else 1."""
+    return plan.mesh_of(0).replica.size if plan.config.parallel.shared_out else 1
+
+
+def zero_of(plan: Arrangement) -> str:
+    """The ZeRO stage, and with hybrid sharding its replicas."""
+    p, replicas, size = plan.config.parallel, replicas_of(plan), plan.mesh_of(0).shard.size
+    text = f"stage {p.shared_out}: dp{' x cp' * (plan.cp > 1)} shares out {SHARED_PARTS[p.shared_out]}"
+    if replicas == 1:
+        return text
+    over_all = ", which share out the optimizer once more" * (p.outer_dp_sharding_strategy == "optim")
+    return f"{text} within each of {replicas} replicas of {size} rank{'s' * (size > 1)}{over_all}"
+
+
 def stage_rows(plan: Arrangement) -> list[tuple[str, ...]]:
     """GiB of the fullest rank at every ZeRO stage, with the table's head."""
     rows: list[tuple[str, ...]] = [("ZeRO stage", *STATE, "all")]
+    replicas = replicas_of(plan)
+    in_replicas = f", in {replicas} replicas" if replicas > 1 else ""
     for stage, held in enumerate(by_stage(plan)):
-        mark = " <- here" if stage == plan.config.parallel.shared_out else ""
+        mark = f" <- here{in_replicas}" if stage == plan.config.parallel.shared_out else ""
         rows.append((f"{stage}{mark}", *(_gib(getattr(held, part)) for part in (*STATE, "state"))))
     return rows
 

@@ -21,7 +21,7 @@ from megalite.checkpoint.run.saver import Saver
 from megalite.config.options import Config
 from megalite.launch.local_ranks import cores
 from megalite.launch.ranks import Ranks
-from megalite.plan.advice import CAUSES, about_the_bubble, limit_of, sentence, too_few_cores
+from megalite.plan.advice import CAUSES, about_the_bubble, limit_of, remedy, sentence, too_few_cores
 from megalite.plan.arrangement import Arrangement
 from megalite.train.state import Run
 from megalite.train.tell.figures import duration
@@ -76,7 +76,9 @@ def in_words(past: Mapping[str, Any]) -> str:
     return f"{100 * past['goodput']:.1f} % of {duration(past['wall_s'])} in {lives}: steps that count, with their waits"
 
 
-def advise(percent: Mapping[str, float], work: Mapping[str, Any]) -> tuple[str | None, str]:
+def advise(
+    percent: Mapping[str, float], work: Mapping[str, Any], plan: Arrangement, per_node: int
+) -> tuple[str | None, str]:
     """(bottleneck, advice), or (None, reason) where the times are not those of a healthy run."""
     if work["unlike"]:
         return None, work["unlike"]
@@ -84,14 +86,17 @@ def advise(percent: Mapping[str, float], work: Mapping[str, Any]) -> tuple[str |
     shares["compute"] = sum(percent.get(phase, 0.0) for phase in COMPUTE) / 100
     limit = limit_of(shares)
     figures = {"bubble": work["planned_bubble"], "checkpoint": "in the background already" * work["background_saves"]}
-    return limit, sentence(limit, shares[limit], figures.get(limit, ""), "the time")
+    way_out = remedy(limit, plan, per_node, work["background_saves"])
+    return limit, sentence(limit, shares[limit], way_out, figures.get(limit, ""), "the time")
 
 
-def make(seconds: Mapping[str, float], work: Mapping[str, Any], past: dict[str, Any] | None) -> dict[str, Any]:
-    """The report. `seconds`: this process's, by phase; `work`: of `Account.work`."""
+def make(
+    seconds: Mapping[str, float], work: Mapping[str, Any], past: dict[str, Any] | None, plan: Arrangement, per_node: int
+) -> dict[str, Any]:
+    """The report. `seconds`: this process's, by phase; `work`: of `Account.work`; `per_node`: ranks of a node."""
     wall = sum(seconds.values())
     percent = {phase: round(100 * s / wall, 2) for phase, s in seconds.items()}
-    bottleneck, advice = advise(percent, work)
+    bottleneck, advice = advise(percent, work, plan, per_node)
     report: dict[str, Any] = dict(time=now(), wall_s=wall, seconds=dict(seconds), percent=percent)
     report |= dict(bottleneck=bottleneck, advice=advice, **work, tokens_per_s=work["tokens"] / wall)
     past = past or past_of(wall, 0.0, 1, work["all_tokens"] - work["tokens"])
@@ -142,7 +147,8 @@ class Account:
         """Write report.json; returns its lines for the summary."""
         self._events.add(ENDED, step=self.run.state.step, at=time.time(), outcome=outcome.outcome)
         seconds = self.phases.seconds()
-        report = make(seconds, self.work(seconds, outcome, saver), read_past(self.folder, time.time()))
+        work, past = self.work(seconds, outcome, saver), read_past(self.folder, time.time())
+        report = make(seconds, work, past, self.plan, self.ranks.local_world)
         write_atomically(self.folder / "report.json", json.dumps(report, indent=1) + "\n")
         return summary(report)
 
