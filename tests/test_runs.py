@@ -164,6 +164,31 @@ def test_rows_that_no_run_has_written_are_left_out(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err.startswith(f"runs.py: {folder}: ")
 
 
+def test_a_rank_that_was_missed_by_others_alone_is_the_first_failure(tmp_path: Path, capsys) -> None:
+    """Of a launcher that does not tell: torchrun, srun or mpirun."""
+    folder = left(tmp_path / "lost")
+    (folder / "ranks").mkdir()
+    lost = "2026-11-23T03:00:0{0}+00:00 rank {0} (dp {0}), step 6: lost another rank (Connection closed): {1}; in x, y"
+    (folder / "ranks/rank-00002.log").write_text(lost.format(2, "one of ranks 0-1 of dp") + "\n")
+    assert logs.main([str(folder), "--short"]) == 0
+    assert "  rank 2  rank 2 (dp 2), step 6: lost another rank (" in capsys.readouterr().out.splitlines()[0]
+    (folder / "ranks/rank-00003.log").write_text(lost.format(3, "rank 1 of dp has ended (process 7)") + "\n")
+    assert logs.main([str(folder), "--short"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert re.search(r"^failure 1: \S+ \S+  rank 1  ended without a word; rank 3 \(dp 3\), step 6: lost another", first)
+
+
+def test_events_are_told_in_words_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = left(tmp_path / "run")
+    event = {"time": "2026-11-23T03:00:00+00:00", "event": "heartbeat", "rank": 0, "step": 7, "at": 1795878683.446961}
+    event |= {"own": [0.123456789, None, 2], "hosts": [f"h{i}" for i in range(40)], "about": {"command": ["x"] * 900}}
+    (folder / "events.jsonl").write_text(json.dumps(event | {"fresh": True}) + "\n")
+    assert logs.main([str(folder)]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "heartbeat" in line]
+    said = "heartbeat  step 7  own 0.1235, n/a, 2  hosts " + ", ".join(f"h{i}" for i in range(8)) + " and 32 more"
+    assert line.endswith(f" | {said}  fresh yes  (about: in events.jsonl)")
+
+
 def test_what_differs_and_what_of_it_changes_the_training(tmp_path: Path) -> None:
     run = left(tmp_path / "one")
     changes = {

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,7 +26,10 @@ from tools.program import parser_of, run_program
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:[+-]\d\d:\d\d|Z)) ?(.*)")
 FAILURE = re.compile(r"Traceback \(most recent|Fatal Python error|pretrain_gpt\.py: |lost another rank")
 LOST = "lost another rank"
-ENDS = ("restart", "gave-up")  # events of the launcher: all ranks have ended, of this cause
+GONE = re.compile(r": ranks? (\d[\d, -]*) of \w+ ha(?:s|ve) ended \(process")  # those that another rank has lost
+TIMES = ("at",)  # seconds since 1970; an event has its time in words
+ENDS = ("failed", "restart", "gave-up")  # events of the launcher: all ranks have ended, of this cause
+MOST = 8  # values of a list that are shown
 WHOLE_SECOND = datetime.timedelta(milliseconds=999)  # an event's time has no fraction, and follows what it tells of
 
 
@@ -71,6 +74,32 @@ def of_rank(path: Path) -> Iterator[Entry]:
         yield Entry(time, who, tuple(text for _, text in lines))
 
 
+def facts_of(row: dict[str, Any]) -> Iterator[str]:
+    """The facts of an event, each as its name and value; what is too long for a line is only named."""
+    row = {name: value for name, value in row.items() if value is not None and name not in TIMES}
+    texts = {name: readable(value) for name, value in row.items()}
+    yield from (f"{name} {text}" for name, text in texts.items() if text is not None)
+    if long := [name for name, text in texts.items() if text is None]:
+        yield f"({', '.join(long)}: in events.jsonl)"
+
+
+def readable(value: Any) -> str | None:
+    """A value as people write it; None for what has parts of its own."""
+    match value:
+        case None:
+            return "n/a"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.4g}"
+        case list() if not any(isinstance(part, list | dict) for part in value):
+            more = f" and {len(value) - MOST} more" if len(value) > MOST else ""
+            return ", ".join(readable(part) or "" for part in value[:MOST]) + more
+        case list() | dict():
+            return None
+    return str(value)
+
+
 def of_events(path: Path) -> Iterator[Entry]:
     for _, row in json_rows(path):
         try:
@@ -78,7 +107,7 @@ def of_events(path: Path) -> Iterator[Entry]:
         except (ValueError, KeyError, TypeError, OverflowError):
             continue  # not an event of this program
         rank = row.pop("rank", None)
-        facts = "  ".join(f"{name} {value}" for name, value in row.items() if value is not None)
+        facts = "  ".join(facts_of(row))
         who = "launcher" if rank is None else f"rank {rank}"
         yield Entry(time, who, (f"{event}  {facts}".rstrip(),), event, str(row.get("cause", "")))
 
@@ -103,11 +132,16 @@ def failures(entries: list[Entry]) -> Iterator[str]:
         if entry is not None and entry.event not in ENDS:
             said += [entry] if FAILURE.search("\n".join(entry.lines)) else []
             continue
-        first = min(said, key=lambda e: (LOST in e.headline, e.time), default=None)
+        order = lambda e: (LOST in e.headline, GONE.search(e.headline) is None, e.time)  # noqa: E731
+        first = min(said, key=order, default=None)
         known = first is not None and LOST not in first.headline
         if known or (entry is None and first is not None):
             assert first is not None
-            yield f"{first.time:%Y-%m-%d %H:%M:%S}  {first.who}  {first.headline}"
+            gone = GONE.search(first.headline) if not known else None
+            text = (
+                f"rank {gone[1]}  ended without a word; {first.headline}" if gone else f"{first.who}  {first.headline}"
+            )
+            yield f"{first.time:%Y-%m-%d %H:%M:%S}  {text}"
         elif entry is not None:  # nobody says anything when it is killed
             yield f"{entry.time:%Y-%m-%d %H:%M:%S}  {entry.cause}"
         said = []

@@ -118,7 +118,7 @@ def test_ctrl_c_leaves_a_clean_terminal(saves: bool, tmp_path: Path) -> None:
     assert run.end() == (75 if saves else 130), run.raw
     last = run.shown()
     assert "\x1b[?25l" not in run.raw and "Traceback" not in run.raw
-    assert not any(map(SHOWN.match, last)) and last[-1] == "" and "to continue" in "\n".join(last)
+    assert not any(map(SHOWN.match, last)) and last[-1] == "" and "to resume" in "\n".join(last)
 
 
 def test_tools_show_how_far_they_are(tmp_path: Path) -> None:

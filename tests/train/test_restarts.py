@@ -54,6 +54,33 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_r
     assert any("rank 0 | " in line and "lost another rank" in line for line in logs[2:])
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_crash_says_which_rank_where_it_was_missed_and_how_to_resume(tmp_path: Path, victim: int) -> None:
+    fault = {"MEGALITE_FAULT": f"step.after_forward_backward:{victim}:6:kill"}
+    flags = ["--nproc", "2", "--pp", "2", "--train-iters", "9", "--save", tmp_path, "--save-interval", "3"]
+    done = pretrain(*BASE, *flags, env={**os.environ, **fault})
+    said, killed = f"{done.stdout}\n{done.stderr}", f"rank {victim} ended by signal SIGKILL"
+    again = f"the same command with --load {tmp_path}"
+    assert done.returncode == 137, said
+    assert "Traceback" not in said and "third_party" not in said and max(map(len, said.splitlines())) < 400, said
+    if victim == 1:  # the other one misses it, and says of which group, and in what
+        [lost] = [line for line in done.stderr.splitlines() if "lost another rank" in line]
+        who = r"rank 0 \(pp 0\), step 6: lost another rank \([\w ]+\): rank 1 of \w+ has ended \(process \d+\); "
+        call = r"(message \d+ \(receive from rank 1\)|all-reduce \d+) over (pp|pp_back|ends|world)"
+        where = rf"in [\w-]+, \S+:\d+ \w+: {call}"
+        assert re.fullmatch(who + where, lost), lost
+        assert re.search(rf"^to resume +{again}$", done.stdout, re.M), done.stdout
+    else:
+        told = f"{killed} at step 5; checkpoint: {tmp_path}/iter_0000003; to resume: {again}"
+        assert f"pretrain_gpt.py: {told}" in done.stderr
+    assert status_of(tmp_path)["reason"].startswith(killed)
+    logs = programs.python("tools/logs.py", str(tmp_path)).stdout.splitlines()
+    assert re.fullmatch(rf"failure 1: \S+ \S+  {killed}", logs[0]), logs
+    assert logs[1].startswith(f"the end: crash at step 5: {killed}"), logs
+    assert not [line for line in logs if re.search(r"[{}\[\]]|\d{10}\.", line) or len(line) > 400], logs
+    assert programs.python("tools/logs.py", str(tmp_path), "--short").stdout.splitlines()[0] == logs[0]
+
+
 @pytest.mark.everything
 @pytest.mark.timeout(500)
 def test_a_run_that_is_killed_at_every_place_is_the_same_run(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_run_that_saves_saves_and_stops(tmp_path: Path, name: str) -> None:
     assert (code, status["outcome"]) == (75, "requeue") and number in status["reason"], err
     assert status["step"] == 1 if "after" in how else status["step"] >= 4
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
-    assert f"to continue the same command with --load {tmp_path}" in " ".join(out.split())
+    assert f"to resume the same command with --load {tmp_path}" in " ".join(out.split())
     assert "Traceback" not in err and status["time"] >= status["started"]
 
 
@@ -154,7 +154,7 @@ def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name
     status = status_of(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
     [line] = [line for line in err.splitlines() if line.startswith("pretrain_gpt.py: interrupted")]
-    assert f"at step {status['step']}; checkpoint: none, there is no --save; to continue: from step 1" in line
+    assert f"at step {status['step']}; checkpoint: none, there is no --save; to resume: from step 1" in line
     assert "Traceback" not in err and "outcome " in out and "--save DIR keeps what a run has done" in err
 
 

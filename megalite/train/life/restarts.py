@@ -8,8 +8,9 @@ mount that is gone) is tried again later.
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint.storage.file_system import Lock
 from megalite.checkpoint.storage.location import CheckpointError, is_url
@@ -18,11 +19,22 @@ from megalite.config.console import complain
 from megalite.config.options import Config
 from megalite.launch.local_ranks import End
 from megalite.train.tell.rank_log import FOLDER, stack_of
-from megalite.train.tell.run_dir import RUN_LOCK, Events, Exit, read_status, run_folder, save_roots, settle_status
+from megalite.train.tell.run_dir import (
+    RUN_LOCK,
+    Events,
+    Exit,
+    newest_saved,
+    read_status,
+    run_folder,
+    save_roots,
+    settle_status,
+    to_resume,
+)
 
 WINDOW_S = 3600.0
 FRUITLESS = 3  # ends in a row without a new checkpoint
 FIRST_WAIT_S, LONGEST_WAIT_S, LOOK_S = 15.0, 900.0, 0.5  # after a refused restart; doubled each time
+ORDERLY_ENDS = (Exit.DONE, Exit.USAGE, Exit.PREFLIGHT, Exit.REQUEUE, Exit.INTERRUPTED)  # explained, or not begun
 REFUSED = (Exit.USAGE.outcome, Exit.PREFLIGHT.outcome)
 # the same command would end the same way, or was meant to end; RERUN needs another machine
 FINAL = (Exit.DONE, Exit.USAGE, Exit.PREFLIGHT, Exit.RERUN, Exit.BAD_RESULT, Exit.REQUEUE, Exit.INTERRUPTED)
@@ -73,13 +85,22 @@ class Restarts:
                 newest[root] = object()  # equal to nothing, so that the ranks will look
         return newest
 
+    def _report(self, end: End, silent: Mapping[str, Any] | None) -> None:
+        """Record how a run ended that is not started again. `silent`: its status, where rank 0 could not report it."""
+        if end.code not in ORDERLY_ENDS and not end.asked:
+            self._events.add("failed", cause=end.cause, code=end.code)
+            if silent is not None:
+                where = f"{end.cause} at step {silent['step']}; checkpoint: {newest_saved(self._config)[1]}"
+                complain(f"pretrain_gpt.py: {where}; to resume: {to_resume(self._config)}")
+
     def __call__(self, end: End) -> bool | None:
         """None: they are not; else whether the run has saved anything since its first start."""
-        settle_status(self._folder, self._config, (end.code, end.cause), self._began, self._again)
+        silent = settle_status(self._folder, self._config, (end.code, end.cause), self._began, self._again)
         if stack := stack_of(self._folder, end.cause, self._began):
             complain(stack)
         refused = end.code == Exit.PREFLIGHT and self._again  # though the same command ran before
         if (end.code in FINAL and not refused) or end.asked or not self._most:
+            self._report(end, silent)
             return None
         saved, now = self._saved(), time.time()
         self._refused = self._refused + 1 if refused else 0
@@ -93,7 +114,8 @@ class Restarts:
         }
         if why := next((why for why, reached in limits.items() if reached), None):
             self._events.add("gave-up", cause=end.cause, code=end.code, why=why)
-            complain(f"pretrain_gpt.py: {end.cause}: no restart, {why}; see {self._folder / FOLDER}")
+            resume = f"to resume: {to_resume(self._config)}"
+            complain(f"pretrain_gpt.py: {end.cause}: no restart, {why}; see {self._folder / FOLDER}; {resume}")
             return None
         self._times.append(now)
         count = f"{len(self._times)} of {self._most} within an hour"

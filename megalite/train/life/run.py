@@ -41,7 +41,7 @@ from megalite.train.tell.metrics import Reporter, Silent
 from megalite.train.tell.overview import describe, facts
 from megalite.train.tell.rank_log import complain_aside, complain_of, fails_first, rank_log, told_first, wait_until_told
 from megalite.train.tell.report import Account
-from megalite.train.tell.run_dir import Exit, leave_status, newest_saved, run_folder
+from megalite.train.tell.run_dir import Exit, leave_status, newest_saved, run_folder, to_resume
 from megalite.train.tell.timers import Phases, Timers
 from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Heartbeat, Watchdog, lost_another
@@ -84,7 +84,7 @@ def failure(
         case DataError():  # one rank of each dp position, whose ranks read the same samples
             code, tells = Exit.PREFLIGHT, mesh is not None and mesh.pp.is_first and mesh.tp.is_first
         case RuntimeError() if lost_another(error):  # the lost rank, or its launcher, reports why
-            reason = f"lost another rank ({reason.splitlines()[0]})"
+            reason = f"lost another rank ({reason.splitlines()[0]})" if dog is None else dog.lost(error)
             (complain if ranks.rank == 0 else complain_aside)(f"{where}: {reason}")
             return Exit.CRASH, told_first(ranks) or reason
         case _:
@@ -264,22 +264,14 @@ class Life:
                 "time": lines.duration(time.monotonic() - watch.begin),
                 "checkpoint": newest_saved(config)[1],
             }
-            if outcome in (Exit.REQUEUE, Exit.INTERRUPTED):
-                rows["to continue"] = to_continue(config)
+            if outcome not in (Exit.DONE, Exit.USAGE, Exit.PREFLIGHT):
+                rows["to resume"] = to_resume(config)
             report.summary(rows | (costs or {}))
             report.close()
         if not run.mesh.world.is_first and outcome is not Exit.HANG:  # in a hang rank 0 may not get here
             return
         if outcome is Exit.INTERRUPTED:
             where = f"interrupted at step {run.state.step}; checkpoint: {newest_saved(config)[1]}"
-            complain(f"pretrain_gpt.py: {where}; to continue: {to_continue(config)}")
+            complain(f"pretrain_gpt.py: {where}; to resume: {to_resume(config)}")
         steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
         leave_status(self.folder, outcome.outcome, config, reason, resumes=self.ranks.resumes, **steps)
-
-
-def to_continue(config: Config) -> str:
-    """The command for the remaining steps, in words."""
-    c = config.checkpoint
-    if c.save is None:
-        return "from step 1 by the same command; --save DIR keeps what a run has done"
-    return "the same command" + ("" if c.load == c.save else f" with --load {c.save}")

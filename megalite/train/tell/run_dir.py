@@ -113,6 +113,14 @@ def newest_saved(config: Config) -> tuple[dict[str, Any], str]:
     return dict(checkpoint=save if is_url(save) else None, checkpoint_step=None), words
 
 
+def to_resume(config: Config) -> str:
+    """The command for the remaining steps, in words."""
+    c = config.checkpoint
+    if c.save is None:
+        return "from step 1 by the same command; --save DIR keeps what a run has done"
+    return "the same command" + ("" if c.load == c.save else f" with --load {c.save}")
+
+
 def read_status(folder: Path) -> dict[str, Any]:
     """status.json; {} where there is none or it cannot be read."""
     with contextlib.suppress(ValueError, RecursionError):
@@ -168,17 +176,20 @@ def leave_status(
     _write_status(folder, dict(outcome=outcome, step=step, tokens=tokens, **saved, reason=reason, **me))
 
 
-def settle_status(folder: Path, config: Config, end: tuple[int, str], since: float, resumes: bool = False) -> None:
+def settle_status(
+    folder: Path, config: Config, end: tuple[int, str], since: float, resumes: bool = False
+) -> dict[str, Any] | None:
     """Complete status.json by the launcher once all ranks have ended, with what rank 0 could not write or did not know.
-    `end`: (the first failing exit code, the cause). `since`: their start; an older status is not theirs."""
+    `end`: (the first failing exit code, the cause). `since`: their start; an older status is not theirs. Returns the
+    status if rank 0 has not said how the run ended."""
     code, cause = end
     path, status = folder / "status.json", read_status(folder)
     if not folder.is_dir() or (path.exists() and not path.is_file()):
-        return
+        return None
     with contextlib.suppress(OSError):
         if path.stat().st_mtime < since:
             if (code in (Exit.USAGE, Exit.PREFLIGHT) and not resumes) or stands(folder, config, resumes):
-                return
+                return None
             status = {}
     outcome, reason = status.get("outcome"), str(status.get("reason"))
     first = {int(e): e.outcome for e in Exit}.get(code, Exit.CRASH.outcome)
@@ -187,11 +198,12 @@ def settle_status(folder: Path, config: Config, end: tuple[int, str], since: flo
     elif outcome == Exit.CRASH.outcome and re.search(r"\brank [1-9]", cause) and code != Exit.REQUEUE:
         status |= dict(outcome=first, reason=reason if cause in reason else f"{cause}; rank 0: {reason}")
     else:
-        return
+        return None
     last = max(({"step": 0, "tokens": 0}, status, trained(folder)), key=lambda known: known.get("step", -1))
     about = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED) | status
     about |= {"step": last["step"], "tokens": last["tokens"]} | newest_saved(config)[0]
     _write_status(folder, about)
+    return about if outcome in (None, "running") else None
 
 
 def _write_status(folder: Path, status: dict[str, Any]) -> None:

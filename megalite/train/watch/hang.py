@@ -21,11 +21,13 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,12 +43,13 @@ from megalite.parallel.shared_memory import OrderError
 from megalite.train.state import Run
 from megalite.train.tell.run_dir import Events, Exit, leave_status, stands, write_atomically
 from megalite.train.tell.timers import Timers
-from megalite.train.watch.diagnosis import View, diagnose, ranks
+from megalite.train.watch.diagnosis import View, diagnose, named, ranks
 
 FACTOR, LEAST_FACTOR = 10, 3  # times the usual length of a step: late, and never late before
 FLOOR_S, ENOUGH = 60.0, 3  # never late before; steps that make a usual length
 POLL_S, ANSWER_S, STORE_S = 0.5, 3.0, 5.0
 BEAT_S, CLOSE_S = 10.0, 5.0  # of the heartbeat; what a write that has begun may take at the end
+ENDS_S, MOST_LOOKED_AT = 0.5, 64  # a rank's connections close before it has ended; ranks whose processes are looked at
 RANKS = 1024  # that one store can serve at this pace; more ranks ask, and wait, more slowly
 ROOT = str(Path(megalite.__file__).parent) + os.sep
 HANGS = re.compile(r"Timed out waiting \d+ ?ms|timeout caused pair closure|collective operation timeout")  # gloo, nccl
@@ -122,6 +125,36 @@ class Watchdog:
             self.reason, self.late = json.loads(self._get("over"))
             return Exit.HANG, self.reason
         return None
+
+    def lost(self, error: BaseException) -> str:
+        """Which rank is gone, as far as is known here, and where this one missed it, after `error` said that one is."""
+        said, view = LOST.search(str(error)), self._view()
+        others, group, call = [r for r in range(self.mesh.world.size) if r != self.rank], "", ""
+        if view.waits is not None:
+            axis, told, _ = view.waits
+            others = [told[1]] if told[1] >= 0 else [r for r in view.axes[axis][0] if r != self.rank]
+            group, call = f" of {axis}", f": {named(told)} over {axis}"
+        gone = self._ended(others)
+        if gone:
+            processes = f"process{'es' * (len(gone) > 1)} {', '.join(gone.values())}"
+            who = f"{ranks(gone)}{group} {'has' if len(gone) == 1 else 'have'} ended ({processes})"
+        else:
+            who = f"{'one of ' * (len(others) > 1)}{ranks(others)}{group}"
+        # the frames in which the error came; this thread has left them
+        frames = reversed([(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)])
+        place = next(self._lines(frames), view.place)
+        return (
+            f"lost another rank ({said[0] if said else 'error'}): {who}; in {view.phase or view.doing}, {place}{call}"
+        )
+
+    def _ended(self, others: Sequence[int]) -> dict[int, str]:
+        """The processes of these ranks that are on this machine and have ended, or do so soon."""
+        known = {rank: self._get(f"who/{rank}").partition(" ") for rank in others[:MOST_LOOKED_AT]}
+        here = {rank: pid for rank, (host, _, pid) in known.items() if host == socket.gethostname()}
+        end = time.monotonic() + ENDS_S
+        while not (gone := {r: pid for r, pid in here.items() if _letter(pid) == "Z"}) and time.monotonic() < end:
+            time.sleep(0.05)
+        return gone
 
     def _late_in_barrier(self, text: str) -> bool:
         waited = (w[1] for axis in self.mesh.axes if (w := axis.calls.waiting) is not None)
@@ -223,12 +256,15 @@ class Watchdog:
     def _places(self) -> Iterator[str]:
         """Lines of the main thread in megalite, without floors that only wait or pass something on."""
         frame = sys._current_frames().get(self._main)
-        while frame is not None:
+        return self._lines(traceback.walk_stack(frame) if frame is not None else ())
+
+    @staticmethod
+    def _lines(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
+        for frame, line in frames:
             path = frame.f_code.co_filename
             file = path.removeprefix(ROOT)
             if file != path and not file.startswith(("parallel/", "config/", "train/watch/")):
-                yield f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
-            frame = frame.f_back
+                yield f"{file}:{line} {frame.f_code.co_name}"
 
     def _dump(self, mine: View) -> None:
         path = self.folder / f"rank-{self.rank:03d}.txt"
@@ -251,11 +287,7 @@ class Watchdog:
         host, _, pid = self._get(f"who/{rank}").partition(" ")
         if host != socket.gethostname():
             return f"process {pid} on {host}" if host else ""
-        try:
-            letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            letter = "Z" if sys.platform == "linux" else ""
-        return f"process {pid}: {STATES.get(letter, 'neither stopped nor ended')}"
+        return f"process {pid}: {STATES.get(_letter(pid), 'neither stopped nor ended')}"
 
     # ---- the store; after an error it is not asked again
 
@@ -276,6 +308,14 @@ class Watchdog:
         except RuntimeError:
             self._store = None
             return None
+
+
+def _letter(pid: str) -> str:
+    """The state of a process of this machine, as the kernel abbreviates it (proc(5))."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z" if sys.platform == "linux" else ""
 
 
 def lost_another(error: BaseException) -> bool:
