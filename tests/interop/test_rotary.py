@@ -121,6 +121,10 @@ READ: dict[str, Json] = {
         "original_max_position_embeddings": 32,
         "rope_scaling": YARN,
     },
+    "original length as a float": {
+        "rope_theta": 100.0,
+        "rope_scaling": {**YARN, "original_max_position_embeddings": 16.0},
+    },
     "original length nowhere": {"rope_theta": 100.0, "rope_scaling": without(YARN, "original_max_position_embeddings")},
     "original length without scaling": {"rope_theta": 100.0, "original_max_position_embeddings": 16},
     "truncate false": {"rope_theta": 100.0, "rope_scaling": {**YARN, "truncate": False}},

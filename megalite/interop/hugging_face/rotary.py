@@ -134,6 +134,8 @@ def _read_kind(table: Json, options: Json, family: Family) -> list[str]:
 def _read_yarn(table: Json, options: Json) -> list[str]:
     options["position_embedding_type"] = "yarn"
     given = {**table, "truncate": bool(table.get("truncate", True))}  # null is false
+    if isinstance(length := given[_ORIGINAL], float) and length.is_integer():
+        given[_ORIGINAL] = int(length)
     for key in ("beta_fast", "beta_slow"):
         given[key] = table.get(key) or _YARN_USUAL[key]  # 0 counts as not given
     wanted, mscale, mscale_all_dim = (table.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
