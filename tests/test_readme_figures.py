@@ -76,7 +76,7 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
     "Pipelines give the losses": lambda: run("layouts", "first", "steps", "largest", "loss"),
     "The first takes 3 minutes": lambda: [
         *run("quickstart", "minutes", "cores", "least_install_minutes", "most_install_minutes", "gb"),
-        *run("tests", "gb", "minutes"),
+        *run("tests", "gb"),
     ],
     "The path of a step": lambda: [path_lines(), *run("torch", "cpu_gb", "cuda_gb")],
     "| ![the differences": lambda: run("layouts", "steps"),
