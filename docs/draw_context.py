@@ -13,7 +13,11 @@ from megalite.nn.places import place, unequal, work_of
 from tools.pictures.canvas import SERIES, Picture, figure, ink, save
 
 RANKS, LENGTH = 4, 64
-CASES = (("one document", [64], None), ("four documents", [40, 12, 8, 4], None), ("window of 9", [64], 9))
+CASES = (
+    ("One document of 64 tokens", [64], None),
+    ("Four documents of 40, 12, 8 and 4 tokens", [40, 12, 8, 4], None),
+    ("One document, a window of 9 keys", [64], 9),
+)
 
 
 def picture() -> Picture:
@@ -28,13 +32,15 @@ def picture() -> Picture:
             for rank in range(RANKS):
                 rows = places.rows(rank)
                 share = sum(work[b] for b in places.blocks[rank]) / sum(work)
-                axis.bar(
-                    rows, [keys[i] for i in rows], width=1.0, color=ink(SERIES[rank]), label=f"rank {rank}: {share:.0%}"
-                )
-            axis.set_ylabel("keys seen")
-            axis.set_title(f"{name}; most work / mean {unequal(work, places.blocks):.2f}", loc="left", color=ink("ink"))
+                seen, told = [keys[i] for i in rows], f"rank {rank}: {share:.0%} of the work"
+                axis.bar(rows, seen, width=1.0, color=ink(SERIES[rank]), label=told)
+            axis.set_ylabel("keys per query")
+            busiest = f"the busiest rank has {unequal(work, places.blocks):.2f} times the mean work"
+            axis.set_title(f"{name}: {busiest}", loc="left", color=ink("ink"))
             axis.legend(ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        axes[-1].set_xlabel("position of the query")
+        axes[-1].set_xlabel("position of the query in the sequence; its colour is the rank that holds it")
+        title = "Which tokens each of four context-parallel ranks holds, and how many keys these attend to"
+        fig.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold", color=ink("ink"))
         return fig
 
     return Picture("context", "The queries of each of four context-parallel ranks, and the keys that each sees.", draw)

@@ -20,6 +20,12 @@ GUESTS = {
     "chaos.md": "tests/chaos/README.md",
 }
 PAGES = {**{source: page for page, source in GUESTS.items()}, "README.md": "index.md"}
+OF_FLAGS = ("flags.md", "megatron.md")
+# A search finds what a reader can do first, then tables of flags, and last why something was decided: by section of the
+# navigation, and by page.
+BOOST = {"Start": 2.0, "How to": 2.0, "Reference": 0.5, "How it is built": 0.25}
+BOOST |= {"flags.md": 0.2, "megatron.md": 1e-3, "changelog.md": 1e-3, "decisions.md": 1e-3, "performance.md": 1e-3}
+BOOST |= {"data.md": 4.0, "extending.md": 0.5}  # whose headings, as `dataset`, are what others explain
 LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 
@@ -32,6 +38,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """With links to other files of the repository as links to their pages; one to a file without a page is its name."""
     name = page.file.src_uri
+    section = page.ancestors[-1].title if page.ancestors else ""
+    page.meta["search"] = {"boost": BOOST.get(name, BOOST.get(section, 1.0))}
     folder = (ROOT / GUESTS.get(name, f"docs/{name}")).parent
 
     def led(match: re.Match[str]) -> str:
@@ -45,6 +53,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"[{text}]({PAGES[target]}{anchor})" if target in PAGES else f"{text} (`{target}`)"
 
     return LINK.sub(led, markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Mark the tables of flags, which a phone shows as paragraphs (site.css): a cell has the head of its column."""
+    if page.file.src_uri not in OF_FLAGS:
+        return html
+
+    def with_heads(table: re.Match[str]) -> str:
+        heads = re.findall(r"<th>(.*?)</th>", table[0])
+        cells = iter(heads * table[0].count("<tr>"))
+        return re.sub("<td>", lambda _: f'<td data-head="{next(cells)}">', table[0])
+
+    return f'<div class="flags">{re.sub("<table>.*?</table>", with_heads, html, flags=re.DOTALL)}</div>'
 
 
 class Docstrings(griffe.Extension):

@@ -3,13 +3,16 @@
 python tests/browser.py runs/mine/report/index.html page.png
 """
 
+import functools
 import html
+import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,50 @@ def look(page: Path, width: int, folder: Path) -> dict[str, Any]:
     dom, console = _chromium(folder, "--dump-dom", holder.as_uri())
     seen = json.loads(html.unescape(dom.rpartition('<pre id="seen">')[2].partition("</pre>")[0]))
     return {**seen, "console": console}
+
+
+HOLDER = """<!doctype html><meta charset="utf-8">
+<iframe id="page" width="{width}" height="900" style="border:0" src="{page}"></iframe><img src="/until-seen"><pre id="seen"></pre>
+<script>
+  const ask = (page) => {{ {ask} }};
+  const timer = setInterval(() => {{
+    const found = ask(document.getElementById("page").contentDocument);
+    if (found == null) return;
+    clearInterval(timer);
+    document.getElementById("seen").textContent = JSON.stringify(found);
+    fetch("/seen");
+  }}, 200);
+</script>"""
+
+
+def ask(site: Path, page: str, width: int, how: str, folder: Path) -> Any:
+    """What the function body `how` of JavaScript says of the document `page` of a site in a frame of that width: asked
+    until it is not null. The site is served on this machine, and an image that comes last keeps the browser there."""
+    seen = threading.Event()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            own = {"/holder": HOLDER.format(width=width, page=page, ask=how), "/seen": "", "/until-seen": ""}
+            if self.path not in own:
+                return super().do_GET()
+            seen.wait(60 if self.path == "/until-seen" else 0)
+            if self.path == "/seen":
+                seen.set()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(own[self.path].encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        dom, _ = _chromium(
+            folder, f"--window-size={width + 20},900", "--dump-dom", f"http://127.0.0.1:{server.server_port}/holder"
+        )
+        server.shutdown()
+    return json.loads(html.unescape(dom.rpartition('<pre id="seen">')[2].partition("</pre>")[0] or "null"))
 
 
 def photograph(page: Path, folder: Path, *, dark: bool = False, size: tuple[int, int] = (1000, 800)) -> Any:

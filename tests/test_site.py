@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+import browser
 import documents
 import pytest
 from documents import ROOT
@@ -99,6 +100,69 @@ def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
     assert "troubleshooting.html#out-of-memory" in [one["location"] for one in found if one["title"] == "Out of memory"]
     asked = re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     assert len(asked) > 20 and {*asked} <= pages["api"].ids
+
+
+# ---- in a browser
+
+LOADED = "if (!page || page.readyState != 'complete' || !page.querySelector('h1')) return null;"
+LOWER = {"decisions", "flags", "megatron", "changelog", "performance"}  # why, tables, figures
+SEARCHES = {
+    "checkpoint": "checkpoints",
+    "data": "data",
+    "kubernetes": "launch",
+    "plugin": "extending",
+    "zero": "sharding",
+    "offload": "sharding",
+    "learning rate": "rates",
+    "muon": "optimizers",
+    "export hugging face": "from_hugging_face",
+}
+
+
+@pytest.mark.everything(guards=("docs", "mkdocs.yml"))
+@pytest.mark.parametrize("words", SEARCHES)
+def test_a_search_finds_what_a_reader_can_do_first(words: str, site: Path, tmp_path: Path) -> None:
+    browser.need_browser()
+    links = "[...page.querySelectorAll('.md-search-result__item > a')].map(a => a.getAttribute('href'))"
+    how = f"const links = page ? {links} : []; return links.length ? links : null;"
+    found = browser.ask(site, f"/index.html?q={words.replace(' ', '+')}", 1400, how, tmp_path)
+    pages = [Path(link.partition("?")[0].partition("#")[0]).stem for link in found]
+    assert pages[0] == SEARCHES[words], pages
+    first = next((i for i, page in enumerate(pages) if page in LOWER), len(pages))
+    assert first >= min(3, len(pages)), pages
+
+
+@pytest.mark.everything(guards=("docs", "mkdocs.yml"))
+def test_a_table_of_flags_can_be_read_on_a_phone(site: Path, tmp_path: Path) -> None:
+    browser.need_browser()
+    how = f"""{LOADED}
+    const root = page.documentElement, cells = [...page.querySelectorAll('td:first-child')];
+    return {{wider: root.scrollWidth - root.clientWidth, cells: cells.length,
+             narrowest: Math.min(...cells.map(cell => cell.getBoundingClientRect().width)),
+             tallest: Math.max(...cells.map(cell => cell.getBoundingClientRect().height)),
+             heads: [...page.querySelector('tbody tr').children].map(cell => getComputedStyle(cell, '::before').content)}};"""
+    for page, at_least in (("flags", 250), ("megatron", 900)):
+        seen = browser.ask(site, f"/{page}.html", 390, how, tmp_path)
+        assert seen["wider"] <= 0 and seen["cells"] > at_least
+        assert seen["narrowest"] > 300 and seen["tallest"] < 130  # its first column was 60 wide, and 290 high
+        assert seen["heads"][1:-1] == ['"type: "', '"default: "'][: len(seen["heads"]) - 2]
+    for page in ("running", "launch", "environment", "planning"):
+        how = f"""{LOADED} const codes = [...page.querySelectorAll('td code')];
+        return codes.map(code => [code.textContent, code.getClientRects().length]);"""
+        broken = [text for text, lines in browser.ask(site, f"/{page}.html", 390, how, tmp_path) if lines > 4]
+        assert not broken, page  # into its syllables
+
+
+@pytest.mark.everything(guards=("docs", "mkdocs.yml"))
+def test_blocks_are_not_cut_on_a_screen(site: Path, tmp_path: Path) -> None:
+    """Lines of 120 characters fit at 1,400 pixels."""
+    browser.need_browser()
+    how = f"""{LOADED} const blocks = [...page.querySelectorAll('pre > code')];
+    return blocks.map(block => [block.textContent.trim().split('\\n')[0], block.scrollWidth - block.clientWidth,
+                                Math.max(...block.textContent.split('\\n').map(line => line.length))]);"""
+    for page in ("planning", "extending", "launch"):
+        blocks = browser.ask(site, f"/{page}.html", 1400, how, tmp_path)
+        assert blocks and not [(text, beyond) for text, beyond, columns in blocks if beyond > 0 and columns <= 120]
 
 
 # ---- messages
