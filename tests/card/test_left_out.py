@@ -164,7 +164,7 @@ def _raised(fault: str) -> set[tuple[str, str, str]]:
 # what is left out of the way up -> what comes too late, and what too early: a use of the unit before, the copy itself
 RAISED = {
     "parallel/streams.py beside: wait_for(after)": ("", "copy to the card", "megalite/optim/param_gather.py"),
-    "gather": ("copy to the card", "mm", "megalite/nn/linear.py"),
+    "gather": ("copy to the card", "mm", "megalite/kernels/matmul.py"),
 }
 
 
