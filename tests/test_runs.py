@@ -286,6 +286,20 @@ def test_a_sweep_that_is_interrupted_waits_until_its_run_has_saved(tmp_path: Pat
     assert [line.split()[:2] for line in out.splitlines()[-1:]] == [["lr=1e-3", "requeue"]]
 
 
+def test_a_sweep_has_its_runs_exit_codes_where_the_shell_ignores_sigchld(tmp_path: Path) -> None:
+    """As `trap '' CHLD` does: programs inherit that, and the kernel would drop the codes."""
+    (tmp_path / "run.toml").write_text(TOML)
+    env = {**os.environ, "MEGALITE_FAULT": "step.begin:0:*:raise"}
+    words = [sys.executable, str(ROOT / "tools/sweep.py"), "run.toml", "--lr", "1e-3", "--folder", "out"]
+    ignore = lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # noqa: E731
+    done = subprocess.run(words, cwd=tmp_path, env=env, preexec_fn=ignore, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1, done.stdout + done.stderr
+    code = "import subprocess, sys; from megalite.config.exits import as_command\n"
+    code += "as_command(lambda: print(subprocess.run([sys.executable, '-c', 'exit(7)']).returncode))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, preexec_fn=ignore, capture_output=True, text=True)
+    assert done.stdout == "7\n", done.stdout + done.stderr
+
+
 def test_no_text_of_a_run_steers_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank logs, events, the status and the configuration may hold what others wrote: of documents, of file names."""
     bad, stamp = "\x1b]0;mine\x07\x9b2J\u202eevil", "2026-11-23T03:00:00+00:00"
