@@ -11,10 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.config.console import as_command, complain
+from megalite.config.console import as_command, as_typed, complain
 from megalite.config.options import ConfigError
 from megalite.config.plugins import load
 from megalite.config.tables import table_beside
+
+
+class Parser(argparse.ArgumentParser):
+    """Names programs in its errors as this one was started."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(as_typed(message))
 
 
 def parser_of(
@@ -22,7 +29,7 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     """`doc`: of the module, which --help prints as it stands. `flags`, `known`: as of `take`."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(name, description=doc, formatter_class=raw, allow_abbrev=allow_abbrev)
+    parser = Parser(name, description=doc, formatter_class=raw, allow_abbrev=allow_abbrev)
     if flags:
         take(parser, flags, **known)
     return parser
@@ -82,6 +89,12 @@ def refusing(code: int, *kinds: type[Exception]) -> Callable[[Main], Main]:
         return told
 
     return around
+
+
+def refuse(text: str, code: int = 3) -> NoReturn:
+    """End a program with one line. `code`: 3, as what it is to read cannot be used, or 2 for a wrong flag."""
+    complain(text)
+    raise SystemExit(code)
 
 
 def run_program(main: Main) -> NoReturn:
