@@ -10,7 +10,6 @@ there. Nothing but the command that is asked for is imported. Exit codes are the
 
 import importlib
 import os
-import re
 import sys
 import tomllib
 from difflib import get_close_matches
@@ -32,15 +31,6 @@ def overview(group: str = "") -> str:
     return "\n".join([f"usage: megalite {group}{{{words}}} ...", "", *lines, "", "megalite COMMAND --help: its flags"])
 
 
-def as_commands(text: str) -> str:
-    """Examples that start programs by their files, with the commands that are there without a clone."""
-    for name, (module, _) in COMMANDS.items():
-        file = re.escape(module.replace(".", "/") + ".py")
-        text = re.sub(rf"python {file}", f"megalite {name}", text)
-        text = re.sub(rf"(torchrun .*){file}", rf"\1-m megalite {name}", text)
-    return text
-
-
 def run(words: list[str]) -> int:
     """What `megalite WORDS` does, to its exit code. SystemExit as programs raise it."""
     name = next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), None)
@@ -51,6 +41,8 @@ def run(words: list[str]) -> int:
         return _completion(rest)
     sys.argv = [f"megalite {name}", *rest]  # what programs call themselves
     sys.path.insert(0, str(PROGRAMS))
+    from megalite.config.console import as_commands
+
     program = importlib.import_module(module)
     program.__doc__ = as_commands(program.__doc__ or "")  # which their --help prints
     return program.main(rest) or 0

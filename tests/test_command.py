@@ -17,6 +17,7 @@ from tables import ANSWERS
 
 from megalite import __main__ as command
 from megalite import __version__
+from megalite.config import console
 from megalite.config.field import spellings
 from megalite.config.options import options
 
@@ -105,6 +106,49 @@ def test_exit_codes_are_those_of_the_programs(line: str, tmp_path: Path) -> None
     if name is not None:
         words = line.format(tmp_path).split()[len(name.split()) :]
         assert programs.python(MODULES[name].replace(".", "/") + ".py", *words).returncode == code
+
+
+READS = {  # what each command is to read, and is not there: a run, a model, data
+    "train": "--preset tiny --vocab-size 300 --micro-batch-size 2 --train-iters 2 --device cpu --data-path {}",
+    "generate": "--load {}",
+    "checkpoint": "inspect {}",
+    "convert": "--load {} --to-hf {}-2",
+    "data inspect": "{}",
+    "data merge": "--input {} --output-prefix {}-2",
+    "preprocess": "--input {} --output-prefix {}-2 --tokenizer-type NullTokenizer",
+    "tokenizer": "--input {} --model-prefix {}-2",
+    "plot": "loss {}",
+    "report": "{}",
+    "runs": "{}",
+    "logs": "{}",
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_is_to_be_read_and_is_not_there_is_3_under_the_name_that_was_typed(name: str, tmp_path: Path) -> None:
+    words = READS[name].replace("{}", str(tmp_path / "none")).split()
+    for done, who in (
+        (megalite(*name.split(), *words), f"megalite {name}: "),
+        (programs.python(file := MODULES[name].replace(".", "/") + ".py", *words), f"{Path(file).name}: "),
+    ):
+        told = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+        assert done.returncode == 3 and told[0].startswith(who) and "Traceback" not in done.stderr, done
+        assert not who.startswith("megalite") or ".py" not in done.stderr, done.stderr
+
+
+def test_commands_are_named_as_they_were_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "plan.py: make one with tools/plan.py calibrate, or python pretrain_gpt.py --nproc 2; /my/tools/plan.py"
+    assert console.as_typed(text) == text
+    monkeypatch.setattr(sys, "argv", ["megalite plan"])
+    said = "megalite plan: make one with megalite plan calibrate, or megalite train --nproc 2; /my/tools/plan.py"
+    assert console.as_typed(text) == said
+    torchrun = console.as_typed("torchrun --nnodes 2 tools/check_cluster.py --tp 8")
+    assert torchrun == "torchrun --nnodes 2 -m megalite cluster --tp 8"
+    done = megalite(
+        "plan",
+        *"--preset tiny --vocab-size 300 --micro-batch-size 2 --global-batch-size 8 --num-gpus 2 --device cpu".split(),
+    )
+    assert done.returncode == 0 and "megalite train --nproc 2" in done.stdout and ".py" not in done.stdout
 
 
 def test_ctrl_c_ends_a_program_without_a_trace() -> None:

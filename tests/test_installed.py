@@ -146,7 +146,12 @@ def test_from_text_to_an_exported_model(run: Run, tmp_path: Path) -> None:
 
 @RARELY
 def test_codes_and_somebody_elses_files(run: Run, tmp_path: Path) -> None:
-    assert "abc" in run(f"megalite train {SHAPE} --lr abc", code=2)
+    wrong = run(f"megalite train {SHAPE} --lr abc", code=2)
+    assert wrong.startswith("megalite train: ") and "abc" in wrong and ".py" not in wrong
+    planned = run(
+        "megalite plan --preset tiny --vocab-size 300 --micro-batch-size 2 --global-batch-size 16 --num-gpus 2"
+    )
+    assert "srun megalite train" in planned and "examples/" not in planned and ".py" not in planned
     no_data = "--preset tiny --vocab-size 300 --data-path data/none --train-iters 2 --micro-batch-size 2 --device cpu"
     assert "data/none" in run(f"megalite train {no_data} --global-batch-size 2", code=3)
     assert "holds no checkpoint" in run("megalite generate --load nothing --prompt a", code=3)

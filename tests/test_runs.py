@@ -113,7 +113,7 @@ def test_the_table_of_runs(tmp_path: Path) -> None:
         validation_step={"valid": 3.0}, tokens_per_s=200.0, time="2026-11-23T01:00:00+00:00",
     )  # fmt: skip
     wrong = typed("tools/runs.py", "nowhere", cwd=tmp_path)
-    assert wrong.returncode == 2 and "nowhere: No such file or directory; give the folder" in wrong.stderr
+    assert wrong.returncode == 3 and "nowhere: No such file or directory; give the folder" in wrong.stderr
 
 
 def test_tokens_of_a_run_that_ended_without_a_report_are_those_of_all_its_devices(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import complain
 from megalite.launch.ranks import LaunchError, Ranks, leave, process_group
 from tools.bench.collectives import FACTORS, axes_of, fit, on_ranks, over_groups
 from tools.program import parser_of, unwritable, write_json
@@ -89,7 +90,7 @@ def bench(ranks: Ranks, args: argparse.Namespace) -> int:
         with process_group(ranks, device=choose_device(args.device), startup_timeout=limit) as device:
             measured = measure(build_mesh(**shape_of(args), device=device, timeout=limit), args)
     except LaunchError as error:
-        print(f"benchmark_comm.py: {error}", file=sys.stderr)
+        complain(f"benchmark_comm.py: {error}")
         return 3
     if ranks.rank == 0:
         tell(measured, args)

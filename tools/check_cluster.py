@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import complain
 from megalite.launch.ranks import LaunchError, Ranks, leave, process_group
 from tools.bench.collectives import everywhere, on_ranks, over_groups, timed
 from tools.program import parser_of
@@ -132,7 +133,7 @@ def tell(found: dict[str, Any], code: int, args: argparse.Namespace) -> None:
         print(f"WARNING: {line}")
     for key in ("could not begin", "wrong"):
         if key in found:
-            print(f"check_cluster.py: {found[key]}", file=sys.stderr)
+            complain(f"check_cluster.py: {found[key]}")
     if found["rows"]:
         head = ("group", "ranks", "collective", "bytes", "us", "bus GB/s", "slowest", "rank")
         print("{:8} {:>5} {:>15} {:>12} {:>10} {:>9} {:>9} {:>5}".format(*head))

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.console import complain, printable
 from megalite.config.text_file import read_ends
 from megalite.train.tell.run_dir import json_rows, outcome_of, read_status, trained
-from tools.program import parser_of, run_program
+from tools.program import parser_of, refuse, run_program
 
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:[+-]\d\d:\d\d|Z)) ?(.*)")
-FAILURE = re.compile(r"Traceback \(most recent|Fatal Python error|pretrain_gpt\.py: |lost another rank")
+FAILURE = re.compile(r"Traceback \(most recent|Fatal Python error|(pretrain_gpt\.py|megalite \w+): |lost another rank")
 LOST = "lost another rank"
 GONE = re.compile(r": ranks? (\d[\d, -]*) of \w+ ha(?:s|ve) ended \(process")  # those that another rank has lost
 TIMES = ("at",)  # seconds since 1970; an event has its time in words
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
     parser = parser_of(__doc__, allow_abbrev=True, flags="logs")
     args = parser.parse_args(argv)
     if not args.run.is_dir():
-        parser.error(f"{args.run} is not a directory; give that of a run")
+        refuse(f"logs.py: {args.run} is not a directory; give that of a run")
     unread: list[str] = []
     entries = read(args.run, unread)
     lines = [f"failure {number}: {line}" for number, line in enumerate(failures(entries), 1)]

@@ -21,7 +21,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import printable
 from megalite.config.registry import KINDS
 from megalite.config.text_file import TextFileError, read_small_text
 from megalite.pipeline.schedule import Split, plan
@@ -30,7 +29,7 @@ from tools.pictures import bench, curves, pipeline, shares
 from tools.pictures import plan as plans
 from tools.pictures.canvas import NARROW, WIDE, Picture, save
 from tools.pictures.run import Run, RunError, read_runs
-from tools.program import parser_of, plugins_first, run_program, take
+from tools.program import parser_of, plugins_first, refuse, run_program, take
 
 
 def schedule(args: argparse.Namespace) -> None:
@@ -50,7 +49,7 @@ def of_runs(args: argparse.Namespace) -> None:
     runs = read_runs(args.run_dirs)
     for run in runs:
         if problem := lacking(args.picture, run):
-            raise SystemExit(printable(f"plot.py: {run.folder}: {problem}"))
+            refuse(f"plot.py: {run.folder}: {problem}")
     picture = PICTURES[args.picture][1](runs)
     assert picture is not None  # nothing is lacking
     put(picture, args)
@@ -77,7 +76,7 @@ def lacking(picture: str, run: Run) -> str:
 
 def agreement(runs: list[Run]) -> Picture:
     if not any(curves.differences(runs[0], other) for other in runs[1:]):
-        raise SystemExit("plot.py: agreement: these runs have no step in common; give two that have")
+        refuse("plot.py: agreement: these runs have no step in common; give two that have")
     return curves.agreement(runs)
 
 
@@ -86,7 +85,7 @@ def timeline(runs: list[Run]) -> Picture:
         return pipeline.timeline(runs[0].timeline)
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         told = f"damaged ({error}); train with --profile-pipeline STEP again"
-        raise SystemExit(printable(f"plot.py: {runs[0].folder / 'timeline.json'}: {told}")) from None
+        refuse(f"plot.py: {runs[0].folder / 'timeline.json'}: {told}")
 
 
 def of_plan(args: argparse.Namespace) -> None:
@@ -96,7 +95,7 @@ def of_plan(args: argparse.Namespace) -> None:
     except TextFileError as error:
         raise RunError(str(error)) from None
     except (ValueError, RecursionError) as error:
-        raise SystemExit(printable(f"plot.py: {args.plan}: {error}")) from None
+        refuse(f"plot.py: {args.plan}: {error}")
     put(picture, args)
 
 
@@ -117,13 +116,14 @@ def of_benchmark(args: argparse.Namespace) -> None:
 
     try:
         made = turns.read(args.folder / "bench.json")
-    except ValueError as error:
-        raise SystemExit(printable(f"plot.py: {error}")) from None
+    except (OSError, ValueError) as error:
+        told = f"{args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        refuse(f"plot.py: {told}; give what tools/benchmark.py had as --out")
     found = tables.figures(made.rows)
     found = tables.with_efficiency(found) if made.facts.get("scaling") else found
     picture = {"mfu": bench.mfu, "breakdown": bench.breakdown, "scaling": bench.scaling}[args.show](found)
     if picture is None:
-        raise SystemExit(printable(f"plot.py: {args.folder}: no {args.show} was measured there"))
+        refuse(f"plot.py: {args.folder}: no {args.show} was measured there")
     put(picture, args)
 
 
@@ -150,9 +150,9 @@ def main(argv: list[str]) -> None:
         args.run(args)
     except RunError as error:
         more = " of --profile-pipeline STEP" * (args.picture == "pipeline")
-        raise SystemExit(printable(f"plot.py: {error}{more}")) from None
+        refuse(f"plot.py: {error}{more}")
     except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
-        raise SystemExit(printable(f"plot.py: {args.out}: {error}")) from None
+        refuse(f"plot.py: {args.out}: {error}", 2)
 
 
 if __name__ == "__main__":

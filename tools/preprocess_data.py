@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     for flag in ("split_sentences", "keep_newlines"):
         if args.pop(flag):
             why = "is for BERT and T5 data, which megalite does not make: drop it"
-            print(f"preprocess_data.py: --{flag.replace('_', '-')} {why}", file=sys.stderr)
+            complain(f"preprocess_data.py: --{flag.replace('_', '-')} {why}")
             return 2
     if args.pop("keep_sequential_samples"):
         complain("note: --keep-sequential-samples is always on")

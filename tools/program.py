@@ -11,12 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.config.console import complain
-from megalite.config.exits import Parser, as_command
+from megalite.config import exits
+from megalite.config.console import as_typed, complain
+from megalite.config.exits import as_command
 from megalite.config.options import ConfigError
 from megalite.config.plugins import load
 from megalite.config.tables import table_beside
 from megalite.config.text_file import read_small_text
+
+
+class Parser(exits.Parser):
+    """Names programs in its errors as this one was started."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(as_typed(message))
 
 
 def parser_of(
@@ -84,6 +92,12 @@ def refusing(code: int, *kinds: type[Exception]) -> Callable[[Main], Main]:
         return told
 
     return around
+
+
+def refuse(text: str, code: int = 3) -> NoReturn:
+    """End a program with one line. `code`: 3, as what it is to read cannot be used, or 2 for a wrong flag."""
+    complain(text)
+    raise SystemExit(code)
 
 
 def run_program(main: Main) -> NoReturn:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import complain
 from tools.program import parser_of
 
 SKIP = {"site-packages", "dist-packages", "__pycache__", "idle_test"}
@@ -65,10 +66,10 @@ def main(argv: list[str]) -> int:
     try:
         counts = write(root, args.out, args.valid_every)
     except OSError as error:
-        print(f"python_corpus.py: {error.filename}: {error.strerror}; choose another --out", file=sys.stderr)
+        complain(f"python_corpus.py: {error.filename}: {error.strerror}; choose another --out")
         return 3
     if not counts["train"][0] or not counts["valid"][0]:
-        print(f"python_corpus.py: {root} holds too few .py files for --valid-every {args.valid_every}", file=sys.stderr)
+        complain(f"python_corpus.py: {root} holds too few .py files for --valid-every {args.valid_every}")
         return 3
     for name, (n, size) in counts.items():
         print(f"{args.out / name}.jsonl: {n} documents, {size / 1e6:.1f} MB")

@@ -21,7 +21,7 @@ from megalite.train.tell.run_dir import write_atomically
 from tools.pictures.canvas import save
 from tools.pictures.page import DAMAGE, Page
 from tools.pictures.run import Run, RunError, read_runs
-from tools.program import parser_of, refusing, run_program
+from tools.program import parser_of, refuse, refusing, run_program
 
 
 def text(run: Run) -> str:
@@ -49,7 +49,7 @@ def write(runs: list[Run], folder: Path) -> Path:
     return path
 
 
-@refusing(1, RunError)
+@refusing(3, RunError)
 def main(argv: list[str]) -> int:
     args = parser_of(__doc__, allow_abbrev=True, flags="report").parse_args(argv)
     code = 0
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
             print(printable(text(run)))
         except DAMAGE as error:  # as rows of files may be
             complain(f"report.py: {run.folder}: {error!r}; give a run directory")
-            code = 1
+            code = 3
     if args.text:
         return code
     try:
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         complain(f"report.py: no page: {error}; --text asks for none")
         return CODE if args.out else code
     except OSError as error:
-        raise SystemExit(printable(f"report.py: {error.filename}: {error.strerror}; give another --out")) from None
+        refuse(f"report.py: {error.filename}: {error.strerror}; give another --out", 2)
     print(f"page: {page}")
     return code
 

@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
                 complain(f"runs.py: {error}")
     except OSError as error:
         complain(f"runs.py: {args.folder}: {error.strerror}; give the folder that the runs are in")
-        return 2
+        return 3
     rows.sort(key=lambda row: str(row["time"]))
     if args.json:
         print("\n".join(json.dumps(row) for row in rows), end="\n" * bool(rows))

@@ -13,8 +13,11 @@ import select
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 from megalite.config.environment import wants_plain_lines
@@ -69,10 +72,32 @@ def printable(text: str) -> str:
     return STEERS.sub(lambda c: ascii(c[0])[1:-1], text)
 
 
+@cache
+def _commands() -> dict[str, str]:
+    """File of a program in a clone -> the command of `megalite` that runs it."""
+    table = tomllib.loads((Path(__file__).resolve().parent.parent / "commands.toml").read_text("utf-8"))
+    return {f"{module.replace('.', '/')}.py": f"megalite {name}" for name, (module, _) in table.items() if module}
+
+
+def as_commands(text: str) -> str:
+    """`text` with commands of `megalite` in place of the files that they run, which are not there without a clone."""
+    for file, command in _commands().items():
+        path, name = re.escape(file), re.escape(file.rpartition("/")[2])
+        text = re.sub(rf"(torchrun .*){path}", rf"\1-m {command}", text)
+        text = re.sub(rf"(?<![\w/.-])(python )?{path}(?!\w)", command, text)
+        text = re.sub(rf"^{name}: ", f"{command}: ", text, flags=re.MULTILINE)
+    return text
+
+
+def as_typed(text: str) -> str:
+    """`text` with programs named as this one was started: by its file, or as a command of `megalite`."""
+    return as_commands(text) if sys.argv[:1] and sys.argv[0].startswith("megalite ") else text
+
+
 def show(text: str) -> None:
     """Print a line on stdout. A reader that is gone or a full disk ends no run."""
     try:
-        print(ERASE * watched() + printable(text) + "\n", end="", flush=True)  # one write: ranks share stdout
+        print(ERASE * watched() + printable(as_typed(text)) + "\n", end="", flush=True)  # one write: ranks share stdout
         for bar in _bars[-1:]:  # a slice: another thread may close the last one
             bar.draw()
     except (OSError, ValueError):
@@ -87,7 +112,7 @@ def complain(text: str) -> None:
             sys.stdout.write(ERASE)
             sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(printable(text) + "\n")  # one write: ranks share stderr
+        sys.stderr.write(printable(as_typed(text)) + "\n")  # one write: ranks share stderr
         sys.stderr.flush()
 
 

@@ -10,7 +10,6 @@ the one before, one after the other as stages of a pipeline do: one direction ta
 """
 
 import statistics
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from megalite.config.console import complain
 from megalite.launch.local_ranks import start_local
 from megalite.launch.ranks import LaunchError, Ranks, other_number, prepare_cuda, read_environment
 from tools.bench.contender import time_steps
@@ -137,11 +137,11 @@ def on_ranks(
     try:
         ranks = read_environment()
     except LaunchError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        complain(f"{program}: {error}")
         return 3
     text = other_number(ranks, args.nproc) or problem(nproc if ranks is None else ranks.world, args)
     if text:
-        print(f"{program}: {text}", file=sys.stderr)
+        complain(f"{program}: {text}")
         return 2
     if args.device != "cpu":
         prepare_cuda(tp, Path("."))

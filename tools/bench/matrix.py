@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megalite.config import cli
-from megalite.config.console import Bar
+from megalite.config.console import Bar, complain
 from megalite.config.options import ConfigError
 from megalite.config.packages import MissingPackage
 from megalite.launch.local_ranks import cores
@@ -101,7 +101,7 @@ def finish(table: Table, options: argparse.Namespace, complete: bool) -> None:
         for picture in bench.pictures(measured):
             save(picture, options.out / f"{picture.name}.png")
     except MissingPackage as error:
-        print(f"benchmark.py: no pictures: {error}", file=sys.stderr)
+        complain(f"benchmark.py: no pictures: {error}")
 
 
 def run(options: argparse.Namespace, flags: list[str], program: str) -> int:
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace, flags: list[str], program: str) -> int:
     except KeyboardInterrupt:
         interrupted = True
         resumed = "; the same command resumes it" * (options.out is not None)
-        print(f"{program}: interrupted{resumed}", file=sys.stderr)
+        complain(f"{program}: interrupted{resumed}")
     finish(table, options, not interrupted)
     any_measured = any(row.runs and row.contender.startswith("megalite") for row in table.rows)
     return 130 if interrupted else 0 if any_measured else 1

@@ -3,14 +3,13 @@
 import argparse
 import contextlib
 import gc
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.config import cli
-from megalite.config.console import Bar
+from megalite.config.console import Bar, complain
 from megalite.config.options import ConfigError
 from megalite.config.text_file import TextFileError
 from megalite.config.toml import to_toml
@@ -45,7 +44,7 @@ def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile 
     try:
         profile = read_profile(args.profile) if args.profile is not None else None
     except TextFileError as error:
-        problems.append(f"profile={args.profile} {error.reason}; make one with plan.py calibrate")
+        problems.append(f"profile={args.profile} {error.reason}; make one with tools/plan.py calibrate")
     except ValueError as error:
         problems.append(str(error))
     try:
@@ -106,8 +105,7 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
                 print("Nothing fits without --optimizer-cpu-offload; with it:\n")
     if not found.plans:
         reasons = "\n".join([*show.refusals(found), *advice.needs(request, found)])
-        print(f"plan.py: none of {found.candidates:,} layouts can be built and fits; refused:", file=sys.stderr)
-        print(reasons, file=sys.stderr)
+        complain(f"plan.py: none of {found.candidates:,} layouts can be built and fits; refused:\n{reasons}")
         return 2
     best = found.choices()[0].best
     _tell(request, found, budget, data_tokens, args)

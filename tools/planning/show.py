@@ -3,8 +3,10 @@
 import shlex
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from megalite.config.console import as_typed
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.cluster import Cluster
 from megalite.plan.memory import RankMemory
@@ -16,6 +18,7 @@ from tools.planning.rules import Budget
 from tools.planning.search import ROOM, Choice, Found, Layout, Planned, applied
 
 GIB = 2**30
+SLURM_SCRIPT = Path(__file__).resolve().parents[2] / "examples/launch/slurm.sh"
 COMM = ("tp", "cp", "pp", "dp")
 PARTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 WIDTH = 116  # of sentences
@@ -103,7 +106,11 @@ def command(request: Request, layout: Layout, steps: int) -> str:
         lines[-1].append(shlex.quote(word))
     flags = " \\\n    ".join(" ".join(line) for line in lines)
     if c.device.name == "cpu":
-        return f"python pretrain_gpt.py --nproc {c.world} --device cpu \\\n    {flags}"
+        return as_typed(f"python pretrain_gpt.py --nproc {c.world} --device cpu \\\n    {flags}")
+    if not SLURM_SCRIPT.is_file():  # a wheel has no examples
+        header = [f"#SBATCH --nodes={c.nodes}", f"#SBATCH --ntasks-per-node={c.per_node}"]
+        header += [f"#SBATCH --gpus-per-node={c.per_node}"]
+        return "\n".join([*header, "", f"srun megalite train \\\n    {flags}"])
     header = [f"#SBATCH --nodes={c.nodes}", "#SBATCH --ntasks-per-node=1", f"#SBATCH --gpus-per-node={c.per_node}"]
     return "\n".join([*header, "", f"sbatch examples/launch/slurm.sh RUN_DIR \\\n    {flags}"])
 
