@@ -201,15 +201,15 @@ class Router(nn.Module):
     def balanced(self, logits_NE: Tensor, padding_N1: Tensor | None) -> Tensor:
         """What this rank's tokens are chosen by, balanced over the micro-batch's tokens of all ranks of tp and cp. A
         token of padding, which has no part in that, is chosen for by its logits."""
-        N, at = len(logits_NE), 0
-        own_NE, is_token_N = logits_NE, None if padding_N1 is None else (~padding_N1).to(logits_NE.dtype)
+        N, at, own_NE = len(logits_NE), 0, logits_NE
+        if padding_N1 is not None:  # travels as one more column
+            logits_NE = torch.cat((logits_NE, (~padding_N1).to(logits_NE.dtype)), 1)
         for axis in (self.tp, self.cp):
             at += axis.start_of(len(logits_NE))
             logits_NE = start_all_gather(logits_NE, axis).wait()
-            is_token_N = None if is_token_N is None else start_all_gather(is_token_N, axis).wait()
-        if is_token_N is None:
+        if padding_N1 is None:
             return sinkhorn(logits_NE)[at : at + N]
-        tokens = is_token_N.flatten().bool()
+        tokens, logits_NE = logits_NE[:, -1].bool(), logits_NE[:, :-1]
         balanced_NE = torch.zeros_like(logits_NE)
         balanced_NE[tokens] = sinkhorn(logits_NE[tokens])
         return balanced_NE[at : at + N].where(tokens[at : at + N, None], own_NE)

@@ -130,7 +130,7 @@ def test_what_a_rank_issues_is_what_the_algorithms_say() -> None:
         assert totals(calls, "pp", forward) == totals(calls, "pp_back", backward) == (M, M * activation)
         assert {one.peer for one in calls if one.peer >= 0} == {(rank + 4) % 8}
         assert totals(calls, "ends", "all-reduce")[0] == 1  # the tied embedding
-        assert totals(calls, "world", "all-reduce") == (1, 5 * 8)
+        assert totals(calls, "world", "all-reduce") == (1, 6 * 8)
         gradients = plan.holdings[int(head)].gradients
         assert totals(calls, "dp", "reduce-scatter")[1] == gradients
         assert totals(calls, "dp", "all-gather")[1] == gradients // 2  # what a rank owns of as many bytes of weights

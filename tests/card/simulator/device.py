@@ -300,7 +300,7 @@ MARKS = (
     (step, "train_step", "step"),
     (step, "_agree", "agree"),
     (step, "_update", "update"),
-    (loop, "evaluate", "evaluation"),
+    (loop, "evaluation_sums", "evaluation"),
     (loop.Training, "_log", "log"),
     (loop, "check_replicas", "replica check"),
     (Saver, "save", "save"),
