@@ -165,7 +165,7 @@ def refused(card: Card, folder: Path) -> None:
     from tools.bench import kernels
 
     told = {
-        1: "rank 1 of 4 cannot exchange data with all others",  # no NCCL here, or nobody to meet
+        1: r"rank 1 of 4 on \S+ could not meet the others on this machine",
         2: "local rank 2 has no card, 2 visible: use --nproc 2 or less",
     }
     how = dict(device="cuda", startup_timeout=datetime.timedelta(seconds=1))
