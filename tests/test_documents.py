@@ -148,7 +148,7 @@ def test_every_flag_that_is_named_exists(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_families_of_the_documents_are_those_that_there_are() -> None:
     """The table of conversions lists each; elsewhere a number of them would be wrong with the next one."""
     built_in = set(FAMILIES.built_in)
-    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \|", (ROOT / "docs/checkpoints.md").read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \|", (ROOT / "docs/conversion.md").read_text("utf-8"), re.MULTILINE)
     assert sorted(set(rows) - {"model_type"}) == sorted(built_in)
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         counted = re.findall(r"\b\d+ (?:model )?(?:families|from Hugging Face)", path.read_text("utf-8"))

@@ -40,7 +40,7 @@ READERS = {
     "translate TOML": ("tools/translate.py {file}", "run.toml", 2),
     "generate --prompts-file": ("tools/generate.py --load {folder} --prompts-file {file}", "prompts", 2),
     "sweep": ("tools/sweep.py {file} --lr 1e-3,1e-4", "run.toml", 2),
-    "plot plan": ("tools/plot.py plan {file}", "plan.json", 1),
+    "plot plan": ("tools/plot.py plan {file}", "plan.json", 3),
     "logs": ("tools/logs.py --short {folder}", "ranks/rank-00000.log", 1),
 }
 

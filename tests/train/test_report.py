@@ -175,7 +175,7 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
     assert read_past(tmp_path, 600.0) is None
     rows(tmp_path / "events.jsonl", {"event": "started", "at": {}}, life(3, "ended", 1))
     shown = programs.python("tools/report.py", str(tmp_path))
-    assert shown.returncode == 1 and "give a run directory" in shown.stderr and "Traceback" not in shown.stderr
+    assert shown.returncode == 3 and "give a run directory" in shown.stderr and "Traceback" not in shown.stderr
 
 
 ADVICE = tables.read("train/cases")["advice"]
