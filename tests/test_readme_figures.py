@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import documents
-import hugging_face_cases
 import pytest
 import taste
 import test_layouts
@@ -17,7 +16,6 @@ from documents import ROOT
 
 from docs.document_flags import OUTSIDE
 from megalite.config.megatron_flags import INSTEAD, known_flags
-from megalite.interop.naming import FAMILIES
 
 PAGES = (ROOT / "README.md", ROOT / "docs/status.md")
 RESULTS: dict[str, Any] = json.loads((ROOT / "docs/results.json").read_text("utf-8"))
@@ -94,7 +92,6 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
         len(FLAGS),
     ],
     "| **Your own layout**": lambda: [len(MISTAKES)] * 2,
-    "| **Conversion**": lambda: [len(FAMILIES), len(hugging_face_cases.MODELS)],
     "| Llama-3-8B, sequence": lambda: [
         *run("h200_8b", "sequence", "mfu", "layers", "micro_batches", "micro_batch", "tokens_per_s"),
         *run("h200_8b_mb4", "mfu", "layers", "micro_batches", "micro_batch"),
