@@ -1,6 +1,5 @@
 """Runs that begin with a Hugging Face directory and end with one, under any layout; what contradicts it is refused."""
 
-import json
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
