@@ -3,6 +3,7 @@ rank is. A variable of OVERRIDES wins over its option: for tests, and for progra
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import partial
@@ -85,8 +86,18 @@ def problems() -> list[str]:
 
 
 def warnings() -> list[str]:
-    asked = variable(VARIABLE)
-    return [f"{VARIABLE}={asked}: this run is made to fail; unset it for a run that counts"] if asked else []
+    asked, threads, found = variable(VARIABLE), variable("OMP_NUM_THREADS"), list[str]()
+    if asked:
+        found.append(f"{VARIABLE}={asked}: this run is made to fail; unset it for a run that counts")
+    if threads and threads_of(threads) is None:
+        found.append(f"OMP_NUM_THREADS={threads} is no number of threads, and has no effect: set a number from 1 on")
+    return found
+
+
+def threads_of(text: str) -> int | None:
+    """The threads of a rank, of OMP_NUM_THREADS: a number, or a list with one for each level of nested regions."""
+    match = re.fullmatch(r"\s*([1-9][0-9]{0,5})\s*(,\s*[1-9][0-9]*\s*)*", text)
+    return int(match[1]) if match else None
 
 
 def wants_plain_lines() -> bool:

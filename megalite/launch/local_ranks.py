@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import stat
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 from megalite.config import plugins
 from megalite.config.console import complain, let_go_of_console
+from megalite.config.environment import threads_of
 from megalite.config.exits import exit_code, is_success
 from megalite.config.options import ConfigError
 from megalite.config.run_options import EXIT_SIGNALS
@@ -108,8 +108,8 @@ def start_local(
     `ended` is called when all have ended, and returns the `Ranks.resumes` of the next start, or None for no restart.
     `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.
     """
-    given = re.match(r"[1-9][0-9]*", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP also allows a list, "4,2"
-    os.environ["OMP_NUM_THREADS"] = given[0] if given else str(threads or max(1, cores() // nproc))
+    given = threads_of(os.environ.get("OMP_NUM_THREADS", ""))
+    os.environ["OMP_NUM_THREADS"] = str(given or threads or max(1, cores() // nproc))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     processes: list[Any] = []

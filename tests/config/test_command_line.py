@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tables import ANSWERS
 
 import pretrain_gpt
-from megalite.config import cli
+from megalite.config import cli, environment
 from megalite.config.field import base_type, flag_of, spellings
 from megalite.config.megatron_flags import DEPENDENT, NO_EFFECT, REFUSED, WARNED, answer, known_flags
 from megalite.config.options import SECTIONS, ConfigError, options
@@ -253,3 +253,13 @@ def test_help_needs_few_modules_and_no_torch() -> None:
     imported = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr
     assert "megalite.config.cli" in imported and not re.search(r"\| +(torch|numpy|rich)\b", imported)
     assert imported.count("import time:") < 300  # 213 with Python 3.11, whose own are 99
+
+
+@pytest.mark.parametrize(
+    ("text", "threads"), [("two", None), ("0", None), ("-1", None), ("3", 3), ("4,2", 4), ("", None)]
+)
+def test_threads_that_are_no_number_are_told(text: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    told = f"OMP_NUM_THREADS={text} is no number of threads, and has no effect: set a number from 1 on"
+    assert environment.threads_of(text) == threads
+    assert environment.warnings() == ([told] if text and threads is None else [])

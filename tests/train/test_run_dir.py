@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from train_cases import SMALL, config_from
+from whole_runs import pretrain, status_of
 
 from megalite.config.options import Config
 from megalite.train.life.restarts import locked_run
@@ -104,11 +105,11 @@ def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
 
 
 def test_who_is_refused_leaves_the_status_of_another_run(tmp_path: Path) -> None:
-    """Another process leaves it, as another run does; that which it continues is its own."""
+    """Another process leaves it, as another run does; that which it continues is its own, unless it is done."""
     rows_until(tmp_path, 5)
     own, other = config_of("--save", tmp_path, "--load", tmp_path), config_of("--run-dir", tmp_path)
-    before = json.dumps({"outcome": "done", "step": 5, "pid": 1})
-    for config, stays in ((other, True), (own, False)):
+    for config, outcome, stays in ((other, "done", True), (own, "crash", False), (own, "done", True)):
+        before = json.dumps({"outcome": outcome, "step": 5, "pid": 1})
         (tmp_path / "status.json").write_text(before)
         os.utime(tmp_path / "status.json", (1, 1))
         leave_status(tmp_path, "usage", config, "no")
@@ -117,7 +118,7 @@ def test_who_is_refused_leaves_the_status_of_another_run(tmp_path: Path) -> None
         (tmp_path / "status.json").write_text(before)
         os.utime(tmp_path / "status.json", (1, 1))
         settle_status(tmp_path, config, (137, "rank 0 ended by signal SIGKILL"), 2.0)  # before it said a word
-        assert ((tmp_path / "status.json").read_text() == before) == stays
+        assert ((tmp_path / "status.json").read_text() == before) == (config is other)
     (tmp_path / "status.json").write_text(before)
     leave_status(tmp_path, "running", other)
     leave_status(tmp_path, "crash", other, "but once it runs the folder is its own", step=2)
@@ -219,3 +220,35 @@ def test_rows_beyond_the_resumed_step_and_torn_rows_are_dropped(tmp_path: Path) 
     assert path.read_text() == ""
     keep_rows_until(tmp_path / "none.jsonl", 2)
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+REFUSED = {  # words that a start of a finished run is refused for, and its exit code
+    "data that is not there": ("--data-path none --split 1,0,0", 3),
+    "another model": ("--mock-data --hidden-size 64", 2),
+    "a checkpoint of other moments": ("--mock-data --optimizer sgd", 2),
+}
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_refused_start_leaves_the_status_of_a_finished_run(tmp_path: Path, nproc: str) -> None:
+    words = [word for word in SMALL if word != "--mock-data"]
+    words += f"--device cpu --nproc {nproc} --train-iters 2 --save {tmp_path} --load {tmp_path}".split()
+    assert pretrain(*words, "--mock-data").returncode == 0
+    done = (tmp_path / "status.json").read_bytes()
+    assert status_of(tmp_path)["outcome"] == "done"
+    for what, (more, code) in REFUSED.items():
+        refused = pretrain(*words, *more.split(), "--train-iters", "4")
+        assert refused.returncode == code, f"{what}: {refused.stderr}"
+        assert (tmp_path / "status.json").read_bytes() == done, what
+
+
+def test_a_dry_run_refuses_a_save_that_cannot_be_written_and_leaves_nothing(tmp_path: Path) -> None:
+    words = [*SMALL, "--device", "cpu", "--train-iters", "2", "--dry-run"]
+    for option in ("--save", "--save-local"):
+        kept = ["--save", tmp_path / "kept"] if option == "--save-local" else []
+        refused = pretrain(*words, *kept, option, "/dev/null/mine")
+        assert refused.returncode == 3 and "Traceback" not in refused.stderr
+        assert "save='/dev/null/mine' cannot be written (Not a directory): give --save a" in refused.stderr
+    elsewhere = pretrain(*words, "--save", "/dev/null/mine", "--as-rank", "0")
+    assert elsewhere.returncode == 0 and "WARNING: on this machine save='/dev/null/mine' cannot" in elsewhere.stderr
+    assert pretrain(*words, "--save", tmp_path / "new/mine").returncode == 0 and not [*tmp_path.iterdir()]

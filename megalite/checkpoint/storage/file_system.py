@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,12 @@ class Lock:
     def close(self) -> None:
         os.ftruncate(self._number, 0)
         os.close(self._number)  # not unlinked: another process may have it open already
+
+
+def unwritable(directory: Path, error: OSError) -> CheckpointError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free some space, or save elsewhere" if full else "give --save a writable directory"
+    return CheckpointError(f"save={str(directory)!r} cannot be written ({error.strerror}): {remedy}")
 
 
 class LocalStorage:
@@ -231,9 +238,15 @@ class LocalStorage:
         except OSError as error:
             with contextlib.suppress(OSError):
                 test.unlink(missing_ok=True)
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "free some space, or save elsewhere" if full else "give --save a writable directory"
-            raise CheckpointError(f"save={str(directory)!r} cannot be written ({error.strerror}): {remedy}") from None
+            raise unwritable(directory, error) from None
+
+    def rehearse(self, directory: Path) -> None:
+        """As `probe`, and leave nothing there: raises CheckpointError where the directory cannot be made or written."""
+        try:
+            there = next(path for path in (directory, *directory.parents) if path.exists())
+            tempfile.TemporaryDirectory(prefix=".probe-", dir=there).cleanup()
+        except OSError as error:
+            raise unwritable(directory, error) from None
 
     def check_space(self, directory: Path, needed: int) -> None:
         if (free := shutil.disk_usage(directory).free) < needed:

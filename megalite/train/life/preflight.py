@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megalite.checkpoint.storage.file_system import LocalStorage
 from megalite.checkpoint.storage.location import is_url, parse
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.config import environment
@@ -47,7 +48,7 @@ from megalite.train.tell.device_memory import memory_there
 from megalite.train.tell.figures import Speed
 from megalite.train.tell.metrics import ProgressLog, Reporter
 from megalite.train.tell.overview import describe
-from megalite.train.tell.run_dir import keep_rows_until, write_atomically
+from megalite.train.tell.run_dir import keep_rows_until, save_roots, write_atomically
 
 
 def preflight(config: Config, ranks: Ranks) -> tuple[Arrangement, Sources]:
@@ -156,6 +157,13 @@ def check_save(config: Config, ranks: Ranks) -> None:
     place = parse(c.save_local or c.save or ".")
     if c.save is not None and not config.train.skip_train and isinstance(place, Path) and ranks.local_rank == 0:
         storage_of(place).probe(place, ranks.rank)
+
+
+def rehearse_save(config: Config) -> None:
+    """Look whether --save and --save-local could be written, of a run that is not started. Raises CheckpointError."""
+    for root in [] if config.train.skip_train else save_roots(config):
+        if isinstance(place := parse(root), Path):
+            LocalStorage().rehearse(place)
 
 
 def open_reporter(

@@ -47,6 +47,7 @@ from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Heartbeat, Watchdog, lost_another
 
 AT_ONCE = (Exit.INTERRUPTED, Exit.HANG)  # outcomes after which a process exits without waiting for others
+NO_WAIT = (Exit.CRASH, Exit.USAGE, Exit.PREFLIGHT, Exit.HANG)  # for a save in the background
 AT_ONCE_IN_GROUP = (*AT_ONCE, Exit.CRASH, Exit.PREFLIGHT)
 
 
@@ -146,8 +147,15 @@ class Life:
         return preflight.preflight(self.config, self.ranks)
 
     def tell(self, plan: Arrangement, sources: Sources) -> int:
-        """A dry run: rank 0 prints what would run."""
+        """A dry run: rank 0 prints what would run. Raises CheckpointError where the run could not save on this machine,
+        unless it is that of another one."""
         if self.ranks.rank == 0:
+            try:
+                preflight.rehearse_save(self.config)
+            except CheckpointError as error:
+                if self.config.train.as_rank is None:
+                    raise
+                self.warnings.append(f"on this machine {error}")
             for warning in self.warnings:
                 complain(f"WARNING: {warning}")
             print(describe(plan, sources, self.ranks.local_world), flush=True)
@@ -222,7 +230,8 @@ class Life:
             report.moment(lines.megatron_end(self.ended[1], run.state.step, (time.monotonic() - watch.begin) / 60))
             if self.ended[0] is Exit.DONE and (line := export(run, config, sources.eod)):
                 report.say(line)
-        except SetupError:
+        except SetupError as error:
+            self.ended = Exit.USAGE, str(error)
             raise
         except BaseException as error:  # also SystemExit, and what else a plugin may raise
             try:
@@ -251,7 +260,7 @@ class Life:
         outcome, reason = self.ended
         self.dog.close()
         run.close()
-        if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG))):
+        if saver is not None and (lost := saver.close(wait=outcome not in NO_WAIT)):
             reason += f"; {lost}"
         if account is not None:
             for line in saver.news() if saver is not None else []:

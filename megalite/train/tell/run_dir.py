@@ -59,6 +59,9 @@ class Exit(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
+NOT_BEGUN = (Exit.USAGE.outcome, Exit.PREFLIGHT.outcome, Exit.INTERRUPTED.outcome)  # of a start before its first step
+
+
 def run_folder(config: Config) -> Path:
     """Where a run's files go: a local directory even where checkpoints go to a URL, which cannot be appended to."""
     save = config.checkpoint.save
@@ -157,6 +160,11 @@ def stands(folder: Path, config: Config, resumes: bool) -> bool:
     return bool(read_status(folder)) and not resumes and (c.load is None or c.load != c.save)
 
 
+def is_done(folder: Path) -> bool:
+    """Whether a run has finished there, whose status a start that is refused or interrupted leaves alone."""
+    return read_status(folder).get("outcome") == Exit.DONE.outcome
+
+
 def leave_status(
     folder: Path, outcome: str, config: Config, reason: str = "", step: int = 0, tokens: int = 0, resumes: bool = False
 ) -> None:
@@ -168,6 +176,8 @@ def leave_status(
     before = read_status(folder)
     begun = outcome == "running" or all(before.get(key) == value for key, value in me.items())
     if not begun and outcome != Exit.HANG.outcome and stands(folder, config, resumes):  # a hang is of a run that began
+        return
+    if not begun and not resumes and outcome in NOT_BEGUN and is_done(folder):
         return
     if not begun or (not step and outcome != "running"):  # it ended before it had loaded what it continues
         logged = trained(folder)
@@ -189,6 +199,8 @@ def settle_status(
     with contextlib.suppress(OSError):
         if path.stat().st_mtime < since:
             if (code in (Exit.USAGE, Exit.PREFLIGHT) and not resumes) or stands(folder, config, resumes):
+                return None
+            if code == Exit.INTERRUPTED and not resumes and is_done(folder):
                 return None
             status = {}
     outcome, reason = status.get("outcome"), str(status.get("reason"))

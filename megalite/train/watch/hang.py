@@ -41,7 +41,7 @@ from megalite.launch.ranks import HANG, LaunchError, read_first_failure
 from megalite.parallel.mesh import PLANNED, Mesh
 from megalite.parallel.shared_memory import OrderError
 from megalite.train.state import Run
-from megalite.train.tell.run_dir import Events, Exit, leave_status, stands, write_atomically
+from megalite.train.tell.run_dir import Events, Exit, is_done, leave_status, stands, write_atomically
 from megalite.train.tell.timers import Timers
 from megalite.train.watch.diagnosis import View, diagnose, named, ranks
 
@@ -333,14 +333,14 @@ def _own_connection() -> Any:
 class Heartbeat:
     """Renews status.json every BEAT_S while a run lives, so that an old one means it is gone or hangs. A thread of rank
     0 writes it, as one batch or file may take longer, and a disk that hangs must not block the run. It pauses while the
-    watchdog sees a hang. `resumes`: of `Ranks`. Another run's status stays until this one begins, which may be refused.
-    """
+    watchdog sees a hang. `resumes`: of `Ranks`. The status of another run, and of one that is done, stays until
+    this one begins, which may be refused."""
 
     def __init__(self, folder: Path, run: Run, config: Config, dog: Watchdog, resumes: bool):
         self._folder, self._run, self._config, self._dog = folder, run, config, dog
         self._closing, self._writing = threading.Event(), threading.Lock()  # writers share a temporary file
         self._thread = threading.Thread(target=self._beat, name="megalite-heartbeat", daemon=True)
-        if not stands(folder, config, resumes):
+        if not stands(folder, config, resumes) and not is_done(folder):
             self.begin()
 
     def begin(self) -> None:
