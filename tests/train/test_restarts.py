@@ -107,8 +107,8 @@ def _rank(ranks: Ranks, config: Config) -> int:
 
 def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) -> None:
     words = f"--save {tmp_path} --load {tmp_path} --lr-decay-iters 2 --device cpu --max-restarts 3 --train-iters"
-    two, four = (config_from([*SMALL, *words.split(), steps]) for steps in ("2", "4"))
-    assert start_local(1, _rank, (two,), timeout_s=100) == Exit.DONE
+    two, four = (config_from([*SMALL, *words.split(), *more]) for more in (["4", "--exit-interval", "2"], ["4"]))
+    assert start_local(1, _rank, (two,), timeout_s=100) == Exit.REQUEUE
     for file in (tmp_path / "iter_0000002").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-8] + b"\xff" * 8)
     for nproc in (1, 2):
