@@ -24,7 +24,8 @@ OF_FLAGS = ("flags.md", "megatron.md")
 # A search finds what a reader can do first, then tables of flags, and last why something was decided: by section of the
 # navigation, and by page.
 BOOST = {"Start": 2.0, "How to": 2.0, "Reference": 0.5, "How it is built": 0.25}
-BOOST |= {"flags.md": 0.2, "megatron.md": 1e-3, "changelog.md": 1e-3, "decisions.md": 1e-3, "performance.md": 1e-3}
+BOOST |= {"flags.md": 0.2, "megatron.md": 1e-3, "changelog.md": 1e-3, "performance.md": 1e-3, "experiments.md": 1e-3}
+BOOST |= {"Decision records": 1e-6, "From other trainers": 0.5}
 BOOST |= {"data.md": 4.0, "extending.md": 0.5}  # whose headings, as `dataset`, are what others explain
 LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 
@@ -38,8 +39,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """With links to other files of the repository as links to their pages; one to a file without a page is its name."""
     name = page.file.src_uri
-    section = page.ancestors[-1].title if page.ancestors else ""
-    page.meta["search"] = {"boost": BOOST.get(name, BOOST.get(section, 1.0))}
+    places = [name, *(section.title for section in page.ancestors)]  # the nearest section first
+    page.meta["search"] = {"boost": next((BOOST[place] for place in places if place in BOOST), 1.0)}
     folder = (ROOT / GUESTS.get(name, f"docs/{name}")).parent
 
     def led(match: re.Match[str]) -> str:

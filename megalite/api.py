@@ -242,11 +242,18 @@ def _command(command: str, words: Sequence[str], quiet: bool = True) -> str:
     """The last lines that `megalite COMMAND WORDS` prints. Raises what its exit code says."""
     report, of_child = os.pipe()
     start = [sys.executable, "-P", "-c", with_module_path(_START.format(report=of_child)), command, *words]
-    streams: dict[str, Any] = dict(stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, encoding="utf-8", errors="replace")
     lines = deque[str](maxlen=1000)
     with os.fdopen(report, "rb") as reported:
         try:
-            child = Popen(start, **streams, pass_fds=[of_child])
+            child = Popen(
+                start,
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                encoding="utf-8",
+                errors="replace",
+                pass_fds=[of_child],
+            )
         except OSError as error:
             if error.errno != errno.E2BIG:
                 raise

@@ -156,7 +156,7 @@ def python(*words: str, **options: Any) -> subprocess.CompletedProcess[Any]:
 
 def without_safe_path(words: Sequence[str]) -> list[str]:
     """Words of a program, without python's -P."""
-    return [words[0], *words[2:]] if words[1] == "-P" else [*words]
+    return [words[0], *words[2:]] if [*words[1:2]] == ["-P"] else [*words]
 
 
 def _can_be_forked(words: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str] | None) -> bool:

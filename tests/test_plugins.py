@@ -495,7 +495,7 @@ def test_a_part_that_ends_the_process_is_an_error(kind: str, tmp_path: Path, mon
     assert "SystemExit: 0" in ended(tmp_path, *line, *STEPS, *own, "--save", "run", "--nproc", "2")
     if kind in ("activation", "pipeline_schedule"):
         said = ended(tmp_path, *line, *own, "--num-gpus", "2", program="tools/plan.py")
-        assert said.startswith("plan.py: ") and "mine.py:6: SystemExit: 0 before the work was done" in said
+        assert said.startswith("plan.py: ") and "mine.py:6: SystemExit: 0; correct the plugin" in said
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megalite.api.Popen", programs.Popen)
     with pytest.raises((megalite.ConfigError, megalite.CommandError), match="SystemExit: 0"):

@@ -29,7 +29,7 @@ def copied(folder: Path) -> Path:
     """What a build reads, in a folder where it can be broken, and packages that cannot be imported."""
     tests = ("tests/chaos/README.md", "tests/card/simulator/README.md", "tests/test_layouts.py")
     tests += ("tests/test_counts.py", "tests/planning/test_bill.py")  # which pages link to
-    documents.copy_parts((*PARTS, *tests, "examples/python.ipynb"), folder)
+    documents.copy_parts((*PARTS, *tests, "examples/python.ipynb", "examples/recipes"), folder)
     for name in HEAVY:
         (folder / "heavy" / name).mkdir(parents=True)
         (folder / "heavy" / name / "__init__.py").write_text("raise SystemExit('imported')\n")
@@ -105,7 +105,8 @@ def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
 # ---- in a browser
 
 LOADED = "if (!page || page.readyState != 'complete' || !page.querySelector('h1')) return null;"
-LOWER = {"decisions", "flags", "megatron", "changelog", "performance"}  # why, tables, figures
+LOWER = {"flags", "megatron", "changelog", "performance"}  # tables, figures
+LOWER |= {page.stem for page in (ROOT / "docs/adr").glob("0*.md")}  # why
 SEARCHES = {
     "checkpoint": "checkpoints",
     "data": "data",
@@ -113,7 +114,7 @@ SEARCHES = {
     "plugin": "extending",
     "zero": "sharding",
     "offload": "sharding",
-    "learning rate": "rates",
+    "learning rate": "optimizers",
     "muon": "optimizers",
     "export hugging face": "from_hugging_face",
 }
@@ -232,7 +233,8 @@ def read_of_the_environment() -> set[str]:
     found |= {name for name in launchers if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", name)}
     for file in (*(ROOT / "tools").glob("*.sh"), ROOT / "tests/run.sh"):
         found |= {*re.findall(r"\bMEGALITE_[A-Z_]+", file.read_text("utf-8"))}
-    return {name for name in found if not name.startswith("SC_")} | {"RANK", "OMPI_MCA_ess_base_jobid"}  # of sysconf
+    not_variables = ("SC_", "AVX2_", "AVX512_")  # of sysconf, and instruction sets
+    return {name for name in found if not name.startswith(not_variables)} | {"RANK", "OMPI_MCA_ess_base_jobid"}
 
 
 def test_the_page_has_every_variable_that_is_read() -> None:
