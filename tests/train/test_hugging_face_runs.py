@@ -1,5 +1,6 @@
 """Runs that begin with a Hugging Face directory and end with one, under any layout; what contradicts it is refused."""
 
+import json
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from cover import rarely
 from hugging_face_cases import S, V, collection, copied, with_tokenizer
 from ranks import run_ranks
 from safetensors.torch import load_file
-from token_files import byte_level_bpe
+from token_files import byte_level_bpe, limit_files
 from train_cases import config_from, run_from
 
 import pretrain_gpt
@@ -271,6 +272,28 @@ def test_an_export_replaces_what_an_earlier_one_has_left(models, tmp_path: Path)
     done = program("--load", str(folder), "--use-checkpoint-args", "--export-hf", str(tmp_path / "out"), *run)
     assert done.returncode == 0 and f"exported to {tmp_path / 'out'}: gpt2" in done.stdout, done.stdout + done.stderr
     assert not (tmp_path / ".out.part").exists()
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["saved before", "weights alone, tp2"])
+def test_a_disk_error_in_the_middle_of_an_export_leaves_nothing(saves: bool, tmp_path: Path) -> None:
+    """No file may grow beyond 64 KiB. Without a checkpoint the ranks' temporary files are the first that fail."""
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 512 --max-position-embeddings 16"
+    flags = [*BASE.split(), *shape.split(), "--run-dir", str(tmp_path / "run")]
+    if saves:  # then the run is at its end: what is left is the export
+        flags += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--save-interval", "2"]
+        programs.python("pretrain_gpt.py", *flags, ok=True)
+    else:
+        flags += ["--tensor-model-parallel-size", "2", "--nproc", "2"]
+    flags += ["--export-hf", str(tmp_path / "out")]
+    done = programs.python("pretrain_gpt.py", *flags, preexec_fn=limit_files)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{tmp_path}/{'' if saves else '.'}out" in done.stderr and "File too large" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "exported" not in done.stdout, done.stdout + done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["outcome"] == "crash"
+    if saves:
+        done = programs.python("pretrain_gpt.py", *flags)
+        assert done.returncode == 0 and f"exported to {tmp_path / 'out'}: " in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("kind", rarely(["json", "sentencepiece"], ["json"], str, guards=("megalite/interop",)))

@@ -114,19 +114,20 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     folder = None if c.save is None else storage.folder_of(c.save, run.state.step)
     saved = folder is not None and "COMPLETE" in storage.storage_of(folder).entries(folder)
     temporary = target.with_name(f".{target.name}.weights")
-    if folder is None or not first_says(saved, mesh):
-        clear = lambda: remove(temporary) if mesh.world.is_first else None  # noqa: E731
-        together(mesh, clear, f"making {temporary}")
-        folder = saver.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
-    if not mesh.world.is_first:
-        return None
-    tokens = {"eos_token_id": eod, **hugging_face.token_ids(like_of(config.data) or named_by(config))}
     try:
+        if folder is None or not first_says(saved, mesh):
+            clear = lambda: remove(temporary) if mesh.world.is_first else None  # noqa: E731
+            together(mesh, clear, f"making {temporary}")
+            folder = saver.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
+        if not mesh.world.is_first:
+            return None
+        tokens = {"eos_token_id": eod, **hugging_face.token_ids(like_of(config.data) or named_by(config))}
         own = config.data.tokenizer_type is not None
         files, note = tokenizer_files(config.data, eod) if own else (hugging_face.companions(named_by(config)), None)
         ours = Ours(Checkpoint(folder, manifests.load(folder)), used=specs_of(config.model, run.vocab_size))
         written = write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, files=files)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if mesh.world.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
     line = f"exported to {target}: {family}, {len(written.tensors)} tensors, vocabulary {run.vocab_size}"
     return line if note is None else f"{line}\nnote: {note}"
