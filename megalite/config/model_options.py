@@ -115,6 +115,14 @@ class ModelConfig:
         return read_pattern(self.moe_layer_freq, self.num_layers)
 
     @property
+    def has_dense_ffn(self) -> bool:
+        """Whether some layer has no experts; also where `moe_layer_freq` cannot be read, of which others complain."""
+        try:
+            return not all(self.experts)
+        except ValueError:
+            return True
+
+    @property
     def expert_ffn_size(self) -> int:
         """0 in a dense model."""
         return (self.moe_ffn_hidden_size or self.ffn_size) if self.num_experts else 0

@@ -36,6 +36,17 @@ def test_a_bad_configuration_is_refused_with_value_rule_and_remedy(flags: str, m
     assert all("\n" not in problem for problem in error.value.problems)
 
 
+@pytest.mark.parametrize("width", [192, 20])
+def test_the_width_of_dense_layers_is_checked_where_there_are_some(width: int) -> None:
+    """Of 192 channels 3 ranks can have a part, but not of swiglu's 512; of 20 it has no width at all."""
+    heads = f"--hidden-size {width} --num-attention-heads {6 if width == 192 else 2} --seq-length 48 --swiglu"
+    flags = f"{heads} --disable-bias-linear --num-experts 6 --moe-ffn-hidden-size 24"
+    flags += " --tensor-model-parallel-size 3" * (width == 192)
+    cli.read([*GOOD.split(), *flags.split()], PRESETS)
+    with pytest.raises(ConfigError, match="ffn_hidden_size=512|too small for the default width of swiglu"):
+        cli.read([*GOOD.split(), *flags.split(), "--moe-layer-freq", "2"], PRESETS)
+
+
 def test_gpt2s_two_files_are_the_default_tokenizer() -> None:
     both = "--vocab-file v.json --merge-file m.txt"
     config, notes = cli.read([*GOOD.split(), *both.split()], PRESETS)
