@@ -111,10 +111,21 @@ def write_megatron(
                 folder = part / "release" / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else ""))
                 folder.mkdir(parents=True)
                 state = {"args": args, "checkpoint_version": 3.0, "iteration": 0, "model": weights}
-                torch.save(state, folder / FILES[0])
+                _save(state, folder / FILES[0])
                 bar.add(1)
         (part / TRACKER).write_text("release\n", encoding="utf-8")
     return directory / "release"
+
+
+def _save(state: Options, path: Path) -> None:
+    """torch.save. Raises the OSError of a disk that fails, behind which torch raises an error about its own format."""
+    try:
+        with open(path, "xb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def write_args(

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from loads import whole_piece
 from safetensors.torch import load_file, save_file
 from test_convert_megatron import tool
+from token_files import full_disk
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
@@ -162,6 +163,17 @@ def saved_run(folder: Path, options: dict[str, Any], one_plus: bool, bf16: bool 
     state = {"config": to_toml(build(values)), "vocab_size": 9, "progress": State().to_json()}
     saver.save(folder, 1, pieces, state, Mesh.alone())
     return model
+
+
+@pytest.mark.parametrize("target", ["--to-hf", "--to-megatron"])
+def test_a_disk_that_fails_in_the_middle_is_one_line_and_leaves_nothing(target: str, tmp_path: Path, capsys) -> None:
+    saved_run(tmp_path / "ours", {**FAMILY_OPTIONS["gpt2"], "hidden_size": 64}, one_plus=False)
+    capsys.readouterr()
+    with full_disk():
+        assert tool("--load", tmp_path / "ours", target, tmp_path / "out") == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / 'out'}: cannot be written" in line and "File too large" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 @pytest.mark.parametrize("one_plus", [False, True], ids=["plain", "1p"])
