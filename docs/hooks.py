@@ -13,12 +13,7 @@ import griffe
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-GUESTS = {
-    "changelog.md": "CHANGELOG.md",
-    "security.md": "SECURITY.md",
-    "contributing.md": "CONTRIBUTING.md",
-    "chaos.md": "tests/chaos/README.md",
-}
+GUESTS = {"changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md", "contributing.md": "CONTRIBUTING.md"}
 PAGES = {**{source: page for page, source in GUESTS.items()}, "README.md": "index.md"}
 OF_FLAGS = ("flags.md", "megatron.md")
 # A search finds what a reader can do first, then tables of flags, and last why something was decided: by section of the

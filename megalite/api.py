@@ -44,7 +44,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class CommandError(RuntimeError):
-    """A command that has ended badly; its text is what the command said. `code`: its exit code (docs/running.md)."""
+    """A command that has ended badly; its text is what the command said. `code`: its exit code (docs/logging.md)."""
 
     def __init__(self, command: str, code: int, text: str):
         super().__init__(text or f"megalite {command} ended with exit code {code}")

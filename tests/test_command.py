@@ -56,7 +56,7 @@ def said_by(words: list[str], patch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_the_documents_list_every_command() -> None:
-    page = (ROOT / "docs/running.md").read_text()
+    page = (ROOT / "docs/commands.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `megalite ")]
     listed = []
     for row in rows:

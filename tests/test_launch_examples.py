@@ -121,7 +121,7 @@ def test_the_page_has_what_the_scripts_read() -> None:
     texts = "".join(file.read_text() for file in LAUNCH.glob("*.sh"))
     defaults = dict(re.findall(r"\$\{([A-Z]\w*):-([^}$]*)\}", texts))
     own = {name: default for name, default in defaults.items() if not name.startswith(("SLURM", "PET"))}
-    page = (ROOT / "docs/launch.md").read_text().partition("## What the scripts read")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/launch.md").read_text().partition("## Variables of the scripts")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", page, re.MULTILINE))
     assert rows.keys() == own.keys() | {"FIRST", "NNODES"}
     assert {n: rows[n].strip("`") for n in own if own[n].isdigit()} == {n: d for n, d in own.items() if d.isdigit()}

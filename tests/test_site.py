@@ -87,7 +87,7 @@ def lost_lists(page: Page) -> list[str]:
 @pytest.mark.everything
 def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
     pages = {file.stem: Page(file) for file in site.glob("*.html") if file.stem != "404"}
-    assert pages.keys() >= {path.stem for path in (ROOT / "docs").glob("*.md")} | {"changelog", "security", "chaos"}
+    assert pages.keys() >= {path.stem for path in (ROOT / "docs").glob("*.md")} | {"changelog", "security"}
     for name, page in pages.items():
         assert page.fetched and [found for found in page.fetched if "//" in found] == [], name
         assert lost_lists(page) == [], name
@@ -147,7 +147,7 @@ def test_a_table_of_flags_can_be_read_on_a_phone(site: Path, tmp_path: Path) -> 
         assert seen["wider"] <= 0 and seen["cells"] > at_least
         assert seen["narrowest"] > 300 and seen["tallest"] < 130  # its first column was 60 wide, and 290 high
         assert seen["heads"][1:-1] == ['"type: "', '"default: "'][: len(seen["heads"]) - 2]
-    for page in ("running", "launch", "environment", "planning"):
+    for page in ("logging", "launch", "environment", "planning"):
         how = f"""{LOADED} const codes = [...page.querySelectorAll('td code')];
         return codes.map(code => [code.textContent, code.getClientRects().length]);"""
         broken = [text for text, lines in browser.ask(site, f"/{page}.html", 390, how, tmp_path) if lines > 4]
@@ -205,7 +205,7 @@ def says(text: str, message: str) -> bool:
 
 
 def messages() -> list[str]:
-    page = (ROOT / "docs/troubleshooting.md").read_text("utf-8").partition("## Said by others")[0]
+    page = (ROOT / "docs/troubleshooting.md").read_text("utf-8").partition("## Messages of other programs")[0]
     rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     return [span for row in rows for span in documents.SPAN.findall(row)]
 

@@ -16,7 +16,7 @@ Available versions: 2.15.0, 2.14.1, 2.14.0, 2.13.0+cpu, 2.13.0, 2.11.0, 2.10.0, 
   INSTALLED: 2.13.0+cpu
 """
 SERVED = ["2.11.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0"]
-OLD = tr.Row("2026-11-01", "2.11.0+cu130", "3.6.0", "3.12.1", "CUDA 13.0, no card", "quick", "9", "1", "0", "1:05")
+OLD = tr.Row("2026-11-01", "2.11.0+cu130", "3.6.0", "3.12.1", "CUDA 13.0, no GPU", "quick", "9", "1", "0", "1:05")
 NEW = dataclasses.replace(OLD, torch="2.15.0+cu132", date="2026-11-02")
 PAGE = f"before\n{tr.BEGIN}{tr.END}after\n"
 

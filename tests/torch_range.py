@@ -2,7 +2,7 @@
 
 A virtual environment in a temporary folder gets that torch as the package index serves it, which on Linux is a build
 for CUDA, with the triton that it pins, and the dev extras within their ranges: constraints.txt without its torch. The
-tests run in it, docs/torch_range.md gets a row, and the folder is removed. Without a version it is the end of the range
+tests run in it, docs/testing.md gets a row, and the folder is removed. Without a version it is the end of the range
 whose newest row is the older one.
 
 Needs 12 GiB of disk while it runs, and nothing but Python's own library. Exit codes: 0 all passed; 1 not all; 2 bad
@@ -26,16 +26,16 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "torch_range.md"
+PAGE = ROOT / "docs" / "testing.md"
 BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"
 DISK_BYTES = 12 << 30
 LIMIT_S = 4 * 3600
 MARKS = "not commit and not everything"  # as tests/run.sh
 QUICK = "test_torch.py kernels/test_compiling.py optim pipeline nn parallel test_layouts.py".split()
 ASK = """import json, platform, torch, triton
-card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no card"
+gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 build = "CUDA " + torch.version.cuda if torch.version.cuda else "CPU"
-print(json.dumps([torch.__version__, triton.__version__, platform.python_version(), f"{build}, {card}"]))"""
+print(json.dumps([torch.__version__, triton.__version__, platform.python_version(), f"{build}, {gpu}"]))"""
 
 
 class Unavailable(Exception):

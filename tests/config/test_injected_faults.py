@@ -85,5 +85,5 @@ def test_whoever_reads_the_log_is_told_and_what_cannot_strike_is_refused(monkeyp
 def test_every_point_of_the_list_is_in_the_code_and_in_the_page() -> None:
     text = "".join(path.read_text("utf-8") for path in sorted((ROOT / "megalite").rglob("*.py")))
     assert set(re.findall(r"\bfault\(\s*\"([a-z_.]+)\"", text)) == set(POINTS)
-    page = (ROOT / "docs/operations.md").read_text("utf-8").partition("## Faults on demand")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `([a-z_.]+)` \| (.+) \|$", page, re.M) == list(POINTS.items())
+    table = (ROOT / "docs/testing.md").read_text("utf-8").partition("| point | when |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `([a-z_.]+)` \| (.+) \|$", table, re.M) == list(POINTS.items())

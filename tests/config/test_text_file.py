@@ -20,7 +20,7 @@ MODEL = (
 )
 KINDS = ("pipe", "device", "directory", "huge")
 TOKENIZER = f"pretrain_gpt.py {MODEL} --mock-data --tokenizer-type"
-# the command, the file's name in its folder, the exit code of docs/running.md
+# the command, the file's name in its folder, the exit code of docs/logging.md
 READERS = {
     "--config": ("pretrain_gpt.py --config {file}", "run.toml", 2),
     "--plugin": (f"pretrain_gpt.py {MODEL} --mock-data --vocab-size 64 --plugin {{file}}", "plugin.py", 2),
