@@ -1,77 +1,149 @@
-#!/usr/bin/env python
-"""Write docs/flags.md from the dataclasses of megalite/config/options.py, and docs/megatron.md from megatron_flags.txt.
+"""The two reference pages of the site that are generated: megalite's flags, and Megatron-LM's flags.
 
-python docs/document_flags.py > docs/flags.md
-python docs/document_flags.py --megatron > docs/megatron.md
+The pages are not in the repository. The site's build adds them (docs/hooks.py). To read one without the site:
+
+    python -m docs.document_flags > flags.md
+    python -m docs.document_flags --megatron > megatron.md
 """
 
+import argparse
 import sys
-import tomllib
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import Field
 from itertools import groupby
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from typing import Any
 
 from megalite.config import megatron_flags
-from megalite.config.field import base_type, facts_of, helps, refused, spellings
+from megalite.config.field import base_type, facts_of, flag_of, helps, refused, spellings
 from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION, REFUSED, WARNED, Flag
 from megalite.config.options import SECTIONS, options
-from tools.program import parser_of
 
-TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-TAKES = {flag: f.name for _, f in options() for flag, value in spellings(f) if value is None}  # a value
+FLAGS_INTRO = """\
+# Flags
+
+`--preset NAME` and `--config FILE.toml` set several options at once. A preset overrides the defaults, a file overrides
+the preset, and a flag overrides both.
+
+Words of a flag are joined by `-` or `_`. A switch `--x` can also be written `--no-x`, `--disable-x`, `--x=true` and
+`--x=false`; the table shows the form that changes the default. In a file an option has the name of its flag with `_`,
+in the section under which it is listed here.
+
+Flags that only Megatron-LM has: [Megatron-LM's flags](megatron.md).
+"""
+
+MEGATRON_INTRO = """\
+# Megatron-LM's flags
+
+Every flag of Megatron-LM's parser at d98e8a64 (2026-08-22), by its argument groups, with the verdict of megalite.
+
+| verdict | flags | meaning |
+|---|---|---|
+| works | {works} | does what it does in Megatron-LM |
+| no effect | {no_effect} | accepted; the reason says why there is nothing to do |
+| dependent | {dependent} | accepted; matters only together with the named flag, which is refused or gives a warning |
+| warning | {warned} | the run starts, with a warning that the request is not met |
+| refused | {refused} | the run does not start |
+| all | {all} | **{accepted:.0f} % work or have no effect**, not counting dependent flags |
+
+All refused flags of a command line are reported at once, before anything starts. A value that requests nothing, such as
+a size of 1, is accepted for every flag.
+"""
+
+# Groups of megatron_flags.txt whose flags are not in Megatron-LM's parser today; the counts leave them out.
 OUTSIDE = ("gone from Megatron-LM", "other programs of Megatron-LM", "DeepSpeed", "forks of Megatron-LM")
 
 
 def flags_page() -> str:
-    lines = [TEXTS["flags"]]
+    """Return the page of all options, one table per section of the configuration."""
+    lines = [FLAGS_INTRO]
     for section in SECTIONS:
         lines += [f"## {section}", "", "| flag | type | default | meaning |", "|---|---|---|---|"]
-        for f in (f for where, f in options() if where == section):
-            flags = [flag for flag, value in spellings(f) if base_type(f) != "bool" or value is not f.default]
-            shown = [flag for flag in flags if base_type(f) != "bool" or not flag.startswith(f"--disable-{f.name[:4]}")]
-            facts = facts_of(f)
-            kind = " / ".join(facts.choices) or base_type(f)
-            default = "" if f.default is None else "required" if facts.required else str(f.default)
-            meaning = helps()[f.name].replace("|", "&#124;")
-            lines.append(f"| {', '.join(f'`{flag}`' for flag in shown)} | {kind} | {default} | {meaning} |")
+        lines += [_option_row(option) for option_section, option in options() if option_section == section]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def verdict(name: str, flag: Flag) -> str:
-    if flag.verdict == OPTION:
-        others = ", ".join(f"`{value}`" for value in refused().get(TAKES.get(name, ""), ()))
-        return f"does, but for {others}: refused" if others else "does"
-    if flag.verdict == DEPENDENT:
-        return f"no effect here, because it only matters beside `{megatron_flags.first_of(flag.feature)}`"
-    if flag.verdict == NO_EFFECT:
-        return f"no effect here, because: {flag.reason}"
-    said = "starts with a warning" if flag.verdict == WARNED else "refused"
-    harmless = f" (not `{'`, `'.join(flag.neutral)}`)" if flag.neutral else ""
-    return f"{said}{harmless}, because: {flag.reason}"
+def _option_row(option: Field[Any]) -> str:
+    option_facts = facts_of(option)
+    flags = ", ".join(f"`{flag}`" for flag in _shown_flags(option))
+    kind = " / ".join(option_facts.choices) or base_type(option)
+    if option_facts.required:
+        default = "required"
+    elif option.default is None:
+        default = ""
+    else:
+        default = str(option.default)
+    meaning = helps()[option.name].replace("|", "&#124;")
+    return f"| {flags} | {kind} | {default} | {meaning} |"
+
+
+def _shown_flags(option: Field[Any]) -> list[str]:
+    """Return the flags that set the option. Of a switch, return only those that change its default, without the
+    `--disable-x` that every switch has."""
+    if base_type(option) != "bool":
+        return [flag for flag, _ in spellings(option)]
+    implied = "--disable-" + flag_of(option.name).removeprefix("--")
+    return [flag for flag, value in spellings(option) if value is not option.default and flag != implied]
 
 
 def megatron_page() -> str:
-    known = {name: f for name, f in megatron_flags.known_flags().items() if f.verdict != INSTEAD}
-    theirs = {name: f for name, f in known.items() if f.group not in OUTSIDE}
-    count = Counter(f.verdict for f in theirs.values())
-    accepted = count[OPTION] + count[NO_EFFECT]
-    named = {"does": OPTION, "nothing": NO_EFFECT, "dependent": DEPENDENT, "warned": WARNED, "refused": REFUSED}
-    numbers = {name: count[verdict] for name, verdict in named.items()}
-    lines = [TEXTS["megatron"].format(flags=len(theirs), accepted=100 * accepted / len(theirs), **numbers)]
+    """Return the page of all flags that Megatron-LM or a program related to it has, one table per group."""
+    known = {name: flag for name, flag in megatron_flags.known_flags().items() if flag.verdict != INSTEAD}
+    count = Counter(flag.verdict for flag in known.values() if flag.group not in OUTSIDE)
+    total = count.total()
+    intro = MEGATRON_INTRO.format(
+        works=count[OPTION],
+        no_effect=count[NO_EFFECT],
+        dependent=count[DEPENDENT],
+        warned=count[WARNED],
+        refused=count[REFUSED],
+        all=total,
+        accepted=100 * (count[OPTION] + count[NO_EFFECT]) / total,
+    )
+    refused_values = _refused_values()
+    lines = [intro]
     for group, members in groupby(known.items(), key=lambda item: item[1].group):
-        lines += [f"## {group}", "", "| flag | here |", "|---|---|"]
-        lines += [f"| `{name}` | {verdict(name, flag)} |" for name, flag in members]
+        lines += [f"## {group}", "", "| flag | verdict | reason |", "|---|---|---|"]
+        for name, flag in members:
+            verdict, reason = _verdict(flag, refused_values.get(name, ()))
+            lines.append(f"| `{name}` | {verdict} | {reason} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _refused_values() -> dict[str, Sequence[str]]:
+    """Return, by flag, the values of Megatron-LM that megalite refuses for an option which works."""
+    found: dict[str, Sequence[str]] = {}
+    for _, option in options():
+        for flag, value in spellings(option):
+            if value is None:
+                found[flag] = list(refused().get(option.name, ()))
+    return found
+
+
+def _verdict(flag: Flag, refused_values: Sequence[str]) -> tuple[str, str]:
+    """Return the verdict and its reason."""
+    if flag.verdict == OPTION:
+        return "works", f"refused values: {_quoted(refused_values)}" if refused_values else ""
+    if flag.verdict == NO_EFFECT:
+        return "no effect", flag.reason
+    if flag.verdict == DEPENDENT:
+        return "dependent", f"matters only together with `{megatron_flags.first_of(flag.feature)}`"
+    verdict = "warning" if flag.verdict == WARNED else "refused"
+    accepted = f"; accepted values: {_quoted(flag.neutral)}" if flag.neutral else ""
+    return verdict, flag.reason + accepted
+
+
+def _quoted(values: Sequence[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
 def main() -> int:
-    parser = parser_of(__doc__, allow_abbrev=True)
-    parser.add_argument("--megatron", action="store_true", help="docs/megatron.md instead of docs/flags.md")
-    sys.stdout.write(megatron_page() if parser.parse_args().megatron else flags_page())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megatron", action="store_true", help="print the page of Megatron-LM's flags")
+    page = megatron_page() if parser.parse_args().megatron else flags_page()
+    sys.stdout.write(page)
     return 0
 
 

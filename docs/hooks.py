@@ -1,59 +1,78 @@
-"""What mkdocs.yml cannot say: documents that stand elsewhere in the repository are pages, too, a link means on the site
-what it means in the repository, and docstrings are plain text with tables and examples in it.
+"""Extensions of the site's build (mkdocs.yml).
+
+- Documents outside docs/ become pages, and the pages of flags are generated.
+- Links to files of the repository become links to their pages.
+- Docstrings are plain text with tables and examples in it.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import griffe
 from mkdocs.structure.files import File
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from docs.document_flags import flags_page, megatron_page
+
 ROOT = Path(__file__).resolve().parent.parent
 GUESTS = {"changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md", "contributing.md": "CONTRIBUTING.md"}
 PAGES = {**{source: page for page, source in GUESTS.items()}, "README.md": "index.md"}
-OF_FLAGS = ("flags.md", "megatron.md")
-# A search finds what a reader can do first, then tables of flags, and last why something was decided: by section of the
-# navigation, and by page.
+GENERATED = {"flags.md": flags_page, "megatron.md": megatron_page}
+# A command that prints what a generated page holds. The documents name the command, and the site links it to the page.
+PRINTED_BY = {"`megalite train --help all`": "flags.md", "`python -m docs.document_flags --megatron`": "megatron.md"}
+# A search ranks pages for users first, then the tables of flags, and the reasons for decisions last. Keys are sections
+# of the navigation and pages.
 BOOST = {"Start": 2.0, "How to": 2.0, "Reference": 0.5, "How it is built": 0.25}
 BOOST |= {"flags.md": 0.2, "megatron.md": 1e-3, "changelog.md": 1e-3, "performance.md": 1e-3, "experiments.md": 1e-3}
-BOOST |= {"Decision records": 1e-6, "From other trainers": 0.5}
-BOOST |= {"data.md": 4.0, "extending.md": 0.5}  # whose headings, as `dataset`, are what others explain
+BOOST |= {"Decision records": 1e-6, "from_other_trainers.md": 0.5}
+BOOST |= {"data.md": 4.0, "extending.md": 0.5}  # other pages have headings with the same words, such as `dataset`
 LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
     for page, source in GUESTS.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for page, text in GENERATED.items():
+        files.append(File.generated(config, page, content=text()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """With links to other files of the repository as links to their pages; one to a file without a page is its name."""
-    name = page.file.src_uri
-    places = [name, *(section.title for section in page.ancestors)]  # the nearest section first
-    page.meta["search"] = {"boost": next((BOOST[place] for place in places if place in BOOST), 1.0)}
-    folder = (ROOT / GUESTS.get(name, f"docs/{name}")).parent
+    """Set the page's rank in searches, and make links to files of the repository links to their pages.
 
-    def led(match: re.Match[str]) -> str:
+    A link to a file that has no page becomes the file's name.
+    """
+    name = page.file.src_uri
+    keys = [name, *(section.title for section in page.ancestors)]  # the nearest section first
+    page.meta["search"] = {"boost": next((BOOST[key] for key in keys if key in BOOST), 1.0)}
+    source_dir = (ROOT / GUESTS.get(name, f"docs/{name}")).parent
+    page_dir = (ROOT / "docs" / name).parent
+
+    def site_link(match: re.Match[str]) -> str:
         text, link, anchor = match[1], match[2], match[3] or ""
-        path = (folder / link).resolve()
+        path = (source_dir / link).resolve()
         if not path.exists() or not path.is_relative_to(ROOT):
-            return match[0]  # mkdocs says that it leads nowhere
+            return match[0]  # mkdocs reports it as broken
         if path.is_relative_to(ROOT / "docs"):
-            return f"[{text}]({os.path.relpath(path, (ROOT / 'docs' / name).parent)}{anchor})"
+            return f"[{text}]({os.path.relpath(path, page_dir)}{anchor})"
         target = str(path.relative_to(ROOT))
         return f"[{text}]({PAGES[target]}{anchor})" if target in PAGES else f"{text} (`{target}`)"
 
-    return LINK.sub(led, markdown)
+    markdown = LINK.sub(site_link, markdown)
+    for command, target in PRINTED_BY.items():
+        markdown = markdown.replace(command, f"[{command}]({os.path.relpath(ROOT / 'docs' / target, page_dir)})")
+    return markdown
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Mark the tables of flags, which a phone shows as paragraphs (site.css): a cell has the head of its column."""
-    if page.file.src_uri not in OF_FLAGS:
+    """Give each cell of the tables of flags the head of its column: a phone shows a row as a paragraph (site.css)."""
+    if page.file.src_uri not in GENERATED:
         return html
 
     def with_heads(table: re.Match[str]) -> str:
@@ -65,14 +84,14 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Paragraphs in columns, and examples, as they stand."""
+    """Keeps the lines of docstrings that hold a table or an example."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = "\n\n".join(map(as_it_stands, obj.docstring.value.split("\n\n")))
+            obj.docstring.value = "\n\n".join(map(_as_markdown, obj.docstring.value.split("\n\n")))
 
 
-def as_it_stands(paragraph: str) -> str:
+def _as_markdown(paragraph: str) -> str:
     if re.search(r"^ *(>>>|\S.* {2,}\S)", paragraph, re.MULTILINE):
         return f"```text\n{paragraph}\n```"
     return re.sub(r"(`[^`]+`)|([*_\[\]<])", lambda found: found[1] or f"\\{found[2]}", paragraph)

@@ -54,7 +54,7 @@ class CommandError(RuntimeError):
 class RunConfig(tuple[str, ...]):
     """megalite.Config: what a run is asked for, as the words of its command line.
 
-        Config(preset="tiny", mock_data=True, train_iters=20)     options by their names (docs/flags.md), or short as tp
+        Config(preset="tiny", mock_data=True, train_iters=20)     options by their names, or short as tp
         Config(config="run.toml", lr=1e-4)                        a file of options; other keywords win
         Config("--num-layers 12 --no-masked-softmax-fusion")      a command line, also Megatron-LM's; or its words
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-GENERATED = {"flags.md", "megatron.md"}  # made from the code, and compared with it elsewhere
 EXAMPLES = {"style.md"}  # shows names that the code need not have
 PLACEHOLDERS = {"run.toml", "FILE.toml", "FILE.py", "train_config.toml"}  # of the reader
 PLACEHOLDERS |= {"report.md", "run_config.toml"}  # what a program writes
@@ -67,8 +66,6 @@ def commands() -> list[Command]:
     """Of every bash block, the lines after a $ of other blocks, and whole commands between backquotes."""
     found: list[Command] = []
     for path in DOCUMENTS:
-        if path.name in GENERATED:
-            continue
         for language, text in fences(path):
             shell = language in ("bash", "sh")
             lines = text if shell else "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
@@ -169,7 +166,7 @@ def long_lines(root: Path) -> Iterator[str]:
 
 def named(root: Path) -> Iterator[Path]:
     """The documents that say what is so today, written by hand."""
-    yield from (path for path in documents_of(root) if path.name not in GENERATED | EXAMPLES)
+    yield from (path for path in documents_of(root) if path.name not in EXAMPLES)
 
 
 def found_at(root: Path, name: str) -> Path | None:

@@ -116,7 +116,9 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
         *kernels("h200", ERF),
         *kernels("h200", f"{ERF} backward"),
     ],
-    "| the same beside torch.compile": lambda: run("compiled", "least", "most", "swiglu_forward", "head_and_loss"),
+    "| the same compared with torch.compile": lambda: run(
+        "compiled", "least", "most", "swiglu_forward", "head_and_loss"
+    ),
     "| own attention": lambda: run("attention", *ATTENTION),
     "| step times that others": lambda: [
         sum(holds for name, holds in published() if "Llama 3" not in name),
@@ -128,7 +130,7 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
         2,
     ],
     "| scale that has been run": lambda: [1, 8],
-    "| to read: one training step": lambda: [path_lines()],
+    "| code of one training step": lambda: [path_lines()],
     "Llama 3 70B on 64": lambda: [64, 64 // 8],
 }
 

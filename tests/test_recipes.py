@@ -67,10 +67,8 @@ def test_the_page_has_a_row_of_each_with_what_it_says() -> None:
         assert first and planned
         what, number, card, tokens, _ = first.groups()
         gib, mfu, _, took, unit = planned.groups()
-        takes = f"{took} {unit}, {gib} GiB of each card, {mfu} % MFU"
-        told.append(
-            f"| [`{name}`](../examples/recipes/{name}.toml) | {what}, {tokens} tokens on {number} {card} | {takes} |"
-        )
+        link = f"[`{name}`](../examples/recipes/{name}.toml)"
+        told.append(f"| {link} | {what} | {tokens} | {number} {card} | {took} {unit} | {gib} | {mfu} % |")
     assert rows == told
 
 

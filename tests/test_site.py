@@ -87,7 +87,9 @@ def lost_lists(page: Page) -> list[str]:
 @pytest.mark.everything
 def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
     pages = {file.stem: Page(file) for file in site.glob("*.html") if file.stem != "404"}
-    assert pages.keys() >= {path.stem for path in (ROOT / "docs").glob("*.md")} | {"changelog", "security"}
+    added = {"changelog", "security", "flags", "megatron"}
+    assert pages.keys() >= {path.stem for path in (ROOT / "docs").glob("*.md")} | added
+    assert 'href="flags.html"><code>megalite train --help all</code>' in (site / "python.html").read_text("utf-8")
     for name, page in pages.items():
         assert page.fetched and [found for found in page.fetched if "//" in found] == [], name
         assert lost_lists(page) == [], name
@@ -142,11 +144,12 @@ def test_a_table_of_flags_can_be_read_on_a_phone(site: Path, tmp_path: Path) -> 
              narrowest: Math.min(...cells.map(cell => cell.getBoundingClientRect().width)),
              tallest: Math.max(...cells.map(cell => cell.getBoundingClientRect().height)),
              heads: [...page.querySelector('tbody tr').children].map(cell => getComputedStyle(cell, '::before').content)}};"""
-    for page, at_least in (("flags", 250), ("megatron", 900)):
+    pages = (("flags", 250, ['"type: "', '"default: "']), ("megatron", 900, ['"flags: "']))
+    for page, at_least, heads in pages:
         seen = browser.ask(site, f"/{page}.html", 390, how, tmp_path)
         assert seen["wider"] <= 0 and seen["cells"] > at_least
         assert seen["narrowest"] > 300 and seen["tallest"] < 130  # its first column was 60 wide, and 290 high
-        assert seen["heads"][1:-1] == ['"type: "', '"default: "'][: len(seen["heads"]) - 2]
+        assert seen["heads"][1:-1] == heads
     for page in ("logging", "launch", "environment", "planning"):
         how = f"""{LOADED} const codes = [...page.querySelectorAll('td code')];
         return codes.map(code => [code.textContent, code.getClientRects().length]);"""

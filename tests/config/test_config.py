@@ -10,11 +10,11 @@ import pytest
 from tables import ANSWERS
 
 import pretrain_gpt
-from docs.document_flags import flags_page, megatron_page
+from docs.document_flags import OUTSIDE, flags_page, megatron_page
 from megalite.config import cli
 from megalite.config.check import check, holds, rules_of
-from megalite.config.field import PATHS, base_type, facts_of, helps, spellings
-from megalite.config.megatron_flags import OPTION, known_flags
+from megalite.config.field import PATHS, base_type, facts_of, flag_of, helps, spellings
+from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION, REFUSED, WARNED, known_flags
 from megalite.config.options import Config, ConfigError, DataConfig, ModelConfig, Say, build, options, padded_vocab_size
 from megalite.config.toml import parse_toml, to_toml
 from megalite.models.families import PRESETS
@@ -221,9 +221,44 @@ def test_the_padded_vocabulary_does_not_depend_on_usual_tp() -> None:
     assert padded_vocab_size(100, 1, 3) == 102
 
 
-def test_documents_are_up_to_date() -> None:
-    for page, made in (("docs/flags.md", flags_page()), ("docs/megatron.md", megatron_page())):
-        assert made == (ROOT / page).read_text(), f"make {page} anew with docs/document_flags.py"
+def rows_of(page: str) -> list[list[str]]:
+    """The cells of each row about a flag."""
+    return [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `--")]
+
+
+def test_every_option_has_a_row_on_the_page_of_flags() -> None:
+    row_of: dict[str, list[str]] = {}
+    for cells in rows_of(flags_page()):
+        for flag in re.findall(r"`(--[^`]+)`", cells[0]):
+            assert flag not in row_of, f"{flag} has two rows"
+            row_of[flag] = cells
+    rows = list(options())
+    assert len(rows_of(flags_page())) == len(rows)
+    for _, option in rows:
+        shown = [flag for flag, _ in spellings(option) if flag in row_of]
+        cells = row_of[shown[0]]
+        assert all(row_of[flag] is cells for flag in shown), option.name
+        assert cells[-1] == helps()[option.name].replace("|", "&#124;"), option.name
+        for flag, value in spellings(option):
+            is_default = base_type(option) == "bool" and value is option.default
+            assert flag in row_of or is_default or flag == f"--disable-{flag_of(option.name)[2:]}", flag
+
+
+def test_every_flag_of_megatron_has_a_row_with_its_verdict() -> None:
+    verdicts = {OPTION: "works", NO_EFFECT: "no effect", DEPENDENT: "dependent", WARNED: "warning", REFUSED: "refused"}
+    listed = {name: flag for name, flag in known_flags().items() if flag.verdict != INSTEAD}
+    rows = {cells[0].strip("`"): cells[1:] for cells in rows_of(megatron_page())}
+    assert [cells[0].strip("`") for cells in rows_of(megatron_page())] == list(listed)
+    for name, flag in listed.items():
+        verdict, *reason = rows[name]
+        assert verdict == verdicts[flag.verdict] and flag.reason in " ".join(reason), name
+        assert reason or flag.verdict == OPTION, name
+    parser = [flag.verdict for flag in listed.values() if flag.group not in OUTSIDE]
+    counts = dict(re.findall(r"^\| ([a-z ]+) \| (\d+) \|", megatron_page(), re.MULTILINE))
+    assert {word: int(number) for word, number in counts.items()} == {
+        "all": len(parser),
+        **{word: parser.count(verdict) for verdict, word in verdicts.items()},
+    }
 
 
 @pytest.mark.parametrize("path", sorted(p.name for p in (ROOT / "examples").glob("*.toml")))

@@ -26,8 +26,14 @@ from megalite.models.families import PRESETS
 from tools.translate import main
 
 HERE = Path(__file__).parent
-PAGES = {"deepspeed": "deepspeed", "accelerate": "accelerate", "torchtitan": "torchtitan", "nanotron": "nanotron"}
-PAGES |= {"nemo": "bridge nemo"}  # page -> the tables that its keys are of
+PAGE = documents.ROOT / "docs/from_other_trainers.md"
+SECTIONS = {  # of the page -> the tables that their keys are of
+    "DeepSpeed": "deepspeed",
+    "Accelerate and FSDP": "accelerate",
+    "torchtitan": "torchtitan",
+    "nanotron": "nanotron",
+    "NeMo and Megatron-Bridge": "bridge nemo",
+}
 REST = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -62,26 +68,41 @@ def test_a_file_becomes_one_that_plans_a_run(name: str, tmp_path: Path, capsys, 
     assert len(names) > 9 and all(re.search(rf"^#   (.*, )?{re.escape(key)} = ", text, re.M) for key in names)
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_the_worked_example_of_a_page(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
-    """What its first command prints is what the page shows, and its second plans that; the keys it names have rows."""
-    page = documents.ROOT / f"docs/from_{name}.md"
-    (_, source), (_, typed), (_, target) = documents.fences(page)
-    first, second = documents.commands_of(typed, page.name)
+def example_of_page() -> dict[str, str]:
+    (_, source), (_, typed), (_, target) = documents.fences(PAGE)
+    translate_words, train_words = (command.words for command in documents.commands_of(typed, PAGE.name))
+    _, _, file, *flags = translate_words
+    return dict(file=file, flags=" ".join(flags), train=" ".join(train_words[2:]), text=source, writes=target)
+
+
+EXAMPLES: dict[str, dict[str, str]] = tomllib.loads((HERE / "examples.toml").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", ["deepspeed", *EXAMPLES])
+def test_an_example_becomes_the_file_shown_and_plans_a_run(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    example = example_of_page() if name == "deepspeed" else EXAMPLES[name]
     monkeypatch.chdir(tmp_path)
-    Path(first.words[2]).write_text(source)
-    assert main([*first.words[2:]]) == 0
-    text, shown = capsys.readouterr().out, tomllib.loads(target)
-    assert {section: tomllib.loads(text)[section] for section in shown} == shown
+    Path(example["file"]).write_text(example["text"])
+    assert main([example["file"], *example["flags"].split()]) == 0
+    text, shown = capsys.readouterr().out, tomllib.loads(example["writes"])
+    written = tomllib.loads(text)
+    assert {section: written[section] for section in shown} == shown
     Path("run.toml").write_text(text)
-    config = config_from([*second.words[2:]])
+    config = config_from(example["train"].split())
     assert pretrain(config, Ranks(world=config.parallel.nproc, local_world=8)) == 0
-    rows = re.findall(r"^\| (`.*?) \| ", page.read_text("utf-8").partition("## What does not")[0], re.MULTILINE)
-    keys = {key.rpartition(".")[2] for row in rows for key in re.findall(r"`([a-z]\w*(?:\.\w+)*)`", row)}
-    tables = [documents.ROOT / f"megalite/config/translate/{table}.toml" for table in PAGES[name].split()]
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_every_key_on_the_page_has_a_row(title: str) -> None:
+    section = PAGE.read_text("utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (.*?) \| ", section, re.MULTILINE)
+    keys = {key.rpartition(".")[2] for cell in cells for key in re.findall(r"`([a-z]\w*(?:\.\w+)*)[`:]", cell)}
+    tables = [documents.ROOT / f"megalite/config/translate/{table}.toml" for table in SECTIONS[title].split()]
     table = "".join(path.read_text("utf-8") for path in tables)
-    flags = {flag[2:].replace("-", "_") for flag in known_flags()} | {"model", "train", "ds_report"}
-    assert len(keys) > 5 and [key for key in sorted(keys - flags) if not re.search(rf"\b{key}\b", table)] == []
+    flags = {flag[2:].replace("-", "_") for flag in known_flags()}
+    others = flags | {"model", "train", "ds_report", "deepspeed"}
+    others |= {"json", "toml", "yaml"}  # heads of the tables
+    assert len(keys) > 5 and [key for key in sorted(keys - others) if not re.search(rf"\b{key}\b", table)] == []
 
 
 def test_every_key_of_the_others_has_a_row() -> None:
