@@ -35,9 +35,9 @@ def command_lines(*families: str) -> list[dict[str, Any]]:
 
 @cache
 def published() -> list[tuple[str, bool]]:
-    """(case, whether it holds) of docs/planning.md's table, which another test compares with the planner."""
+    """(case, whether it holds) of docs/planning_accuracy.md's table, which another test compares with the planner."""
     row = r"^\| ([^|*]+) \| [^|]+ \| [^|]+ \| \d\.\d\d \| (misses)? ?\|$"
-    rows = re.findall(row, _page("planning.md"), re.MULTILINE)
+    rows = re.findall(row, _page("planning_accuracy.md"), re.MULTILINE)
     return [(name, not missed) for name, missed in rows if "Llama-3-8B shape" not in name and "GPT 1.3B" not in name]
 
 

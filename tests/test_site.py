@@ -100,8 +100,8 @@ def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
         "docs"
     ]  # titles count a thousandfold there
     assert "troubleshooting.html#out-of-memory" in [one["location"] for one in found if one["title"] == "Out of memory"]
-    asked = re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    assert len(asked) > 20 and {*asked} <= pages["api"].ids
+    asked = re.findall(r"^::: (\S+)", (ROOT / "docs/python.md").read_text(), re.MULTILINE)
+    assert len(asked) > 20 and {*asked} <= pages["python"].ids
 
 
 # ---- in a browser

@@ -31,10 +31,10 @@ def test_every_case_states_its_source_and_one_figure() -> None:
 
 
 @pytest.mark.everything(guards=("tools/planning/published.py",))
-def test_the_page_on_planning_has_the_table() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text("utf-8")
-    _, _, section = page.partition("### Against published steps")
-    lines = [line for line in section.partition("\n### ")[0].splitlines() if line.startswith("|")]
+def test_the_page_on_accuracy_has_the_table() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planning_accuracy.md").read_text("utf-8")
+    _, _, section = page.partition("## Published steps")
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
     written = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:] if "| **" not in line]
     _, *rows = table()
     assert written == [[row[0], *row[2:5], row[5].partition(":")[0]] for row in rows]
