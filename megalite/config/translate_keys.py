@@ -34,6 +34,11 @@ from megalite.config.translate_rules import DEFAULT, FIELDS, GIVEN, OVERRIDES
 
 TABLES = ("settings", "defaults", "cases", "renamed", "notes")  # the others are sections
 NOTHING = {"", "none", "no", "false", "off", "disabled", "0", "0.0", "[]", "{}"}
+TRUE, FALSE = (
+    {"true", "1", "1.0", "yes", "on"},
+    {"false", "0", "0.0", "no", "off"},
+)  # as pydantic and YAML 1.1 read them
+FILLED_IN = ("auto", "???")  # not yet given
 ASKS_NOTHING = "= asks for nothing"
 Tree = dict[str, Any]
 REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
@@ -56,6 +61,14 @@ class Key(NamedTuple):
     @property
     def text(self) -> str:
         return str(self.value).lower()
+
+    @property
+    def is_true(self) -> bool:
+        return self.text in TRUE
+
+    @property
+    def is_false(self) -> bool:
+        return self.text in FALSE
 
 
 @cache
@@ -122,7 +135,8 @@ class File:
         section = _at(self.tree, at)
         own = section if isinstance(section, dict) else {}
         default = defaults.get(".".join(at) or "top", {}).get(last, "absent")
-        return str(own.get(last, default)).lower() in values
+        text = str(own.get(last, default)).lower()
+        return text in values or (text in TRUE and "true" in values) or (text in FALSE and "false" in values)
 
     def _with_sections(self, tree: Tree) -> Tree:
         whole = self.settings.get("whole", [])
@@ -135,7 +149,7 @@ class File:
 
     def _keys(self, tree: Tree, defaults: Mapping[str, Tree], at: list[str], section: str, off: bool) -> Iterator[Key]:
         own = {last: value for last, value in defaults.get(section, {}).items() if last not in tree}
-        is_off = off or any(str({**own, **tree}.get(switch)).lower() == "false" for switch in self.switches)
+        is_off = off or any(str({**own, **tree}.get(switch)).lower() in FALSE for switch in self.switches)
         for last, value in {**tree, **own}.items():
             name = str(last)
             inner = f"{section}.{name}".removeprefix("top.")
