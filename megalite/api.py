@@ -10,8 +10,7 @@ import shlex
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
@@ -20,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
-from megalite.config.exits import early_exit
 from megalite.config.field import LONGEST, words_of
 from megalite.config.options import Config, ConfigError
 from megalite.config.plugins import load as load_plugins
+from megalite.config.plugins import no_exit
 from megalite.data.errors import DataError
 from megalite.launch.children import with_module_path
 from megalite.launch.local_ranks import ORDERLY
@@ -74,7 +73,7 @@ class RunConfig(tuple[str, ...]):
     def options(self) -> Config:
         """Every option's value, in typed sections: options.model.num_layers, options.optim.lr. Raises ConfigError with
         every problem that is not of a number of ranks or of a machine: those come with `train`."""
-        with _no_exit():
+        with no_exit():
             return cli.read(self, PRESETS)[0]
 
 
@@ -149,19 +148,10 @@ def load(
 
     load_plugins(plugins)
     try:
-        with _no_exit():
+        with no_exit():
             return load_model(path, Mesh.alone(choose_device(device)), getattr(torch, dtype))
     except (SetupError, CheckpointError, DataError) as error:
         raise CommandError("generate", Exit.PREFLIGHT, str(error)) from error
-
-
-@contextmanager
-def _no_exit() -> Iterator[None]:
-    """Turn a SystemExit, which a plugin may raise, into a ConfigError: it would end the caller's program."""
-    try:
-        yield
-    except SystemExit as error:
-        raise ConfigError([early_exit(error)]) from error
 
 
 def _split(words: object) -> list[str]:
