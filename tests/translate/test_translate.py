@@ -168,6 +168,10 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
         {"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": "auto"}},
         'mics_shard_size = "auto": the script that reads the file fills it in; give --num-distributed-optimizer-instances',
     ),
+    "a way of sharding that NeMo has not": (
+        {"model": {"mcore_gpt": True, "fsdp": True, "fsdp_sharding_strategy": "hybrid"}},
+        'model.fsdp = true, model.fsdp_sharding_strategy = "hybrid": NeMo runs full and grad alone',
+    ),
     "a switch that is computed": (
         {"model": {"mcore_gpt": True, "fsdp": "${oc.env:FSDP}"}},
         'model.fsdp = "${oc.env:FSDP}": it is computed from other values; write its value',
