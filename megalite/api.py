@@ -37,6 +37,7 @@ _START = """from megalite.config.exits import report_code_on; report_code_on({re
 from megalite.launch.ranks import die_with_parent; die_with_parent(15)
 from megalite.__main__ import main; main()"""
 _TELLER = re.compile(r"^(?:\w+\.py|megalite [a-z ]+): (?:error: )?", re.MULTILINE)  # who says the words of an error
+MOST_BITS = 1024  # of a whole number: Python writes none of more than 4,300 digits as text
 Way = Literal["to_hf", "from_hf", "to_megatron", "from_megatron"]
 Dtype = Literal["float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -194,13 +195,19 @@ def _words_of(options: Mapping[str, Any]) -> list[str]:
                 kinds = "give a text, a number, a path, True or False, or a list of these"
                 problems.append(f"{name}={_short(value)} {what} {type(one).__name__}; {kinds}")
                 break
+            if isinstance(one, int) and one.bit_length() > MOST_BITS:
+                problems.append(f"{name} is a whole number of more than {MOST_BITS} bits; give a smaller one")
+                break
     if problems:
         raise ConfigError(problems)
     return _split(words_of(options))
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # of a number with more than 4,300 digits
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 

@@ -85,7 +85,10 @@ def _is_whole(value: object, least: float = float("-inf")) -> bool:
 
 
 def _is_number(value: object, least: float = float("-inf")) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and least <= float(value) < float("inf")
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and least <= float(value) < float("inf")
+    except OverflowError:  # a whole number beyond them
+        return False
 
 
 def uniform(seed: int, prompt: int, position: int) -> float:
