@@ -2,7 +2,8 @@
 
 translate/FORMAT.toml says what becomes of each key, by its sections (`top`: outside any). Keys share a row as "a b";
 "*" is every other key at or below its section. A row is a text that begins with a mark, or a table of these by the
-key's value, as text in lower case ("*": any other):
+key's value, as text in lower case. There, "*" is any other value, but only one that asks for nothing where the text is
+that it does so; a value that is filled in later, as auto, stands for the row that acts. The marks:
 
     + OPTION ...         acts: the options take the value, or one element each of a list
     + OPTION=VALUE ...   acts: they take these values
