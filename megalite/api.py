@@ -10,8 +10,7 @@ import shlex
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
@@ -20,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
-from megalite.config.exits import early_exit
 from megalite.config.field import LONGEST, words_of
 from megalite.config.options import Config, ConfigError
 from megalite.config.plugins import load as load_plugins
+from megalite.config.plugins import no_exit
 from megalite.data.errors import DataError
 from megalite.launch.children import with_module_path
 from megalite.launch.local_ranks import ORDERLY
@@ -38,6 +37,7 @@ _START = """from megalite.config.exits import report_code_on; report_code_on({re
 from megalite.launch.ranks import die_with_parent; die_with_parent(15)
 from megalite.__main__ import main; main()"""
 _TELLER = re.compile(r"^(?:\w+\.py|megalite [a-z ]+): (?:error: )?", re.MULTILINE)  # who says the words of an error
+MOST_BITS = 1024  # of a whole number: Python writes none of more than 4,300 digits as text
 Way = Literal["to_hf", "from_hf", "to_megatron", "from_megatron"]
 Dtype = Literal["float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -74,7 +74,7 @@ class RunConfig(tuple[str, ...]):
     def options(self) -> Config:
         """Every option's value, in typed sections: options.model.num_layers, options.optim.lr. Raises ConfigError with
         every problem that is not of a number of ranks or of a machine: those come with `train`."""
-        with _no_exit():
+        with no_exit():
             return cli.read(self, PRESETS)[0]
 
 
@@ -149,19 +149,10 @@ def load(
 
     load_plugins(plugins)
     try:
-        with _no_exit():
+        with no_exit():
             return load_model(path, Mesh.alone(choose_device(device)), getattr(torch, dtype))
     except (SetupError, CheckpointError, DataError) as error:
         raise CommandError("generate", Exit.PREFLIGHT, str(error)) from error
-
-
-@contextmanager
-def _no_exit() -> Iterator[None]:
-    """Turn a SystemExit, which a plugin may raise, into a ConfigError: it would end the caller's program."""
-    try:
-        yield
-    except SystemExit as error:
-        raise ConfigError([early_exit(error)]) from error
 
 
 def _split(words: object) -> list[str]:
@@ -204,13 +195,19 @@ def _words_of(options: Mapping[str, Any]) -> list[str]:
                 kinds = "give a text, a number, a path, True or False, or a list of these"
                 problems.append(f"{name}={_short(value)} {what} {type(one).__name__}; {kinds}")
                 break
+            if isinstance(one, int) and one.bit_length() > MOST_BITS:
+                problems.append(f"{name} is a whole number of more than {MOST_BITS} bits; give a smaller one")
+                break
     if problems:
         raise ConfigError(problems)
     return _split(words_of(options))
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # of a number with more than 4,300 digits
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 

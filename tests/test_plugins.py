@@ -486,6 +486,27 @@ megalite.register("pipeline_schedule", "mine", lambda rank, place, groups: end()
 """
 
 
+SPEAKS = """
+import megalite, torch
+from megalite.kernels.activation import Activation
+from megalite.data.tokenizers.tokenizer import Tokenizer
+class Speaks(Tokenizer):
+    def __init__(self):
+        self.eod, self.vocab_size = 92, 93
+        self.identify("mine", "mine", b"mine")
+    def encode_batch(self, texts):
+        end()
+        return [[1] for _ in texts]
+    def decode(self, ids):
+        return ""
+def twice(u):
+    end()
+    return 2 * u
+megalite.register("tokenizer_type", "speaks", lambda asked: Speaks())
+megalite.register("activation", "mine", Activation(twice, lambda u, da: (2 * u, 2 * da)))
+"""
+
+
 @pytest.mark.parametrize("kind", PARTS)
 def test_a_part_that_ends_the_process_is_an_error(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of training, and of a plan, which calls parts without a run."""
@@ -510,6 +531,23 @@ def test_a_tokenizer_that_ends_the_process_makes_no_data(tmp_path: Path) -> None
             words = f"--input t.jsonl --output-prefix d --tokenizer-type {kind} --workers {workers} --plugin {name}"
             assert "SystemExit: 0" in ended(tmp_path, *words.split(), program="tools/preprocess_data.py")
             assert not list(tmp_path.glob("d*.idx"))
+
+
+def test_a_model_that_ends_the_process_does_not_end_the_caller_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer and the activation of a model that is loaded into the caller's process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megalite.api.Popen", programs.Popen)
+    name = plugin(tmp_path, ENDING.format("sys.exit(0) if 'gone' in os.environ else None") + SPEAKS)
+    words = ["--plugin", name, *LINE, *STEPS, "--tokenizer-type", "speaks", "--activation", "mine", "--save", "run"]
+    megalite.train(megalite.Config(words), quiet=True)
+    model = megalite.load("run", plugins=[name])
+    assert len(model.generate(["a"], 2)) == 1 and model.logits([[1]]).shape == (1, 1, 93)
+    monkeypatch.setenv("gone", "1")
+    for call in (lambda: model.generate(["a"], 2), lambda: model.logits([[1]])):
+        with pytest.raises(megalite.ConfigError, match=r"mine.py:\d+: SystemExit: 0 before the work was done"):
+            call()
 
 
 def test_help_is_the_end_of_a_program(tmp_path: Path) -> None:

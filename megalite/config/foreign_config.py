@@ -7,6 +7,7 @@ length of a name, depth, and what YAML's aliases expand to.
 import json
 import re
 import tomllib
+from collections.abc import Sequence
 from typing import Any
 
 from megalite.config.options import ConfigError
@@ -17,6 +18,7 @@ MAX_BYTES = 256 << 10  # PyYAML reads that in 2 seconds; a full configuration of
 MAX_VALUES = 5000  # keys and elements of lists, each counted wherever an alias repeats it
 MAX_DEPTH = 20
 MAX_NAME = 200  # characters of a key
+MERGE = "tag:yaml.org,2002:merge"  # of the key <<
 PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
 DOTTED = re.compile(rf"(?<![\w-]){PART}(?:[ \t]*+\.[ \t]*+{PART}){{{MAX_DEPTH},}}")
 
@@ -67,7 +69,7 @@ def _parse(path: str, text: str) -> Any:
         _check_dots(text)
         return tomllib.loads(text)
     if text.lstrip()[:1] == "{" and not path.endswith((".yaml", ".yml")):
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_repeats)
     import yaml
 
     try:
@@ -79,6 +81,18 @@ def _parse(path: str, text: str) -> Any:
         raise ValueError(str(error)) from None
     except (LookupError, AttributeError, TypeError, OverflowError) as error:  # PyYAML's own, of !!bool x and the like
         raise ValueError(f"a value does not fit its tag: {error}") from None
+
+
+def _without_repeats(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The pairs as a dictionary. Raises ValueError for a key that is there twice, of which readers take the last and
+    DeepSpeed none; TOML's reader refuses it itself."""
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            name = key[1] if isinstance(key, tuple) else key  # of YAML with its type
+            raise ValueError(f"the key {name[:40]} is given twice; keep one")
+        found[key] = value
+    return found
 
 
 def _check_dots(text: str) -> None:
@@ -98,6 +112,8 @@ def _check_nodes(root: Any) -> None:
         limits.count(depth)
         if isinstance(node.value, str):
             continue
+        keys = [part[0] for part in node.value if isinstance(part, tuple)]
+        _without_repeats([((k.tag, k.value), None) for k in keys if isinstance(k.value, str) and k.tag != MERGE])
         for part in node.value:  # a node of a list, or the nodes of a key and its value
             key, value = part if isinstance(part, tuple) else (None, part)
             stack += [(value, depth + 1)]

@@ -10,7 +10,8 @@ import os
 import stat
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from megalite.config.console import shortened
-from megalite.config.exits import message_of
+from megalite.config.exits import early_exit, message_of
 from megalite.config.options import ConfigError
 from megalite.config.own_file import opener
 from megalite.config.registry import KINDS
@@ -122,6 +123,15 @@ def load(words: Sequence[str], known: Texts | None = None) -> None:
             problems.append(_problem(plugin, error))
     if problems:
         raise ConfigError(problems)
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Turn a SystemExit, which a plugin may raise, into a ConfigError: it would end the caller's program."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ConfigError([early_exit(error)]) from error
 
 
 def _read(word: str, text: bytes | None) -> Plugin:

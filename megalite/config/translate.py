@@ -15,7 +15,7 @@ from megalite.config.foreign_config import read_mapping
 from megalite.config.megatron_flags import nearest
 from megalite.config.options import ConfigError, build, completed, over_preset
 from megalite.config.toml import toml_of
-from megalite.config.translate_keys import ASKS_NOTHING, NOTHING, TABLES, File, Key, Tree, key_of
+from megalite.config.translate_keys import ASKS_NOTHING, FILLED_IN, NOTHING, TABLES, File, Key, Tree, key_of
 from megalite.config.translate_rules import (
     ACTS,
     ALWAYS,
@@ -57,19 +57,14 @@ def judge(file: File, key: Key, t: Translation, hints: list[str]) -> Verdict:
         return Verdict(key, NONE, _unknown(file, key, hints))
     if key.off:
         return Verdict(key, ALWAYS, "its section is off")
-    if key.last in file.switches and key.text == "false":
+    if key.last in file.switches and key.is_false:
         return Verdict(key, ALWAYS, ASKS_NOTHING[2:])
     if isinstance(row, dict):
-        rows = {"auto": next(iter(row.values())), "???": next(iter(row.values()))}
-        rows |= {
-            "*": f"! there is no such value there; give one of {', '.join(other for other in row if other != '*')}"
-        }
-        rows |= row
-        row = rows.get(key.text, rows["*"])
+        row = _row_of_value(row, key)
     head, _, rest = row.partition(" ")
     mark, listed, words = head[0], head[1:].split(",") if head[1:] else [], rest.split()
     sets = mark in "+>~"
-    if sets and key.text in ("auto", "???"):
+    if sets and key.text in FILLED_IN:
         why = "the script that reads the file fills it in" if key.text == "auto" else "the file leaves it to be given"
         flags = [flag_of(word) for word in re.findall(r"\w+", rest) if word in FIELDS]
         return Verdict(key, NONE, f"{why}; give {' '.join(flags) or 'it as a flag'}")
@@ -84,6 +79,19 @@ def judge(file: File, key: Key, t: Translation, hints: list[str]) -> Verdict:
         return _set(file, key, t, mark, words)
     except ValueError as error:
         return Verdict(key, NONE, str(error))
+
+
+def _row_of_value(row: Mapping[str, str], key: Key) -> str:
+    """The text of a table of texts by the key's value."""
+    if key.text in row:
+        return row[key.text]
+    if key.is_true and "true" in row:
+        return row["true"]
+    if key.text in FILLED_IN or "${" in key.text:  # it may be any of them
+        return min(row.values(), key=lambda text: "+>~!=".index(text[0]))
+    if "*" in row and (row["*"] != ASKS_NOTHING or key.text in NOTHING):
+        return row["*"]
+    return f"! there is no such value there; give one of {', '.join(other for other in row if other != '*')}"
 
 
 def _unknown(file: File, key: Key, hints: list[str]) -> str:

@@ -2,7 +2,8 @@
 
 translate/FORMAT.toml says what becomes of each key, by its sections (`top`: outside any). Keys share a row as "a b";
 "*" is every other key at or below its section. A row is a text that begins with a mark, or a table of these by the
-key's value, as text in lower case ("*": any other):
+key's value, as text in lower case. There, "*" is any other value, but only one that asks for nothing where the text is
+that it does so; a value that is filled in later, as auto, stands for the row that acts. The marks:
 
     + OPTION ...         acts: the options take the value, or one element each of a list
     + OPTION=VALUE ...   acts: they take these values
@@ -34,6 +35,11 @@ from megalite.config.translate_rules import DEFAULT, FIELDS, GIVEN, OVERRIDES
 
 TABLES = ("settings", "defaults", "cases", "renamed", "notes")  # the others are sections
 NOTHING = {"", "none", "no", "false", "off", "disabled", "0", "0.0", "[]", "{}"}
+TRUE, FALSE = (
+    {"true", "1", "1.0", "yes", "on"},
+    {"false", "0", "0.0", "no", "off"},
+)  # as pydantic and YAML 1.1 read them
+FILLED_IN = ("auto", "???")  # not yet given
 ASKS_NOTHING = "= asks for nothing"
 Tree = dict[str, Any]
 REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
@@ -56,6 +62,14 @@ class Key(NamedTuple):
     @property
     def text(self) -> str:
         return str(self.value).lower()
+
+    @property
+    def is_true(self) -> bool:
+        return self.text in TRUE
+
+    @property
+    def is_false(self) -> bool:
+        return self.text in FALSE
 
 
 @cache
@@ -122,7 +136,8 @@ class File:
         section = _at(self.tree, at)
         own = section if isinstance(section, dict) else {}
         default = defaults.get(".".join(at) or "top", {}).get(last, "absent")
-        return str(own.get(last, default)).lower() in values
+        text = str(own.get(last, default)).lower()
+        return text in values or (text in TRUE and "true" in values) or (text in FALSE and "false" in values)
 
     def _with_sections(self, tree: Tree) -> Tree:
         whole = self.settings.get("whole", [])
@@ -135,7 +150,7 @@ class File:
 
     def _keys(self, tree: Tree, defaults: Mapping[str, Tree], at: list[str], section: str, off: bool) -> Iterator[Key]:
         own = {last: value for last, value in defaults.get(section, {}).items() if last not in tree}
-        is_off = off or any(str({**own, **tree}.get(switch)).lower() == "false" for switch in self.switches)
+        is_off = off or any(str({**own, **tree}.get(switch)).lower() in FALSE for switch in self.switches)
         for last, value in {**tree, **own}.items():
             name = str(last)
             inner = f"{section}.{name}".removeprefix("top.")

@@ -363,7 +363,8 @@ def _nemo(t: Translation) -> None:
             t.derive("zero_stage", 0)
         return
     if (stage := {"full": 3, "grad": 2}.get(strategy)) is None:
-        t.tell("nemo_strategy", NONE, "NeMo runs full and grad alone; give --zero-stage 3 or 2")
+        for part in ("nemo_fsdp", "nemo_strategy"):
+            t.tell(part, NONE, "NeMo runs full and grad alone; give --zero-stage 3 or 2")
         return
     t.derive("zero_stage", stage, "nemo_fsdp", "nemo_strategy")
     if "nemo_reduce" in t.parts:

@@ -26,6 +26,7 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import Location, parse
 from megalite.config.check import check
 from megalite.config.options import ConfigError, ModelConfig, ParallelConfig, build
+from megalite.config.plugins import no_exit
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
@@ -84,7 +85,10 @@ def _is_whole(value: object, least: float = float("-inf")) -> bool:
 
 
 def _is_number(value: object, least: float = float("-inf")) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and least <= float(value) < float("inf")
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and least <= float(value) < float("inf")
+    except OverflowError:  # a whole number beyond them
+        return False
 
 
 def uniform(seed: int, prompt: int, position: int) -> float:
@@ -199,6 +203,7 @@ class Generator:
             f"{str(next(iter(weights)).dtype)[6:]} on {self.mesh.device}{where})"
         )
 
+    @no_exit()
     @torch.no_grad()
     def logits(self, tokens_SB: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """[S, B, V] in fp32, on the model's device, of tokens [S, B]: position first, then sample; a position sees
@@ -218,6 +223,7 @@ class Generator:
             raise ConfigError([f"tokens {shape} of {str(dtype)[6:]} are not {wanted}"])
         return self.stage(None, Batch(ids_SB, None, None, torch.zeros_like(ids_SB[0]), 0))[..., :rows].float()
 
+    @no_exit()
     def generate(
         self, prompts: Sequence[str], max_new_tokens: int = 60, *, temperature: float = 0.8, top_k: int = 40,
         top_p: float = 1.0, seed: int = 1234, batch_size: int = 16,

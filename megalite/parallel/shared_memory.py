@@ -22,6 +22,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import stat
 import struct
 import tempfile
 import time
@@ -48,18 +49,20 @@ Copy = Callable[[Tensor, int], None]  # between a slot and a tensor, of whose pa
 
 
 def sweep() -> None:
-    """Remove what ranks have left in FOLDER that were killed while they opened it: folders of this user, with nothing
-    but what `SharedMemory.open` makes. Rank 0 of a group locks its folder as long as it has a name, and before it puts
-    a file into it. So one that is not locked and not empty is of the dead; an empty one may not be locked yet."""
+    """Remove what ranks have left in FOLDER that were killed while they opened it: folders of this user, with the mode
+    of mkdtemp, and with nothing but what `SharedMemory.open` makes, "slots" first. Rank 0 of a group locks its folder
+    as long as it has a name, and before it puts a file into it. So one that is not locked and not empty is of the dead;
+    an empty one may not be locked yet."""
     for path in FOLDER.glob(f"{PREFIX}????????"):
         with contextlib.suppress(OSError):
             number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                facts, names = os.fstat(number), os.listdir(number)
-                ours = facts.st_uid == os.getuid() and all(name == "slots" or name.isdecimal() for name in names)
-                if ours and (names or time.time() > facts.st_mtime + YOUNG_S):
-                    for name in names:
+                facts, names = os.fstat(number), sorted(os.listdir(number))
+                made_here = facts.st_uid == os.getuid() and stat.S_IMODE(facts.st_mode) == 0o700
+                known = names[-1:] in ([], ["slots"]) and all(name.isdecimal() for name in names[:-1])
+                if made_here and known and (names or time.time() > facts.st_mtime + YOUNG_S):
+                    for name in names:  # "slots" last
                         os.unlink(name, dir_fd=number)
                     os.rmdir(path)
             finally:

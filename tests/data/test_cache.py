@@ -137,6 +137,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "empty": lambda path: os.truncate(path, 0),
     "text": lambda path: path.write_text("not an order"),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a device without an end": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
 }
 
 

@@ -298,10 +298,13 @@ def test_only_what_is_dead_and_ours_is_swept(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     theirs = tmp_path / "theirs"
     theirs.mkdir()
-    names = ("alive000", "other000", "young000", "dead0000", "old00000", "longer-000")
-    alive, other, young, dead, old, longer = (tmp_path / f"megalite-{name}" for name in names)
-    for folder in (alive, other, young, dead, old, longer):
-        folder.mkdir()
+    names = ("alive000", "other000", "young000", "dead0000", "old00000", "longer-000", "datasets", "numbered")
+    alive, other, young, dead, old, longer, made, numbered = (tmp_path / f"megalite-{name}" for name in names)
+    for folder in (alive, other, young, dead, old, longer, numbered):
+        folder.mkdir(0o700)
+    made.mkdir()  # by somebody's mkdir, and old
+    (numbered / "0").write_text("of somebody")
+    os.utime(made, (1, 1))
     for folder in (alive, other, dead, longer, theirs):
         (folder / "slots").write_text("x")
         (folder / "1").write_text("x")
@@ -314,8 +317,9 @@ def test_only_what_is_dead_and_ours_is_swept(tmp_path: Path, monkeypatch: pytest
     shared_memory.sweep()
     assert {path.name for path in tmp_path.iterdir()} == {
         "theirs", "megalite-alive000", "megalite-other000", "megalite-young000", "megalite-longer-000",
-        "megalite-link0000",
+        "megalite-link0000", "megalite-datasets", "megalite-numbered",
     }  # fmt: skip
+    assert (numbered / "0").exists()
     assert all((folder / "slots").exists() for folder in (alive, other, longer, theirs))
     os.close(number)
     monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)

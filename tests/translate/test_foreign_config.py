@@ -43,6 +43,9 @@ COSTLY = {
     "no bool.yaml": ("a: !!bool x\n", "a value does not fit its tag"),
     "no name.yaml": ("? {a: 1}\n: 2\n", "unhashable key"),
     "an object.yaml": ("a: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+    "twice.json": ('{"a": {"stage": 1, "b": 2, "stage": 3}}', "the key stage is given twice; keep one"),
+    "twice.yaml": ("a:\n  stage: 1\n  stage: 3\n", "the key stage is given twice; keep one"),
+    "twice in a list.yaml": ("- {1: x, 1: y}\n", "the key 1 is given twice; keep one"),
     "a list.yaml": ("[1, 2]", "is no list of keys with values"),
     "empty.yaml": ("", "is no list of keys with values"),
     "words.json": ('"words"', "is no list of keys with values"),
@@ -79,6 +82,7 @@ def test_the_same_mapping_in_three_formats(tmp_path: Path) -> None:
     (tmp_path / "y").write_text(json.dumps(tree))
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(tree))
     (tmp_path / "flow.yaml").write_text("{a: {b: [1, 2.5, x], c: true}, d.e: {f: a.b.c.a.b.c.a.b.c.}}")
+    (tmp_path / "merged.yaml").write_text("a:\n  <<: {b: [1, 2.5, x]}\n  <<: {c: true}\nd.e: {f: a.b.c.a.b.c.a.b.c.}\n")
     (tmp_path / "x.toml").write_text(
         '# a.b.c.d.e = 1\n[a]\nb = [1, 2.5, "x"]\nc = true\n["d.e"]\nf = "a.b.c.a.b.c.a.b.c."\n'
     )

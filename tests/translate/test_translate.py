@@ -19,8 +19,8 @@ from megalite.config.megatron_flags import known_flags
 from megalite.config.options import ConfigError
 from megalite.config.packages import MissingPackage
 from megalite.config.translate import FORMATS, judge, translate
-from megalite.config.translate_keys import TABLES, File, Key, table_of
-from megalite.config.translate_rules import ALWAYS, FIELDS, Sayings, Translation, typed
+from megalite.config.translate_keys import ASKS_NOTHING, TABLES, File, Key, table_of
+from megalite.config.translate_rules import ALWAYS, FIELDS, NONE, Sayings, Translation, typed
 from megalite.launch.ranks import Ranks
 from megalite.models.families import PRESETS
 from tools.translate import main
@@ -146,7 +146,57 @@ def test_what_is_asked_for_is_never_always_so_because_a_flag_says_it(name: str) 
             assert verdict.kind != ALWAYS or not names_a_flag, (name, at, key, value, verdict.text)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_value_that_a_table_does_not_list_never_asks_for_nothing(name: str) -> None:
+    """Neither one that is filled in later, nor another spelling of true."""
+    file = File(name, {})
+    tables = [
+        (at, key, row) for at, key in sorted(rows_of(name)) if isinstance(row := file.table.get(at, {}).get(key), dict)
+    ]
+    assert len(tables) > 10
+    for at, key, row in tables:
+        asks = any(one[0] != "=" for one in row.values())
+        for value in [one for one in ("auto", "???", "${x.y}", "maybe") if one not in row] if asks else []:
+            verdict = judge(file, Key(f"{at}.{key}", at, key, value), Translation(name, Sayings()), [])
+            assert verdict.kind == NONE or (value == "maybe" and verdict.text != ASKS_NOTHING[2:]), (
+                at,
+                key,
+                value,
+                verdict,
+            )
+        for value in [one for one in (1, "yes", "ON") if str(one).lower() not in row] if "true" in row else []:
+            as_true, as_is = (
+                judge(file, Key(f"{at}.{key}", at, key, one), Translation(name, Sayings()), []) for one in (True, value)
+            )
+            assert (as_is.kind, as_is.text, as_is.gives) == (as_true.kind, as_true.text, as_true.gives), (
+                at,
+                key,
+                value,
+            )
+
+
 ASKED: dict[str, tuple[dict[str, Any], str]] = {
+    "bf16 by a number": ({"train_batch_size": 8, "bf16": {"enabled": 1}}, "bf16 = true"),
+    "shared experts by a number": (
+        {"model": {"model_config": {"moe_config": {"enable_shared_expert": 1, "num_experts": 4}}}},
+        "moe_shared_expert_intermediate_size = 5632\nmoe_shared_expert_gate = true",
+    ),
+    "a section that a number switches off": (
+        {"train_batch_size": 8, "tensorboard": {"enabled": 0, "output_path": "tb"}},
+        'tensorboard.output_path = "tb": its section is off',
+    ),
+    "sets of a size that is filled in": (
+        {"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": "auto"}},
+        'mics_shard_size = "auto": the script that reads the file fills it in; give --num-distributed-optimizer-instances',
+    ),
+    "a way of sharding that NeMo has not": (
+        {"model": {"mcore_gpt": True, "fsdp": True, "fsdp_sharding_strategy": "hybrid"}},
+        'model.fsdp = true, model.fsdp_sharding_strategy = "hybrid": NeMo runs full and grad alone',
+    ),
+    "a switch that is computed": (
+        {"model": {"mcore_gpt": True, "fsdp": "${oc.env:FSDP}"}},
+        'model.fsdp = "${oc.env:FSDP}": it is computed from other values; write its value',
+    ),
     "shared experts": (
         {"model": {"model_config": {"moe_config": {"enable_shared_expert": True, "num_experts": 4}}}},
         "moe_shared_expert_intermediate_size = 5632\nmoe_shared_expert_gate = true",

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.text_file import regular_opener
 from megalite.data.locks import appearing, locked
 from megalite.data.samples.permutation import Ints, permute
 
@@ -87,7 +88,7 @@ def _load(path: Path, documents: int, warn: bool = True) -> Epoch | None:
     """The stored epoch; None when missing or damaged. It is read once for that, since a map would count as resident."""
     damage = "its crc does not fit"
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular_opener) as file:
             crc, size = 0, os.fstat(file.fileno()).st_size
             while part := file.read(1 << 20):
                 crc = zlib.crc32(part, crc)
