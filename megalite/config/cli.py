@@ -22,7 +22,6 @@ from typing import Any
 
 from megalite.config import options as configs
 from megalite.config import plugins
-from megalite.config.check import check, without_effect
 from megalite.config.console import complain
 from megalite.config.exits import Finished
 from megalite.config.field import LISTS, base_type, facts_of, flag_of, helps, masked, spellings
@@ -30,6 +29,7 @@ from megalite.config.megatron_flags import INSTEAD, OPTION, answer, known_flags,
 from megalite.config.options import SECTIONS, Config, ConfigError, options
 from megalite.config.tables import table_beside
 from megalite.config.toml import read_toml
+from megalite.config.validation import check, without_effect
 
 PAGES = table_beside(__file__, "help")
 _TYPES = {"int": int, "float": float, "ints": int, "floats": float}  # what a text becomes
