@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config import megatron_flags
-from megalite.config.field import base_type, facts_of, helps, refused, spellings
+from megalite.config.field import base_type, facts_of, refused, spellings
 from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION, REFUSED, WARNED, Flag
 from megalite.config.options import SECTIONS, options
 from tools.program import parser_of
@@ -34,7 +34,7 @@ def flags_page() -> str:
             facts = facts_of(f)
             kind = " / ".join(facts.choices) or base_type(f)
             default = "" if f.default is None else "required" if facts.required else str(f.default)
-            meaning = helps()[f.name].replace("|", "&#124;")
+            meaning = facts.help.replace("|", "&#124;")
             lines.append(f"| {', '.join(f'`{flag}`' for flag in shown)} | {kind} | {default} | {meaning} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

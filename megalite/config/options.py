@@ -1,9 +1,8 @@
 """The configuration: frozen dataclasses with Megatron-LM's names and defaults.
 
-A field is one option (field.py): its name in kebab case is the flag, and its facts are declared with it, in
-model_options.py and run_options.py, but its line of the help: options.toml. The package validation finds
-contradictions; toml.py reads and writes files. Nothing here imports torch, so that a bad command line is refused before
-anything is started.
+A field is one option (field.py): its name in kebab case is the flag. Its help, its other flags and all its facts are
+declared with it, in model_options.py and run_options.py. The package validation finds contradictions; toml.py reads and
+writes files. Nothing here imports torch, so that a bad command line is refused before anything is started.
 """
 
 import math

@@ -12,7 +12,7 @@ from tables import ANSWERS
 import pretrain_gpt
 from docs.document_flags import flags_page, megatron_page
 from megalite.config import cli
-from megalite.config.field import PATHS, base_type, facts_of, helps, spellings
+from megalite.config.field import PATHS, base_type, facts_of, spellings
 from megalite.config.megatron_flags import OPTION, known_flags
 from megalite.config.options import ConfigError, build, options, padded_vocab_size
 from megalite.config.toml import parse_toml, to_toml
@@ -168,9 +168,9 @@ def test_a_url_with_a_name_that_is_no_secret_is_taken(url: str) -> None:
 
 def test_paths_are_told_from_other_texts_and_must_be_utf_8() -> None:
     """By their names: whatever is described as a file, a directory or a prefix."""
-    said = re.compile(r"\b(file|files|directory|PREFIX|vocab.json|merges.txt|the same for)\b")
+    said = re.compile(r"\b(file|files|directory|PREFIX|vocab.json|merges.txt|data prefixes)\b")
     texts = [f for _, f in options() if base_type(f) in ("str", "strs") and not facts_of(f).choices]
-    described = {f.name for f in texts if said.search(helps()[f.name])} | {"pretrained_checkpoint"}
+    described = {f.name for f in texts if said.search(facts_of(f).help)} | {"pretrained_checkpoint"}
     assert {f.name for f in texts if PATHS.fullmatch(f.name)} == described
     with pytest.raises(ConfigError, match=r"run_dir is not UTF-8 text \(b'runs/\\xff'\); rename it"):
         cli.read([*GOOD.split(), "--run-dir", os.fsdecode(b"runs/\xff")], PRESETS)

@@ -13,7 +13,6 @@ from megalite.config import field
 from megalite.config.field import FREE, HOW, MODEL, TRAINING, base_type, facts_of
 from megalite.config.options import SECTIONS, Config, ConfigError, build, options, training_of
 from megalite.config.problems import Problem, no_effect, option_of, shown
-from megalite.config.tables import table_beside
 from megalite.config.toml import parse_toml, to_toml
 from megalite.train.start import origin
 
@@ -86,17 +85,15 @@ def test_micro_batches_are_how_where_the_batch_is_given() -> None:
 
 def test_an_option_without_a_class_is_an_error_at_import() -> None:
     with pytest.raises(TypeError, match="default"):
-        field.opt(0)
+        field.opt(0, help="a number")
     with pytest.raises(TypeError, match="colour"):
-        field.how(0, colour="red")
+        field.how(0, help="a number", colour="red")
 
 
 def test_facts_name_what_there_is() -> None:
-    assert {*table_beside(field.__file__, "spellings")} < {f.name for _, f in options()}
-    texts = table_beside(field.__file__, "options")
-    assert [(s, name) for s, rows in texts.items() for name in rows] == [(s, f.name) for s, f in options()]
     for section, f in options():
         facts = facts_of(f)
+        assert facts.help and all(alias.startswith("--") for alias in facts.aliases), f.name
         assert facts.same_as is None or isinstance(getattr(SECTIONS[section], facts.same_as), property)
         assert facts.problem(f.default) is None or facts.required, f.name
         assert facts.stand_in is None or facts.problem(facts.stand_in) is None
