@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from megalite.config import megatron_flags
-from megalite.config.field import base_type, facts_of, flag_of, helps, refused, spellings
+from megalite.config.field import base_type, facts_of, flag_of, refused, spellings
 from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION, REFUSED, WARNED, Flag
 from megalite.config.options import SECTIONS, options
 
@@ -74,7 +74,7 @@ def _option_row(option: Field[Any]) -> str:
         default = ""
     else:
         default = str(option.default)
-    meaning = helps()[option.name].replace("|", "&#124;")
+    meaning = option_facts.help.replace("|", "&#124;")
     return f"| {flags} | {kind} | {default} | {meaning} |"
 
 

@@ -14,10 +14,10 @@ from train_cases import config_from, pretrain
 
 from megalite import __main__ as COMMAND
 from megalite import __version__
-from megalite.config.check import check
 from megalite.config.field import spellings
 from megalite.config.megatron_flags import known_flags
 from megalite.config.options import local_processes, options
+from megalite.config.validation import check
 from megalite.interop.naming import FAMILIES
 from megalite.launch.ranks import Ranks
 

@@ -49,8 +49,8 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", clone, tmp_path_factory.mktemp("wheel"))
 
 
-DATA = """commands.toml config/megatron_flags.txt config/option_rules.txt config/faults.toml config/help.toml config/options.toml
- config/refused.toml config/registry.toml config/spellings.toml config/translate/accelerate.toml config/translate/bridge.toml
+DATA = """commands.toml config/megatron_flags.txt config/faults.toml config/help.toml
+ config/refused.toml config/registry.toml config/translate/accelerate.toml config/translate/bridge.toml
  config/translate/deepspeed.toml config/translate/nanotron.toml config/translate/nemo.toml config/translate/torchtitan.toml
  data/tokenizers/tables.toml interop/hugging_face/facts.toml interop/megatron/names.toml kernels/newton_schulz.toml
  kernels/tiles.toml launch/machine.toml launch/ranks.toml models/families.toml plan/causes.toml plan/devices.toml

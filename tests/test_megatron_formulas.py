@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_cases import config_from
 
-from megalite.config.check import check, without_effect
 from megalite.config.options import Config, ConfigError
 from megalite.config.pattern import read_batch_schedule
+from megalite.config.validation import check, without_effect
 from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
 from megalite.plan.arrangement import arrange
 from megalite.plan.batch_size import BatchSizes

@@ -20,7 +20,7 @@ from tables import ANSWERS
 from test_runs import typed
 from train_cases import config_from
 
-from megalite.config.check import check
+from megalite.config.validation import check
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.cluster import cluster as plan_cluster
 from megalite.plan.cluster import default_profile

@@ -18,9 +18,9 @@ import tables
 from cover import rarely
 from train_cases import config_from
 
-from megalite.config.check import check
 from megalite.config.options import Config
 from megalite.config.stage_layers import given_stages
+from megalite.config.validation import check
 from megalite.models.families import PRESETS
 from tools import verify as verify_tool
 from tools.checks.agreement import Reference, Tolerance, compare, second_reading

@@ -22,9 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config import cli
-from megalite.config.check import check
 from megalite.config.console import complain
 from megalite.config.options import ConfigError
+from megalite.config.validation import check
 from megalite.models.families import PRESETS
 from tools.checks.smaller import Smaller, layout_of, of_groups, smaller
 from tools.program import parser_of, refusing, run_program, unwritable

@@ -22,14 +22,14 @@ from typing import Any
 
 from megalite.config import options as configs
 from megalite.config import plugins
-from megalite.config.check import check, without_effect
 from megalite.config.console import complain
 from megalite.config.exits import Finished
-from megalite.config.field import LISTS, base_type, facts_of, flag_of, helps, masked, spellings
+from megalite.config.field import LISTS, base_type, facts_of, flag_of, masked, spellings
 from megalite.config.megatron_flags import INSTEAD, OPTION, answer, known_flags, nearest
 from megalite.config.options import SECTIONS, Config, ConfigError, options
 from megalite.config.tables import table_beside
 from megalite.config.toml import read_toml
+from megalite.config.validation import check, without_effect
 
 PAGES = table_beside(__file__, "help")
 _TYPES = {"int": int, "float": float, "ints": int, "floats": float}  # what a text becomes
@@ -298,7 +298,12 @@ def _add(group: Any, names: Sequence[str], presets: Sequence[str], short: bool =
         spelt = [flag for flag, constant in spellings(f) if constant is None or not short]
         for flag, constant in spellings(f)[: 1 if short else None]:
             negative = kind == "bool" and constant is not f.default
-            text = helps()[name] + shown if flag == flag_of(name) else f"{flag_of(name)} {constant}"
+            if flag == flag_of(name):
+                text = facts.help + shown
+            elif constant is None:
+                text = f"same as {flag_of(name)}"
+            else:
+                text = f"same as {flag_of(name)}={str(constant).lower() if kind == 'bool' else constant}"
             if constant is not None:
                 if negative or flag == flag_of(name) or kind != "bool":  # not a flag that sets the default
                     group.add_argument(flag, action="store_true", help=text.replace("%", "%%"))

@@ -1,17 +1,17 @@
-"""One option: a field of a section's dataclass, whose metadata holds its facts. Its help, with its unit: options.toml.
+"""One option: a field of a section's dataclass. Its metadata holds all that is known about the option, as `Facts`.
 
-`free`, `how`, `training` and `model` declare one, by what changing it at a resume means:
+Each option is declared by one of four functions, which say what a resume changes if the option changes:
 
-    free      nothing for model and training: logs, and when the run saves, evaluates and stops
-    how       the same steps, computed in another way: layout, kernels, recomputation
-    training  another training, which the stored weights fit
-    model     the stored weights would mean something else
+    free      neither model nor training: logging, and when the run saves, evaluates and stops
+    how       the same steps, computed differently: layout, kernels, recomputation
+    training  a different training; the saved weights still fit
+    model     the saved weights no longer fit
 """
 
 import difflib
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -25,7 +25,7 @@ QUERY = re.compile(r"://[^?#\s]*([?#]\S*)")
 USERS = ("sftp", "ssh", "ftp", "ftps", "hdfs", "webhdfs", "smb", "abfs", "abfss", "wasb", "wasbs")  # allow NAME@host
 HARMLESS = re.compile(r"\?(versionId|generation|download)=\w+|#\d+")  # after ? and #: which version of a file
 LONGEST = 200  # characters of a value in an error
-PATHS = re.compile(r"\w+_(path|dir|file)|tokenizer_model|save|save_local|load|pretrained_checkpoint|export_hf")
+PATHS = re.compile(r"\w+_(path|dir|file|folder)|tokenizer_model|save|save_local|load|pretrained_checkpoint|export_hf")
 LISTS = ("ints", "floats", "strs")  # types of several values
 LONGEST_PATH, LONGEST_NAME = 4000, 240  # bytes; Linux takes 4095 and 255, with the suffixes that are appended
 
@@ -34,6 +34,9 @@ LONGEST_PATH, LONGEST_NAME = 4000, 240  # bytes; Linux takes 4095 and 255, with 
 class Facts:
     """The facts of an option.
 
+    help       a line of --help and of docs/flags.md, with the unit of the value
+    aliases    other flags: short ones, and those of older releases of Megatron-LM and its forks; a flag with =VALUE
+               takes no value and sets the option to VALUE
     required   0 means "not set"
     least      the smallest value; `above`: an exclusive lower bound
     below      (an exclusive upper bound, the message for a larger value); `most`: (the largest value, the same)
@@ -44,6 +47,8 @@ class Facts:
     """
 
     resume: str
+    help: str
+    aliases: Sequence[str] = ()
     choices: Collection[str] = ()
     required: bool = False
     least: int = 0
@@ -73,11 +78,14 @@ class Facts:
         return self.most[1] if self.most is not None and value > self.most[0] else None
 
 
-def opt(resume: str, default: Any, **facts: Any) -> Any:
-    """A field of the configuration, with `Facts`. A number whose default is None is above 0, unless `least` is set."""
+def opt(resume: str, default: Any, *, help: str, **facts: Any) -> Any:
+    """Return a field of the configuration with `Facts`.
+
+    A number whose default is None must be above 0, unless `least` is set.
+    """
     if default is None and "least" not in facts:
         facts["above"] = 0
-    return field(default=default, metadata={"facts": Facts(resume, **facts)})
+    return field(default=default, metadata={"facts": Facts(resume, help, **facts)})
 
 
 free, how, training, model = (partial(opt, resume) for resume in (FREE, HOW, TRAINING, MODEL))
@@ -91,12 +99,6 @@ def base_type(f: Field[Any]) -> str:
     """int, float, bool, str, ints, floats or strs."""
     name = str(f.type).replace(" | None", "")
     return {"tuple[int, ...]": "ints", "tuple[float, ...]": "floats", "tuple[str, ...]": "strs"}.get(name, name)
-
-
-@cache
-def helps() -> Mapping[str, str]:
-    """Option -> what it is, with its unit."""
-    return {name: text for texts in table_beside(__file__, "options").values() for name, text in texts.items()}
 
 
 @cache
@@ -131,9 +133,9 @@ def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
         result = [(flag, True), ("--" + flag.removeprefix("--no-"), False)]
     else:
         result = [(flag, True), (f"--no-{flag[2:]}", False), (f"--disable-{flag[2:]}", False)]
-    for extra in table_beside(__file__, "spellings").get(f.name, "").split():
-        spelt, _, value = extra.partition("=")
-        result.append((spelt, {"": None, "true": True, "false": False}.get(value, value)))
+    for alias in facts_of(f).aliases:
+        alias_flag, _, value = alias.partition("=")
+        result.append((alias_flag, {"": None, "true": True, "false": False}.get(value, value)))
     return result
 
 

@@ -15,71 +15,204 @@ MOST_LAYERS = (LONGEST, f"is more layers than any model has; use at most {LONGES
 
 @dataclass(frozen=True)
 class ModelConfig:
-    num_layers: int = model(0, required=True, stand_in=2, most=MOST_LAYERS)
-    hidden_size: int = model(0, required=True, stand_in=64)
-    ffn_hidden_size: int | None = model(None, same_as="ffn_size")
-    num_attention_heads: int = model(0, required=True, stand_in=1)
-    kv_channels: int | None = model(None, same_as="head_size")
-    group_query_attention: bool = model(False, through="num_query_groups")
-    num_query_groups: int | None = model(None, same_as="groups")
-    seq_length: int = training(0, required=True, stand_in=1)
-    max_position_embeddings: int | None = training(None)
-    normalization: str = model("LayerNorm", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = model(1e-5)
-    apply_layernorm_1p: bool = model(False)
-    add_bias_linear: bool = model(True)
-    add_qkv_bias: bool = model(False)
-    activation: str = model("gelu", choices=KINDS["activation"])
-    bias_gelu_fusion: bool = model(True, through="activation")
-    openai_gelu: bool = model(False, through="activation")
-    parallel_residual: bool = model(False)
-    position_embedding_type: str = model("learned_absolute", choices=("learned_absolute", "rope", "yarn", "none"))
-    add_position_embedding: bool = model(True, through="position_embedding_type")
-    rotary_base: float = model(10000.0, above=0)
-    rotary_percent: float = model(1.0)
-    rotary_interleaved: bool = model(False)
-    rotary_seq_len_interpolation_factor: float = model(1.0, above=0)
-    no_rope_freq: str | None = model(None, same_as="rotary")
-    rotary_scaling_factor: float = model(1.0, above=0)
-    yarn_original_max_position_embeddings: int = model(4096, above=0)
-    yarn_beta_fast: float = model(32.0)
-    yarn_beta_slow: float = model(1.0, above=0)
-    yarn_correction_range_round_to_int: bool = model(True)
-    mscale: float = model(1.0)
-    mscale_all_dim: float = model(0.0)
-    use_rope_scaling: bool = model(False)
-    rope_scaling_factor: float = model(8.0, above=0)
-    untie_embeddings_and_output_weights: bool = model(False)
-    make_vocab_size_divisible_by: int = training(128, above=0)
-    hidden_dropout: float = training(0.1, below=ALL_DROPPED)
-    attention_dropout: float = training(0.1, below=ALL_DROPPED)
-    init_method_std: float = training(0.02)
-    embedding_init_method_std: float | None = training(None, least=0)
-    softmax_type: str = model("vanilla", choices=("vanilla", "off-by-one", "learnable"))
-    qk_layernorm: bool = model(False)
-    qk_layernorm_over_heads: bool = model(False)
-    no_weight_decay_cond_type: str | None = training(None, choices=("apply_wd_to_qk_layernorm",))
-    window_size: tuple[int, ...] | None = model(None)
-    window_attn_skip_freq: str | None = model(None, same_as="windows")
-    cp_comm_type: tuple[str, ...] = how(("allgather",))
-    num_experts: int | None = model(None, least=0)
-    moe_layer_freq: str = model("1", same_as="experts")
-    moe_router_topk: int = model(2, above=0)
-    moe_ffn_hidden_size: int | None = model(None, same_as="expert_ffn_size")
-    moe_shared_expert_intermediate_size: int | None = model(None)
-    moe_shared_expert_gate: bool = model(False)
-    moe_router_score_function: str = model("softmax", choices=("softmax", "sigmoid"))
-    moe_router_pre_softmax: bool = model(False)
-    moe_router_topk_scaling_factor: float = model(1.0)
-    moe_router_num_groups: int | None = model(None)
-    moe_router_group_topk: int | None = model(None)
-    moe_router_enable_expert_bias: bool = model(False)
-    moe_router_bias_update_rate: float = training(1e-3, above=0)
-    moe_router_load_balancing_type: tuple[str, ...] = training(("aux_loss",))
-    moe_aux_loss_coeff: tuple[float, ...] = training((0.0,))
-    moe_z_loss_coeff: float = training(0.0)
-    moe_router_dtype: str = training("fp32", choices=("fp32", "fp64"))
-    moe_router_force_load_balancing: bool = training(False)
+    num_layers: int = model(
+        0,
+        required=True,
+        stand_in=2,
+        most=MOST_LAYERS,
+        aliases=("--encoder-num-layers",),
+        help="number of transformer layers",
+    )
+    hidden_size: int = model(0, required=True, stand_in=64, help="model width D")
+    ffn_hidden_size: int | None = model(
+        None,
+        same_as="ffn_size",
+        help="feed-forward width; default: 4 D, or 8/3 D rounded down to a multiple of 64 with --swiglu",
+    )
+    num_attention_heads: int = model(0, required=True, stand_in=1, help="number of attention (query) heads H")
+    kv_channels: int | None = model(None, same_as="head_size", help="size K of each attention head; default: D / H")
+    group_query_attention: bool = model(
+        False,
+        through="num_query_groups",
+        help="share key and value heads between groups of query heads; see --num-query-groups",
+    )
+    num_query_groups: int | None = model(
+        None, same_as="groups", help="number of key and value heads G with --group-query-attention; default: 1"
+    )
+    seq_length: int = training(
+        0, required=True, stand_in=1, aliases=("--encoder-seq-length",), help="tokens per sequence"
+    )
+    max_position_embeddings: int | None = training(
+        None, help="length of the position table, tokens; default: --seq-length"
+    )
+    normalization: str = model("LayerNorm", choices=("LayerNorm", "RMSNorm"), help="type of normalization layer")
+    norm_epsilon: float = model(1e-5, aliases=("--layernorm-epsilon",), help="epsilon that norms add to the variance")
+    apply_layernorm_1p: bool = model(False, help="store norm weights as their difference from 1")
+    add_bias_linear: bool = model(
+        True, aliases=("--disable-bias-linear=false",), help="use biases in all linear layers"
+    )
+    add_qkv_bias: bool = model(False, help="use biases in the query, key and value projections only")
+    activation: str = model(
+        "gelu",
+        choices=KINDS["activation"],
+        aliases=("--swiglu=swiglu", "--squared-relu=squared_relu"),
+        help="feed-forward activation; gelu is the tanh form, gelu_erf the exact one",
+    )
+    bias_gelu_fusion: bool = model(
+        True, through="activation", help="use the tanh form of gelu; off: the exact form, unless --activation names one"
+    )
+    openai_gelu: bool = model(
+        False,
+        through="activation",
+        aliases=("--use-te-activation-func=true",),
+        help="use the tanh form of gelu, unless --activation names one",
+    )
+    parallel_residual: bool = model(
+        False, help="compute attention and feed-forward in parallel from the same input, as GPT-NeoX does"
+    )
+    position_embedding_type: str = model(
+        "learned_absolute",
+        choices=("learned_absolute", "rope", "yarn", "none"),
+        aliases=("--use-rotary-position-embeddings=rope",),
+        help="type of position embeddings",
+    )
+    add_position_embedding: bool = model(
+        True,
+        through="position_embedding_type",
+        aliases=("--no-position-embedding=false",),
+        help="learned position embeddings",
+    )
+    rotary_base: float = model(10000.0, above=0, help="base of the rotary wavelengths")
+    rotary_percent: float = model(1.0, help="fraction of each head's channels that rotary embeddings rotate")
+    rotary_interleaved: bool = model(
+        False, help="rope: rotate channels 2i and 2i + 1 as a pair, instead of i and i + half"
+    )
+    rotary_seq_len_interpolation_factor: float = model(1.0, above=0, help="rope: divide positions by this factor")
+    no_rope_freq: str | None = model(
+        None,
+        same_as="rotary",
+        help="N: every N-th layer has no rotary embeddings; or a list, 1 for each layer without them, as [0,0,0,1]*8",
+    )
+    rotary_scaling_factor: float = model(1.0, above=0, help="yarn: factor by which the context is extended")
+    yarn_original_max_position_embeddings: int = model(
+        4096, above=0, help="yarn: context length before the extension, tokens"
+    )
+    yarn_beta_fast: float = model(
+        32.0, help="yarn: channels with more turns than this in the original context keep their wavelength"
+    )
+    yarn_beta_slow: float = model(
+        1.0,
+        above=0,
+        help="yarn: channels with fewer turns than this in the original context are scaled by the full factor",
+    )
+    yarn_correction_range_round_to_int: bool = model(
+        True, help="yarn: round the limits set by --yarn-beta-fast and --yarn-beta-slow to whole channels"
+    )
+    mscale: float = model(1.0, help="yarn: multiply queries and keys by 1 + 0.1 x this x log(factor)")
+    mscale_all_dim: float = model(0.0, help="yarn: divide queries and keys by 1 + 0.1 x this x log(factor)")
+    use_rope_scaling: bool = model(False, help="rope: scale the wavelengths as Llama 3 does")
+    rope_scaling_factor: float = model(
+        8.0, above=0, help="scaling factor of the longest wavelengths with --use-rope-scaling"
+    )
+    untie_embeddings_and_output_weights: bool = model(
+        False, help="give the output layer its own weights, instead of those of the word embedding"
+    )
+    make_vocab_size_divisible_by: int = training(
+        128, above=0, help="pad the vocabulary to a multiple of this number and of the tensor-parallel size"
+    )
+    hidden_dropout: float = training(
+        0.1, below=ALL_DROPPED, help="dropout probability after embedding, attention and feed-forward"
+    )
+    attention_dropout: float = training(0.1, below=ALL_DROPPED, help="dropout probability of attention weights")
+    init_method_std: float = training(0.02, help="standard deviation of initial weights")
+    embedding_init_method_std: float | None = training(
+        None, least=0, help="initial standard deviation of embeddings; default: --init-method-std"
+    )
+    softmax_type: str = model(
+        "vanilla",
+        choices=("vanilla", "off-by-one", "learnable"),
+        help=(
+            "softmax of attention; learnable: with one more logit per head, a sink (GPT-OSS); off-by-one: a sink of 0"
+        ),
+    )
+    qk_layernorm: bool = model(False, help="normalize each query and key head")
+    qk_layernorm_over_heads: bool = model(
+        False, help="with --qk-layernorm: normalize all query heads of a token together, and all its key heads"
+    )
+    no_weight_decay_cond_type: str | None = training(
+        None,
+        choices=("apply_wd_to_qk_layernorm",),
+        aliases=("--apply-wd-to-qk-layernorm=apply_wd_to_qk_layernorm",),
+        help="apply_wd_to_qk_layernorm: apply weight decay to the norms of query and key heads, too",
+    )
+    window_size: tuple[int, ...] | None = model(
+        None, help="sliding window LEFT,0: LEFT is the number of earlier keys that a query sees; default, -1: all"
+    )
+    window_attn_skip_freq: str | None = model(
+        None,
+        same_as="windows",
+        help="N: every N-th layer has no window; or a list, 1 for each layer with a window, as [1,1,0]*8",
+    )
+    cp_comm_type: tuple[str, ...] = how(
+        ("allgather",),
+        help=(
+            "communication of context-parallel attention: allgather (keys and values) or a2a (heads); one value, or "
+            "one for each layer"
+        ),
+    )
+    num_experts: int | None = model(
+        None, least=0, help="number of experts E in each mixture-of-experts layer; default, 0: a dense model"
+    )
+    moe_layer_freq: str = model(
+        "1",
+        same_as="experts",
+        help=(
+            "N: layers 0, N, 2 N ... have experts, the others are dense; or a list, 1 for each layer with experts, as "
+            "[0]*3+[1]*9"
+        ),
+    )
+    moe_router_topk: int = model(2, above=0, help="number of experts k for each token")
+    moe_ffn_hidden_size: int | None = model(
+        None, same_as="expert_ffn_size", help="feed-forward width of an expert; default: --ffn-hidden-size"
+    )
+    moe_shared_expert_intermediate_size: int | None = model(
+        None, help="feed-forward width of the shared expert, which processes all tokens; default: no shared expert"
+    )
+    moe_shared_expert_gate: bool = model(
+        False, help="scale the output of the shared expert by a sigmoid gate of the token"
+    )
+    moe_router_score_function: str = model(
+        "softmax", choices=("softmax", "sigmoid"), help="activation of router logits"
+    )
+    moe_router_pre_softmax: bool = model(False, help="apply the softmax over all experts, instead of the k chosen ones")
+    moe_router_topk_scaling_factor: float = model(
+        1.0, help="factor by which the probabilities of the chosen experts are multiplied"
+    )
+    moe_router_num_groups: int | None = model(None, help="number of groups of experts; see --moe-router-group-topk")
+    moe_router_group_topk: int | None = model(
+        None,
+        help=(
+            "number of groups from which a token's experts are chosen; a group is ranked by its best k / this number "
+            "experts"
+        ),
+    )
+    moe_router_enable_expert_bias: bool = model(
+        False, help="balance experts without a loss: choose them by score + bias, and adapt the bias to the load"
+    )
+    moe_router_bias_update_rate: float = training(1e-3, above=0, help="step size of the expert bias")
+    moe_router_load_balancing_type: tuple[str, ...] = training(
+        ("aux_loss",),
+        help=(
+            "losses that balance experts: aux_loss is computed over a micro-batch, seq_aux_loss over each sample, "
+            "global_aux_loss over the step so far; sinkhorn balances without a loss; none"
+        ),
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = training(
+        (0.0,), help="coefficient of each loss of --moe-router-load-balancing-type"
+    )
+    moe_z_loss_coeff: float = training(0.0, help="coefficient of the router's z-loss, log^2 of the sum in its softmax")
+    moe_router_dtype: str = training("fp32", choices=("fp32", "fp64"), help="dtype of the router's computation")
+    moe_router_force_load_balancing: bool = training(False, help="choose experts at random, for benchmarks only")
 
     @property
     def head_size(self) -> int:

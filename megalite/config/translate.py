@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megalite.config.check import check
 from megalite.config.field import flag_of, masked
 from megalite.config.foreign_config import read_mapping
 from megalite.config.megatron_flags import nearest
@@ -31,6 +30,7 @@ from megalite.config.translate_rules import (
     switches,
     typed,
 )
+from megalite.config.validation import check
 
 FORMATS = ("deepspeed", "accelerate", "torchtitan", "nanotron", "bridge", "nemo")
 SECRET = re.compile(r"key$|token$|passw|secret", re.IGNORECASE)

@@ -24,9 +24,9 @@ from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import Location, parse
-from megalite.config.check import check
 from megalite.config.options import ConfigError, ModelConfig, ParallelConfig, build
 from megalite.config.plugins import no_exit
+from megalite.config.validation import check
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer

@@ -28,10 +28,10 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import CODES, views
 from megalite.checkpoint.offline import Checkpoint
-from megalite.config.check import check
 from megalite.config.console import told
 from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.config.own_file import remove
+from megalite.config.validation import check
 from megalite.interop.naming import Naming, TensorRule
 from megalite.parallel.spec import Box, ParamSpec, Piece, inside, intersect
 

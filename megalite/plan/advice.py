@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megalite.config.check import check
 from megalite.config.options import Config
 from megalite.config.tables import table_beside
+from megalite.config.validation import check
 from megalite.plan.arrangement import Arrangement
 
 

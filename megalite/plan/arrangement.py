@@ -389,7 +389,7 @@ class Arrangement:
 
 
 def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
-    """Make it. Raises ValueError, `name=value breaks rule; remedy`, for all that config/check.py cannot check."""
+    """Make it. Raises ValueError, `name=value breaks rule; remedy`, for all that config/validation cannot check."""
     made = Arrangement(config, world, vocab_size)
     _ = made.steps, made.stages, kept_of(config.optim, matrix=False)  # these raise
     if (name := config.parallel.pipeline_schedule) in KINDS["pipeline_schedule"].added:  # others are proven by tests

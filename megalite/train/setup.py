@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from megalite.config.check import check
 from megalite.config.environment import override
 from megalite.config.options import Config
+from megalite.config.validation import check
 from megalite.data.samples.batches import Batches, Borders, Prefetcher, Unread
 from megalite.data.samples.source import Dataset
 from megalite.kernels.dispatch import choose

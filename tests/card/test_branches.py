@@ -27,7 +27,7 @@ from card.simulator.device import Card, simulated
 from card.simulator.graphs import CUDAGraph
 from card.test_trainer import LLAMA as UNGROUPED
 from examples import quickstart
-from megalite.config.check import check
+from megalite.config.validation import check
 from megalite.launch.ranks import LaunchError, Ranks, process_group
 
 ROOT = Path(__file__).resolve().parents[2]

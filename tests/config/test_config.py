@@ -12,11 +12,11 @@ from tables import ANSWERS
 import pretrain_gpt
 from docs.document_flags import OUTSIDE, flags_page, megatron_page
 from megalite.config import cli
-from megalite.config.check import check, holds, rules_of
-from megalite.config.field import PATHS, base_type, facts_of, flag_of, helps, spellings
+from megalite.config.field import PATHS, base_type, facts_of, flag_of, spellings
 from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION, REFUSED, WARNED, known_flags
-from megalite.config.options import Config, ConfigError, DataConfig, ModelConfig, Say, build, options, padded_vocab_size
+from megalite.config.options import ConfigError, build, options, padded_vocab_size
 from megalite.config.toml import parse_toml, to_toml
+from megalite.config.validation import check
 from megalite.models.families import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,19 +55,6 @@ def test_gpt2s_two_files_are_the_default_tokenizer() -> None:
     config, notes = cli.read([*GOOD.split(), *both.split(), "--tokenizer-type", "NullTokenizer"], PRESETS)
     said = [f"{x} has no effect with --tokenizer-type NullTokenizer" for x in ("vocab_file=v.json", "merge_file=m.txt")]
     assert config.data.tokenizer_type == "NullTokenizer" and notes == said
-
-
-@pytest.mark.parametrize("part,rows", [("contradictions", 80), ("of a world", 5), ("without effect", 40)])
-def test_every_rule_names_options_and_can_be_said(part: str, rows: int) -> None:
-    """Whether it holds or not: a misspelt option of a rule that seldom holds would be found by a user."""
-    model = ModelConfig(seq_length=8, hidden_size=8, num_attention_heads=1)
-    say = Say(Config(model, data=DataConfig(validation_set_names=("a", "b"))))
-    facts = dict(complete=True, world=8, last=7, unit=2, shape="tp 2", ranks=8, dp=4, by_cp="", sharing=4)
-    facts |= dict(evaluated=8, eval_micro=1, eval_unit=4, beyond="9", share=1, per_stage=8, alike=8, layer_metric="x")
-    for conditions, text in rules_of(part):
-        assert not {holds(term, say, facts) for terms in conditions for term in terms} - {True, False}
-        assert say(text, option=conditions[0][0][1], divisors="1", multiples="2", **facts), text
-    assert len(rules_of(part)) > rows
 
 
 NULL, LLAMA2 = "--tokenizer-type NullTokenizer", "--tokenizer-type Llama2Tokenizer --tokenizer-model x.model"
@@ -192,9 +179,9 @@ def test_a_url_with_a_name_that_is_no_secret_is_taken(url: str) -> None:
 
 def test_paths_are_told_from_other_texts_and_must_be_utf_8() -> None:
     """By their names: whatever is described as a file, a directory or a prefix."""
-    said = re.compile(r"\b(file|files|directory|PREFIX|vocab.json|merges.txt|the same for)\b")
+    said = re.compile(r"\b(file|files|directory|PREFIX|vocab.json|merges.txt|data prefixes)\b")
     texts = [f for _, f in options() if base_type(f) in ("str", "strs") and not facts_of(f).choices]
-    described = {f.name for f in texts if said.search(helps()[f.name])} | {"pretrained_checkpoint"}
+    described = {f.name for f in texts if said.search(facts_of(f).help)} | {"pretrained_checkpoint"}
     assert {f.name for f in texts if PATHS.fullmatch(f.name)} == described
     with pytest.raises(ConfigError, match=r"run_dir is not UTF-8 text \(b'runs/\\xff'\); rename it"):
         cli.read([*GOOD.split(), "--run-dir", os.fsdecode(b"runs/\xff")], PRESETS)
@@ -238,7 +225,7 @@ def test_every_option_has_a_row_on_the_page_of_flags() -> None:
         shown = [flag for flag, _ in spellings(option) if flag in row_of]
         cells = row_of[shown[0]]
         assert all(row_of[flag] is cells for flag in shown), option.name
-        assert cells[-1] == helps()[option.name].replace("|", "&#124;"), option.name
+        assert cells[-1] == facts_of(option).help.replace("|", "&#124;"), option.name
         for flag, value in spellings(option):
             is_default = base_type(option) == "bool" and value is option.default
             assert flag in row_of or is_default or flag == f"--disable-{flag_of(option.name)[2:]}", flag

@@ -13,7 +13,7 @@ from train_cases import config_from, run_from
 from whole import owned, whole_of
 
 from megalite.config import cli
-from megalite.config.check import check
+from megalite.config.validation import check
 from megalite.data.samples.batches import MicroBatch
 from megalite.models.families import PRESETS
 from megalite.plan.kinds import Setting, cut, kinds_of, layers_bill

@@ -26,7 +26,7 @@ from ranks import run_ranks
 from test_layouts import COMMON, GPT, HALF, LLAMA, OFFLOAD, PARAMETERS, ZERO2, ZERO3
 from train_cases import config_from, run_from
 
-from megalite.config.check import check
+from megalite.config.validation import check
 from megalite.launch.ranks import LaunchError, Ranks
 from megalite.optim.host_memory import mapped, pinned_bytes
 from megalite.optim.host_store import host_parts, moved

@@ -9,7 +9,7 @@ import pytest
 import torch
 from train_cases import config_from
 
-from megalite.config.check import check
+from megalite.config.validation import check
 from megalite.plan.arrangement import Arrangement, arrange
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.cluster import Link, default_profile

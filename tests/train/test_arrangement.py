@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from train_cases import SMALL, config_from, pretrain
 
 import pretrain_gpt
-from megalite.config.check import check
+from megalite.config.validation import check
 from megalite.launch.ranks import Ranks
 from megalite.pipeline.schedule import in_flight, plan
 from megalite.pipeline.simulate import simulate

@@ -12,7 +12,7 @@ from torch import Tensor
 from train_cases import config_from, run_from
 
 from megalite.config import cli
-from megalite.config.check import check
+from megalite.config.validation import check
 from megalite.launch.ranks import Ranks
 from megalite.pipeline.graphed import GraphedPipeline
 from megalite.plan.arrangement import arrange

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import cli
-from megalite.config.check import check
 from megalite.config.options import ConfigError
+from megalite.config.validation import check
 from megalite.launch.ranks import Ranks, process_group
 from megalite.models.families import PRESETS
 from tools.bench import limited

@@ -23,7 +23,6 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from megalite.config.check_model import divisors
 from megalite.config.field import HOW, facts_of
 from megalite.config.options import (
     SECTIONS,
@@ -37,6 +36,7 @@ from megalite.config.options import (
     ParallelConfig,
 )
 from megalite.config.pattern import read_pattern
+from megalite.config.problems import divisors
 from megalite.config.stage_layers import given_stages
 from tools.checks.places import Layout
 

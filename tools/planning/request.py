@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
-from megalite.config.check import check
 from megalite.config.field import flag_of, spellings, words_of
 from megalite.config.options import Config, ConfigError, DataConfig, build, options
 from megalite.config.plugins import load
 from megalite.config.stage_layers import GIVEN
 from megalite.config.text_file import TextFileError
 from megalite.config.toml import read_toml
+from megalite.config.validation import check
 from megalite.data.errors import DataError
 from megalite.interop.hugging_face.config_json import read_config
 from megalite.interop.hugging_face.model_files import read_json

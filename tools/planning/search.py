@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megalite.config.check_model import divisors
 from megalite.config.options import Config
+from megalite.config.problems import divisors
 from megalite.config.stage_layers import given_stages
 from megalite.plan.arrangement import Arrangement
 from megalite.plan.cluster import Profile, default_profile

@@ -11,7 +11,7 @@ from megalite.config.options import DataConfig
 MOST = 5  # files that a message names
 TOKENS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file")
-# of the built-in tokenizers that do not read all three; a file that is given beside has no effect (option_rules.txt)
+# the files that a built-in tokenizer reads, if not all three; others have no effect (config/validation/effects.py)
 READ_BY = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "ByteTokenizer": (),

@@ -16,13 +16,14 @@ from megalite.checkpoint.storage.file_system import LocalStorage
 from megalite.checkpoint.storage.location import is_url, parse
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.config import environment
-from megalite.config.check import check, without_effect
 from megalite.config.console import show
 from megalite.config.faults import VARIABLE
-from megalite.config.options import Config, Problem, TrainConfig, resolved_style
+from megalite.config.options import Config, TrainConfig, resolved_style
 from megalite.config.packages import MissingPackage
 from megalite.config.plugins import place
+from megalite.config.problems import Problem
 from megalite.config.toml import differences, to_toml
+from megalite.config.validation import check, without_effect
 from megalite.data.errors import DataError
 from megalite.data.files.missing_files import rehearsed
 from megalite.data.samples.batches import MicroBatch

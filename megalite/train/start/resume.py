@@ -10,12 +10,12 @@ from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse
-from megalite.config.check import check
 from megalite.config.console import complain, show
 from megalite.config.field import HOW, MODEL, facts_of
 from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build, is_given
 from megalite.config.plugins import beside, hashes, missing
 from megalite.config.toml import parse_toml
+from megalite.config.validation import check
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.interop.convert import ANY_RUN

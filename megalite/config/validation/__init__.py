@@ -1,0 +1,108 @@
+"""Checks of a configuration: `check` returns all contradictions at once, `without_effect` the notes about options that
+do nothing. A module for each group of options; all are pure functions of the configuration, as options.py is."""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+
+from megalite.config.field import facts_of, flag_of
+from megalite.config.options import Config, left_to_checkpoint, options
+from megalite.config.problems import Problem, value_of
+from megalite.config.validation import checkpoint, data, effects, experts, launch, model, optimizer, parallel, training
+from megalite.config.validation.world import world_problems
+
+
+def check(
+    config: Config, world_size: int | None = None, *, complete: bool = False, unclear: Iterable[str] = ()
+) -> list[Problem]:
+    """Return every contradiction.
+
+    Args:
+        world_size: the number of ranks; None: what depends on it is not checked.
+        complete: `config` contains all that --load could bring. Otherwise a vocabulary may be missing, and the options
+            that --use-checkpoint-args takes from the checkpoint.
+        unclear: options whose value could not be read. They are checked no further, nor is what depends on them.
+    """
+    unclear = set(unclear)
+    out_of_range = {name: problem for name, problem in _range_problems(config) if name not in unclear}
+    if not complete:
+        unclear |= left_to_checkpoint(config)
+    unclear |= out_of_range.keys()
+    complete = complete or (config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None)
+    config = _with_stand_ins(config, unclear)
+    problems = [
+        *launch.launch_problems(config),
+        *data.data_problems(config, complete),
+        *data.tokenizer_problems(config, complete),
+        *checkpoint.checkpoint_problems(config),
+        *model.position_problems(config),
+        *parallel.micro_batch_group_problems(config),
+        *model.window_length_problems(config),
+        *parallel.context_parallel_problems(config),
+        *parallel.pipeline_problems(config),
+        *parallel.sharding_problems(config),
+        *training.training_problems(config),
+        *optimizer.learning_rate_problems(config),
+        *optimizer.weight_decay_problems(config),
+        *optimizer.optimizer_problems(config),
+        *training.cuda_graph_problems(config),
+        *experts.expert_problems(config),
+        *model.attention_problems(config),
+        *model.tensor_parallel_size_problems(config),
+        *parallel.fsdp_problems(config),
+        *model.model_problems(config),
+        *parallel.layout_problems(config),
+        *optimizer.schedule_length_problems(config),
+        *training.batch_size_problems(config),
+        *launch.run_name_problems(config),
+        *data.split_problems(config),
+    ]
+    if world_size is not None:
+        problems += world_problems(config, world_size)
+    return [*out_of_range.values(), *(problem for problem in problems if not problem.concerns(unclear))]
+
+
+def without_effect(config: Config, *, complete: bool = False) -> list[Problem]:
+    """Return the notes about options that do nothing, or less than expected.
+
+    Args:
+        complete: as for `check`.
+    """
+    unclear = set() if complete else left_to_checkpoint(config)
+    config = _with_stand_ins(config, unclear)
+    notes = [
+        *effects.position_notes(config),
+        *effects.context_parallel_notes(config),
+        *effects.expert_notes(config),
+        *effects.parallel_notes(config),
+        *effects.optimizer_notes(config),
+        *effects.training_notes(config),
+        *effects.data_notes(config),
+        *effects.checkpoint_notes(config),
+        *effects.log_notes(config),
+        *effects.window_notes(config),
+    ]
+    return [note for note in notes if not note.concerns(unclear)]
+
+
+def _with_stand_ins(config: Config, unclear: Collection[str]) -> Config:
+    """Return `config` with valid values for the unclear options, so that all others can be checked."""
+    for section, f in options():
+        if f.name in unclear:
+            stand_in = facts_of(f).stand_in
+            value = f.default if stand_in is None else stand_in
+            config = replace(config, **{section: replace(getattr(config, section), **{f.name: value})})
+    return config
+
+
+def _range_problems(config: Config) -> Iterator[tuple[str, Problem]]:
+    """Yield (option, problem) for every value that is missing or out of the option's own range."""
+    for section, f in options():
+        value, facts = value_of(config, f.name), facts_of(f)
+        if value == 0 and facts.required:
+            if f.name not in left_to_checkpoint(config):
+                or_preset = " or a --preset" if section == "model" else ""
+                yield f.name, Problem(f"{f.name}=0 is not set; give {flag_of(f.name)}{or_preset}", [f.name])
+        elif reason := facts.problem(value):
+            yield f.name, Problem(f"{f.name}={value or 0} {reason}", [f.name])
+    if config.optim.lr is None and not config.train.skip_train:
+        yield "lr", Problem("lr is not set; give --lr", ["lr"])

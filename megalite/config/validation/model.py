@@ -1,0 +1,203 @@
+"""Contradictions in the options of the model: positions, attention, widths, and what is given for each layer."""
+
+from collections.abc import Iterator
+
+from megalite.config.field import flag_of
+from megalite.config.options import Config
+from megalite.config.problems import (
+    Problem,
+    comma_separated,
+    does_not_divide,
+    join_or,
+    nearest_multiples,
+    options_set,
+    shown,
+    value_of,
+)
+
+# option -> the values that an error proposes, and others that are accepted, as by Megatron-LM
+LIST_VALUES = {
+    "cp_comm_type": (("allgather", "a2a"), ("p2p",)),
+    "moe_router_load_balancing_type": (("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"), ()),
+    "recompute_modules": (("core_attn", "layernorm", "mlp"), ("moe", "shared_experts")),
+}
+
+
+def position_problems(config: Config) -> Iterator[Problem]:
+    model = config.model
+    kind = model.position_embedding_type
+    if model.positions < model.seq_length:
+        yield Problem(
+            f"max_position_embeddings={model.max_position_embeddings} is below seq_length={model.seq_length}; "
+            "make it at least that",
+            options=("max_position_embeddings", "seq_length"),
+        )
+    if not 0 < model.rotary_percent <= 1:
+        yield Problem(f"rotary_percent={model.rotary_percent} is not in (0, 1]; use 1.0", options=("rotary_percent",))
+    if kind == "learned_absolute" and not model.add_position_embedding:
+        yield Problem(
+            f"add_position_embedding=False with position_embedding_type={kind}; use none, or rope",
+            options=("add_position_embedding", "position_embedding_type"),
+        )
+    if kind != "yarn":
+        return
+    not_of_yarn = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
+    for name in options_set(config, *not_of_yarn):
+        yield Problem(
+            f"{shown(config, name)} with position_embedding_type=yarn, which does not take it; remove it",
+            options=(name, "position_embedding_type"),
+        )
+    if model.yarn_beta_fast <= model.yarn_beta_slow:
+        yield Problem(
+            f"yarn_beta_fast={model.yarn_beta_fast:g} is not above yarn_beta_slow={model.yarn_beta_slow:g}; raise it",
+            options=("position_embedding_type", "yarn_beta_fast", "yarn_beta_slow"),
+        )
+    if model.rotary_base == 1:
+        yield Problem(
+            f"rotary_base={model.rotary_base} turns all channels alike; use 10000",
+            options=("position_embedding_type", "rotary_base"),
+        )
+
+
+def window_length_problems(config: Config) -> Iterator[Problem]:
+    window = config.model.window_size
+    if window is not None and len(window) != 2:
+        yield Problem(
+            f"{shown(config, 'window_size')} is not two numbers; give LEFT,RIGHT, as 4095,0", options=("window_size",)
+        )
+
+
+def attention_problems(config: Config) -> Iterator[Problem]:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.groups
+    tp = config.parallel.tensor_model_parallel_size
+    if model.qk_layernorm_over_heads and not (model.qk_layernorm and model.normalization == "RMSNorm"):
+        yield Problem(
+            "qk_layernorm_over_heads needs --qk-layernorm and --normalization RMSNorm",
+            options=("qk_layernorm_over_heads", "qk_layernorm", "normalization"),
+        )
+    if heads % tp:
+        yield does_not_divide("tensor_model_parallel_size", tp, "num_attention_heads", heads)
+    if heads % groups:
+        yield does_not_divide("num_query_groups", groups, "num_attention_heads", heads)
+    elif groups % tp and tp % groups:
+        yield Problem(
+            f"tensor_model_parallel_size={tp} and num_query_groups={groups}: neither divides the other; change one",
+            options=("tensor_model_parallel_size", "num_query_groups", "num_attention_heads"),
+        )
+
+
+def tensor_parallel_size_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problems of sizes that tensor parallelism splits, other than heads."""
+    model = config.model
+    tp = config.parallel.tensor_model_parallel_size
+    needs_default_width = model.has_dense_ffn or not model.moe_ffn_hidden_size
+    if model.ffn_size < 1 and needs_default_width:
+        yield Problem(
+            f"hidden_size={model.hidden_size} is too small for the default width of swiglu; give --ffn-hidden-size",
+            options=("hidden_size", "ffn_hidden_size"),
+        )
+    divided = [("seq_length", model.seq_length)]
+    if model.has_dense_ffn:
+        divided.insert(0, ("ffn_hidden_size", model.ffn_size))
+    for name, size in divided:
+        if size % tp:
+            remedy = f"use {nearest_multiples(size, tp)} for it, or another tp"
+            yield does_not_divide("tensor_model_parallel_size", tp, name, size, remedy)
+
+
+def model_problems(config: Config) -> Iterator[Problem]:
+    yield from _head_size_problems(config)
+    yield from _list_value_problems(config)
+    yield from _pattern_problems(config)
+    yield from _window_problems(config)
+    yield from _balancing_loss_problems(config)
+
+
+def _head_size_problems(config: Config) -> Iterator[Problem]:
+    model = config.model
+    heads = model.num_attention_heads
+    has_rope = model.position_embedding_type in ("rope", "yarn")
+    if model.kv_channels is None and model.hidden_size % heads:
+        unit = 2 * heads if has_rope else heads  # channels rotate in pairs
+        yield Problem(
+            f"hidden_size={model.hidden_size} is not a multiple of num_attention_heads={heads}: use "
+            f"{nearest_multiples(model.hidden_size, unit)}, or set --kv-channels",
+            options=("hidden_size", "num_attention_heads", "kv_channels"),
+        )
+    elif has_rope and int(model.head_size * model.rotary_percent) % 2:
+        yield Problem(
+            f"rotary_percent={model.rotary_percent} rotates an odd number of {model.head_size} channels; make it even",
+            options=("rotary_percent",),
+        )
+
+
+def _list_value_problems(config: Config) -> Iterator[Problem]:
+    has_experts = bool(config.model.num_experts)
+    for name, (proposed, accepted) in LIST_VALUES.items():
+        if name.startswith("moe") and not has_experts:
+            continue
+        known = {*proposed, *accepted}
+        if has_experts:
+            known.add("moe_act")  # the activation of experts is always recomputed
+        for value in dict.fromkeys(value_of(config, name)):
+            if value not in known:
+                yield Problem(f"{name}={value} is not available; use {join_or(proposed)}", options=(name,))
+
+
+def _pattern_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problems of options that are a list with a bit for each layer."""
+    model = config.model
+    has_window = (
+        model.window_attn_skip_freq is not None and model.window_size is not None and model.window_size[0] != -1
+    )
+    for name, per_layer, needs_a_layer, condition, cause in (
+        ("no_rope_freq", "rotary", False, "with rotary positions", "position_embedding_type"),
+        ("moe_layer_freq", "experts", bool(model.num_experts), "with experts", "num_experts"),
+        ("window_attn_skip_freq", "windows", has_window, "with the window", "window_size"),
+    ):
+        try:
+            layers = getattr(model, per_layer)
+        except ValueError as error:
+            yield Problem(f"{shown(config, name)} {error}", options=(name, "num_layers"))
+            continue
+        if needs_a_layer and not any(layers):
+            yield Problem(
+                f"{shown(config, name)} leaves no layer {condition}; drop {flag_of(cause)}",
+                options=(name, "num_layers", cause),
+            )
+
+
+def _window_problems(config: Config) -> Iterator[Problem]:
+    window = config.model.window_size
+    if window is None or len(window) != 2:
+        return
+    left, right = window
+    if right not in (0, -1):
+        yield Problem(
+            f"window_size={left},{right} has {right} on the right, where a causal model sees nothing; use {left},0",
+            options=("window_size",),
+        )
+    if left == 0 or left < -1:
+        reason = "lets a token see only itself" if left == 0 else "is not a window"
+        yield Problem(
+            f"window_size={left},{right} {reason}; give at least 1,0, or -1,0 for no limit", options=("window_size",)
+        )
+
+
+def _balancing_loss_problems(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if not model.num_experts:
+        return
+    kinds = model.moe_router_load_balancing_type
+    if len(set(kinds)) < len(kinds):
+        yield Problem(
+            f"moe_router_load_balancing_type={comma_separated(kinds)} names one twice; give each once",
+            options=("moe_router_load_balancing_type",),
+        )
+    for coefficient in model.moe_aux_loss_coeff:
+        if not 0 <= coefficient < float("inf"):
+            yield Problem(
+                f"moe_aux_loss_coeff={coefficient} is no finite number of 0 or more; give one",
+                options=("moe_aux_loss_coeff",),
+            )

@@ -1,0 +1,126 @@
+"""Contradictions in the options of the parallel layout: context parallelism, the pipeline, sharding."""
+
+from collections.abc import Iterator
+
+from megalite.config.options import Config
+from megalite.config.problems import Problem, nearest_multiples, options_set, requires, shown
+from megalite.config.stage_layers import GIVEN, given_stages
+
+
+def micro_batch_group_problems(config: Config) -> Iterator[Problem]:
+    parallel = config.parallel
+    group, pp = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
+    if group is not None and group < pp:
+        yield Problem(
+            f"microbatch_group_size_per_virtual_pipeline_stage={group} is below pipeline parallel {pp}; raise it",
+            options=("microbatch_group_size_per_virtual_pipeline_stage",),
+        )
+
+
+def context_parallel_problems(config: Config) -> Iterator[Problem]:
+    model, parallel = config.model, config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads, seq_length = model.num_attention_heads, model.seq_length
+    if len(model.cp_comm_type) not in (0, 1, model.num_layers):
+        yield Problem(
+            f"{shown(config, 'cp_comm_type')} is neither one value nor one for each layer of "
+            f"num_layers={model.num_layers}",
+            options=("cp_comm_type", "num_layers"),
+        )
+    if cp == 1:
+        return
+    unit = 2 * cp * tp
+    if seq_length % unit:
+        by_tp = f" x tp {tp}" if tp > 1 else ""
+        yield Problem(
+            f"context_parallel_size={cp} x 2{by_tp} does not divide seq_length={seq_length}: use "
+            f"{nearest_multiples(seq_length, unit)}",
+            options=("context_parallel_size", "seq_length", "tensor_model_parallel_size"),
+        )
+    uses_all_to_all = any("a2a" in kind for kind in model.cp_comm_type)
+    if uses_all_to_all and heads % (cp * tp):
+        yield Problem(
+            f"cp_comm_type=a2a: num_attention_heads={heads} / tp {tp} is not a multiple of cp {cp}; use allgather",
+            options=("cp_comm_type", "num_attention_heads", "context_parallel_size"),
+        )
+
+
+def pipeline_problems(config: Config) -> Iterator[Problem]:
+    parallel = config.parallel
+    layers_per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    chunks = parallel.num_virtual_stages_per_pipeline_rank
+    uneven = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    accounted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    virtual = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    if layers_per_chunk is not None and chunks is not None:
+        yield Problem(
+            f"num_layers_per_virtual_pipeline_stage={layers_per_chunk} and "
+            f"num_virtual_stages_per_pipeline_rank={chunks}: give one",
+            options=virtual,
+        )
+    if parallel.pipeline_model_parallel_layout and any(options_set(config, *uneven, *accounted, *virtual)):
+        yield Problem(
+            "pipeline_model_parallel_layout already sets all stages' layers; drop the other flags",
+            options=("pipeline_model_parallel_layout", *uneven, *accounted, *virtual),
+        )
+    even = (*accounted, "num_layers_per_virtual_pipeline_stage")
+    if any(options_set(config, *uneven)) and any(options_set(config, *even)):
+        yield Problem(
+            "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers exclude "
+            "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split and "
+            "num_layers_per_virtual_pipeline_stage; use --pipeline-model-parallel-layout",
+            options=(*uneven, *even, "pipeline_model_parallel_layout"),
+        )
+
+
+def sharding_problems(config: Config) -> Iterator[Problem]:
+    parallel = config.parallel
+    stage = parallel.shared_out
+    graphs = config.train.cuda_graph_impl
+    if not parallel.use_distributed_optimizer and stage:
+        yield Problem(
+            f"use_distributed_optimizer=False and ZeRO stage {stage}, which shares out the optimizer; give one",
+            options=("use_distributed_optimizer", "zero_stage", "use_megatron_fsdp"),
+        )
+    if graphs != "none" and stage > 1:
+        yield Problem(
+            f"cuda_graph_impl={graphs} replays memory that stays, and at ZeRO stage {stage} it comes and goes; use "
+            "--zero-stage 1, or drop it",
+            options=("cuda_graph_impl", "zero_stage", "use_megatron_fsdp"),
+        )
+    if parallel.outer_dp_sharding_strategy == "optim" and parallel.num_distributed_optimizer_instances == 1:
+        yield requires("outer_dp_sharding_strategy=optim", "num_distributed_optimizer_instances", "above 1")
+
+
+def fsdp_problems(config: Config) -> Iterator[Problem]:
+    parallel = config.parallel
+    stage, strategy = parallel.zero_stage, parallel.data_parallel_sharding_strategy
+    if stage is None or parallel.fsdp_stage in (None, stage):
+        return
+    if strategy is None:
+        yield Problem(
+            f"zero_stage={stage} and use_megatron_fsdp=True, which is stage 3; give one",
+            options=("zero_stage", "use_megatron_fsdp", "data_parallel_sharding_strategy"),
+        )
+    else:
+        yield Problem(
+            f"zero_stage={stage} and data_parallel_sharding_strategy={strategy}, which is stage "
+            f"{parallel.fsdp_stage}; give one",
+            options=("zero_stage", "data_parallel_sharding_strategy", "use_megatron_fsdp"),
+        )
+
+
+def layout_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problems of the layers of each stage."""
+    model, parallel = config.model, config.parallel
+    pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank or 1
+    try:
+        stages = given_stages(model.num_layers, parallel)
+    except ValueError as error:
+        yield Problem(str(error), options=GIVEN)
+        return
+    if stages is None and pp * chunks > model.num_layers:
+        yield Problem(
+            f"pipeline_model_parallel_size={pp} x {chunks} chunks is above num_layers={model.num_layers}: use fewer",
+            options=("pipeline_model_parallel_size", "num_layers", "num_virtual_stages_per_pipeline_rank"),
+        )
