@@ -261,7 +261,7 @@ def help_text(topic: str, presets: Sequence[str]) -> str:
     form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
     parser = argparse.ArgumentParser(usage="%(prog)s FLAGS", add_help=False, formatter_class=form)
     parser.description = "Pretrain a GPT over a tensor x pipeline x data parallel mesh. Megatron-LM's flags."
-    parser.epilog = "A switch --x is also --no-x and --x=false. More of Megatron-LM's flags: docs/megatron.md."
+    parser.epilog = "A switch --x is also --no-x and --x=false. Many more of Megatron-LM's flags are accepted."
     if topic == "":
         _add(parser.add_argument_group("to begin with"), PAGES["first"].split(), presets, short=True)
         parser.epilog = _rest(parser.prog)

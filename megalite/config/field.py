@@ -34,7 +34,7 @@ LONGEST_PATH, LONGEST_NAME = 4000, 240  # bytes; Linux takes 4095 and 255, with 
 class Facts:
     """The facts of an option.
 
-    help       a line of --help and of docs/flags.md, with the unit of the value
+    help       a line of --help and of the site's page of flags, with the unit of the value
     aliases    other flags: short ones, and those of older releases of Megatron-LM and its forks; a flag with =VALUE
                takes no value and sets the option to VALUE
     required   0 means "not set"

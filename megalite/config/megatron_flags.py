@@ -1,6 +1,6 @@
 """Flags of Megatron-LM and its forks that are not options of megalite, and how each is treated. Pure.
 
-megatron_flags.txt holds each with a verdict and a reason; docs/megatron.md shows them as a table. `answer` turns those
+megatron_flags.txt holds each with a verdict and a reason; docs/document_flags.py shows them as a table. `answer` turns those
 of a command line into notes, warnings and problems.
 """
 

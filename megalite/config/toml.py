@@ -30,7 +30,9 @@ def _other_format(text: str, path: str) -> str | None:
     if not is_json and not re.search(r"^\s*[A-Za-z_]\w*:(?:\s|$)", text, re.M):
         return None
     of = "DeepSpeed, Accelerate, nanotron, NeMo or Megatron-Bridge"
-    remedy = f"if it is of {of}, megalite translate {path} writes it as TOML; docs/flags.md has all options"
+    remedy = (
+        f"if it is of {of}, megalite translate {path} writes it as TOML; megalite train --help all lists the options"
+    )
     return f"is {'JSON' if is_json else 'YAML'}; {remedy}"
 
 
@@ -53,7 +55,7 @@ def parse_toml(text: str, path: str) -> dict[str, Any]:
             problems.append(f"config={path!r}: unknown section [{section}]; sections are {', '.join(SECTIONS)}")
         elif name != "preset" and (name not in known or (section is not None and known[name] != section)):
             near = nearest(f"--{name}", [f"--{other}" for other in known])
-            other = f"did you mean {near[2:]}?" if near else "docs/flags.md lists the options"
+            other = f"did you mean {near[2:]}?" if near else "megalite train --help all lists the options"
             hint = f"it belongs in [{known[name]}]" if name in known else other
             problems.append(f"config={path!r}: unknown key {name} in [{section or 'top level'}]; {hint}")
         elif name in values:

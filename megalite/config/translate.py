@@ -105,7 +105,7 @@ def _unknown(file: File, key: Key, hints: list[str]) -> str:
         near = near or nearest(flag_of(prefix + key.last), known.values())
     if near:
         return f"unknown here; did you mean {key_of(near)}?"
-    return "unknown here, so nothing is set for it; docs/flags.md lists the options"
+    return "unknown here, so nothing is set for it; megalite train --help all lists the options"
 
 
 def _set(file: File, key: Key, t: Translation, mark: str, words: list[str]) -> Verdict:
