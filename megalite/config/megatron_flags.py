@@ -1,7 +1,7 @@
 """Flags of Megatron-LM and its forks that are not options of megalite, and how each is treated. Pure.
 
-megatron_flags.txt holds each with a verdict and a reason; docs/document_flags.py shows them as a table. `answer` turns those
-of a command line into notes, warnings and problems.
+megatron_flags.txt has a verdict and a reason for each; docs/document_flags.py shows them as a table. `answer` turns the
+flags of a command line into notes, warnings and problems.
 """
 
 import difflib
