@@ -17,7 +17,6 @@ from ranks import run_ranks
 
 from megalite.parallel.mesh import build_mesh
 from tools import check_cluster
-from tools.program import parser_of
 
 
 def check(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -69,7 +68,7 @@ def _with_a_slow_link() -> tuple[list[Any], dict[str, Any]]:
     if mesh.world.rank == 3:
         dist.send = send  # type: ignore[assignment]
     flags = ["--sizes", "1024", "--times", "1", "--slow", "0.3", "--expect", "1000"]
-    args = parser_of(None, flags="check_cluster").parse_args(flags)
+    args = check_cluster.build_parser().parse_args(flags)
     found = check_cluster.measure(mesh, mesh.device, args)
     return found["pairs"], found
 

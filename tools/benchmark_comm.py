@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.console import complain
 from megalite.launch.ranks import LaunchError, Ranks, leave, process_group
 from tools.bench.collectives import FACTORS, axes_of, fit, on_ranks, over_groups
-from tools.program import parser_of, unwritable, write_json
+from tools.program import parser_of, positive, unwritable, write_json
 
 if TYPE_CHECKING:
     from megalite.parallel.mesh import Sizes
@@ -39,9 +39,30 @@ HEAD = "group  ranks at once      collective        bytes          us      GB/s 
 Found = dict[str, Any]
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__, allow_abbrev=True)
+    parser.add_argument("--nproc", type=positive, help="local ranks to start, without a launcher")
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--min-bytes", type=int, default=1024)
+    parser.add_argument("--max-bytes", type=int, default=67_108_864)
+    parser.add_argument("--factor", type=int, default=4, help="ratio of one size to the one before")
+    parser.add_argument("--kinds", nargs="+", choices=[*FACTORS], default=[*FACTORS])
+    parser.add_argument("--times", type=int, default=10, help="repetitions of each; the median is reported")
+    parser.add_argument("--alone", action="store_true", help="also time the first group of each axis alone")
+    parser.add_argument(
+        "--timeout-s", type=float, default=300.0, help="limit in seconds for the start and for each collective"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--csv", type=Path, metavar="FILE")
+    return parser
+
+
 def main(argv: list[str]) -> int:
-    kinds = {"choices": [*FACTORS], "default": [*FACTORS]}
-    parser = parser_of(__doc__, allow_abbrev=True, flags="benchmark_comm", kinds=kinds)
+    parser = build_parser()
     args = parser.parse_args(argv)
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     rules = (

@@ -15,6 +15,7 @@ A --save directory stands for the newest checkpoint in it; each may be a URL (s3
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections import Counter
@@ -30,7 +31,7 @@ from megalite.checkpoint.storage.location import CheckpointError, Location, pars
 from megalite.config.console import printable
 from megalite.data.errors import DataError
 from megalite.data.samples import ledger
-from tools.program import parser_of, refusing, run_program, take
+from tools.program import parser_of, positive, refusing, run_program
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,6 +212,45 @@ def prune(path: Location, keep: int, retain: int | None, dry: bool) -> None:
         print(f"{'would delete' if dry else 'deleted'} {storage.folder_of(path, step)}")
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser("inspect", allow_abbrev=False)
+    command.add_argument("checkpoint")
+    command.add_argument("--tensors", action="store_true", help="list every tensor")
+
+    command = commands.add_parser("verify", allow_abbrev=False)
+    command.add_argument("checkpoint")
+    command.add_argument("--all", action="store_true", help="verify every checkpoint of a directory")
+
+    command = commands.add_parser("diff", allow_abbrev=False)
+    command.add_argument("a")
+    command.add_argument("b")
+
+    command = commands.add_parser("seen", allow_abbrev=False)
+    command.add_argument("checkpoint")
+
+    command = commands.add_parser("reshard", allow_abbrev=False)
+    command.add_argument("checkpoint")
+    command.add_argument("out")
+    command.add_argument("--files", type=positive, default=1)
+    command.add_argument("--weights", action="store_true", help="leave out the optimizer state")
+
+    command = commands.add_parser("average", allow_abbrev=False)
+    command.add_argument("out")
+    command.add_argument("checkpoints", nargs="+")
+    command.add_argument("--files", type=positive, default=1)
+
+    command = commands.add_parser("prune", allow_abbrev=False)
+    command.add_argument("directory")
+    command.add_argument("--keep-last", type=positive, required=True)
+    command.add_argument("--save-retain-interval", type=positive)
+    command.add_argument("--dry-run", action="store_true")
+    return parser
+
+
 @refusing(3, CheckpointError, DataError, OSError)
 def main(argv: list[str]) -> int:
     work: dict[str, Callable[[], int | None]] = {
@@ -222,11 +262,7 @@ def main(argv: list[str]) -> int:
         "average": lambda: average(parse(a.out), [parse(one) for one in a.checkpoints], a.files),
         "prune": lambda: prune(parse(a.directory), a.keep_last, a.save_retain_interval, a.dry_run),
     }
-    parser = parser_of(__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in work:
-        take(commands.add_parser(name, allow_abbrev=False), f"checkpoint {name}")
-    a = parser.parse_args(argv)
+    a = build_parser().parse_args(argv)
     return work[a.command]() or 0
 
 

@@ -52,7 +52,7 @@ from megalite.train.state import State
 from tools.checks import second_reading
 from tools.checks.conversion import compare, compare_logits
 from tools.foreign_files import write_import, write_megatron
-from tools.program import parser_of, plugins_first, refusing, run_program, take
+from tools.program import Plugins, local_path, parser_of, plugins_first, positive, refusing, run_program
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_BOUND = 1e-4
@@ -247,12 +247,53 @@ def agrees(reading: second_reading.Reading, theirs: ForeignModel, ours: Ours, vo
     return verdict.good and not bits.differing
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from-hf", type=local_path, metavar="DIR", help="Hugging Face model directory")
+    source.add_argument("--from-megatron", type=local_path, metavar="DIR", help="directory of Megatron-LM checkpoints")
+    source.add_argument("--load", type=local_path, metavar="DIR", help="checkpoint of megalite")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--save", type=local_path, metavar="DIR", help="write a checkpoint of megalite")
+    target.add_argument("--to-hf", type=local_path, metavar="DIR", help="write a Hugging Face model directory")
+    target.add_argument("--to-megatron", type=local_path, metavar="DIR", help="write a release of Megatron-LM")
+    parser.add_argument("--plugin", action=Plugins)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare source and target: all bits, each layer, and logits with those of transformers",
+    )
+    parser.add_argument(
+        "--check-bits", action="store_true", help="like --check without logits: one layer in memory at a time"
+    )
+    parser.add_argument(
+        "--seq-length", type=positive, help="--from-hf: tokens per sequence; default: all positions of the model"
+    )
+    parser.add_argument(
+        "--family", choices=FAMILIES, help="--to-hf: model family; default: that of --like, or the first that fits"
+    )
+    parser.add_argument(
+        "--like", type=local_path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied"
+    )
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: dtype of the weights; default: as stored")
+    parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: largest size of a file (default 5GB)")
+    parser.add_argument(
+        "--vocab-size", type=positive, help="rows to keep; default: those of the checkpoint or the tokenizer"
+    )
+    parser.add_argument("--target-tensor-parallel-size", type=positive, metavar="TP", help="--to-megatron: default 1")
+    parser.add_argument("--target-pipeline-parallel-size", type=positive, metavar="PP", help="--to-megatron: default 1")
+    parser.add_argument(
+        "--transformer-impl",
+        choices=["transformer_engine", "local"],
+        help="--to-megatron: implementation whose layer names are written (default transformer_engine)",
+    )
+    return parser
+
+
 @refusing(3, CheckpointError, ConfigError, DataError, OSError)
 def main(argv: list[str]) -> int:
-    parser, choices = parser_of(__doc__), {"family": {"choices": FAMILIES}, "dtype": {"choices": sorted(DTYPES)}}
-    for side in ("source", "target"):
-        take(parser.add_mutually_exclusive_group(required=True), f"convert_checkpoint {side}")
-    take(parser, "convert_checkpoint", max_shard_size={"type": parse_size}, **choices)
+    parser = build_parser()
     args = parser.parse_args(plugins_first(argv))
     if (problem := misuse(args)) is not None:
         parser.error(problem)

@@ -9,6 +9,7 @@ neither (logs, saves, evaluation). Options with the same effect under two names 
 the same; 1 they differ; 2 one of them cannot be read.
 """
 
+import argparse
 import itertools
 import json
 import sys
@@ -22,7 +23,7 @@ from megalite.config.field import HOW, MODEL, TRAINING, facts_of
 from megalite.config.options import Config, ConfigError, build, completed, options, over_preset
 from megalite.config.toml import read_toml
 from megalite.models.families import PRESETS
-from tools.program import parser_of, refusing, run_program
+from tools.program import Plugins, parser_of, refusing, run_program
 
 CHANGES = {MODEL: "the model", TRAINING: "the training", HOW: "how it is computed"}
 ORDER = (*CHANGES.values(), "neither")
@@ -62,9 +63,19 @@ def text_of(rows: list[dict[str, Any]], a: Path, b: Path) -> str:
     return "\n".join([f"{'':<38} {a!s:<28} {b}", *lines]) if rows else "no option differs"
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__, allow_abbrev=True)
+    parser.add_argument("a", type=Path, help="a run directory, or a TOML file")
+    parser.add_argument("b", type=Path, help="another run directory or TOML file")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument("--plugin", action=Plugins)
+    return parser
+
+
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    args = parser_of(__doc__, allow_abbrev=True, flags="diff").parse_args(argv)
+    args = build_parser().parse_args(argv)
     rows = differences(config_of(args.a), config_of(args.b))
     print(json.dumps(rows) if args.json else printable(text_of(rows, args.a, args.b)))
     return 1 if rows else 0

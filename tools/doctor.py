@@ -10,6 +10,7 @@ look at before hours are paid. One process, no group: links between ranks are fo
 3 something would stop a run.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -107,8 +108,22 @@ def examine(save: str, prefixes: list[str]) -> Iterator[Fact]:
     yield from (Fact(OK, "costs", f"{what}: {how}") for what, how in COSTS.items())
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--save", default=".", metavar="DIR", help="directory for checkpoints; default: the current directory"
+    )
+    parser.add_argument(
+        "--data-path", nargs="+", default=[], metavar="PREFIX", help="token files, without their suffix"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def main(argv: list[str]) -> int:
-    args, lines = parser_of(__doc__, flags="doctor").parse_args(argv), list[Fact]()
+    args = build_parser().parse_args(argv)
+    lines: list[Fact] = []
     for line in examine(args.save, args.data_path):
         lines.append(line)
         if not args.json:

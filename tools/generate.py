@@ -25,7 +25,7 @@ from megalite.config.exits import end_at_once
 from megalite.config.text_file import TextFileError, read_small_text
 from megalite.launch.local_ranks import INTERRUPTED, start_local
 from megalite.launch.ranks import LaunchError, Ranks, leave, other_number, process_group, read_environment
-from tools.program import parser_of
+from tools.program import Plugins, number, parser_of, positive
 
 LIMIT = datetime.timedelta(minutes=10)  # of a wait for another rank
 
@@ -96,9 +96,9 @@ def generate(args: argparse.Namespace, prompts: list[str], device, speak: bool) 
     model = load_model(args.load, mesh, getattr(torch, args.dtype))
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     texts = continue_prompts(model, prompts, args.max_new_tokens, sampling, args.batch_size)
-    for number, text in enumerate(texts):
+    for index, text in enumerate(texts):
         new = text.ids[text.begin :]
-        row = {"number": number, "prompt": prompts[number], "text": model.tokenizer.decode(new), "ids": text.ids}
+        row = {"number": index, "prompt": prompts[index], "text": model.tokenizer.decode(new), "ids": text.ids}
         row |= {"new_ids": new, "stop": text.stop, "step": model.step}
         if speak:
             print(line_of(row, model.tokenizer.decode(text.ids), args.json), flush=True)
@@ -109,8 +109,52 @@ def line_of(row: dict[str, Any], whole: str, as_json: bool) -> str:
     return json.dumps(row) if as_json else f"[step {row['step']}] {printable(whole)}"
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, or Hugging Face model")
+    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times")
+    parser.add_argument(
+        "--prompts-file", type=Path, help="one prompt per line; .jsonl: strings, or objects with the key text"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=60, help="most tokens to generate per prompt (default 60)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=number(float, "[0, inf)"),
+        default=0.8,
+        help="0: always the most likely token (default 0.8)",
+    )
+    parser.add_argument(
+        "--top-k", type=number(int, "[0, inf)"), default=40, help="sample from the K likeliest; 0: all (default 40)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=number(float, "(0, 1]"),
+        default=1.0,
+        help="sample from the smallest set of tokens with this total probability (default 1)",
+    )
+    parser.add_argument(
+        "--seed", type=number(int, "[0, inf)"), default=1234, help="random seed for sampling (default 1234)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, one per line")
+    parser.add_argument("--batch-size", type=positive, default=16, help="prompts per batch (default 16)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of weights and arithmetic"
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if it is available"
+    )
+    parser.add_argument("--nproc", type=positive, help="local processes to start, without a launcher")
+    parser.add_argument("--plugin", action=Plugins)
+    parser.add_argument("--tensor-model-parallel-size", type=positive, default=1, metavar="TP")
+    parser.add_argument("--pipeline-model-parallel-size", type=positive, default=1, metavar="PP")
+    return parser
+
+
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, flags="generate")
+    parser = build_parser()
     args = parser.parse_args(argv)
     try:
         ranks = read_environment(os.environ)

@@ -18,6 +18,7 @@ Exit code 0 when every part ran (whether goals were reached is in the report), 1
 without a CUDA device, 130 or 143 when it was ended.
 """
 
+import argparse
 import contextlib
 import datetime
 import json
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.train.tell.run_dir import write_atomically
 from tools.bench import gpu_report_goals, limited
 from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, parts_of
-from tools.program import parser_of, read_json
+from tools.program import local_path, parser_of, read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_S = 10.0  # a part is not begun with less
@@ -169,11 +170,21 @@ def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
     return content
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
+    parser = parser_of(__doc__)
+    parser.add_argument("--out", type=local_path, default=Path("runs/gpu_report"), metavar="DIR")
+    parser.add_argument("--only", nargs="+", metavar="PART", choices=names, help="parts to run: " + ", ".join(names))
+    parser.add_argument("--seconds", type=float, help="for all parts together (default 465, on several GPUs 585)")
+    parser.add_argument("--tiny", action="store_true", help="use tiny sizes, whose results mean nothing")
+    parser.add_argument("--cpu", action="store_true", help="a dry run without a GPU; implies --tiny")
+    return parser
+
+
 def main(argv: list[str]) -> int:
     begin = time.monotonic()
-    names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
-    parts_told = {"choices": names, "help": "parts to run: " + ", ".join(names)}
-    parser = parser_of(__doc__, flags="gpu_report", only=parts_told)
+    parser = build_parser()
     args = parser.parse_args(argv)
     args.tiny |= args.cpu
     if args.seconds is not None and args.seconds <= 0:

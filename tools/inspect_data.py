@@ -9,6 +9,7 @@
 how many documents end with the end-of-document id. The first fault is named and the exit code is 3.
 """
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.merge_datasets import document_blocks
 from tools.pictures.canvas import Picture, figure, ink, save
-from tools.program import parser_of, plugins_first, refusing, run_program
+from tools.program import Plugins, parser_of, plugins_first, refusing, run_program
 
 CHUNK = 1 << 22  # tokens, or index entries, read at a time
 QUANTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
@@ -164,10 +165,30 @@ def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | 
     return "\n".join(lines)
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument("prefix", help="the token file is the pair PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--png", metavar="FILE", help="plot the lengths of the documents")
+    parser.add_argument(
+        "--document", type=int, metavar="N", help="print document N, counted from 0; as text if a tokenizer is given"
+    )
+    parser.add_argument("--verify", action="store_true", help="check both files completely")
+    parser.add_argument("--tokenizer-type", choices=KINDS["tokenizer_type"])
+    parser.add_argument("--plugin", action=Plugins)
+    parser.add_argument("--tokenizer-model", help="file of the tokenizer")
+    parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
+    parser.add_argument("--merge-file", help="GPT-2 merges.txt")
+    parser.add_argument("--tiktoken-pattern", help="pattern by which a TikTokenizer splits text")
+    parser.add_argument(
+        "--vocab-size", type=int, help="upper bound of the ids; for a NullTokenizer, without the end-of-document id"
+    )
+    return parser
+
+
 @refusing(3, DataError)
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, flags="inspect_data", tokenizer_type={"choices": KINDS["tokenizer_type"]})
-    args = parser.parse_args(plugins_first(argv))
+    args = build_parser().parse_args(plugins_first(argv))
     data, info, tokenizer = IndexedDataset(args.prefix), read_info(args.prefix), None
     if args.tokenizer_type is not None:
         names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")

@@ -8,6 +8,7 @@ RUN is a run directory. Times are those of each machine's own clock. Exit codes:
 is left out; 2 usage.
 """
 
+import argparse
 import datetime
 import itertools
 import re
@@ -155,9 +156,16 @@ def status_line(run: Path) -> str:
     return f"{outcome} at step {step}: {reason}".rstrip(": ")
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__, allow_abbrev=True)
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("--short", action="store_true", help="print only the failures")
+    return parser
+
+
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, allow_abbrev=True, flags="logs")
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     if not args.run.is_dir():
         refuse(f"logs.py: {args.run} is not a directory; give that of a run")
     unread: list[str] = []

@@ -10,6 +10,7 @@ memory does not grow with the data, apart from the 4 bytes per document of the i
 final name before all is copied.
 """
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.sidecar import read_info
 from tools.preprocess.indexed_writer import IndexedWriter
-from tools.program import parser_of, refusing, run_program
+from tools.program import local, parser_of, refusing, run_program
 
 COPY_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16
@@ -131,9 +132,21 @@ def _one_sequence_each(file: IndexedDataset) -> None:
         raise DataError(f"{file.prefix}: {several}, which cannot be merged; preprocess it without that")
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="DIR_OR_PREFIX", help="token files to merge, in order"
+    )
+    parser.add_argument(
+        "--output-prefix", type=local, required=True, help="writes PREFIX.bin, PREFIX.idx and PREFIX.json"
+    )
+    return parser
+
+
 @refusing(3, DataError)
 def main(argv: list[str]) -> int:
-    args = parser_of(__doc__, flags="merge_datasets").parse_args(argv)
+    args = build_parser().parse_args(argv)
     prefixes = expand_prefixes(args.input)
     documents, tokens, missing = merge(prefixes, args.output_prefix)
     if 0 < len(missing) < len(prefixes):

@@ -28,23 +28,98 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.options import ConfigError
-from tools.program import parser_of, refusing, run_program, take
+from tools.program import number, parser_of, positive, refusing, run_program
 
-# tables of flags.toml, by command; "": the plan
-FLAGS = {"": "places precision amount plan", "memory": "places precision", "sizes": "sizes", "published": ""}
-FLAGS |= {"tokens": "places precision amount tokens", "calibrate": "precision calibrate"}
+COMMANDS = ("memory", "sizes", "published", "tokens", "calibrate")  # beside the plan itself and compare
 
 
 def flags_of(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a command's flags; "": those of the plan itself."""
     parser = parser_of(__doc__, f"{Path(sys.argv[0]).name} {command}" if command else None)
-    for table in FLAGS[command].split():
-        take(parser, f"plan {table}")
+    if command in ("", "memory", "tokens"):
+        add_cluster_flags(parser)
+    if command in ("", "memory", "tokens", "calibrate"):
+        parser.add_argument(
+            "--precision", choices=["bf16", "fp16", "fp32"], help="default bf16, or that of --bf16 or --fp16"
+        )
+    if command in ("", "tokens"):
+        add_budget_flags(parser)
+    if command == "":
+        add_plan_flags(parser)
+    elif command == "tokens":
+        parser.add_argument(
+            "--mfu",
+            type=number(float, "(0, 1]"),
+            default=0.4,
+            help="assumed fraction of the devices' peak; default 0.4",
+        )
+    elif command == "sizes":
+        parser.add_argument("--dp", type=positive, default=4, help="devices that shard the state; default 4")
+        parser.add_argument("--parameters", default="7B", help="number of parameters; default 7B")
+    elif command == "calibrate":
+        add_calibration_flags(parser)
     return parser
+
+
+def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that describe the model and the cluster."""
+    parser.add_argument(
+        "--hf", type=Path, metavar="FILE", help="the model: a config.json, or the directory that contains it"
+    )
+    parser.add_argument("--device", help="a100, h100, h200, b200, v100 or cpu; default h100")
+    parser.add_argument("--num-gpus", type=int, metavar="N", help="devices of the cluster; default 8")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default: the usual number for the device")
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="a TOML file that replaces these three")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="measured rates of a device, written by `calibrate`"
+    )
+
+
+def add_budget_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that give the length of a run and its price."""
+    parser.add_argument(
+        "--tokens", metavar="N", help="tokens to train on, like 300B or 15.6T; default 20 per parameter"
+    )
+    parser.add_argument("--data-tokens", metavar="N", help="tokens in the data, to compute the number of epochs")
+    parser.add_argument(
+        "--price-per-gpu-hour", type=float, metavar="DOLLARS", help="default: an example price of the device"
+    )
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only the plan itself has."""
+    parser.add_argument(
+        "--ask", action="store_true", help="ask for the model, the devices and the rest, one line of stdin each"
+    )
+    parser.add_argument(
+        "--usable-memory",
+        type=number(float, "(0, 1]"),
+        default=0.9,
+        metavar="SHARE",
+        help="fraction of a device's memory to plan with; default 0.9",
+    )
+    parser.add_argument("--top", type=positive, default=10, help="number of layouts to print; default 10")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that is printed, and more, as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture; the suffix is the format")
+
+
+def add_calibration_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `calibrate`."""
+    parser.add_argument("--out", type=Path, default=Path("profile.json"), help="default profile.json")
+    parser.add_argument(
+        "--ranks", type=positive, default=2, help="local ranks that measure at once, as many as the run will have"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=number(float, "(0, 3600)"),
+        default=20.0,
+        help="seconds to measure, after the start; default 20",
+    )
 
 
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    name = argv[0] if argv and argv[0] in (*FLAGS, "compare", "--compare") else ""
+    name = argv[0] if argv and argv[0] in ("", *COMMANDS, "compare", "--compare") else ""
     command, rest = name.removeprefix("--"), argv[1:] if name else argv
     if command == "compare":
         from tools.planning import compare

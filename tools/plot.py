@@ -29,7 +29,7 @@ from tools.pictures import bench, curves, pipeline, shares
 from tools.pictures import plan as plans
 from tools.pictures.canvas import NARROW, WIDE, Picture, save
 from tools.pictures.run import Run, RunError, read_runs
-from tools.program import parser_of, plugins_first, refuse, run_program, take
+from tools.program import Plugins, parser_of, plugins_first, positive, refuse, run_program
 
 
 def schedule(args: argparse.Namespace) -> None:
@@ -127,25 +127,53 @@ def of_benchmark(args: argparse.Namespace) -> None:
     put(picture, args)
 
 
-def main(argv: list[str]) -> None:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
     parser = parser_of(__doc__, allow_abbrev=True)
     commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("schedule", help="a schedule as text or picture")
-    take(one, "plot schedule", schedule={"choices": KINDS["pipeline_schedule"]})
-    one.set_defaults(run=schedule, picture="schedule")
-    planned = commands.add_parser("plan", help="what a plan's ranks hold, and where its steps' time goes")
-    take(planned, "plot plan")
-    planned.set_defaults(run=of_plan, picture="plan")
+    add_schedule_flags(commands.add_parser("schedule", help="a schedule as text or picture"))
+
+    plan_command = commands.add_parser("plan", help="memory of a plan's ranks, and where its step time goes")
+    plan_command.add_argument("plan", metavar="PLAN.json", type=Path)
+    plan_command.add_argument(
+        "--show", choices=["memory", "layout"], default="memory", help="memory and time, or which rank has what"
+    )
+    plan_command.set_defaults(run=of_plan, picture="plan")
+
     for name, (text, _, many) in PICTURES.items():
-        added = commands.add_parser(name, help=text)
-        added.add_argument("run_dirs", nargs=many or 1, metavar="RUN_DIR", type=Path)
-        added.set_defaults(run=of_runs, picture=name)
-    two = commands.add_parser("bench", help="a benchmark: MFU by configuration, scaling, what a step is made of")
-    take(two, "plot bench")
-    two.set_defaults(run=of_benchmark, picture="bench")
+        run_command = commands.add_parser(name, help=text)
+        run_command.add_argument("run_dirs", nargs=many or 1, metavar="RUN_DIR", type=Path)
+        run_command.set_defaults(run=of_runs, picture=name)
+
+    bench_command = commands.add_parser("bench", help="a benchmark: MFU by configuration, scaling, parts of a step")
+    bench_command.add_argument("folder", metavar="DIR", type=Path)
+    bench_command.add_argument("--show", choices=["mfu", "breakdown", "scaling"], default="mfu")
+    bench_command.set_defaults(run=of_benchmark, picture="bench")
+
     for name, command in commands.choices.items():
-        take(command, "plot any", out={"default": f"{name}.png"})
-    args = parser.parse_args([*argv[:1], *plugins_first(argv[1:])])
+        command.add_argument("--out", default=f"{name}.png")
+        command.add_argument("--narrow", action="store_true", help="draw it for a column of text or a phone")
+    return parser
+
+
+def add_schedule_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `schedule`."""
+    parser.add_argument("--schedule", choices=KINDS["pipeline_schedule"], default="1f1b")
+    parser.add_argument("--plugin", action=Plugins)
+    parser.add_argument("--pp", type=positive, default=4, help="pipeline ranks")
+    parser.add_argument("--vpp", type=positive, default=1, help="chunks per rank")
+    parser.add_argument("--microbatches", type=positive, default=8)
+    parser.add_argument("--split", action="store_true", help="separate weight gradients from backward")
+    parser.add_argument(
+        "--text",
+        action="store_true",
+        help="print it: digits are micro-batches, ' a later chunk, [] backward, () weight gradients",
+    )
+    parser.set_defaults(run=schedule, picture="schedule")
+
+
+def main(argv: list[str]) -> None:
+    args = build_parser().parse_args([*argv[:1], *plugins_first(argv[1:])])
     try:
         args.run(args)
     except RunError as error:

@@ -11,6 +11,7 @@ allows some: these are counted and sampled into PREFIX.rejects.jsonl. An interru
 one that reads standard input, when the same stream is given again. Exit code 3: the data or the disk is at fault.
 """
 
+import argparse
 import os
 import sys
 import time
@@ -24,16 +25,65 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
-from tools.program import parser_of, plugins_first, refusing, run_program, take
+from tools.program import (
+    Plugins,
+    add_max_bad_fraction,
+    local,
+    parser_of,
+    plugins_first,
+    positive,
+    refusing,
+    run_program,
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="GLOB",
+        help=".jsonl, .json (lines), .txt, each also .gz or .zst; .parquet; - for standard input",
+    )
+    parser.add_argument("--output-prefix", type=local, required=True, help="files are named PREFIX_KEY_document")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="one pair of files is written for each key"
+    )
+    parser.add_argument("--tokenizer-type", required=True, choices=KINDS["tokenizer_type"])
+    parser.add_argument("--plugin", action=Plugins)
+    parser.add_argument("--tokenizer-model", help="SentencePiece .model; tokenizer.json or its directory")
+    parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
+    parser.add_argument("--merge-file", help="GPT-2 merges.txt")
+    parser.add_argument("--vocab-size", type=int, help="vocabulary size of a NullTokenizer")
+    parser.add_argument("--tiktoken-pattern", help="pattern of a TikTokenizer: v1 or v2")
+    parser.add_argument(
+        "--no-gigatoken", dest="gigatoken", action="store_false", help="always use the tokenizer's own library"
+    )
+    parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    parser.add_argument(
+        "--workers", type=positive, default=os.cpu_count() or 1, help="number of processes; default: one per core"
+    )
+    parser.add_argument(
+        "--log-interval", type=positive, default=10_000, metavar="N", help="documents between progress lines"
+    )
+    parser.add_argument(
+        "--partitions", type=int, default=1, help="accepted for Megatron-LM; the result never depends on it"
+    )
+    parser.add_argument("--keep-sequential-samples", action="store_true", help="accepted for Megatron-LM; always on")
+    parser.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
+    add_max_bad_fraction(parser)
+    interrupted = parser.add_mutually_exclusive_group()
+    interrupted.add_argument("--resume", action="store_true", help="continue an interrupted run, if there is one")
+    interrupted.add_argument("--overwrite", action="store_true", help="discard an interrupted run and start over")
+    return parser
 
 
 @refusing(3, DataError)
 def main(argv: list[str]) -> int:
-    known = {"tokenizer_type": {"choices": KINDS["tokenizer_type"]}, "workers": {"default": os.cpu_count() or 1}}
-    parser = parser_of(__doc__, flags="preprocess_data", **known)
-    take(parser, "bad lines")
-    take(parser.add_mutually_exclusive_group(), "preprocess_data kept")
-    args = vars(parser.parse_args(plugins_first(argv)))
+    args = vars(build_parser().parse_args(plugins_first(argv)))
     args.pop("plugin")  # is loaded, and goes to the workers as `Job` says
     for flag in ("split_sentences", "keep_newlines"):
         if args.pop(flag):

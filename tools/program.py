@@ -16,7 +16,6 @@ from megalite.config.console import as_typed, complain
 from megalite.config.exits import as_command
 from megalite.config.options import ConfigError
 from megalite.config.plugins import load
-from megalite.config.tables import table_beside
 from megalite.config.text_file import read_small_text
 
 
@@ -27,35 +26,37 @@ class Parser(exits.Parser):
         super().error(as_typed(message))
 
 
-def parser_of(
-    doc: str | None, name: str | None = None, *, allow_abbrev: bool = False, flags: str = "", **known: dict[str, Any]
-) -> argparse.ArgumentParser:
-    """`doc`: of the module, which --help prints as it stands. `flags`, `known`: as of `take`."""
+def parser_of(doc: str | None, name: str | None = None, *, allow_abbrev: bool = False) -> argparse.ArgumentParser:
+    """Return an empty parser for a program.
+
+    Args:
+        doc: the docstring of the program's module, which --help prints unchanged.
+        name: the program's name in the usage line; by default the name of its file.
+        allow_abbrev: accept unambiguous prefixes of long flags.
+    """
     raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(name, description=doc, formatter_class=raw, allow_abbrev=allow_abbrev)
-    if flags:
-        take(parser, flags, **known)
-    return parser
+    return Parser(name, description=doc, formatter_class=raw, allow_abbrev=allow_abbrev)
 
 
-def take(parser: Any, table: str, **known: dict[str, Any]) -> None:
-    """Add the flags of a table of flags.toml to a parser, or to a group of one. `known`: by flag, in snake case, what
-    a table cannot hold (choices, a function, a default of this machine)."""
-    own: dict[str, Any] = {"int": int, "float": float, "Path": Path, "local": local, "local_path": local_path}
-    own |= {"positive": positive, "Plugins": Plugins, "SUPPRESS": argparse.SUPPRESS}
-    for flag, told in table_beside(__file__, "flags")[table].items():
-        row = told | {key: own.get(told[key], told[key]) for key in {"type", "action", "help"} & told.keys()}
-        if "within" in row:
-            row["type"] = number(row["type"], row.pop("within"))
-        parser.add_argument(flag, **row, **known.pop(flag.lstrip("-").replace("-", "_"), {}))
-    assert not known, f"{table} has no {', '.join(known)}"
+def add_max_bad_fraction(parser: argparse.ArgumentParser) -> None:
+    """Add --max-bad-fraction, a flag of the programs that read text line by line."""
+    parser.add_argument(
+        "--max-bad-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="largest fraction of bad lines, which are skipped; default 0: the first bad line ends the run",
+    )
 
 
 class Plugins(argparse.Action):
-    """Of --plugin in programs that read a run's files and not its options: loads what is named, again what was."""
+    """The action of --plugin in programs that read a run's files but not its options.
+
+    It appends the value to the list of plugins and loads all that were given so far.
+    """
 
     def __init__(self, option_strings: Sequence[str], dest: str, **more: Any):
-        text = "FILE.py or module of your own that the run had; may be given again"
+        text = "FILE.py or module of your own that the run used; may be given several times"
         super().__init__(option_strings, dest, **{"default": [], "help": text, **more})
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -109,7 +110,7 @@ MOST_DIGITS = 18
 
 
 def positive(text: str) -> int:
-    """A number of argparse that is 1 or more."""
+    """Return an integer of 1 or more, as a type of argparse."""
     if len(text) > MOST_DIGITS or not text.isdecimal() or int(text) < 1:
         shown = text if len(text) <= MOST_DIGITS else f"{text[:MOST_DIGITS]}..."
         raise argparse.ArgumentTypeError(f"{shown!r} is not a number above 0")
@@ -117,7 +118,7 @@ def positive(text: str) -> int:
 
 
 def number(kind: Callable[[str], float], within: str) -> Callable[[str], float]:
-    """A type of argparse: a number of this kind within a range, as "(0, 1]" or "[0, inf)"."""
+    """Return a type of argparse for numbers of `kind` in the interval `within`, written "(0, 1]" or "[0, inf)"."""
     low, high = map(float, within[1:-1].split(","))
 
     def read(text: str) -> float:
@@ -126,7 +127,7 @@ def number(kind: Callable[[str], float], within: str) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"{text} is not in {within}")
         return value
 
-    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    read.__name__ = kind.__name__  # argparse prints this name when the text is not a number
     return read
 
 
@@ -134,13 +135,17 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def local(text: str) -> str:
-    """A path of argparse that is no URL, which would become a folder here; it may hold a secret, so it is not told."""
+    """Return a local path, as a type of argparse. A URL would become a directory here, so it is refused.
+
+    The message leaves the URL out, which may contain a secret.
+    """
     if "://" in text:
         raise argparse.ArgumentTypeError("a URL, and this takes a local path only; give one")
     return text
 
 
 def local_path(text: str) -> Path:
+    """Return a local path, as `local` does, as a Path."""
     return Path(local(text))
 
 

@@ -7,6 +7,7 @@ One document per .py file, in sorted order, each content once, without site-pack
 goes to validation. The same interpreter gives the same files; different Python versions give different ones.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain
-from tools.program import parser_of
+from tools.program import local_path, number, parser_of
 
 SKIP = {"site-packages", "dist-packages", "__pycache__", "idle_test"}
 
@@ -48,8 +49,8 @@ def write(root: Path, out: Path, valid_every: int) -> dict[str, tuple[int, int]]
     for path in partial.values():
         path.unlink(missing_ok=True)  # a link is not written through
     with open(partial["train"], "x", encoding="utf-8") as train, open(partial["valid"], "x", encoding="utf-8") as valid:
-        for number, document in enumerate(documents(root)):
-            name, file = ("valid", valid) if number % valid_every == valid_every // 2 else ("train", train)
+        for index, document in enumerate(documents(root)):
+            name, file = ("valid", valid) if index % valid_every == valid_every // 2 else ("train", train)
             n, size = counts[name]
             line = json.dumps(document, ensure_ascii=False) + "\n"
             file.write(line)
@@ -60,8 +61,22 @@ def write(root: Path, out: Path, valid_every: int) -> dict[str, tuple[int, int]]
     return counts
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--out", type=local_path, required=True, help="directory for train.jsonl and valid.jsonl")
+    parser.add_argument(
+        "--valid-every",
+        type=number(int, "[2, inf)"),
+        default=50,
+        metavar="N",
+        help="one document in N, 2 or more, is for validation",
+    )
+    return parser
+
+
 def main(argv: list[str]) -> int:
-    args = parser_of(__doc__, flags="python_corpus").parse_args(argv)
+    args = build_parser().parse_args(argv)
     root = Path(sysconfig.get_paths()["stdlib"])
     try:
         counts = write(root, args.out, args.valid_every)

@@ -8,6 +8,7 @@ python tools/report.py RUN_DIR --text               the text alone; nothing is w
 Also of a run that goes on or was killed. The page is one file without scripts, for any browser; it loads nothing.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from megalite.train.tell.run_dir import write_atomically
 from tools.pictures.canvas import save
 from tools.pictures.page import DAMAGE, Page
 from tools.pictures.run import Run, RunError, read_runs
-from tools.program import parser_of, refuse, refusing, run_program
+from tools.program import local_path, parser_of, refuse, refusing, run_program
 
 
 def text(run: Run) -> str:
@@ -49,9 +50,18 @@ def write(runs: list[Run], folder: Path) -> Path:
     return path
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__, allow_abbrev=True)
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--out", type=local_path, metavar="DIR", help="directory for the page (default RUN_DIR/report)")
+    parser.add_argument("--text", action="store_true", help="print where the time went, and write nothing")
+    return parser
+
+
 @refusing(3, RunError)
 def main(argv: list[str]) -> int:
-    args = parser_of(__doc__, allow_abbrev=True, flags="report").parse_args(argv)
+    args = build_parser().parse_args(argv)
     code = 0
     runs = read_runs(args.run_dirs)
     for run in runs:

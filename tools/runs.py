@@ -9,6 +9,7 @@ is free or, without one, its process is gone from this machine. Loss and validat
 tokens/s the median of its lines, of all devices.
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -82,8 +83,16 @@ def table(rows: list[dict[str, Any]], base: Path) -> str:
     return columns(shown)
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__, allow_abbrev=True)
+    parser.add_argument("folder", nargs="?", default=Path("runs"), type=Path, help="default: runs")
+    parser.add_argument("--json", action="store_true", help="print one object a line, all numbers with all digits")
+    return parser
+
+
 def main(argv: list[str]) -> int:
-    args = parser_of(__doc__, allow_abbrev=True, flags="runs").parse_args(argv)
+    args = build_parser().parse_args(argv)
     rows = []
     try:
         for folder in found_in(args.folder):

@@ -10,6 +10,7 @@ goes on with the rest, from its checkpoints where the file or the command saves 
 before the first one starts. Exit codes: 0 all are done; 1 some are not; 2 usage; 130 interrupted.
 """
 
+import argparse
 import itertools
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from megalite.config.toml import read_toml
 from megalite.models.families import PRESETS
 from megalite.train.tell.run_dir import read_status
 from tools import diff, runs
-from tools.program import parser_of, refusing, run_program
+from tools.program import local_path, parser_of, refusing, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "default"  # a value: the flag is left out
@@ -108,9 +109,19 @@ def run_to_its_end(line: list[str]) -> int:
                 interrupted = True
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument("toml", type=Path, help="a file like --config of a run")
+    parser.add_argument(
+        "--folder", type=local_path, help="directory for the runs; default: runs/sweep-NAME, NAME.toml being the file"
+    )
+    return parser
+
+
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    args, words = parser_of(__doc__, flags="sweep").parse_known_args(argv)
+    args, words = build_parser().parse_known_args(argv)
     folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
     planned, problems = [], []
     read_toml(str(args.toml))  # what is wrong with it is told once

@@ -13,6 +13,7 @@ Text is kept as it is: no normalisation, spaces and line ends included, so that 
 encoded. --max-bytes bounds time and memory: pieces of up to 4 kB are taken evenly over the whole input.
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ from megalite.data.errors import DataError
 from megalite.train.tell.run_dir import write_atomically
 from tools.preprocess.rejects import GoodTexts
 from tools.preprocess.text_input import expand, text_bytes
-from tools.program import parser_of, refusing, run_program, take
+from tools.program import add_max_bad_fraction, local, parser_of, positive, refusing, run_program
 
 END = "<|endoftext|>"
 # words with the sign before them, digits by threes, signs, line ends, spaces: the pattern of GPT-4 as Llama 3 has it
@@ -171,12 +172,31 @@ def train_hugging_face(
 TRAINERS = {"SentencePieceTokenizer": train, "HuggingFaceTokenizer": train_hugging_face}
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=".jsonl, .json (lines), .txt files")
+    parser.add_argument(
+        "--model-prefix", type=local, required=True, help="output: the file PREFIX.model, or the directory PREFIX"
+    )
+    parser.add_argument("--tokenizer-type", choices=sorted(TRAINERS), default="SentencePieceTokenizer")
+    parser.add_argument("--vocab-size", type=positive, default=8192)
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
+    parser.add_argument("--special-tokens", nargs="+", default=[], metavar="TOKEN", help="e.g. <fim_prefix> <fim_pad>")
+    parser.add_argument(
+        "--max-bytes", type=positive, default=10_000_000, help="bytes of text used for training; default 10 MB"
+    )
+    parser.add_argument("--max-sentences", type=positive, help="pieces of text used for training; default: no limit")
+    parser.add_argument(
+        "--workers", type=positive, default=os.cpu_count() or 1, help="number of threads; default: one per core"
+    )
+    add_max_bad_fraction(parser)
+    return parser
+
+
 @refusing(3, DataError)
 def main(argv: list[str]) -> int:
-    known = {"tokenizer_type": {"choices": sorted(TRAINERS)}, "workers": {"default": os.cpu_count() or 1}}
-    parser = parser_of(__doc__, flags="train_tokenizer", **known)
-    take(parser, "bad lines")
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # the library tokenizers knows no other way
     try:
         files = expand(args.input)

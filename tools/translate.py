@@ -6,6 +6,7 @@ python tools/translate.py ds.json --gpus 8 > run.toml    its comments are a verd
 Exit codes: 0 all keys act or are always so here; 3 some have no equivalent; 2 it cannot be read, or contradicts itself.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -14,12 +15,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.options import ConfigError
 from megalite.config.translate import translate
 from megalite.models.families import PRESETS
-from tools.program import parser_of, refusing, run_program
+from tools.program import parser_of, positive, refusing, run_program
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument("file", help="JSON, YAML or TOML")
+    parser.add_argument("--gpus", type=positive, metavar="N", help="devices of all machines; default: the file's")
+    return parser
 
 
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    args = parser_of(__doc__, flags="translate").parse_args(argv)
+    args = build_parser().parse_args(argv)
     text, whole = translate(args.file, args.gpus, PRESETS)
     print(text, end="")
     return 0 if whole else 3

@@ -67,9 +67,27 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     return runs
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--steps", type=int, default=3, help="steps to train; default: 3")
+    parser.add_argument(
+        "--dtype",
+        choices=["float64", "float32", "bfloat16"],
+        default="float64",
+        help="dtype to train in; in float64, the default, no difference is hidden by rounding",
+    )
+    parser.add_argument("--most-ranks", type=int, default=8, help="largest number of processes; default: 8")
+    parser.add_argument("--whole", action="store_true", help="keep sizes, data and layout as they are")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run; default: 600")
+    parser.add_argument("--json", type=Path, help="FILE for everything that was compared")
+    parser.add_argument("--out", type=Path, help="FILE for a picture of the agreement, .png or .svg")
+    return parser
+
+
 @refusing(2, ConfigError)
 def main(argv: list[str]) -> int:
-    args, words = parser_of(__doc__, flags="verify").parse_known_args(argv)
+    args, words = build_parser().parse_known_args(argv)
     runs = prepare(args, words)
     from tools.checks import verdict
 

@@ -1,12 +1,12 @@
 """Lines on stdout (`show`) and stderr (`complain`), and a progress bar at the bottom of a terminal (`Bar`).
 
 Where stdout is not a terminal, with NO_COLOR or TERM=dumb, or under a launcher, which collects what ranks print, a bar
-prints a plain line now and then instead. The thread that does the work draws it, at most four times a second, and never
-hides the cursor, so a killed run leaves nothing to restore. No function here raises for an error of the console.
+prints a plain line now and then instead. rich draws it, in the thread that does the work, at most four times a second.
+It never hides the cursor, so a killed run leaves nothing to restore. No function here raises for an error of the
+console.
 """
 
 import contextlib
-import math
 import os
 import re
 import select
@@ -15,7 +15,6 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -26,8 +25,7 @@ T = TypeVar("T")
 ERASE = "\r\x1b[2K"  # this line of the terminal
 STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # control characters
 MOST_CHARACTERS, MOST_OF_AN_ERROR = 2000, 30_000  # of a line that is printed on stderr, and of all that belong together
-EVERY_S = 0.25
-LENGTH = 20  # columns of the bar itself
+EVERY_S = 0.25  # between two drawings of a bar
 _bars: "list[Bar]" = []  # those on a terminal, of this process; the last one is shown
 
 
@@ -57,6 +55,11 @@ def watched() -> bool:
         return not wants_plain_lines() and sys.stdout.isatty()
     except (AttributeError, ValueError):
         return False
+
+
+def _takes_output() -> bool:
+    """Return whether a write to stdout would not block, as it does after Ctrl-S. Raises OSError if stdout is gone."""
+    return bool(select.select([], [sys.stdout.fileno()], [], 0)[1])
 
 
 def width_of_terminal() -> int | None:
@@ -117,8 +120,18 @@ def complain(text: str) -> None:
 
 
 class Bar(contextlib.AbstractContextManager["Bar"]):
-    """Progress out of `total`, in `unit`. Where nobody watches, `plain` is called with what is done: `first_s` after
-    the beginning, then every `every_s` seconds. `quiet`: another rank shows it. `add`, `at`: from any thread."""
+    """Progress out of `total`, in `unit`: a bar at the bottom of a terminal, or a call of `plain` now and then.
+
+    `add` and `at` may be called from any thread.
+
+    Args:
+        what: the name of the work, shown before the bar.
+        done: how much of `total` is done at the start.
+        quiet: another rank shows the bar; this one shows none on a terminal.
+        every_s: the time between calls of `plain`.
+        first_s: the time until its first call; by default `every_s`.
+        plain: called with the amount done where stdout is not a terminal that takes more than plain lines.
+    """
 
     def __init__(
         self,
@@ -132,12 +145,24 @@ class Bar(contextlib.AbstractContextManager["Bar"]):
         first_s: float | None = None,
         plain: Callable[[float], None] | None = None,
     ):
-        self.what, self.total, self.unit, self.done, self.text = what, total, unit, done, ""
-        self._every_s, self._plain, self._lock = every_s, plain, threading.Lock()
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.done = done
+        self.text = ""
+        self._every_s = every_s
+        self._plain = plain
+        self._lock = threading.Lock()
         self._next = time.monotonic() + (every_s if first_s is None else first_s)
         self.live = watched() and not quiet
         if self.live:
-            self._next, self._begin = 0.0, (time.monotonic(), done)
+            from megalite.config.rich_progress import one_line_progress
+
+            self._next = 0.0
+            self._progress = one_line_progress()
+            self._task = self._progress.add_task(
+                "", total=total, completed=int(done), what=printable(what), count="", text=""
+            )
             _bars.append(self)
 
     def __exit__(self, *_: object) -> None:
@@ -149,13 +174,15 @@ class Bar(contextlib.AbstractContextManager["Bar"]):
         self._tell()
 
     def at(self, done: float, text: str) -> None:
-        """`text`: shown after the count, on a terminal."""
-        self.done, self.text = done, text
+        """Set the amount done, and the text that a terminal shows after it."""
+        self.done = done
+        self.text = text
         self._tell()
 
     def _tell(self) -> None:
         with self._lock:
-            if (now := time.monotonic()) < self._next:
+            now = time.monotonic()
+            if now < self._next:
                 return
             self._next = now + (EVERY_S if self.live else self._every_s)
         if self.live:
@@ -171,36 +198,28 @@ class Bar(contextlib.AbstractContextManager["Bar"]):
     def draw(self) -> None:
         """Draw the bar if it is the last one, and the terminal does not block."""
         try:
-            number = sys.stdout.fileno()
-            in_front = _bars[-1:] == [self] and os.tcgetpgrp(number) == os.getpgrp()
-            if in_front and select.select([], [number], [], 0)[1]:
-                sys.stdout.write(ERASE + self._line(os.get_terminal_size(number).columns))
-                sys.stdout.flush()
+            if _bars[-1:] != [self] or os.tcgetpgrp(sys.stdout.fileno()) != os.getpgrp() or not _takes_output():
+                return
+            count = f"{self.done:.4g}/{self.total:.4g} {self.unit}".rstrip()
+            self._progress.update(self._task, completed=self.done, count=count, text=printable(self.text))
+            if self._progress.live.is_started:
+                self._progress.refresh()
+            else:
+                sys.stdout.write(ERASE)  # another bar may be there
+                self._progress.start()
         except (OSError, ValueError):
             self.close()
 
-    def _line(self, columns: int) -> str:
-        from rich.cells import set_cell_size  # of wide letters, too
-
-        share, took = min(1.0, self.done / (self.total or math.inf)), time.monotonic() - self._begin[0]
-        rate = (self.done - self._begin[1]) / took if took else 0.0
-        left = "-:--:--" if rate <= 0 else str(timedelta(seconds=max(0, round((self.total - self.done) / rate))))
-        count = f"{self.done:.4g}/{self.total:.4g} {self.unit}".rstrip()
-        filled = "━" * round(share * LENGTH)
-        line = printable(f"{self.what} {filled:─<{LENGTH}} {count} {self.text}")
-        line = f"{set_cell_size(line, (columns or 80) - len(left) - 2).rstrip()} {left}"
-        return line.replace(filled, f"\x1b[36m{filled}\x1b[0m", 1) if filled else line
-
     def close(self) -> None:
-        """Erase it, and show the bar before it again."""
+        """Erase the bar, and show the one before it again."""
         if not self.live:
             return
         self.live = False
         with contextlib.suppress(ValueError):  # another thread may close it at the same time
             _bars.remove(self)
         with contextlib.suppress(OSError, ValueError):
-            sys.stdout.write(ERASE)
-            sys.stdout.flush()
+            self._progress.console.quiet = not _takes_output()
+            self._progress.stop()
         for bar in _bars[-1:]:
             bar.draw()
 

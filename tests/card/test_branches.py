@@ -264,10 +264,9 @@ def layouts_of_the_quickstart(card: Card, folder: Path) -> None:
 def cluster(card: Card, folder: Path) -> None:
     """What tools/check_cluster.py measures between two."""
     from tools import check_cluster
-    from tools.program import parser_of
 
     words = ["--sizes", "4096", "--times", "1", "--slow", "0", "--json", str(folder / "found.json")]
-    args = parser_of(None, flags="check_cluster").parse_args(words)
+    args = check_cluster.build_parser().parse_args(words)
     with _group_of(card, "tools.check_cluster"):
         assert check_cluster.check(Ranks(dist.get_rank(), 2, dist.get_rank(), 2), args) == 0
     if dist.get_rank() == 0:

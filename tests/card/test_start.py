@@ -18,7 +18,6 @@ from megalite.plan.arrangement import arrange
 from megalite.train.life.preflight import check_machine
 from megalite.train.tell.run_dir import Exit
 from tools import generate
-from tools.program import parser_of
 
 
 def config_of(flags: str = "") -> Config:
@@ -129,7 +128,7 @@ def test_more_ranks_than_cards_are_told_once(capsys: pytest.CaptureFixture[str])
 
 
 def test_generation_tells_it_as_well(capsys: pytest.CaptureFixture[str]) -> None:
-    args = parser_of(None, flags="generate").parse_args(["--load", "x", "--device", "cuda"])
+    args = generate.build_parser().parse_args(["--load", "x", "--device", "cuda"])
     with cuda.installed([], cards=1), pytest.raises(SystemExit, match="3"):
         generate.run(Ranks(1, 2, 1, 2), args, [""])
     assert "generate.py: local rank 1 has no card, 1 visible" in capsys.readouterr().err

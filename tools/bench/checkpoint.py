@@ -16,6 +16,7 @@ freed is several times faster. So all see the same disk at nearly the same time;
 of one round's, as is every figure.
 """
 
+import argparse
 import datetime
 import json
 import os
@@ -41,7 +42,7 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import Box, Piece
 from tools.bench.data import peak_bytes
-from tools.program import parser_of
+from tools.program import parser_of, positive
 
 _CHUNK = 1 << 22  # bytes per raw write and read
 
@@ -199,8 +200,18 @@ def line(name: str, value: float) -> str:
     return f"  {name:22} {value:10.4f}" + (f"  {sign} {bound}: {'yes' if good else 'NO'}" if sign else "")
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--dir", type=Path, help="an empty or new directory on the disk to measure")
+    parser.add_argument("--mib", type=int, default=256, help="MiB of state over all ranks (default 256)")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=positive, default=3)
+    return parser
+
+
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, flags="bench checkpoint")
+    parser = build_parser()
     a = parser.parse_args(argv)
     if a.mib < 8 * max(a.ranks):
         parser.error(f"--mib {a.mib} is too small for {max(a.ranks)} ranks; give 8 MiB per rank")

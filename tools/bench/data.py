@@ -11,6 +11,7 @@ the median. tools/preprocess_data.py says how fast it is itself.
 Exit code 0 when all was measured, 2 for a bad flag, 3 for bad input.
 """
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.permutation import permute
 from megalite.launch.children import safe_start
 from tools.preprocess.indexed_writer import IndexedWriter
-from tools.program import parser_of, refusing, run_program
+from tools.program import number, parser_of, refusing, run_program
 
 MEAN = 760  # tokens per document: 38 G tokens in 50 M documents
 SEQ_LENGTH = 2048
@@ -141,9 +142,16 @@ def samples(folder: Path, documents: int) -> None:
         print(f"random {name} of {SEQ_LENGTH}, 8, 64 and 512 at a time: {rates} M tokens/s")
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--documents", type=number(float, "[1e3, 2e9]"), default=4_000_000, metavar="N")
+    return parser
+
+
 @refusing(3, OSError, ValueError)  # a DataError is a ValueError
 def main(argv: list[str]) -> int:
-    documents = int(parser_of(__doc__, flags="bench data").parse_args(argv).documents)
+    documents = int(build_parser().parse_args(argv).documents)
     with tempfile.TemporaryDirectory(prefix="bench_data-") as folder:
         samples(Path(folder), documents)
     return 0

@@ -9,6 +9,7 @@ rounding alone a gradient norm moves about 0.3 % in bf16 and 0.1 % where fp32 ma
 a mask at the wrong place moves it by tens of percent.
 """
 
+import argparse
 import json
 import math
 import sys
@@ -121,9 +122,20 @@ def compare(case: Case, expected: Case) -> None:
         case.status = f"failed (differs from {expected.name} by {case.worst:.2g}, at most {case.within:g})"
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__, allow_abbrev=True)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--cards", type=int, default=1)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60)
+    return parser
+
+
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, allow_abbrev=True, flags="gpu_report_smoke")
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     end = time.monotonic() + args.seconds
     tiny = args.tiny or args.device == "cpu"
     cases = one_card(tiny, args.device) if args.cards == 1 else layouts(tiny, args.device, args.cards)

@@ -8,6 +8,7 @@ rest is known, and the test that did it. After a fault of the card (an address, 
 more in that process: the remaining tests run in a new one.
 """
 
+import argparse
 import collections
 import importlib.util
 import json
@@ -101,8 +102,18 @@ def read(folder: Path) -> dict[str, Any]:
             "did_not_end": counts["began"], "without_their_packages": missing, "failures": failures}  # fmt: skip
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__, allow_abbrev=True)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--share", help="I/N: run part I of N in this process")
+    parser.add_argument("--timed", action="store_true", help="with --share: run the files that measure times")
+    return parser
+
+
 def main(argv: list[str]) -> int:
-    args = parser_of(__doc__, allow_abbrev=True, flags="gpu_report_tests").parse_args(argv)
+    args = build_parser().parse_args(argv)
     if importlib.util.find_spec("pytest") is None:
         print("pytest is not installed: pip install pytest", file=sys.stderr)
         return 1

@@ -47,8 +47,38 @@ SIZES = {
 TOKENS = (16384, 24)
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", metavar="NAMES", help="kernels by name, separated by commas")
+    parser.add_argument(
+        "--half",
+        choices=["forward", "backward", "both"],
+        help="measure only forwards, only backwards, or only kernels that are timed over both",
+    )
+    parser.add_argument("--hidden-sizes", type=int, nargs="+", metavar="N", dest="hidden_size")
+    parser.add_argument("--vocab-sizes", type=int, nargs="+", metavar="N", dest="vocab_size")
+    parser.add_argument("--sequences", type=int, nargs="+", metavar="N", dest="sequence")
+    parser.add_argument("--numels", type=int, nargs="+", metavar="N", dest="numel")
+    parser.add_argument("--expert-counts", type=int, nargs="+", metavar="N", dest="expert_count")
+    parser.add_argument("--tokens", type=int, metavar="N")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--tiny", action="store_true", help="use the CPU's small sizes on a GPU, to see whether it runs"
+    )
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--sweep", action="store_true", help="also time tile sizes that are not in the tables")
+    parser.add_argument("--tiles", type=int, metavar="N", help="most tiles to try per kernel and size in a sweep")
+    parser.add_argument("--seconds", type=float, help="start no measurement after this time")
+    parser.add_argument("--json", metavar="FILE", help="write the results to this file, after each one")
+    parser.add_argument("--list", action="store_true", help="list what would be measured")
+    return parser
+
+
 def main(argv: list[str]) -> int:
-    parser = parser_of(__doc__, flags="kernels", peers={"choices": PEERS, "default": list(PEERS)})
+    parser = build_parser()
     args = parser.parse_args(argv)
     wanted = args.only.split(",") if args.only else None
     names = {case.op for case in CASES}

@@ -10,6 +10,7 @@ that --profile-pipeline has timed (timeline.json); memory is what heartbeats, or
 a card what torch has allocated, on a CPU the whole process, with Python and its libraries.
 """
 
+import argparse
 import json
 from pathlib import Path
 from statistics import median
@@ -180,9 +181,21 @@ def text(rows: list[Row]) -> str:
     return "\n".join([columns(table), *(f"{', '.join(parts)}: {note}" for note, parts in notes.items() if note)])
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's flags."""
+    parser = parser_of(__doc__)
+    parser.add_argument("run_dir", type=Path, metavar="RUN")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="measured rates of a device, from plan.py calibrate"
+    )
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="a TOML file, instead of what the run recorded")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to a file")
+    return parser
+
+
 def main(argv: list[str]) -> int:
     """Raises ConfigError."""
-    args = parser_of(__doc__, flags="plan compare").parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
         if wrong := list(unwritable(json=args.json)):
             raise ConfigError(wrong)

@@ -1,0 +1,50 @@
+"""The line that `megalite.config.console.Bar` shows on a terminal, drawn by rich.
+
+This module is imported only where stdout is a terminal: most processes of a run have none.
+"""
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+BAR_COLUMNS = 20
+# rich estimates the remaining time from the updates of this many seconds; the steps of a large run are minutes apart
+SPEED_ESTIMATE_PERIOD_S = 3600.0
+
+
+class CursorConsole(Console):
+    """A console that never hides the cursor, so a process that is killed leaves the terminal usable."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+class CutTextColumn(ProgressColumn):
+    """A field of the task on one line, which is cut if the terminal is too narrow for the whole line."""
+
+    def __init__(self, field: str):
+        super().__init__()
+        self.field = field
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields[self.field], no_wrap=True, overflow="ellipsis")
+
+
+def one_line_progress() -> Progress:
+    """Return a progress display of one line, which is drawn only by its `start`, `refresh` and `stop`.
+
+    Its tasks have the fields `what` (before the bar), `count` and `text` (after it).
+    """
+    return Progress(
+        CutTextColumn("what"),
+        BarColumn(BAR_COLUMNS, complete_style="cyan", finished_style="cyan"),
+        TextColumn("{task.fields[count]}", markup=False),
+        CutTextColumn("text"),
+        TimeRemainingColumn(),
+        console=CursorConsole(force_terminal=True),
+        auto_refresh=False,
+        speed_estimate_period=SPEED_ESTIMATE_PERIOD_S,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
