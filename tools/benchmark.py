@@ -92,10 +92,12 @@ def main(argv: list[str]) -> int:
     from tools.bench import matrix
 
     options, rest = parse(argv)
-    shaped = any(flag in rest for flag in ("--preset", "--num-layers", "--config"))
-    batch = [] if "--global-batch-size" in rest else ["--global-batch-size", "8"]
-    flags = [*([] if shaped else SHAPE.split()), *RUN.split(), *batch, *rest]
-    return matrix.run(options, flags, Path(__file__).name)
+    flags = RUN.split()
+    if not any(flag in rest for flag in ("--preset", "--num-layers", "--config")):
+        flags = SHAPE.split() + flags
+    if "--global-batch-size" not in rest:
+        flags += ["--global-batch-size", "8"]
+    return matrix.run(options, flags + rest, Path(__file__).name)
 
 
 if __name__ == "__main__":

@@ -158,10 +158,13 @@ def hidden(events: list[dict[str, Any]]) -> dict[str, float]:
         if event.get("cat") == "kernel":
             kind = "nccl" in event["name"].lower()
             edges += [(event["ts"], 1, kind), (event["ts"] + event["dur"], -1, kind)]
-    running, since, whole, both = {True: 0, False: 0}, 0.0, 0.0, 0.0
+    running = {True: 0, False: 0}  # communication, other kernels
+    since = whole = both = 0.0
     for at, change, kind in sorted(edges):
-        whole += (at - since) * (running[True] > 0)
-        both += (at - since) * (running[True] > 0 and running[False] > 0)
+        if running[True] > 0:
+            whole += at - since
+            if running[False] > 0:
+                both += at - since
         running[kind] += change
         since = at
     return {"communication_s": whole / 1e6, "hidden_s": both / 1e6}

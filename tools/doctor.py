@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
     for line in examine(args.save, args.data_path):
         lines.append(line)
         if not args.json:
-            remedy = f"; {line.remedy}" * bool(line.remedy)
+            remedy = f"; {line.remedy}" if line.remedy else ""
             print(printable(f"{line.mark:5}{line.about:14}{line.fact}{remedy}"), flush=True)
     bad, warned = (sum(line.mark == mark for line in lines) for mark in (BAD, WARN))
     found = {"lines": [line._asdict() for line in lines], "exit": 3 if bad else 0}

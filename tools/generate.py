@@ -34,7 +34,7 @@ def misuse(args: argparse.Namespace, world: int) -> str | None:
     """The problem with the flags on so many ranks, or None."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if tp * pp != world:
-        ranks = f"{world} process{'es' * (world > 1)} for tp {tp} x pp {pp} = {tp * pp}"
+        ranks = f"{world} process{'es' if world > 1 else ''} for tp {tp} x pp {pp} = {tp * pp}"
         return f"{ranks}; start as many (--nproc {tp * pp})"
     return None
 

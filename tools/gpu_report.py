@@ -123,9 +123,12 @@ def commit() -> str:
 
 
 def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> None:
-    refused = f"skipped: {part.skip}" if part.skip is not None else ""
-    refused = refused or "not run: no time was left" * (seconds < LEAST_S)
-    if not refused and report.sick and not report.card_answers(f"before {part.name}"):
+    refused = ""
+    if part.skip is not None:
+        refused = f"skipped: {part.skip}"
+    elif seconds < LEAST_S:
+        refused = "not run: no time was left"
+    elif report.sick and not report.card_answers(f"before {part.name}"):
         refused = "not run: the card does not answer"
     if refused:
         entry["status"] = refused
@@ -200,7 +203,9 @@ def main(argv: list[str]) -> int:
         say(f"gpu_report.py: {text if facts else problem}", sys.stderr)
         return 3
     facts |= {"date": datetime.date.today().isoformat(), "commit": commit()}
-    facts["warnings"] = [*facts.get("warnings", []), *([problem] if problem else [])]
+    facts["warnings"] = [*facts.get("warnings", [])]
+    if problem:
+        facts["warnings"].append(problem)
     together = not any("one process at a time" in text for text in facts["warnings"])
     cards, triton = 2 if args.cpu else facts["cards"], facts.get("triton") is not None
     setting = Setting(args.cpu, facts.get("plans", {}), cards, args.tiny, together, triton)

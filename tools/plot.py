@@ -62,7 +62,7 @@ def lacking(picture: str, run: Run) -> str:
         told = f"damaged ({damaged})" if damaged else "not there"
         return f"timeline.json: {told}; train with --profile-pipeline STEP"
     if picture in ("loss", "agreement") and not run.curve("train/loss"):
-        return f"no loss in it yet{f' ({damaged})' * bool(damaged)}"
+        return f"no loss in it yet ({damaged})" if damaged else "no loss in it yet"
     if picture == "steps" and not any(run.curve(key) for key, _ in curves.STRIP):
         return "no steps in it yet"
     if picture == "experts" and not run.loads:
@@ -177,7 +177,7 @@ def main(argv: list[str]) -> None:
     try:
         args.run(args)
     except RunError as error:
-        more = " of --profile-pipeline STEP" * (args.picture == "pipeline")
+        more = " of --profile-pipeline STEP" if args.picture == "pipeline" else ""
         refuse(f"plot.py: {error}{more}")
     except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
         refuse(f"plot.py: {args.out}: {error}", 2)

@@ -46,19 +46,28 @@ def row_of(folder: Path) -> dict[str, Any]:
         raise RunError(f"{folder}: {'; '.join(run.problems) or 'status.json is damaged'}")
     steps = [number(row.get("step")) for row in (run.status, *run.rows)]  # status.json is written now and then
     step = max((one for one in steps if one is not None), default=None)
-    loss, validation, validated_at, speeds = None, {}, {}, []
+    loss = None
+    validation: dict[str, float | None] = {}
+    validated_at: dict[str, float | None] = {}
+    speeds: list[float | None] = []
     for row in run.rows:
         loss = number(row.get("train/loss", loss))
         losses = {key: value for key, value in row.items() if key.startswith("val/") and key.endswith("/loss")}
         validation |= {key.split("/")[1]: number(value) for key, value in losses.items()}
         validated_at |= {key.split("/")[1]: number(row.get("step")) for key in losses}
         speeds.append(number(row.get("perf/tokens_per_s_per_gpu")))
-    speeds = [speed for speed in speeds if speed is not None]
-    row: dict[str, Any] = {"run": str(folder), "outcome": run.outcome, "step": None if step is None else int(step)}
-    row |= {"steps": table_of(run.config.get("train")).get("train_iters"), "loss": loss, "validation": validation}
-    row |= {"validation_step": validated_at}
-    row |= {"tokens_per_s": statistics.median(speeds) * run.devices if speeds else None}
-    return row | {"time": run.status.get("time")}
+    known_speeds = [speed for speed in speeds if speed is not None]
+    return {
+        "run": str(folder),
+        "outcome": run.outcome,
+        "step": None if step is None else int(step),
+        "steps": table_of(run.config.get("train")).get("train_iters"),
+        "loss": loss,
+        "validation": validation,
+        "validation_step": validated_at,
+        "tokens_per_s": statistics.median(known_speeds) * run.devices if known_speeds else None,
+        "time": run.status.get("time"),
+    }
 
 
 def _loss(value: float | None) -> str:
@@ -105,9 +114,12 @@ def main(argv: list[str]) -> int:
         return 3
     rows.sort(key=lambda row: str(row["time"]))
     if args.json:
-        print("\n".join(json.dumps(row) for row in rows), end="\n" * bool(rows))
+        for row in rows:
+            print(json.dumps(row))
+    elif rows:
+        print(printable(table(rows, args.folder)))
     else:
-        print(printable(table(rows, args.folder)) if rows else f"no run in {args.folder}")
+        print(f"no run in {args.folder}")
     return 0
 
 

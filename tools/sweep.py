@@ -66,7 +66,9 @@ def words_of(flag: str, value: str) -> list[str]:
     (['--recompute-granularity=full', '--recompute-method', 'uniform'], [])
     """
     first, *rest = value.split() or [""]
-    return [*([] if first == DEFAULT else [f"{flag}={first}" if first else flag]), *rest]
+    if first == DEFAULT:
+        return rest
+    return [f"{flag}={first}" if first else flag, *rest]
 
 
 def finished(folder: Path, config: Config) -> bool:

@@ -95,7 +95,9 @@ def main(argv: list[str]) -> int:
     try:
         for small in runs:
             verdicts.append(verdict.verify(small, args.dtype, args.timeout))
-            print("\n" * (len(verdicts) > 1) + verdict.text_of(verdicts[-1], args.dtype), flush=True)
+            if len(verdicts) > 1:
+                print()
+            print(verdict.text_of(verdicts[-1], args.dtype), flush=True)
             if not verdicts[-1].agrees:
                 break
     except verdict.Failed as error:

@@ -49,7 +49,9 @@ def kernel_goals(results: Results) -> Iterator[Goal]:
         halves = goal.get("halves", ("forward", "backward"))
         for op, size, half in itertools.product(goal["ops"], goal["sizes"], halves):
             kernel = f"{op} {half}"
-            name = f"{kernel}, {size}" + f", {peer}" * (peer != "megalite")
+            name = f"{kernel}, {size}"
+            if peer != "megalite":
+                name += f", {peer}"
             row = rows.get((part, kernel, size, peer), {})
             if "over" in goal:
                 times = [rows[part, kernel, size, other]["us"] for other in goal["over"]
@@ -121,9 +123,11 @@ def lever_rows(results: Results) -> Iterator[list[str]]:
                 yield [row["name"], row["status"], "", "", "", ""]
                 continue
             spread = f"{min(row['ratios']):.3f} to {max(row['ratios']):.3f}"
-            card = [f"{name} {value}" for name, value in row["load"].items()]
-            told = ", ".join([where, f"{len(row['ratios'])} pairs", *card, *[row["status"]] * (row["status"] != "ok")])
-            yield [row["name"], *map(side, row["sides"]), f"{row['ratio']:.3f}", spread, told]
+            notes = [where, f"{len(row['ratios'])} pairs"]
+            notes += [f"{name} {value}" for name, value in row["load"].items()]
+            if row["status"] != "ok":
+                notes.append(row["status"])
+            yield [row["name"], *map(side, row["sides"]), f"{row['ratio']:.3f}", spread, ", ".join(notes)]
     swept = results.get("tiles", {})
     for best in swept.get("best", []):
         tried = [row for row in swept["rows"] if (row["kernel"], row["shape"]) == (best["kernel"], best["shape"])]

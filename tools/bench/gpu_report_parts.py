@@ -65,7 +65,9 @@ def started(program: str, *words: object) -> list[str]:
 
 def kernels(name: str, limit_s: float, flags: str, setting: Setting) -> Part:
     def command(folder: Path, seconds: float) -> list[str]:
-        options = [*flags.split(), "--device", setting.device, *(["--tiny", "--repeats", "1"] if setting.tiny else [])]
+        options = [*flags.split(), "--device", setting.device]
+        if setting.tiny:
+            options += ["--tiny", "--repeats", "1"]
         options += ["--seconds", str(max(5, seconds - 10)), "--json", str(folder / "kernels.json")]
         return started("bench/kernels.py", *options)
 
@@ -76,7 +78,9 @@ def kernels(name: str, limit_s: float, flags: str, setting: Setting) -> Part:
 def smoke(name: str, limit_s: float, setting: Setting, cards: int = 1) -> Part:
     def command(folder: Path, seconds: float) -> list[str]:
         jobs = setting.jobs(6 if cards == 1 else 3)
-        options = ["--device", setting.device, "--cards", cards, "--jobs", jobs, *(["--tiny"] if setting.tiny else [])]
+        options = ["--device", setting.device, "--cards", cards, "--jobs", jobs]
+        if setting.tiny:
+            options.append("--tiny")
         return started("bench/gpu_report_smoke.py", folder, *options, "--seconds", seconds - 3)
 
     return Part(name, limit_s, command, lambda folder: read_json(folder / "smoke.json"))

@@ -71,12 +71,14 @@ def layouts(tiny: bool, device: str, cards: int) -> list[Case]:
     ways = [{axis: n} for n in (2, 4, 8) if n <= cards for axis in long]
     ways += [{"tp": 2, "pp": 2, "dp": cards // 4}] if cards >= 4 else []  # of 4: dp 1
     cases = [Case("one card", f"{shape} --kernels torch")]
-    cases += [Case("one card, bf16", f"{shape} --bf16", "one card")] * (not tiny)
+    if not tiny:
+        cases.append(Case("one card, bf16", f"{shape} --bf16", "one card"))
     for way in ways:
         name = " ".join(f"{axis} {n}" for axis, n in way.items())
         sizes = " ".join(f"--{long[axis]} {n}" for axis, n in way.items()) + f" --nproc {math.prod(way.values())}"
-        cases += [Case(name, f"{shape} --kernels torch {sizes}", "one card", FP32)]
-        cases += [Case(f"{name}, bf16", f"{shape} --bf16 {sizes}", "one card")] * (not tiny)
+        cases.append(Case(name, f"{shape} --kernels torch {sizes}", "one card", FP32))
+        if not tiny:
+            cases.append(Case(f"{name}, bf16", f"{shape} --bf16 {sizes}", "one card"))
     return cases
 
 

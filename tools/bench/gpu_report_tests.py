@@ -123,9 +123,12 @@ def main(argv: list[str]) -> int:
 
         part, jobs = map(int, args.share.split("/"))
         untimed, timed = test_files()
-        files = timed if args.timed else untimed + timed * (jobs == 1)
+        if args.timed:
+            files = timed
+        else:
+            files = untimed + timed if jobs == 1 else untimed
         words = ["-q", "-m", "gpu", "--continue-on-collection-errors", *files]
-        share = Share(part, jobs, args.folder / f"share{part}{'timed' * args.timed}.jsonl")
+        share = Share(part, jobs, args.folder / f"share{part}{'timed' if args.timed else ''}.jsonl")
         code = int(pytest.main(words, plugins=[share]))
         if share.broken:
             os.execv(sys.executable, [sys.executable, __file__, *argv])

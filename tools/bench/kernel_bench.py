@@ -38,7 +38,9 @@ class Row:
         figure = f"{self.gb_s:>7.0f} GB/s   {self.of_copy:>7.1%} of copy"
         if self.tflops is not None and self.of_matmul is not None:
             figure = f"{self.tflops:>7.1f} TFLOP/s{self.of_matmul:>7.1%} of matmul"
-        tile = " ".join(f"{name} {value}" for name, value in self.tile.items()) + " (table)" * self.table
+        tile = " ".join(f"{name} {value}" for name, value in self.tile.items())
+        if self.table:
+            tile += " (table)"
         what = f"{self.kernel:<26} {self.shape:<18} {self.peer:<9} {self.us:>11.1f} us +-{self.spread:>5.1%}"
         return f"{what} {figure}  {tile}".rstrip()
 
@@ -68,12 +70,12 @@ class Bench:
         low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (us, us, us)
         gb_s = case.work.bytes(s) / us / 1e3
         tflops = None if case.work.flops is None else case.work.flops(s) / us / 1e6
-        return Row(
-            *(case.name, peer, case.shape(s), s.tokens, str(s.dtype).removeprefix("torch."), us, (high - low) / us),
-            *(gb_s, gb_s / self.copy_gb_s, tflops, None if tflops is None else tflops / self.matmul_tflops),
-            None if extra is None else extra / 2**20,
-            **more,
-        )
+        dtype = str(s.dtype).removeprefix("torch.")
+        of_matmul = None if tflops is None else tflops / self.matmul_tflops
+        extra_mib = None if extra is None else extra / 2**20
+        spread = (high - low) / us
+        rate = (gb_s, gb_s / self.copy_gb_s, tflops, of_matmul)
+        return Row(case.name, peer, case.shape(s), s.tokens, dtype, us, spread, *rate, extra_mib, **more)
 
     def measure(self, cases: list[tuple[Case, Sizes]], peers: list[str]) -> Iterator[Row]:
         for case, s in cases:

@@ -66,11 +66,13 @@ def norm_cases(op: str, bias: bool, peers: Mapping[str, Fn], fused: Mapping[str,
     def case(name: str, added: bool, backward: bool, factor: int, plain: Fn, others: Mapping[str, Fn]) -> Case:
         public: Fn = norms.add_norm if added else norms.norm
         table = (norms.BACKWARD_CENTRED if bias else norms.BACKWARD) if backward else norms.FORWARD
-        return Case(
-            *(name, "backward" if backward else "forward", streams(factor), inputs(added)),
-            *(lambda *x: public(*x, *no_bias, EPS), plain, functools.partial(tiles, table=table, walks=backward)),
-            peers=others,
-        )
+        half = "backward" if backward else "forward"
+
+        def ours(*x: Any) -> Any:
+            return public(*x, *no_bias, EPS)
+
+        swept = functools.partial(tiles, table=table, walks=backward)
+        return Case(name, half, streams(factor), inputs(added), ours, plain, swept, peers=others)
 
     return [
         case(op, False, False, 2, plain, peers),

@@ -164,8 +164,13 @@ def flat_cases() -> list[Case]:
         adamw_case("adamw", torch.float32, 30, plain_adamw),
         adamw_case("adamw bf16 moments", torch.bfloat16, 22, None),  # torch has none
         Case(
-            *("grad_norm", "forward", work, gradient, grad_norm.sum_of_squares),
-            *(lambda flat: torch.linalg.vector_norm(flat).square(), lambda s: constants(grad_norm, NORM_TILE)),
+            "grad_norm",
+            "forward",
+            work,
+            gradient,
+            grad_norm.sum_of_squares,
+            lambda flat: torch.linalg.vector_norm(flat).square(),
+            lambda s: constants(grad_norm, NORM_TILE),
             axis="numel",
             compiles=False,
         ),

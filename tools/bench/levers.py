@@ -116,11 +116,19 @@ class Levers:
         side.memory = max(side.memory, peak_memory(self.device))
 
     def told(self, side: Side) -> Row:
-        seconds, micro = statistics.median(side.seconds), side.config.train.micro_batch_size
+        seconds = statistics.median(side.seconds)
+        micro = side.config.train.micro_batch_size
         mfu = side.flops * self.tokens / seconds / 1e12 / self.peak if self.peak else None
-        sizes = {"micro_batch": micro, "micro_batches": self.samples // micro, "attention": side.facts[0]}
-        speed = {"tokens_per_s": self.tokens / seconds, "mfu": mfu, "memory": side.memory}
-        return speed | sizes | {"seconds": side.seconds[:], "losses": side.losses[:]}
+        return {
+            "tokens_per_s": self.tokens / seconds,
+            "mfu": mfu,
+            "memory": side.memory,
+            "micro_batch": micro,
+            "micro_batches": self.samples // micro,
+            "attention": side.facts[0],
+            "seconds": side.seconds[:],
+            "losses": side.losses[:],
+        }
 
     def measure(self, row: Row, pairs: int, end: float, save: Callable[[], None]) -> None:
         """Fills `row` in, pair by pair."""
@@ -154,7 +162,8 @@ def levers_rank(ranks: Ranks, task: Row) -> int:
     begin, rows = time.monotonic(), TABLE["levers"][task["group"]]
     made: Row = {"plan": task["plan"], "rows": [{"status": "not measured: no time was left", **row} for row in rows]}
     save = partial(write_json, Path(task["folder"]) / "levers.json", made)
-    end, pairs, warm_s = begin + task["seconds"], *((2, 0.0) if task["tiny"] else (PAIRS, WARM_S))
+    end = begin + task["seconds"]
+    pairs, warm_s = (2, 0.0) if task["tiny"] else (PAIRS, WARM_S)
     save()
     with built(ranks, task) as (_, run):
         run.data.close()

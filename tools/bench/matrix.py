@@ -127,7 +127,7 @@ def run(options: argparse.Namespace, flags: list[str], program: str) -> int:
         measure_all(table, options)
     except KeyboardInterrupt:
         interrupted = True
-        resumed = "; the same command resumes it" * (options.out is not None)
+        resumed = "" if options.out is None else "; the same command resumes it"
         complain(f"{program}: interrupted{resumed}")
     finish(table, options, not interrupted)
     any_measured = any(row.runs and row.contender.startswith("megalite") for row in table.rows)

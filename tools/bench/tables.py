@@ -134,17 +134,22 @@ def text_table(measured: Sequence[Figures]) -> str:
     """For people: a row each, and why where there is no figure."""
     scaling = any("efficiency" in one for one in measured)
     peers = len({one["contender"] for one in measured}) > 1
-    head = ["", *(["who"] if peers else []), "tokens/s", "least", "most", "TFLOP/s", "MFU", "GiB"]
-    head += ["speed", "memory"] if peers else []
-    head += ["per rank", "efficiency"] if scaling else []
+    head = ["", "who"] if peers else [""]
+    head += ["tokens/s", "least", "most", "TFLOP/s", "MFU", "GiB"]
+    if peers:
+        head += ["speed", "memory"]
+    if scaling:
+        head += ["per rank", "efficiency"]
     rows = [[*head, "bound", "loses most by"]]
     for one in measured:
-        cells = [one["label"], *([one["contender"]] if peers else [])]
+        cells = [one["label"], one["contender"]] if peers else [one["label"]]
         if "tokens_per_s" in one:
             cells += [f"{one[f'tokens_per_s{end}']:,.0f}" for end in SPREAD]
             cells += [f"{one['tflops']:.3f}", percent(one["mfu"]), f"{one['memory_gib']:.2f}"]
-            cells += [f"{one[name]:.2f}" if name in one else "n/a" for name in ("speed", "memory")] if peers else []
-            cells += [f"{one['per_rank']:,.0f}", percent(one["efficiency"])] if scaling else []
+            if peers:
+                cells += [f"{one[name]:.2f}" if name in one else "n/a" for name in ("speed", "memory")]
+            if scaling:
+                cells += [f"{one['per_rank']:,.0f}", percent(one["efficiency"])]
             if breakdown := one.get("breakdown"):
                 gone: dict[str, float] = breakdown["lost"] or {}
                 most = max(gone, key=gone.__getitem__, default=None)
@@ -154,7 +159,8 @@ def text_table(measured: Sequence[Figures]) -> str:
         rows.append([*cells, *[""] * (len(rows[0]) - len(cells))][: len(rows[0])])
     about = "{label}, {contender}: {status}: {reason}"
     lines = [about.format(**one) for one in measured if one["reason"]]
-    lines += ["speed and memory: as a multiple of megalite's under the same flags"] if peers else []
+    if peers:
+        lines.append("speed and memory: as a multiple of megalite's under the same flags")
     return "\n".join([columns(rows), *lines])
 
 

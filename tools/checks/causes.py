@@ -86,8 +86,11 @@ def _where(row: Row) -> str:
     every, wrong = ({piece.item.sample for piece in some} for some in (row.pieces, row.wrong))
     if wrong == every:
         return told
-    first = ", ".join(map(str, sorted(wrong)[:NAMED])) + ", ..." * (len(wrong) > NAMED)
-    return f"{told}{', ' * bool(told)}in micro-batches of samples {first} alone"
+    first = ", ".join(map(str, sorted(wrong)[:NAMED]))
+    if len(wrong) > NAMED:
+        first += ", ..."
+    samples = f"in micro-batches of samples {first} alone"
+    return f"{told}, {samples}" if told else samples
 
 
 def _causes(seen: Seen) -> list[str]:
@@ -134,7 +137,7 @@ def _forward(seen: Seen) -> list[str]:
     if f"{row.name}.router" in seen.reference.parameters:
         found.append("tokens on their way to experts and back: which ranks they go to, or what sums count there")
     elif seen.layout.tp > 1 and first_tp and row.name.endswith(SUMMED):
-        heads = ", or the heads and groups that a rank takes" * row.name.endswith(ATTENTION)
+        heads = ", or the heads and groups that a rank takes" if row.name.endswith(ATTENTION) else ""
         found.append(f"a sum over tp that is missing, or made twice, in this layer{heads}")
     if len({piece.place.dp for piece in row.wrong}) < seen.layout.dp:
         found.append("some dp ranks are right: their weights, or the coordinates of their samples")

@@ -102,7 +102,7 @@ def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Small
     """A small version of a checked configuration. `whole`: sizes, data and layout stay. Raises ValueError,
     `name=value breaks rule; remedy`."""
     wanted, note = layout_of(config)
-    notes = [note] * bool(note)
+    notes = [note] if note else []
     if whole:
         if wanted.world > most:
             raise ValueError(f"world={wanted.world} ({wanted}) is above --most-ranks {most}; raise it, or drop --whole")
@@ -217,7 +217,9 @@ def _spread(of: int, count: int) -> list[int]:
     >>> _spread(16, 4), _spread(5, 1), _spread(3, 3)
     ([0, 5, 10, 15], [0], [0, 1, 2])
     """
-    return [round(i * (of - 1) / (count - 1)) for i in range(count)] if count > 1 else [0][:count]
+    if count < 2:
+        return [0] * count
+    return [round(i * (of - 1) / (count - 1)) for i in range(count)]
 
 
 def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> ModelConfig:

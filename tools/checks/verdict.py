@@ -65,8 +65,10 @@ class Verdict(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        evaluated = any(row.step % 1 for row in self.rows)
-        return [*self.made.notes, *["not evaluated: --eval-iters 0, or no validation set"] * (not evaluated)]
+        notes = [*self.made.notes]
+        if not any(row.step % 1 for row in self.rows):
+            notes.append("not evaluated: --eval-iters 0, or no validation set")
+        return notes
 
 
 def train(config: Config, dtype: str, layout: Layout, timeout_s: float) -> list[Recording]:
@@ -80,7 +82,7 @@ def train(config: Config, dtype: str, layout: Layout, timeout_s: float) -> list[
         if code:
             late = f"it is not done after {timeout_s:g} s; give more with --timeout"
             why = late if code == 124 else f"{ends[-1].cause}; its error is above"
-            raise Failed(f"the run on {layout.world} rank{'s' * (layout.world > 1)} failed: {why}")
+            raise Failed(f"the run on {layout.world} rank{'s' if layout.world > 1 else ''} failed: {why}")
         return read_all(Path(folder), layout)
 
 
@@ -107,13 +109,14 @@ def text_of(verdict: Verdict, dtype: str) -> str:
     made, m, t = verdict.made, verdict.made.config.model, verdict.made.config.train
     chunks, steps = _chunks(made), t.train_iters
     lines = [
-        f"asked for: {made.wanted}; verified: {made.layout}{chunks}, {dtype}, {steps} step{'s' * (steps != 1)}",
+        f"asked for: {made.wanted}; verified: {made.layout}{chunks}, {dtype}, {steps} step{'' if steps == 1 else 's'}",
         f"of {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.groups} groups, "
         f"feed-forward {m.ffn_size}, {m.seq_length} tokens, batch {t.global_batch_size} in micro-batches of "
         f"{t.micro_batch_size}",
-        *[f"{m.moe_router_topk} of {m.num_experts} experts for each token, {m.expert_ffn_size} wide"] * any(m.experts),
-        *(f"note: {note}" for note in verdict.notes),
     ]
+    if any(m.experts):
+        lines.append(f"{m.moe_router_topk} of {m.num_experts} experts for each token, {m.expert_ffn_size} wide")
+    lines += [f"note: {note}" for note in verdict.notes]
     rows: list[tuple[str, ...]] = [("compared", "step", "furthest apart", "by", "allowed", "differ")]
     for row in verdict.worst:
         alike = [one for one in verdict.rows if (one.kind, one.step) == (row.kind, row.step)]
@@ -141,7 +144,9 @@ def _chunks(made: Smaller) -> str:
 
 def _told(found: Finding) -> list[str]:
     ranks = "; ".join(f"{axis} {' '.join(map(str, some))}" for axis, some in found.ranks.items() if some)
-    others = ", ".join(found.others[:NAMED]) + f" and {len(found.others) - NAMED} more" * (len(found.others) > NAMED)
+    others = ", ".join(found.others[:NAMED])
+    if len(found.others) > NAMED:
+        others += f" and {len(found.others) - NAMED} more"
     evaluated, name = found.step % 1 > 0, found.name
     what = WORDS[found.kind][1].format(name)
     what = "the validation loss" if evaluated and (found.kind, name) == ("loss", STEP) else what

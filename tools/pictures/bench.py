@@ -119,8 +119,10 @@ def scaling(found: Sequence[Figures]) -> Picture | None:
     several = len({one["contender"] for one in found}) > 1
     for one in found:
         if "efficiency" in one:
-            rest = one["label"].split(", ")[1:]  # after the ranks
-            lines.setdefault(", ".join([*([one["contender"]] * several), *rest]) or one["contender"], []).append(one)
+            words = one["label"].split(", ")[1:]  # after the ranks
+            if several:
+                words.insert(0, one["contender"])
+            lines.setdefault(", ".join(words) or one["contender"], []).append(one)
     if not any(len(some) > 1 for some in lines.values()):
         return None
 

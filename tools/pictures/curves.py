@@ -41,7 +41,8 @@ def _marks(axis: Any, run: Run, x: int, colour: str, name: str) -> None:
     for steps, marker, what in ((run.resumed, "^", "resumed"), (doubts, "X", "doubted")):
         if steps:
             at = [step if x == 0 else run.tokens_at(step) for step in steps]
-            label = f"{name}{what}{f', {len(steps)} times' * (len(steps) > 1)}"
+            times = f", {len(steps)} times" if len(steps) > 1 else ""
+            label = f"{name}{what}{times}"
             edge = axis.get_xaxis_transform()
             axis.plot(at, [0.03] * len(at), marker, color=ink(colour), transform=edge, markersize=6, label=label)
 
@@ -84,12 +85,16 @@ def loss(runs: Sequence[Run]) -> Picture:
         legend(fig, axes[0], width)
         return fig
 
-    marks = " Above the edge lies less than a hundredth of the points." * (top is not None)
-    weighed = any(len(run.weighed) < len(run.curve("train/loss")) for run in runs)
-    marks += " The first line after a resume, a mean of one step, is drawn with the next as their mean." * weighed
-    marks += " Triangle: another process took over." * any(run.resumed for run in runs)
-    marks += " Cross: a step whose loss or gradient was doubted." * any(run.doubts for run in runs)
-    return Picture("loss", f"Training loss, mean since the line before, and validation losses as dots.{marks}", draw)
+    caption = ["Training loss, mean since the line before, and validation losses as dots."]
+    if top is not None:
+        caption.append("Above the edge lies less than a hundredth of the points.")
+    if any(len(run.weighed) < len(run.curve("train/loss")) for run in runs):
+        caption.append("The first line after a resume, a mean of one step, is drawn with the next as their mean.")
+    if any(run.resumed for run in runs):
+        caption.append("Triangle: another process took over.")
+    if any(run.doubts for run in runs):
+        caption.append("Cross: a step whose loss or gradient was doubted.")
+    return Picture("loss", " ".join(caption), draw)
 
 
 def _losses(axis: Any, runs: Sequence[Run], number: int, x: int, thick: float) -> None:
@@ -99,10 +104,11 @@ def _losses(axis: Any, runs: Sequence[Run], number: int, x: int, thick: float) -
     if points := run.drawn("train/loss"):
         _line(axis, points, x, number, label=f"{name}training {run.last('train/loss'):.3f}", linewidth=thick)
     for i, (which, points) in enumerate(run.validation.items()):
-        how: dict[str, Any] = dict(marker=MARKERS[i % len(MARKERS)], markersize=4.5, markeredgecolor=ink("paper"))
-        how = dict(linewidth=0.9) | (how if len(points) <= MARKED else {})
+        how: dict[str, Any] = {"linewidth": 0.9}
+        if len(points) <= MARKED:
+            how |= {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markeredgecolor": ink("paper")}
         newest = run.curve("train/loss") or points
-        at = f" at step {points[-1][0]:,.0f}" * (points[-1][0] < newest[-1][0])
+        at = f" at step {points[-1][0]:,.0f}" if points[-1][0] < newest[-1][0] else ""
         label = f"{name}{'validation' if which == 'valid' else which} {points[-1][2]:.3f}{at}"
         _line(axis, thin(points), x, i + 1 if alone else number, label=label, zorder=3, **how)
     _marks(axis, run, x, "ink" if alone else SERIES[number % len(SERIES)], name)
@@ -194,13 +200,13 @@ def agreement(runs: Sequence[Run]) -> Picture:
         legend(fig, axis, width)
         return fig
 
-    told = " Points on the lower edge are equal." * equal
+    told = " Points on the lower edge are equal." if equal else ""
     return Picture("agreement", f"Distance of each run's training loss from that of {first.name}.{told}", draw)
 
 
 def in_words(points: Sequence[Point]) -> str:
     step, _, most = max(points, key=lambda p: p[2])
-    over = f"over {len(points):,} common log line{'s' * (len(points) > 1)}"
+    over = f"over {len(points):,} common log line{'s' if len(points) > 1 else ''}"
     return f"equal to the last bit {over}" if most == 0 else f"at most {most:.2e}, at step {step:,.0f}, {over}"
 
 
@@ -241,15 +247,17 @@ def verified(rows: "Sequence[Row]", layout: str, dtype: str) -> Picture:
             equal_edge(axis, floor)
         names = ["start" if not step else "eval" if step % 1 else f"{step:g}" for step in steps]
         axis.set_xticks(steps, names)
-        axis.set_xlabel(
-            "training step" + " (start: before the first; eval: the evaluation after a step)" * (width >= WIDE)
-        )
+        steps_named, kinds_named = "", ""
+        if width >= WIDE:
+            steps_named = " (start: before the first; eval: the evaluation after a step)"
+            kinds_named = ", by what is compared"
+        axis.set_xlabel(f"training step{steps_named}")
         axis.set_ylabel("relative difference")
-        title = "Largest difference from one process" + ", by what is compared" * (width >= WIDE)
-        axis.set_title(title, loc="left", color=ink("ink"))
+        axis.set_title(f"Largest difference from one process{kinds_named}", loc="left", color=ink("ink"))
         legend(fig, axis, width)
         return fig
 
-    equal = " On the lower edge: equal to the last bit." * any(row.apart == 0 for row in rows if row.kind in KINDS)
+    any_equal = any(row.apart == 0 for row in rows if row.kind in KINDS)
+    equal = " On the lower edge: equal to the last bit." if any_equal else ""
     text = f"{layout} against one process in {dtype}, of each kind what is furthest apart; filled: it differs.{equal}"
     return Picture("verify", text, draw)

@@ -249,7 +249,7 @@ def key_figures(run: Run) -> Iterator[tuple[str, str]]:
 
     yield from of("training loss", run.last("train/loss"), lambda v: f"{v:.4f}")
     for name, points in list(run.validation.items())[:3]:
-        at = f", step {points[-1][0]:,.0f}" * (points[-1][0] != step)
+        at = f", step {points[-1][0]:,.0f}" if points[-1][0] != step else ""
         yield f"{'validation' if name == 'valid' else html.escape(name)} loss{at}", f"{points[-1][2]:.4f}"
     yield from of("steps", step, lambda v: f"{v:,.0f}" + (f" of {most:,.0f}" if most else ""))
     yield from of("tokens", tokens, short)

@@ -74,7 +74,7 @@ def _bars(axis: Any, spans: Sequence[Bar], pp: int, title: str, width: float) ->
 def schedule(name: str, pp: int, vpp: int, microbatches: int, split: bool) -> Picture:
     rows = plan(name, pp, microbatches, vpp, split=Split() if split else None)
     result = simulate(rows)
-    title = f"{name}{', split backward' * split}, pp {pp}, vpp {vpp}, {microbatches} micro-batches"
+    title = f"{name}{', split backward' if split else ''}, pp {pp}, vpp {vpp}, {microbatches} micro-batches"
 
     def draw(width: float) -> Any:
         fig, (axis,) = figure(width, [0.9 + 0.3 * pp])
@@ -88,10 +88,12 @@ def schedule(name: str, pp: int, vpp: int, microbatches: int, split: bool) -> Pi
 
 def _legend(made: Any, axis: Any, width: float, split: bool, unit: str, chunks: bool) -> None:
     """Above `axis` what the colours are, below it the rest. `unit`: of time."""
-    for op in (Op.F, Op.B, *[Op.W] * split):
+    for op in (Op.F, Op.B, Op.W) if split else (Op.F, Op.B):
         axis.plot([], [], "s", color=COLOURS[op][0], label=NAMES[op])
     legend(made, axis, width)
-    made.axes[-1].set_xlabel(f"{unit}{NUMBERED if width == WIDE else ''}{'; darker: a later chunk' * chunks}")
+    numbered = NUMBERED if width == WIDE else ""
+    darker = "; darker: a later chunk" if chunks else ""
+    made.axes[-1].set_xlabel(f"{unit}{numbered}{darker}")
 
 
 def told(rows: Sequence[Sequence[Action]], result: Simulation) -> str:
@@ -116,7 +118,7 @@ def timeline(data: Any) -> Picture:
         axes[0].set_xlim(0, max(end, ideal.end) * 1.005)
         return fig
 
-    what = f"{name}{', split backward' * split}, pp {pp}, vpp {vpp}, {microbatches} micro-batches"
+    what = f"{name}{', split backward' if split else ''}, pp {pp}, vpp {vpp}, {microbatches} micro-batches"
     caption = f"One step of {what}. Planned: each stage takes its median, and nothing else costs time."
     return Picture("timeline", f"{caption} Numbers are micro-batches.", draw)
 
@@ -144,4 +146,5 @@ def as_text(rows: Sequence[Sequence[Action]]) -> str:
 
 def _label(action: Action, pp: int) -> str:
     before, after = {Op.B: "[]", Op.W: "()"}.get(action.op, ("", ""))
-    return f"{before}{action.microbatch}{chr(39) * (action.stage // pp)}{after}"
+    chunk = "'" * (action.stage // pp)
+    return f"{before}{action.microbatch}{chunk}{after}"

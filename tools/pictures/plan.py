@@ -48,7 +48,7 @@ def picture(data: Mapping[str, Any]) -> Picture:
         above.axvline(usable, color=ink("ink"), linewidth=1.2, linestyle=(0, (4, 3)))
         above.set_xlim(0, 1.03 * max(limit, *map(sum, held)))
         limits = f"dashed: planned with; solid: all memory of one {device}"
-        above.set_xlabel("GiB per rank" + f" ({limits})" * (not narrow))
+        above.set_xlabel("GiB per rank" if narrow else f"GiB per rank ({limits})")
         _bars(
             below,
             times,
@@ -59,7 +59,8 @@ def picture(data: Mapping[str, Any]) -> Picture:
         ends = [sum(parts) for parts in times]
         how: dict[str, Any] = dict(fmt="none", ecolor=ink("ink"), elinewidth=1, capsize=2.5)
         below.errorbar(ends, range(len(ends)), xerr=list(zip(*abouts, strict=True)), **how)
-        below.set_xlabel("seconds per step" + " (whiskers: error of most published steps)" * (not narrow))
+        whiskers = "" if narrow else " (whiskers: error of most published steps)"
+        below.set_xlabel(f"seconds per step{whiskers}")
         for axis, what, more, lines in (
             (above, "Planned memory", " of each pipeline rank in the first layout below", 1),
             (below, "Predicted time", " of a step by layout, the recommended one first", 2),
@@ -87,7 +88,8 @@ def layout(data: Mapping[str, Any]) -> Picture:
         raise ValueError(f"no plan of tools/plan.py --json ({type(error).__name__}: {error})") from None
     stops = list(itertools.accumulate(counts))
     stages = list(zip([0, *stops], stops, strict=False))
-    made = layout_of(stages, mesh, [f"rank {rank:,}" + " …" * (mesh["world"] > mesh["pp"]) for rank in firsts])
+    more = " …" if mesh["world"] > mesh["pp"] else ""
+    made = layout_of(stages, mesh, [f"rank {rank:,}{more}" for rank in firsts])
     if made is None:
         raise ValueError(f"{mesh['pp']} pipeline ranks are more than there is room for")
     return made

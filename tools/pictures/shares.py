@@ -146,7 +146,7 @@ def layout_of(stages: Sequence[tuple[int, int]], m: Mapping[str, int], names: Se
         return fig
 
     sizes = " × ".join(f"{axis} {m[axis]}" for axis in ("pp", "dp", "cp", "tp"))
-    ranks = f"{m['world']:,} rank{'s' * (m['world'] > 1)}"
+    ranks = f"{m['world']:,} rank{'s' if m['world'] > 1 else ''}"
     shared = " Ranks of a row share its layers (tp, cp) or hold copies (dp)." if m["world"] > pp else ""
     return Picture("layout", f"{sizes} = {ranks}: who holds what, E the embedding, H the head.{shared}", draw)
 

@@ -53,7 +53,7 @@ def path(request: Request, found: Found) -> list[str]:
     if not fits and c.per_node > 1:
         tp = max(t for t in range(1, c.per_node + 1) if c.per_node % t == 0 and _divides(t, request))
         ep = math.gcd(request.config.model.num_experts or 1, c.per_node)
-        how = f"tp {tp}" + f" ep {ep}" * one.has_experts
+        how = f"tp {tp} ep {ep}" if one.has_experts else f"tp {tp}"
         whole = (one.of_homes["dense"] / tp + one.of_homes["expert"] / ep) * (weight + gradient)
         shared = n * optimizer / c.world  # with more stages fewer ranks share what one stage has
         do = f"{'tp' if ep == 1 else 'tp and ep'} inside a node would do"

@@ -35,7 +35,8 @@ def asked(name: str, read: Callable[[str], T], default: str = "", shown: Callabl
     while True:
         print(f"{question} [{usual}]? ", end="", flush=True)
         answer = sys.stdin.readline().strip() or usual
-        print(answer if not sys.stdin.isatty() else "", end="\n" * (not sys.stdin.isatty()))
+        if not sys.stdin.isatty():  # a terminal has echoed it
+            print(answer)
         try:
             found = read(answer)
         except (ValueError, OSError, argparse.ArgumentTypeError) as error:  # OSError: of a name that is too long

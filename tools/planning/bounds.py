@@ -86,7 +86,7 @@ def least_memory(made: Arrangement, modules: ModuleBytes) -> float:
         stages = list(place.stages(rank))
         whole = modules.of(counts, rank, place)
         alive = held[:, stages] @ _in_flight(made, rank, None)
-        head = made.layers.head.saved * (rank == pp - 1)
+        head = made.layers.head.saved if rank == pp - 1 else 0.0
         most = np.maximum(most, whole + alive + np.where(counts[:, stages].any(1), moment - head, 0.0))
         if rank == pp - 1:
             alive = held[:, stages] @ _in_flight(made, rank, last)

@@ -130,7 +130,7 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
     best = shown[0].best
     batch = best.made.batch_sizes.final * request.config.model.seq_length
     dtype = str(best.made.dtype).removeprefix("torch.")
-    nodes = f"{c.nodes:,} node{'s' * (c.nodes > 1)} of {c.per_node}"
+    nodes = f"{c.nodes:,} node{'s' if c.nodes > 1 else ''} of {c.per_node}"
     print(f"{c.world:,} x {c.device.name} ({nodes}), {dtype}, batch of {batch:,} tokens")
     _section("the usual questions", advice.path(request, found))
     print("\n".join(["", show.ranking(shown), *show.counts(found, len(shown))]))
@@ -159,8 +159,10 @@ def _steps(budget: Budget, made: Arrangement) -> int:
 
 def _section(title: str, lines: list[str]) -> None:
     if lines:
-        shown = [part for line in lines for part in show.wrapped(line, "    ")]
-        print("\n" + "\n".join([f"{title}:"] * bool(title) + [f"  {part}" for part in shown]))
+        shown = [f"  {part}" for line in lines for part in show.wrapped(line, "    ")]
+        if title:
+            shown.insert(0, f"{title}:")
+        print("\n" + "\n".join(shown))
 
 
 def _write(args: argparse.Namespace, request: Request, found: Found, budget: Budget) -> None:

@@ -149,7 +149,10 @@ def _memory(run: Run, made: Arrangement) -> list[Row]:
     chosen = range(made.pp) if made.pp <= MOST_RANKS else [worst]
     for position in chosen:
         ranks = [rank for replica in grid[position] for part in replica for rank in part]
-        told = [peaks[rank] for rank in ranks] if peaks else of_first * (0 in ranks)
+        if peaks:
+            told = [peaks[rank] for rank in ranks]
+        else:
+            told = of_first if 0 in ranks else []
         size = made.holdings[position].state + made.activations[position]
         name = f"peak of pipeline rank {position}" if made.pp > 1 else "peak"
         note = "measured is the whole process, with Python and libraries" if run.about.get("device") == "cpu" else ""

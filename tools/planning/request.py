@@ -59,7 +59,9 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
         if args.hf is not None and "preset" in (named := cli.take_apart(words).given):
             raise ConfigError([f"hf={args.hf} and preset={named['preset']} are two models; give one"])
         load(cli.take_apart(words).given.get("plugin", ()))  # a family may be a plugin's
-        words = [*(of_hugging_face(args.hf, words) if args.hf is not None else ()), *words]
+        words = list(words)
+        if args.hf is not None:
+            words = [*of_hugging_face(args.hf, words), *words]
         problems += _unlike(args, words, where)
         given = cli.take_apart(words).given
         in_file = dict(read_toml(str(given["config"]))) if given.get("config") else {}
@@ -89,7 +91,10 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     vocab_size = _vocabulary(config.data, problems) if config is not None else 0
     if problems or config is None or where is None:
         raise ConfigError(problems)
-    kept = tuple(without(completed, ["nproc", *(() if fixed & WHOLE else (*LAYOUT, *HOW))]))
+    dropped = ["nproc"]
+    if not fixed & WHOLE:
+        dropped += [*LAYOUT, *HOW]
+    kept = tuple(without(completed, dropped))
     config = replace(config, parallel=replace(config.parallel, nproc=None))
     return Request(config, vocab_size, where, kept, fixed, frozenset(stand_ins))
 
@@ -130,7 +135,8 @@ def of_hugging_face(path: Path, words: Sequence[str]) -> list[str]:
     """The model of a config.json as flags, but for the options that the command line or its --config has."""
     file = path / "config.json" if path.is_dir() else path
     given = cli.take_apart(words).given
-    given = {**(read_toml(str(given["config"])) if given.get("config") else {}), **given}
+    if given.get("config"):
+        given = {**read_toml(str(given["config"])), **given}
     length = str(given.get("seq_length", ""))
     try:
         _, found = read_config(read_json(file), int(length) if length.isdigit() else None, str(file))

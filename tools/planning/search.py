@@ -65,9 +65,16 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         sizes = {"vpp": self.vpp, "cp": self.cp, "ep": self.ep}
         chunks = "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
-        features = [self.recompute] * (self.recompute != "none") + ["split"] * self.split + ["ends"] * self.ends
-        features += [] if self.zero == 1 else [f"zero {self.zero}" if self.zero else "ddp"]
-        return " ".join([f"tp {self.tp} pp {self.pp}{chunks} mb {self.micro_batch}", *features])
+        words = [f"tp {self.tp} pp {self.pp}{chunks} mb {self.micro_batch}"]
+        if self.recompute != "none":
+            words.append(self.recompute)
+        if self.split:
+            words.append("split")
+        if self.ends:
+            words.append("ends")
+        if self.zero != 1:
+            words.append(f"zero {self.zero}" if self.zero else "ddp")
+        return " ".join(words)
 
     def moving_parts(self, layers: int) -> int:
         """How many features it has beyond plain data parallelism; stages of unlike size count as one."""

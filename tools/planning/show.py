@@ -43,7 +43,7 @@ def counts(found: Found, shown: int) -> list[str]:
         return [about]
     choices, fastest = found.choices(), found.plans[0]
     equals = sum(one.best.time.seconds <= found.equal_s for one in choices)
-    of_one = f"tp, pp, cp{', ep' * fastest.made.has_experts} and sharding, here {shown} of {len(choices)}"
+    of_one = f"tp, pp, cp{', ep' if fastest.made.has_experts else ''} and sharding, here {shown} of {len(choices)}"
     lines = [
         f"{found.candidates:,} layouts: {found.impossible:,} cannot be built, {found.too_large:,} do not fit, "
         f"{found.simulated:,} of the others were simulated; a row is of one {of_one}",
@@ -138,10 +138,13 @@ def budget_lines(
 ) -> list[str]:
     """`speed`: tokens/s, with its error where it is `predicted`. `price`: in place of an example of the device's."""
     devices, price = cluster.world, cluster.device.price_per_hour if price is None else price
-    about = " ({} to {} by an error of {:.0%})".format(*map(_time, band(budget.days(speed))), TOLERANCE) * predicted
+    about = ""
+    if predicted:
+        low, high = map(_time, band(budget.days(speed)))
+        about = f" ({low} to {high} by an error of {TOLERANCE:.0%})"
     hours = budget.device_hours(speed, devices)
     sizes, seq_length = made.batch_sizes, made.config.model.seq_length
-    used = " that a token uses" * made.has_experts
+    used = " that a token uses" if made.has_experts else ""
     grown = ", once the batch has grown" if len(sizes.steps) > 1 else ""
     rows = [
         ("parameters", parameters_of(made)),
