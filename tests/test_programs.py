@@ -56,6 +56,7 @@ def test_a_session_on_a_terminal_owns_it(variables: dict[str, str]) -> None:
 
 
 def test_a_variable_that_a_test_leaves_behind_makes_no_later_program_slow() -> None:
+    programs.environment()  # remembered at its first call, which must not be the one below
     before = dict(os.environ)
     with programs.environment_kept():  # as around every test
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = "x"  # torch.compile sets it
