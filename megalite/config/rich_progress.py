@@ -3,7 +3,10 @@
 This module is imported only where stdout is a terminal: most processes of a run have none.
 """
 
-from rich.console import Console
+import os
+import sys
+
+from rich.console import Console, ConsoleDimensions
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -12,8 +15,16 @@ BAR_COLUMNS = 20
 SPEED_ESTIMATE_PERIOD_S = 3600.0
 
 
-class CursorConsole(Console):
-    """A console that never hides the cursor, so a process that is killed leaves the terminal usable."""
+class TerminalConsole(Console):
+    """A console on the terminal that stdout is.
+
+    It never hides the cursor, so a process that is killed leaves the terminal usable. Its size is the terminal's:
+    COLUMNS and LINES, which rich would follow, are those of the shell that exported them, however long ago.
+    """
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        return ConsoleDimensions(*os.get_terminal_size(sys.stdout.fileno()))
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
@@ -41,7 +52,7 @@ def one_line_progress() -> Progress:
         TextColumn("{task.fields[count]}", markup=False),
         CutTextColumn("text"),
         TimeRemainingColumn(),
-        console=CursorConsole(force_terminal=True),
+        console=TerminalConsole(force_terminal=True),
         auto_refresh=False,
         speed_estimate_period=SPEED_ESTIMATE_PERIOD_S,
         transient=True,

@@ -179,7 +179,8 @@ print("end")
 
 
 @pytest.mark.parametrize("columns", rarely([160, 60, 0], [60], str, guards=GUARDS))
-def test_lines_scroll_above_a_bar_that_fits(columns: int) -> None:
+def test_lines_scroll_above_a_bar_that_fits(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # of a shell whose window was wider; the terminal's own size counts
     run = Terminal(python("-c", WORK), columns=columns)
     assert run.end() == 0, run.raw
     assert run.shown() == ["a line"] * 3 + ["a complaint", "end", ""]
