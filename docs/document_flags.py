@@ -114,12 +114,12 @@ def megatron_page() -> str:
 
 def _refused_values() -> dict[str, Sequence[str]]:
     """Return, by flag, the values of Megatron-LM that megalite refuses for an option which works."""
-    found: dict[str, Sequence[str]] = {}
+    values_by_flag: dict[str, Sequence[str]] = {}
     for _, option in options():
         for flag, value in spellings(option):
             if value is None:
-                found[flag] = list(refused().get(option.name, ()))
-    return found
+                values_by_flag[flag] = list(refused().get(option.name, ()))
+    return values_by_flag
 
 
 def _verdict(flag: Flag, refused_values: Sequence[str]) -> tuple[str, str]:

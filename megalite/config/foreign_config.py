@@ -84,15 +84,17 @@ def _parse(path: str, text: str) -> Any:
 
 
 def _without_repeats(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The pairs as a dictionary. Raises ValueError for a key that is there twice, of which readers take the last and
-    DeepSpeed none; TOML's reader refuses it itself."""
-    found: dict[Any, Any] = {}
+    """Return the pairs as a dictionary. Raises ValueError for a repeated key.
+
+    Most readers take the last value of such a key, and DeepSpeed refuses it; so does TOML's reader.
+    """
+    values: dict[Any, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in values:
             name = key[1] if isinstance(key, tuple) else key  # of YAML with its type
             raise ValueError(f"the key {name[:40]} is given twice; keep one")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _check_dots(text: str) -> None:

@@ -249,7 +249,7 @@ class ModelConfig:
 
     @property
     def has_dense_ffn(self) -> bool:
-        """Whether some layer has no experts; also where `moe_layer_freq` cannot be read, of which others complain."""
+        """Whether some layer has no experts. True if `moe_layer_freq` cannot be read, which the validation reports."""
         try:
             return not all(self.experts)
         except ValueError:

@@ -108,8 +108,8 @@ def start_local(
     `ended` is called when all have ended, and returns the `Ranks.resumes` of the next start, or None for no restart.
     `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.
     """
-    given = threads_of(os.environ.get("OMP_NUM_THREADS", ""))
-    os.environ["OMP_NUM_THREADS"] = str(given or threads or max(1, cores() // nproc))
+    requested = threads_of(os.environ.get("OMP_NUM_THREADS", ""))
+    os.environ["OMP_NUM_THREADS"] = str(requested or threads or max(1, cores() // nproc))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     processes: list[Any] = []

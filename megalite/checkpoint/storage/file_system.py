@@ -118,7 +118,8 @@ class Lock:
         os.close(self._number)  # not unlinked: another process may have it open already
 
 
-def unwritable(directory: Path, error: OSError) -> CheckpointError:
+def _not_writable_error(directory: Path, error: OSError) -> CheckpointError:
+    """Return the error of a --save directory that cannot be made or written, with its remedy."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "free some space, or save elsewhere" if full else "give --save a writable directory"
     return CheckpointError(f"save={str(directory)!r} cannot be written ({error.strerror}): {remedy}")
@@ -238,15 +239,15 @@ class LocalStorage:
         except OSError as error:
             with contextlib.suppress(OSError):
                 test.unlink(missing_ok=True)
-            raise unwritable(directory, error) from None
+            raise _not_writable_error(directory, error) from None
 
-    def rehearse(self, directory: Path) -> None:
-        """As `probe`, and leave nothing there: raises CheckpointError where the directory cannot be made or written."""
+    def check_writable(self, directory: Path) -> None:
+        """Check that the directory could be made and written, and create nothing that stays. Raises CheckpointError."""
         try:
-            there = next(path for path in (directory, *directory.parents) if path.exists())
-            tempfile.TemporaryDirectory(prefix=".probe-", dir=there).cleanup()
+            nearest = next(path for path in (directory, *directory.parents) if path.exists())
+            tempfile.TemporaryDirectory(prefix=".probe-", dir=nearest).cleanup()
         except OSError as error:
-            raise unwritable(directory, error) from None
+            raise _not_writable_error(directory, error) from None
 
     def check_space(self, directory: Path, needed: int) -> None:
         if (free := shutil.disk_usage(directory).free) < needed:

@@ -160,11 +160,11 @@ def check_save(config: Config, ranks: Ranks) -> None:
         storage_of(place).probe(place, ranks.rank)
 
 
-def rehearse_save(config: Config) -> None:
-    """Look whether --save and --save-local could be written, of a run that is not started. Raises CheckpointError."""
+def check_save_of_dry_run(config: Config) -> None:
+    """Check that --save and --save-local could be written, and create nothing. Raises CheckpointError."""
     for root in [] if config.train.skip_train else save_roots(config):
         if isinstance(place := parse(root), Path):
-            LocalStorage().rehearse(place)
+            LocalStorage().check_writable(place)
 
 
 def open_reporter(

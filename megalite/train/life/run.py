@@ -151,7 +151,7 @@ class Life:
         unless it is that of another one."""
         if self.ranks.rank == 0:
             try:
-                preflight.rehearse_save(self.config)
+                preflight.check_save_of_dry_run(self.config)
             except CheckpointError as error:
                 if self.config.train.as_rank is None:
                     raise
