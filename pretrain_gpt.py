@@ -13,27 +13,27 @@ import signal
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: nothing has begun
 
-from megalite.launch.ranks import Ranks
-from megalite.train.life.command import Command, as_program, parse
+from megalite.launch.rank_info import RankInfo
+from megalite.training.job.command import TrainCommand, parse, run_main
 
 
-def train(ranks: Ranks, asked: Command) -> int:
+def train(ranks: RankInfo, command: TrainCommand) -> int:
     """One rank, from its place in the world to its exit code."""
-    stop = asked.listen(ranks)  # for signals, before torch is imported
-    from megalite.train.life.run import Life
-    from megalite.train.setup import build_run
-    from megalite.train.step import train_step
+    stop = command.install_signal_handler(ranks)  # for signals, before torch is imported
+    from megalite.training.job.job import TrainingJob
+    from megalite.training.setup import build_run
+    from megalite.training.train_step import train_step
 
-    with Life(asked, ranks, stop) as life:  # how it ends is told here, whatever happens: life/run.py: failure
+    with TrainingJob(command, ranks, stop) as life:  # how it ends is told here, whatever happens: life/run.py: failure
         plan, sources = life.preflight()
         if plan.config.train.dry_run:
-            return life.tell(plan, sources)
-        with life.group(plan, sources) as device:
+            return life.print_plan(plan, sources)
+        with life.join_process_group(plan, sources) as device:
             run = build_run(plan.config, ranks, device, sources=sources, arrangement=plan)
-            with life.training(run, plan, sources) as training:  # from a checkpoint, a branch or fresh weights
-                for asks in training.steps():  # until the last one, or a reason to stop that all ranks agree on
-                    training.after(train_step(run, **asks))  # log, evaluate, save, look for what is wrong
-    return life.code
+            with life.trainer(run, plan, sources) as training:  # from a checkpoint, a branch or fresh weights
+                for step_options in training.steps():  # until the last one, or a reason to stop that all ranks agree on
+                    training.end_step(train_step(run, **step_options))  # log, evaluate, save, look for what is wrong
+    return life.exit_code
 
 
 def main(argv: list[str]) -> int:
@@ -41,4 +41,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    as_program(main)
+    run_main(main)

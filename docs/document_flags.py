@@ -15,9 +15,9 @@ from itertools import groupby
 from typing import Any
 
 from megalite.config import megatron_flags
-from megalite.config.field import base_type, facts_of, flag_of, refused, spellings
-from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION, REFUSED, WARNED, Flag
-from megalite.config.options import SECTIONS, options
+from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION, REFUSED, WARNED, MegatronFlag
+from megalite.config.option import flag_name, flags_of, option_spec, type_name, unsupported_values
+from megalite.config.options import SECTIONS, iter_options
 
 FLAGS_INTRO = """\
 # Flags
@@ -59,15 +59,15 @@ def flags_page() -> str:
     lines = [FLAGS_INTRO]
     for section in SECTIONS:
         lines += [f"## {section}", "", "| flag | type | default | meaning |", "|---|---|---|---|"]
-        lines += [_option_row(option) for option_section, option in options() if option_section == section]
+        lines += [_option_row(option) for option_section, option in iter_options() if option_section == section]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _option_row(option: Field[Any]) -> str:
-    option_facts = facts_of(option)
+    option_facts = option_spec(option)
     flags = ", ".join(f"`{flag}`" for flag in _shown_flags(option))
-    kind = " / ".join(option_facts.choices) or base_type(option)
+    kind = " / ".join(option_facts.choices) or type_name(option)
     if option_facts.required:
         default = "required"
     elif option.default is None:
@@ -81,10 +81,10 @@ def _option_row(option: Field[Any]) -> str:
 def _shown_flags(option: Field[Any]) -> list[str]:
     """Return the flags that set the option. Of a switch, return only those that change its default, without the
     `--disable-x` that every switch has."""
-    if base_type(option) != "bool":
-        return [flag for flag, _ in spellings(option)]
-    implied = "--disable-" + flag_of(option.name).removeprefix("--")
-    return [flag for flag, value in spellings(option) if value is not option.default and flag != implied]
+    if type_name(option) != "bool":
+        return [flag for flag, _ in flags_of(option)]
+    implied = "--disable-" + flag_name(option.name).removeprefix("--")
+    return [flag for flag, value in flags_of(option) if value is not option.default and flag != implied]
 
 
 def megatron_page() -> str:
@@ -115,23 +115,23 @@ def megatron_page() -> str:
 def _refused_values() -> dict[str, Sequence[str]]:
     """Return, by flag, the values of Megatron-LM that megalite refuses for an option which works."""
     values_by_flag: dict[str, Sequence[str]] = {}
-    for _, option in options():
-        for flag, value in spellings(option):
+    for _, option in iter_options():
+        for flag, value in flags_of(option):
             if value is None:
-                values_by_flag[flag] = list(refused().get(option.name, ()))
+                values_by_flag[flag] = list(unsupported_values().get(option.name, ()))
     return values_by_flag
 
 
-def _verdict(flag: Flag, refused_values: Sequence[str]) -> tuple[str, str]:
+def _verdict(flag: MegatronFlag, refused_values: Sequence[str]) -> tuple[str, str]:
     """Return the verdict and its reason."""
     if flag.verdict == OPTION:
         return "works", f"refused values: {_quoted(refused_values)}" if refused_values else ""
     if flag.verdict == NO_EFFECT:
         return "no effect", flag.reason
     if flag.verdict == DEPENDENT:
-        return "dependent", f"matters only together with `{megatron_flags.first_of(flag.feature)}`"
+        return "dependent", f"matters only together with `{megatron_flags.primary_flag(flag.feature)}`"
     verdict = "warning" if flag.verdict == WARNED else "refused"
-    accepted = f"; accepted values: {_quoted(flag.neutral)}" if flag.neutral else ""
+    accepted = f"; accepted values: {_quoted(flag.noop_values)}" if flag.noop_values else ""
     return verdict, flag.reason + accepted
 
 

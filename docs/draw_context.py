@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megalite.nn.places import place, unequal, work_of
-from tools.pictures.canvas import SERIES, Picture, figure, ink, save
+from megalite.nn.sequence_sharding import chunk_workloads, imbalance, shard_sequence
+from tools.plots.style import SERIES, Picture, figure, ink, save
 
 RANKS, LENGTH = 4, 64
 CASES = (
@@ -27,15 +27,17 @@ def picture() -> Picture:
         fig, axes = figure(width, [1.5] * len(CASES), share_x=True)
         for axis, (name, lengths, window) in zip(axes, CASES, strict=True):
             first = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)[None]
-            places = place(LENGTH, RANKS, [window], first)
-            keys, work = (work_of(LENGTH, n, [window], first) for n in (LENGTH, LENGTH // places.size))
+            places = shard_sequence(LENGTH, RANKS, [window], first)
+            keys, work = (
+                chunk_workloads(LENGTH, n, [window], first) for n in (LENGTH, LENGTH // places.seq_chunk_size)
+            )
             for rank in range(RANKS):
-                rows = places.rows(rank)
-                share = sum(work[b] for b in places.blocks[rank]) / sum(work)
+                rows = places.positions(rank)
+                share = sum(work[b] for b in places.seq_chunks_by_rank[rank]) / sum(work)
                 seen, told = [keys[i] for i in rows], f"rank {rank}: {share:.0%} of the work"
                 axis.bar(rows, seen, width=1.0, color=ink(SERIES[rank]), label=told)
             axis.set_ylabel("keys per query")
-            busiest = f"the busiest rank has {unequal(work, places.blocks):.2f} times the mean work"
+            busiest = f"the busiest rank has {imbalance(work, places.seq_chunks_by_rank):.2f} times the mean work"
             axis.set_title(f"{name}: {busiest}", loc="left", color=ink("ink"))
             axis.legend(ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
         axes[-1].set_xlabel("position of the query in the sequence; its colour is the rank that holds it")

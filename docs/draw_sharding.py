@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megalite.plan.holding import Shares, element_bytes
-from tools.pictures.canvas import Picture, figure, ink, legend, save
+from megalite.planning.model_state import ShardCounts, bytes_per_element
+from tools.plots.style import Picture, figure, ink, legend, save
 
 RANKS, STAGES = 4, 4
 PARTS = (("weights", "blue"), ("gradients", "vermilion"), ("optimizer", "green"))
@@ -18,13 +18,13 @@ PARTS = (("weights", "blue"), ("gradients", "vermilion"), ("optimizer", "green")
 
 def picture() -> Picture:
     """A line per stage and rank, as wide as a parameter's bytes; what is filled is held."""
-    sizes = element_bytes(torch.bfloat16, (None, None))
+    sizes = bytes_per_element(torch.bfloat16, (None, None))
 
     def draw(width: float) -> Any:
         fig, (axis,) = figure(width, [4.0])
         ticks, names = [], []
         for stage in range(STAGES):
-            shares = Shares.at(stage, RANKS)
+            shares = ShardCounts.for_zero_stage(stage, RANKS)
             for rank in range(RANKS):
                 row, first = stage * (RANKS + 1) + rank, 0
                 ticks.append(row)

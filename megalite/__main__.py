@@ -23,7 +23,7 @@ PROGRAMS = _HERE / "programs" if (_HERE / "programs").is_dir() else _HERE.parent
 COMMANDS = tomllib.loads((_HERE / "commands.toml").read_text("utf-8"))  # name: [module below PROGRAMS, what it does]
 
 
-def overview(group: str = "") -> str:
+def command_list(group: str = "") -> str:
     """The help of all commands, or of those that begin with `group`, which ends in a space."""
     names = [name for name in COMMANDS if name.startswith(group)]
     words = ",".join(dict.fromkeys(name.removeprefix(group).partition(" ")[0] for name in names))
@@ -35,7 +35,7 @@ def run(words: list[str]) -> int:
     """What `megalite WORDS` does, to its exit code. SystemExit as programs raise it."""
     name = next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), None)
     if name is None:
-        return _without_command(words)
+        return _unknown_command(words)
     rest, module = words[len(name.split()) :], COMMANDS[name][0]
     if not module:
         return _completion(rest)
@@ -59,29 +59,29 @@ def _completion(words: list[str]) -> int:
     return 0 if wants_help else 2
 
 
-def _without_command(words: list[str]) -> int:
+def _unknown_command(words: list[str]) -> int:
     first, *rest = words or [""]
     group = f"{first} " if any(name.startswith(f"{first} ") for name in COMMANDS) else ""
     if first == "--version":
         print(f"megalite {__version__}")
     elif first in ("-h", "--help") or (group and {"-h", "--help"} & {*rest}):
-        print(overview(group))
+        print(command_list(group))
     else:
         near = get_close_matches(" ".join(words[:2] if group else words[:1]), COMMANDS, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
         wrong = f"no command {' '.join(words[: 2 if group else 1])!r}{meant}" if words else "no command is given"
-        print(f"megalite: {wrong}\n{overview(group)}", file=sys.stderr)
+        print(f"megalite: {wrong}\n{command_list(group)}", file=sys.stderr)
         return 2
     return 0
 
 
 def main() -> NoReturn:
     try:
-        from megalite.config.exits import as_command
-        from megalite.launch.ranks import leave
+        from megalite.config.exits import run_cli
+        from megalite.launch.rank_info import exit_process
     except KeyboardInterrupt:
         os._exit(130)
-    leave(lambda: as_command(lambda: run(sys.argv[1:]), prints=sys.argv[1:2] != ["train"]))
+    exit_process(lambda: run_cli(lambda: run(sys.argv[1:]), prints=sys.argv[1:2] != ["train"]))
 
 
 if __name__ == "__main__":

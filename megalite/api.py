@@ -19,26 +19,28 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
-from megalite.config.field import LONGEST, words_of
+from megalite.config.option import MAX_SHOWN, to_argv
 from megalite.config.options import Config, ConfigError
-from megalite.config.plugins import load as load_plugins
+from megalite.config.plugins import load_plugins as load_plugins
 from megalite.config.plugins import no_exit
 from megalite.data.errors import DataError
 from megalite.launch.children import with_module_path
-from megalite.launch.local_ranks import ORDERLY
+from megalite.launch.local_launcher import ORDERLY
 from megalite.models.families import PRESETS
-from megalite.train.tell.run_dir import Exit, json_rows, run_folder
+from megalite.training.logging.run_dir import ExitCode, read_jsonl, run_dir
 
 if TYPE_CHECKING:
-    from megalite.generate.generation import Generator
+    from megalite.generate.generation import TextGenerator
 
 # With this process's modules, and with a stop, which saves, when this process dies.
-_START = """from megalite.config.exits import report_code_on; report_code_on({report})
-from megalite.launch.ranks import die_with_parent; die_with_parent(15)
+_CHILD_SCRIPT = """from megalite.config.exits import report_code_on; report_code_on({report})
+from megalite.launch.rank_info import die_with_parent; die_with_parent(15)
 from megalite.__main__ import main; main()"""
-_TELLER = re.compile(r"^(?:\w+\.py|megalite [a-z ]+): (?:error: )?", re.MULTILINE)  # who says the words of an error
+_PROGRAM_PREFIX = re.compile(
+    r"^(?:\w+\.py|megalite [a-z ]+): (?:error: )?", re.MULTILINE
+)  # who says the words of an error
 MOST_BITS = 1024  # of a whole number: Python writes none of more than 4,300 digits as text
-Way = Literal["to_hf", "from_hf", "to_megatron", "from_megatron"]
+Direction = Literal["to_hf", "from_hf", "to_megatron", "from_megatron"]
 Dtype = Literal["float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -66,7 +68,7 @@ class RunConfig(tuple[str, ...]):
         found = _split(words)
         first = next((i for i, word in enumerate(found, 1) if word.endswith("pretrain_gpt.py")), 0)
         config = super().__new__(cls, (*found[first:], *_words_of(options)))
-        if problems := cli.take_apart(config).problems:
+        if problems := cli.parse_args(config).problems:
             raise ConfigError(problems)
         return config
 
@@ -82,8 +84,8 @@ def train(config: RunConfig, *, quiet: bool = False) -> Path:
     """Train, on `nproc` ranks of this machine, until the run ends, or stops as asked: its status.json tells. Returns
     the folder of its files, which `name`, `run_dir` or `save` says. Prints its lines, unless `quiet`. Ctrl-C: it saves,
     and stops. Raises ConfigError before it begins, CommandError where it fails."""
-    folder = run_folder(_checked(config).options)
-    _command("train", config, quiet)
+    folder = run_dir(_checked(config).options)
+    _run("train", config, quiet)
     return folder
 
 
@@ -92,24 +94,24 @@ def plan(config: RunConfig, *, gpus: int, device: str = "h100", **flags: Any) ->
     "plans": the best first, with "layout", "seconds" of a step, "mfu", "tokens_per_s", "peak" (bytes). "command": words
     of the best one's run, for Config. `flags`: of megalite plan, as tokens="300B". Raises ConfigError where the
     question is wrong or nothing fits, CommandError where the layout that is named does not."""
-    return _told("plan", config, num_gpus=gpus, device=device, **flags)
+    return _run_json("plan", config, num_gpus=gpus, device=device, **flags)
 
 
 def verify(config: RunConfig, *, steps: int = 3, dtype: str = "float64", **flags: Any) -> dict[str, Any]:
     """Train the layout at a small size, and compare everything with one process: "rows", with "apart" and "tolerance".
     `flags`: of megalite verify, as most_ranks=4. Raises ConfigError, and CommandError that says where they differ."""
-    return _told("verify", config, steps=steps, dtype=dtype, **flags)
+    return _run_json("verify", config, steps=steps, dtype=dtype, **flags)
 
 
-def convert(way: Way, source: str | Path, target: str | Path, **flags: Any) -> Path:
+def convert(way: Direction, source: str | Path, target: str | Path, **flags: Any) -> Path:
     """Weights to or from Hugging Face or Megatron-LM, whose side is the other way a checkpoint of megalite's; returns
     `target`. `flags`: of megalite convert, as check=True, dtype="bfloat16". Raises ConfigError for those that do not go
     together, CommandError for what cannot be converted exactly, and where a check finds a difference."""
-    if way not in get_args(Way):
-        raise ConfigError([f"way={way!r} is not one of {', '.join(get_args(Way))}; give one"])
+    if way not in get_args(Direction):
+        raise ConfigError([f"way={way!r} is not one of {', '.join(get_args(Direction))}; give one"])
     there, here = _path("source", source), _path("target", target)
     places = {way: there, "save": here} if way.startswith("from") else {"load": there, way: here}
-    _command("convert", _words_of({**places, **_flags("convert", flags)}))
+    _run("convert", _words_of({**places, **_flags("convert", flags)}))
     return Path(target)
 
 
@@ -120,12 +122,12 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     path = Path(_path("run", run), "metrics.jsonl")
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give the folder of a run that has logged a step")
-    return [row for _, row in json_rows(path)]
+    return [row for _, row in read_jsonl(path)]
 
 
 def load(
     path: str | Path, *, dtype: Dtype = "float32", device: Device = "auto", plugins: Sequence[str] = (),
-) -> "Generator":  # fmt: skip
+) -> "TextGenerator":  # fmt: skip
     """A model, whole on one device, for `logits` and `generate`: the newest checkpoint of a run, of whatever layout, or
     a Hugging Face model. `dtype`: of weights and arithmetic. `device`: cpu, cuda, or auto, the card if there is one.
     `plugins`: those that the run had, for this process. Imports torch. Raises CommandError where there is no model, it
@@ -145,14 +147,14 @@ def load(
 
     from megalite.generate.generation import SetupError, load_model
     from megalite.parallel.mesh import Mesh
-    from megalite.train.life.preflight import choose_device
+    from megalite.training.job.preflight import choose_device
 
     load_plugins(plugins)
     try:
         with no_exit():
-            return load_model(path, Mesh.alone(choose_device(device)), getattr(torch, dtype))
+            return load_model(path, Mesh.single_process(choose_device(device)), getattr(torch, dtype))
     except (SetupError, CheckpointError, DataError) as error:
-        raise CommandError("generate", Exit.PREFLIGHT, str(error)) from error
+        raise CommandError("generate", ExitCode.PREFLIGHT, str(error)) from error
 
 
 def _split(words: object) -> list[str]:
@@ -200,7 +202,7 @@ def _words_of(options: Mapping[str, Any]) -> list[str]:
                 break
     if problems:
         raise ConfigError(problems)
-    return _split(words_of(options))
+    return _split(to_argv(options))
 
 
 def _short(value: object) -> str:
@@ -208,7 +210,7 @@ def _short(value: object) -> str:
         text = repr(value)
     except ValueError:  # of a number with more than 4,300 digits
         text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _checked(config: object) -> RunConfig:
@@ -228,17 +230,17 @@ def _path(name: str, value: object) -> str:
     return text
 
 
-def _told(command: str, config: RunConfig, **flags: Any) -> dict[str, Any]:  # JSON, and as "text" what is printed
+def _run_json(command: str, config: RunConfig, **flags: Any) -> dict[str, Any]:  # JSON, and as "text" what is printed
     with TemporaryDirectory() as folder:
         file = Path(folder, "told.json")
-        text = _command(command, [*_checked(config), *_words_of({**_flags(command, flags), "json": file})])
+        text = _run(command, [*_checked(config), *_words_of({**_flags(command, flags), "json": file})])
         return json.loads(file.read_text("utf-8")) | {"text": text}
 
 
-def _command(command: str, words: Sequence[str], quiet: bool = True) -> str:
+def _run(command: str, words: Sequence[str], quiet: bool = True) -> str:
     """The last lines that `megalite COMMAND WORDS` prints. Raises what its exit code says."""
     report, of_child = os.pipe()
-    start = [sys.executable, "-P", "-c", with_module_path(_START.format(report=of_child)), command, *words]
+    start = [sys.executable, "-P", "-c", with_module_path(_CHILD_SCRIPT.format(report=of_child)), command, *words]
     lines = deque[str](maxlen=1000)
     with os.fdopen(report, "rb") as reported:
         try:
@@ -274,11 +276,11 @@ def _command(command: str, words: Sequence[str], quiet: bool = True) -> str:
             answer = reported.read()
             if not answer:
                 lines.append(f"megalite {command}: error: it was ended before it had reported an exit code\n")
-            code = int(answer or Exit.CRASH)
+            code = int(answer or ExitCode.CRASH)
     said = "".join(lines)
     if code in (0, *ORDERLY):
         return said
-    text = ("".join(_TELLER.split(said)[1:]) or said).strip()  # from the first that was told on
-    if code == Exit.USAGE:
+    text = ("".join(_PROGRAM_PREFIX.split(said)[1:]) or said).strip()  # from the first that was told on
+    if code == ExitCode.USAGE:
         raise ConfigError(text.splitlines())
-    raise KeyboardInterrupt(text) if code == Exit.INTERRUPTED else CommandError(command, code, text)
+    raise KeyboardInterrupt(text) if code == ExitCode.INTERRUPTED else CommandError(command, code, text)

@@ -98,4 +98,4 @@ def runs_are_closed_without_plugins() -> Iterator[None]:
     yield
     train_cases.close_runs()
     if plugins := sys.modules.get("megalite.config.plugins"):
-        plugins.load([])
+        plugins.load_plugins([])

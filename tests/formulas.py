@@ -21,7 +21,7 @@ ranks share do not wait, nor does q then.
 """
 
 from megalite.config.options import ModelConfig
-from megalite.kernels.activation import activation_named
+from megalite.kernels.activation import get_activation
 
 STAT_BYTES = 4  # of a statistic of a row: fp32
 
@@ -30,13 +30,13 @@ def layer_saved(model: ModelConfig, size: int, tp: int = 1, again: tuple[str, ..
     """Bytes that one layer keeps for its backward, per token and tp rank; `size`: bytes of an element. Also the extra
     backward of a layer that is recomputed. `again`: the parts that leave nothing behind but their inputs."""
     m = model
-    D, q, kv = m.hidden_size / tp, m.num_attention_heads * m.head_size / tp, max(m.groups / tp, 1) * m.head_size
-    up = m.ffn_size * activation_named(m.activation).width / tp
-    moved = m.qk_layernorm or any(m.rotary)  # k is not what the matmul gave, which v still holds
+    D, q, kv = m.hidden_size / tp, m.num_attention_heads * m.head_size / tp, max(m.num_kv_groups / tp, 1) * m.head_size
+    up = m.ffn_size * get_activation(m.activation).width / tp
+    moved = m.qk_layernorm or any(m.rope_layers)  # k is not what the matmul gave, which v still holds
     elements = (3 if m.parallel_residual else 4) * D + (3 if m.qk_layernorm else 2) * q + (3 if moved else 2) * kv + up
     elements -= 2 * D * ("layernorm" in again) + up * ("mlp" in again)
     heads = m.num_attention_heads / tp
-    normed = (2 if m.qk_layernorm_over_heads else heads + max(m.groups / tp, 1)) if m.qk_layernorm else 0
+    normed = (2 if m.qk_layernorm_over_heads else heads + max(m.num_kv_groups / tp, 1)) if m.qk_layernorm else 0
     stats = (2 / tp + normed) * (1 if m.normalization == "RMSNorm" else 2) + heads
     return elements * size + stats * STAT_BYTES
 
@@ -45,8 +45,8 @@ def layer_waiting(model: ModelConfig, size: int, tp: int = 1) -> float:
     """Bytes of one layer that wait from the gradient of its input for those of its weights, per token and tp rank."""
     m = model
     D, q, F = m.hidden_size, m.num_attention_heads * m.head_size / tp, m.ffn_size / tp
-    qkv = D / tp + q + 2 * m.groups * m.head_size / tp if tp <= m.groups else 0.0
-    return size * (qkv + q + D + D / tp + F * activation_named(m.activation).width + F + D)
+    qkv = D / tp + q + 2 * m.num_kv_groups * m.head_size / tp if tp <= m.num_kv_groups else 0.0
+    return size * (qkv + q + D + D / tp + F * get_activation(m.activation).width + F + D)
 
 
 def mean_keys(model: ModelConfig, seq_length: int) -> float:
@@ -55,7 +55,7 @@ def mean_keys(model: ModelConfig, seq_length: int) -> float:
     def seen(window: int | None) -> float:
         return seq_length / 2 if window is None or window >= seq_length else window - window**2 / (2 * seq_length)
 
-    return sum(map(seen, model.windows)) / model.num_layers
+    return sum(map(seen, model.layer_windows)) / model.num_layers
 
 
 def layer_flops(model: ModelConfig, seq_length: int) -> float:
@@ -67,10 +67,10 @@ def layer_parts(model: ModelConfig, seq_length: int) -> tuple[float, float, floa
     """Of a layer's forward FLOPs: projections of attention, feed-forward block, scores."""
     m = model
     D, F = m.hidden_size, m.ffn_size
-    q, kv = m.num_attention_heads * m.head_size, m.groups * m.head_size
+    q, kv = m.num_attention_heads * m.head_size, m.num_kv_groups * m.head_size
     return (
         2.0 * D * (q + 2 * kv) + 2.0 * q * D,
-        2.0 * D * F * (activation_named(m.activation).width + 1),
+        2.0 * D * F * (get_activation(m.activation).width + 1),
         4.0 * q * mean_keys(m, seq_length),
     )
 

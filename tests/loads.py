@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megalite.checkpoint.format.manifest import Manifest
-from megalite.checkpoint.offline import whole
-from megalite.checkpoint.run import loader, saver
-from megalite.checkpoint.storage.location import Location, step_of
+from megalite.checkpoint.manager import loader, saver
+from megalite.checkpoint.offline import full_box
+from megalite.checkpoint.storage.location import Location, step_from_name
 from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Box, TensorShard
 
-ALONE = Mesh.alone()
+ALONE = Mesh.single_process()
 Found = tuple[Location, Manifest]
 
 
@@ -23,18 +23,22 @@ def newest(
 ) -> Found | None:
     """The newest checkpoint that loads whole; collective."""
 
-    def everything(folder: Location, manifest: Manifest) -> loader.Wanted:
+    def everything(folder: Location, manifest: Manifest) -> loader.LoadPlan:
         held = [(name, kept.shape, getattr(torch, kept.dtype)) for name, kept in manifest.tensors.items()]
-        boxes = [(name, whole(shape), dtype) for name, shape, dtype in held]
-        pieces = [Piece(n, b.shape, b, range(b.numel), torch.empty(b.numel, dtype=dtype)) for n, b, dtype in boxes]
-        return loader.Wanted(pieces, True)
+        boxes = [(name, full_box(shape), dtype) for name, shape, dtype in held]
+        pieces = [
+            TensorShard(n, b.shape, b, range(b.numel), torch.empty(b.numel, dtype=dtype)) for n, b, dtype in boxes
+        ]
+        return loader.LoadPlan(pieces, True)
 
-    return loader.load(directory, mesh, everything, step, first=first)
+    return loader.load_newest(directory, mesh, everything, step, first=first)
 
 
-def fill(folder: Location, manifest: Manifest, pieces: list[Piece], mesh: Mesh, *, exact: bool = False) -> None:
+def fill(folder: Location, manifest: Manifest, pieces: list[TensorShard], mesh: Mesh, *, exact: bool = False) -> None:
     """From this checkpoint alone; collective."""
-    found = loader.load(folder.parent, mesh, lambda *_: loader.Wanted(pieces, exact), step_of(folder.name))
+    found = loader.load_newest(
+        folder.parent, mesh, lambda *_: loader.LoadPlan(pieces, exact), step_from_name(folder.name)
+    )
     assert found is not None and found[1] == manifest
 
 
@@ -43,21 +47,21 @@ def fill(folder: Location, manifest: Manifest, pieces: list[Piece], mesh: Mesh, 
 BACKGROUND = pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 
 
-def whole_piece(values: torch.Tensor, name: str = "model/w") -> Piece:
-    box = whole(tuple(values.shape))
-    return Piece(name, tuple(values.shape), box, range(values.numel()), values.reshape(-1).clone())
+def whole_piece(values: torch.Tensor, name: str = "model/w") -> TensorShard:
+    box = full_box(tuple(values.shape))
+    return TensorShard(name, tuple(values.shape), box, range(values.numel()), values.reshape(-1).clone())
 
 
-def filled(value: float, rows: int = 4, columns: int = 1 << 14, count: int = 3) -> list[Piece]:
+def filled(value: float, rows: int = 4, columns: int = 1 << 14, count: int = 3) -> list[TensorShard]:
     """Matrices of one value."""
     return [whole_piece(torch.full((rows, columns), value), f"model/{n}") for n in range(count)]
 
 
-def row(mesh: Mesh, value: float, columns: int = 8) -> Piece:
+def row(mesh: Mesh, value: float, columns: int = 8) -> TensorShard:
     """Row `rank` of a matrix of `world` rows, all `value`."""
     rank, world = mesh.world.rank, mesh.world.size
     box = Box((rank, 0), (rank + 1, columns))
-    return Piece("model/w", (world, columns), box, range(columns), torch.full((columns,), value))
+    return TensorShard("model/w", (world, columns), box, range(columns), torch.full((columns,), value))
 
 
 def save_steps(directory: str | Location | Path, *steps: int, **sizes: int) -> None:

@@ -287,14 +287,14 @@ def _become(told: dict[str, Any]) -> None:
     import runpy
     from multiprocessing import util
 
-    from megalite.config.faults import fault
+    from megalite.common.fault_injection import inject_fault
 
     util.spawnv_passfds = _forked_server(util.spawnv_passfds)  # type: ignore[attr-defined]
     os.chdir(told["cwd"])
     os.environ.clear()
     os.environ.update(told["env"])
     with contextlib.suppress(ValueError):  # the program says so itself
-        fault.__init__()  # of the environment when it was imported
+        inject_fault.__init__()  # of the environment when it was imported
     words = without_safe_path(told["words"])
     sys.orig_argv[:] = told["words"]
     beside = {"-m": os.getcwd(), "-c": ""}.get(words[1], str(Path(words[1]).resolve().parent))
@@ -315,7 +315,7 @@ def _import_for_all() -> None:
     import importlib
 
     sys.path[0] = str(ROOT)
-    from megalite.launch.local_ranks import PRELOAD
+    from megalite.launch.local_launcher import PRELOAD
 
     for name in PRELOAD:
         importlib.import_module(name)

@@ -16,16 +16,16 @@ from typing import Any
 
 import train_cases
 
-from megalite.launch import local_ranks
-from megalite.launch.local_ranks import start_local
-from megalite.launch.ranks import Ranks, process_group
+from megalite.launch import local_launcher as local_ranks
+from megalite.launch.local_launcher import launch_local
+from megalite.launch.rank_info import RankInfo, process_group
 
 # found from the root of the repository; elsewhere ranks import by themselves
 local_ranks.PRELOAD += ["tests.preloaded"]
 
 
 def _run(
-    ranks: Ranks,
+    ranks: RankInfo,
     senders: list[Any],
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -51,13 +51,13 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def _all_are_here(ranks: Ranks) -> None:
+def _all_are_here(ranks: RankInfo) -> None:
     """A rank with nothing to exchange is not gone before the others have found it: gloo's own groups take care of that."""
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
     store.set(f"here {ranks.rank}", "")
-    store.wait([f"here {rank}" for rank in range(ranks.world)])
+    store.wait([f"here {rank}" for rank in range(ranks.world_size)])
 
 
 def run_ranks(
@@ -83,7 +83,7 @@ def run_ranks(
     thread = threading.Thread(target=drain, daemon=True)
     thread.start()
     senders = [sender for _, sender in pipes]
-    code = start_local(world, _run, (senders, fn, args, timeout, backend), threads=1, grace_s=3.0, timeout_s=timeout)
+    code = launch_local(world, _run, (senders, fn, args, timeout, backend), threads=1, grace_s=3.0, timeout_s=timeout)
     for sender in senders:
         sender.close()
     thread.join(5.0)

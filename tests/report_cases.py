@@ -20,10 +20,10 @@ def about(**changed: Any) -> dict[str, Any]:
 
 def timeline() -> dict[str, Any]:
     """Of the real executor's order, every action 10 ms long on a clock of its own."""
-    from megalite.pipeline.schedule import plan
+    from megalite.pipeline.schedule import build_schedule
 
     ranks = []
-    for rank, row in enumerate(plan("1f1b", 4, 6)):
+    for rank, row in enumerate(build_schedule("1f1b", 4, 6)):
         spans = [{"action": str(a), "start_s": 0.01 * i, "end_s": 0.01 * (i + 1)} for i, a in enumerate(row)]
         ranks.append({"pp_rank": rank, "spans": spans})
     return {"schedule": "1f1b", "pp": 4, "vpp": 1, "microbatches": 6, "ranks": ranks}

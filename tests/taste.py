@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 READERS = {
     "megalite/config/environment.py",
-    "megalite/config/faults.py",
-    "megalite/launch/ranks.py",
-    "megalite/launch/local_ranks.py",
+    "megalite/common/fault_injection.py",
+    "megalite/launch/rank_info.py",
+    "megalite/launch/local_launcher.py",
 }  # of os.environ
 FLOORS = (
     ("generate",),
@@ -91,7 +91,7 @@ def environment_readers(root: Path) -> Iterator[str]:
 
 
 def links_followed(root: Path) -> Iterator[str]:
-    """A file that others may have planted is written by an opener of config/own_file.py, or is new (mode "x")."""
+    """A file that others may have planted is written by an opener of common/safe_open.py, or is new (mode "x")."""
     for path, tree in sources(root, *(f"megalite/{room}" for room in ("checkpoint", "train", "data"))):
         for node in ast.walk(tree):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
@@ -101,7 +101,7 @@ def links_followed(root: Path) -> Iterator[str]:
             written = called == "open" and re.search(r"'[rb]*[wa+][wab+]*'", how)
             written = written or (called == "os.open" and re.search("O_WRONLY|O_RDWR|O_CREAT", how))
             if written or called.endswith((".write_text", ".write_bytes")):
-                yield f"{path}:{node.lineno}: {called} follows links; give it an opener of config/own_file.py"
+                yield f"{path}:{node.lineno}: {called} follows links; give it an opener of common/safe_open.py"
 
 
 STREAMS = "megalite/parallel/streams.py"
@@ -127,7 +127,7 @@ PARAMETER |= set("decoder self_attention input_layernorm pre_mlp_layernorm outpu
 QUESTIONS = set("startswith endswith removeprefix removesuffix split rsplit partition rpartition count find".split())
 ROOMS = set("parallel nn models optim pipeline checkpoint interop generate".split())
 # It reads foreign files a second time, by names of its own: a check does not read through the facts that it checks.
-BY_NAME_ON_PURPOSE = {"tools/checks/second_reading.py"}
+BY_NAME_ON_PURPOSE = {"tools/verification/independent_import.py"}
 
 
 def _is_name(node: ast.expr) -> bool:

@@ -17,7 +17,7 @@ from train_cases import ROOT, run_from
 import megalite
 from megalite import api
 from megalite.nn.micro_batch import Batch
-from megalite.train.start.origin import start_run
+from megalite.training.checkpointing.initial_state import load_initial_state
 
 SMALL = megalite.Config(
     "--preset tiny --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2"
@@ -70,7 +70,7 @@ def test_a_run_its_metrics_and_its_model(run: Path) -> None:
     assert "(mlp): MLP(up [2, 64, 32], down [32, 64])" in repr(model.stage) and len(repr(model.stage)) < 600
     options = megalite.Config(SMALL, train_iters=2, load=run).options
     there = run_from(options)  # the same run, on one rank, as it would continue
-    assert start_run(there, options)[0] is not None
+    assert load_initial_state(there, options)[0] is not None
     batch = Batch(torch.tensor(TOKENS_SB), None, None, torch.zeros(2, dtype=torch.int64), 0)
     assert there.pipeline.stages[0](None, batch)[..., :257].equal(logits_SBV) and logits_SBV.std() > 0
     assert model.generate(["a text", ""], 5, temperature=0)[:1] == model.generate("a text", 5, temperature=0)
@@ -212,10 +212,10 @@ def test_of_command_lines() -> None:
 
 def test_importing_costs_nothing() -> None:
     text = "import sys, time; t = time.process_time(); import megalite; t = time.process_time() - t; megalite.Config; megalite.register;"
-    text += "print(t, 'torch' in sys.modules, callable(megalite.train), megalite.train.__name__, *dir(megalite))"
+    text += "print(t, 'torch' in sys.modules, callable(megalite.train), f'{megalite.train.__module__}.{megalite.train.__name__}', *dir(megalite))"
     words = [sys.executable, "-c", text]
     seconds, *facts = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.split()
-    assert float(seconds) < 0.1 and facts[:3] == ["False", "True", "megalite.train"]
+    assert float(seconds) < 0.1 and facts[:3] == ["False", "True", "megalite.api.train"]
     assert {"Config", "train", "plan", "load", "convert", "verify", "read_metrics"} <= {*facts}
 
 
@@ -259,10 +259,10 @@ def work():
     except megalite.CommandError as error:
         print(error.code, str(error)[:15])
     try:
-        print(api._command("plan", ["--num-gpus", "0"]))
+        print(api._run("plan", ["--num-gpus", "0"]))
     except megalite.ConfigError as error:
         print(str(error)[:10])
-    print(api._command("--version", []))
+    print(api._run("--version", []))
 {CHILDREN[how]}
 """
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=200)
@@ -275,7 +275,7 @@ def test_a_command_that_is_ended_by_force_is_not_done(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(api, "Popen", programs.Popen)
     Path("mine.py").write_text(
-        "import megalite, os\nclass Ends:\n    def step(self, *_):\n        os._exit(0)\n"
+        "import megalite, os\nclass Ends:\n    def on_train_step_end(self, *_):\n        os._exit(0)\n"
         "megalite.register('callback', 'ends', Ends())\n"
     )
     with pytest.raises(megalite.CommandError, match="^it was ended before it had reported") as error:

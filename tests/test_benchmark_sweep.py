@@ -12,12 +12,13 @@ from tables import ANSWERS
 from train_cases import config_from
 
 from megalite.config.options import ConfigError
-from megalite.plan.arrangement import Arrangement, arrange
+from megalite.planning.run_plan import RunPlan, make_run_plan
 from tools import benchmark, plot
-from tools.bench import contender, tables
+from tools.bench import format_results as tables
+from tools.bench import systems as contender
 from tools.bench.breakdown import LOST, advise, break_down, least_traffic, lost, shares
-from tools.bench.turns import Row, Table, combinations_of, read
-from tools.pictures import bench
+from tools.bench.results import Row, Table, combinations_of, read
+from tools.plots import bench
 
 TINY = """--num-layers 4 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --vocab-size 60 --seq-length 8
  --micro-batch-size 1 --device cpu --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
@@ -26,8 +27,8 @@ FLAGS = [*benchmark.RUN.split(), "--global-batch-size", "8", *TINY]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def plan(world: int, *words: str) -> Arrangement:
-    return arrange(config_from([*FLAGS, *words]), world, 60)
+def plan(world: int, *words: str) -> RunPlan:
+    return make_run_plan(config_from([*FLAGS, *words]), world, 60)
 
 
 def run(parts: dict[str, float], axes: dict[str, float] | None = None, ranks: int = 1, **more: Any) -> dict[str, Any]:
@@ -156,7 +157,9 @@ def test_the_bound_has_evidence() -> None:
     made, computing = plan(1), {"forward": 0.4, "backward": 0.6}
     assert break_down(run(computing), made, 4.0)["bound"]["by"] == "compute"
     one, two = (plan(cp, "--cp", str(cp), "--no-use-distributed-optimizer") for cp in (1, 2))
-    less = 2 * one.microbatches * (one.held[0][0] - two.held[0][0])  # of weights the padding differs
+    less = (
+        2 * one.num_microbatches * (one.memory_of_stages[0][0] - two.memory_of_stages[0][0])
+    )  # of weights the padding differs
     assert least_traffic(one) - least_traffic(two) == pytest.approx(less, rel=0.05)
     slow = least_traffic(made) / 1.8  # bytes/s at which memory takes 90 % of 2 s, where matmuls take half of it
     found = break_down(run(computing, copy_bytes_per_s=slow), made, 4.0)["bound"]

@@ -18,8 +18,8 @@ from tables import ANSWERS
 from megalite import __main__ as command
 from megalite import __version__
 from megalite.config import console
-from megalite.config.field import spellings
-from megalite.config.options import options
+from megalite.config.option import flags_of
+from megalite.config.options import iter_options
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {name: module for name, (module, _) in command.COMMANDS.items() if module}
@@ -85,7 +85,7 @@ def test_help_of_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     first = said_by(["train"], monkeypatch, capsys)
     assert first.startswith("usage: megalite train ") and "megalite train --preset" in first
     said = said_by(["train"], monkeypatch, capsys, "all")
-    assert {flag for _, f in options() for flag in [spellings(f)[0][0]]} <= set(re.findall(r"--[\w-]+", said))
+    assert {flag for _, f in iter_options() for flag in [flags_of(f)[0][0]]} <= set(re.findall(r"--[\w-]+", said))
 
 
 def test_the_list_needs_few_modules_and_no_torch() -> None:

@@ -5,7 +5,7 @@ import torch
 from planning.test_rank_memory import Live
 from train_cases import stage_from
 
-from megalite.kernels.dispatch import choose, chosen
+from megalite.kernels.dispatch import kernel_option, set_kernel_options
 from megalite.nn.micro_batch import Batch
 
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
@@ -42,13 +42,13 @@ def test_no_scores_are_saved(style: str, monkeypatch: pytest.MonkeyPatch) -> Non
         one, two = (_kept_per_layer(f"{flags} {sizes.format(n)}", n, b) for n in (s, 2 * s))
         return (two - 2 * one) / (2 * s * s)
 
-    choose("auto", "auto")  # whatever a run before in this process had asked for
+    set_kernel_options("auto", "auto")  # whatever a run before in this process had asked for
     assert quadratic("") == 0
     softmax, keep, dropped, hidden = 4, 1, 2, 1  # bytes: fp32, bool, bf16; one causal mask for all heads and samples
-    chosen.cache_clear()
+    kernel_option.cache_clear()
     monkeypatch.setenv("MEGALITE_ATTENTION", "torch")
     try:
         assert quadratic("") == b * heads * (softmax + keep + dropped) + hidden
         assert quadratic("--recompute-granularity selective") == 0
     finally:
-        chosen.cache_clear()
+        kernel_option.cache_clear()

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.checkpoint.storage.file_system import LocalStorage
-from megalite.launch import machine
+from megalite.checkpoint.storage.local_storage import LocalStorage
+from megalite.launch import system_checks as machine
 from tools import doctor
 from tools.bench import gpu_report_probe
 from tools.preprocess.indexed_writer import IndexedWriter
@@ -99,14 +99,17 @@ def test_what_is_broken_is_named_and_whether_it_stops_a_run(text: str, tmp_path:
     lacks, old, shm = (what.pop(name, None) for name in ("lacks", "old", "shm"))
     monkeypatch.setattr(metadata, "version", version_of)
     if what.pop("full", False):
-        monkeypatch.setattr(LocalStorage, "create", no_space)
+        monkeypatch.setattr(LocalStorage, "open_new", no_space)
     if shm is not None:
         monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(path)._replace(free=shm))
     if "card" in what:
         facts = {"torch": "2.13", "triton": "3.9", "cards": 0, "memory": 1, "cards_told": [TOLD], **what.pop("card")}
         monkeypatch.setattr(gpu_report_probe, "facts", lambda: facts)
         monkeypatch.setattr(gpu_report_probe, "ask_driver", lambda: [TOLD])
-        monkeypatch.setattr("megalite.train.watch.fingerprint.Card", lambda device: type("None_", (), {"figures": {}}))
+        monkeypatch.setattr(
+            "megalite.training.monitoring.rank_consistency.GpuMonitor",
+            lambda device: type("None_", (), {"figures": {}}),
+        )
     for name, value in what.items():
         monkeypatch.setenv(name, str(taken.getsockname()[1]) if value == "taken" else value)
     code, lines = told(capsys, *words)

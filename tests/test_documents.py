@@ -14,12 +14,12 @@ from train_cases import config_from, pretrain
 
 from megalite import __main__ as COMMAND
 from megalite import __version__
-from megalite.config.field import spellings
 from megalite.config.megatron_flags import known_flags
-from megalite.config.options import local_processes, options
-from megalite.config.validation import check
-from megalite.interop.naming import FAMILIES
-from megalite.launch.ranks import Ranks
+from megalite.config.option import flags_of
+from megalite.config.options import iter_options, num_local_ranks
+from megalite.config.validation import find_problems
+from megalite.interop.name_mapping import FAMILIES
+from megalite.launch.rank_info import RankInfo
 
 COMMANDS = commands()
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -91,11 +91,11 @@ def test_every_command_is_read_by_its_program(command: Command, tmp_path: Path, 
     config = config_from([str(ROOT / w) if w.startswith("examples/") else w for w in words])
     if config.checkpoint.use_checkpoint_args:  # the rest is in a checkpoint
         return
-    ranks = max(world, local_processes(config.parallel))
-    assert check(config, ranks) == []
+    ranks = max(world, num_local_ranks(config.parallel))
+    assert find_problems(config, ranks) == []
     other = dict(data_path=None, tokenizer_type=None, tokenizer_model=None, mock_data=True, vocab_size=100)
     plan = replace(config, data=replace(config.data, **other), train=replace(config.train, dry_run=True))
-    assert pretrain(plan, Ranks(world=ranks, local_world=ranks)) == 0
+    assert pretrain(plan, RankInfo(world_size=ranks, local_world_size=ranks)) == 0
     assert "layers per stage" in capsys.readouterr().out
 
 
@@ -129,7 +129,9 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
     """Of the trainer, with Megatron-LM's that it answers, of the tools, of torchrun and of the test suite."""
     from torch.distributed.run import get_args_parser
 
-    found = {flag for _, f in options() for flag, _ in spellings(f)} | known_flags().keys() | {"--preset", "--config"}
+    found = (
+        {flag for _, f in iter_options() for flag, _ in flags_of(f)} | known_flags().keys() | {"--preset", "--config"}
+    )
     found |= documents.flags_of(get_args_parser()) | documents.flags_of(torch_range.parser())
     found |= {f"--{word}" for word in OTHERS.split()}
     for path in sorted((ROOT / "tools").rglob("*.py")):

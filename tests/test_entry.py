@@ -5,17 +5,17 @@ from pathlib import Path
 import programs
 from train_cases import ROOT, SMALL
 
-# Prints the functions between `main` and `Zero1.step`, of one process that trains. A generator or a context manager is
+# Prints the functions between `main` and `DistributedOptimizer.step`, of one process that trains. A generator or a context manager is
 # not among them unless it is on the stack, and then it counts as any function does.
 STACK = """
 import sys
 import pretrain_gpt
-from megalite.optim.zero1 import Zero1
+from megalite.optim.distributed_optimizer import DistributedOptimizer
 
-real = Zero1.step
+real = DistributedOptimizer.step
 
 def step(self, *args, **kwargs):
-    frame, names = sys._getframe(1), ["Zero1.step"]
+    frame, names = sys._getframe(1), ["DistributedOptimizer.step"]
     while frame is not None and names[0] != "main":
         if "site-packages" not in frame.f_code.co_filename:
             names.insert(0, frame.f_code.co_qualname)
@@ -23,7 +23,7 @@ def step(self, *args, **kwargs):
     print("CALLS", *names)
     real(self, *args, **kwargs)
 
-Zero1.step = step
+DistributedOptimizer.step = step
 sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
 
@@ -39,4 +39,4 @@ def test_five_calls_lead_from_main_to_the_optimizers_step(tmp_path: Path) -> Non
     words = [*SMALL, "--train-iters", "2", "--eval-iters", "0", "--device", "cpu", "--run-dir", str(tmp_path)]
     done = programs.python("-c", STACK, *words, ok=True)
     calls = {tuple(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("CALLS")}
-    assert calls == {("main", "Command.launch", "train", "train_step", "_update", "Zero1.step")}
+    assert calls == {("main", "TrainCommand.launch", "train", "train_step", "_update", "DistributedOptimizer.step")}

@@ -21,13 +21,13 @@ from train_cases import BORDERS, config_from, run_from
 from whole import owned, whole_of
 
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.config.toml import to_toml
-from megalite.train.balance import NAMES
-from megalite.train.loop import evaluate
-from megalite.train.setup import SetupError
-from megalite.train.start.origin import start_run
-from megalite.train.start.resume import open_saver, save
-from megalite.train.step import train_step
+from megalite.config.config_file import dump_config
+from megalite.training.checkpointing.initial_state import load_initial_state
+from megalite.training.checkpointing.resume import open_saver, save
+from megalite.training.expert_balancer import LOSS_NAMES
+from megalite.training.setup import SetupError
+from megalite.training.train_step import train_step
+from megalite.training.trainer import evaluate
 
 STEPS = 3
 MIXTRAL, QWEN, DEEPSEEK, EP2, EP4 = map(flags, "MIXTRAL QWEN_MOE DEEPSEEK ep2 ep4".split())
@@ -45,13 +45,13 @@ def _train(flags: str, evaluates: bool = False, common: str = COMMON) -> tuple:
     counts, losses, results = [], [], []
     for _ in range(STEPS):
         if evaluates:
-            evaluate(run, run.data, 1)
+            evaluate(run, run.train_loader, 1)
         results.append(train_step(run))
-        counts.append(run.balance.counts_LE.tolist())
-        losses.append(run.balance.losses_L3.tolist())
-    run.buffer.wait_gather()
-    biases = {router.name: router.bias.tolist() for router in run.balance.routers if router.bias is not None}
-    numbers = [(r.loss, r.grad_norm, *(r.balance[name] or 0 for name in NAMES)) for r in results]
+        counts.append(run.expert_balancer.counts_LE.tolist())
+        losses.append(run.expert_balancer.losses_L3.tolist())
+    run.buffer.wait_param_sync()
+    biases = {router.name: router.bias.tolist() for router in run.expert_balancer.routers if router.bias is not None}
+    numbers = [(r.loss, r.grad_norm, *(r.balance[name] or 0 for name in LOSS_NAMES)) for r in results]
     return numbers, owned(run.optimizer, "model/"), counts, losses, biases
 
 
@@ -69,7 +69,7 @@ def test_an_evaluation_changes_nothing(model: str) -> None:
     assert repr(_train(model, evaluates=True)) == repr(alone(model))
 
 
-@pytest.mark.everything(guards=("megalite/nn/experts.py", "megalite/nn/router.py", "megalite/nn/token_exchange.py"))
+@pytest.mark.everything(guards=("megalite/nn/moe.py", "megalite/nn/router.py", "megalite/nn/token_dispatch.py"))
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 1024"])
 def test_half_precision_trains_as_in_one_process(precision: str) -> None:
     flags = f"{MIXTRAL} {precision} --train-iters 5 --global-batch-size 8"
@@ -132,7 +132,7 @@ def test_padding_changes_nothing(tmp_path: Path, model: str) -> None:
     assert all(sum(layer) == 16 * 16 * topk for step in counts for layer in step)
 
 
-@pytest.mark.parametrize("item", rarely(PADDED, OFTEN_PADDED, NAME, guards=("megalite/nn", "megalite/train")))
+@pytest.mark.parametrize("item", rarely(PADDED, OFTEN_PADDED, NAME, guards=("megalite/nn", "megalite/training")))
 def test_padded_documents_train_as_in_one_process(packed: str, item: Row) -> None:
     ranks = run_ranks(item.world, _train, f"{item.model} {item.layout}", False, packed)
     micro = "--micro-batch-size 1" * ("--micro-batch-size" in item.layout.split())
@@ -156,7 +156,7 @@ def _tokens_after(flags: str, common: str) -> tuple[list[int], list[int]]:
 def test_tokens_are_counted_without_padding(packed: str) -> None:
     words = flags("MIXTRAL")
     run = run_from(f"{packed} {words}", dtype=torch.float64)
-    layout = run.ledger.blend.layout(np.arange(32)) if run.ledger else None
+    layout = run.ledger.blend.piece_lengths(np.arange(32)) if run.ledger else None
     assert layout is not None
     inputs = [min(int(pieces.sum()), 24) for pieces in layout]
     assert sum(inputs) < 32 * 24
@@ -166,14 +166,14 @@ def test_tokens_are_counted_without_padding(packed: str) -> None:
     dense = flags("LLAMA")
     assert _tokens_after(dense, packed) == want
     train_step(run)
-    assert run.balance.counts_LE.sum(1).tolist() == [2 * want[0][0]] * 4
+    assert run.expert_balancer.counts_LE.sum(1).tolist() == [2 * want[0][0]] * 4
 
 
 def _weights_after_a_step(words: str) -> dict[str, np.ndarray]:
     """After one of SGD at rate 1, which takes off the gradient."""
     run = run_from(words, dtype=torch.float64)
     train_step(run)
-    run.buffer.wait_gather()
+    run.buffer.wait_param_sync()
     return _weights([((), owned(run.optimizer, "model/"))])
 
 
@@ -209,15 +209,15 @@ def _go_on(flags: str, steps: int) -> list:
     run = run_from(config)
     saver = open_saver(run, config)
     if config.checkpoint.load:
-        start_run(run, config)
+        load_initial_state(run, config)
 
     def biases() -> dict[str, list[float]]:
-        return {r.name: r.bias.tolist() for r in run.balance.routers if r.bias is not None}
+        return {r.name: r.bias.tolist() for r in run.expert_balancer.routers if r.bias is not None}
 
     before = biases()
     losses = [train_step(run).loss for _ in range(steps)]
     if saver is not None:
-        save(run, saver, to_toml(config))
+        save(run, saver, dump_config(config))
         saver.close()
     return [before, biases(), losses]
 
@@ -258,7 +258,7 @@ def _update(flags: str) -> tuple[list, list]:
     run = run_from(f"{COMMON} {flags}", dtype=torch.float64)
     before = owned(run.optimizer, "model/")
     train_step(run)
-    run.buffer.wait_gather()
+    run.buffer.wait_param_sync()
     return before, owned(run.optimizer, "model/")
 
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from tools import gpu_report
-from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_probe, gpu_report_tests, limited
+from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_probe, gpu_report_tests
+from tools.bench import timeout as limited
 from tools.bench.gpu_report_parts import Part, Setting
 from tools.bench.kernel_case import Sizes
 from tools.bench.kernel_cases import CASES
 from tools.bench.kernels import SIZES
-from tools.program import read_json
+from tools.cli_common import read_json
 
 # What else a developer's machine has. Found when Python starts, so that it holds for every process of the report.
 BLOCK = """

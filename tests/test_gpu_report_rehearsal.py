@@ -26,17 +26,17 @@ if "pretrain_gpt.py" in words and "--bf16" in words and "dropout 0 " in words:
     real = megalite.nn.norm.norm
     megalite.nn.norm.norm = lambda *a, **k: real(*a, **k) * 1.2
 if "forkserver" in words:
-    import megalite.parallel.comm, megalite.train.setup, os
-    real_build = megalite.train.setup.build_run
+    import megalite.parallel.comm, megalite.training.setup, os
+    real_build = megalite.training.setup.build_run
     def build(config, ranks, *args, **kwargs):
         if ranks.rank == 1:
             os.abort()
         return real_build(config, ranks, *args, **kwargs)
-    megalite.train.setup.build_run = build
+    megalite.training.setup.build_run = build
     megalite.parallel.comm.start_all_gather_into = raise_error(RuntimeError("NCCL error: unhandled system error"))
 if "benchmark_rank.py" in words:
-    import torch, megalite.train.step
-    megalite.train.step.train_step = raise_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    import torch, megalite.training.train_step
+    megalite.training.train_step.train_step = raise_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
 if "bench/kernels.py" in words:
     import torch
     torch.Tensor.zero_ = raise_error(RuntimeError("CUDA error: an illegal memory access was encountered"))

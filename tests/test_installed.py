@@ -15,7 +15,7 @@ from pathlib import Path
 import documents
 import pytest
 
-from megalite.config.registry import KINDS
+from megalite.config.registry import REGISTRIES
 
 ROOT = Path(__file__).resolve().parent.parent
 CLONE = ("megalite", "tools", "tests/test_tools.py", "examples", "setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -52,9 +52,9 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 DATA = """commands.toml config/megatron_flags.txt config/faults.toml config/help.toml
  config/refused.toml config/registry.toml config/translate/accelerate.toml config/translate/bridge.toml
  config/translate/deepspeed.toml config/translate/nanotron.toml config/translate/nemo.toml config/translate/torchtitan.toml
- data/tokenizers/tables.toml interop/hugging_face/facts.toml interop/megatron/names.toml kernels/newton_schulz.toml
+ data/tokenizers/tables.toml interop/huggingface/facts.toml interop/megatron/names.toml kernels/newton_schulz.toml
  kernels/tiles.toml launch/machine.toml launch/ranks.toml models/families.toml plan/causes.toml plan/devices.toml
- plan/links.toml train/tell/figures.toml completion.sh py.typed"""
+ plan/links.toml training/logging/figures.toml completion.sh py.typed"""
 
 
 @RARELY
@@ -66,7 +66,7 @@ def test_what_a_wheel_holds(clone: Path, wheel: Path, tmp_path: Path) -> None:
     folders = (ROOT / "tools", ROOT / "examples/recipes", ROOT / "examples/plugins")
     files = [p for folder in folders for p in folder.rglob("*") if p.is_file() and p.suffix not in (".sh", ".pyc")]
     programs = {str(p.relative_to(ROOT)) for p in files} | {"pretrain_gpt.py"}
-    assert {"megalite/config/console.py", "megalite/__main__.py"} <= package and "tools/bench/limited.py" in programs
+    assert {"megalite/config/console.py", "megalite/__main__.py"} <= package and "tools/bench/timeout.py" in programs
     assert held == package | {f"megalite/programs/{name}" for name in programs}
     others = [p for p in (ROOT / "megalite").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
     assert {str(p.relative_to(ROOT)) for p in others} <= held  # data that a later change brings
@@ -178,7 +178,7 @@ def indented(text: str) -> str:
 
 
 @pytest.mark.everything(guards=("examples/plugins", "megalite/config/plugin_examples.py"))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", REGISTRIES)
 def test_a_written_plugin_trains(kind: str, run: Run, tmp_path: Path) -> None:
     """What `megalite plugin KIND` says can be typed as it stands, and its runs train."""
     said = run(f"megalite plugin {kind} --out mine.py")
@@ -198,7 +198,7 @@ def test_a_written_plugin_trains(kind: str, run: Run, tmp_path: Path) -> None:
 @RARELY
 def test_parts_of_a_users_own(run: Run, tmp_path: Path) -> None:
     """Every example of a plugin, in one run."""
-    names = {kind: f"{kind}_of_mine.py" for kind in KINDS}
+    names = {kind: f"{kind}_of_mine.py" for kind in REGISTRIES}
     for kind, name in names.items():
         run(f"megalite plugin {kind} --out {name}")
     files = [*names.values()]

@@ -22,7 +22,7 @@ import yaml
 from test_remote_checkpoints import s3_server  # noqa: F401 (a fixture)
 from train_cases import SMALL
 
-from megalite.config.cli import take_apart
+from megalite.config.cli import parse_args
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "examples/launch"
@@ -231,7 +231,7 @@ def test_kubernetes_starts_it(name: str, tmp_path: Path, cluster: dict[str, str]
     user = re.findall(r"^USER (\d+):(\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[-1]
     assert pod["securityContext"] == {"runAsNonRoot": user[0] != "0", "fsGroup": int(user[1])}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert not take_apart(container["args"]).problems
+    assert not parse_args(container["args"]).problems
     own = {one["name"]: one["value"] for one in container["env"]}
     assert own["NPROC"] == container["resources"]["limits"]["nvidia.com/gpu"]
     assert (job["completionMode"], job["completions"]) == ("Indexed", job["parallelism"])
@@ -285,10 +285,10 @@ def test_skypilot_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
     assert subprocess.run(["bash", "-euc", command], cwd=ROOT, env=env, timeout=30).returncode == 0
     [line] = notes(env, "torchrun")
     assert "--nnodes=2 --nproc-per-node=8 " in line and "--rdzv-endpoint=10.0.0.5:29500 --rdzv-id=t1 " in line
-    words = take_apart(shlex.split(line.partition("pretrain_gpt.py ")[2]))
+    words = parse_args(shlex.split(line.partition("pretrain_gpt.py ")[2]))
     assert not words.problems
     bucket = "s3://megalite-checkpoints/run"
-    assert (words.given["save"], words.given["load"], words.given["run_dir"]) == (bucket, bucket, f"{tmp_path}/run")
+    assert (words.values["save"], words.values["load"], words.values["run_dir"]) == (bucket, bucket, f"{tmp_path}/run")
 
 
 @pytest.mark.everything(guards=("examples/launch",))

@@ -1,4 +1,4 @@
-"""tools/bench/levers.py at tiny sizes: what a row says is what was switched, and a lever that breaks costs itself."""
+"""tools/bench/ablations.py at tiny sizes: what a row says is what was switched, and a lever that breaks costs itself."""
 
 import json
 import multiprocessing
@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from megalite.kernels import cross_entropy
-from megalite.kernels.dispatch import chosen
-from megalite.launch.ranks import Ranks
-from tools.bench import gpu_report_goals, levers
-from tools.bench.contender import built
+from megalite.kernels.dispatch import kernel_option
+from megalite.launch.rank_info import RankInfo
+from tools.bench import ablations as levers
+from tools.bench import gpu_report_goals
 from tools.bench.gpu_report_goals import TABLE
+from tools.bench.systems import built
 
 FLAGS = f"{TABLE['levers']['run']} {TABLE['words']['tiny']} --num-layers 2 --global-batch-size 4 --device cpu".split()
 PLAN = {"layers": 2, "of_layers": 2, "seq_length": 32, "moments": "fp32"}
@@ -25,7 +26,7 @@ def measured(folder: Path, rows: list[Row], flags: str = "", seconds: float = 20
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TABLE["levers"], "mine", rows)
         task = {"group": "mine", "flags": [*FLAGS, *flags.split()], "folder": str(folder), "plan": PLAN}
-        code = levers.levers_rank(Ranks(), task | {"seconds": seconds, "tiny": True})
+        code = levers.levers_rank(RankInfo(), task | {"seconds": seconds, "tiny": True})
     return code, json.loads((folder / "levers.json").read_text())
 
 
@@ -33,7 +34,7 @@ def test_a_lever_is_measured_in_pairs_and_one_that_breaks_costs_itself(tmp_path:
     window = {"name": "window", "on": {"flags": "--window-size {quarter},0"}}
     breaks = {"name": "breaks", "on": {"flags": "--micro-batch-size 3"}}
     rows = [{"name": "nothing"}, breaks, {"name": "of a card", "card": "no card is here"}, window]
-    before = dict(cross_entropy.CHUNK_BYTES), chosen("attention_kernel")
+    before = dict(cross_entropy.CHUNK_BYTES), kernel_option("attention_kernel")
     code, made = measured(tmp_path, rows)
     nothing, broken, of_a_card, good = made["rows"]
     assert nothing["status"].startswith("not measured: both sides are the same here")
@@ -44,7 +45,7 @@ def test_a_lever_is_measured_in_pairs_and_one_that_breaks_costs_itself(tmp_path:
     assert good["ratio"] == statistics.median(good["ratios"]) and len(good["ratios"]) == 2
     assert on["losses"][0] != off["losses"][0] == pytest.approx(on["losses"][0], rel=0.05)  # it was switched
     assert on["mfu"] / on["tokens_per_s"] < off["mfu"] / off["tokens_per_s"]  # what a window hides is no work
-    assert (dict(cross_entropy.CHUNK_BYTES), chosen("attention_kernel")) == before
+    assert (dict(cross_entropy.CHUNK_BYTES), kernel_option("attention_kernel")) == before
     shown = list(gpu_report_goals.lever_rows({"levers": made}))
     assert [row[0] for row in shown] == ["nothing", "breaks", "of a card", "window"] and {
         len(row) for row in shown
@@ -59,7 +60,7 @@ def test_without_time_the_rows_say_so(tmp_path: Path) -> None:
 
 def test_a_side_has_the_batches_chunks_windows_and_documents_of_its_flags() -> None:
     """And FLOPs of its own: those of documents are those of samples as long as they are."""
-    with built(Ranks(), {"flags": FLAGS}) as (_, run):
+    with built(RankInfo(), {"flags": FLAGS}) as (_, run):
         made = levers.Levers(FLAGS, run)
         words = "--reset-attention-mask --reset-position-ids --tokenizer-type NullTokenizer --micro-batch-size 2"
         plain, apart = made.side(), made.side(flags=words, chunk_mib=3)

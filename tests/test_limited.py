@@ -1,4 +1,4 @@
-"""tools/bench/limited.py: whatever a command does, it ends, leaves nobody behind, and its last words are known."""
+"""tools/bench/timeout.py: whatever a command does, it ends, leaves nobody behind, and its last words are known."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import programs
 import pytest
 from train.whole_runs import alive
 
-from tools.bench import limited
+from tools.bench import timeout as limited
 
 ROOT = Path(__file__).resolve().parent.parent
 HANG_IN_C = """
@@ -75,7 +75,7 @@ def test_children_end_with_it_in_whatever_session_they_are(tmp_path: Path) -> No
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_parent_that_is_ended_takes_the_command_with_it(tmp_path: Path, number: int) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    outer = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path; from tools.bench import limited"
+    outer = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path; from tools.bench import timeout as limited"
     outer += f"\nlimited.run([sys.executable, '-c', {code!r}], Path({str(tmp_path / 'log.txt')!r}), 60)"
     parent = programs.Popen([sys.executable, "-c", outer])
     log = tmp_path / "log.txt"

@@ -14,9 +14,9 @@ from train_cases import config_from, pretrain
 from megalite.config import cli
 from megalite.config.megatron_flags import known_flags
 from megalite.config.options import ConfigError
-from megalite.launch.ranks import Ranks
+from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
-from megalite.train.sources import open_tokenizer, true_vocab_size
+from megalite.training.datasets import open_tokenizer, true_vocab_size
 from tools import plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,12 +68,12 @@ def test_a_line_of_megatrons_starts_or_is_refused_for_what_is_missing(
     words = words_of(line, places)
     world = world_of(words)
     try:
-        found = cli.read_all([*words, "--dry-run"], PRESETS, world=lambda config: world)
+        found = cli.parse_config([*words, "--dry-run"], PRESETS, world=lambda config: world)
     except ConfigError as error:
         assert sorted(map(_feature, error.problems)) == sorted(line["refused"]), error.problems
         return
     assert line["refused"] == []
-    assert pretrain(found.config, Ranks(world=world, local_world=world)) == 0, capsys.readouterr().err
+    assert pretrain(found.config, RankInfo(world_size=world, local_world_size=world)) == 0, capsys.readouterr().err
     assert f"= {world} rank" in capsys.readouterr().out
     assert all("yet" not in note for note in found.notes)
 

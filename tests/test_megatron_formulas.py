@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_cases import config_from
 
+from megalite.config.option_parsers import parse_batch_schedule
 from megalite.config.options import Config, ConfigError
-from megalite.config.pattern import read_batch_schedule
-from megalite.config.validation import check, without_effect
-from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
-from megalite.plan.arrangement import arrange
-from megalite.plan.batch_size import BatchSizes
-from megalite.train.setup import rates
+from megalite.config.validation import find_ineffective, find_problems
+from megalite.optim.lr import LrSchedule, OptimSchedules, WeightDecaySchedule
+from megalite.planning.batch_size import BatchSizeSchedule
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.setup import build_schedules
 
 FIGURES = tables.read("megatron_figures")
 spelt = tables.spelt(FIGURES["words"])
@@ -36,8 +36,8 @@ def parse_schedule(text: str, flags: str) -> Config:
     return config_from([*words, "--step-batch-size-schedule", text])
 
 
-def rates_of(config: Config, dp: int = 1) -> Rates:
-    return rates(arrange(config, dp, 20))
+def rates_of(config: Config, dp: int = 1) -> OptimSchedules:
+    return build_schedules(make_run_plan(config, dp, 20))
 
 
 def rate(s: LrSchedule, seen: float) -> float:
@@ -131,24 +131,24 @@ def test_figures_of_a_rate_of_embedding_and_head() -> None:
     assert own is not None and own.at(160) == own.at(161) == 1e-4
 
 
-def walk(sizes: BatchSizes, steps: int) -> list[int]:
+def walk(sizes: BatchSizeSchedule, steps: int) -> list[int]:
     consumed, result = 0, []
     for _ in range(steps):
         result.append(sizes.at(consumed))
         consumed += result[-1]
-    assert sizes.consumed_at(steps) == consumed
+    assert sizes.samples_after(steps) == consumed
     return result
 
 
 @pytest.mark.parametrize("final,ramp,want", FIGURES["ramps"])
 def test_figures_of_ramps(final: int, ramp: list[int], want: list[list[int]]) -> None:
     """`want`: batch sizes, and steps that have them."""
-    assert walk(BatchSizes.ramp(final, *ramp), 24) == [size for size, steps in want for _ in range(steps)]
+    assert walk(BatchSizeSchedule.ramp(final, *ramp), 24) == [size for size, steps in want for _ in range(steps)]
 
 
 def test_a_ramp_that_megatron_rounds() -> None:
     """30 of 54 increments over 477 samples begin at sample 265; 265 / (477 / 54) is 29.999999999999996."""
-    sizes = BatchSizes.ramp(55, 1, 1, 477)
+    sizes = BatchSizeSchedule.ramp(55, 1, 1, 477)
     assert [sizes.at(n) for n in (264, 265, 266, 477, 478)] == [30, 30, 31, 54, 55]
 
 
@@ -156,7 +156,7 @@ def test_a_ramp_that_megatron_rounds() -> None:
 def test_a_ramp_divides_the_samples_by_the_increments(
     start: int, increment: int, count: int, samples: int, data: st.DataObject
 ) -> None:
-    sizes = BatchSizes.ramp(start + count * increment, start, increment, samples)
+    sizes = BatchSizeSchedule.ramp(start + count * increment, start, increment, samples)
     n = data.draw(st.integers(0, 2 * samples))
     passed = count if n > samples else math.floor(n / (samples / count))
     assert sizes.at(n) == start + passed * increment
@@ -165,15 +165,15 @@ def test_a_ramp_divides_the_samples_by_the_increments(
 def test_figures_of_step_schedules() -> None:
     text = "0:4 1.5K:8 4k:16"
     config = parse_schedule(text, "--train-samples 1001")
-    plan = arrange(config, 1, 20)
+    plan = make_run_plan(config, 1, 20)
     sizes = plan.batch_sizes
-    assert sizes.steps == ((0, 4), (93, 8), (250, 16))
+    assert sizes.milestones == ((0, 4), (93, 8), (250, 16))
     assert walk(sizes, 36) == [4] * 24 + [8] * 12
-    assert plan.steps == 91 and plan.samples == 1008
-    assert [sizes.steps_for(n) for n in (100, 1001, 19_531_250)] == [25, 91, 1_220_732]
-    published = read_batch_schedule("0:384 200B:768 400B:1152", 4096)
+    assert plan.num_steps == 91 and plan.total_samples == 1008
+    assert [sizes.num_steps_for(n) for n in (100, 1001, 19_531_250)] == [25, 91, 1_220_732]
+    published = parse_batch_schedule("0:384 200B:768 400B:1152", 4096)
     assert published == ((0, 384), (48_828_125, 768), (97_656_250, 1152))
-    assert BatchSizes(published, last_whole=True).steps_for(19_531_250) == 50_863
+    assert BatchSizeSchedule(published, keep_last_batch=True).num_steps_for(19_531_250) == 50_863
 
 
 def test_iterations_count_micro_batch_size_x_data_parallel_beside_a_step_schedule() -> None:
@@ -181,11 +181,11 @@ def test_iterations_count_micro_batch_size_x_data_parallel_beside_a_step_schedul
     config = parse_schedule("0:8 1K:16", "--train-iters 100 --lr-warmup-iters 10")
     lr = rates_of(config, dp=2).lr
     assert (lr.warm_up, lr.decay) == (10 * 4 * 2, 100 * 4 * 2)
-    assert arrange(config, 2, 20).eval_batch_size == 8
-    assert any("--train-samples" in note for note in without_effect(config))
+    assert make_run_plan(config, 2, 20).eval_batch_size == 8
+    assert any("--train-samples" in note for note in find_ineffective(config))
     by_samples = parse_schedule("0:8 1K:16", "--train-samples 900 --lr-warmup-samples 50")
     assert (rates_of(by_samples).lr.warm_up, rates_of(by_samples).lr.decay) == (50, 900)
-    assert without_effect(by_samples) == []
+    assert find_ineffective(by_samples) == []
 
 
 @pytest.mark.parametrize("text,flags,problem", FIGURES["no_schedules"])
@@ -198,12 +198,12 @@ def test_a_step_schedule_that_is_none(text: str, flags: str, problem: str) -> No
 def test_every_size_of_a_step_schedule_is_made_of_micro_batches() -> None:
     config = parse_schedule("0:8 1K:10", "--train-samples 100")
     want = "step_batch_size_schedule size=10 is not a multiple of micro_batch_size 4 x data parallel 1 = 4: use 8 or 12"
-    assert check(config, 1) == [want]
+    assert find_problems(config, 1) == [want]
 
 
 def test_samples_to_iterations() -> None:
     """A constant batch, and one behind its ramp, drop a last batch that is not full."""
     for ramp, final, samples, steps in FIGURES["samples"]:
         config = parse(f"--lr 1e-3 --global-batch-size {final} --train-samples {samples} {ramp}")
-        assert arrange(config, 1, 20).steps == steps
+        assert make_run_plan(config, 1, 20).num_steps == steps
         assert rates_of(config).lr.decay == samples

@@ -20,12 +20,12 @@ from tables import ANSWERS
 from test_runs import typed
 from train_cases import config_from
 
-from megalite.config.validation import check
-from megalite.plan.arrangement import Arrangement
-from megalite.plan.cluster import cluster as plan_cluster
-from megalite.plan.cluster import default_profile
+from megalite.config.validation import find_problems
+from megalite.planning.cluster import default_profile
+from megalite.planning.cluster import make_cluster as plan_cluster
+from megalite.planning.run_plan import RunPlan
 from tools import plan, plot
-from tools.planning import ask
+from tools.planning import wizard as ask
 
 SHAPE = "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000".split()
 BATCH = "--global-batch-size 32 --num-gpus 16".split()
@@ -46,7 +46,7 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
     found = json.loads(file.read_text())
     for flags in (found["command"], command):
         config = config_from(flags)
-        assert not check(config, 16)
+        assert not find_problems(config, 16)
     assert len(found["plans"]) == 3 and found["plans"][0]["world"] == 16
     assert len({(one["layout"]["tp"], one["layout"]["pp"], one["layout"]["zero"]) for one in found["plans"]}) == 3
     assert re.search(r"layouts: [\d,]+ cannot be built, .* here 3 of \d", " ".join(text.split()))
@@ -171,7 +171,7 @@ def test_devices_in_words(answers: Sequence[str], cluster: tuple[str, int, int],
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     words = ask.answers(args)
     made = plan_cluster(args.device, args.num_gpus, args.gpus_per_node)
-    assert (made.device.name, made.nodes, made.per_node) == cluster
+    assert (made.device.name, made.num_nodes, made.devices_per_node) == cluster
     assert words[-4:] == ["--seq-length", "1024", "--global-batch-size", "64"]
     asked_again = capsys.readouterr().out.count("write it as") + ("12" in answers)
     assert asked_again == (2 if "12" in answers else 0)
@@ -191,8 +191,8 @@ def test_a_model_is_known_by_its_size() -> None:
     """8B, 70B and so on, beside the parameters that the trainer counts."""
     for text, wanted in (("1B", 1e9), ("8b", 8e9), ("70B", 70e9), ("100 billion", 100e9), ("405B", 405e9)):
         model = config_from([*ask.model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]).model
-        made = Arrangement(config_from([*ask.model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]), 1, 128256)
-        assert made.parameters == pytest.approx(wanted, rel=0.08), text
+        made = RunPlan(config_from([*ask.model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]), 1, 128256)
+        assert made.num_parameters == pytest.approx(wanted, rel=0.08), text
         assert model.hidden_size == 128 * model.num_attention_heads and model.num_attention_heads % 8 == 0
     assert ask.model("Llama 3 8B") == ask.model("llama3-8b") == ["--preset", "llama3-8b"]
     for text, rule in (("1M", "no usual sizes"), ("llama-8b", "did you mean llama3-8b?"), ("16xh100", "no preset")):
@@ -259,8 +259,8 @@ def test_a_model_of_hugging_face_and_a_clusters_file(tmp_path: Path, capsys: pyt
     command = text.partition("slurm.sh RUN_DIR")[2].partition("\n(")[0].replace("\\\n", " ").split()
     found = config_from(command)
     m = found.model
-    assert (m.num_layers, m.groups, m.ffn_size, m.positions, m.activation) == (4, 4, 704, 2048, "swiglu")
-    assert not check(found, 8)
+    assert (m.num_layers, m.num_kv_groups, m.ffn_size, m.max_positions, m.activation) == (4, 4, 704, 2048, "swiglu")
+    assert not find_problems(found, 8)
 
 
 def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:

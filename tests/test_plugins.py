@@ -19,18 +19,18 @@ from train_cases import SMALL, config_from
 
 import megalite
 from megalite.config import plugins
+from megalite.config.config_file import dump_config
 from megalite.config.options import ConfigError
-from megalite.config.registry import KINDS
-from megalite.config.toml import to_toml
+from megalite.config.registry import REGISTRIES
+from megalite.data.datasets.base_dataset import MapDataset
 from megalite.data.errors import DataError
-from megalite.data.samples.source import NumberedDataset
-from megalite.kernels.activation import activation_named, fault_of
+from megalite.kernels.activation import fault_of, get_activation
 from megalite.optim.lr import LrSchedule
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline import schedule
-from megalite.plan.arrangement import arrange
-from megalite.plan.holding import kept_of
-from megalite.train.moments import Figures
+from megalite.planning.model_state import state_dtypes_of
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.callbacks import PluginMetrics
 
 EXAMPLES = ROOT / "examples/plugins"
 LINE = [*SMALL, "--device", "cpu"]
@@ -126,7 +126,7 @@ def test_an_optimizer_is_shared_out_by_every_stage_of_zero(tmp_path: Path) -> No
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
     saved = json.loads((tmp_path / "shared/iter_0000003/manifest.json").read_text("utf-8"))["tensors"]
     assert {name.partition("/")[0] for name in saved} == {"model", "optimizer.exp_avg"}
-    kept = [kept_of(config_from(line).optim, matrix=True) for line in (words, [*LINE, *STEPS])]
+    kept = [state_dtypes_of(config_from(line).optim, matrix=True) for line in (words, [*LINE, *STEPS])]
     assert kept == [(None,), (None, None)]  # the planner counts one state
 
 
@@ -149,21 +149,25 @@ def test_a_dataset_is_shuffled_counted_resumed_and_shared(tmp_path: Path) -> Non
 
 def test_samples_by_number_come_once_an_epoch_and_are_checked() -> None:
     rows_of = np.arange(7 * 5).reshape(7, 5)
-    data = NumberedDataset("mine", rows_of, 4, seed=1, split="train")
+    data = MapDataset("mine", rows_of, 4, seed=1, split="train")
     epochs = [data.samples(np.arange(7) + 7 * epoch) for epoch in (0, 1)]
     assert all(sorted(map(tuple, epoch)) == sorted(map(tuple, rows_of)) for epoch in epochs)
-    assert (epochs[0] != epochs[1]).any() and data.num_tokens == 28 and data.count(range(3)) == (12, 3)
-    assert data.go_on([(8, 2), (4, 3)]) is None and (data.samples(np.array([0])) == epochs[0][5]).all()
-    assert data.where(2, 3).startswith("dataset mine, sample ") and "7 samples, 2.00 epochs" in data.describe(14)
-    other = NumberedDataset("mine", rows_of + 1, 4, seed=1, split="train")
-    assert other.digest != data.digest == NumberedDataset("mine", rows_of, 4, seed=2, split="valid").digest
+    assert (
+        (epochs[0] != epochs[1]).any()
+        and data.num_tokens == 28
+        and data.count_tokens_and_documents(range(3)) == (12, 3)
+    )
+    assert data.resume([(8, 2), (4, 3)]) is None and (data.samples(np.array([0])) == epochs[0][5]).all()
+    assert data.locate(2, 3).startswith("dataset mine, sample ") and "7 samples, 2.00 epochs" in data.describe(14)
+    other = MapDataset("mine", rows_of + 1, 4, seed=1, split="train")
+    assert other.digest != data.digest == MapDataset("mine", rows_of, 4, seed=2, split="valid").digest
     for wrong in (rows_of[:, :4], rows_of.astype(float)):
         with pytest.raises(DataError, match=r"dataset mine: its sample \d is .*; give seq_length \+ 1 = 5 token ids"):
-            NumberedDataset("mine", wrong, 4, seed=1, split="train").samples(np.arange(2))
+            MapDataset("mine", wrong, 4, seed=1, split="train").samples(np.arange(2))
     with pytest.raises(DataError, match=r"dataset mine: its sample \d cannot be made: .*; correct the plugin"):
-        NumberedDataset("mine", [[1, [2]]] * 7, 4, seed=1, split="train").samples(np.arange(2))
+        MapDataset("mine", [[1, [2]]] * 7, 4, seed=1, split="train").samples(np.arange(2))
     with pytest.raises(DataError, match="has no samples of test"):
-        NumberedDataset("mine", rows_of[:0], 4, seed=1, split="test")
+        MapDataset("mine", rows_of[:0], 4, seed=1, split="test")
 
 
 def test_a_part_that_fails_before_the_run_has_its_line(tmp_path: Path) -> None:
@@ -190,8 +194,8 @@ from megalite.pipeline.schedule import one_f_one_b
         with pytest.raises(ValueError, match=rf"lr_decay_style='{style}' gives .* at sample 3; give a finite"):
             LrSchedule(1.0, 0.0, style, 0, 10).at(3)
     with pytest.raises(ValueError, match=r"optimizer='mine': of\(options\) gives \[\], whose states are no dict; give"):
-        arrange(config, 1, 93)
-    assert schedule.plan("made", 2, 4) == schedule.plan("1f1b", 2, 4)
+        make_run_plan(config, 1, 93)
+    assert schedule.build_schedule("made", 2, 4) == schedule.build_schedule("1f1b", 2, 4)
 
 
 def test_a_tokenizer_makes_data_trains_and_speaks(tmp_path: Path) -> None:
@@ -248,11 +252,15 @@ def test_metrics_are_the_same_under_every_layout_and_callbacks_are_called(tmp_pa
     said = typed(tmp_path, *words, "--compile", "--dry-run", code=2)
     assert "compile=True with metric=quiet" in said
     config_from(words)
-    figures = Figures([], Mesh.alone(), 2)
+    figures = PluginMetrics([], Mesh.single_process(), 2)
     megalite.log("quiet", 3.0, 4)
     megalite.log("quiet", torch.tensor([1.0, 0.0, 0.0, 0.0]))
-    assert figures.take() == {"metric/quiet": 0.5, "metric/quiet/layers": [None, None], "metric/updates": None}
-    assert figures.take()["metric/quiet"] is None
+    assert figures.reduce_and_reset() == {
+        "metric/quiet": 0.5,
+        "metric/quiet/layers": [None, None],
+        "metric/updates": None,
+    }
+    assert figures.reduce_and_reset()["metric/quiet"] is None
 
 
 def test_a_pipeline_schedule_trains_and_one_that_would_hang_is_refused(tmp_path: Path) -> None:
@@ -369,9 +377,9 @@ def test_an_activations_gradient_is_that_of_its_forward(
         assert config_from(words).operations.plugin == ("mine.py",)
 
 
-@pytest.mark.parametrize("name", [*KINDS["activation"].built_in])
+@pytest.mark.parametrize("name", [*REGISTRIES["activation"].built_in])
 def test_built_in_activations_pass_what_plugins_must(name: str) -> None:
-    assert fault_of(activation_named(name)) == ""
+    assert fault_of(get_activation(name)) == ""
 
 
 def test_verify_refuses_a_gradient_that_is_wrong_in_one_process_too(tmp_path: Path) -> None:
@@ -586,16 +594,18 @@ megalite.register('activation', '{}', activation_named('squared_relu'))"""
     words = [*LINE, *STEPS, "--config", "run.toml", "--plugin", "part2.py", "--plugin", "part3", "part1.py"]
     config = config_from(words)
     assert config.operations.plugin == ("part1.py", "part2.py", "part3") and config.model.activation == "act3"
-    assert {*KINDS["activation"]} > {"act1", "act2", "act3"} and list(plugins.hashes()) == [*config.operations.plugin]
-    assert "# sha256: part1.py " in to_toml(config)
-    part = KINDS["activation"].find("act2")
+    assert {*REGISTRIES["activation"]} > {"act1", "act2", "act3"} and list(plugins.plugin_hashes()) == [
+        *config.operations.plugin
+    ]
+    assert "# sha256: part1.py " in dump_config(config)
+    part = REGISTRIES["activation"].get("act2")
     config_from([*LINE, *STEPS, "--plugin", "part2.py"])
-    assert KINDS["activation"].find("act2") is part  # its code has run once
+    assert REGISTRIES["activation"].get("act2") is part  # its code has run once
     plugin(tmp_path, body.format("act4"), "part2.py")
     config_from([*LINE, *STEPS, "--plugin", "part2.py"])
-    assert list(KINDS["activation"].added) == ["act4"]
-    plugins.load(["part2.py"], {"part2.py": b"import megalite\n" + body.format("act5").encode()})  # as ranks do
-    assert list(KINDS["activation"].added) == ["act5"]
+    assert list(REGISTRIES["activation"].added) == ["act4"]
+    plugins.load_plugins(["part2.py"], {"part2.py": b"import megalite\n" + body.format("act5").encode()})  # as ranks do
+    assert list(REGISTRIES["activation"].added) == ["act5"]
     with pytest.raises(ConfigError, match="activation='act1' is not one of .*, or give the --plugin that registers it"):
         config_from([*LINE, *STEPS, "--activation", "act1"])
     with pytest.raises(ValueError, match="registered outside of a plugin"):
@@ -606,7 +616,7 @@ def written(folder: Path, *words: str, code: int = 0) -> str:
     return typed(folder, "megalite", "plugin", *words, program="-m", code=code)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", REGISTRIES)
 def test_an_example_of_each_kind_is_written_and_loads(kind: str, tmp_path: Path) -> None:
     said = written(tmp_path, kind.replace("_", "-"))
     (file,) = tmp_path.iterdir()
@@ -614,8 +624,8 @@ def test_an_example_of_each_kind_is_written_and_loads(kind: str, tmp_path: Path)
     assert said.startswith(f"{file.name} is an example of {kind}. ") and f"megalite train --plugin {file.name} " in said
     assert "examples/plugins" not in text and f"--plugin {file.name} " in text
     assert re.search(rf"register\(\"{kind}\"", text)
-    plugins.load([str(file)])
-    assert KINDS[kind].added
+    plugins.load_plugins([str(file)])
+    assert REGISTRIES[kind].added
 
 
 def test_a_written_example_never_takes_the_place_of_a_file(tmp_path: Path) -> None:
@@ -633,15 +643,15 @@ def test_a_written_example_never_takes_the_place_of_a_file(tmp_path: Path) -> No
         found = written(tmp_path, *words.split(), code=2)
         assert said in found and "Traceback" not in found, found
         if said.endswith("one of "):
-            assert all(kind in found for kind in KINDS)
+            assert all(kind in found for kind in REGISTRIES)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "mine.py"]
     assert (tmp_path / "mine.py").read_text("utf-8") == "mine"
     listed = written(tmp_path)
-    assert all(re.search(rf"^  {kind} +\S", listed, re.MULTILINE) for kind in KINDS)
+    assert all(re.search(rf"^  {kind} +\S", listed, re.MULTILINE) for kind in REGISTRIES)
     odd = 'my "own"/act ivation.py'
     (tmp_path / odd).parent.mkdir()
     assert f"--plugin '{odd}' " in written(tmp_path, "activation", "--out", odd)
-    plugins.load([str(tmp_path / odd)])
+    plugins.load_plugins([str(tmp_path / odd)])
 
 
 SIGNATURES = {
@@ -652,11 +662,11 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", REGISTRIES)
 def test_the_page_has_a_skeleton_of_each_kind(kind: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SIGNATURES[kind][0], "utf-8")
-    plugins.load([str(tmp_path / "mine.py")])
-    (name,) = KINDS[kind].added
+    plugins.load_plugins([str(tmp_path / "mine.py")])
+    (name,) = REGISTRIES[kind].added
     assert name.lower() == "mine"
 
 

@@ -11,10 +11,10 @@ from train_cases import pretrain
 
 from megalite.config import cli
 from megalite.config.recipes import recipes
-from megalite.launch.ranks import Ranks
+from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
 from tools import plan, verify
-from tools.program import read_json
+from tools.cli_common import read_json
 
 RECIPES = recipes()
 FIRST = re.compile(r"# (.+) on (\d+) (H\d00): ([\d.]+[BT]) tokens, (.+)\n")
@@ -32,10 +32,12 @@ def test_a_recipe_starts_and_takes_what_it_says(name: str, tmp_path, capsys) -> 
     assert name.endswith(f"-{world}x{first[3].lower()}")
     (tmp_path / "recipe.toml").write_text(text)
     words = ["--config", str(tmp_path / "recipe.toml"), "--mock-data"]
-    config = cli.read_all([*words, "--dry-run"], PRESETS, world=lambda config: world).config
+    config = cli.parse_config([*words, "--dry-run"], PRESETS, world=lambda config: world).config
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     for rank in range(0, world, world // pp):
-        assert pretrain(config, Ranks(rank=rank, world=world, local_world=min(8, world))) == 0, capsys.readouterr().err
+        assert pretrain(config, RankInfo(rank=rank, world_size=world, local_world_size=min(8, world))) == 0, (
+            capsys.readouterr().err
+        )
     cluster = ["--tp", str(tp), "--num-gpus", str(world), "--device", first[3].lower(), "--tokens", first[4]]
     assert plan.main([*words, *cluster, "--json", str(tmp_path / "plan.json")]) == 0
     (found_plan,) = read_json(tmp_path / "plan.json")["plans"]

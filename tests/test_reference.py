@@ -17,12 +17,12 @@ from reference_model import Documents, Model, Rotary, Trained, Training, Weights
 from torch import Tensor
 from train_cases import BORDERS, run_from
 
-from megalite.kernels.dropout import fold, keep_mask
+from megalite.kernels.dropout import fold_in, keep_mask
 from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
-from megalite.nn.parameter import named_specs
-from megalite.train.loop import evaluate
-from megalite.train.state import Run
-from megalite.train.step import train_step
+from megalite.nn.parameter import params_with_specs
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
+from megalite.training.trainer import evaluate
 
 STEPS, BATCH, LR, SEED = 4, 4, 0.01, 7
 COMMON = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 20
@@ -201,7 +201,7 @@ def build(flags: str) -> Run:
 
 def weights_of(run: Run) -> Weights:
     """Views of all weights, with the rows that pad the vocabulary."""
-    return {spec.name: parameter.data for stage in run.pipeline.stages for spec, parameter in named_specs(stage)}
+    return {spec.name: parameter.data for stage in run.pipeline.stages for spec, parameter in params_with_specs(stage)}
 
 
 def perturb_(weights: Weights) -> None:
@@ -217,7 +217,7 @@ def ran(flags: str) -> Outcome:
     run = build(flags)
     perturb_(weights_of(run))
     initial = {name: value.clone() for name, value in weights_of(run).items()}
-    dataset = run.data.batches.dataset
+    dataset = run.train_loader.batches.dataset
     batches = [torch.from_numpy(dataset.samples(np.arange(s * BATCH, (s + 1) * BATCH))) for s in range(STEPS)]
     results = [train_step(run) for _ in range(STEPS)]
     trained = Trained([r.loss for r in results], [r.grad_norm for r in results], weights_of(run))
@@ -236,7 +236,7 @@ def drop(step: int, dropout: tuple[float, float], site: str, layer: int, x: Tens
     places = [torch.arange(size) for size in x.shape]
     places[0] += (step - 1) * BATCH
     axes = [place.view(-1, *[1] * (x.dim() - 1 - i)) for i, place in enumerate(places)]
-    return x * keep_mask(fold(SEED, step, layer, SITES[site]), p, *axes) / (1 - p)
+    return x * keep_mask(fold_in(SEED, step, layer, SITES[site]), p, *axes) / (1 - p)
 
 
 @functools.cache
@@ -343,8 +343,8 @@ def test_rotary_tables_turn_each_position_by_its_own_angle(factor: float | None)
 def test_evaluation_is_the_loss_without_dropout(name: str) -> None:
     row = BY_NAME[name]
     run = build(f"{row.flags} --hidden-dropout 0.3 --attention-dropout 0.3")
-    loss = evaluate(run, run.data, 1)
-    tokens = torch.from_numpy(run.data.batches.dataset.samples(np.arange(BATCH)))
+    loss = evaluate(run, run.train_loader, 1)
+    tokens = torch.from_numpy(run.train_loader.batches.dataset.samples(np.arange(BATCH)))
     want = reference.loss_of(weights_of(run), tokens, row.model, row.documents)
     assert loss == pytest.approx(want.item(), rel=1e-10)
 

@@ -10,15 +10,15 @@ from browser import look, need_browser, photograph
 from report_cases import write_run
 from train_cases import SMALL, TP2_PP2
 
-from tools.pictures import shares
-from tools.pictures.run import read_run
+from tools.plots import bars as shares
+from tools.plots.run_data import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_RUN = {"Loss", "Step by step", "Where the time went", "Pipeline", "Which rank holds which layers", "Memory", "Data"}
 ONE_RUN |= {"What happened", "Options that differ from the defaults", "Environment"}
 HOSTILE = "<script>document.title='struck'</script>$x_1$\\1"
 
-pytestmark = pytest.mark.everything(guards=("tools/report.py", "tools/pictures"))
+pytestmark = pytest.mark.everything(guards=("tools/report.py", "tools/plots"))
 
 
 def report(*words: str | Path) -> None:

@@ -15,12 +15,13 @@ import pytest
 from report_cases import STAGES, rows, write_run
 
 from megalite.models.families import PRESETS
-from megalite.parallel.mesh import plan_mesh
+from megalite.parallel.mesh import abstract_mesh
 from tools import plot, report
-from tools.pictures import curves, pipeline, shares
-from tools.pictures.canvas import COLOURS, NARROW, WIDE, Picture, clean, svg
-from tools.pictures.page import Page, key_figures
-from tools.pictures.run import COLUMNS, RunError, differences, read_run, read_runs, thin, whence
+from tools.plots import bars as shares
+from tools.plots import curves, pipeline
+from tools.plots.html_report import Page, key_figures
+from tools.plots.run_data import COLUMNS, RunError, differences, read_run, read_runs, thin, whence
+from tools.plots.style import COLOURS, NARROW, WIDE, Picture, clean, svg
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("metrics.jsonl", "events.jsonl", "status.json", "report.json", "timeline.json", "run_config.toml")
@@ -41,7 +42,7 @@ def test_ranks_of_a_position_are_those_of_the_mesh(tmp_path: Path) -> None:
         axes = {"tp": 2, "pp": 3, "cp": 2, "dp_outermost": outermost}
         by_mesh: list[list[int]] = [[], [], []]
         for rank in range(24):
-            by_mesh[plan_mesh(24, rank, **axes).pp.rank].append(rank)  # type: ignore[arg-type]
+            by_mesh[abstract_mesh(24, rank, **axes).pp.rank].append(rank)  # type: ignore[arg-type]
         assert shares.positions(run) == by_mesh
 
 

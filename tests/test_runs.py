@@ -17,7 +17,7 @@ from tables import ANSWERS
 
 from megalite.config.cli import read
 from megalite.models.families import PRESETS
-from megalite.train.tell.run_dir import run_folder, taken
+from megalite.training.logging.run_dir import name_conflict, run_dir
 from tools import diff, logs, report, runs, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,16 +71,16 @@ def test_a_name_is_a_folder_that_is_taken_once(tmp_path: Path, monkeypatch: pyte
     toml = tmp_path / "run.toml"
     toml.write_text(TOML)
     mine = config("--name", "mine", toml=toml)
-    assert run_folder(mine) == Path("runs/mine") and taken(mine) == []
+    assert run_dir(mine) == Path("runs/mine") and name_conflict(mine) == []
     left(Path("runs/mine"))
     left(Path("runs/mine-2"))
-    [problem] = taken(mine)
+    [problem] = name_conflict(mine)
     assert problem == "name='mine': runs/mine holds a run already; give --name mine-3, or remove it"
     saved = ("--name", "mine", "--save", "kept", "--save-interval", "2")
-    assert "--load kept to continue it" in taken(config(*saved, toml=toml))[0]
-    assert taken(config(*saved, "--load", "kept", toml=toml)) == []
-    assert taken(config(*saved, "--load", "other", toml=toml)) != []
-    assert taken(config("--name", "mine", "--dry-run", toml=toml)) == taken(config(toml=toml)) == []
+    assert "--load kept to continue it" in name_conflict(config(*saved, toml=toml))[0]
+    assert name_conflict(config(*saved, "--load", "kept", toml=toml)) == []
+    assert name_conflict(config(*saved, "--load", "other", toml=toml)) != []
+    assert name_conflict(config("--name", "mine", "--dry-run", toml=toml)) == name_conflict(config(toml=toml)) == []
     left(Path("runs/a/b"))
     for words, said in (
         (("--name", "mine"), "give --name mine-3"),

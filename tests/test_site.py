@@ -229,7 +229,7 @@ def read_of_the_environment() -> set[str]:
                 found |= {n for n in names if isinstance(n, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+_?", n)}
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("variable") and node.args:
                 found |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant)}
-    launchers = of_table(ROOT / "megalite/launch/ranks.toml")
+    launchers = of_table(ROOT / "megalite/launch/launcher_variables.toml")
     found |= {name for name in launchers if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", name)}
     for file in (*(ROOT / "tools").glob("*.sh"), ROOT / "tests/run.sh"):
         found |= {*re.findall(r"\bMEGALITE_[A-Z_]+", file.read_text("utf-8"))}

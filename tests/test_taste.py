@@ -41,7 +41,7 @@ def test_what_keeps_the_rules_is_let_through(tmp_path: Path) -> None:
         "docs/wide.md": f"| {'cell ' * 30} |\n\n```\n{'code ' * 30}\n```\n\n- [{'link ' * 30}](shapes.md)\n",
         "megalite/nn/a.py": "import os\n\nclass A:\n    def g(self): self.i, self.h = 1, self.g\n\ndef f(x_SBD):\n"
         "    S, B, _ = x_SBD.shape\n    y_sBD = scatter(x_SBD)\n    return A().g(y_sBD=y_sBD)\n",
-        "megalite/train/b.py": "from megalite.nn.a import A\n",
+        "megalite/training/b.py": "from megalite.nn.a import A\n",
         "megalite/config/environment.py": "import os\nx = os.environ\n",
     }
     for name, text in right.items():

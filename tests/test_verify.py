@@ -19,15 +19,15 @@ from cover import rarely
 from train_cases import config_from
 
 from megalite.config.options import Config
-from megalite.config.stage_layers import given_stages
-from megalite.config.validation import check
+from megalite.config.pipeline_layout import explicit_stage_layers
+from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
 from tools import verify as verify_tool
-from tools.checks.agreement import Reference, Tolerance, compare, second_reading
-from tools.checks.causes import Finding, find
-from tools.checks.places import Layout, place
-from tools.checks.recording import Item, Recording, read_all, write
-from tools.checks.smaller import Smaller, of_groups, smaller, twin
+from tools.verification.compare_ranks import Reference, Tolerance, compare, second_reading
+from tools.verification.diagnose import Finding, find
+from tools.verification.record import Item, Recording, read_all, write
+from tools.verification.reference_sharding import Layout, place
+from tools.verification.shrink import Smaller, of_groups, smaller, twin
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = """--micro-batch-size 2 --global-batch-size 1024 --train-iters 1000 --lr 3e-4 --mock-data
@@ -62,12 +62,12 @@ def test_every_preset_is_small_under_every_layout(preset: str, axes: tuple[int, 
     tp, pp, dp = axes
     config, found = made(f"--preset {preset} --tp {tp} --pp {pp} --dp {dp}")
     a, b = config.model, found.config.model
-    assert not check(found.config, found.layout.world) and not check(twin(found.config), 1)
+    assert not find_problems(found.config, found.layout.world) and not find_problems(twin(found.config), 1)
     assert found.layout.world <= 8
     for wanted, left in zip(axes, (found.layout.tp, found.layout.pp, found.layout.dp), strict=True):
         assert (wanted > 1) == (left > 1) and left <= wanted
     assert b.hidden_size <= 128 and b.num_layers <= 9 and b.seq_length == 16
-    assert (a.groups < a.num_attention_heads) == (b.groups < b.num_attention_heads)
+    assert (a.num_kv_groups < a.num_attention_heads) == (b.num_kv_groups < b.num_attention_heads)
     kept = ("activation", "normalization", "position_embedding_type", "add_bias_linear", "qk_layernorm", "add_qkv_bias")
     for name in (*kept, "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout", "rotary_base"):
         assert getattr(a, name) == getattr(b, name), name
@@ -76,9 +76,9 @@ def test_every_preset_is_small_under_every_layout(preset: str, axes: tuple[int, 
 
 def test_groups_that_ranks_share_and_patterns_of_layers_stay() -> None:
     config, found = made("--preset llama3-8b --tp 32 --dp 1 --global-batch-size 64 --num-query-groups 4", 4)
-    assert config.model.groups < 32 and 1 < found.config.model.groups < found.layout.tp
+    assert config.model.num_kv_groups < 32 and 1 < found.config.model.num_kv_groups < found.layout.tp
     _, found = made(f"{GPT} --window-size 256,0 --window-attn-skip-freq [1]*23+[0] --tp 2 --dp 1")
-    windows = found.config.model.windows
+    windows = found.config.model.layer_windows
     assert None in windows and 5 in windows and len(windows) < 24
 
 
@@ -88,8 +88,8 @@ def test_a_second_run_is_of_groups_that_the_first_hides(flags: str, second: int,
     found = of_groups(config, first, 8)
     assert (found and found.layout) == (Layout(second) if second else None)
     if found is not None:
-        assert found.config.model.groups == groups and not check(found.config, found.layout.world)
-        assert found.config.train.train_iters == 1 and not check(twin(found.config), 1)
+        assert found.config.model.num_kv_groups == groups and not find_problems(found.config, found.layout.world)
+        assert found.config.train.train_iters == 1 and not find_problems(twin(found.config), 1)
 
 
 def test_too_few_ranks_for_groups_are_told() -> None:
@@ -102,7 +102,7 @@ def test_too_few_ranks_for_groups_are_told() -> None:
 @pytest.mark.parametrize("flags,counts", CASES["stages"])
 def test_stages_keep_who_has_fewer_layers(flags: str, counts: list[int]) -> None:
     _, found = made(spelt(f"GPT {flags}"))
-    assert given_stages(found.config.model.num_layers, found.config.parallel) == counts
+    assert explicit_stage_layers(found.config.model.num_layers, found.config.parallel) == counts
 
 
 @pytest.mark.parametrize("batch,pp,number", [(64, 4, 8), (6, 4, 3), (20, 4, 5), (64, 1, 3), (2, 1, 1)])
@@ -268,8 +268,8 @@ def test_experts_keep_how_they_are_chosen_and_held(flags: str, layout: str, edp:
     m = found.config.model
     sizes = (m.num_experts, m.moe_router_topk, m.moe_router_num_groups, m.moe_router_group_topk)
     assert (str(found.layout), found.layout.edp, sizes[: len(kept)]) == (layout, edp, tuple(kept))
-    assert not check(found.config, found.layout.world) and not check(twin(found.config), 1)
-    assert set(m.experts) == set(config.model.experts) and m.expert_ffn_size < 64
+    assert not find_problems(found.config, found.layout.world) and not find_problems(twin(found.config), 1)
+    assert set(m.moe_layers) == set(config.model.moe_layers) and m.expert_ffn_size < 64
 
 
 def test_layers_are_numbered_by_their_place_in_the_pipeline(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ HEALTHY = {name: spelt(flags) for name, flags in CASES["healthy"].items()}
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "name",
-    rarely([*HEALTHY], ["gpt", "qwen", "ZeRO-3", "cp", "experts"], str, guards=("tools/verify.py", "tools/checks")),
+    rarely([*HEALTHY], ["gpt", "qwen", "ZeRO-3", "cp", "experts"], str, guards=("tools/verify.py", "tools/verification")),
 )
 def test_a_healthy_layout_agrees(name: str, tmp_path: Path) -> None:
     told = tmp_path / "told.json"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.indexed_dataset import IndexedDataset
 from tools.preprocess.indexed_writer import IndexedWriter
 
 

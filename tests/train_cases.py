@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megalite.checkpoint.run.saver import Saver
+    from megalite.checkpoint.manager.saver import CheckpointSaver
     from megalite.config.options import Config
-    from megalite.launch.ranks import Ranks
+    from megalite.launch.rank_info import RankInfo
     from megalite.models.gpt import Stage
-    from megalite.train.life.stop import StopSignal
-    from megalite.train.state import Run
-    from megalite.train.tell.run_dir import Exit
+    from megalite.training.job.stop_signals import StopSignalHandler
+    from megalite.training.logging.run_dir import ExitCode
+    from megalite.training.state import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -47,22 +47,22 @@ def config_from(words: str | Sequence[str]) -> Config:
     return cli.read(words.split() if isinstance(words, str) else words, PRESETS)[0]
 
 
-def this_rank() -> Ranks:
+def this_rank() -> RankInfo:
     """Of those that tests/ranks.py has started; else the only one."""
     import torch.distributed as dist
 
-    from megalite.launch.ranks import Ranks
+    from megalite.launch.rank_info import RankInfo
 
-    return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+    return RankInfo(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else RankInfo()
 
 
 def stage_from(words: str | Sequence[str], dtype: torch.dtype) -> Stage:
     """The whole model on one rank, without a run."""
     from megalite.parallel.mesh import Mesh
-    from megalite.plan.arrangement import arrange
+    from megalite.planning.run_plan import make_run_plan
 
     config = config_from(words)
-    return arrange(config, 1, config.data.vocab_size).build_stages(Mesh.alone(), dtype)[0]
+    return make_run_plan(config, 1, config.data.vocab_size).build_stages(Mesh.single_process(), dtype)[0]
 
 
 OPEN: list[Run] = []  # until the test is over, or what tests/ranks.py calls
@@ -73,7 +73,7 @@ def run_from(given: Config | str | Sequence[str], **how: Any) -> Run:
     import torch
 
     from megalite.config.options import Config
-    from megalite.train.setup import build_run
+    from megalite.training.setup import build_run
 
     config = given if isinstance(given, Config) else config_from(given)
     OPEN.append(build_run(config, how.pop("ranks", this_rank()), how.pop("device", torch.device("cpu")), **how))
@@ -89,8 +89,8 @@ def kept(run: Run, kind: str = "") -> dict[str, Tensor]:
     """A copy of all that an update changes: weights, main weights, moments, and the number of updates; or of one kind."""
     import torch
 
-    pieces = {piece.name: piece.data.clone() for piece in run.optimizer.pieces()}
-    pieces |= {"updates": torch.tensor(run.optimizer.updates)}
+    pieces = {piece.name: piece.data.clone() for piece in run.optimizer.checkpoint_shards()}
+    pieces |= {"updates": torch.tensor(run.optimizer.num_updates)}
     return {name: data for name, data in pieces.items() if name.startswith(kind)}
 
 
@@ -100,34 +100,36 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def pretrain(
-    config: Config, ranks: Ranks | None = None, warnings: Sequence[str] = (), stop: StopSignal | None = None
+    config: Config, ranks: RankInfo | None = None, warnings: Sequence[str] = (), stop: StopSignalHandler | None = None
 ) -> int:
     """The program on one rank, past its command line, to its exit code. Signals come to `stop`, if to anybody."""
     import pretrain_gpt
-    from megalite.launch.ranks import Ranks
-    from megalite.train.life.command import Command
-    from megalite.train.life.stop import StopSignal
+    from megalite.launch.rank_info import RankInfo
+    from megalite.training.job.command import TrainCommand
+    from megalite.training.job.stop_signals import StopSignalHandler
 
-    with mock.patch("megalite.train.life.run.keep_freed_memory"):  # for the whole process
-        return pretrain_gpt.train(ranks or Ranks(), Command(config, warnings, stop=stop or StopSignal()))
+    with mock.patch("megalite.training.job.job.keep_freed_heap"):  # for the whole process
+        return pretrain_gpt.train(
+            ranks or RankInfo(), TrainCommand(config, warnings, signals=stop or StopSignalHandler())
+        )
 
 
-def train(run: Run, config: Config, folder: Path, saver: Saver | None = None) -> tuple[Exit, str]:
+def train(run: Run, config: Config, folder: Path, saver: CheckpointSaver | None = None) -> tuple[ExitCode, str]:
     """From the run's step to its last, without a log."""
-    from megalite.train.life.stop import StopSignal
-    from megalite.train.loop import Training, Watch  # torch: others want the command lines alone
-    from megalite.train.step import train_step
-    from megalite.train.tell.metrics import Silent
-    from megalite.train.tell.timers import Phases, Timers
-    from megalite.train.watch.hang import Watchdog
+    from megalite.training.job.stop_signals import StopSignalHandler
+    from megalite.training.logging.metrics_logger import NullLogger
+    from megalite.training.logging.timers import PhaseTimer, Timers
+    from megalite.training.monitoring.watchdog import Watchdog
+    from megalite.training.train_step import train_step
+    from megalite.training.trainer import Monitors, Trainer  # torch: others want the command lines alone
 
     dog = Watchdog(run.mesh, folder, Timers(), 600.0)
-    watch = Watch(config, run, folder, Phases(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
+    watch = Monitors(config, run, folder, PhaseTimer(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
     try:
-        training = Training(run, config, folder, Silent(), StopSignal(), saver, None, watch)
+        training = Trainer(run, config, folder, NullLogger(), StopSignalHandler(), saver, None, watch)
         with watch.collector.running(), contextlib.closing(watch.profiler):
             for asks in training.steps():
-                training.after(train_step(run, **asks))
+                training.end_step(train_step(run, **asks))
         return training.finish()
     finally:
         watch.dog.close()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megalite.optim.zero1 import Zero1
+from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.parallel.spec import Box
 
 Owned = tuple[str, tuple[int, ...], Box, range, Tensor]  # as parallel/spec.py: Piece
@@ -15,9 +15,9 @@ def part_of(whole: Tensor, box: Box) -> Tensor:
     return whole[tuple(map(slice, box.start, box.stop))]
 
 
-def owned(optimizer: Zero1, prefix: str = "") -> list[Owned]:
+def owned(optimizer: DistributedOptimizer, prefix: str = "") -> list[Owned]:
     """What this rank owns of all whose names begin so, copied, in fp64."""
-    pieces = (piece for piece in optimizer.pieces() if piece.mine)
+    pieces = (piece for piece in optimizer.checkpoint_shards() if piece.is_owner)
     return [(p.name, p.shape, p.box, p.span, p.data.double().clone()) for p in pieces if p.name.startswith(prefix)]
 
 

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain
-from megalite.launch.ranks import LaunchError, Ranks, leave, process_group
+from megalite.config.console import print_err
+from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, process_group
 from tools.bench.collectives import FACTORS, axes_of, fit, on_ranks, over_groups
-from tools.program import parser_of, positive, unwritable, write_json
+from tools.cli_common import parser_of, positive, unwritable, write_json
 
 if TYPE_CHECKING:
-    from megalite.parallel.mesh import Sizes
+    from megalite.parallel.mesh import MeshSizes
 
 COLUMNS = ("axis", "size", "groups", "kind", "bytes", "us", "gb_s", "median", "least", "slowest")
 HEAD = "group  ranks at once      collective        bytes          us      GB/s  bus GB/s   slowest"
@@ -80,14 +80,14 @@ def main(argv: list[str]) -> int:
 
 def problem(world: int, args: argparse.Namespace) -> str:
     """Why these ranks cannot be measured so; empty where they can."""
-    from megalite.parallel.mesh import plan_mesh
-    from megalite.train.life.preflight import choose_device
-    from megalite.train.setup import SetupError
+    from megalite.parallel.mesh import abstract_mesh
+    from megalite.training.job.preflight import choose_device
+    from megalite.training.setup import SetupError
 
     if world == 1:
         return "one rank has nobody to exchange with; give --nproc 2 or more"
     try:
-        plan_mesh(world, 0, **shape_of(args))
+        abstract_mesh(world, 0, **shape_of(args))
         choose_device(args.device)
     except ValueError as error:
         return f"{error}; give another --nproc or layout"
@@ -96,22 +96,22 @@ def problem(world: int, args: argparse.Namespace) -> str:
     return ""
 
 
-def shape_of(args: argparse.Namespace) -> "Sizes":
+def shape_of(args: argparse.Namespace) -> "MeshSizes":
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     return {"tp": tp, "pp": pp, "cp": cp}
 
 
-def bench(ranks: Ranks, args: argparse.Namespace) -> int:
+def bench(ranks: RankInfo, args: argparse.Namespace) -> int:
     """The exit code, the same on all ranks."""
     from megalite.parallel.mesh import build_mesh
-    from megalite.train.life.preflight import choose_device
+    from megalite.training.job.preflight import choose_device
 
     limit = datetime.timedelta(seconds=args.timeout_s)
     try:
         with process_group(ranks, device=choose_device(args.device), startup_timeout=limit) as device:
             measured = measure(build_mesh(**shape_of(args), device=device, timeout=limit), args)
     except LaunchError as error:
-        complain(f"benchmark_comm.py: {error}")
+        print_err(f"benchmark_comm.py: {error}")
         return 3
     if ranks.rank == 0:
         tell(measured, args)
@@ -121,13 +121,13 @@ def bench(ranks: Ranks, args: argparse.Namespace) -> int:
 def measure(mesh: Any, args: argparse.Namespace) -> Found:
     """Measure all axes, kinds and sizes, on all ranks together. Rank 0 writes --json after each row, so that a run that
     is cut off leaves its rows."""
-    from megalite.parallel.comm import gather_texts
+    from megalite.parallel.comm import all_gather_strings
 
     kinds: list[str] = args.kinds
     sizes: list[int] = [args.min_bytes]  # the last one --max-bytes or just below
     while sizes[-1] * args.factor <= args.max_bytes:
         sizes.append(sizes[-1] * args.factor)
-    hosts = gather_texts(socket.gethostname(), mesh.world, mesh.device)
+    hosts = all_gather_strings(socket.gethostname(), mesh.world, mesh.device)
     measured: Found = dict(ranks=mesh.world.size, device=mesh.device.type, hosts=hosts, rows=[], complete=False)
     if mesh.world.is_first:
         print(HEAD)
@@ -190,4 +190,4 @@ def tell(measured: Found, args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     from tools import benchmark_comm  # by its own name, so that other processes can import what they run
 
-    leave(lambda: benchmark_comm.main(sys.argv[1:]))
+    exit_process(lambda: benchmark_comm.main(sys.argv[1:]))

@@ -9,15 +9,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config import cli
 from megalite.config.environment import safe_path
-from megalite.launch.local_ranks import cores, start_local
-from megalite.launch.ranks import Ranks, prepare_cuda
+from megalite.launch.local_launcher import cpu_count, launch_local
+from megalite.launch.rank_info import RankInfo, set_cuda_environment
 from megalite.models.families import PRESETS
-from tools.bench.contender import built, peak_memory, time_steps, write
+from tools.bench.systems import built, peak_memory, time_steps, write
 
 COPIED_BYTES = 1 << 27
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
-AXES = {"etp": "tp", "pp_back": "pp", "ends": "pp"} | dict.fromkeys(
-    ("data", "shard", "replica", "edp", "expert_shard", "expert_replica"), "dp"
+AXES = {"etp": "tp", "pp_grad": "pp", "tied_embedding": "pp"} | dict.fromkeys(
+    ("dp_cp", "dp_shard", "dp_replicate", "edp", "edp_shard", "edp_replicate"), "dp"
 )  # axis of the mesh -> the one of a layout that it belongs to
 
 
@@ -42,15 +42,15 @@ def parts_of(phases: dict[str, float]) -> tuple[dict[str, float], dict[str, floa
 
 
 def timed_steps(run: Any, steps: int) -> dict[str, float]:
-    """Seconds by phase of further steps, by the run's own clock (parallel/clock.py): on a card of its stream, so that
+    """Seconds by phase of further steps, by the run's own clock (parallel/phase_timer.py): on a card of its stream, so that
     communication is what nothing hides. Micro-batches that were replayed as a graph run eagerly from now on: in a
     replay forward and backward are one."""
     from megalite.parallel.streams import synchronize
-    from megalite.pipeline.graphed import GraphedPipeline
-    from megalite.train.step import train_step
+    from megalite.pipeline.cuda_graph import CudaGraphPipeline
+    from megalite.training.train_step import train_step
 
-    if isinstance(run.pipeline, GraphedPipeline):
-        run.pipeline.replays = False
+    if isinstance(run.pipeline, CudaGraphPipeline):
+        run.pipeline.enabled = False
     clock, spent = run.mesh.clock, {}
     real = clock.span
 
@@ -73,8 +73,8 @@ def timed_steps(run: Any, steps: int) -> dict[str, float]:
     return spent
 
 
-def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
-    from megalite.train.step import train_step
+def megalite_rank(ranks: RankInfo, task: dict[str, Any]) -> None:
+    from megalite.training.train_step import train_step
     from tools.bench.kernel_bench import Clock, copy_rate
 
     losses: list[float] = []
@@ -91,33 +91,33 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
         if ranks.rank == 0:  # of memory that is beyond the caches; what is measured stays, whatever becomes of it
             facts["copy_bytes_per_s"] = copy_rate(Clock(device, 3, True), COPIED_BYTES) * 1e9
             write(task, ranks.rank, **facts)
-        if device.type == "cuda" and ranks.world > 1:  # last, as the copy
+        if device.type == "cuda" and ranks.world_size > 1:  # last, as the copy
             write(task, ranks.rank, **facts, timeline=profile(run, Path(task["folder"])))
 
 
-def facts_of(run: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
+def facts_of(run: Any, config: Any, ranks: RankInfo) -> dict[str, Any]:
     """The sizes of a step and the machine. Rank 0 alone knows the peak; on a CPU it is that of one rank's threads."""
     import torch
 
     from megalite.config.options import padded_vocab_size
-    from megalite.plan.cluster import find_peak
-    from megalite.plan.kinds import model_flops
-    from megalite.train.tell.device_memory import memory_there
+    from megalite.planning.cluster import find_peak
+    from megalite.planning.layer_kinds import flops_per_token
+    from megalite.training.logging.device_memory import total_memory
 
     m, device, size = config.model, run.mesh.device, run.batch_sizes.at(0)
     padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
-    peak = find_peak(device, run.pipeline.dtype, None, ranks.local_world) if ranks.rank == 0 else None
+    peak = find_peak(device, run.pipeline.dtype, None, ranks.local_world_size) if ranks.rank == 0 else None
     return dict(
         samples_per_step=size,
         tokens_per_step=size * run.seq_length,
-        flops_per_step=model_flops(m, padded) * size * run.seq_length,
+        flops_per_step=flops_per_token(m, padded) * size * run.seq_length,
         peak_tflops=peak.tflops if peak else None,
-        memory_there=memory_there(device),
+        memory_there=total_memory(device),
         vocab_size=run.vocab_size,
-        devices=ranks.world,
-        per_node=ranks.local_world,
+        devices=ranks.world_size,
+        per_node=ranks.local_world_size,
         threads=torch.get_num_threads(),
-        cores=cores() if device.type == "cpu" else None,
+        cores=cpu_count() if device.type == "cpu" else None,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         torch=torch.__version__,
     )
@@ -127,7 +127,7 @@ def profile(run: Any, folder: Path) -> dict[str, float]:
     """`hidden` of a further step, by torch's profiler; {} where it cannot: what was measured before is worth more."""
     import torch
 
-    from megalite.train.step import train_step
+    from megalite.training.train_step import train_step
 
     kinds, trace = torch.profiler.ProfilerActivity, folder / f"timeline{run.mesh.world.rank}.json"
     if kinds.CUDA not in torch.profiler.supported_activities():
@@ -173,17 +173,17 @@ def hidden(events: list[dict[str, Any]]) -> dict[str, float]:
 def main(task: dict[str, Any]) -> int:
     config, _ = cli.read(task["flags"], PRESETS)
     if config.parallel.device != "cpu":
-        prepare_cuda(config.parallel.tensor_model_parallel_size, Path(task["folder"]))
+        set_cuda_environment(config.parallel.tensor_model_parallel_size, Path(task["folder"]))
     if task["contender"] == "megalite":
         target = megalite_rank
     elif task["contender"] == "levers":
-        from tools.bench.levers import levers_rank as target
+        from tools.bench.ablations import levers_rank as target
     else:
-        from tools.bench.peer import peer_rank as target
+        from tools.bench.hf_baseline import peer_rank as target
     with safe_path():  # inductor starts `python -c`
         if task["nproc"] > 1:
-            return start_local(task["nproc"], target, (task,))
-        return target(Ranks(), task) or 0
+            return launch_local(task["nproc"], target, (task,))
+        return target(RankInfo(), task) or 0
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain
-from megalite.launch.ranks import LaunchError, Ranks, leave, process_group
+from megalite.config.console import print_err
+from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, process_group
 from tools.bench.collectives import everywhere, on_ranks, over_groups, timed
-from tools.program import number, parser_of, positive
+from tools.cli_common import number, parser_of, positive
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")
 
@@ -64,21 +64,21 @@ def main(argv: list[str]) -> int:
     return on_ranks("check_cluster.py", check, args, args.tensor_parallel)
 
 
-def check(ranks: Ranks, args: argparse.Namespace) -> int:
+def check(ranks: RankInfo, args: argparse.Namespace) -> int:
     """The exit code, the same on all ranks."""
     from megalite.parallel.mesh import build_mesh, world_axis
     from megalite.parallel.self_test import check_collectives
-    from megalite.train.life.preflight import choose_device
-    from megalite.train.setup import SetupError
-    from megalite.train.watch.fingerprint import compare, facts_of_machine
+    from megalite.training.job.preflight import choose_device
+    from megalite.training.monitoring.rank_consistency import compare_facts, machine_facts
+    from megalite.training.setup import SetupError
 
     limit = datetime.timedelta(seconds=args.timeout_s)
-    report: dict[str, Any] = {"ranks": ranks.world, "hosts": [socket.gethostname()], "warnings": [], "rows": []}
+    report: dict[str, Any] = {"ranks": ranks.world_size, "hosts": [socket.gethostname()], "warnings": [], "rows": []}
     code = 0
     try:
         with process_group(ranks, device=choose_device(args.device), startup_timeout=limit) as here:
-            if ranks.world > 1:
-                report["hosts"], report["warnings"] = compare(facts_of_machine(here), world_axis(), here)
+            if ranks.world_size > 1:
+                report["hosts"], report["warnings"] = compare_facts(machine_facts(here), world_axis(), here)
                 try:
                     shape = dict(tp=args.tensor_parallel, pp=args.pipeline_parallel)
                     mesh = build_mesh(**shape, device=here, timeout=limit, shared_memory=False)
@@ -145,10 +145,12 @@ def expected(device: Any) -> str:
     """The rate of a card's link as its vendor states it, in words; empty where nothing is known."""
     import torch
 
-    from megalite.plan.cluster import DEVICES
+    from megalite.planning.cluster import DEVICES
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    rates = [link.label / 1e9 for card, _, link, _ in DEVICES.values() if name and card.vendor_name == name]
+    rates = [
+        link.nominal_bytes_per_s / 1e9 for card, _, link, _ in DEVICES.values() if name and card.vendor_name == name
+    ]
     return f"{name}: {rates[0]:g} GB/s in each direction inside a node, by its data sheet" if rates else ""
 
 
@@ -160,7 +162,7 @@ def tell(found: dict[str, Any], code: int, args: argparse.Namespace) -> None:
         print(f"WARNING: {line}")
     for key in ("could not begin", "wrong"):
         if key in found:
-            complain(f"check_cluster.py: {found[key]}")
+            print_err(f"check_cluster.py: {found[key]}")
     if found["rows"]:
         head = ("group", "ranks", "collective", "bytes", "us", "bus GB/s", "slowest", "rank")
         print("{:8} {:>5} {:>15} {:>12} {:>10} {:>9} {:>9} {:>5}".format(*head))
@@ -184,4 +186,4 @@ def tell(found: dict[str, Any], code: int, args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     from tools import check_cluster  # by its own name, so that other processes can import what they run
 
-    leave(lambda: check_cluster.main(sys.argv[1:]))
+    exit_process(lambda: check_cluster.main(sys.argv[1:]))

@@ -26,18 +26,18 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of
-from megalite.config.console import printable
+from megalite.checkpoint.storage import storage as storage
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse_location, step_from_name
+from megalite.config.console import escape_control_chars
+from megalite.data.datasets import ledger
 from megalite.data.errors import DataError
-from megalite.data.samples import ledger
-from tools.program import parser_of, positive, refusing, run_program
+from tools.cli_common import parser_of, positive, refusing, run_program
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megalite.checkpoint.offline import Checkpoint, Item
-    from tools.checks.conversion import Difference
+    from megalite.checkpoint.offline import Checkpoint, TensorProducer
+    from tools.verification.conversion import Difference
 
 
 def inspect(path: Location, tensors: bool) -> None:
@@ -48,24 +48,27 @@ def inspect(path: Location, tensors: bool) -> None:
     progress = manifest.state.get("progress", {})
     print(f"{folder}: step {progress.get('step', '?')}, {progress.get('consumed_tokens', 0):,} tokens")
     size = sum(stamp.size for stamp in manifest.files.values())
-    hashes = ", ".join(sorted({stamp.name for stamp in manifest.files.values()}))
+    hashes = ", ".join(sorted({stamp.algorithm for stamp in manifest.files.values()}))
     print(f"{len(manifest.files)} files, {size / 2**30:.3f} GiB, hashed with {hashes}")
     elements: Counter[tuple[str, str]] = Counter()
     for name, whole in manifest.tensors.items():
         elements[name.partition("/")[0], whole.dtype] += math.prod(whole.shape)
     for (kind, dtype), count in sorted(elements.items()):
-        print(printable(f"{kind:24}") + f" {count:>16,} elements of {dtype}")
+        print(escape_control_chars(f"{kind:24}") + f" {count:>16,} elements of {dtype}")
     if tensors:
         for name, whole in sorted(manifest.tensors.items()):
-            print(printable(f"{name:56}") + f" {whole.dtype:10} {tuple(whole.shape)} in {len(whole.parts)} parts")
+            print(
+                escape_control_chars(f"{name:56}")
+                + f" {whole.dtype:10} {tuple(whole.shape)} in {len(whole.boxes)} parts"
+            )
     if "config" in manifest.state:
-        print(printable(f"\n{manifest.state['config'].rstrip()}"))
+        print(escape_control_chars(f"\n{manifest.state['config'].rstrip()}"))
 
 
 def seen(path: Location) -> str:
     """What a checkpoint's run has seen: tokens, documents and epochs of each source, and the blends on the way. Raises
     CheckpointError, DataError."""
-    folder, manifest = manifests.newest(path)
+    folder, manifest = manifests.find_newest(path)
     saved = manifest.state.get("data")
     if saved is None:
         return f"{folder}: trained on generated data, nothing to account for"
@@ -85,26 +88,30 @@ def verify(path: Location, every: bool) -> int:
     """From the newest down to the first that is whole, or `every` one; 1 if any of them is damaged."""
     from megalite.checkpoint.format import reader
 
-    folders = [storage.folder_of(path, step) for step in reversed(storage.steps_in(path))]
-    if not folders and step_of(path.name) is None and "manifest.json" not in storage.storage_of(path).entries(path):
+    folders = [storage.checkpoint_dir(path, step) for step in reversed(storage.steps_in(path))]
+    if (
+        not folders
+        and step_from_name(path.name) is None
+        and "manifest.json" not in storage.storage_of(path).list_files(path)
+    ):
         raise CheckpointError(f"{path}: no checkpoint; give a --save directory, or one checkpoint in it")
     bad = 0
     for folder in folders or [path]:
         try:
-            manifest = manifests.load(folder)
-            reader.verify(folder, manifest, f"verifying {folder}")
+            manifest = manifests.load_manifest(folder)
+            reader.verify_checkpoint(folder, manifest, f"verifying {folder}")
             print(f"{folder}: {len(manifest.tensors)} tensors in {len(manifest.files)} files, all as they were written")
             if not every:
                 break
         except CheckpointError as error:
             bad += 1
-            print(printable(f"{folder}: {error}"), file=sys.stderr)
+            print(escape_control_chars(f"{folder}: {error}"), file=sys.stderr)
     return 1 if bad else 0
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
     """The differences between two checkpoints, tensor by tensor."""
-    from tools.checks.conversion import Difference, difference
+    from tools.verification.conversion import Difference, difference
 
     mine, theirs = a.manifest.tensors, b.manifest.tensors
     for name in sorted({*mine, *theirs}):
@@ -127,7 +134,7 @@ def diff(a: Location, b: Location) -> int:
         if d.index is not None:
             text += f"{', ' if text else ''}{d.count:,} elements; first at {[*d.index]}: {d.here:g} and {d.there:g}"
             text += f"; largest {d.largest:g}"
-        print(printable(f"{d.name}: {text}"))
+        print(escape_control_chars(f"{d.name}: {text}"))
     print(f"{count} tensors differ" if count else f"{len(one.manifest.tensors)} tensors, equal to the bit")
     return 1 if count else 0
 
@@ -137,9 +144,9 @@ def named(source: Checkpoint, folder: Location) -> Location:
     return folder if folder.name.startswith("iter_") else folder / source.folder.name
 
 
-def shares(items: Sequence[Item], files: int) -> list[list[Item]]:
+def shares(items: Sequence[TensorProducer], files: int) -> list[list[TensorProducer]]:
     """Consecutive items, cut where their bytes pass the next multiple of total / files."""
-    shares: list[list[Item]] = [[] for _ in range(files)]
+    shares: list[list[TensorProducer]] = [[] for _ in range(files)]
     total, done = max(1, sum(item.bytes for item in items)), 0
     for item in items:
         shares[min(files - 1, (done + item.bytes // 2) * files // total)].append(item)
@@ -151,10 +158,10 @@ def write_whole(
     folder: Location, like: Checkpoint, names: Sequence[str], make: Callable[[str], Tensor], state: Any, files: int
 ) -> None:
     """The tensors `names` of `like`, with the values that `make` gives."""
-    from megalite.checkpoint.offline import Item, whole, write_checkpoint
+    from megalite.checkpoint.offline import TensorProducer, full_box, write_checkpoint
 
     shapes = {name: like.shape(name) for name in names}
-    items = [Item(like.dtype(n), [(n, whole(shapes[n]))], lambda n=n: [make(n)]) for n in names]
+    items = [TensorProducer(like.dtype(n), [(n, full_box(shapes[n]))], lambda n=n: [make(n)]) for n in names]
     write_checkpoint(folder, shares(items, files), shapes, state)
 
 
@@ -163,7 +170,7 @@ def reshard(source: Location, target: Location, files: int, weights: bool) -> No
 
     found = open_checkpoint(source)
     folder = named(found, target)
-    names = [name for name in found.manifest.tensors if not weights or name.startswith(manifests.OF_MODEL)]
+    names = [name for name in found.manifest.tensors if not weights or name.startswith(manifests.MODEL_PREFIXES)]
     write_whole(folder, found, names, found.read, found.manifest.state, files)
     print(f"wrote {folder}")
 
@@ -178,9 +185,13 @@ def average(target: Location, paths: list[Location], files: int) -> None:
     sources = [open_checkpoint(path) for path in paths]
     folder = named(sources[-1], target)
     newest = max(sources, key=lambda s: int(s.manifest.state.get("progress", {}).get("step", 0)))
-    weights = {name: w.shape for name, w in newest.manifest.tensors.items() if name.startswith(manifests.OF_MODEL)}
+    weights = {
+        name: w.shape for name, w in newest.manifest.tensors.items() if name.startswith(manifests.MODEL_PREFIXES)
+    }
     for source in sources:
-        here = {name: w.shape for name, w in source.manifest.tensors.items() if name.startswith(manifests.OF_MODEL)}
+        here = {
+            name: w.shape for name, w in source.manifest.tensors.items() if name.startswith(manifests.MODEL_PREFIXES)
+        }
         wrong = sorted(n for n in {*here, *weights} if n not in weights or here.get(n) != weights[n])
         if wrong:
             both = f"{source.folder} and {newest.folder}"
@@ -199,17 +210,17 @@ def average(target: Location, paths: list[Location], files: int) -> None:
 
 
 def prune(path: Location, keep: int, retain: int | None, dry: bool) -> None:
-    from megalite.checkpoint.run import retention
+    from megalite.checkpoint.manager import retention
 
     if not storage.steps_in(path):  # the lock would make the directory
         raise CheckpointError(f"{path}: no checkpoint; give a --save directory")
     lock = storage.storage_of(path).lock(path)
     try:
-        gone = retention.Retention(path, keep, retain).prune(dry=dry)
+        gone = retention.RetentionPolicy(path, keep, retain).prune(dry=dry)
     finally:
         lock.close()
     for step in gone:
-        print(f"{'would delete' if dry else 'deleted'} {storage.folder_of(path, step)}")
+        print(f"{'would delete' if dry else 'deleted'} {storage.checkpoint_dir(path, step)}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -254,13 +265,13 @@ def build_parser() -> argparse.ArgumentParser:
 @refusing(3, CheckpointError, DataError, OSError)
 def main(argv: list[str]) -> int:
     work: dict[str, Callable[[], int | None]] = {
-        "inspect": lambda: inspect(parse(a.checkpoint), a.tensors),
-        "verify": lambda: verify(parse(a.checkpoint), a.all),
-        "diff": lambda: diff(parse(a.a), parse(a.b)),
-        "seen": lambda: print(printable(seen(parse(a.checkpoint)))),
-        "reshard": lambda: reshard(parse(a.checkpoint), parse(a.out), a.files, a.weights),
-        "average": lambda: average(parse(a.out), [parse(one) for one in a.checkpoints], a.files),
-        "prune": lambda: prune(parse(a.directory), a.keep_last, a.save_retain_interval, a.dry_run),
+        "inspect": lambda: inspect(parse_location(a.checkpoint), a.tensors),
+        "verify": lambda: verify(parse_location(a.checkpoint), a.all),
+        "diff": lambda: diff(parse_location(a.a), parse_location(a.b)),
+        "seen": lambda: print(escape_control_chars(seen(parse_location(a.checkpoint)))),
+        "reshard": lambda: reshard(parse_location(a.checkpoint), parse_location(a.out), a.files, a.weights),
+        "average": lambda: average(parse_location(a.out), [parse_location(one) for one in a.checkpoints], a.files),
+        "prune": lambda: prune(parse_location(a.directory), a.keep_last, a.save_retain_interval, a.dry_run),
     }
     a = build_parser().parse_args(argv)
     return work[a.command]() or 0

@@ -25,34 +25,34 @@ import torch
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint, open_checkpoint
-from megalite.checkpoint.storage.location import parse
-from megalite.config.console import complain
-from megalite.config.field import flag_of
+from megalite.checkpoint.storage.location import parse_location
+from megalite.config.config_file import dump_config, parse_config_text
+from megalite.config.console import print_err
+from megalite.config.option import flag_name
 from megalite.config.options import Config, ConfigError, ModelConfig, build
-from megalite.config.plugins import missing
-from megalite.config.toml import parse_toml, to_toml
+from megalite.config.plugins import missing_plugins_message
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
-from megalite.interop.convert import ForeignModel, Ours, model_of
-from megalite.interop.hugging_face import model_files as hugging_face
-from megalite.interop.hugging_face.config_json import choose_family
-from megalite.interop.hugging_face.model_files import write_model
-from megalite.interop.megatron import rank_files as megatron
-from megalite.interop.megatron import torch_dist as megatron_dist
-from megalite.interop.naming import FAMILIES
-from megalite.models.specs import specs_of, stored_specs
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
+from megalite.data.tokenizers.huggingface_tokenizer import find_tokenizer_in
+from megalite.interop.huggingface import model_files as hugging_face
+from megalite.interop.huggingface.config_json import choose_family
+from megalite.interop.huggingface.model_files import write_model
+from megalite.interop.megatron import torch_dist_format as megatron_dist
+from megalite.interop.megatron import torch_format as megatron
+from megalite.interop.name_mapping import FAMILIES
+from megalite.interop.tensor_mapping import ExportSource, ExternalModel, build_model_config
+from megalite.models.specs import checkpoint_specs, model_specs
 from megalite.optim.loss_scale import LossScaler
-from megalite.train.life.export_hf import family_in, like_of, tokenizer_files
-from megalite.train.sources import TOKENIZER, open_tokenizer
-from megalite.train.start.named_tokenizer import announce, fitting
-from megalite.train.start.origin import UNKNOWN_VOCABULARY, tokenizer_named_in
-from megalite.train.start.resume import saved_config
-from megalite.train.state import State
-from tools.checks import second_reading
-from tools.checks.conversion import compare, compare_logits
-from tools.foreign_files import write_import, write_megatron
-from tools.program import Plugins, local_path, parser_of, plugins_first, positive, refusing, run_program
+from megalite.training.checkpointing.initial_state import UNKNOWN_VOCABULARY, tokenizer_from_args
+from megalite.training.checkpointing.named_tokenizer import announce, fitting
+from megalite.training.checkpointing.resume import checkpoint_config
+from megalite.training.datasets import TOKENIZER_OPTIONS, open_tokenizer
+from megalite.training.job.export_hf import read_model_type, tokenizer_files, tokenizer_source_dir
+from megalite.training.state import Progress
+from tools.cli_common import Plugins, local_path, parser_of, plugins_first, positive, refusing, run_program
+from tools.export_files import write_import, write_megatron
+from tools.verification import independent_import as second_reading
+from tools.verification.conversion import compare, compare_logits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_BOUND = 1e-4
@@ -95,7 +95,7 @@ def misuse(args: argparse.Namespace) -> str | None:
     for name, partners in _ONLY_WITH.items():
         value = getattr(args, name)
         if value not in (None, False) and all(getattr(args, partner) is None for partner in partners):
-            return f"{flag_of(name)} has no effect without {' or '.join(map(flag_of, partners))}; drop it"
+            return f"{flag_name(name)} has no effect without {' or '.join(map(flag_name, partners))}; drop it"
     return None
 
 
@@ -103,7 +103,7 @@ def checked_tokenizer(find: Callable[[], dict[str, Any]], rows: int) -> dict[str
     """The options that `find` gives if such a tokenizer opens here and fits; else nothing, with a note."""
     options, why = fitting(find, rows)
     if why is not None:
-        complain(f"note: the tokenizer is left out: {why}")
+        print_err(f"note: the tokenizer is left out: {why}")
     return options
 
 
@@ -111,17 +111,17 @@ def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str
     """The state that a checkpoint holds beside tensors, for a run that starts from converted weights."""
     precision = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}.get(dtype, {})
     config = build({**options, **tokenizer, **precision})
-    state = {"progress": State().to_json(), "updates": 0, "loss_scaler": LossScaler().to_json()}
-    return {**state, "config": to_toml(config), "vocab_size": options["vocab_size"]}
+    state = {"progress": Progress().to_json(), "updates": 0, "loss_scaler": LossScaler().to_json()}
+    return {**state, "config": dump_config(config), "vocab_size": options["vocab_size"]}
 
 
 def saved_model(source: Checkpoint) -> ModelConfig:
     """The model that a checkpoint's configuration describes. Raises CheckpointError."""
     where = f"{source.folder}: its configuration"
     try:
-        return model_of(parse_toml(str(source.manifest.state["config"]), str(source.folder)), where)
+        return build_model_config(parse_config_text(str(source.manifest.state["config"]), str(source.folder)), where)
     except (KeyError, ConfigError, CheckpointError) as error:
-        if lacks := missing(source.manifest.state.get("plugins")):
+        if lacks := missing_plugins_message(source.manifest.state.get("plugins")):
             raise CheckpointError(f"{source.folder} {lacks}") from None
         if isinstance(error, CheckpointError):
             raise
@@ -131,14 +131,14 @@ def saved_model(source: Checkpoint) -> ModelConfig:
 def from_hf(args: argparse.Namespace) -> bool:
     folder: Path = args.from_hf
     theirs = hugging_face.open_model(folder, args.seq_length)
-    tokenizer = checked_tokenizer(lambda: tokenizer_beside(folder), theirs.rows)
-    state, specs = start_state(theirs.options, theirs.dtype, tokenizer), specs_of(theirs.model, theirs.rows)
+    tokenizer = checked_tokenizer(lambda: find_tokenizer_in(folder), theirs.rows)
+    state, specs = start_state(theirs.options, theirs.dtype, tokenizer), model_specs(theirs.model, theirs.rows)
     written = write_import(args.save, theirs.tensors, specs, state)
     print(f"{written}: {theirs.name}, {len(theirs.tensors)} tensors, vocabulary {theirs.rows}")
-    return checked(args, folder, theirs, Ours(open_checkpoint(written, verified=True)))
+    return checked(args, folder, theirs, ExportSource(open_checkpoint(written, verified=True)))
 
 
-def checked(args: argparse.Namespace, folder: Path, theirs: ForeignModel, ours: Ours) -> bool:
+def checked(args: argparse.Namespace, folder: Path, theirs: ExternalModel, ours: ExportSource) -> bool:
     """Run the checks of --check and --check-bits. Logits have a bound, unless --dtype rounded the weights."""
     if not args.check_bits:
         return True
@@ -148,7 +148,7 @@ def checked(args: argparse.Namespace, folder: Path, theirs: ForeignModel, ours: 
     if importlib.util.find_spec("transformers") is None:
         print("check: logits are not compared; pip install transformers for that")
         return good
-    tokenizer = open_tokenizer(saved_config(ours.source.manifest, ours.source.folder).data)
+    tokenizer = open_tokenizer(checkpoint_config(ours.source.manifest, ours.source.folder).data)
     ids = tokenizer.encode(SAMPLE) if tokenizer is not None and not tokenizer.is_null else None
     whole = args.dtype == "float32"
     verdict = compare_logits(folder, ours.source, saved_model(ours.source), theirs.rows, ids, whole)
@@ -158,9 +158,9 @@ def checked(args: argparse.Namespace, folder: Path, theirs: ForeignModel, ours: 
 
 def from_megatron(args: argparse.Namespace) -> bool:
     folder: Path = args.from_megatron
-    theirs = megatron_dist.open_checkpoint(megatron.find(folder) or megatron.folder_of(folder))
+    theirs = megatron_dist.open_checkpoint(megatron.find_checkpoint(folder) or megatron.folder_of(folder))
     rows, vocab_size = theirs.rows, args.vocab_size
-    named = tokenizer_named_in(theirs.args)
+    named = tokenizer_from_args(theirs.args)
     announce(named, folder)
     tokenizer = checked_tokenizer(lambda: named, rows)
     if vocab_size is None:
@@ -171,50 +171,50 @@ def from_megatron(args: argparse.Namespace) -> bool:
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
     tokenizer["vocab_size"] = vocab_size
     state = start_state({**theirs.options, "vocab_size": vocab_size}, theirs.dtype, tokenizer)
-    written = write_import(args.save, theirs.tensors, stored_specs(theirs.model, vocab_size), state)
+    written = write_import(args.save, theirs.tensors, checkpoint_specs(theirs.model, vocab_size), state)
     print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {rows} rows")
     if unknown:
-        complain(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size")
+        print_err(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size")
     check = args.check_bits
-    return not check or checked_megatron(theirs, Ours(open_checkpoint(written, verified=True)), vocab_size)
+    return not check or checked_megatron(theirs, ExportSource(open_checkpoint(written, verified=True)), vocab_size)
 
 
-def checked_megatron(theirs: ForeignModel, ours: Ours, vocab_size: int) -> bool:
+def checked_megatron(theirs: ExternalModel, ours: ExportSource, vocab_size: int) -> bool:
     return agrees(second_reading.megatron(theirs.ranks, theirs.args, theirs.model), theirs, ours, vocab_size)
 
 
 def to_hf(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load, verified=True)
-    model, config = saved_model(source), saved_config(source.manifest, source.folder)
-    announce({name: getattr(config.data, name) for name in TOKENIZER}, parse(args.load))
-    like: Path | None = args.like or like_of(config.data)
+    model, config = saved_model(source), checkpoint_config(source.manifest, source.folder)
+    announce({name: getattr(config.data, name) for name in TOKENIZER_OPTIONS}, parse_location(args.load))
+    like: Path | None = args.like or tokenizer_source_dir(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
-    tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
-    files, note = tokenizer_files(config.data, eod) if args.like is None else (hugging_face.companions(like), None)
-    family = choose_family(model, args.family, family_in(like))
-    ours = Ours(source, DTYPES.get(args.dtype), specs_of(model, vocab_size))
+    tokens = {"eos_token_id": eod, **hugging_face.special_token_ids(like)}
+    files, note = tokenizer_files(config.data, eod) if args.like is None else (hugging_face.auxiliary_files(like), None)
+    family = choose_family(model, args.family, read_model_type(like))
+    ours = ExportSource(source, DTYPES.get(args.dtype), model_specs(model, vocab_size))
     size = args.max_shard_size or parse_size("5GB")
     theirs = write_model(args.to_hf, ours, model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size)
     count = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
     print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {count} files, vocabulary {vocab_size}")
     if note is not None:
-        complain(f"note: {note}")
+        print_err(f"note: {note}")
     return checked(args, args.to_hf, theirs, ours)
 
 
 def to_megatron(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load, verified=True)
     model = saved_model(source)
-    config = saved_config(source.manifest, source.folder)
-    tokenizer = {name: getattr(config.data, name) for name in TOKENIZER}
-    announce(tokenizer, parse(args.load))
+    config = checkpoint_config(source.manifest, source.folder)
+    tokenizer = {name: getattr(config.data, name) for name in TOKENIZER_OPTIONS}
+    announce(tokenizer, parse_location(args.load))
     vocab_size, _ = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
-    ours = Ours(source, DTYPES.get(args.dtype))  # as stored: there too, norm weights may be a difference from 1
+    ours = ExportSource(source, DTYPES.get(args.dtype))  # as stored: there too, norm weights may be a difference from 1
     tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
     layout: dict[str, Any] = dict(tp=tp, pp=pp, fused=args.transformer_impl != "local")
     written = write_megatron(args.to_megatron, ours, model, vocab_size=vocab_size, tokenizer=tokenizer, **layout)
     print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
-    return not args.check_bits or checked_megatron(megatron.open_megatron(args.to_megatron), ours, vocab_size)
+    return not args.check_bits or checked_megatron(megatron.open_torch_checkpoint(args.to_megatron), ours, vocab_size)
 
 
 def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int | None]:
@@ -227,16 +227,16 @@ def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int 
     except DataError as error:
         if given is None and saved is None and config.data.vocab_size is None:
             raise CheckpointError(f"{error}; or give --vocab-size") from None
-        complain(f"note: the run's tokenizer cannot be opened: {error}")
+        print_err(f"note: the run's tokenizer cannot be opened: {error}")
     size = given or saved or max(size or 0, config.data.vocab_size or 0)
     if not isinstance(size, int) or size < 1:
         raise CheckpointError("the checkpoint does not state the size of its vocabulary; give --vocab-size")
     return size, eod
 
 
-def agrees(reading: second_reading.Reading, theirs: ForeignModel, ours: Ours, vocab_size: int) -> bool:
+def agrees(reading: second_reading.Reading, theirs: ExternalModel, ours: ExportSource, vocab_size: int) -> bool:
     """Every bit is the same, and, by the check that shares nothing with what converts, each layer computes the same."""
-    bits = compare(theirs.tensors, ours, stored_specs(theirs.model, vocab_size))
+    bits = compare(theirs.tensors, ours, checkpoint_specs(theirs.model, vocab_size))
     print(bits)
     model, stored = saved_model(ours.source), ours.source.dtype("model/embedding.word")
     written = ours.dtype_of("embedding.word")

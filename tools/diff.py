@@ -18,34 +18,36 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import printable
-from megalite.config.field import HOW, MODEL, TRAINING, facts_of
-from megalite.config.options import Config, ConfigError, build, completed, options, over_preset
-from megalite.config.toml import read_toml
+from megalite.config.config_file import read_config_file
+from megalite.config.console import escape_control_chars
+from megalite.config.option import EXECUTION, MODEL, TRAINING, option_spec
+from megalite.config.options import Config, ConfigError, apply_megatron_defaults, apply_preset, build, iter_options
 from megalite.models.families import PRESETS
-from tools.program import Plugins, parser_of, refusing, run_program
+from tools.cli_common import Plugins, parser_of, refusing, run_program
 
-CHANGES = {MODEL: "the model", TRAINING: "the training", HOW: "how it is computed"}
+CHANGES = {MODEL: "the model", TRAINING: "the training", EXECUTION: "how it is computed"}
 ORDER = (*CHANGES.values(), "neither")
 
 
 def config_of(path: Path) -> Config:
     """Raises ConfigError."""
     file = path / "run_config.toml" if path.is_dir() else path
-    values = read_toml(str(file))
+    values = read_config_file(str(file))
     preset = values.pop("preset", None)
     if preset is not None and preset not in PRESETS:
         raise ConfigError([f"{file}: preset={preset!r} is unknown; use one of {', '.join(sorted(PRESETS))}"])
-    return build(completed(over_preset(PRESETS.get(preset, {}) if preset else {}, values)))
+    return build(apply_megatron_defaults(apply_preset(PRESETS.get(preset, {}) if preset else {}, values)))
 
 
 def differences(a: Config, b: Config) -> list[dict[str, Any]]:
     """Option, both values and what it changes, the model first."""
     rows = []
-    for section, f in options():
-        facts, parts = facts_of(f), (getattr(a, section), getattr(b, section))
+    for section, f in iter_options():
+        facts, parts = option_spec(f), (getattr(a, section), getattr(b, section))
         one, two = (getattr(part, f.name) for part in parts)
-        if one == two or (facts.same_as and len({str(getattr(part, facts.same_as)) for part in parts}) == 1):
+        if one == two or (
+            facts.effective_property and len({str(getattr(part, facts.effective_property)) for part in parts}) == 1
+        ):
             continue
         rows.append({"option": f.name, "a": one, "b": two, "changes": CHANGES.get(facts.resume, "neither")})
     return sorted(rows, key=lambda row: ORDER.index(row["changes"]))
@@ -77,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     rows = differences(config_of(args.a), config_of(args.b))
-    print(json.dumps(rows) if args.json else printable(text_of(rows, args.a, args.b)))
+    print(json.dumps(rows) if args.json else escape_control_chars(text_of(rows, args.a, args.b)))
     return 1 if rows else 0
 
 

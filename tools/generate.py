@@ -20,12 +20,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain, printable
+from megalite.config.console import escape_control_chars, print_err
 from megalite.config.exits import end_at_once
 from megalite.config.text_file import TextFileError, read_small_text
-from megalite.launch.local_ranks import INTERRUPTED, start_local
-from megalite.launch.ranks import LaunchError, Ranks, leave, other_number, process_group, read_environment
-from tools.program import Plugins, number, parser_of, positive
+from megalite.launch.local_launcher import INTERRUPTED, launch_local
+from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, other_number, process_group, read_environment
+from tools.cli_common import Plugins, number, parser_of, positive
 
 LIMIT = datetime.timedelta(minutes=10)  # of a wait for another rank
 
@@ -64,12 +64,12 @@ def read_prompts(given: list[str], path: Path | None) -> list[str]:
     return prompts or [""]
 
 
-def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
+def run(ranks: RankInfo, args: argparse.Namespace, prompts: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
-    from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
+    from megalite.checkpoint.storage.location import CheckpointError, OtherRankError
     from megalite.data.errors import DataError
-    from megalite.train.life.preflight import choose_device
-    from megalite.train.setup import SetupError
+    from megalite.training.job.preflight import choose_device
+    from megalite.training.setup import SetupError
 
     try:
         device = choose_device(args.device)
@@ -77,36 +77,36 @@ def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
             generate(args, prompts, here, speak=ranks.rank == 0)
     except (SetupError, DataError, LaunchError) as error:
         if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
-            complain(f"generate.py: {error}")
+            print_err(f"generate.py: {error}")
         sys.exit(3)
     except CheckpointError as error:
-        if not isinstance(error, ElsewhereError):
-            complain(f"generate.py: {error}")
+        if not isinstance(error, OtherRankError):
+            print_err(f"generate.py: {error}")
         sys.exit(3)
 
 
 def generate(args: argparse.Namespace, prompts: list[str], device, speak: bool) -> None:
     import torch
 
-    from megalite.generate.generation import Sampling, continue_prompts, load_model
+    from megalite.generate.generation import Sampling, generate_batches, load_model
     from megalite.parallel.mesh import build_mesh
 
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     mesh = build_mesh(tp=tp, pp=pp, device=device, timeout=LIMIT)
     model = load_model(args.load, mesh, getattr(torch, args.dtype))
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    texts = continue_prompts(model, prompts, args.max_new_tokens, sampling, args.batch_size)
+    texts = generate_batches(model, prompts, args.max_new_tokens, sampling, args.batch_size)
     for index, text in enumerate(texts):
-        new = text.ids[text.begin :]
+        new = text.ids[text.prompt_length :]
         row = {"number": index, "prompt": prompts[index], "text": model.tokenizer.decode(new), "ids": text.ids}
-        row |= {"new_ids": new, "stop": text.stop, "step": model.step}
+        row |= {"new_ids": new, "stop": text.finish_reason, "step": model.step}
         if speak:
             print(line_of(row, model.tokenizer.decode(text.ids), args.json), flush=True)
 
 
 def line_of(row: dict[str, Any], whole: str, as_json: bool) -> str:
     """The printable form of a text: a model may have learned characters that steer a terminal."""
-    return json.dumps(row) if as_json else f"[step {row['step']}] {printable(whole)}"
+    return json.dumps(row) if as_json else f"[step {row['step']}] {escape_control_chars(whole)}"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -162,17 +162,17 @@ def main(argv: list[str]) -> int:
     except (LaunchError, ValueError) as error:
         parser.error(str(error))
     nproc = args.nproc or 1
-    problem = other_number(ranks, args.nproc) or misuse(args, nproc if ranks is None else ranks.world)
+    problem = other_number(ranks, args.nproc) or misuse(args, nproc if ranks is None else ranks.world_size)
     if problem is not None:
         parser.error(problem)
     if ranks is None and nproc > 1:
-        return start_local(nproc, run, (args, prompts))
-    run(ranks or Ranks(), args, prompts)
+        return launch_local(nproc, run, (args, prompts))
+    run(ranks or RankInfo(), args, prompts)
     return 0
 
 
 if __name__ == "__main__":
     try:
-        leave(lambda: main(sys.argv[1:]))
+        exit_process(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt:
         end_at_once(INTERRUPTED)

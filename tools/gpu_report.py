@@ -33,10 +33,11 @@ from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.train.tell.run_dir import write_atomically
-from tools.bench import gpu_report_goals, limited
+from megalite.training.logging.run_dir import write_atomically
+from tools.bench import gpu_report_goals
+from tools.bench import timeout as limited
 from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, parts_of
-from tools.program import local_path, parser_of, read_json
+from tools.cli_common import local_path, parser_of, read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_S = 10.0  # a part is not begun with less

@@ -19,16 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.console import Bar
-from megalite.config.registry import KINDS
+from megalite.config.console import ProgressBar
+from megalite.config.registry import REGISTRIES
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.sidecar import check_tokenizer, read_info
+from megalite.data.files.indexed_dataset import IndexedDataset
+from megalite.data.files.sidecar import check_tokenizer, read_sidecar
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from tools.cli_common import Plugins, parser_of, plugins_first, refusing, run_program
 from tools.merge_datasets import document_blocks
-from tools.pictures.canvas import Picture, figure, ink, save
-from tools.program import Plugins, parser_of, plugins_first, refusing, run_program
+from tools.plots.style import Picture, figure, ink, save
 
 CHUNK = 1 << 22  # tokens, or index entries, read at a time
 QUANTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
@@ -121,14 +121,16 @@ def check_index(data: IndexedDataset) -> None:
         end = int(begins[-1] + sizes[-1])
     if end != data.num_tokens * width:
         raise DataError(f"{data.prefix}.bin: has {data.num_tokens * width} bytes, but the index accounts for {end}")
-    ends = data.document_ends
+    ends = data.document_indices
     for a in range(0, len(ends), CHUNK):
         steps = np.diff(ends[a : a + CHUNK + 1])
         if steps.size and steps.min() < 0:
             raise DataError(f"{data.prefix}.idx: document_indices[{a + int(steps.argmin()) + 1}] decreases")
 
 
-def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | None, eod: int | None, bar: Bar) -> str:
+def verify(
+    data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | None, eod: int | None, bar: ProgressBar
+) -> str:
     """A report of what was checked. Raises DataError with file, document, position and id of the first fault. `bar`
     counts tokens."""
     check_index(data)
@@ -174,7 +176,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--document", type=int, metavar="N", help="print document N, counted from 0; as text if a tokenizer is given"
     )
     parser.add_argument("--verify", action="store_true", help="check both files completely")
-    parser.add_argument("--tokenizer-type", choices=KINDS["tokenizer_type"])
+    parser.add_argument("--tokenizer-type", choices=REGISTRIES["tokenizer_type"])
     parser.add_argument("--plugin", action=Plugins)
     parser.add_argument("--tokenizer-model", help="file of the tokenizer")
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
@@ -189,7 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
 @refusing(3, DataError)
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(plugins_first(argv))
-    data, info, tokenizer = IndexedDataset(args.prefix), read_info(args.prefix), None
+    data, info, tokenizer = IndexedDataset(args.prefix), read_sidecar(args.prefix), None
     if args.tokenizer_type is not None:
         names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
         tokenizer = build_tokenizer(args.tokenizer_type, **{name: getattr(args, name) for name in names})
@@ -201,7 +203,7 @@ def main(argv: list[str]) -> int:
             vocab_size, eod = tokenizer.vocab_size, tokenizer.eod
         elif args.vocab_size is not None:
             vocab_size = args.vocab_size
-        with Bar(f"verifying {args.prefix}", data.num_tokens, "tokens") as bar:
+        with ProgressBar(f"verifying {args.prefix}", data.num_tokens, "tokens") as bar:
             report = verify(data, info, vocab_size, eod, bar)
         print(report)
     if args.document is not None:

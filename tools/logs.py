@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain, printable
+from megalite.config.console import escape_control_chars, print_err
 from megalite.config.text_file import read_ends
-from megalite.train.tell.run_dir import json_rows, outcome_of, read_status, trained
-from tools.program import parser_of, refuse, run_program
+from megalite.training.logging.run_dir import current_outcome, last_logged_progress, read_jsonl, read_status
+from tools.cli_common import parser_of, refuse, run_program
 
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:[+-]\d\d:\d\d|Z)) ?(.*)")
 FAILURE = re.compile(r"Traceback \(most recent|Fatal Python error|(pretrain_gpt\.py|megalite \w+): |lost another rank")
@@ -61,7 +61,7 @@ def of_rank(path: Path) -> Iterator[Entry]:
     OSError where it cannot be read."""
     text, left_out = read_ends(path)
     if left_out:
-        complain(f"logs.py: {path}: {left_out:,} bytes in its middle are left out")
+        print_err(f"logs.py: {path}: {left_out:,} bytes in its middle are left out")
     who = f"rank {path.stem.partition('-')[2].lstrip('0') or 0}"
     end = datetime.datetime.fromtimestamp(path.stat().st_mtime).astimezone()
     stamped = []
@@ -102,7 +102,7 @@ def readable(value: Any) -> str | None:
 
 
 def of_events(path: Path) -> Iterator[Entry]:
-    for _, row in json_rows(path):
+    for _, row in read_jsonl(path):
         try:
             time, event = time_of(row.pop("time")) + WHOLE_SECOND, str(row.pop("event"))
         except (ValueError, KeyError, TypeError, OverflowError):
@@ -151,8 +151,8 @@ def failures(entries: list[Entry]) -> Iterator[str]:
 def status_line(run: Path) -> str:
     if not (status := read_status(run)):
         return "not known (status.json is missing or damaged)"
-    outcome, reason = outcome_of(run, status), status.get("reason", "")
-    step = status.get("step") if outcome not in ("running", "killed") else trained(run).get("step", 0)
+    outcome, reason = current_outcome(run, status), status.get("reason", "")
+    step = status.get("step") if outcome not in ("running", "killed") else last_logged_progress(run).get("step", 0)
     return f"{outcome} at step {step}: {reason}".rstrip(": ")
 
 
@@ -175,9 +175,9 @@ def main(argv: list[str]) -> int:
     lines += [f"see also: {path}" for path in sorted((args.run / "hang").glob("*"))]
     for entry in [] if args.short else entries:
         lines += [f"{entry.time:%m-%d %H:%M:%S.%f}"[:-3] + f"  {entry.who:>8} | {line}" for line in entry.lines]
-    print(printable("\n".join(lines)))
+    print(escape_control_chars("\n".join(lines)))
     for problem in unread:
-        complain(f"logs.py: {problem}")
+        print_err(f"logs.py: {problem}")
     return 1 if unread else 0
 
 

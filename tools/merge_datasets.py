@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from megalite.config.console import complain
+from megalite.config.console import print_err
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.sidecar import read_info
+from megalite.data.files.indexed_dataset import IndexedDataset
+from megalite.data.files.sidecar import read_sidecar
+from tools.cli_common import local, parser_of, refusing, run_program
 from tools.preprocess.indexed_writer import IndexedWriter
-from tools.program import local, parser_of, refusing, run_program
 
 COPY_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16
@@ -104,7 +104,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> tuple[int, int, list[s
             both = f"{file.prefix} holds {file.dtype} tokens, but {files[0].prefix} {files[0].dtype}"
             raise DataError(f"{both}: they cannot share a file; preprocess them again with one vocabulary")
         _one_sequence_each(file)
-    found = [(prefix, read_info(prefix)) for prefix in prefixes]
+    found = [(prefix, read_sidecar(prefix)) for prefix in prefixes]
     infos = [(prefix, info) for prefix, info in found if info is not None]
     info = merge_info(infos) if infos else None
     missing = [prefix for prefix, one in found if one is None]
@@ -122,7 +122,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> tuple[int, int, list[s
 
 def _one_sequence_each(file: IndexedDataset) -> None:
     """Sentence-split files keep several sequences per document: the writer would forget which belong together."""
-    ends = file.document_ends
+    ends = file.document_indices
     same = len(ends) == len(file) + 1
     for a in range(0, len(ends) if same else 0, BLOCK_DOCUMENTS):
         part = ends[a : a + BLOCK_DOCUMENTS]
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> int:
     prefixes = expand_prefixes(args.input)
     documents, tokens, missing = merge(prefixes, args.output_prefix)
     if 0 < len(missing) < len(prefixes):
-        complain(f"note: no {args.output_prefix}.json is written, as these inputs have none: {', '.join(missing)}")
+        print_err(f"note: no {args.output_prefix}.json is written, as these inputs have none: {', '.join(missing)}")
     print(f"{args.output_prefix}: {documents} documents, {tokens} tokens of {len(prefixes)} inputs")
     return 0
 

@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.options import ConfigError
-from tools.program import number, parser_of, positive, refusing, run_program
+from tools.cli_common import number, parser_of, positive, refusing, run_program
 
 COMMANDS = ("memory", "sizes", "published", "tokens", "calibrate")  # beside the plan itself and compare
 

@@ -21,20 +21,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.registry import KINDS
+from megalite.config.registry import REGISTRIES
 from megalite.config.text_file import TextFileError, read_small_text
-from megalite.pipeline.schedule import Split, plan
+from megalite.pipeline.schedule import SplitBackward, build_schedule
 from megalite.pipeline.simulate import simulate
-from tools.pictures import bench, curves, pipeline, shares
-from tools.pictures import plan as plans
-from tools.pictures.canvas import NARROW, WIDE, Picture, save
-from tools.pictures.run import Run, RunError, read_runs
-from tools.program import Plugins, parser_of, plugins_first, positive, refuse, run_program
+from tools.cli_common import Plugins, parser_of, plugins_first, positive, refuse, run_program
+from tools.plots import bars as shares
+from tools.plots import bench, curves, pipeline
+from tools.plots import plan as plans
+from tools.plots.run_data import Run, RunError, read_runs
+from tools.plots.style import NARROW, WIDE, Picture, save
 
 
 def schedule(args: argparse.Namespace) -> None:
     if args.text:
-        rows = plan(args.schedule, args.pp, args.microbatches, args.vpp, split=Split() if args.split else None)
+        rows = build_schedule(
+            args.schedule, args.pp, args.microbatches, args.vpp, split=SplitBackward() if args.split else None
+        )
         print(pipeline.as_text(rows))
         print(pipeline.told(rows, simulate(rows)))
         return
@@ -112,7 +115,8 @@ PICTURES: dict[str, tuple[str, Callable[[list[Run]], Picture | None], str | None
 
 
 def of_benchmark(args: argparse.Namespace) -> None:
-    from tools.bench import tables, turns
+    from tools.bench import format_results as tables
+    from tools.bench import results as turns
 
     try:
         made = turns.read(args.folder / "bench.json")
@@ -158,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_schedule_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `schedule`."""
-    parser.add_argument("--schedule", choices=KINDS["pipeline_schedule"], default="1f1b")
+    parser.add_argument("--schedule", choices=REGISTRIES["pipeline_schedule"], default="1f1b")
     parser.add_argument("--plugin", action=Plugins)
     parser.add_argument("--pp", type=positive, default=4, help="pipeline ranks")
     parser.add_argument("--vpp", type=positive, default=1, help="chunks per rank")

@@ -19,13 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain
-from megalite.config.registry import KINDS
+from megalite.config.console import print_err
+from megalite.config.registry import REGISTRIES
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset
-from tools.preprocess.token_run import preprocess
-from tools.preprocess.workers import Job
-from tools.program import (
+from megalite.data.files.indexed_dataset import IndexedDataset
+from tools.cli_common import (
     Plugins,
     add_max_bad_fraction,
     local,
@@ -35,6 +33,8 @@ from tools.program import (
     refusing,
     run_program,
 )
+from tools.preprocess.tokenize_run import preprocess
+from tools.preprocess.workers import Job
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="one pair of files is written for each key"
     )
-    parser.add_argument("--tokenizer-type", required=True, choices=KINDS["tokenizer_type"])
+    parser.add_argument("--tokenizer-type", required=True, choices=REGISTRIES["tokenizer_type"])
     parser.add_argument("--plugin", action=Plugins)
     parser.add_argument("--tokenizer-model", help="SentencePiece .model; tokenizer.json or its directory")
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
@@ -88,12 +88,12 @@ def main(argv: list[str]) -> int:
     for flag in ("split_sentences", "keep_newlines"):
         if args.pop(flag):
             why = "is for BERT and T5 data, which megalite does not make: drop it"
-            complain(f"preprocess_data.py: --{flag.replace('_', '-')} {why}")
+            print_err(f"preprocess_data.py: --{flag.replace('_', '-')} {why}")
             return 2
     if args.pop("keep_sequential_samples"):
-        complain("note: --keep-sequential-samples is always on")
+        print_err("note: --keep-sequential-samples is always on")
     if args.pop("partitions") != 1:
-        complain("note: --partitions changes nothing: blocks of all files go to the workers one by one")
+        print_err("note: --partitions changes nothing: blocks of all files go to the workers one by one")
     begin = time.perf_counter()
     files, prefix = args.pop("input"), args.pop("output_prefix")
     how = {name: args.pop(name) for name in ("workers", "log_interval", "max_bad_fraction", "resume", "overwrite")}

@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain
-from tools.program import local_path, number, parser_of
+from megalite.config.console import print_err
+from tools.cli_common import local_path, number, parser_of
 
 SKIP = {"site-packages", "dist-packages", "__pycache__", "idle_test"}
 
@@ -81,10 +81,10 @@ def main(argv: list[str]) -> int:
     try:
         counts = write(root, args.out, args.valid_every)
     except OSError as error:
-        complain(f"python_corpus.py: {error.filename}: {error.strerror}; choose another --out")
+        print_err(f"python_corpus.py: {error.filename}: {error.strerror}; choose another --out")
         return 3
     if not counts["train"][0] or not counts["valid"][0]:
-        complain(f"python_corpus.py: {root} holds too few .py files for --valid-every {args.valid_every}")
+        print_err(f"python_corpus.py: {root} holds too few .py files for --valid-every {args.valid_every}")
         return 3
     for name, (n, size) in counts.items():
         print(f"{args.out / name}.jsonl: {n} documents, {size / 1e6:.1f} MB")

@@ -14,15 +14,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain, printable
-from megalite.config.packages import CODE, MissingPackage
-from megalite.train.tell.figures import table
-from megalite.train.tell.report import in_words, read_past, summary
-from megalite.train.tell.run_dir import write_atomically
-from tools.pictures.canvas import save
-from tools.pictures.page import DAMAGE, Page
-from tools.pictures.run import Run, RunError, read_runs
-from tools.program import local_path, parser_of, refuse, refusing, run_program
+from megalite.common.optional_packages import CODE, MissingPackageError
+from megalite.config.console import escape_control_chars, print_err
+from megalite.training.logging.log_format import table
+from megalite.training.logging.run_dir import write_atomically
+from megalite.training.logging.run_report import format_goodput, read_history, summary
+from tools.cli_common import local_path, parser_of, refuse, refusing, run_program
+from tools.plots.html_report import DAMAGE, Page
+from tools.plots.run_data import Run, RunError, read_runs
+from tools.plots.style import save
 
 
 def text(run: Run) -> str:
@@ -32,8 +32,8 @@ def text(run: Run) -> str:
     rows |= {"written": str(report["time"]), **summary(report)} if report else {}
     if not report and not metrics.exists():
         return table({"outcome": f"{run.outcome}, before its first step"})
-    if (past := read_past(run.folder, metrics.stat().st_mtime)) is not None:
-        rows["run so far"] = f"goodput {in_words(past)}"
+    if (past := read_history(run.folder, metrics.stat().st_mtime)) is not None:
+        rows["run so far"] = f"goodput {format_goodput(past)}"
     return table(rows or {"outcome": run.outcome})
 
 
@@ -68,16 +68,16 @@ def main(argv: list[str]) -> int:
         if len(runs) > 1:
             print(f"\n{run.name}")
         try:
-            print(printable(text(run)))
+            print(escape_control_chars(text(run)))
         except DAMAGE as error:  # as rows of files may be
-            complain(f"report.py: {run.folder}: {error!r}; give a run directory")
+            print_err(f"report.py: {run.folder}: {error!r}; give a run directory")
             code = 3
     if args.text:
         return code
     try:
         page = write(runs, args.out or runs[0].folder / "report")
-    except MissingPackage as error:
-        complain(f"report.py: no page: {error}; --text asks for none")
+    except MissingPackageError as error:
+        print_err(f"report.py: no page: {error}; --text asks for none")
         return CODE if args.out else code
     except OSError as error:
         refuse(f"report.py: {error.filename}: {error.strerror}; give another --out", 2)

@@ -19,11 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain, printable
-from megalite.train.tell.figures import columns
-from tools.pictures.run import RunError, number, read_run
-from tools.pictures.run import table as table_of
-from tools.program import parser_of, run_program
+from megalite.config.console import escape_control_chars, print_err
+from megalite.training.logging.log_format import aligned_table
+from tools.cli_common import parser_of, run_program
+from tools.plots.run_data import RunError, number, read_run
+from tools.plots.run_data import table as table_of
 
 DEPTH = 3
 HEAD = ("run", "outcome", "steps", "loss", "validation", "tokens/s", "when")
@@ -89,7 +89,7 @@ def table(rows: list[dict[str, Any]], base: Path) -> str:
         when = str(row["time"] or "").replace("T", " ")[:16]
         steps = f"{row['step']}{of}"
         shown.append((name, str(row["outcome"]), steps, _loss(row["loss"]), ", ".join(said), speed, when))
-    return columns(shown)
+    return aligned_table(shown)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -108,16 +108,16 @@ def main(argv: list[str]) -> int:
             try:
                 rows.append(row_of(folder))
             except RunError as error:
-                complain(f"runs.py: {error}")
+                print_err(f"runs.py: {error}")
     except OSError as error:
-        complain(f"runs.py: {args.folder}: {error.strerror}; give the folder that the runs are in")
+        print_err(f"runs.py: {args.folder}: {error.strerror}; give the folder that the runs are in")
         return 3
     rows.sort(key=lambda row: str(row["time"]))
     if args.json:
         for row in rows:
             print(json.dumps(row))
     elif rows:
-        print(printable(table(rows, args.folder)))
+        print(escape_control_chars(table(rows, args.folder)))
     else:
         print(f"no run in {args.folder}")
     return 0

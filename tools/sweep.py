@@ -19,14 +19,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config import cli
-from megalite.config.console import complain
-from megalite.config.field import MODEL, TRAINING
-from megalite.config.options import Config, ConfigError, training_of
-from megalite.config.toml import read_toml
+from megalite.config.config_file import read_config_file
+from megalite.config.console import print_err
+from megalite.config.option import MODEL, TRAINING
+from megalite.config.options import Config, ConfigError, training_options
 from megalite.models.families import PRESETS
-from megalite.train.tell.run_dir import read_status
+from megalite.training.logging.run_dir import read_status
 from tools import diff, runs
-from tools.program import local_path, parser_of, refusing, run_program
+from tools.cli_common import local_path, parser_of, refusing, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "default"  # a value: the flag is left out
@@ -75,7 +75,7 @@ def finished(folder: Path, config: Config) -> bool:
     """Whether this same training is done there."""
     try:
         done = read_status(folder).get("outcome") == "done"
-        return done and training_of(diff.config_of(folder)) == training_of(config)
+        return done and training_options(diff.config_of(folder)) == training_options(config)
     except (OSError, ValueError):
         return False
 
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
     args, words = build_parser().parse_known_args(argv)
     folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
     planned, problems = [], []
-    read_toml(str(args.toml))  # what is wrong with it is told once
+    read_config_file(str(args.toml))  # what is wrong with it is told once
     for name, flags in combinations(lists_of(words)):
         try:
             planned.append((folder / name, *line_of(args.toml, flags, folder / name)))
@@ -146,13 +146,13 @@ def main(argv: list[str]) -> int:
         if ended and ended not in (75, 130) and options:
             others[place] = options
         if ended in (75, 130):
-            complain("sweep.py: interrupted; the same command resumes it")
+            print_err("sweep.py: interrupted; the same command resumes it")
             code = 130
             break
     if others:
         names = ", ".join(dict.fromkeys(name for options in others.values() for name in options))
         why = f"not done, and the runs there have another {names}; give another --folder for a new sweep"
-        complain(f"sweep.py: {', '.join(map(str, others))}: {why}")
+        print_err(f"sweep.py: {', '.join(map(str, others))}: {why}")
     rows = [runs.row_of(place) for place, _, _ in planned if (place / "status.json").is_file()]
     print(runs.table(rows, folder))
     return code

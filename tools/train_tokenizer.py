@@ -24,12 +24,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain
+from megalite.config.console import print_err
 from megalite.data.errors import DataError
-from megalite.train.tell.run_dir import write_atomically
-from tools.preprocess.rejects import GoodTexts
+from megalite.training.logging.run_dir import write_atomically
+from tools.cli_common import add_max_bad_fraction, local, parser_of, positive, refusing, run_program
+from tools.preprocess.bad_records import GoodTexts
 from tools.preprocess.text_input import expand, text_bytes
-from tools.program import add_max_bad_fraction, local, parser_of, positive, refusing, run_program
 
 END = "<|endoftext|>"
 # words with the sign before them, digits by threes, signs, line ends, spaces: the pattern of GPT-4 as Llama 3 has it
@@ -207,7 +207,7 @@ def main(argv: list[str]) -> int:
         pieces = itertools.islice(sample_pieces(cut(texts), total, args.max_bytes), args.max_sentences)
         TRAINERS[args.tokenizer_type](pieces, args.model_prefix, args.vocab_size, args.workers, args.special_tokens)
         if told := texts.left_out():
-            complain(f"train_tokenizer.py: {told}")
+            print_err(f"train_tokenizer.py: {told}")
     except OSError as error:
         raise DataError(f"{args.model_prefix}: {error.strerror}") from None
     written = f"{args.model_prefix}{'.model' if args.tokenizer_type == 'SentencePieceTokenizer' else '/tokenizer.json'}"

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.options import ConfigError
 from megalite.config.translate import translate
 from megalite.models.families import PRESETS
-from tools.program import parser_of, positive, refusing, run_program
+from tools.cli_common import parser_of, positive, refusing, run_program
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -22,12 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config import cli
-from megalite.config.console import complain
+from megalite.config.console import print_err
 from megalite.config.options import ConfigError
-from megalite.config.validation import check
+from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
-from tools.checks.smaller import Smaller, layout_of, of_groups, smaller
-from tools.program import parser_of, refusing, run_program, unwritable
+from tools.cli_common import parser_of, refusing, run_program, unwritable
+from tools.verification.shrink import Smaller, layout_of, of_groups, smaller
 
 
 def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
@@ -37,11 +37,11 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     wrong += [] if 0 < args.timeout < 1e6 else [f"timeout={args.timeout:g} is not a time; give seconds above 0"]
     if wrong := [*wrong, *unwritable(pictures=("out",), json=args.json, out=args.out)]:
         raise ConfigError(wrong)
-    parsed = cli.read_all(words, PRESETS, world=lambda config: layout_of(config)[0].world)
+    parsed = cli.parse_config(words, PRESETS, world=lambda config: layout_of(config)[0].world)
     if parsed.config.checkpoint.use_checkpoint_args:
         raise ConfigError(["use_checkpoint_args takes the sizes from a checkpoint; give them as flags, or --config"])
     config = parsed.config
-    if any(config.model.experts) and args.dtype == "bfloat16":
+    if any(config.model.moe_layers) and args.dtype == "bfloat16":
         what = f"dtype=bfloat16 with num_experts={config.model.num_experts}"
         why = "a token between two experts goes by rounding to another one than in one process"
         raise ConfigError([f"{what}: {why}; give float64 or float32"])
@@ -53,10 +53,10 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
         raise ConfigError([str(error)]) from None
     second = None if args.whole else of_groups(config, first, args.most_ranks)
     runs = [first] if second is None else [first, second]
-    if wrong := [line for small in runs for line in check(small.config, small.layout.world)]:
+    if wrong := [line for small in runs for line in find_problems(small.config, small.layout.world)]:
         raise ConfigError([f"at its small size: {line}; or give --whole" for line in wrong])
-    from megalite.train.life.preflight import choose_device  # imports torch
-    from megalite.train.setup import SetupError
+    from megalite.training.job.preflight import choose_device  # imports torch
+    from megalite.training.setup import SetupError
 
     if parsed.config.train.compile:
         first.notes.append("--compile is not verified: blocks run as they are")
@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args, words = build_parser().parse_known_args(argv)
     runs = prepare(args, words)
-    from tools.checks import verdict
+    from tools.verification import verify_run as verdict
 
     verdicts: list[verdict.Verdict] = []
     try:
@@ -101,10 +101,10 @@ def main(argv: list[str]) -> int:
             if not verdicts[-1].agrees:
                 break
     except verdict.Failed as error:
-        complain(f"verify.py: {error}")
+        print_err(f"verify.py: {error}")
         return 1
     except verdict.Stopped as stopped:
-        complain("verify.py: interrupted")
+        print_err("verify.py: interrupted")
         return stopped.code
     try:
         if args.json is not None:

@@ -13,7 +13,7 @@ It is read in both directions. The name is the model_type; what is not said here
 from dataclasses import replace
 
 import megalite
-from megalite.interop.naming import FAMILIES, Family, rules
+from megalite.interop.name_mapping import FAMILIES, ModelFamily, rules
 
 NAMES = """
 tokens.weight = embedding.word
@@ -28,7 +28,7 @@ layer.w2.* = our.mlp.down*
 norm.weight = final_norm.weight
 output.weight = head | embedding.word
 """
-LLAMA: Family = FAMILIES.find("llama")
+LLAMA: ModelFamily = FAMILIES.get("llama")
 
 house = replace(
     LLAMA,

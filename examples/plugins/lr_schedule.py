@@ -17,4 +17,4 @@ POWER = 2.0
 
 @megalite.register("lr_decay_style", "power")
 def power(lr: LrSchedule, n: float) -> float:
-    return lr.between(1.0 - lr.part(n) ** POWER)
+    return lr.interpolate(1.0 - lr.decay_progress(n) ** POWER)

@@ -11,9 +11,9 @@ and W&B. It is a mean over elements, micro-batches and ranks.
 from torch import Tensor
 
 import megalite
-from megalite.kernels.activation import Activation, activation_named
+from megalite.kernels.activation import Activation, get_activation
 
-GELU = activation_named("gelu_erf")
+GELU = get_activation("gelu_erf")
 
 megalite.register("metric", "quiet", "layer")
 

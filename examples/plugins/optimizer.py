@@ -5,7 +5,7 @@ megalite train --plugin examples/plugins/optimizer.py --optimizer lion --adam-be
   --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/lion
 
 A rule sees what a rank owns of a bucket as flat tensors, element by element; so every ZeRO stage shares it out, with
-its state in the checkpoint. What it keeps stands in `states`, which the planner counts.
+its state in the checkpoint. What it keeps stands in `state_dtypes`, which the planner counts.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 
 import megalite
 from megalite.config.run_options import OptimConfig
-from megalite.optim.rule import Update
+from megalite.optim.update_rule import ParamUpdate
 
 
 @megalite.register("optimizer", "lion")
@@ -23,18 +23,20 @@ class Lion:
     betas: tuple[float, float]
 
     @classmethod
-    def of(cls, o: OptimConfig) -> "Lion":
+    def from_config(cls, o: OptimConfig) -> "Lion":
         return cls((o.adam_beta1, o.adam_beta2))
 
     @property
-    def states(self) -> dict[str, torch.dtype | None]:
+    def state_dtypes(self) -> dict[str, torch.dtype | None]:
         return {"exp_avg": None}  # None: in the dtype of the main weights
 
     @torch.no_grad()
-    def update_(self, u: Update) -> None:
-        (b1, b2), moment, grad = self.betas, u.state["exp_avg"], u.grad.mul_(u.scale)
-        step = moment.lerp(grad, 1 - b1).sign_().add_(u.param, alpha=u.weight_decay)
+    def update_(self, update: ParamUpdate) -> None:
+        (b1, b2), moment, grad = self.betas, update.state["exp_avg"], update.grad.mul_(update.scale)
+        step = moment.lerp(grad, 1 - b1).sign_().add_(update.param, alpha=update.weight_decay)
         moment.lerp_(grad, 1 - b2)
-        u.param.add_(step, alpha=-u.lr)
-        if u.copy is not None:  # the weights that compute, where the main ones are apart: they would stay as they are
-            u.copy.copy_(u.param)
+        update.param.add_(step, alpha=-update.lr)
+        if (
+            update.model_param is not None
+        ):  # the weights that compute, where the main ones are apart: they would stay as they are
+            update.model_param.copy_(update.param)

@@ -11,13 +11,13 @@ Before a run all ranks' rows are run in simulated time: what would wait for ever
 from collections.abc import Sequence
 
 import megalite
-from megalite.pipeline.schedule import Action, Op, Placement
+from megalite.pipeline.schedule import Action, Op, StagePlacement
 
 MORE = 2  # forwards ahead of those of 1F1B
 
 
 @megalite.register("pipeline_schedule", "eager")
-def eager(rank: int, place: Placement, groups: Sequence[int]) -> list[Action]:
+def eager(rank: int, place: StagePlacement, groups: Sequence[int]) -> list[Action]:
     if place.vpp > 1:
         raise ValueError("pipeline_schedule=eager has one chunk per rank; drop the interleaved schedule")
     forwards, backwards = ([Action(op, rank, i) for i in range(sum(groups))] for op in (Op.F, Op.B))

@@ -15,8 +15,8 @@ import string
 from collections.abc import Sequence
 
 import megalite
+from megalite.data.tokenizers.build_tokenizer import TokenizerOptions
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.data.tokenizers.tokenizer_types import Asked
 
 ALPHABET = string.printable
 
@@ -25,7 +25,7 @@ class Characters(Tokenizer):
     def __init__(self) -> None:
         self.ids = {character: i for i, character in enumerate(ALPHABET)}
         self.eod, self.vocab_size = len(ALPHABET), len(ALPHABET) + 1
-        self.identify("Characters", "characters", ALPHABET.encode())
+        self.set_identity("Characters", "characters", ALPHABET.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [[self.ids.get(character, self.ids["?"]) for character in text] for text in texts]
@@ -35,5 +35,5 @@ class Characters(Tokenizer):
 
 
 @megalite.register("tokenizer_type", "Characters")
-def characters(asked: Asked) -> Characters:
+def characters(asked: TokenizerOptions) -> Characters:
     return Characters()

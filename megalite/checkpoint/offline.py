@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format import manifest, reader
-from megalite.checkpoint.format.tensor_file import flat, rows_of
-from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of
-from megalite.checkpoint.storage.protocol import storage_of
-from megalite.config.console import Bar
-from megalite.parallel.spec import Box, Piece
+from megalite.checkpoint.format.safetensors_file import flatten, write_items
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse_location, step_from_name
+from megalite.checkpoint.storage.storage import storage_of
+from megalite.config.console import ProgressBar
+from megalite.parallel.spec import Box, TensorShard
 
 
-def whole(shape: tuple[int, ...]) -> Box:
+def full_box(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-class Checkpoint(reader.Reader):
+class Checkpoint(reader.CheckpointReader):
     """Reads the tensors of one checkpoint. Methods raise CheckpointError."""
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -39,16 +39,16 @@ class Checkpoint(reader.Reader):
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """The values of `box`, by default of the whole tensor, in the stored dtype, on the CPU."""
         shape = self.shape(name)
-        box = whole(shape) if box is None else box
+        box = full_box(shape) if box is None else box
         if len(shape) != len(box.shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)):
             raise CheckpointError(f"{self.folder}: {name} has shape {shape}, which ends before {box.stop}")
         values = torch.empty(box.shape, dtype=self.dtype(name))
-        self.fill([Piece(name, shape, box, range(box.numel), values.view(-1))])
+        self.fill([TensorShard(name, shape, box, range(box.numel), values.view(-1))])
         return values
 
-    def fill(self, pieces: Sequence[Piece], tell: str | None = None) -> None:
+    def fill(self, pieces: Sequence[TensorShard], tell: str | None = None) -> None:
         """Write the values of `pieces` into their data, in the data's dtype."""
-        if lines := reader.differences(self.manifest, pieces):
+        if lines := reader.mismatches(self.manifest, pieces):
             raise CheckpointError(f"{self.folder} does not fit this model:\n  " + "\n  ".join(lines))
         try:
             super().fill(pieces, tell)
@@ -59,11 +59,13 @@ class Checkpoint(reader.Reader):
 def open_checkpoint(path: str | Location, *, verified: bool = False) -> Checkpoint:
     """The checkpoint `path`, or the newest in it that has all its files; with `verified` also the right contents, all
     of which are then read. Skipped ones are named on stderr. Raises CheckpointError."""
-    return Checkpoint(*manifest.newest(parse(path), reader.verify if verified else manifest.check_sizes))
+    return Checkpoint(
+        *manifest.find_newest(parse_location(path), reader.verify_checkpoint if verified else manifest.check_file_sizes)
+    )
 
 
 @dataclass(frozen=True)
-class Item:
+class TensorProducer:
     """Rectangles that are made together: `parts` (name, box), and in their order `values()`."""
 
     dtype: torch.dtype
@@ -76,34 +78,37 @@ class Item:
 
 
 def write_checkpoint(
-    folder: Location, files: Sequence[Sequence[Item]], shapes: dict[str, tuple[int, ...]], state: dict[str, Any]
+    folder: Location,
+    files: Sequence[Sequence[TensorProducer]],
+    shapes: dict[str, tuple[int, ...]],
+    state: dict[str, Any],
 ) -> None:
     """Write a new checkpoint `folder` (iter_NNNNNNN) whose tensors `shapes` are filled by the items of `files`, each of
     which is made in its turn. Raises CheckpointError, and leaves nothing behind."""
-    storage, step = storage_of(folder), step_of(folder.name)
+    storage, step = storage_of(folder), step_from_name(folder.name)
     if step is None:
         raise CheckpointError(f"{folder}: the name of a checkpoint is iter_ and its step, as in iter_0000500")
     if step in storage.steps_in(folder.parent):
         raise CheckpointError(f"{folder} exists; give another folder")
     _check_cover([item for items in files for item in items], shapes)
-    part = storage.part_of(folder)
+    part = storage.staging_path(folder)
     try:
-        storage.begin(part)
-        with Bar(f"writing {folder}", sum(map(len, files)), "tensors") as bar:
+        storage.make_staging(part)
+        with ProgressBar(f"writing {folder}", sum(map(len, files)), "tensors") as bar:
             for number, items in enumerate(files):
                 items = sorted(items, key=lambda item: -item.dtype.itemsize)
-                rows = rows_of((name, shapes[name], item.dtype, box) for item in items for name, box in item.parts)
-                values = (one for item in bar.each(items) for one in item.values())
-                manifest.write_rank(part, number, rows, flat(rows, values))
+                rows = write_items((name, shapes[name], item.dtype, box) for item in items for name, box in item.parts)
+                values = (one for item in bar.track(items) for one in item.values())
+                manifest.write_rank_file(part, number, rows, flatten(rows, values))
         manifest.commit(part, folder, state, step, len(files))
     except BaseException as error:
-        manifest.abandon(part)
+        manifest.discard_quietly(part)
         if isinstance(error, OSError):
             raise CheckpointError(f"{folder}: cannot be written ({error}); give a writable folder") from error
         raise
 
 
-def _check_cover(items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_cover(items: Sequence[TensorProducer], shapes: dict[str, tuple[int, ...]]) -> None:
     """Refuse missing and double elements, and two dtypes in one tensor."""
     dtypes: dict[str, torch.dtype] = {}
     held = dict.fromkeys(shapes, 0)

@@ -19,17 +19,19 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from megalite.config.environment import wants_plain_lines
+from megalite.config.environment import wants_plain_output
 
 T = TypeVar("T")
 ERASE = "\r\x1b[2K"  # this line of the terminal
-STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # control characters
+_CONTROL_CHARS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)  # control characters
 MOST_CHARACTERS, MOST_OF_AN_ERROR = 2000, 30_000  # of a line that is printed on stderr, and of all that belong together
-EVERY_S = 0.25  # between two drawings of a bar
-_bars: "list[Bar]" = []  # those on a terminal, of this process; the last one is shown
+REDRAW_S = 0.25  # between two drawings of a bar
+_bars: "list[ProgressBar]" = []  # those on a terminal, of this process; the last one is shown
 
 
-def let_go_of_console() -> None:
+def discard_unwritable_output() -> None:
     """Drop buffered text that cannot be written, as on a full disk: Python would try again as it exits, and turn that
     into a failure of the run (exit code 120, of a rank 1)."""
     for stream in (sys.stdout, sys.stderr):
@@ -49,10 +51,10 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     return f"{text[: most * 2 // 3]} ... ({len(text):,} characters) ... {text[len(text) - most // 3 :]}"
 
 
-def watched() -> bool:
+def is_interactive() -> bool:
     """Whether stdout is a terminal that takes more than plain lines."""
     try:
-        return not wants_plain_lines() and sys.stdout.isatty()
+        return not wants_plain_output() and sys.stdout.isatty()
     except (AttributeError, ValueError):
         return False
 
@@ -70,9 +72,9 @@ def width_of_terminal() -> int | None:
         return None
 
 
-def printable(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """The text with control characters as Python's escapes, safe to print on a terminal."""
-    return STEERS.sub(lambda c: ascii(c[0])[1:-1], text)
+    return _CONTROL_CHARS.sub(lambda c: ascii(c[0])[1:-1], text)
 
 
 @cache
@@ -97,29 +99,31 @@ def as_typed(text: str) -> str:
     return as_commands(text) if sys.argv[:1] and sys.argv[0].startswith("megalite ") else text
 
 
-def show(text: str) -> None:
+def print_out(text: str) -> None:
     """Print a line on stdout. A reader that is gone or a full disk ends no run."""
     try:
-        print(ERASE * watched() + printable(as_typed(text)) + "\n", end="", flush=True)  # one write: ranks share stdout
+        print(
+            ERASE * is_interactive() + escape_control_chars(as_typed(text)) + "\n", end="", flush=True
+        )  # one write: ranks share stdout
         for bar in _bars[-1:]:  # a slice: another thread may close the last one
             bar.draw()
     except (OSError, ValueError):
-        let_go_of_console()
+        discard_unwritable_output()
 
 
-def complain(text: str) -> None:
+def print_err(text: str) -> None:
     """Print a line on stderr, or several; an error of that is ignored. What would fill the console is cut short."""
     text = "\n".join(shortened(line) for line in shortened(text, MOST_OF_AN_ERROR).split("\n"))
     with contextlib.suppress(OSError, ValueError):
-        if watched():  # erase the bar, of this rank or another
+        if is_interactive():  # erase the bar, of this rank or another
             sys.stdout.write(ERASE)
             sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(printable(as_typed(text)) + "\n")  # one write: ranks share stderr
+        sys.stderr.write(escape_control_chars(as_typed(text)) + "\n")  # one write: ranks share stderr
         sys.stderr.flush()
 
 
-class Bar(contextlib.AbstractContextManager["Bar"]):
+class ProgressBar(contextlib.AbstractContextManager["ProgressBar"]):
     """Progress out of `total`, in `unit`: a bar at the bottom of a terminal, or a call of `plain` now and then.
 
     `add` and `at` may be called from any thread.
@@ -154,14 +158,14 @@ class Bar(contextlib.AbstractContextManager["Bar"]):
         self._plain = plain
         self._lock = threading.Lock()
         self._next = time.monotonic() + (every_s if first_s is None else first_s)
-        self.live = watched() and not quiet
+        self.live = is_interactive() and not quiet
         if self.live:
             from megalite.config.rich_progress import one_line_progress
 
             self._next = 0.0
             self._progress = one_line_progress()
             self._task = self._progress.add_task(
-                "", total=total, completed=int(done), what=printable(what), count="", text=""
+                "", total=total, completed=int(done), what=escape_control_chars(what), count="", text=""
             )
             _bars.append(self)
 
@@ -171,26 +175,26 @@ class Bar(contextlib.AbstractContextManager["Bar"]):
     def add(self, amount: float) -> None:
         with self._lock:
             self.done += amount
-        self._tell()
+        self._refresh()
 
-    def at(self, done: float, text: str) -> None:
+    def update(self, done: float, text: str) -> None:
         """Set the amount done, and the text that a terminal shows after it."""
         self.done = done
         self.text = text
-        self._tell()
+        self._refresh()
 
-    def _tell(self) -> None:
+    def _refresh(self) -> None:
         with self._lock:
             now = time.monotonic()
             if now < self._next:
                 return
-            self._next = now + (EVERY_S if self.live else self._every_s)
+            self._next = now + (REDRAW_S if self.live else self._every_s)
         if self.live:
             self.draw()
         elif self._plain is not None:
             self._plain(self.done)
 
-    def each(self, things: Iterable[T]) -> Iterator[T]:
+    def track(self, things: Iterable[T]) -> Iterator[T]:
         for thing in things:
             yield thing
             self.add(1)
@@ -201,7 +205,7 @@ class Bar(contextlib.AbstractContextManager["Bar"]):
             if _bars[-1:] != [self] or os.tcgetpgrp(sys.stdout.fileno()) != os.getpgrp() or not _takes_output():
                 return
             count = f"{self.done:.4g}/{self.total:.4g} {self.unit}".rstrip()
-            self._progress.update(self._task, completed=self.done, count=count, text=printable(self.text))
+            self._progress.update(self._task, completed=self.done, count=count, text=escape_control_chars(self.text))
             if self._progress.live.is_started:
                 self._progress.refresh()
             else:
@@ -224,7 +228,7 @@ class Bar(contextlib.AbstractContextManager["Bar"]):
             bar.draw()
 
 
-def told(what: str, total: float, unit: str, quiet: bool = False) -> Bar:
+def logged_progress(what: str, total: float, unit: str, quiet: bool = False) -> ProgressBar:
     """A bar whose plain form is a line on stdout."""
-    plain = lambda done: None if quiet else show(f"{what}: {done:.4g} of {total:.4g} {unit}")  # noqa: E731
-    return Bar(what, total, unit, quiet=quiet, plain=plain)
+    plain = lambda done: None if quiet else print_out(f"{what}: {done:.4g} of {total:.4g} {unit}")  # noqa: E731
+    return ProgressBar(what, total, unit, quiet=quiet, plain=plain)

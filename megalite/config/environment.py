@@ -1,4 +1,4 @@
-"""Reads the environment, and sets variables for libraries, for the whole package; launch/ranks.py alone reads who a
+"""Reads the environment, and sets variables for libraries, for the whole package; launch/rank_info.py alone reads who a
 rank is. A variable of OVERRIDES wins over its option: for tests, and for programs that have no options."""
 
 import contextlib
@@ -9,15 +9,22 @@ from dataclasses import fields
 from functools import partial
 from typing import TypeVar
 
-from megalite.config.faults import VARIABLE, Faults
-from megalite.config.field import facts_of
+from megalite.common.fault_injection import FAULT_VARIABLE, FaultInjector
+from megalite.config.option import option_spec
 from megalite.config.run_options import ParallelConfig
 
 T = TypeVar("T", str, bool)
 OVERRIDES = dict(kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTION")
 OVERRIDES["shared_memory"] = "MEGALITE_SHARED_MEMORY"
-PLAIN = ("NO_COLOR", "RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
-FAMILIES = (
+PLAIN_OUTPUT_VARIABLES = (
+    "NO_COLOR",
+    "RANK",
+    "TORCHELASTIC_RUN_ID",
+    "OMPI_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "PMI_RANK",
+)
+LIBRARY_PREFIXES = (
     "NCCL_",
     "CUDA_",
     "CUBLAS_",
@@ -31,14 +38,20 @@ FAMILIES = (
     "MEGALITE_",
 )
 SAFE_PATH = "PYTHONSAFEPATH"  # as python -P
-OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "MEGALITE_FAULT")
+PER_RANK_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "GLOO_SOCKET_IFNAME",
+    "MEGALITE_FAULT",
+)
 
 
-def variable(name: str, default: str = "") -> str:
+def getenv(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 
 
-def set_defaults(**variables: str) -> None:
+def set_env_defaults(**variables: str) -> None:
     """Set variables that a library reads when it is loaded, unless the user has set them."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
@@ -58,10 +71,10 @@ def safe_path() -> Iterator[None]:
             os.environ[SAFE_PATH] = before
 
 
-def override(option: str, value: T) -> T:
+def env_override(option: str, value: T) -> T:
     """`value`, unless the option's variable is set (a switch: on or off). Raises ValueError."""
-    text = variable(OVERRIDES[option])
-    facts = next(facts_of(f) for f in fields(ParallelConfig) if f.name == option)
+    text = getenv(OVERRIDES[option])
+    facts = next(option_spec(f) for f in fields(ParallelConfig) if f.name == option)
     known = {"on": True, "off": False} if isinstance(value, bool) else {choice: choice for choice in facts.choices}
     if text and text not in known:
         *others, last = known
@@ -69,15 +82,18 @@ def override(option: str, value: T) -> T:
     return known[text] if text else value  # pyright: ignore[reportReturnType]
 
 
-def source(option: str) -> str:
+def setting_name(option: str) -> str:
     """The name of the variable that decides the option, or else the option's own."""
-    return OVERRIDES[option] if variable(OVERRIDES[option]) else option
+    return OVERRIDES[option] if getenv(OVERRIDES[option]) else option
 
 
-def problems() -> list[str]:
+def env_problems() -> list[str]:
     """Problems of the variables above and of MEGALITE_FAULT, all at once."""
     errors = []
-    for read in (Faults, *(partial(override, option, getattr(ParallelConfig(), option)) for option in OVERRIDES)):
+    for read in (
+        FaultInjector,
+        *(partial(env_override, option, getattr(ParallelConfig(), option)) for option in OVERRIDES),
+    ):
         try:
             read()
         except ValueError as error:
@@ -85,10 +101,10 @@ def problems() -> list[str]:
     return errors
 
 
-def warnings() -> list[str]:
-    asked, threads, found = variable(VARIABLE), variable("OMP_NUM_THREADS"), list[str]()
+def env_warnings() -> list[str]:
+    asked, threads, found = getenv(FAULT_VARIABLE), getenv("OMP_NUM_THREADS"), list[str]()
     if asked:
-        found.append(f"{VARIABLE}={asked}: this run is made to fail; unset it for a run that counts")
+        found.append(f"{FAULT_VARIABLE}={asked}: this run is made to fail; unset it for a run that counts")
     if threads and threads_of(threads) is None:
         found.append(f"OMP_NUM_THREADS={threads} is no number of threads, and has no effect: set a number from 1 on")
     return found
@@ -100,18 +116,20 @@ def threads_of(text: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def wants_plain_lines() -> bool:
+def wants_plain_output() -> bool:
     """Whether the user, or a launcher that collects what ranks print, wants no colours and no line that changes."""
-    of_a_step = variable("SLURM_PROCID") != "" and variable("SLURM_STEP_NUM_TASKS") != "1"  # 1: maybe salloc's shell
-    return of_a_step or any(map(variable, PLAIN)) or variable("TERM", "dumb") == "dumb"
+    of_a_step = getenv("SLURM_PROCID") != "" and getenv("SLURM_STEP_NUM_TASKS") != "1"  # 1: maybe salloc's shell
+    return of_a_step or any(map(getenv, PLAIN_OUTPUT_VARIABLES)) or getenv("TERM", "dumb") == "dumb"
 
 
-def values_of(names: Iterable[str]) -> str:
+def format_set_variables(names: Iterable[str]) -> str:
     """NAME=value of each that is set."""
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 
-def of_libraries() -> str:
+def library_variables() -> str:
     """NAME=value, a line each, of variables that change how libraries work, except those of one rank."""
-    chosen = sorted(name for name in os.environ if name.startswith(FAMILIES) and not name.startswith(OF_A_RANK))
+    chosen = sorted(
+        name for name in os.environ if name.startswith(LIBRARY_PREFIXES) and not name.startswith(PER_RANK_VARIABLES)
+    )
     return "\n".join(f"{name}={os.environ[name]}" for name in chosen)

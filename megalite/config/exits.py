@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from megalite.config.console import MOST_CHARACTERS, complain, let_go_of_console, shortened
-from megalite.config.packages import CODE, MissingPackage
+from megalite.common.optional_packages import CODE, MissingPackageError
+from megalite.config.console import MOST_CHARACTERS, discard_unwritable_output, print_err, shortened
 
 _reports: list[int] = []  # the file descriptor on which megalite/api.py waits for the exit code of this process
 
@@ -67,7 +67,7 @@ def exit_code(error: SystemExit) -> Any:
     """Return the code with which a program ends that SystemExit has come through: never 0, unless it is `Finished`."""
     if isinstance(error, Finished) or not is_success(error.code):
         return error.code
-    complain(f"{os.path.basename(sys.argv[0])}: {early_exit(error)}")
+    print_err(f"{os.path.basename(sys.argv[0])}: {early_exit(error)}")
     return 1
 
 
@@ -102,7 +102,7 @@ def wait_for_children() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def as_command(run: Callable[[], int], prints: bool = True) -> Any:
+def run_cli(run: Callable[[], int], prints: bool = True) -> Any:
     """The exit code of a program: 130 after Ctrl-C, that of SIGPIPE where the reader of its output has closed the pipe,
     as head does, 1 on a full disk, 3 without a package that it needs. `prints`: fail if its output is lost."""
     wait_for_children()
@@ -121,13 +121,13 @@ def as_command(run: Callable[[], int], prints: bool = True) -> Any:
         if stdout.poll(0):
             return 128 + signal.SIGPIPE
         raise
-    except MissingPackage as error:
-        complain(f"{os.path.basename(sys.argv[0])}: {error}")
+    except MissingPackageError as error:
+        print_err(f"{os.path.basename(sys.argv[0])}: {error}")
         return CODE
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        complain(f"{error}: what was printed or written is not whole; make room")
+        print_err(f"{error}: what was printed or written is not whole; make room")
         return 1
     finally:
-        let_go_of_console()
+        discard_unwritable_output()

@@ -10,8 +10,8 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
+from megalite.common.optional_packages import MissingPackageError, missing_package_message
 from megalite.config.options import ConfigError
-from megalite.config.packages import MissingPackage, needs
 from megalite.config.text_file import TextFileError, read_small_text
 
 MAX_BYTES = 256 << 10  # PyYAML reads that in 2 seconds; a full configuration of Megatron-Bridge has 60 KiB
@@ -51,7 +51,7 @@ def read_mapping(path: str) -> dict[str, Any]:
         tree = _parse(path, text)
         _check(tree)
     except ImportError:
-        raise MissingPackage(needs(repr(path), "pyyaml")) from None
+        raise MissingPackageError(missing_package_message(repr(path), "pyyaml")) from None
     except RecursionError:
         why = f"values nested more than {MAX_DEPTH} deep"
         raise ConfigError([f"{path!r} is no JSON, TOML or YAML that can be read ({why}); correct it"]) from None

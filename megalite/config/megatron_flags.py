@@ -14,7 +14,7 @@ from typing import NamedTuple
 OPTION, NO_EFFECT, WARNED, REFUSED, DEPENDENT, INSTEAD = "+=?!~>"
 
 
-class Flag(NamedTuple):
+class MegatronFlag(NamedTuple):
     """`verdict`: one of the above. `values`: how many follow; None: any number. `reason`: a sentence, "" for a
     dependent flag. `feature`: flags of one feature get one answer. `neutral`: values that ask for nothing."""
 
@@ -23,13 +23,13 @@ class Flag(NamedTuple):
     feature: str
     reason: str
     values: int | None = 0
-    neutral: tuple[str, ...] = ()
+    noop_values: tuple[str, ...] = ()
 
 
 @cache
-def known_flags() -> Mapping[str, Flag]:
+def known_flags() -> Mapping[str, MegatronFlag]:
     """By flag, in the file's order."""
-    flags: dict[str, Flag] = {}
+    flags: dict[str, MegatronFlag] = {}
     group, verdict, feature, reason = "", "", "", ""
     text = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8")
     for line in text.partition("\n# ")[2].splitlines():
@@ -38,7 +38,7 @@ def known_flags() -> Mapping[str, Flag]:
                 name, _, takes = word.partition("=")
                 count, *neutral = takes.split(":") if takes else ["0"]
                 values = None if count == "*" else int(count)
-                flags["--" + name] = Flag(group, verdict, feature, reason, values, tuple(neutral))
+                flags["--" + name] = MegatronFlag(group, verdict, feature, reason, values, tuple(neutral))
         elif line and line[0] in "+=?!~>":
             verdict, rest = line[0], line[2:]
             feature, _, reason = rest.rpartition(" | ") if verdict != DEPENDENT else (rest, "", "")
@@ -47,7 +47,7 @@ def known_flags() -> Mapping[str, Flag]:
     return MappingProxyType(flags)
 
 
-def asked_for(flag: Flag, values: Iterable[str]) -> bool:
+def requests_feature(flag: MegatronFlag, values: Iterable[str]) -> bool:
     """Whether these values ask for anything."""
 
     def plain(word: str) -> float | str:
@@ -56,28 +56,28 @@ def asked_for(flag: Flag, values: Iterable[str]) -> bool:
         except ValueError:
             return word.lower()
 
-    words, neutral = [plain(word.strip("'\"")) for word in values], {plain(value) for value in flag.neutral}
+    words, neutral = [plain(word.strip("'\"")) for word in values], {plain(value) for value in flag.noop_values}
     return not words or not neutral.issuperset(words)
 
 
-class Answer(NamedTuple):
+class FlagReport(NamedTuple):
     notes: list[str]
     warnings: list[str]
     problems: list[str]
 
 
-def answer(given: Iterable[tuple[str, list[str]]]) -> Answer:
+def classify_flags(given: Iterable[tuple[str, list[str]]]) -> FlagReport:
     """One line for each reason, with its flags. `given`: (flag, values) of each foreign flag of a command line."""
     flags = known_flags()
     said: dict[tuple[str, str], list[str]] = {}
-    named = [(name, flags[name], asked_for(flags[name], values)) for name, values in given]
+    named = [(name, flags[name], requests_feature(flags[name], values)) for name, values in given]
     features = {f.feature for _, f, asked in named if asked and f.feature and f.verdict in (WARNED, REFUSED)}
     for name, flag, asked in named:
         verdict, reason = flag.verdict, flag.reason
         if verdict == DEPENDENT:
             if flag.feature in features:
                 continue  # the feature is answered
-            verdict, reason = NO_EFFECT, f"only with {first_of(flag.feature)}"
+            verdict, reason = NO_EFFECT, f"only with {primary_flag(flag.feature)}"
         elif verdict in (WARNED, REFUSED) and not asked:
             verdict, reason = NO_EFFECT, "the value asks for nothing"
         names = said.setdefault((verdict, reason), [])
@@ -87,23 +87,23 @@ def answer(given: Iterable[tuple[str, list[str]]]) -> Answer:
     def lines(verdict: str, form: str = "{}: {}") -> list[str]:
         return [form.format(", ".join(names), reason) for (v, reason), names in said.items() if v == verdict]
 
-    return Answer(lines(NO_EFFECT, "no effect here: {} ({})"), lines(WARNED), lines(REFUSED))
+    return FlagReport(lines(NO_EFFECT, "no effect here: {} ({})"), lines(WARNED), lines(REFUSED))
 
 
 @cache
-def first_of(feature: str) -> str:
+def primary_flag(feature: str) -> str:
     """A flag that asks for the feature."""
     return next(name for name, f in known_flags().items() if f.feature == feature and f.verdict != DEPENDENT)
 
 
-def nearest(flag: str, candidates: Iterable[str]) -> str | None:
+def closest_match(flag: str, candidates: Iterable[str]) -> str | None:
     """The candidate that differs from `flag` by a few letters in each word; None rather than a guess."""
     long = (candidate for candidate in candidates if len(candidate) > len("--abc"))  # short ones are all alike
-    best = max(long, key=lambda candidate: _likeness(flag[2:], candidate[2:]), default=None)
-    return best if best is not None and _likeness(flag[2:], best[2:]) else None
+    best = max(long, key=lambda candidate: _similarity(flag[2:], candidate[2:]), default=None)
+    return best if best is not None and _similarity(flag[2:], best[2:]) else None
 
 
-def _likeness(a: str, b: str) -> float:
+def _similarity(a: str, b: str) -> float:
     """0: different words; 1: the same. A flag's opposite is different, and so are long words that share letters."""
     whole = _ratio(a, b)
     if whole < 0.75 or a.startswith(("no-", "disable-")) != b.startswith(("no-", "disable-")):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megalite.config.field import how, model, training
-from megalite.config.pattern import LONGEST, read_pattern
-from megalite.config.registry import KINDS
+from megalite.config.option import execution, model, training
+from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, parse_layer_pattern
+from megalite.config.registry import REGISTRIES
 
-ALL_DROPPED = (1, "drops everything; use less than 1")
-MOST_LAYERS = (LONGEST, f"is more layers than any model has; use at most {LONGEST}")  # what is asked of each is a list
+MAX_DROPOUT = (1, "drops everything; use less than 1")
+MOST_LAYERS = (
+    MAX_LAYERS_IN_PATTERN,
+    f"is more layers than any model has; use at most {MAX_LAYERS_IN_PATTERN}",
+)  # what is asked of each is a list
 
 
 @dataclass(frozen=True)
@@ -18,29 +21,33 @@ class ModelConfig:
     num_layers: int = model(
         0,
         required=True,
-        stand_in=2,
-        most=MOST_LAYERS,
+        placeholder=2,
+        maximum=MOST_LAYERS,
         aliases=("--encoder-num-layers",),
         help="number of transformer layers",
     )
-    hidden_size: int = model(0, required=True, stand_in=64, help="model width D")
+    hidden_size: int = model(0, required=True, placeholder=64, help="model width D")
     ffn_hidden_size: int | None = model(
         None,
-        same_as="ffn_size",
+        effective_property="ffn_size",
         help="feed-forward width; default: 4 D, or 8/3 D rounded down to a multiple of 64 with --swiglu",
     )
-    num_attention_heads: int = model(0, required=True, stand_in=1, help="number of attention (query) heads H")
-    kv_channels: int | None = model(None, same_as="head_size", help="size K of each attention head; default: D / H")
+    num_attention_heads: int = model(0, required=True, placeholder=1, help="number of attention (query) heads H")
+    kv_channels: int | None = model(
+        None, effective_property="head_size", help="size K of each attention head; default: D / H"
+    )
     group_query_attention: bool = model(
         False,
-        through="num_query_groups",
+        acts_through="num_query_groups",
         help="share key and value heads between groups of query heads; see --num-query-groups",
     )
     num_query_groups: int | None = model(
-        None, same_as="groups", help="number of key and value heads G with --group-query-attention; default: 1"
+        None,
+        effective_property="num_kv_groups",
+        help="number of key and value heads G with --group-query-attention; default: 1",
     )
     seq_length: int = training(
-        0, required=True, stand_in=1, aliases=("--encoder-seq-length",), help="tokens per sequence"
+        0, required=True, placeholder=1, aliases=("--encoder-seq-length",), help="tokens per sequence"
     )
     max_position_embeddings: int | None = training(
         None, help="length of the position table, tokens; default: --seq-length"
@@ -54,16 +61,18 @@ class ModelConfig:
     add_qkv_bias: bool = model(False, help="use biases in the query, key and value projections only")
     activation: str = model(
         "gelu",
-        choices=KINDS["activation"],
+        choices=REGISTRIES["activation"],
         aliases=("--swiglu=swiglu", "--squared-relu=squared_relu"),
         help="feed-forward activation; gelu is the tanh form, gelu_erf the exact one",
     )
     bias_gelu_fusion: bool = model(
-        True, through="activation", help="use the tanh form of gelu; off: the exact form, unless --activation names one"
+        True,
+        acts_through="activation",
+        help="use the tanh form of gelu; off: the exact form, unless --activation names one",
     )
     openai_gelu: bool = model(
         False,
-        through="activation",
+        acts_through="activation",
         aliases=("--use-te-activation-func=true",),
         help="use the tanh form of gelu, unless --activation names one",
     )
@@ -78,31 +87,33 @@ class ModelConfig:
     )
     add_position_embedding: bool = model(
         True,
-        through="position_embedding_type",
+        acts_through="position_embedding_type",
         aliases=("--no-position-embedding=false",),
         help="learned position embeddings",
     )
-    rotary_base: float = model(10000.0, above=0, help="base of the rotary wavelengths")
+    rotary_base: float = model(10000.0, exclusive_min=0, help="base of the rotary wavelengths")
     rotary_percent: float = model(1.0, help="fraction of each head's channels that rotary embeddings rotate")
     rotary_interleaved: bool = model(
         False, help="rope: rotate channels 2i and 2i + 1 as a pair, instead of i and i + half"
     )
-    rotary_seq_len_interpolation_factor: float = model(1.0, above=0, help="rope: divide positions by this factor")
+    rotary_seq_len_interpolation_factor: float = model(
+        1.0, exclusive_min=0, help="rope: divide positions by this factor"
+    )
     no_rope_freq: str | None = model(
         None,
-        same_as="rotary",
+        effective_property="rope_layers",
         help="N: every N-th layer has no rotary embeddings; or a list, 1 for each layer without them, as [0,0,0,1]*8",
     )
-    rotary_scaling_factor: float = model(1.0, above=0, help="yarn: factor by which the context is extended")
+    rotary_scaling_factor: float = model(1.0, exclusive_min=0, help="yarn: factor by which the context is extended")
     yarn_original_max_position_embeddings: int = model(
-        4096, above=0, help="yarn: context length before the extension, tokens"
+        4096, exclusive_min=0, help="yarn: context length before the extension, tokens"
     )
     yarn_beta_fast: float = model(
         32.0, help="yarn: channels with more turns than this in the original context keep their wavelength"
     )
     yarn_beta_slow: float = model(
         1.0,
-        above=0,
+        exclusive_min=0,
         help="yarn: channels with fewer turns than this in the original context are scaled by the full factor",
     )
     yarn_correction_range_round_to_int: bool = model(
@@ -112,21 +123,21 @@ class ModelConfig:
     mscale_all_dim: float = model(0.0, help="yarn: divide queries and keys by 1 + 0.1 x this x log(factor)")
     use_rope_scaling: bool = model(False, help="rope: scale the wavelengths as Llama 3 does")
     rope_scaling_factor: float = model(
-        8.0, above=0, help="scaling factor of the longest wavelengths with --use-rope-scaling"
+        8.0, exclusive_min=0, help="scaling factor of the longest wavelengths with --use-rope-scaling"
     )
     untie_embeddings_and_output_weights: bool = model(
         False, help="give the output layer its own weights, instead of those of the word embedding"
     )
     make_vocab_size_divisible_by: int = training(
-        128, above=0, help="pad the vocabulary to a multiple of this number and of the tensor-parallel size"
+        128, exclusive_min=0, help="pad the vocabulary to a multiple of this number and of the tensor-parallel size"
     )
     hidden_dropout: float = training(
-        0.1, below=ALL_DROPPED, help="dropout probability after embedding, attention and feed-forward"
+        0.1, exclusive_max=MAX_DROPOUT, help="dropout probability after embedding, attention and feed-forward"
     )
-    attention_dropout: float = training(0.1, below=ALL_DROPPED, help="dropout probability of attention weights")
+    attention_dropout: float = training(0.1, exclusive_max=MAX_DROPOUT, help="dropout probability of attention weights")
     init_method_std: float = training(0.02, help="standard deviation of initial weights")
     embedding_init_method_std: float | None = training(
-        None, least=0, help="initial standard deviation of embeddings; default: --init-method-std"
+        None, minimum=0, help="initial standard deviation of embeddings; default: --init-method-std"
     )
     softmax_type: str = model(
         "vanilla",
@@ -150,10 +161,10 @@ class ModelConfig:
     )
     window_attn_skip_freq: str | None = model(
         None,
-        same_as="windows",
+        effective_property="layer_windows",
         help="N: every N-th layer has no window; or a list, 1 for each layer with a window, as [1,1,0]*8",
     )
-    cp_comm_type: tuple[str, ...] = how(
+    cp_comm_type: tuple[str, ...] = execution(
         ("allgather",),
         help=(
             "communication of context-parallel attention: allgather (keys and values) or a2a (heads); one value, or "
@@ -161,19 +172,19 @@ class ModelConfig:
         ),
     )
     num_experts: int | None = model(
-        None, least=0, help="number of experts E in each mixture-of-experts layer; default, 0: a dense model"
+        None, minimum=0, help="number of experts E in each mixture-of-experts layer; default, 0: a dense model"
     )
     moe_layer_freq: str = model(
         "1",
-        same_as="experts",
+        effective_property="moe_layers",
         help=(
             "N: layers 0, N, 2 N ... have experts, the others are dense; or a list, 1 for each layer with experts, as "
             "[0]*3+[1]*9"
         ),
     )
-    moe_router_topk: int = model(2, above=0, help="number of experts k for each token")
+    moe_router_topk: int = model(2, exclusive_min=0, help="number of experts k for each token")
     moe_ffn_hidden_size: int | None = model(
-        None, same_as="expert_ffn_size", help="feed-forward width of an expert; default: --ffn-hidden-size"
+        None, effective_property="expert_ffn_size", help="feed-forward width of an expert; default: --ffn-hidden-size"
     )
     moe_shared_expert_intermediate_size: int | None = model(
         None, help="feed-forward width of the shared expert, which processes all tokens; default: no shared expert"
@@ -199,7 +210,7 @@ class ModelConfig:
     moe_router_enable_expert_bias: bool = model(
         False, help="balance experts without a loss: choose them by score + bias, and adapt the bias to the load"
     )
-    moe_router_bias_update_rate: float = training(1e-3, above=0, help="step size of the expert bias")
+    moe_router_bias_update_rate: float = training(1e-3, exclusive_min=0, help="step size of the expert bias")
     moe_router_load_balancing_type: tuple[str, ...] = training(
         ("aux_loss",),
         help=(
@@ -220,14 +231,14 @@ class ModelConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
-    def groups(self) -> int:
+    def num_kv_groups(self) -> int:
         assert self.num_attention_heads
         if not self.group_query_attention:
             return self.num_attention_heads
         return self.num_query_groups or self.num_attention_heads  # None in a configuration that is not `completed`
 
     @property
-    def out_std(self) -> float:
+    def output_init_std(self) -> float:
         """The standard deviation of the initial weights of projections that are added to the hidden states."""
         return self.init_method_std / math.sqrt(2.0 * self.num_layers)
 
@@ -239,19 +250,19 @@ class ModelConfig:
         return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.activation == "swiglu" else 4 * self.hidden_size
 
     @property
-    def experts(self) -> tuple[bool, ...]:
+    def moe_layers(self) -> tuple[bool, ...]:
         """Whether each layer has experts."""
         if not self.num_experts:
             return (False,) * self.num_layers
         if self.moe_layer_freq.strip().isdigit() and (period := int(self.moe_layer_freq)) > 0:
             return tuple(layer % period == 0 for layer in range(self.num_layers))
-        return read_pattern(self.moe_layer_freq, self.num_layers)
+        return parse_layer_pattern(self.moe_layer_freq, self.num_layers)
 
     @property
     def has_dense_ffn(self) -> bool:
         """Whether some layer has no experts. True if `moe_layer_freq` cannot be read, which the validation reports."""
         try:
-            return not all(self.experts)
+            return not all(self.moe_layers)
         except ValueError:
             return True
 
@@ -261,36 +272,36 @@ class ModelConfig:
         return (self.moe_ffn_hidden_size or self.ffn_size) if self.num_experts else 0
 
     @property
-    def balancing(self) -> dict[str, float]:
+    def aux_loss_coeffs(self) -> dict[str, float]:
         """The losses that balance experts, with their coefficients."""
         given = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
         return {kind: coeff for kind, coeff in given if kind != "none" and coeff}
 
     @property
-    def positions(self) -> int:
+    def max_positions(self) -> int:
         assert self.seq_length
         return self.max_position_embeddings or self.seq_length
 
     @property
-    def rotary(self) -> tuple[bool, ...]:
+    def rope_layers(self) -> tuple[bool, ...]:
         """Whether each layer has rotary positions."""
         some, pattern = self.position_embedding_type in ("rope", "yarn"), self.no_rope_freq
         if pattern is None or not some:
             return (some,) * self.num_layers
-        bits = read_pattern(pattern, self.num_layers)
+        bits = parse_layer_pattern(pattern, self.num_layers)
         return bits if pattern.strip().isdigit() else tuple(not bit for bit in bits)
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
+    def layer_windows(self) -> tuple[int | None, ...]:
         """The number of keys that a query of each layer sees, its own included; None: all up to its own."""
         if self.window_size is None or self.window_size[0] == -1:
             return (None,) * self.num_layers
         window, pattern = self.window_size[0] + 1, self.window_attn_skip_freq
-        bits = (True,) * self.num_layers if pattern is None else read_pattern(pattern, self.num_layers)
+        bits = (True,) * self.num_layers if pattern is None else parse_layer_pattern(pattern, self.num_layers)
         return tuple(window if bit else None for bit in bits)
 
     @property
-    def exchanges(self) -> tuple[str, ...]:
+    def layer_cp_comm(self) -> tuple[str, ...]:
         """How the attention of each layer exchanges over cp: allgather (p2p is taken as it) or a2a."""
         given = tuple("allgather" if one == "p2p" else one for one in self.cp_comm_type)
         return given * self.num_layers if len(given) == 1 else given

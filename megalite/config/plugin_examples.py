@@ -13,10 +13,10 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.config.console import complain, show
+from megalite.config.console import print_err, print_out
 from megalite.config.example_files import example_dir
 from megalite.config.exits import Parser
-from megalite.config.registry import KINDS
+from megalite.config.registry import REGISTRIES
 
 PLACE = "examples/plugins/{}"  # by which an example's docstring names its own file
 PLAIN = re.compile(r"[\w./-]+")  # a path that neither a shell nor a docstring reads as anything else
@@ -28,23 +28,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", metavar="FILE.py", help="where to write it (default: in this folder, by its own name)")
     args = parser.parse_args(argv)
     if args.kind is None and args.out is None:
-        width = max(map(len, KINDS))
-        lines = [f"  {kind:<{width}}  {registry.what}" for kind, registry in KINDS.items()]
-        show("\n".join(["megalite plugin KIND writes an example of", *lines]))
+        width = max(map(len, REGISTRIES))
+        lines = [f"  {kind:<{width}}  {registry.description}" for kind, registry in REGISTRIES.items()]
+        print_out("\n".join(["megalite plugin KIND writes an example of", *lines]))
         return 0
     kind = (args.kind or "").replace("-", "_")
-    if kind not in KINDS:
+    if kind not in REGISTRIES:
         wrong = "a kind is missing" if args.kind is None else f"{args.kind!r} is no kind of part"
-        complain(f"megalite plugin: {wrong}; give one of {', '.join(KINDS)}")
+        print_err(f"megalite plugin: {wrong}; give one of {', '.join(REGISTRIES)}")
         return 2
-    example = example_dir("plugins") / KINDS[kind].example
+    example = example_dir("plugins") / REGISTRIES[kind].example
     path = args.out if args.out is not None else example.name
     text, place = example.read_text("utf-8"), PLACE.format(example.name)
     if problem := _written(path, text.replace(place, path if PLAIN.fullmatch(path) else "FILE.py")):
-        complain(f"megalite plugin: {problem}")
+        print_err(f"megalite plugin: {problem}")
         return 2
     commands = "\n".join(_commands(text)).replace(place, shlex.quote(path))
-    show(f"{path} is an example of {kind}. It can be tried as it stands:\n\n{commands}")
+    print_out(f"{path} is an example of {kind}. It can be tried as it stands:\n\n{commands}")
     return 0
 
 

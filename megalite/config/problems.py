@@ -7,8 +7,8 @@ The helpers take options as they should be shown: a name ("bf16"), a name and a 
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from megalite.config.field import flag_of
-from megalite.config.options import Config, options
+from megalite.config.option import flag_name
+from megalite.config.options import Config, iter_options
 
 
 class Problem(str):
@@ -21,13 +21,13 @@ class Problem(str):
         problem.options = frozenset(options)
         return problem
 
-    def concerns(self, names: Collection[str]) -> bool:
+    def mentions(self, names: Collection[str]) -> bool:
         """Return True if the problem is about one of these options."""
         return not self.options.isdisjoint(names)
 
 
-SECTION_OF = {f.name: section for section, f in options()}
-DEFAULTS = {f.name: f.default for _, f in options()}
+SECTION_OF = {f.name: section for section, f in iter_options()}
+DEFAULTS = {f.name: f.default for _, f in iter_options()}
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -83,7 +83,7 @@ def requires(option: str, needed: str, value: str = "", also: Collection[str] = 
     >>> requires("fim_split_sample=x", "fim_fragment_rate")
     'fim_split_sample=x needs --fim-fragment-rate'
     """
-    flag = f"{flag_of(needed)} {value}".rstrip()
+    flag = f"{flag_name(needed)} {value}".rstrip()
     return Problem(f"{option} needs {flag}", (option_of(option), needed, *also))
 
 
@@ -93,7 +93,7 @@ def no_effect(option: str, without: str, value: str = "", also: Collection[str] 
     >>> no_effect("muon_nesterov=True", without="optimizer", value="muon")
     'muon_nesterov=True has no effect without --optimizer muon'
     """
-    flag = f"{flag_of(without)} {value}".rstrip()
+    flag = f"{flag_name(without)} {value}".rstrip()
     return Problem(f"{option} has no effect without {flag}", (option_of(option), without, *also))
 
 

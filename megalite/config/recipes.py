@@ -6,7 +6,7 @@ megalite recipe NAME > mine.toml    one of them: its top says how to start it, a
 
 import argparse
 
-from megalite.config.console import complain, show
+from megalite.config.console import print_err, print_out
 from megalite.config.example_files import example_dir
 from megalite.config.exits import Parser
 
@@ -22,10 +22,12 @@ def main(argv: list[str]) -> int:
     name, known = parser.parse_args(argv).name, recipes()
     if name is None:
         width = max(map(len, known))
-        show("\n".join(f"{each:<{width}}  {text.partition(chr(10))[0].lstrip('# ')}" for each, text in known.items()))
+        print_out(
+            "\n".join(f"{each:<{width}}  {text.partition(chr(10))[0].lstrip('# ')}" for each, text in known.items())
+        )
     elif name in known:
-        show(known[name].rstrip("\n"))
+        print_out(known[name].rstrip("\n"))
     else:
-        complain(f"megalite recipe: {name!r} is not the name of one; megalite recipe lists them")
+        print_err(f"megalite recipe: {name!r} is not the name of one; megalite recipe lists them")
         return 2
     return 0

@@ -9,9 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megalite.config.tables import table_beside
+from megalite.common.tables import load_table
 
-MORE = ", or give the --plugin that registers it"
+PLUGIN_HINT = ", or give the --plugin that registers it"
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -20,12 +20,14 @@ class Registry(Collection[str]):
     `what`: a part in words. `example`: a file of examples/plugins."""
 
     def __init__(
-        self, kind: str, what: str, *, has: str = "", any_of: str = "", one_of: str = "", lacks: str = "",
-        takes: int = 0, folder: str = "", example: str = "", proof: str = "", **built_in: str,
+        self, kind: str, description: str, *, required: str = "", require_any: str = "", allowed_values: str = "",
+        forbidden: str = "", num_args: int = 0, folder: str = "", example: str = "", proof: str = "", **built_in: str,
     ):  # fmt: skip
-        self.kind, self.added, self.what, self._takes, self.example = kind, dict[str, Any](), what, takes, example
+        self.kind, self.added = kind, dict[str, Any]()
+        self.description, self._num_args, self.example = description, num_args, example
         self._proof = proof
-        self._has, self._any_of, self._one_of, self._lacks = map(str.split, (has, any_of, one_of, lacks))
+        self._required, self._require_any = required.split(), require_any.split()
+        self._allowed_values, self._forbidden = allowed_values.split(), forbidden.split()
         files = sorted(PACKAGE.joinpath(folder).glob("[a-z]*.py")) if folder else []
         there = {file.stem: f"megalite.{folder.replace('/', '.')}.{file.stem}:{kind.upper()}" for file in files}
         self.built_in: dict[str, Any] = there | built_in
@@ -42,12 +44,12 @@ class Registry(Collection[str]):
     def __contains__(self, name: object) -> bool:
         return name in self.built_in or name in self.added
 
-    def find(self, name: str) -> Any:
+    def get(self, name: str) -> Any:
         """The part. Raises ValueError: only what is in this table, or came from a plugin, has a name."""
         if name in self.added:
             return self.added[name]
         if name not in self.built_in:
-            raise ValueError(f"{self.kind}={name!r} is unknown; use one of {', '.join(self)}{MORE}")
+            raise ValueError(f"{self.kind}={name!r} is unknown; use one of {', '.join(self)}{PLUGIN_HINT}")
         place = self.built_in[name]
         return _imported(place) if isinstance(place, str) else place
 
@@ -56,26 +58,26 @@ class Registry(Collection[str]):
         if self._proof and (fault := _imported(self._proof)(self.added[name])):
             raise ValueError(f"{self.kind}={name!r} {fault}")
 
-    def add(self, name: str, part: Any) -> None:
+    def register(self, name: str, part: Any) -> None:
         """Raises ValueError where the name is taken, or none, or the part is no such part."""
-        for wrong in self._faults(name, part):
+        for wrong in self._component_errors(name, part):
             raise ValueError(f"{self.kind}={name!r} {wrong}")
-        self.added[name] = part() if self._any_of and isinstance(part, type) else part
+        self.added[name] = part() if self._require_any and isinstance(part, type) else part
 
-    def _faults(self, name: str, part: Any) -> Iterator[str]:
-        there = {one for one in (*self._has, *self._any_of, *self._lacks) if hasattr(part, one)}
+    def _component_errors(self, name: str, part: Any) -> Iterator[str]:
+        there = {one for one in (*self._required, *self._require_any, *self._forbidden) if hasattr(part, one)}
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*([-.]\w+)*", name):
             yield "is not a name; use letters, digits and - _ . between them"
         if name in self:
             yield "is taken; choose another name"
-        if lacks := [one for one in self._has if one not in there]:
-            yield f"has no {' and no '.join(lacks)}; give {self.what}"
-        if more := there.intersection(self._lacks):
-            yield f"has {', '.join(more)}, which only built-in ones may; give {self.what}"
-        if (self._any_of and not there) or (self._one_of and part not in self._one_of):
-            yield f"is {part!r}; give {self.what}"
-        if self._takes and not _takes(part, self._takes):
-            yield f"does not take {self._takes} arguments; give {self.what}"
+        if missing := [one for one in self._required if one not in there]:
+            yield f"has no {' and no '.join(missing)}; give {self.description}"
+        if more := there.intersection(self._forbidden):
+            yield f"has {', '.join(more)}, which only built-in ones may; give {self.description}"
+        if (self._require_any and not there) or (self._allowed_values and part not in self._allowed_values):
+            yield f"is {part!r}; give {self.description}"
+        if self._num_args and not _accepts(part, self._num_args):
+            yield f"does not take {self._num_args} arguments; give {self.description}"
 
 
 def _imported(place: str) -> Any:
@@ -84,7 +86,7 @@ def _imported(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _takes(part: Any, count: int) -> bool:
+def _accepts(part: Any, count: int) -> bool:
     try:
         inspect.signature(part).bind(*[None] * count)
     except TypeError:  # not callable, or other arguments
@@ -94,4 +96,4 @@ def _takes(part: Any, count: int) -> bool:
     return True
 
 
-KINDS = {kind: Registry(kind, **row) for kind, row in table_beside(__file__, "registry").items()}
+REGISTRIES = {kind: Registry(kind, **row) for kind, row in load_table(__file__, "registry").items()}

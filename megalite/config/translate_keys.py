@@ -28,25 +28,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalite.config.field import spellings
-from megalite.config.megatron_flags import INSTEAD, OPTION, REFUSED, WARNED, asked_for, known_flags
-from megalite.config.tables import table_beside
+from megalite.common.tables import load_table
+from megalite.config.megatron_flags import INSTEAD, OPTION, REFUSED, WARNED, known_flags, requests_feature
+from megalite.config.option import flags_of
 from megalite.config.translate_rules import DEFAULT, FIELDS, GIVEN, OVERRIDES
 
 TABLES = ("settings", "defaults", "cases", "renamed", "notes")  # the others are sections
-NOTHING = {"", "none", "no", "false", "off", "disabled", "0", "0.0", "[]", "{}"}
+NOOP_VALUES = {"", "none", "no", "false", "off", "disabled", "0", "0.0", "[]", "{}"}
 TRUE, FALSE = (
     {"true", "1", "1.0", "yes", "on"},
     {"false", "0", "0.0", "no", "off"},
 )  # as pydantic and YAML 1.1 read them
 FILLED_IN = ("auto", "???")  # not yet given
-ASKS_NOTHING = "= asks for nothing"
-Tree = dict[str, Any]
+NOOP_VERDICT = "= asks for nothing"
+ConfigTree = dict[str, Any]
 REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 MAX_REFERENCES = 10  # one that stands for another
 
 
-class Key(NamedTuple):
+class SourceKey(NamedTuple):
     """`name`: as in the file, with the numbers of list elements; `off`: its section is switched off; `raw`: the value
     as in the file, where a reference is not resolved; `now`: its newer name."""
 
@@ -73,9 +73,9 @@ class Key(NamedTuple):
 
 
 @cache
-def table_of(name: str) -> dict[str, Any]:
+def load_format(name: str) -> dict[str, Any]:
     """Section -> key -> row, and the tables of TABLES."""
-    table = table_beside(str(Path(__file__).parent / "translate" / "x"), name)
+    table = load_table(str(Path(__file__).parent / "translate" / "x"), name)
     empty = {"top": {}, "defaults": {}, "cases": [], "renamed": {}, "notes": {}}
     split = {
         at: {key: row for keys, row in rows.items() for key in keys.split()}
@@ -89,8 +89,8 @@ class File:
     """A configuration as one of the formats: its keys, with older names in place of which the newer ones stand, with
     references resolved, and with the defaults of its trainer."""
 
-    def __init__(self, name: str, tree: Tree) -> None:
-        self.name, self.table = name, table_of(name)
+    def __init__(self, name: str, tree: ConfigTree) -> None:
+        self.name, self.table = name, load_format(name)
         self.settings = self.table["settings"]
         self.switches = self.settings.get("switches", ["enabled", "enable"])
         self.old_names: dict[str, str] = {}
@@ -98,14 +98,14 @@ class File:
         self.defaults = self._defaults()
         self.whole = self._with_sections(self.tree)
 
-    def iterate(self, *, defaults: bool = True) -> Iterator[Key]:
+    def iterate(self, *, defaults: bool = True) -> Iterator[SourceKey]:
         tree, own = (self.whole, self.defaults) if defaults else (self.tree, {})
         yield from self._keys(tree, own, [], "top", False)
 
     def notes(self) -> list[str]:
         return [note for path, note in self.table["notes"].items() if _at(self.tree, path.split(".")) is None]
 
-    def _renamed(self, tree: Tree) -> Tree:
+    def _renamed(self, tree: ConfigTree) -> ConfigTree:
         """The tree with keys under their newer names; a key that is there under both stays under both."""
         for old, new in self.table["renamed"].items():
             (*at, last), (*to, name) = old.split("."), new.split(".")
@@ -119,7 +119,7 @@ class File:
             self.old_names[new] = old
         return tree
 
-    def _defaults(self) -> dict[str, Tree]:
+    def _defaults(self) -> dict[str, ConfigTree]:
         result = {section: dict(values) for section, values in self.table["defaults"].items()}
         for case in self.table["cases"]:
             if all(self._is(path, values, result) for path, values in case["where"].items()):
@@ -130,7 +130,7 @@ class File:
             for section, values in result.items()
         }
 
-    def _is(self, path: str, values: list[str], defaults: Mapping[str, Tree]) -> bool:
+    def _is(self, path: str, values: list[str], defaults: Mapping[str, ConfigTree]) -> bool:
         """Whether a key has one of these values, "absent" for a key that is not there and has no default."""
         *at, last = path.split(".")
         section = _at(self.tree, at)
@@ -139,7 +139,7 @@ class File:
         text = str(own.get(last, default)).lower()
         return text in values or (text in TRUE and "true" in values) or (text in FALSE and "false" in values)
 
-    def _with_sections(self, tree: Tree) -> Tree:
+    def _with_sections(self, tree: ConfigTree) -> ConfigTree:
         whole = self.settings.get("whole", [])
         for section in self.defaults if whole is True else whole:
             *at, last = section.split(".")
@@ -148,7 +148,9 @@ class File:
                 tree = _with(tree, at, last, {})
         return tree
 
-    def _keys(self, tree: Tree, defaults: Mapping[str, Tree], at: list[str], section: str, off: bool) -> Iterator[Key]:
+    def _keys(
+        self, tree: ConfigTree, defaults: Mapping[str, ConfigTree], at: list[str], section: str, off: bool
+    ) -> Iterator[SourceKey]:
         own = {last: value for last, value in defaults.get(section, {}).items() if last not in tree}
         is_off = off or any(str({**own, **tree}.get(switch)).lower() in FALSE for switch in self.switches)
         for last, value in {**tree, **own}.items():
@@ -166,7 +168,7 @@ class File:
                 resolved = self._resolved(value, at)
                 old = self.old_names.get(path)
                 now = path if old is not None else self.table["renamed"].get(path, "")
-                yield Key(old or path, section, name, resolved, key_off, last in own, value, now)
+                yield SourceKey(old or path, section, name, resolved, key_off, last in own, value, now)
 
     def _resolved(self, value: Any, at: list[str], depth: int = 0) -> Any:
         """The value that a reference to another key stands for; a reference to none, or to itself, stays."""
@@ -181,7 +183,7 @@ class File:
             return value
         return self._resolved(found[last], section, depth + 1)
 
-    def row(self, key: Key) -> Any:
+    def row(self, key: SourceKey) -> Any:
         """Its row: a text, or a table of texts by values; None for an unknown key."""
         section, last = key.section, key.last
         if (new := self.table["renamed"].get(f"{section}.{last}")) is not None:  # it is there under both names
@@ -195,13 +197,15 @@ class File:
         if is_megatron and (row := _of_megatron(key)) is not None:
             return row
         inner = f"{section}.{key.last}.".removeprefix("top.")
-        if key.text in NOTHING and any(f"{other}.".startswith(inner) for other in self.table if other not in TABLES):
-            return ASKS_NOTHING
+        if key.text in NOOP_VALUES and any(
+            f"{other}.".startswith(inner) for other in self.table if other not in TABLES
+        ):
+            return NOOP_VERDICT
         while section and (section in TABLES or "*" not in self.table.get(section, {})):
             section = section.rpartition(".")[0]
         return self.table[section]["*"] if section else None
 
-    def weight(self, key: Key) -> int:
+    def weight(self, key: SourceKey) -> int:
         if f"{key.section}.{key.last}" in self.settings.get("overrides", ()):
             return OVERRIDES
         return DEFAULT if key.is_default else GIVEN
@@ -214,7 +218,7 @@ def _at(tree: Any, path: list[str]) -> Any:
     return tree
 
 
-def _with(tree: Tree, path: list[str], last: str, value: Any) -> Tree:
+def _with(tree: ConfigTree, path: list[str], last: str, value: Any) -> ConfigTree:
     """A copy of the tree with a value at a path, whose sections are made where they are not there."""
     if not path:
         return {**tree, last: value}
@@ -222,7 +226,7 @@ def _with(tree: Tree, path: list[str], last: str, value: Any) -> Tree:
     return {**tree, path[0]: _with(inner if isinstance(inner, dict) else {}, path[1:], last, value)}
 
 
-def _without(tree: Tree, path: list[str], last: str) -> Tree:
+def _without(tree: ConfigTree, path: list[str], last: str) -> ConfigTree:
     if not path:
         return {name: value for name, value in tree.items() if name != last}
     return {**tree, path[0]: _without(tree[path[0]], path[1:], last)}
@@ -231,10 +235,10 @@ def _without(tree: Tree, path: list[str], last: str) -> Tree:
 @cache
 def _spelled() -> Mapping[str, tuple[str, Any]]:
     """Flag without -- -> (option, the value that it stands for, or None)."""
-    return {flag[2:]: (name, value) for name, f in FIELDS.items() for flag, value in spellings(f)}
+    return {flag[2:]: (name, value) for name, f in FIELDS.items() for flag, value in flags_of(f)}
 
 
-def _of_megatron(key: Key) -> str | None:
+def _of_megatron(key: SourceKey) -> str | None:
     if key.last in FIELDS:
         return f"+ {key.last}"
     for prefix in ("", "no-", "disable-"):
@@ -246,12 +250,14 @@ def _of_megatron(key: Key) -> str | None:
             if value is None:
                 return f"+ {option}"
             asks = key.text == ("false" if prefix else "true")
-            return f"+ {option}={str(value).lower()}" if asks else ASKS_NOTHING
+            return f"+ {option}={str(value).lower()}" if asks else NOOP_VERDICT
         if known.verdict == INSTEAD:
             return f"! give {known.reason}"
-        asks = key.text not in NOTHING and asked_for(known, [key.text]) if not prefix else key.text == "false"
+        asks = (
+            key.text not in NOOP_VALUES and requests_feature(known, [key.text]) if not prefix else key.text == "false"
+        )
         if known.verdict in (REFUSED, WARNED):
-            return f"! {known.reason}" if asks else ASKS_NOTHING
+            return f"! {known.reason}" if asks else NOOP_VERDICT
         return f"= {known.reason or f'it belongs to {known.feature}'}"
     return None
 

@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megalite.config.field import base_type, convert, flag_of
-from megalite.config.options import ConfigError, options
+from megalite.config.option import convert_value, flag_name, type_name
+from megalite.config.options import ConfigError, iter_options
 
-FIELDS = {f.name: f for _, f in options()}
-ACTS, ALWAYS, NONE = "acts", "always so here", "no equivalent"
+FIELDS = {f.name: f for _, f in iter_options()}
+SUPPORTED, BUILT_IN, NO_EQUIVALENT = "acts", "always so here", "no equivalent"
 BESIDE, DEFAULT, GIVEN, OVERRIDES = range(4)  # how much a value weighs
 
 MAX_WHOLE = 10**15  # of a size, a count or a number of steps
@@ -112,14 +112,14 @@ def whole_number(value: Any) -> int:
 
 def typed(option: str, value: Any) -> Any:
     """The value as the option's type. Raises ValueError."""
-    kind = base_type(FIELDS[option])
+    kind = type_name(FIELDS[option])
     if kind == "bool":
         value = {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
     if kind == "int":
         value = whole_number(value)
     elif kind == "float":
         value = number(value)
-    return convert(FIELDS[option], value)
+    return convert_value(FIELDS[option], value)
 
 
 def part_of(part: str, value: Any) -> Any:
@@ -175,7 +175,7 @@ def batch(t: Translation, dp: int | None) -> int | None:
         t.derive("global_batch_size", total, "total")
     elif steps and not micro:
         flags = "--micro-batch-size and --global-batch-size, that is micro x this x dp"
-        t.tell("accumulation", NONE, f"the file has no batch size; give {flags}")
+        t.tell("accumulation", NO_EQUIVALENT, f"the file has no batch size; give {flags}")
     return dp
 
 
@@ -186,7 +186,7 @@ def _pipeline_batch(t: Translation) -> None:
         return
     if t.options.get("pipeline_model_parallel_size", 1) == 1:
         t.derive("micro_batch_size", local, "local")
-        t.tell("pipeline_micro", ALWAYS, "there is no pipeline that would cut a batch")
+        t.tell("pipeline_micro", BUILT_IN, "there is no pipeline that would cut a batch")
         return
     micro = t.parts.get("pipeline_micro", 1)
     if local % micro:
@@ -200,21 +200,25 @@ def rates(t: Translation) -> None:
     lr = t.options.get("lr")
     for part, option in (("min_lr_factor", "min_lr"), ("warmup_ratio", "lr_warmup_init")):
         if part in t.parts and lr is None and t.parts.get(part) != 0:
-            t.tell(part, NONE, f"it is a share of the rate, which the file does not have; give {flag_of(option)}")
+            t.tell(
+                part,
+                NO_EQUIVALENT,
+                f"it is a share of the rate, which the file does not have; give {flag_name(option)}",
+            )
         elif part in t.parts:
             t.derive(option, _rounded((lr or 0.0) * t.parts.get(part)), part)
     if (power := t.parts.get("scale_power")) is not None:
         if 0 <= power <= 64:
             t.derive("initial_loss_scale", 2.0**power, "scale_power")
         else:
-            t.tell("scale_power", NONE, "2 to this power is no loss scale; give --initial-loss-scale")
+            t.tell("scale_power", NO_EQUIVALENT, "2 to this power is no loss scale; give --initial-loss-scale")
     style = t.parts.get("decay_style")
     if t.trainer == "nanotron" and style is not None and lr is not None and "min_lr" not in t.options:
         t.derive("min_lr", lr)  # nanotron's rate stays what it is where no end of it is given
     end = t.parts.get("total_steps", t.options.get("train_iters"))
     if style == "constant":
         t.derive("lr_decay_style", "constant", "decay_style")
-        t.tell("total_steps", ALWAYS, "the rate stays what it is")
+        t.tell("total_steps", BUILT_IN, "the rate stays what it is")
     elif style is not None:
         _decay(t, style, end)
     elif "total_steps" in t.parts:
@@ -241,11 +245,11 @@ def _decay(t: Translation, style: str, end: int | None) -> None:
     if end is None:
         needs = "the file does not say how many steps the training has; give --lr-decay-iters"
         for part in ("decay_ratio", "decay_start", "decay_steps", "constant_steps"):
-            t.tell(part, NONE, f"{needs}, and --lr-wsd-decay-iters" if part != "constant_steps" else needs)
+            t.tell(part, NO_EQUIVALENT, f"{needs}, and --lr-wsd-decay-iters" if part != "constant_steps" else needs)
         if style != "minus_sqrt":
             t.derive("lr_decay_style", style, "decay_style")
         else:
-            t.tell("decay_style", NONE, f"{needs}, --lr-decay-style WSD and --lr-wsd-decay-iters")
+            t.tell("decay_style", NO_EQUIVALENT, f"{needs}, --lr-decay-style WSD and --lr-wsd-decay-iters")
         return
     asked = ("decay_style", "total_steps", "decay_ratio", "decay_start", "decay_steps", "constant_steps")
     if "decay_ratio" in t.parts:
@@ -344,7 +348,7 @@ def _groups(t: Translation, dp: int | None) -> int:
     """MiCS of DeepSpeed: sets of ranks that share out everything at stage 3."""
     group = t.parts.get("group")
     if t.options.get("zero_stage") != 3:
-        t.tell("group", ALWAYS, "DeepSpeed reads it at stage 3 alone")
+        t.tell("group", BUILT_IN, "DeepSpeed reads it at stage 3 alone")
         return 1
     if dp is None:
         raise ConfigError([f"{t.parts.key('group')} = {group}: sets depend on the number of devices; give --gpus N"])
@@ -358,13 +362,13 @@ def _nemo(t: Translation) -> None:
     strategy = str(t.parts.get("nemo_strategy", "full")).lower()
     if t.parts.get("nemo_fsdp") != "on":
         for part in ("nemo_strategy", "nemo_reduce"):
-            t.tell(part, ALWAYS, "asks for nothing without fsdp")
+            t.tell(part, BUILT_IN, "asks for nothing without fsdp")
         if "zero_stage" not in t.options:
             t.derive("zero_stage", 0)
         return
     if (stage := {"full": 3, "grad": 2}.get(strategy)) is None:
         for part in ("nemo_fsdp", "nemo_strategy"):
-            t.tell(part, NONE, "NeMo runs full and grad alone; give --zero-stage 3 or 2")
+            t.tell(part, NO_EQUIVALENT, "NeMo runs full and grad alone; give --zero-stage 3 or 2")
         return
     t.derive("zero_stage", stage, "nemo_fsdp", "nemo_strategy")
     if "nemo_reduce" in t.parts:
@@ -378,18 +382,18 @@ def _accelerate(t: Translation, dp: int | None, cp: int, copies: int) -> int:
     sized = t.parts.get("shard", 1) * copies * cp > 1 or t.options.get("tensor_model_parallel_size", 1) > 1
     fsdp = kind == "fsdp" or (kind == "" and any(part in t.parts for part in ("version", "strategy", "reshard")))
     if kind in ("deepspeed", "megatron_lm"):
-        t.tell("distributed", ALWAYS, f"{kind}_config says how")
+        t.tell("distributed", BUILT_IN, f"{kind}_config says how")
         return 1
     if not fsdp and not (sized and "shard" in t.parts):
         if kind:
             t.derive("zero_stage", 0, "distributed")
         for part in ("version", "strategy", "reshard"):
-            t.tell(part, ALWAYS, "Accelerate reads it where distributed_type is FSDP")
+            t.tell(part, BUILT_IN, "Accelerate reads it where distributed_type is FSDP")
         return 1
     reshard, strategy = str(t.parts.get("reshard", "")).lower(), str(t.parts.get("strategy", "")).lower()
     version = str(t.parts.get("version", 2 if sized or reshard in ("true", "false") else 1))
     if version == "2":
-        t.tell("strategy", ALWAYS, "FSDP 2 does not read it, but fsdp_reshard_after_forward")
+        t.tell("strategy", BUILT_IN, "FSDP 2 does not read it, but fsdp_reshard_after_forward")
         if sized:
             stage = 3 if t.parts.get("shard", 1) * cp > 1 else 0
             t.derive("zero_stage", stage, "shard", "replicate", "version")
@@ -397,7 +401,7 @@ def _accelerate(t: Translation, dp: int | None, cp: int, copies: int) -> int:
             stage = 3
             t.derive("zero_stage", 3, "version", "reshard", "distributed")
         if reshard in FSDP_STAGES:
-            t.tell("reshard", NONE, "FSDP 2 takes true or false; write one")
+            t.tell("reshard", NO_EQUIVALENT, "FSDP 2 takes true or false; write one")
         elif stage and reshard:
             t.derive("zero_hold", "layer" if reshard == "true" else "chunk", "reshard")
         return copies
@@ -408,10 +412,10 @@ def _accelerate(t: Translation, dp: int | None, cp: int, copies: int) -> int:
     name = strategy or reshard or "full_shard"
     name = strategies.get(int(name), name) if re.fullmatch(r"\d", name) else name
     if name not in FSDP_STAGES:
-        t.tell(part, NONE, f"there is no such strategy; give {', '.join(FSDP_STAGES)}")
+        t.tell(part, NO_EQUIVALENT, f"there is no such strategy; give {', '.join(FSDP_STAGES)}")
         return 1
     if strategy:
-        t.tell("reshard", ALWAYS, "FSDP 1 does not read it beside fsdp_sharding_strategy")
+        t.tell("reshard", BUILT_IN, "FSDP 1 does not read it beside fsdp_sharding_strategy")
     t.derive("zero_stage", FSDP_STAGES[name], part, "distributed")
     return t.parts.get("nodes", 1) if name.startswith("hybrid") else 1
 
@@ -426,24 +430,24 @@ def switches(t: Translation) -> None:
         t.derive("moe_shared_expert_intermediate_size", t.parts.get("shared_size"), "shared", "shared_size")
         t.derive("moe_shared_expert_gate", True, "shared")
     else:
-        t.tell("shared_size", ALWAYS, "asks for nothing without enable_shared_expert")
+        t.tell("shared_size", BUILT_IN, "asks for nothing without enable_shared_expert")
     if t.parts.get("z_loss") == "on":
         t.derive("z_loss_coeff", t.parts.get("z_loss_coefficient", 1e-4), "z_loss", "z_loss_coefficient")
     else:
-        t.tell("z_loss_coefficient", ALWAYS, "asks for nothing without z_loss_enabled")
+        t.tell("z_loss_coefficient", BUILT_IN, "asks for nothing without z_loss_enabled")
     if t.parts.get("offloading") == "on" and "offload_layers" in t.parts:
         t.derive("cpu_offloading_num_layers", t.parts.get("offload_layers"), "offloading", "offload_layers")
     else:
-        t.tell("offloading", NONE, "give --cpu-offloading-num-layers N")
-        t.tell("offload_layers", ALWAYS, "asks for nothing without cpu_offloading")
+        t.tell("offloading", NO_EQUIVALENT, "give --cpu-offloading-num-layers N")
+        t.tell("offload_layers", BUILT_IN, "asks for nothing without cpu_offloading")
     if t.parts.get("tensorboard") == "on":
         t.derive("tensorboard_dir", t.parts.get("tb_folder", "tb"), "tensorboard", "tb_folder")
     else:
-        t.tell("tb_folder", ALWAYS, "asks for nothing without enable_tensorboard")
+        t.tell("tb_folder", BUILT_IN, "asks for nothing without enable_tensorboard")
     if t.parts.get("validation_length") == t.options.get("seq_length"):
-        t.tell("validation_length", ALWAYS, "evaluation has the length of the training")
+        t.tell("validation_length", BUILT_IN, "evaluation has the length of the training")
     else:
-        t.tell("validation_length", NONE, "evaluation has the length of --seq-length")
+        t.tell("validation_length", NO_EQUIVALENT, "evaluation has the length of --seq-length")
 
 
 def _momentum(t: Translation) -> None:
@@ -451,33 +455,33 @@ def _momentum(t: Translation) -> None:
         option = "sgd_momentum" if t.options.get("optimizer") == "sgd" else "muon_momentum"
         t.derive(option, float(t.parts.get("momentum")), "momentum")
     else:
-        t.tell("momentum", NONE, "SGD and Muon have a momentum; give --sgd-momentum with --optimizer sgd")
+        t.tell("momentum", NO_EQUIVALENT, "SGD and Muon have a momentum; give --sgd-momentum with --optimizer sgd")
 
 
 def _compile(t: Translation) -> None:
     """torchtitan compiles the model, the loss or both; the loss has a kernel here."""
     parts = t.parts.get("components", ["model", "loss"])
     if t.parts.get("compile") != "on":
-        t.tell("components", ALWAYS, "asks for nothing without enable")
+        t.tell("components", BUILT_IN, "asks for nothing without enable")
     elif "model" in (parts.split(",") if isinstance(parts, str) else parts or []):
         t.derive("compile", True, "compile", "components")
     else:
         for part in ("compile", "components"):
-            t.tell(part, ALWAYS, "only the model's blocks are compiled here; the loss has a kernel of its own")
+            t.tell(part, BUILT_IN, "only the model's blocks are compiled here; the loss has a kernel of its own")
 
 
 def _profile(t: Translation) -> None:
     """torchtitan profiles some steps of every `profile_freq`; here one range of steps is profiled, its first."""
     if t.parts.get("profiling") != "on":
         for part in ("profile_freq", "profiler_active", "profiler_warmup"):
-            t.tell(part, ALWAYS, "asks for nothing without enable_profiling")
+            t.tell(part, BUILT_IN, "asks for nothing without enable_profiling")
         return
     last = t.parts.get("profile_freq", 10)
     t.derive("profile", True, "profiling")
     t.derive("use_pytorch_profiler", True, "profiling")
     t.derive("profile_step_start", max(0, last - t.parts.get("profiler_active", 1)), "profile_freq", "profiler_active")
     t.derive("profile_step_end", last, "profile_freq", "profiler_active")
-    t.tell("profiler_warmup", ALWAYS, "the steps before the first that is profiled are its warm-up")
+    t.tell("profiler_warmup", BUILT_IN, "the steps before the first that is profiled are its warm-up")
 
 
 def _checkpoints(t: Translation) -> None:
@@ -487,17 +491,19 @@ def _checkpoints(t: Translation) -> None:
         t.derive("pretrained_checkpoint", path, "initial_path", "initial_in_hf")
     else:
         export = "export it to Hugging Face's format there, and give --pretrained-checkpoint DIR"
-        t.tell("initial_path", NONE, f"a checkpoint of torchtitan is not read: {export}")
-        t.tell("initial_in_hf", NONE, "give --pretrained-checkpoint DIR")
+        t.tell("initial_path", NO_EQUIVALENT, f"a checkpoint of torchtitan is not read: {export}")
+        t.tell("initial_in_hf", NO_EQUIVALENT, "give --pretrained-checkpoint DIR")
     if "save" in t.options:
         t.derive("load", t.options.get("save"), "resume") if "resume" in t.parts else None
     else:
-        t.tell("resume", NONE, "give --save DIR, and the same as --load")
+        t.tell("resume", NO_EQUIVALENT, "give --save DIR, and the same as --load")
     if "top_k" in t.parts and str(t.parts.get("monitor", "val_loss")) in ("step", "global_step", "consumed_samples"):
         t.derive("keep_last", t.parts.get("top_k"), "top_k", "monitor")
     else:
-        t.tell("top_k", NONE, "the newest checkpoints are kept, not those with the least loss; give --keep-last N")
-        t.tell("monitor", ALWAYS, "it belongs to save_top_k")
+        t.tell(
+            "top_k", NO_EQUIVALENT, "the newest checkpoints are kept, not those with the least loss; give --keep-last N"
+        )
+        t.tell("monitor", BUILT_IN, "it belongs to save_top_k")
 
 
 def checked(t: Translation) -> Mapping[str, Any]:

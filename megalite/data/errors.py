@@ -9,7 +9,7 @@ class DataError(ValueError):
 
 
 @contextmanager
-def library(refusal: str) -> Iterator[None]:
+def wrap_library_errors(refusal: str) -> Iterator[None]:
     """Turn whatever a tokenizer's library raises into a DataError that begins with `refusal`. Libraries written in Rust
     raise bare Exceptions, and panic with a BaseException of their own on an unexpected file or text."""
     try:

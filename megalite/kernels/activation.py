@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.config.registry import KINDS
+from megalite.config.registry import REGISTRIES
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Activation:
     backward: Callable[..., tuple[Tensor, ...]]
     width: int = 1
     takes_bias: bool = False
-    swiglu: tuple[float, float] | None = None
+    swiglu_constants: tuple[float, float] | None = None
     surrogate: bool = False
 
 
-def activation_named(name: str) -> Activation:
+def get_activation(name: str) -> Activation:
     """Raises ValueError where there is none."""
-    return KINDS["activation"].find(name)
+    return REGISTRIES["activation"].get(name)
 
 
 def fault_of(part: Any) -> str:
@@ -85,16 +85,20 @@ def _unlike(name: str, x: Any, shape: torch.Size, part: Activation, u: Tensor) -
 
 
 def _wrong_constants(part: Activation, u: Tensor, bias: list[Tensor]) -> str:
-    if part.swiglu is None:
+    if part.swiglu_constants is None:
         return ""
-    limit, alpha = part.swiglu
+    limit, alpha = part.swiglu_constants
     gate, up = u.chunk(2, -1)
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
     same = part.width == 2 and torch.allclose(
         part.forward(u, *bias), gate * torch.sigmoid(alpha * gate) * up, rtol=1e-5
     )
-    return "" if same else f"is not SwiGLU with swiglu={part.swiglu}, as experts would compute it; leave swiglu out"
+    return (
+        ""
+        if same
+        else f"is not SwiGLU with swiglu={part.swiglu_constants}, as experts would compute it; leave swiglu out"
+    )
 
 
 def _wrong_gradient(part: Activation, u: Tensor, da: Tensor, bias: list[Tensor]) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.dispatch import ceil_div, kernel, use_triton
-from megalite.kernels.dropout import as_int32, fold, mix_, mixed
+from megalite.kernels.dropout import as_int32, fmix32, fmix32_, fold_in
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -34,9 +34,9 @@ BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements of torch's form with bf16 
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 
-def rounding_key(step: int) -> int:
+def rounding_seed(step: int) -> int:
     """A key of 31 bits, which Triton takes as an int32."""
-    return fold(step) >> 1
+    return fold_in(step) >> 1
 
 
 def random_bits(key: int, *values: Tensor) -> Tensor:
@@ -45,10 +45,10 @@ def random_bits(key: int, *values: Tensor) -> Tensor:
     h = torch.full_like(values[0], key, dtype=torch.int32)
     for value, odd in zip(values, _ODD, strict=False):
         h.add_(value.view(torch.int32), alpha=as_int32(odd))
-    return mix_(h)
+    return fmix32_(h)
 
 
-def round_at_random(x: Tensor, bits16: Tensor) -> Tensor:
+def stochastic_round(x: Tensor, bits16: Tensor) -> Tensor:
     """fp32 -> bf16: up with the probability of the cut-off part. bits16: integers in [0, 2^16). Finite x only."""
     return ((x.view(torch.int32) + bits16) >> 16).to(torch.int16).view(torch.bfloat16)
 
@@ -73,12 +73,12 @@ def adamw_reference_(
     block = BLOCK.get(param.device.type, BLOCK["cuda"])
     for w, g, m, v in zip(*(x.split(block) for x in (param, grad, exp_avg, exp_avg_sq)), strict=True):
         first, second = (x.to(w.dtype) for x in (m, v))  # a moment that is not in bf16 is itself
-        bits = random_bits(rounding_key(step), *(x.float() for x in (w, g, first, second)))
+        bits = random_bits(rounding_seed(step), *(x.float() for x in (w, g, first, second)))
         _fused_(w, g, first, second, step, grad_scale, **args)
         if m.dtype == torch.bfloat16:
-            m.copy_(round_at_random(first.float(), bits & 0xFFFF))
+            m.copy_(stochastic_round(first.float(), bits & 0xFFFF))
         if v.dtype == torch.bfloat16:
-            v.copy_(round_at_random(second.float(), (bits >> 16).bitwise_and_(0xFFFF)))
+            v.copy_(stochastic_round(second.float(), (bits >> 16).bitwise_and_(0xFFFF)))
 
 
 def _fused_(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, scale: float, **args: float) -> None:
@@ -89,19 +89,19 @@ def _fused_(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, scale: flo
 
 
 @kernel
-def _random(key, w, g, m, v):
+def _hash_bits(key, w, g, m, v):
     h = key.to(tl.uint32) + w.to(tl.uint32, bitcast=True) * 0x9E3779B1 + g.to(tl.uint32, bitcast=True) * 0x85EBCA77
-    return mixed(h + m.to(tl.uint32, bitcast=True) * 0xC2B2AE3D + v.to(tl.uint32, bitcast=True) * 0x27D4EB2F)
+    return fmix32(h + m.to(tl.uint32, bitcast=True) * 0xC2B2AE3D + v.to(tl.uint32, bitcast=True) * 0x27D4EB2F)
 
 
 @kernel
-def _rounded(x, bits16):
+def _stochastic_round(x, bits16):
     return ((x.to(tl.uint32, bitcast=True) + bits16) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @kernel
 def _adamw(
-    W, G, M, V, COPY, n, key, scale, keep, b1, b2, rate, root, eps,
+    W, G, M, V, COPY, n, key, scale, decay_factor, b1, b2, step_size, bias_correction2, eps,
     RANDOM: tl.constexpr, HAS_COPY: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -112,15 +112,15 @@ def _adamw(
     v = tl.load(V + at, mask=inside, other=0.0).to(tl.float32)
     h = tl.zeros((ELEMENTS,), dtype=tl.uint32)
     if RANDOM:
-        h = _random(key, w, g, m, v)
+        h = _hash_bits(key, w, g, m, v)
     g *= scale
     m += (1.0 - b1) * (g - m)
     v = b2 * v + (1.0 - b2) * g * g
-    w = w * keep - rate * m / (tl.sqrt(v) * root + eps)
+    w = w * decay_factor - step_size * m / (tl.sqrt(v) * bias_correction2 + eps)
     if M.dtype.element_ty == tl.bfloat16:
-        m = _rounded(m, h & 0xFFFF)
+        m = _stochastic_round(m, h & 0xFFFF)
     if V.dtype.element_ty == tl.bfloat16:
-        v = _rounded(v, h >> 16)
+        v = _stochastic_round(v, h >> 16)
     tl.store(W + at, w, mask=inside)
     tl.store(M + at, m.to(M.dtype.element_ty), mask=inside)
     tl.store(V + at, v.to(V.dtype.element_ty), mask=inside)
@@ -141,7 +141,7 @@ def adamw_(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
-    copy: Tensor | None = None,
+    model_param: Tensor | None = None,
 ) -> None:
     """One update of flat contiguous tensors of one shape. param and grad have one dtype, the moments that or bf16.
 
@@ -150,15 +150,23 @@ def adamw_(
     if param.dtype == torch.float32 and use_triton(param):
         b1, b2 = betas
         _adamw[(ceil_div(param.numel(), ELEMENTS),)](
-            *(param, grad, exp_avg, exp_avg_sq, param if copy is None else copy, param.numel(), rounding_key(step)),
+            *(
+                param,
+                grad,
+                exp_avg,
+                exp_avg_sq,
+                param if model_param is None else model_param,
+                param.numel(),
+                rounding_seed(step),
+            ),
             *(grad_scale, 1 - lr * weight_decay, b1, b2, lr / (1 - b1**step), 1 / math.sqrt(1 - b2**step), eps),
             torch.bfloat16 in (exp_avg.dtype, exp_avg_sq.dtype),
-            copy is not None,
+            model_param is not None,
             ELEMENTS,
             num_warps=WARPS,
         )
         return
     rates = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     adamw_reference_(param, grad, exp_avg, exp_avg_sq, betas=betas, step=step, grad_scale=grad_scale, **rates)
-    if copy is not None:
-        copy.copy_(param)
+    if model_param is not None:
+        model_param.copy_(param)

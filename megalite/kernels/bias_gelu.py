@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.activation import Activation
-from megalite.kernels.columns import sum_rows
-from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, fit, kernel, processors, stat_dtype, use_triton
+from megalite.kernels.dispatch import TileConfig, accum_dtype, as_2d, ceil_div, fit_tile, kernel, num_sms, use_triton
+from megalite.kernels.row_sum import sum_rows
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-FORWARD = TileSizes(1, 2048, 4)  # 16 elements per thread: two 16-byte loads of bf16
+FORWARD = TileConfig(1, 2048, 4)  # 16 elements per thread: two 16-byte loads of bf16
 # Backward walks down the rows of its columns and holds their sums for db; 4 programs of 4 warps per multiprocessor.
-BACKWARD = TileSizes(1, 1024, 4, 4)
+BACKWARD = TileConfig(1, 1024, 4, 4)
 
 
 def bias_gelu_forward_reference(u: Tensor, bias: Tensor | None = None, *, tanh: bool) -> Tensor:
@@ -117,13 +117,13 @@ def _backward(
         tl.store(own, tl.sum(db, 0, keep_dims=True), mask=at < columns)
 
 
-def forward(u: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileSizes = FORWARD) -> Tensor:
+def forward(u: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileConfig = FORWARD) -> Tensor:
     """gelu(u + bias), u [..., F], bias [F]."""
     if not use_triton(u):
         return bias_gelu_forward_reference(u, bias, tanh=tanh)
-    u_NF = as_rows(u)
+    u_NF = as_2d(u)
     rows, columns = u_NF.shape
-    block = fit(block, columns)
+    block = fit_tile(block, columns)
     a = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     b = u if bias is None else bias.contiguous()
     _forward[(ceil_div(rows, block.rows), ceil_div(columns, block.columns))](
@@ -134,19 +134,19 @@ def forward(u: Tensor, bias: Tensor | None = None, tanh: bool = True, block: Til
 
 
 def backward(
-    u: Tensor, da: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileSizes = BACKWARD
+    u: Tensor, da: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileConfig = BACKWARD
 ) -> tuple[Tensor, ...]:
     """a again and du, both of u's shape, and with a bias db [F]."""
     if not use_triton(u):
         return bias_gelu_backward_reference(u, da, bias, tanh=tanh)
-    u_NF, da_NF = as_rows(u), as_rows(da)
+    u_NF, da_NF = as_2d(u), as_2d(da)
     rows, columns = u_NF.shape
-    block = fit(block, columns)
+    block = fit_tile(block, columns)
     across, programs = ceil_div(columns, block.columns), ceil_div(rows, block.rows)
     if bias is not None:
-        programs = min(programs, ceil_div(block.programs * processors(u.device), across))
+        programs = min(programs, ceil_div(block.programs * num_sms(u.device), across))
     a, du = (torch.empty(u.shape, dtype=u.dtype, device=u.device) for _ in range(2))
-    partial = torch.empty((programs if bias is not None else 0, columns), dtype=stat_dtype(u), device=u.device)
+    partial = torch.empty((programs if bias is not None else 0, columns), dtype=accum_dtype(u), device=u.device)
     b = u if bias is None else bias.contiguous()
     _backward[(programs, across)](
         *(u_NF, b, da_NF, a, du, partial, rows, columns, u_NF.stride(0), da_NF.stride(0)),

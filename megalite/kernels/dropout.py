@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, fit, kernel, use_triton
+from megalite.kernels.dispatch import TileConfig, as_2d, ceil_div, fit_tile, kernel, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-BLOCK = TileSizes(1, 1024, 4)  # 8 elements per thread: one 16-byte load of bf16, and the hash hides behind it
+BLOCK = TileConfig(1, 1024, 4)  # 8 elements per thread: one 16-byte load of bf16, and the hash hides behind it
 _M32 = 0xFFFFFFFF
 
 
-def fold(*coordinates: int) -> int:
+def fold_in(*coordinates: int) -> int:
     """A 32-bit key from integers (seed, step, layer, site)."""
     h = 0x9E3779B9
     for c in coordinates:
-        h = _mix_int(h ^ ((c * 0x85EBCA6B + 0x27D4EB2F) & _M32))
+        h = _fmix32_int(h ^ ((c * 0x85EBCA6B + 0x27D4EB2F) & _M32))
     return h
 
 
@@ -40,13 +40,13 @@ def as_int32(bits: int) -> int:
     return bits - 2**32 if bits >= 2**31 else bits
 
 
-def _mix_int(h: int) -> int:
+def _fmix32_int(h: int) -> int:
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _M32
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _M32
     return h ^ (h >> 16)
 
 
-def mix_(h: Tensor) -> Tensor:
+def fmix32_(h: Tensor) -> Tensor:
     """The finaliser on int32, in place: for attention's dropout `h` has 4 bytes per score."""
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(as_int32(0x85EBCA6B))
     h.bitwise_xor_((h >> 13).bitwise_and_(0x7FFFF)).mul_(as_int32(0xC2B2AE35))
@@ -63,7 +63,7 @@ def hash_coordinates(key: int | Tensor, *axes: Tensor) -> Tensor:
     or one in an int64 scalar on their device."""
     h = _low_bits(key) if isinstance(key, Tensor) else axes[0].new_full((), as_int32(key), dtype=torch.int32)
     for axis in axes:
-        h = mix_(h ^ _low_bits(axis * 0x9E3779B1 + 0x7F4A7C15))
+        h = fmix32_(h ^ _low_bits(axis * 0x9E3779B1 + 0x7F4A7C15))
     return h
 
 
@@ -81,7 +81,7 @@ def _mask_sBD(x: Tensor, key: int | Tensor, p: float, sample_ids_B: Tensor, firs
     return keep_mask(key, p, sample_ids_B.view(1, -1, 1), positions.view(-1, 1, 1), channels)
 
 
-def drop_reference(
+def dropout_reference(
     x_sBD: Tensor, residual: Tensor | None, p: float, key: int | Tensor, sample_ids_B: Tensor,
     first_position: int | Tensor,
 ) -> Tensor:  # fmt: skip
@@ -90,7 +90,7 @@ def drop_reference(
 
 
 @kernel
-def mixed(h):
+def fmix32(h):
     """The finaliser on uint32."""
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -98,13 +98,13 @@ def mixed(h):
 
 
 @kernel
-def chain(h, axis):
+def hash_next(h, axis):
     """The hash with one more coordinate."""
-    return mixed(h ^ (axis.to(tl.uint32) * 0x9E3779B1 + 0x7F4A7C15))
+    return fmix32(h ^ (axis.to(tl.uint32) * 0x9E3779B1 + 0x7F4A7C15))
 
 
 @kernel(do_not_specialize=["key"])
-def _drop(
+def _dropout_kernel(
     X, A, IDS, Y, key, first_position, batch, rows, columns, stride_x, stride_a,
     PLACED: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -113,12 +113,12 @@ def _drop(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (at < columns)
-    h = chain(key.to(tl.uint32), tl.load(IDS + row % batch))
+    h = hash_next(key.to(tl.uint32), tl.load(IDS + row % batch))
     if PLACED:
-        h = chain(h, tl.load(first_position + row // batch, mask=row < rows, other=0))
+        h = hash_next(h, tl.load(first_position + row // batch, mask=row < rows, other=0))
     else:
-        h = chain(h, row // batch + first_position)
-    keep = chain(h, at) >= THRESHOLD
+        h = hash_next(h, row // batch + first_position)
+    keep = hash_next(h, at) >= THRESHOLD
     x = tl.load(X + row * stride_x + at, mask=inside, other=0.0).to(wide)
     y = tl.where(keep, x * (1.0 / (1.0 - P)), 0.0)
     if ADD:
@@ -126,21 +126,30 @@ def _drop(
     tl.store(Y + row * columns + at, y.to(Y.dtype.element_ty), mask=inside)
 
 
-def drop(
+def dropout_triton(
     x_sBD: Tensor, residual: Tensor | None, p: float, key: int, sample_ids_B: Tensor, first_position: int | Tensor,
-    block: TileSizes = BLOCK,
+    block: TileConfig = BLOCK,
 ) -> Tensor:  # fmt: skip
-    x_ND = as_rows(x_sBD)
-    a_ND = x_ND if residual is None else as_rows(residual)
+    x_ND = as_2d(x_sBD)
+    a_ND = x_ND if residual is None else as_2d(residual)
     rows, columns = x_ND.shape
-    block = fit(block, columns)
+    block = fit_tile(block, columns)
     y = torch.empty(x_sBD.shape, dtype=x_sBD.dtype, device=x_sBD.device)
-    signed = as_int32(key)  # always 32 bits, or Triton would compile for each width
-    if placed := isinstance(first_position, Tensor):
+    key_int32 = as_int32(key)  # always 32 bits, or Triton would compile for each width
+    if has_positions := isinstance(first_position, Tensor):
         first_position = first_position.contiguous()
-    _drop[(ceil_div(rows, block.rows), ceil_div(columns, block.columns))](
-        *(x_ND, a_ND, sample_ids_B.contiguous(), y, signed, first_position, x_sBD.shape[1], rows, columns),
-        *(x_ND.stride(0), a_ND.stride(0), placed, p, int(p * 2**32), residual is not None, block.rows, block.columns),
+    _dropout_kernel[(ceil_div(rows, block.rows), ceil_div(columns, block.columns))](
+        *(x_ND, a_ND, sample_ids_B.contiguous(), y, key_int32, first_position, x_sBD.shape[1], rows, columns),
+        *(
+            x_ND.stride(0),
+            a_ND.stride(0),
+            has_positions,
+            p,
+            int(p * 2**32),
+            residual is not None,
+            block.rows,
+            block.columns,
+        ),
         num_warps=block.warps,
     )
     return y
@@ -165,8 +174,8 @@ def dropout(
     sample_ids_B: Tensor,
     first_position: int | Tensor = 0,
     residual_sBD: Tensor | None = None,
-    by: Callable[..., Tensor] | None = None,
+    impl: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """dropout(x), or residual + dropout(x). `by`: in place of `drop`; it draws the mask in forward and in backward."""
-    by = by or (drop if use_triton(x_sBD) else drop_reference)
-    return _DropoutAdd.apply(x_sBD, residual_sBD, by, p, key, sample_ids_B, first_position)  # type: ignore[return-value]
+    impl = impl or (dropout_triton if use_triton(x_sBD) else dropout_reference)
+    return _DropoutAdd.apply(x_sBD, residual_sBD, impl, p, key, sample_ids_B, first_position)  # type: ignore[return-value]

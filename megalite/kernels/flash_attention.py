@@ -30,29 +30,37 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.config.tables import table_beside
-from megalite.kernels.blocked_attention import Drop, Scoring
-from megalite.kernels.dispatch import ceil_div, kernel, power_of_two, unit_of, widened
+from megalite.common.tables import load_table
+from megalite.kernels.blocked_attention import AttentionDropout, AttentionParams
+from megalite.kernels.dispatch import ceil_div, kernel, matmul_unit, power_of_two, upcast_for_interpreter
 from megalite.kernels.dropout import as_int32
-from megalite.kernels.flash_blocks import blocks_of_keys, count_masked, dot, first_key, kept_of, nth_masked, tile
+from megalite.kernels.flash_blocks import (
+    dot,
+    dropout_keep,
+    first_visible_key,
+    key_block_bounds,
+    load_tile,
+    nth_masked_block,
+    num_masked_blocks,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 LOG2_E = 1 / math.log(2)  # exp2 is an instruction, exp is not: scores are in units of log 2
 # Channels of a head. In fp32 the multiply-adds of wider ones spill in every tile.
-WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
+MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 # by `unit`
-FORWARD, BACKWARD_Q, BACKWARD_KV = table_beside(__file__, "tiles")["flash_attention"].values()
-MOST_PROGRAMS = 65535  # along the second dimension of a CUDA grid
+FORWARD_TILES, BACKWARD_Q_TILES, BACKWARD_KV_TILES = load_table(__file__, "tiles")["flash_attention"].values()
+MAX_GRID_Y = 65535  # along the second dimension of a CUDA grid
 
 
-def supports(q_SBHK: Tensor, v_TBGK: Tensor) -> bool:
+def is_supported(q_SBHK: Tensor, v_TBGK: Tensor) -> bool:
     _, batch, heads, _ = q_SBHK.shape
-    return widest(q_SBHK, v_TBGK) <= WIDEST.get(q_SBHK.dtype, 0) and batch * heads <= MOST_PROGRAMS
+    return max_head_dim(q_SBHK, v_TBGK) <= MAX_HEAD_DIM.get(q_SBHK.dtype, 0) and batch * heads <= MAX_GRID_Y
 
 
-def widest(q: Tensor, v: Tensor) -> int:
+def max_head_dim(q: Tensor, v: Tensor) -> int:
     return max(q.shape[-1], v.shape[-1])
 
 
@@ -61,17 +69,17 @@ def flops(*args: Any) -> float:
     of S positions, or S W - W^2 / 2 in a window of W, less those of the queries before the first; borders of documents
     are not counted. Backward has as many in each of its two kernels, without the scores, which are computed again."""
     (S, B, H, K), V, given = args[0].shape, args[2].shape[-1], [x for x in args if not isinstance(x, Tensor)]
-    shift, seen = given[2], given[8]
-    ends = (min(n, seen) * (n - min(n, seen) / 2) for n in (max(0, S + shift), max(0, shift)))
+    shift, window_or_all = given[2], given[8]
+    ends = (min(n, window_or_all) * (n - min(n, window_or_all) / 2) for n in (max(0, S + shift), max(0, shift)))
     return 2.0 * B * H * (K + V) * (next(ends) - next(ends))
 
 
-def unit(q: Tensor, v: Tensor) -> str:
+def tile_key(q: Tensor, v: Tensor) -> str:
     """What multiplies, and whether heads are wide for it."""
-    return unit_of(q) + " wide" * (widest(q, v) > (64 if q.dtype == torch.float32 else 128))
+    return matmul_unit(q) + " wide" * (max_head_dim(q, v) > (64 if q.dtype == torch.float32 else 128))
 
 
-def padded(channels: int) -> int:
+def padded_head_dim(channels: int) -> int:
     """As many as a tile has."""
     return max(64, power_of_two(channels))
 
@@ -83,15 +91,15 @@ def _forward_block(
     THRESHOLD: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     columns = start + tl.arange(0, COLUMNS)
-    k = tile(K, columns, ks, keys, HEAD, WIDTH, WHOLE)
+    k = load_tile(K, columns, ks, keys, HEAD, WIDTH, WHOLE)
     s = dot(q, tl.trans(k), WIDE)
     if WHOLE:
         now = tl.maximum(largest, tl.max(s, 1) * scale)
         base = now
     else:
         high = tl.minimum(rows + shift, keys - 1)
-        seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= high[:, None])
-        s = tl.where(seen, s, float("-inf"))
+        window_or_all = (low[:, None] <= columns[None, :]) & (columns[None, :] <= high[:, None])
+        s = tl.where(window_or_all, s, float("-inf"))
         now = tl.maximum(largest, tl.max(s, 1) * scale)
         base = tl.where(now == float("-inf"), 0.0, now)  # no key yet
     p = tl.exp2(s * scale - base[:, None])
@@ -99,8 +107,8 @@ def _forward_block(
     total = total * again + tl.sum(p, 1)
     if THRESHOLD > 0:
         at_q, at_k = (rows + shift + k_first)[:, None], (columns + k_first)[None, :]
-        p = tl.where(kept_of(IDS, key, b, head, at_q, at_k, THRESHOLD), p, 0.0)
-    v = tile(V, columns, vs, keys, VALUE, V_WIDTH, WHOLE)
+        p = tl.where(dropout_keep(IDS, key, b, head, at_q, at_k, THRESHOLD), p, 0.0)
+    v = load_tile(V, columns, vs, keys, VALUE, V_WIDTH, WHOLE)
     return o * again[:, None] + dot(p.to(v.dtype), v, WIDE), total, now
 
 
@@ -118,8 +126,8 @@ def _forward(
     rows = block * ROWS + tl.arange(0, ROWS)
     K += b.to(tl.int64) * kb + (h // group) * kh
     V += b.to(tl.int64) * vb + (h // group) * vh
-    q = tile(Q + b.to(tl.int64) * qb + h * qh, rows, qs, length, HEAD, WIDTH, False)
-    low = first_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
+    q = load_tile(Q + b.to(tl.int64) * qb + h * qh, rows, qs, length, HEAD, WIDTH, False)
+    low = first_visible_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     if SUNK:
@@ -127,14 +135,14 @@ def _forward(
         total += 1.0
     o = tl.zeros((ROWS, V_WIDTH), dtype=tl.float32)
     last = (block + 1) * ROWS + shift
-    begin, whole, whole_end, end = blocks_of_keys(low, rows, length, keys, tl.min(low, 0), last, ROWS, COLUMNS)
+    begin, whole, whole_end, end = key_block_bounds(low, rows, length, keys, tl.min(low, 0), last, ROWS, COLUMNS)
     for start in range(whole, whole_end, COLUMNS):
         o, total, largest = _forward_block(
             o, total, largest, q, K, V, IDS, start, rows, low, keys, shift, k_first, scale, key, b,
             head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, COLUMNS, True,
         )  # fmt: skip
-    for i in range(0, count_masked(begin, whole, whole_end, end, COLUMNS)):
-        start = nth_masked(i, begin, whole, whole_end, COLUMNS)
+    for i in range(0, num_masked_blocks(begin, whole, whole_end, end, COLUMNS)):
+        start = nth_masked_block(i, begin, whole, whole_end, COLUMNS)
         o, total, largest = _forward_block(
             o, total, largest, q, K, V, IDS, start, rows, low, keys, shift, k_first, scale, key, b,
             head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, COLUMNS, False,
@@ -155,8 +163,8 @@ def _backward_q_block(
     THRESHOLD: tl.constexpr, RAISE: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     columns = start + tl.arange(0, COLUMNS)
-    k = tile(K, columns, ks, keys, HEAD, WIDTH, WHOLE)
-    v = tile(V, columns, vs, keys, VALUE, V_WIDTH, WHOLE)
+    k = load_tile(K, columns, ks, keys, HEAD, WIDTH, WHOLE)
+    v = load_tile(V, columns, vs, keys, VALUE, V_WIDTH, WHOLE)
     p = tl.exp2(dot(q, tl.trans(k), WIDE) * scale - lse[:, None])
     if not WHOLE:
         high = tl.minimum(rows + shift, keys - 1)
@@ -164,7 +172,7 @@ def _backward_q_block(
     dp = dot(do, tl.trans(v), WIDE)
     if THRESHOLD > 0:
         at_q, at_k = (rows + shift + k_first)[:, None], (columns + k_first)[None, :]
-        dp = tl.where(kept_of(IDS, key, b, head, at_q, at_k, THRESHOLD), dp * RAISE, 0.0)
+        dp = tl.where(dropout_keep(IDS, key, b, head, at_q, at_k, THRESHOLD), dp * RAISE, 0.0)
     return dq + dot((p * (dp - delta[:, None])).to(k.dtype), k, WIDE)
 
 
@@ -184,24 +192,24 @@ def _backward_q(
     V += b.to(tl.int64) * vb + (h // group) * vh
     head = b.to(tl.int64) * heads + h
     own = head * VALUE  # o and do are contiguous [S, B, H, V]
-    q = tile(Q + b.to(tl.int64) * qb + h * qh, rows, qs, length, HEAD, WIDTH, False)
-    do = tile(DO + own, rows, batch * heads * VALUE, length, VALUE, V_WIDTH, False)
-    o = tile(OUT + own, rows, batch * heads * VALUE, length, VALUE, V_WIDTH, False)
+    q = load_tile(Q + b.to(tl.int64) * qb + h * qh, rows, qs, length, HEAD, WIDTH, False)
+    do = load_tile(DO + own, rows, batch * heads * VALUE, length, VALUE, V_WIDTH, False)
+    o = load_tile(OUT + own, rows, batch * heads * VALUE, length, VALUE, V_WIDTH, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     line = tl.program_id(1).to(tl.int64) * length + rows
     tl.store(DELTA + line, delta, mask=rows < length)  # for the other kernel
     lse = tl.load(LSE + line, mask=rows < length, other=float("inf"))
-    low = first_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
+    low = first_visible_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
     dq = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     last = (block + 1) * ROWS + shift
-    begin, whole, whole_end, end = blocks_of_keys(low, rows, length, keys, tl.min(low, 0), last, ROWS, COLUMNS)
+    begin, whole, whole_end, end = key_block_bounds(low, rows, length, keys, tl.min(low, 0), last, ROWS, COLUMNS)
     for start in range(whole, whole_end, COLUMNS):
         dq = _backward_q_block(
             dq, q, do, K, V, IDS, lse, delta, start, rows, low, keys, shift, k_first, scale, key, b,
             head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, RAISE, COLUMNS, True,
         )  # fmt: skip
-    for i in range(0, count_masked(begin, whole, whole_end, end, COLUMNS)):
-        start = nth_masked(i, begin, whole, whole_end, COLUMNS)
+    for i in range(0, num_masked_blocks(begin, whole, whole_end, end, COLUMNS)):
+        start = nth_masked_block(i, begin, whole, whole_end, COLUMNS)
         dq = _backward_q_block(
             dq, q, do, K, V, IDS, lse, delta, start, rows, low, keys, shift, k_first, scale, key, b,
             head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, RAISE, COLUMNS, False,
@@ -223,8 +231,8 @@ def _backward_kv_block(
 ):  # fmt: skip
     """Keys down, queries across, so that the next products need no transposition."""
     rows = start + tl.arange(0, ROWS)
-    q = tile(Q, rows, qs, length, HEAD, WIDTH, WHOLE)
-    do = tile(DO, rows, dos, length, VALUE, V_WIDTH, WHOLE)
+    q = load_tile(Q, rows, qs, length, HEAD, WIDTH, WHOLE)
+    do = load_tile(DO, rows, dos, length, VALUE, V_WIDTH, WHOLE)
     if WHOLE:
         lse, delta = tl.load(LSE + rows), tl.load(DELTA + rows)
     else:
@@ -232,13 +240,13 @@ def _backward_kv_block(
         delta = tl.load(DELTA + rows, mask=rows < length, other=0.0)
     p = tl.exp2(dot(k, tl.trans(q), WIDE) * scale - lse[None, :])
     if not WHOLE:
-        low = first_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
+        low = first_visible_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
         p = tl.where((low[None, :] <= columns[:, None]) & (columns[:, None] <= (rows + shift)[None, :]), p, 0.0)
     dp = dot(v, tl.trans(do), WIDE)
     kept = p
     if THRESHOLD > 0:
         at_q, at_k = (rows + shift + k_first)[None, :], (columns + k_first)[:, None]
-        keep = kept_of(IDS, key, b, head, at_q, at_k, THRESHOLD)
+        keep = dropout_keep(IDS, key, b, head, at_q, at_k, THRESHOLD)
         kept, dp = tl.where(keep, p * RAISE, 0.0), tl.where(keep, dp * RAISE, 0.0)
     dv += dot(kept.to(do.dtype), do, WIDE)
     dk += dot((p * (dp - delta[None, :])).to(q.dtype), q, WIDE)
@@ -258,8 +266,8 @@ def _backward_kv(
     b, g = tl.program_id(1) // groups, tl.program_id(1) % groups
     first = tl.program_id(0) * COLUMNS
     columns = first + tl.arange(0, COLUMNS)
-    k = tile(K + b.to(tl.int64) * kb + g * kh, columns, ks, keys, HEAD, WIDTH, False)
-    v = tile(V + b.to(tl.int64) * vb + g * vh, columns, vs, keys, VALUE, V_WIDTH, False)
+    k = load_tile(K + b.to(tl.int64) * kb + g * kh, columns, ks, keys, HEAD, WIDTH, False)
+    v = load_tile(V + b.to(tl.int64) * vb + g * vh, columns, vs, keys, VALUE, V_WIDTH, False)
     last = tl.minimum(first + COLUMNS, keys) - 1
     end = tl.minimum(last + window - shift, length)  # after the last query that sees some key of this block
     whole_end = tl.minimum(first + window - shift, length)  # after the last that sees them all
@@ -280,8 +288,8 @@ def _backward_kv(
                 start, columns, length, keys, shift, k_first, window, scale, key, b, head_offset + h,
                 qs, batch * heads * VALUE, DOCUMENTS, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, RAISE, ROWS, True,
             )  # fmt: skip
-        for n in range(0, count_masked(begin, whole, whole_end, end, ROWS)):
-            start = nth_masked(n, begin, whole, whole_end, ROWS)
+        for n in range(0, num_masked_blocks(begin, whole, whole_end, end, ROWS)):
+            start = nth_masked_block(n, begin, whole, whole_end, ROWS)
             dk, dv = _backward_kv_block(
                 dk, dv, k, v, Q + b.to(tl.int64) * qb + h * qh, DO + own, LSE + line, DELTA + line, FIRST, IDS,
                 start, columns, length, keys, shift, k_first, window, scale, key, b, head_offset + h,
@@ -298,21 +306,42 @@ def _backward_kv(
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None, first_BS: Tensor | None, how: Scoring
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink_H: Tensor | None,
+        first_BS: Tensor | None,
+        params: AttentionParams,
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        (S, B, H, K), (T, _, G, V), k_first = q.shape, v.shape, how.k_first
+        (S, B, H, K), (T, _, G, V), k_first = q.shape, v.shape, params.k_start
         o, lse = q.new_empty(S, B, H, V), q.new_empty(B, H, S, dtype=torch.float32)
         first = lse if first_BS is None else first_BS.contiguous()
-        dropout_p, key, ids, head_offset = how.drop or Drop(0.0, 0, lse)
+        dropout_p, key, ids, head_offset = params.drop or AttentionDropout(0.0, 0, lse)
         ids = ids.contiguous()
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-        shift = how.q_first - k_first
-        seen = max(1, S + shift) if how.window is None else how.window  # None: as if it reached back to key 0
-        ctx.given = (S, T, shift, k_first, B, H, H // G, how.scale * LOG2_E, seen, as_int32(key), head_offset, *strides)
-        ctx.kind = (first_BS is not None, widened(q), K, padded(K), V, padded(V))
+        shift = params.q_start - k_first
+        window_or_all = (
+            max(1, S + shift) if params.window is None else params.window
+        )  # None: as if it reached back to key 0
+        ctx.given = (
+            S,
+            T,
+            shift,
+            k_first,
+            B,
+            H,
+            H // G,
+            params.scale * LOG2_E,
+            window_or_all,
+            as_int32(key),
+            head_offset,
+            *strides,
+        )
+        ctx.kind = (first_BS is not None, upcast_for_interpreter(q), K, padded_head_dim(K), V, padded_head_dim(V))
         ctx.kind += (int(dropout_p * 2**32), 1.0 / (1.0 - dropout_p))
-        rows, columns, warps, stages = FORWARD[unit(q, v)]
+        rows, columns, warps, stages = FORWARD_TILES[tile_key(q, v)]
         sink, sunk = (lse, False) if sink_H is None else (sink_H.contiguous(), True)
         _forward[(ceil_div(S, rows), B * H)](
             *(q, k, v, o, lse, first, ids, sink, *ctx.given, *ctx.kind, sunk, rows, columns),
@@ -328,7 +357,7 @@ class _Attention(Function):
         S, T, _, k_first, B, H = ctx.given[:6]
         do = do.contiguous()
         dq, dk, dv, delta = (x.new_empty(x.shape) for x in (q, k, v, lse))
-        rows, columns, warps, stages = BACKWARD_Q[unit(q, v)]
+        rows, columns, warps, stages = BACKWARD_Q_TILES[tile_key(q, v)]
         _backward_q[(ceil_div(S, rows), B * H)](
             *(q, k, v, o, do, lse, delta, dq, first, ids, *ctx.given, *ctx.kind, rows, columns),
             num_warps=warps,
@@ -338,7 +367,7 @@ class _Attention(Function):
         if ctx.kind[0]:  # how many queries have a first key not after j: where the document of key j ends
             keys = torch.arange(k_first, k_first + T, dtype=first.dtype, device=first.device).expand(B, T).contiguous()
             end = torch.searchsorted(first, keys, right=True)
-        rows, columns, warps, stages = BACKWARD_KV[unit(q, v)]
+        rows, columns, warps, stages = BACKWARD_KV_TILES[tile_key(q, v)]
         _backward_kv[(ceil_div(T, columns), B * k.shape[2])](
             *(q, k, v, do, lse, delta, dk, dv, first, end, ids, *ctx.given, *ctx.kind, rows, columns),
             num_warps=warps,
@@ -359,4 +388,4 @@ def flash_attention(
     position of its document. Head sizes, of queries and keys and of values, up to 256 in bf16 and fp16, 128 in fp32."""
     if v_TBGK.shape[:-1] != k_TBGK.shape[:-1]:
         raise ValueError(f"values {(*v_TBGK.shape,)} are not of the keys {(*k_TBGK.shape,)}; each key has one")
-    return _Attention.apply(q_SBHK, k_TBGK, v_TBGK, sink_H, first_BS, Scoring(**how))  # type: ignore[return-value]
+    return _Attention.apply(q_SBHK, k_TBGK, v_TBGK, sink_H, first_BS, AttentionParams(**how))  # type: ignore[return-value]

@@ -15,14 +15,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megalite.kernels.dispatch import kernel
-from megalite.kernels.dropout import chain
+from megalite.kernels.dropout import hash_next
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
 @kernel
-def first_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS: tl.constexpr):
+def first_visible_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS: tl.constexpr):
     """The first key of each query; beyond the end `keys`, so that no key is left."""
     low = tl.maximum(rows + shift - window + 1, 0)
     if DOCUMENTS:
@@ -38,14 +38,14 @@ def dot(a, b, WIDE: tl.constexpr):
 
 
 @kernel
-def kept_of(IDS, key, b, head, rows, columns, THRESHOLD: tl.constexpr):
+def dropout_keep(IDS, key, b, head, rows, columns, THRESHOLD: tl.constexpr):
     """The scores that dropout leaves: the mask of kernels/dropout.py, of the shape that rows and columns span."""
-    line = chain(chain(chain(key.to(tl.uint32), tl.load(IDS + b)), head), rows)
-    return chain(line, columns) >= THRESHOLD
+    line = hash_next(hash_next(hash_next(key.to(tl.uint32), tl.load(IDS + b)), head), rows)
+    return hash_next(line, columns) >= THRESHOLD
 
 
 @kernel
-def tile(X, rows, stride, length, HEAD: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
+def load_tile(X, rows, stride, length, HEAD: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
     """Rows of a head, of HEAD channels; `ALL`: all are in bounds."""
     channels = tl.arange(0, WIDTH)
     at = X + rows.to(tl.int64)[:, None] * stride + channels[None, :]
@@ -55,7 +55,7 @@ def tile(X, rows, stride, length, HEAD: tl.constexpr, WIDTH: tl.constexpr, ALL: 
 
 
 @kernel
-def blocks_of_keys(low, rows, length, keys, begin, end, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def key_block_bounds(low, rows, length, keys, begin, end, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(begin, whole, whole_end, end) of the blocks of keys that some of these queries see."""
     begin = begin // COLUMNS * COLUMNS
     whole_end = tl.maximum(tl.minimum(tl.maximum(end - ROWS + 1, 0), keys) // COLUMNS * COLUMNS, begin)
@@ -65,13 +65,13 @@ def blocks_of_keys(low, rows, length, keys, begin, end, ROWS: tl.constexpr, COLU
 
 
 @kernel
-def nth_masked(i, begin, whole, whole_end, STEP: tl.constexpr):
+def nth_masked_block(i, begin, whole, whole_end, STEP: tl.constexpr):
     """The begin of the i-th block that needs a mask."""
     before = (whole - begin) // STEP
     return tl.where(i < before, begin + i * STEP, whole_end + (i - before) * STEP)
 
 
 @kernel
-def count_masked(begin, whole, whole_end, end, STEP: tl.constexpr):
+def num_masked_blocks(begin, whole, whole_end, end, STEP: tl.constexpr):
     """The number of blocks that need a mask."""
     return (whole - begin) // STEP + tl.maximum(end - whole_end + STEP - 1, 0) // STEP

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megalite.kernels.dispatch import ceil_div, kernel, processors, stat_dtype, use_triton
+from megalite.kernels.dispatch import accum_dtype, ceil_div, kernel, num_sms, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 # elements and warps per program and turn, programs per multiprocessor: four 16-byte loads per thread in flight, and all
 # programs resident
 ELEMENTS, WARPS, PROGRAMS = 4096, 8, 8
-ROW = 64  # elements that torch's form sums in their own precision
+REFERENCE_ROW = 64  # elements that torch's form sums in their own precision
 
 
 def sums_of_squares_reference(x_RN: Tensor) -> Tensor:
     """Short pieces in their own precision, their sum in fp64: error 1e-9; all in fp64 is 20 times slower on a CPU."""
-    pieces = x_RN.shape[1] // ROW
-    whole = x_RN[:, : pieces * ROW].unflatten(1, (pieces, ROW))
+    pieces = x_RN.shape[1] // REFERENCE_ROW
+    whole = x_RN[:, : pieces * REFERENCE_ROW].unflatten(1, (pieces, REFERENCE_ROW))
     norms = torch.linalg.vector_norm(whole, dim=2)
-    return norms.double().square().sum(1) + x_RN[:, pieces * ROW :].double().square().sum(1)
+    return norms.double().square().sum(1) + x_RN[:, pieces * REFERENCE_ROW :].double().square().sum(1)
 
 
 @kernel
-def _squares(X, OUT, n, ELEMENTS: tl.constexpr):
+def _sum_of_squares_kernel(X, OUT, n, ELEMENTS: tl.constexpr):
     total = tl.zeros((ELEMENTS,), dtype=OUT.dtype.element_ty)
     x_row = X + tl.program_id(1).to(tl.int64) * n
     first = tl.program_id(0).to(tl.int64) * ELEMENTS
@@ -49,9 +49,9 @@ def sums_of_squares(x_RN: Tensor) -> Tensor:
     if not use_triton(x_RN):
         return sums_of_squares_reference(x_RN)
     rows, n = x_RN.shape
-    programs = min(ceil_div(n, ELEMENTS), ceil_div(PROGRAMS * processors(x_RN.device), rows))
-    partial = torch.empty(rows, programs, dtype=stat_dtype(x_RN), device=x_RN.device)
-    _squares[(programs, rows)](x_RN, partial, n, ELEMENTS, num_warps=WARPS)
+    programs = min(ceil_div(n, ELEMENTS), ceil_div(PROGRAMS * num_sms(x_RN.device), rows))
+    partial = torch.empty(rows, programs, dtype=accum_dtype(x_RN), device=x_RN.device)
+    _sum_of_squares_kernel[(programs, rows)](x_RN, partial, n, ELEMENTS, num_warps=WARPS)
     return partial.double().sum(1)
 
 

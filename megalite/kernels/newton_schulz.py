@@ -17,29 +17,29 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalite.config.tables import table_beside
+from megalite.common.tables import load_table
 from megalite.kernels.dispatch import upcasts
 
 Coefficients = tuple[float, float, float]
 CoefficientType = Literal["simple", "quintic", "polar_express"]
 EPS = 1e-7  # of the norm: a gradient of zeros stays zeros
 COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
-    kind: tuple((a, b, c) for a, b, c in steps) for kind, steps in table_beside(__file__, "newton_schulz").items()
+    kind: tuple((a, b, c) for a, b, c in steps) for kind, steps in load_table(__file__, "newton_schulz").items()
 }
 
 
-def coefficients(kind: CoefficientType, steps: int) -> list[Coefficients]:
+def coefficients(coefficient_type: CoefficientType, steps: int) -> list[Coefficients]:
     """Of each step. Raises ValueError where `steps` does not fit the kind.
 
     >>> len(coefficients("quintic", 10)), coefficients("polar_express", 10)[-1]
     (10, (1.875, -1.25, 0.375))
     """
-    known = COEFFICIENTS[kind]
-    if kind != "quintic":
-        return [*known, *known[-1:] * steps][:steps]
-    if steps % len(known):
-        raise ValueError(f"quintic comes in {len(known)} steps that belong together, and {steps} is no multiple")
-    return [*known] * (steps // len(known))
+    schedule = COEFFICIENTS[coefficient_type]
+    if coefficient_type != "quintic":
+        return [*schedule, *schedule[-1:] * steps][:steps]
+    if steps % len(schedule):
+        raise ValueError(f"quintic comes in {len(schedule)} steps that belong together, and {steps} is no multiple")
+    return [*schedule] * (steps // len(schedule))
 
 
 def newton_schulz(x_bmn: Tensor, steps: list[Coefficients]) -> Tensor:

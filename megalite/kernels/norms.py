@@ -19,21 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.config.tables import table_beside
-from megalite.kernels.columns import sum_rows
-from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, kernel, processors, stat_dtype, tile_for, use_triton
+from megalite.common.tables import load_table
+from megalite.kernels.dispatch import TileConfig, accum_dtype, as_2d, ceil_div, kernel, num_sms, tile_for, use_triton
+from megalite.kernels.row_sum import sum_rows
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 # (largest width, rows, warps); of backward also programs per multiprocessor and stages
-FORWARD, BACKWARD, BACKWARD_CENTRED = table_beside(__file__, "tiles")["norms"].values()
+FORWARD, BACKWARD, BACKWARD_CENTRED = load_table(__file__, "tiles")["norms"].values()
 
 
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x32 = x.to(stat_dtype(x), copy=True)
+        x32 = x.to(accum_dtype(x), copy=True)
         r = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, r)
         return x32.mul_(r).mul_(weight.to(r.dtype)).to(x.dtype)
@@ -59,7 +59,7 @@ def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -
 @kernel
 def _forward(
     X, A, H, W, B, Y, MEAN, R, rows, columns, stride_x, stride_a,
-    EPS: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EPS: tl.constexpr, ADD: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     at = tl.arange(0, COLUMNS)
@@ -71,14 +71,14 @@ def _forward(
         h = x.to(H.dtype.element_ty)
         tl.store(H + out, h, mask=inside)
         x = h.to(R.dtype.element_ty)  # of what backward will read
-    if CENTRED:
+    if CENTERED:
         mean = tl.sum(x, 1) / columns
         tl.store(MEAN + row, mean, mask=row < rows)
         x = tl.where(inside, x - mean[:, None], 0.0)
     r = tl.rsqrt(tl.sum(x * x, 1) / columns + EPS)
     tl.store(R + row, r, mask=row < rows)
     y = x * r[:, None] * tl.load(W + at, mask=at < columns, other=0.0).to(R.dtype.element_ty)[None, :]
-    if CENTRED:
+    if CENTERED:
         y += tl.load(B + at, mask=at < columns, other=0.0).to(R.dtype.element_ty)[None, :]
     tl.store(Y + out, y.to(Y.dtype.element_ty), mask=inside)
 
@@ -86,13 +86,13 @@ def _forward(
 @kernel
 def _backward(
     DY, DH, X, W, MEAN, R, DX, PARTIAL, rows, columns, stride_dy, stride_dh, stride_x, stride_partial,
-    ADD: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    ADD: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, COLUMNS)
     w = tl.load(W + at, mask=at < columns, other=0.0).to(R.dtype.element_ty)[None, :]
-    part = tl.full((), 1.0, R.dtype.element_ty) / columns
+    inv_columns = tl.full((), 1.0, R.dtype.element_ty) / columns
     dw = tl.zeros((ROWS, COLUMNS), dtype=R.dtype.element_ty)
-    if CENTRED:
+    if CENTERED:
         db = tl.zeros((ROWS, COLUMNS), dtype=R.dtype.element_ty)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):  # type: ignore
         row = (tl.arange(0, ROWS) + first).to(tl.int64)
@@ -100,7 +100,7 @@ def _backward(
         r = tl.load(R + row, mask=row < rows, other=0.0)[:, None]
         x = tl.load(X + row[:, None] * stride_x + at[None, :], mask=inside, other=0.0).to(R.dtype.element_ty)
         dy = tl.load(DY + row[:, None] * stride_dy + at[None, :], mask=inside, other=0.0).to(R.dtype.element_ty)
-        if CENTRED:
+        if CENTERED:
             x -= tl.load(MEAN + row, mask=row < rows, other=0.0)[:, None]
             db += dy
         dy *= r  # which every term below has, and dx in place of r times a sum of them
@@ -108,23 +108,23 @@ def _backward(
         g = dy * w
         if ADD:  # asked for before the sums, so that a turn waits for memory once
             dh = tl.load(DH + row[:, None] * stride_dh + at[None, :], mask=inside, other=0.0)
-        if CENTRED:
-            along, mean = tl.split(tl.sum(tl.join(g * x, g), 1) * part)
+        if CENTERED:
+            proj, mean = tl.split(tl.sum(tl.join(g * x, g), 1) * inv_columns)
             g -= mean[:, None]
         else:
-            along = tl.sum(g * x, 1) * part
+            proj = tl.sum(g * x, 1) * inv_columns
         if ADD:
             g += dh.to(R.dtype.element_ty)
-        dx = tl.fma(x, -along[:, None] * r * r, g)
+        dx = tl.fma(x, -proj[:, None] * r * r, g)
         tl.store(DX + row[:, None] * columns + at[None, :], dx.to(DX.dtype.element_ty), mask=inside)
-    own = PARTIAL + tl.program_id(0).to(tl.int64) * stride_partial + at
-    tl.store(own, tl.sum(dw, 0), mask=at < columns)
-    if CENTRED:
-        tl.store(own + columns, tl.sum(db, 0), mask=at < columns)
+    partial_row = PARTIAL + tl.program_id(0).to(tl.int64) * stride_partial + at
+    tl.store(partial_row, tl.sum(dw, 0), mask=at < columns)
+    if CENTERED:
+        tl.store(partial_row + columns, tl.sum(db, 0), mask=at < columns)
 
 
 def forward(
-    x_ND: Tensor, add_ND: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, block: TileSizes
+    x_ND: Tensor, add_ND: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, block: TileConfig
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """y, h (x itself without an add), mean (None without a bias) and r; rows may be strided, the results are
     contiguous."""
@@ -132,7 +132,7 @@ def forward(
     y = torch.empty((rows, columns), dtype=x_ND.dtype, device=x_ND.device)
     h = x_ND if add_ND is None else torch.empty_like(y)
     a = x_ND if add_ND is None else add_ND
-    r = torch.empty(rows, dtype=stat_dtype(x_ND), device=x_ND.device)
+    r = torch.empty(rows, dtype=accum_dtype(x_ND), device=x_ND.device)
     mean = None if bias is None else torch.empty_like(r)
     _forward[(ceil_div(rows, block.rows),)](
         *(x_ND, a, h, weight, weight if bias is None else bias, y, r if mean is None else mean, r),
@@ -144,12 +144,18 @@ def forward(
 
 
 def backward(
-    dy_ND: Tensor, dh_ND: Tensor | None, x_ND: Tensor, w_D: Tensor, mean_N: Tensor | None, r_N: Tensor, block: TileSizes
+    dy_ND: Tensor,
+    dh_ND: Tensor | None,
+    x_ND: Tensor,
+    w_D: Tensor,
+    mean_N: Tensor | None,
+    r_N: Tensor,
+    block: TileConfig,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx, dw and db (None without a mean)."""
     rows, columns = x_ND.shape
     dx = torch.empty((rows, columns), dtype=x_ND.dtype, device=x_ND.device)
-    programs = min(ceil_div(rows, block.rows), block.programs * processors(x_ND.device))
+    programs = min(ceil_div(rows, block.rows), block.programs * num_sms(x_ND.device))
     partial = torch.empty((programs, columns * (1 + (mean_N is not None))), dtype=r_N.dtype, device=x_ND.device)
     dh, mean = (dy_ND if dh_ND is None else dh_ND), (r_N if mean_N is None else mean_N)
     _backward[(programs,)](
@@ -168,8 +174,8 @@ class _Norm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Any:
         weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
-        add_ND = None if residual is None else as_rows(residual)
-        y, h, mean, r = forward(as_rows(x), add_ND, weight, bias, eps, tile_for(FORWARD, x.shape[-1]))
+        add_ND = None if residual is None else as_2d(residual)
+        y, h, mean, r = forward(as_2d(x), add_ND, weight, bias, eps, tile_for(FORWARD, x.shape[-1]))
         # x as it came: where rows are apart the rows are a copy
         ctx.save_for_backward(x if residual is None else h, weight, mean, r)
         return y.view(x.shape) if residual is None else (h.view(x.shape), y.view(x.shape))
@@ -179,8 +185,8 @@ class _Norm(Function):
         *dh, dy = grads
         x, weight, mean, r = ctx.saved_tensors
         block = tile_for(BACKWARD if mean is None else BACKWARD_CENTRED, dy.shape[-1])
-        dh_ND = as_rows(dh[0]) if dh else None
-        dx, dw, db = backward(as_rows(dy), dh_ND, as_rows(x), weight, mean, r, block)
+        dh_ND = as_2d(dh[0]) if dh else None
+        dx, dw, db = backward(as_2d(dy), dh_ND, as_2d(x), weight, mean, r, block)
         dx = dx.view(dy.shape)
         return dx, dx if dh else None, dw, db, None
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.dispatch import TileSizes, ceil_div, kernel, power_of_two, use_triton
+from megalite.kernels.dispatch import TileConfig, ceil_div, kernel, power_of_two, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 # Columns are pairs of channels: tokens x heads x R / 2 of about this many, so that a token's angles serve its heads.
-BLOCK = TileSizes(1, 1024, 4)
+BLOCK = TileConfig(1, 1024, 4)
 
 
 class RopeScaling(NamedTuple):
@@ -48,7 +48,7 @@ class Yarn(NamedTuple):
     original_length: int = 4096
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    whole: bool = True
+    round_bounds: bool = True
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
 
@@ -61,7 +61,7 @@ class Yarn(NamedTuple):
 Scaling = RopeScaling | Yarn | None
 
 
-def _stretched(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+def _llama3_scaling(inverse: Tensor, scaling: RopeScaling) -> Tensor:
     wavelength = 2 * math.pi / inverse
     low = scaling.original_length / scaling.low_factor
     high = scaling.original_length / scaling.high_factor
@@ -75,7 +75,7 @@ def _yarn(inverse: Tensor, rotary_dim: int, base: float, yarn: Yarn) -> Tensor:
         return rotary_dim * math.log(yarn.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
 
     low, high = channel(yarn.beta_fast), channel(yarn.beta_slow)
-    if yarn.whole:
+    if yarn.round_bounds:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
     at = torch.arange(len(inverse), dtype=inverse.dtype)
@@ -97,18 +97,18 @@ def rope_tables(
     (arXiv:2306.15595)."""
     inverse, magnitude = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim), 1.0
     if isinstance(scaling, RopeScaling):
-        inverse = _stretched(inverse, scaling)
+        inverse = _llama3_scaling(inverse, scaling)
     elif scaling is not None:
         inverse, magnitude = _yarn(inverse, rotary_dim, base, scaling), scaling.magnitude
     angles = torch.outer(torch.arange(seq_length, dtype=torch.float64) / interpolation, inverse)
     return (angles.cos() * magnitude).to(device, dtype), (angles.sin() * magnitude).to(device, dtype)
 
 
-def pairs_to_halves(x_SBHK: Tensor, rotary_dim: int) -> Tensor:
+def interleaved_to_half(x_SBHK: Tensor, rotary_dim: int) -> Tensor:
     """Channels 2i and 2i + 1 of the first `rotary_dim` to the places i and i + half: a pair of the interleaved
     convention becomes one of the halves convention. Scores stay the same where queries and keys both go through."""
-    turned = x_SBHK[..., :rotary_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return torch.cat((turned, x_SBHK[..., rotary_dim:]), -1)
+    channel = x_SBHK[..., :rotary_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((channel, x_SBHK[..., rotary_dim:]), -1)
 
 
 def rotate_reference(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
@@ -145,19 +145,19 @@ def _rotate(
     inside = ((token < tokens)[:, None] & (head < heads)[None, :])[:, :, None]
     x = X + ((s * x_s + b * x_b)[:, None] + (head * x_h)[None, :])[:, :, None]
     y = Y + ((token * heads)[:, None] + head[None, :])[:, :, None] * size
-    turned = at[None, None, :]
-    mask = inside & (turned < half)
-    first = tl.load(x + turned, mask=mask, other=0.0).to(COS.dtype.element_ty)
-    second = tl.load(x + half + turned, mask=mask, other=0.0).to(COS.dtype.element_ty)
-    tl.store(y + turned, (first * cos - second * sin).to(Y.dtype.element_ty), mask=mask)
-    tl.store(y + half + turned, (second * cos + first * sin).to(Y.dtype.element_ty), mask=mask)
+    channel = at[None, None, :]
+    mask = inside & (channel < half)
+    first = tl.load(x + channel, mask=mask, other=0.0).to(COS.dtype.element_ty)
+    second = tl.load(x + half + channel, mask=mask, other=0.0).to(COS.dtype.element_ty)
+    tl.store(y + channel, (first * cos - second * sin).to(Y.dtype.element_ty), mask=mask)
+    tl.store(y + half + channel, (second * cos + first * sin).to(Y.dtype.element_ty), mask=mask)
     if REST > 0:
         rest = 2 * half + tl.arange(0, REST)[None, None, :]
         mask = inside & (rest < size)
         tl.store(y + rest, tl.load(x + rest, mask=mask, other=0.0), mask=mask)
 
 
-def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float, block: TileSizes = BLOCK) -> Tensor:
+def rotate_triton(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float, block: TileConfig = BLOCK) -> Tensor:
     """One launch; x may be a view (a slice of the packed keys and values), the result is contiguous."""
     S, B, H, K = x_SBHK.shape
     x = x_SBHK if x_SBHK.stride(3) == 1 else x_SBHK.contiguous()
@@ -178,10 +178,10 @@ def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float, block: TileSiz
 
 class _Rope(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[..., Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, rotate_fn: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.turn = turn
-        return turn(x, cos, sin, 1.0)
+        ctx.turn = rotate_fn
+        return rotate_fn(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -192,5 +192,5 @@ class _Rope(Function):
 def apply_rope(x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first 2 * cos.shape[-1] channels of each head. Tables as `rope_tables` makes them, [S, R / 2], or
     [S, B, R / 2] where each sample counts its positions in its own way."""
-    turn = rotate if use_triton(x_SBHK, x_SBHK.shape[-1]) else rotate_reference
-    return _Rope.apply(x_SBHK, cos, sin, turn)  # type: ignore[return-value]
+    rotate_fn = rotate_triton if use_triton(x_SBHK, x_SBHK.shape[-1]) else rotate_reference
+    return _Rope.apply(x_SBHK, cos, sin, rotate_fn)  # type: ignore[return-value]

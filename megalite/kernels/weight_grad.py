@@ -23,25 +23,25 @@ from megalite.kernels.matmul import LEFT_BYTES, RIGHT_BYTES, blocks, mm_
 BLOCK_BYTES = 2 << 20
 
 
-def accumulate_outer_(grad_FD: Tensor, dy_NF: Tensor, x_ND: Tensor, *, begin: bool) -> None:
+def accumulate_weight_grad_(grad_FD: Tensor, dy_NF: Tensor, x_ND: Tensor, *, overwrite: bool) -> None:
     """grad += dy^T x, or grad = dy^T x to begin with. `grad`: fp32, or the dtype of the others; unit stride along D."""
-    beta = 0 if begin else 1
+    beta = 0 if overwrite else 1
     if grad_FD.dtype == x_ND.dtype and upcasts(x_ND):
-        mm_(grad_FD, dy_NF.T, x_ND, add=not begin)
+        mm_(grad_FD, dy_NF.T, x_ND, add=not overwrite)
     elif grad_FD.dtype == x_ND.dtype:
         torch.addmm(grad_FD, dy_NF.T, x_ND, beta=beta, out=grad_FD)
     elif x_ND.device.type != "cpu":  # never rounded in between
         torch.addmm(grad_FD, dy_NF.T, x_ND, out_dtype=grad_FD.dtype, beta=beta, out=grad_FD)  # type: ignore[call-overload]
     elif upcasts(x_ND):
-        _accumulate_in_fp32_(grad_FD, dy_NF, x_ND, begin)
+        _accumulate_in_fp32_(grad_FD, dy_NF, x_ND, overwrite)
     else:
         F, D = grad_FD.shape
         rows = min(F, max(1, BLOCK_BYTES // (D * x_ND.dtype.itemsize)))
-        space_fD = x_ND.new_empty(rows, D)
+        workspace_fD = x_ND.new_empty(rows, D)
         for start in range(0, F, rows):
-            kept_fD = grad_FD[start : start + rows]
-            product_fD = torch.mm(dy_NF[:, start : start + rows].T, x_ND, out=space_fD[: kept_fD.shape[0]])
-            kept_fD.copy_(product_fD) if begin else kept_fD.add_(product_fD)
+            grad_rows_fD = grad_FD[start : start + rows]
+            product_fD = torch.mm(dy_NF[:, start : start + rows].T, x_ND, out=workspace_fD[: grad_rows_fD.shape[0]])
+            grad_rows_fD.copy_(product_fD) if overwrite else grad_rows_fD.add_(product_fD)
 
 
 def _accumulate_in_fp32_(grad_FD: Tensor, dy_NF: Tensor, x_ND: Tensor, begin: bool) -> None:
@@ -56,9 +56,9 @@ def _accumulate_in_fp32_(grad_FD: Tensor, dy_NF: Tensor, x_ND: Tensor, begin: bo
             torch.addmm(grad, dy_NF[tokens, rows].float().T, x, beta=beta, out=grad)
 
 
-def accumulate_rows_(grad_VD: Tensor, index_N: Tensor, dx_ND: Tensor, *, begin: bool) -> None:
+def accumulate_embedding_grad_(grad_VD: Tensor, index_N: Tensor, dx_ND: Tensor, *, overwrite: bool) -> None:
     """grad[index_n] += dx_n, or that on zeros to begin with; in one order of addition whatever the timing."""
-    if begin:
+    if overwrite:
         grad_VD.zero_()
     dx_ND = dx_ND.to(grad_VD.dtype)
     if grad_VD.is_cuda:  # sorted by index first; index_add_ is in order on a CPU only

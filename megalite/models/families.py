@@ -1,18 +1,18 @@
 """Published models as settings of models/gpt.py: values of options by the model's name, from families.toml. No torch.
 
-The rest of that file, the names of their tensors and what their config.json means, is read by interop/naming.py.
+The rest of that file, the names of their tensors and what their config.json means, is read by interop/name_mapping.py.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megalite.config.tables import table_beside
+from megalite.common.tables import load_table
 
-TABLES = table_beside(__file__, "families")
+TABLES = load_table(__file__, "families")
 
 
-def _preset(kind: str, row: list[Any]) -> dict[str, Any]:
+def _expand_preset(kind: str, row: list[Any]) -> dict[str, Any]:
     shared = dict(TABLES["kinds"][kind])
     sizes = shared.pop("sizes").split()
     values = dict(zip(sizes, row, strict=False)) | shared
@@ -27,5 +27,5 @@ def _preset(kind: str, row: list[Any]) -> dict[str, Any]:
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {name: _preset(kind, row) for kind, rows in TABLES["presets"].items() for name, row in rows.items()}
+    {name: _expand_preset(kind, row) for kind, rows in TABLES["presets"].items() for name, row in rows.items()}
 )

@@ -16,23 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.options import ModelConfig
-from megalite.kernels.dropout import dropout, fold
+from megalite.kernels.dropout import dropout, fold_in
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
 from megalite.nn.attention import Attention
-from megalite.nn.embedding import Embedding, vocabulary_spec
-from megalite.nn.experts import Experts
-from megalite.nn.linear import gather_linear
+from megalite.nn.embedding import Embedding, vocab_spec
+from megalite.nn.linear import column_parallel_linear
 from megalite.nn.loss import linear_cross_entropy
-from megalite.nn.micro_batch import SITE_HIDDEN_1, SITE_HIDDEN_2, Batch
+from megalite.nn.micro_batch import RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, Batch
 from megalite.nn.mlp import MLP
-from megalite.nn.norm import Norm, norm_of
-from megalite.nn.parameter import Maker, Use, run_unit, shapes
-from megalite.nn.recompute import recompute, without_keeping
+from megalite.nn.moe import MoELayer
+from megalite.nn.norm import Norm, norm_args
+from megalite.nn.parameter import ParamFactory, RunUnit, call_unit, shapes
+from megalite.nn.recompute import checkpoint_without_output, recompute
 from megalite.parallel.spec import ParamSpec
 
 
 @dataclass(frozen=True)
-class Recompute:
+class RecomputeConfig:
     """The activations that are computed again in backward. granularity: None | "selective" (the `modules`, of
     core_attn, layernorm, mlp) | "full", with method "uniform" (in groups of `num_layers` layers) or "block" (the first
     `num_layers` layers of each stage)."""
@@ -43,11 +43,11 @@ class Recompute:
     modules: tuple[str, ...] = ("core_attn",)
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def selective_modules(self) -> tuple[str, ...]:
         """The parts of each block that are computed again."""
         return self.modules if self.granularity == "selective" else ()
 
-    def groups(self, layers: int) -> list[tuple[slice, bool]]:
+    def layer_groups(self, layers: int) -> list[tuple[slice, bool]]:
         """Consecutive layers of a stage that has `layers`, and whether they are computed again as a whole."""
         n = self.num_layers
         if self.granularity != "full":
@@ -67,75 +67,82 @@ def rope_scaling(model: ModelConfig) -> Scaling:
 
 
 class Block(nn.Module):
-    def __init__(self, make: Maker, model: ModelConfig, layer: int, again: tuple[str, ...] = ()):
+    def __init__(self, make: ParamFactory, model: ModelConfig, layer: int, recomputed: tuple[str, ...] = ()):
         """`again`: the parts that are computed again in backward (Recompute.parts)."""
         super().__init__()
-        make = make.of(f"layers.{layer}")
+        make = make.for_unit(f"layers.{layer}")
         self.layer, self.seed, self.dropout_p = layer, make.seed, model.hidden_dropout
-        self.tp, self.parallel = make.mesh.tp, model.parallel_residual
-        self.norms_again, self.mlp_again = "layernorm" in again, ("moe" if model.experts[layer] else "mlp") in again
-        self.dropout: Callable[..., Tensor] = dropout  # or compiled (models/compiled.py)
-        norm = model.hidden_size, *norm_of(model)
+        self.tp, self.parallel_residual = make.mesh.tp, model.parallel_residual
+        self.recompute_norms, self.recompute_mlp = (
+            "layernorm" in recomputed,
+            ("moe" if model.moe_layers[layer] else "mlp") in recomputed,
+        )
+        self.dropout: Callable[..., Tensor] = dropout  # or compiled (models/torch_compile.py)
+        norm = model.hidden_size, *norm_args(model)
         self.attention_norm = Norm(make, f"layers.{layer}.attention.norm", *norm)
-        self.attention = Attention(make, f"layers.{layer}.attention", model, layer, "core_attn" in again)
+        self.attention = Attention(make, f"layers.{layer}.attention", model, layer, "core_attn" in recomputed)
         self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
         name = f"layers.{layer}.mlp"
-        if model.experts[layer]:
-            self.mlp = Experts(make, name, model, layer, "shared_experts" in again)
+        if model.moe_layers[layer]:
+            self.mlp = MoELayer(make, name, model, layer, "shared_experts" in recomputed)
         else:
             self.mlp = MLP(make, name, model, model.ffn_size, bias=model.add_bias_linear)
 
-    def forward(self, x_sBD: Tensor, where: Batch) -> Tensor:
-        if self.training and (self.norms_again or self.mlp_again):
-            return self._forward_again(x_sBD, where)
-        a_sBD = self.attention(self.attention_norm(x_sBD), where)
-        if self.parallel or self._drops():
-            h_sBD = self._add(a_sBD, x_sBD, SITE_HIDDEN_1, where)
-            n_sBD = self.mlp_norm(x_sBD if self.parallel else h_sBD)
+    def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+        if self.training and (self.recompute_norms or self.recompute_mlp):
+            return self._forward_with_recompute(x_sBD, batch)
+        a_sBD = self.attention(self.attention_norm(x_sBD), batch)
+        if self.parallel_residual or self._dropout_active():
+            h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch)
+            n_sBD = self.mlp_norm(x_sBD if self.parallel_residual else h_sBD)
         else:
             h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)
-        return self._add(self._feed(n_sBD, where), h_sBD, SITE_HIDDEN_2, where)
+        return self._dropout_add(self._run_mlp(n_sBD, batch), h_sBD, RNG_SITE_HIDDEN_2, batch)
 
-    def _feed(self, n_sBD: Tensor, where: Batch) -> Tensor:
-        return self.mlp(n_sBD, where) if isinstance(self.mlp, Experts) else self.mlp(n_sBD, where.later)  # an MLP
+    def _run_mlp(self, n_sBD: Tensor, batch: Batch) -> Tensor:
+        return (
+            self.mlp(n_sBD, batch) if isinstance(self.mlp, MoELayer) else self.mlp(n_sBD, batch.wgrad_store)
+        )  # an MLP
 
-    def _forward_again(self, x_sBD: Tensor, where: Batch) -> Tensor:
+    def _forward_with_recompute(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         """The same result, but norms or the feed-forward keep only their inputs for backward."""
-        keeping = without_keeping if self.norms_again else lambda make, use: use(make())
-        a_sBD = keeping(lambda: self.attention_norm(x_sBD), lambda n_sBD: self.attention(n_sBD, where))
-        h_sBD = self._add(a_sBD, x_sBD, SITE_HIDDEN_1, where)
-        m_sBD = x_sBD if self.parallel else h_sBD
-        if self.mlp_again and self.norms_again:
-            y_sBD = recompute(lambda m_sBD: self._feed(self.mlp_norm(m_sBD), where), m_sBD)
-        elif self.mlp_again:
-            y_sBD = recompute(self._feed, self.mlp_norm(m_sBD), where)
+        maybe_checkpoint = checkpoint_without_output if self.recompute_norms else lambda make, use: use(make())
+        a_sBD = maybe_checkpoint(lambda: self.attention_norm(x_sBD), lambda n_sBD: self.attention(n_sBD, batch))
+        h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch)
+        m_sBD = x_sBD if self.parallel_residual else h_sBD
+        if self.recompute_mlp and self.recompute_norms:
+            y_sBD = recompute(lambda m_sBD: self._run_mlp(self.mlp_norm(m_sBD), batch), m_sBD)
+        elif self.recompute_mlp:
+            y_sBD = recompute(self._run_mlp, self.mlp_norm(m_sBD), batch)
         else:
-            y_sBD = without_keeping(lambda: self.mlp_norm(m_sBD), lambda n_sBD: self._feed(n_sBD, where))
-        return self._add(y_sBD, h_sBD, SITE_HIDDEN_2, where)
+            y_sBD = checkpoint_without_output(lambda: self.mlp_norm(m_sBD), lambda n_sBD: self._run_mlp(n_sBD, batch))
+        return self._dropout_add(y_sBD, h_sBD, RNG_SITE_HIDDEN_2, batch)
 
-    def _drops(self) -> bool:
+    def _dropout_active(self) -> bool:
         return bool(self.dropout_p and self.training)
 
-    def _add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, where: Batch) -> Tensor:
-        if not self._drops():
+    def _dropout_add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, batch: Batch) -> Tensor:
+        if not self._dropout_active():
             return x_sBD + y_sBD
-        key = fold(self.seed, where.step, self.layer, site)
-        first = where.places_of(self.tp, x_sBD.shape[0])
-        return self.dropout(y_sBD, self.dropout_p, key, where.sample_ids_B, first, x_sBD)
+        key = fold_in(self.seed, batch.step, self.layer, site)
+        first = batch.token_positions(self.tp, x_sBD.shape[0])
+        return self.dropout(y_sBD, self.dropout_p, key, batch.sample_ids_B, first, x_sBD)
 
 
-class Head(nn.Module):
+class LMHead(nn.Module):
     """Final norm, then the loss; without labels the logits over this rank's part of the vocabulary.
 
     `word`: the tied weight, or None. `z_loss`: its coefficient.
     """
 
-    def __init__(self, make: Maker, model: ModelConfig, spec: ParamSpec, word: nn.Parameter | None, z_loss: float):
+    def __init__(
+        self, make: ParamFactory, model: ModelConfig, spec: ParamSpec, tied_weight: nn.Parameter | None, z_loss: float
+    ):
         super().__init__()
-        make = make.of("head")
+        make = make.for_unit("head")
         self.tp, self.vocab_size, self.z_loss = make.mesh.tp, spec.stored_shape[0], z_loss
-        self.norm = Norm(make, "final_norm", model.hidden_size, *norm_of(model))
-        self.weight = word if word is not None else make(spec)
+        self.norm = Norm(make, "final_norm", model.hidden_size, *norm_args(model))
+        self.weight = tied_weight if tied_weight is not None else make(spec)
 
     def extra_repr(self) -> str:
         return shapes(self)
@@ -143,9 +150,9 @@ class Head(nn.Module):
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         h_sBD = self.norm(x_sBD)
         if batch.labels_SB is None:
-            return gather_linear(h_sBD, [self.weight], self.tp)[0]
+            return column_parallel_linear(h_sBD, [self.weight], self.tp)[0]
         args = (batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
-        return linear_cross_entropy(h_sBD, self.weight, *args, z_loss=self.z_loss, promised=batch.loss_weight)
+        return linear_cross_entropy(h_sBD, self.weight, *args, z_loss=self.z_loss, loss_grad=batch.loss_grad)
 
 
 class Stage(nn.Module):
@@ -156,43 +163,45 @@ class Stage(nn.Module):
 
     def __init__(
         self,
-        make: Maker,
+        make: ParamFactory,
         model: ModelConfig,
-        stages: Sequence[range],
-        number: int,
+        layer_ranges: Sequence[range],
+        stage_index: int,
         *,
         vocab_size: int,
         padded_vocab_size: int,
-        recompute: Recompute | None = None,
+        recompute: RecomputeConfig | None = None,
         z_loss: float = 0.0,
     ):
         super().__init__()
-        self.recompute = recompute or Recompute()
-        self.use: Use = run_unit  # or what gathers a unit's weights for it (optim/param_gather.py)
-        self.moved: Callable[..., Use] = lambda use, *_: use  # or what offloads (nn/activation_offload.py)
+        self.recompute = recompute or RecomputeConfig()
+        self.run_unit: RunUnit = call_unit  # or what gathers a unit's weights for it (optim/param_gather.py)
+        self.offload: Callable[..., RunUnit] = lambda use, *_: use  # or what offloads (nn/activation_offload.py)
         mesh = make.mesh
         tied = not model.untie_embeddings_and_output_weights
         sizes, std = (padded_vocab_size, vocab_size, model.hidden_size), model.init_method_std
         word_std = std if model.embedding_init_method_std is None else model.embedding_init_method_std
-        word = vocabulary_spec("embedding.word", *sizes, word_std, tied=tied and mesh.pp.size > 1)
-        self.embedding = Embedding(make, word, model) if number == 0 else None
-        self.blocks = nn.ModuleList(Block(make, model, layer, self.recompute.parts) for layer in stages[number])
+        tied_weight = vocab_spec("embedding.word", *sizes, word_std, tied=tied and mesh.pp.size > 1)
+        self.embedding = Embedding(make, tied_weight, model) if stage_index == 0 else None
+        self.blocks = nn.ModuleList(
+            Block(make, model, layer, self.recompute.selective_modules) for layer in layer_ranges[stage_index]
+        )
         self.head = None
-        if number == len(stages) - 1:
-            spec = word if tied else vocabulary_spec("head", *sizes, std, tied=False)
+        if stage_index == len(layer_ranges) - 1:
+            spec = tied_weight if tied else vocab_spec("head", *sizes, std, tied=False)
             shared = self.embedding.word if tied and self.embedding is not None else None
-            self.head = Head(make, model, spec, shared, z_loss)
+            self.head = LMHead(make, model, spec, shared, z_loss)
         self.rope: tuple[Tensor, Tensor] | None = None
-        if any(model.rotary) and not make.meta:
+        if any(model.rope_layers) and not make.meta:
             size, by = int(model.head_size * model.rotary_percent), model.rotary_seq_len_interpolation_factor
-            waves = model.positions, size, model.rotary_base, rope_scaling(model)
+            waves = model.max_positions, size, model.rotary_base, rope_scaling(model)
             dtype = torch.float64 if make.dtype == torch.float64 else torch.float32
             self.rope = rope_tables(*waves, interpolation=by, device=mesh.device, dtype=dtype)
 
-    def forward(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
+    def forward(self, input_sBD: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states x_sBD; on the last stage the summed loss ([2] with a z-loss), or logits without labels."""
-        x_sBD = self.hidden(received_sBD, batch)
-        return x_sBD if self.head is None else self.use(self.head, x_sBD, batch)
+        x_sBD = self.forward_hidden(input_sBD, batch)
+        return x_sBD if self.head is None else self.run_unit(self.head, x_sBD, batch)
 
     @property
     def units(self) -> dict[nn.Module, bool]:
@@ -201,34 +210,34 @@ class Stage(nn.Module):
         ends = [dict.fromkeys([end] if end is not None else [], False) for end in (self.embedding, self.head)]
         return {**ends[0], **dict.fromkeys(self.blocks, True), **ends[1]}
 
-    def hidden(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
+    def forward_hidden(self, input_sBD: Tensor | None, batch: Batch) -> Tensor:
         """x_sBD after the stage's layers, before the head."""
         if self.embedding is not None:
-            x_sBD = self.use(self.embedding, batch)
+            x_sBD = self.run_unit(self.embedding, batch)
         else:
-            assert received_sBD is not None, "only the first stage starts from tokens"
-            x_sBD = received_sBD
-        where, blocks = self.rotated(batch), list(self.blocks)
-        use = self.moved(self.use, len(blocks), [x_sBD, *(where.rope or ())])
-        for group, again in self.recompute.groups(len(blocks)):
-            runs, again = itertools.count(), again and self.training
-            here = replace(where, again=again)
+            assert input_sBD is not None, "only the first stage starts from tokens"
+            x_sBD = input_sBD
+        batch, blocks = self.with_rope(batch), list(self.blocks)
+        run_unit = self.offload(self.run_unit, len(blocks), [x_sBD, *(batch.rope or ())])
+        for group, recomputed in self.recompute.layer_groups(len(blocks)):
+            runs, recomputed = itertools.count(), recomputed and self.training
+            here = replace(batch, in_full_recompute=recomputed)
 
             def run(
-                x_sBD: Tensor, blocks: list[nn.Module] = blocks[group], where: Batch = here, runs: Iterator[int] = runs
+                x_sBD: Tensor, blocks: list[nn.Module] = blocks[group], batch: Batch = here, runs: Iterator[int] = runs
             ) -> Tensor:
-                second = next(runs) > 0  # in backward
+                recomputing = next(runs) > 0  # in backward
                 for block in blocks:
-                    x_sBD = use(block, x_sBD, where, again=second)
+                    x_sBD = run_unit(block, x_sBD, batch, recomputing=recomputing)
                 return x_sBD
 
-            x_sBD = recompute(run, x_sBD) if again else run(x_sBD)
+            x_sBD = recompute(run, x_sBD) if recomputed else run(x_sBD)
         return x_sBD
 
-    def rotated(self, batch: Batch) -> Batch:
+    def with_rope(self, batch: Batch) -> Batch:
         """The batch with the angles of its positions."""
         if self.rope is None:
             return batch
-        own = slice(batch.tokens_SB.shape[0]) if batch.places_S is None else batch.places_S
+        own = slice(batch.tokens_SB.shape[0]) if batch.cp_positions_S is None else batch.cp_positions_S
         chosen = own if batch.positions_SB is None else batch.positions_SB
         return replace(batch, rope=(self.rope[0][chosen], self.rope[1][chosen]))

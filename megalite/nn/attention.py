@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from megalite.config.options import ModelConfig
 from megalite.kernels.attention import attention
-from megalite.kernels.blocked_attention import Drop
-from megalite.kernels.dropout import fold
-from megalite.kernels.rope import apply_rope, pairs_to_halves
-from megalite.nn.context import Across
-from megalite.nn.linear import add_bias, gather_linear, linear_scatter
-from megalite.nn.micro_batch import SITE_ATTENTION, Batch
-from megalite.nn.norm import HeadNorms, Norm, norm_of
-from megalite.nn.parameter import Maker, shapes
+from megalite.kernels.blocked_attention import AttentionDropout
+from megalite.kernels.dropout import fold_in
+from megalite.kernels.rope import apply_rope, interleaved_to_half
+from megalite.nn.context_parallel import ContextParallelAttention
+from megalite.nn.linear import add_bias, column_parallel_linear, row_parallel_linear
+from megalite.nn.micro_batch import RNG_SITE_ATTENTION, Batch
+from megalite.nn.norm import Norm, QKNormAllHeads, norm_args
+from megalite.nn.parameter import ParamFactory, shapes
 from megalite.nn.recompute import recompute
 from megalite.parallel.spec import Constant, Normal, ParamSpec
 
 
-def rotate(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_qk(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return apply_rope(q_SBhK, cos, sin), apply_rope(k_SBgK, cos, sin)
 
 
@@ -37,78 +37,86 @@ class Attention(nn.Module):
     its own included; None: all up to its own. `sink`: one more logit per head in the softmax's sum. `again`: whether
     scores and softmax are computed again in backward."""
 
-    def __init__(self, make: Maker, name: str, model: ModelConfig, layer: int, again: bool):
+    def __init__(self, make: ParamFactory, name: str, model: ModelConfig, layer: int, recompute_core: bool):
         super().__init__()
         tp = make.mesh.tp
         self.cp, self.tp, self.model, self.layer = make.mesh.cp, tp, model, layer
-        self.seed, self.again, self.window = make.seed, again, model.windows[layer]
-        self.rotary, self.exchange = model.rotary[layer], model.exchanges[layer]
-        self.rotate = rotate  # or compiled (models/compiled.py)
-        self.attend: Callable[..., Tensor] = attention  # or one with a cache of keys and values (generate/)
-        D, H, G, K = model.hidden_size, model.num_attention_heads, model.groups, model.head_size
-        std, norm = model.init_method_std, (*norm_of(model), model.no_weight_decay_cond_type is not None)
-        self.replicated = tp.size > G
-        self.group = tp.rank * G // tp.size  # this rank's only group if they are replicated
-        kv_shards, summed = ((), ("tp",)) if self.replicated else (((1, "tp"),), ())
+        self.seed, self.again, self.window = make.seed, recompute_core, model.layer_windows[layer]
+        self.use_rope, self.cp_comm_type = model.rope_layers[layer], model.layer_cp_comm[layer]
+        self.rotate_qk = rotate_qk  # or compiled (models/torch_compile.py)
+        self.core_attention: Callable[..., Tensor] = attention  # or one with a cache of keys and values (generate/)
+        D, H, G, K = model.hidden_size, model.num_attention_heads, model.num_kv_groups, model.head_size
+        std, norm = model.init_method_std, (*norm_args(model), model.no_weight_decay_cond_type is not None)
+        self.kv_replicated = tp.size > G
+        self.kv_group = tp.rank * G // tp.size  # this rank's only group if they are replicated
+        kv_shards, partial_grad_axes = ((), ("tp",)) if self.kv_replicated else (((1, "tp"),), ())
         zero = Constant(0.0)
         self.q = make(ParamSpec(f"{name}.q", (H * K, D), shards=((0, "tp"),), init=Normal(std)))
-        kv = partial(ParamSpec, shards=kv_shards, partial=summed, stacked=True)
+        kv = partial(ParamSpec, shards=kv_shards, partial_grad_axes=partial_grad_axes, stacked=True)
         self.kv = make(kv(f"{name}.kv", (2, G * K, D), init=Normal(std)))
         self.q_bias = self.kv_bias = self.out_bias = None
         if model.add_bias_linear or model.add_qkv_bias:
-            self.q_bias = make(ParamSpec(f"{name}.q_bias", (H * K,), shards=((0, "tp"),), init=zero, decay=False))
-            self.kv_bias = make(kv(f"{name}.kv_bias", (2, G * K), init=zero, decay=False))
-        self.q_norm = self.k_norm = self.head_norms = None
+            self.q_bias = make(
+                ParamSpec(f"{name}.q_bias", (H * K,), shards=((0, "tp"),), init=zero, weight_decay=False)
+            )
+            self.kv_bias = make(kv(f"{name}.kv_bias", (2, G * K), init=zero, weight_decay=False))
+        self.q_norm = self.k_norm = self.qk_norm = None
         if model.qk_layernorm and model.qk_layernorm_over_heads:
-            self.head_norms = HeadNorms(make, name, (H * K, G * K), not self.replicated, *norm[1:])
+            self.qk_norm = QKNormAllHeads(make, name, (H * K, G * K), not self.kv_replicated, *norm[1:])
         elif model.qk_layernorm:
             self.q_norm, self.k_norm = (Norm(make, f"{name}.{one}_norm", K, *norm) for one in "qk")
-        sink = ParamSpec(f"{name}.sink", (H,), shards=((0, "tp"),), init=Normal(std), decay=False)
+        sink = ParamSpec(f"{name}.sink", (H,), shards=((0, "tp"),), init=Normal(std), weight_decay=False)
         self.sink = make(sink) if model.softmax_type == "learnable" else None
-        self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(model.out_std)))
+        self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(model.output_init_std)))
         if model.add_bias_linear:
-            self.out_bias = make(ParamSpec(f"{name}.out_bias", (D,), partial=("tp",), init=zero, decay=False))
+            self.out_bias = make(
+                ParamSpec(f"{name}.out_bias", (D,), partial_grad_axes=("tp",), init=zero, weight_decay=False)
+            )
 
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, x_sBD: Tensor, where: Batch) -> Tensor:
+    def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         K = self.model.head_size
         kv, kv_bias, rows = self.kv, self.kv_bias, slice(None)
-        if self.replicated:
-            rows = slice(self.group * K, (self.group + 1) * K)
+        if self.kv_replicated:
+            rows = slice(self.kv_group * K, (self.kv_group + 1) * K)
             kv = kv[:, rows]
             kv_bias = None if kv_bias is None else kv_bias[:, rows]
-        q, kv_out = gather_linear(x_sBD, [self.q, kv], self.tp, where.later)
+        q, kv_out = column_parallel_linear(x_sBD, [self.q, kv], self.tp, batch.wgrad_store)
         q_SBhK = add_bias(q, self.q_bias).unflatten(-1, (-1, K))
         k_SBgK, v_SBgK = add_bias(kv_out, kv_bias).unflatten(-1, (2, -1, K)).unbind(-3)
-        if self.head_norms is not None:
-            normed = self.head_norms(q_SBhK.flatten(-2), k_SBgK.flatten(-2), rows)
+        if self.qk_norm is not None:
+            normed = self.qk_norm(q_SBhK.flatten(-2), k_SBgK.flatten(-2), rows)
             q_SBhK, k_SBgK = (x.unflatten(-1, (-1, K)) for x in normed)
         elif self.q_norm is not None and self.k_norm is not None:
             q_SBhK, k_SBgK = self.q_norm(q_SBhK), self.k_norm(k_SBgK)
-        if where.rope is not None and self.rotary:
+        if batch.rope is not None and self.use_rope:
             if self.model.rotary_interleaved:
-                size = 2 * where.rope[0].shape[-1]
-                q_SBhK, k_SBgK = pairs_to_halves(q_SBhK, size), pairs_to_halves(k_SBgK, size)
-            q_SBhK, k_SBgK = self.rotate(q_SBhK, k_SBgK, *where.rope)
-        drop = None
+                size = 2 * batch.rope[0].shape[-1]
+                q_SBhK, k_SBgK = interleaved_to_half(q_SBhK, size), interleaved_to_half(k_SBgK, size)
+            q_SBhK, k_SBgK = self.rotate_qk(q_SBhK, k_SBgK, *batch.rope)
+        dropout = None
         if self.model.attention_dropout and self.training:
-            key = fold(self.seed, where.step, self.layer, SITE_ATTENTION)
-            drop = Drop(self.model.attention_dropout, key, where.sample_ids_B, self.tp.start_of(q_SBhK.shape[2]))
+            key = fold_in(self.seed, batch.step, self.layer, RNG_SITE_ATTENTION)
+            dropout = AttentionDropout(
+                self.model.attention_dropout, key, batch.sample_ids_B, self.tp.shard_start(q_SBhK.shape[2])
+            )
         scale, sink = 1.0 / math.sqrt(K), self.sink
         if self.model.softmax_type == "off-by-one":
             sink = q_SBhK.new_zeros(q_SBhK.shape[2])
-        how = dict(scale=scale, drop=drop, documents=where.documents, window=self.window, sink_H=sink)
-        core = partial(self._attend_across(where), **how)
+        core_kwargs = dict(scale=scale, drop=dropout, documents=batch.documents, window=self.window, sink_H=sink)
+        core = partial(self._select_core_attention(batch), **core_kwargs)
         qkv = (q_SBhK, k_SBgK, v_SBgK)
         o_SBhK = recompute(core, *qkv) if self.again and self.training else core(*qkv)
-        y_sBD = linear_scatter(o_SBhK.flatten(-2), self.out, self.tp, later=where.later)
+        y_sBD = row_parallel_linear(o_SBhK.flatten(-2), self.out, self.tp, wgrad_store=batch.wgrad_store)
         return add_bias(y_sBD, self.out_bias)
 
-    def _attend_across(self, where: Batch) -> Callable[..., Tensor]:
+    def _select_core_attention(self, batch: Batch) -> Callable[..., Tensor]:
         """`attend` of the whole samples, of which a rank of cp has a part."""
-        if where.places is None:
-            return self.attend
-        across = Across(self.attend, self.cp, where.places, where.again or (self.again and self.training))
-        return across.by_heads if self.exchange == "a2a" else across.gathered
+        if batch.cp_sharding is None:
+            return self.core_attention
+        across = ContextParallelAttention(
+            self.core_attention, self.cp, batch.cp_sharding, batch.in_full_recompute or (self.again and self.training)
+        )
+        return across.all_to_all_attention if self.cp_comm_type == "a2a" else across.kv_all_gather_attention

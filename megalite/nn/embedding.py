@@ -11,54 +11,58 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megalite.config.options import ModelConfig
-from megalite.kernels.dropout import dropout, fold
-from megalite.kernels.weight_grad import accumulate_rows_
-from megalite.nn.micro_batch import SITE_EMBEDDING, Batch
-from megalite.nn.parameter import GradientSink, Maker, shapes, sink_of
-from megalite.parallel.comm import scatter_seq
+from megalite.kernels.dropout import dropout, fold_in
+from megalite.kernels.weight_grad import accumulate_embedding_grad_
+from megalite.nn.micro_batch import RNG_SITE_EMBEDDING, Batch
+from megalite.nn.parameter import MainGrad, ParamFactory, main_grad_of, shapes
+from megalite.parallel.comm import reduce_scatter_sequence
 from megalite.parallel.spec import Normal, ParamSpec
 
 
-def vocabulary_spec(name: str, padded: int, vocab_size: int, hidden_size: int, std: float, tied: bool) -> ParamSpec:
+def vocab_spec(name: str, padded: int, vocab_size: int, hidden_size: int, std: float, tied: bool) -> ParamSpec:
     """The spec of the word embedding or the head: [V, D] with `padded` rows, the first `vocab_size` of which are
     vocabulary. A tied head at the other end of the pipeline has the same spec as the embedding."""
     shape, shards = (padded, hidden_size), ((0, "tp"),)
-    return ParamSpec(name, shape, shards=shards, init=Normal(std), vocabulary=True, tied=tied, rows=vocab_size)
+    return ParamSpec(name, shape, shards=shards, init=Normal(std), is_vocab=True, tied=tied, vocab_rows=vocab_size)
 
 
-class _Lookup(Function):
+class _EmbeddingLookup(Function):
     """A look-up in a weight whose gradient goes to its sink; backward touches only the rows that were looked up."""
 
     @staticmethod
-    def forward(ctx: Any, index_SB: Tensor, weight_vD: Tensor, sink: GradientSink) -> Tensor:
-        ctx.sink = sink
+    def forward(ctx: Any, index_SB: Tensor, weight_vD: Tensor, main_grad: MainGrad) -> Tensor:
+        ctx.sink = main_grad
         ctx.save_for_backward(index_SB)
         return F.embedding(index_SB, weight_vD)
 
     @staticmethod
     def backward(ctx: Any, dx_SBD: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (index_SB,) = ctx.saved_tensors
-        grad_vD, begin = ctx.sink.open()
-        accumulate_rows_(grad_vD, index_SB.flatten(), dx_SBD.flatten(0, 1), begin=begin)
+        grad_vD, overwrite = ctx.sink.accumulator()
+        accumulate_embedding_grad_(grad_vD, index_SB.flatten(), dx_SBD.flatten(0, 1), overwrite=overwrite)
         return None, None, None
 
 
-def look_up(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
+def embedding_lookup(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
     """weight[index]: [S, B, D]."""
-    sink = sink_of(weight_vD)
-    return F.embedding(index_SB, weight_vD) if sink is None else _Lookup.apply(index_SB, weight_vD, sink)  # type: ignore[return-value]
+    main_grad = main_grad_of(weight_vD)
+    return (
+        F.embedding(index_SB, weight_vD)
+        if main_grad is None
+        else _EmbeddingLookup.apply(index_SB, weight_vD, main_grad)
+    )  # type: ignore[return-value]
 
 
 class Embedding(nn.Module):
-    def __init__(self, make: Maker, spec: ParamSpec, model: ModelConfig):
+    def __init__(self, make: ParamFactory, spec: ParamSpec, model: ModelConfig):
         super().__init__()
-        make = make.of("embedding")
+        make = make.for_unit("embedding")
         self.tp, self.dropout_p, self.seed = make.mesh.tp, model.hidden_dropout, make.seed
         self.word = make(spec)
         self.position = None
         if model.position_embedding_type == "learned_absolute":
-            shape = model.positions, model.hidden_size
-            learned = ParamSpec("embedding.position", shape, partial=("tp",), init=spec.init, looked_up=True)
+            shape = model.max_positions, model.hidden_size
+            learned = ParamSpec("embedding.position", shape, partial_grad_axes=("tp",), init=spec.init, is_lookup=True)
             self.position = make(learned)
 
     def extra_repr(self) -> str:
@@ -68,21 +72,24 @@ class Embedding(nn.Module):
         """x_sBD. Where there are no positions of their own, tokens have those of their places as learned ones."""
         tp, rows, tokens_SB = self.tp, self.word.shape[0], batch.tokens_SB
         if tp.size == 1:
-            x_sBD = look_up(tokens_SB, self.word)
+            x_sBD = embedding_lookup(tokens_SB, self.word)
         else:
-            local_SB = tokens_SB - tp.start_of(rows)
-            elsewhere_SB = (local_SB < 0) | (local_SB >= rows)
-            x_SBD = look_up(local_SB.masked_fill(elsewhere_SB, 0), self.word)
-            x_sBD = scatter_seq(x_SBD.masked_fill(elsewhere_SB.unsqueeze(-1), 0), tp)
+            local_SB = tokens_SB - tp.shard_start(rows)
+            other_shard_SB = (local_SB < 0) | (local_SB >= rows)
+            x_SBD = embedding_lookup(local_SB.masked_fill(other_shard_SB, 0), self.word)
+            x_sBD = reduce_scatter_sequence(x_SBD.masked_fill(other_shard_SB.unsqueeze(-1), 0), tp)
         if self.position is not None:
-            share, positions_SB = tp.share_of(x_sBD.shape[0]), batch.positions_SB
-            if positions_SB is None and batch.places_S is not None:
-                positions_SB = batch.places_S.unsqueeze(1)
+            share, positions_SB = tp.shard_slice(x_sBD.shape[0]), batch.positions_SB
+            if positions_SB is None and batch.cp_positions_S is not None:
+                positions_SB = batch.cp_positions_S.unsqueeze(1)
             if positions_SB is None:
                 x_sBD = x_sBD + self.position[share].unsqueeze(1)
             else:
-                x_sBD = x_sBD + look_up(positions_SB[share], self.position)
+                x_sBD = x_sBD + embedding_lookup(positions_SB[share], self.position)
         if self.dropout_p and self.training:
-            key, first = fold(self.seed, batch.step, -1, SITE_EMBEDDING), batch.places_of(tp, x_sBD.shape[0])
+            key, first = (
+                fold_in(self.seed, batch.step, -1, RNG_SITE_EMBEDDING),
+                batch.token_positions(tp, x_sBD.shape[0]),
+            )
             x_sBD = dropout(x_sBD, self.dropout_p, key, batch.sample_ids_B, first)
         return x_sBD

@@ -11,7 +11,7 @@ dx, and the reduce-scatter of dx hides behind the matmuls for dW:
              | dx = dy W              |  dW += dy^T x               |
 
 dW is added to the weight's sum in the flat gradient buffer, if it has one, and autograd never sees it. With a `later`
-it is computed, and x gathered for it, when the pipeline says so (nn/later.py).
+it is computed, and x gathered for it, when the pipeline says so (nn/wgrad_store.py).
 The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored. If a kernel
 also adds the bias, u + bias is not stored either.
 Rejected: a differentiable gather before the matmul. It saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
@@ -26,91 +26,97 @@ from torch.autograd import Function
 from megalite.kernels.activation import Activation
 from megalite.kernels.dispatch import use_triton
 from megalite.kernels.matmul import matmul, mm_
-from megalite.nn.later import Later, add_weight_grad
-from megalite.nn.parameter import GradientSink, sink_of
+from megalite.nn.parameter import MainGrad, main_grad_of
+from megalite.nn.wgrad_store import WeightGradStore, accumulate_weight_grad
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter
 from megalite.parallel.mesh import Axis
 
 
-def _rows(x: Tensor) -> Tensor:
+def _flatten_tokens(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _weight_grad(weight: Tensor, sink: GradientSink | None, dy: Tensor, x_ND: Tensor) -> Tensor | None:
+def _weight_grad(weight: Tensor, sink: MainGrad | None, dy: Tensor, x_ND: Tensor) -> Tensor | None:
     """Add dW = dy^T x to the sink; without a sink return it to autograd."""
     if sink is None:
-        return matmul(_rows(dy).T, x_ND).view_as(weight)
-    add_weight_grad(sink, dy, x_ND)
+        return matmul(_flatten_tokens(dy).T, x_ND).view_as(weight)
+    accumulate_weight_grad(sink, dy, x_ND)
     return None
 
 
-class _GatherLinear(Function):
+class _ColumnParallelLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x_sBD: Tensor, tp: Axis, later: Later | None, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.tp, ctx.later = tp, later
-        ctx.sinks = [sink_of(w) for w in weights]  # not in backward: recompute saves other tensors than the parameters
+    def forward(
+        ctx: Any, x_sBD: Tensor, tp: Axis, wgrad_store: WeightGradStore | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.tp, ctx.wgrad_store = tp, wgrad_store
+        ctx.sinks = [
+            main_grad_of(w) for w in weights
+        ]  # not in backward: recompute saves other tensors than the parameters
         ctx.save_for_backward(x_sBD, *weights)
         x_SBD = start_all_gather(x_sBD, tp).wait()
-        return tuple(matmul(x_SBD, _rows(w).T) for w in weights)
+        return tuple(matmul(x_SBD, _flatten_tokens(w).T) for w in weights)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_sBD, *weights = ctx.saved_tensors
-        later: Later | None = None if None in ctx.sinks else ctx.later
-        gathering = start_all_gather(x_sBD, ctx.tp) if later is None else None
-        dx_ND = matmul(_rows(dys[0]), _rows(weights[0]))
+        wgrad_store: WeightGradStore | None = None if None in ctx.sinks else ctx.wgrad_store
+        pending_x = start_all_gather(x_sBD, ctx.tp) if wgrad_store is None else None
+        dx_ND = matmul(_flatten_tokens(dys[0]), _flatten_tokens(weights[0]))
         for dy, w in zip(dys[1:], weights[1:], strict=True):
-            mm_(dx_ND, _rows(dy), _rows(w), add=True)
-        scattering = start_reduce_scatter(dx_ND.view(*dys[0].shape[:-1], -1), ctx.tp)
+            mm_(dx_ND, _flatten_tokens(dy), _flatten_tokens(w), add=True)
+        pending_dx = start_reduce_scatter(dx_ND.view(*dys[0].shape[:-1], -1), ctx.tp)
         dws: list[Tensor | None] = [None] * len(weights)
-        if gathering is not None:
-            x_ND = _rows(gathering.wait())
+        if pending_x is not None:
+            x_ND = _flatten_tokens(pending_x.wait())
             dws = [_weight_grad(w, sink, dy, x_ND) for w, sink, dy in zip(weights, ctx.sinks, dys, strict=True)]
-        elif later is not None:
-            later.leave(x_sBD, ctx.tp, zip(ctx.sinks, dys, strict=True))
-        return scattering.wait(), None, None, *dws
+        elif wgrad_store is not None:
+            wgrad_store.put(x_sBD, ctx.tp, zip(ctx.sinks, dys, strict=True))
+        return pending_dx.wait(), None, None, *dws
 
 
-class _LinearScatter(Function):
+class _RowParallelLinear(Function):
     @staticmethod
     def forward(
         ctx: Any, u_SBf: Tensor, weight: Tensor, tp: Axis, activation: Activation | None, bias: Tensor | None,
-        later: Later | None,
+        wgrad_store: WeightGradStore | None,
     ) -> Tensor:  # fmt: skip
-        ctx.tp, ctx.activation, ctx.later, ctx.sink = tp, activation, later, sink_of(weight)
-        added = () if bias is None else (bias,)
-        ctx.save_for_backward(u_SBf, weight, *added)
-        a_SBf = u_SBf if activation is None else activation.forward(u_SBf, *added)
+        ctx.tp, ctx.activation, ctx.wgrad_store, ctx.sink = tp, activation, wgrad_store, main_grad_of(weight)
+        bias_args = () if bias is None else (bias,)
+        ctx.save_for_backward(u_SBf, weight, *bias_args)
+        a_SBf = u_SBf if activation is None else activation.forward(u_SBf, *bias_args)
         return start_reduce_scatter(matmul(a_SBf, weight.T), tp).wait()
 
     @staticmethod
     def backward(ctx: Any, dy_sBD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        u_SBf, weight, *added = ctx.saved_tensors
+        u_SBf, weight, *bias_args = ctx.saved_tensors
         dy_SBD = start_all_gather(dy_sBD, ctx.tp).wait()
         a_SBf, du_SBf, dbias = u_SBf, matmul(dy_SBD, weight), []
         if ctx.activation is not None:
-            a_SBf, du_SBf, *dbias = ctx.activation.backward(u_SBf, du_SBf, *added)
+            a_SBf, du_SBf, *dbias = ctx.activation.backward(u_SBf, du_SBf, *bias_args)
         dweight = None
-        if ctx.later is not None and ctx.sink is not None:
-            ctx.later.leave(a_SBf, None, [(ctx.sink, dy_SBD)])
+        if ctx.wgrad_store is not None and ctx.sink is not None:
+            ctx.wgrad_store.put(a_SBf, None, [(ctx.sink, dy_SBD)])
         else:
-            dweight = _weight_grad(weight, ctx.sink, dy_SBD, _rows(a_SBf))
+            dweight = _weight_grad(weight, ctx.sink, dy_SBD, _flatten_tokens(a_SBf))
         return du_SBf, dweight, None, None, dbias[0] if dbias else None, None
 
 
-def gather_linear(x_sBD: Tensor, weights: list[Tensor], tp: Axis, later: Later | None = None) -> tuple[Tensor, ...]:
+def column_parallel_linear(
+    x_sBD: Tensor, weights: list[Tensor], tp: Axis, wgrad_store: WeightGradStore | None = None
+) -> tuple[Tensor, ...]:
     """One gather, then one matmul per weight [..., D], whose leading dims are flattened. Returns [S, B, rows] each."""
-    return _GatherLinear.apply(x_sBD, tp, later, *weights)  # type: ignore[return-value]
+    return _ColumnParallelLinear.apply(x_sBD, tp, wgrad_store, *weights)  # type: ignore[return-value]
 
 
-def linear_scatter(
+def row_parallel_linear(
     u_SBf: Tensor, weight_Df: Tensor, tp: Axis, activation: Activation | None = None, bias: Tensor | None = None,
-    later: Later | None = None,
+    wgrad_store: WeightGradStore | None = None,
 ) -> Tensor:  # fmt: skip
     """Add `bias` [f], apply `activation`, multiply, sum over tp, keep this rank's positions."""
     if bias is not None and not (activation is not None and activation.takes_bias and use_triton(u_SBf)):
         u_SBf, bias = add_bias(u_SBf, bias), None
-    return _LinearScatter.apply(u_SBf, weight_Df, tp, activation, bias, later)  # type: ignore[return-value]
+    return _RowParallelLinear.apply(u_SBf, weight_Df, tp, activation, bias, wgrad_store)  # type: ignore[return-value]
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.cross_entropy import chunk_tokens, shard_grad_, shard_stats, stats_and_grad_
-from megalite.kernels.dispatch import stat_dtype
+from megalite.kernels.dispatch import accum_dtype
 from megalite.kernels.matmul import mm_
-from megalite.kernels.weight_grad import accumulate_outer_
-from megalite.nn.parameter import sink_of
+from megalite.kernels.weight_grad import accumulate_weight_grad_
+from megalite.nn.parameter import main_grad_of
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter
 from megalite.parallel.mesh import Axis
 
@@ -29,7 +29,7 @@ def _chunk_stats_(
     logits_nv: Tensor, labels_n: Tensor, dloss_n: Tensor | None, tp: Axis, vocab_size: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """(lse_n, the labels' logits) of a chunk; with `dloss_n`, the logits are replaced by their gradients."""
-    first = tp.start_of(logits_nv.shape[1])
+    first = tp.shard_start(logits_nv.shape[1])
     valid = max(0, min(logits_nv.shape[1], vocab_size - first))
     if dloss_n is not None and tp.size == 1:
         lse_n, target_n = stats_and_grad_(logits_nv, labels_n, dloss_n, valid, z_loss)
@@ -42,7 +42,7 @@ def _chunk_stats_(
     return lse_n, stats_r2n[:, 1].sum(0)
 
 
-def _require(same: Tensor, text: str) -> None:
+def _assert_on_device(same: Tensor, text: str) -> None:
     """Raise RuntimeError unless all are true; on CUDA only when the device computes it."""
     if same.device.type != "cpu":
         torch._assert_async(same.all(), text)  # pyright: ignore[reportPrivateImportUsage]
@@ -61,63 +61,63 @@ class _LinearCrossEntropy(Function):
         tp: Axis,
         vocab_size: int,
         z_loss: float,
-        promised: float | Tensor | None,
-        grads: bool,
+        loss_grad: float | Tensor | None,
+        needs_grad: bool,
     ) -> Tensor:
         x_SBD = start_all_gather(x_sBD, tp).wait()
         x_ND, labels_N = x_SBD.flatten(0, 1), labels_SB.flatten()
         n, v = x_ND.shape[0], weight_vD.shape[0]
-        dtype = stat_dtype(x_ND)
+        dtype = accum_dtype(x_ND)
         loss_N, lse_N = torch.empty(2, n, dtype=dtype, device=x_ND.device)
-        count_N = torch.ones_like(loss_N) if mask_SB is None else mask_SB.flatten().to(dtype)
+        weight_N = torch.ones_like(loss_N) if mask_SB is None else mask_SB.flatten().to(dtype)
         size = chunk_tokens(n, v, x_ND.dtype, x_ND.device)
-        space_nv = x_ND.new_empty(size, v)  # shared by all chunks, because new pages cost time on a CPU
+        logits_buffer_nv = x_ND.new_empty(size, v)  # shared by all chunks, because new pages cost time on a CPU
         dloss_N, scattering, sink = None, None, None
-        if grads:
-            dloss_N = count_N if promised is None else count_N * promised
+        if needs_grad:
+            dloss_N = weight_N if loss_grad is None else weight_N * loss_grad
             dx_SBD = x_SBD.new_empty(x_SBD.shape)
             dx_ND = dx_SBD.view_as(x_ND)
-            sink = None if promised is None else sink_of(weight_vD)
-            dw_vD, begin = (torch.empty_like(weight_vD, dtype=dtype), True) if sink is None else sink.open()
+            sink = None if loss_grad is None else main_grad_of(weight_vD)
+            dw_vD, overwrite = (torch.empty_like(weight_vD, dtype=dtype), True) if sink is None else sink.accumulator()
         for start in range(0, n, size):
             chunk = slice(start, min(start + size, n))
             x_nD = x_ND[chunk]
-            logits_nv = mm_(space_nv[: x_nD.shape[0]], x_nD, weight_vD.T)
+            logits_nv = mm_(logits_buffer_nv[: x_nD.shape[0]], x_nD, weight_vD.T)
             dloss_n = None if dloss_N is None else dloss_N[chunk]
             lse_N[chunk], target_n = _chunk_stats_(logits_nv, labels_N[chunk], dloss_n, tp, vocab_size, z_loss)
             torch.sub(lse_N[chunk], target_n, out=loss_N[chunk])
-            if grads:
+            if needs_grad:
                 mm_(dx_ND[chunk], logits_nv, weight_vD)
                 if chunk.stop == n:  # the sum over tp hides behind the last matmul
                     scattering = start_reduce_scatter(dx_SBD, tp)
-                accumulate_outer_(dw_vD, logits_nv, x_nD, begin=begin and start == 0)
+                accumulate_weight_grad_(dw_vD, logits_nv, x_nD, overwrite=overwrite and start == 0)
         if scattering is not None:
             ctx.save_for_backward(scattering.wait(), None if sink is not None else dw_vD)
-            ctx.dtype, ctx.promised, ctx.spent = weight_vD.dtype, promised, False
-        loss = (loss_N * count_N).sum()
-        return torch.stack([loss, z_loss * (lse_N.square_() * count_N).sum()]) if z_loss else loss
+            ctx.dtype, ctx.promised, ctx.spent = weight_vD.dtype, loss_grad, False
+        loss = (loss_N * weight_N).sum()
+        return torch.stack([loss, z_loss * (lse_N.square_() * weight_N).sum()]) if z_loss else loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dx_sBD, dw_vD = ctx.saved_tensors
-        nothing = (None,) * 7
+        no_grads = (None,) * 7
         dloss, *others = dloss.flatten()
         for other in others:
-            _require(other == dloss, "the loss and its z-loss have different gradients; give both the same")
+            _assert_on_device(other == dloss, "the loss and its z-loss have different gradients; give both the same")
         if ctx.promised is not None:
             if ctx.spent:
                 raise RuntimeError("linear_cross_entropy: a second backward, but the first one has used the gradients")
             ctx.spent = True
-            promised = ctx.promised
-            on_device = isinstance(promised, Tensor)  # reading its value would wait for the device
-            expected = promised.to(dloss.dtype) if on_device else dloss.new_full((), promised)
-            given = "that" if on_device else promised
+            loss_grad = ctx.promised
+            on_device = isinstance(loss_grad, Tensor)  # reading its value would wait for the device
+            expected = loss_grad.to(dloss.dtype) if on_device else dloss.new_full((), loss_grad)
+            given = "that" if on_device else loss_grad
             text = f"the loss's gradient is not {given}, which was promised; promise what backward will get"
-            _require(dloss == expected, text)
-            return dx_sBD, None if dw_vD is None else dw_vD.to(ctx.dtype), *nothing
+            _assert_on_device(dloss == expected, text)
+            return dx_sBD, None if dw_vD is None else dw_vD.to(ctx.dtype), *no_grads
         # in place, so that autograd refuses a second backward, because saved tensors have changed
         dw_vD = dw_vD.mul_(dloss) if dw_vD.dtype == ctx.dtype else torch.mul(dw_vD, dloss).to(ctx.dtype)
-        return dx_sBD.mul_(dloss), dw_vD, *nothing
+        return dx_sBD.mul_(dloss), dw_vD, *no_grads
 
 
 def linear_cross_entropy(
@@ -129,7 +129,7 @@ def linear_cross_entropy(
     vocab_size: int,
     *,
     z_loss: float = 0.0,
-    promised: float | Tensor | None = None,
+    loss_grad: float | Tensor | None = None,
 ) -> Tensor:
     """Sum over the tokens of mask * loss, in nats: a scalar in fp32 (fp64 for fp64), the same on every tp rank. With a
     `z_loss`, [2]: that sum and the sum of the z-loss; backward must get the same gradient for both.
@@ -142,5 +142,5 @@ def linear_cross_entropy(
     done. So backward must follow in the same step, and forward must not run again for it (recompute). Backward
     raises RuntimeError if it is given another gradient.
     """
-    args = (labels_SB, mask_SB, tp, vocab_size, z_loss, promised, torch.is_grad_enabled())
+    args = (labels_SB, mask_SB, tp, vocab_size, z_loss, loss_grad, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x_sBD, weight_vD, *args)  # type: ignore[return-value]

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megalite.kernels.attention import Documents
-from megalite.nn.later import Later
-from megalite.nn.places import Places
+from megalite.nn.sequence_sharding import SequenceSharding
+from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.mesh import Axis
 
-SITE_EMBEDDING, SITE_ATTENTION, SITE_HIDDEN_1, SITE_HIDDEN_2, SITE_ROUTER = range(5)  # where numbers are drawn
+RNG_SITE_EMBEDDING, RNG_SITE_ATTENTION, RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, RNG_SITE_ROUTER = range(
+    5
+)  # where numbers are drawn
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Batch:
     loss_weight   the gradient that the loss will get in backward (nn/loss.py); None: unknown
     token_weight  labels that count per token that is not padding, in the step: gradients are divided by the former, and
                   those of routers' losses are means over the latter
-    later         where weight gradients wait (nn/later.py)
+    later         where weight gradients wait (nn/wgrad_store.py)
     places        how the samples are cut over cp; None: they are whole
     places_S      the position in its sample of each of the rank's S tokens; None: 0 .. S - 1
     rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
@@ -40,17 +42,17 @@ class Batch:
     step: int
     positions_SB: Tensor | None = None
     documents: Documents | None = None
-    loss_weight: float | Tensor | None = None
+    loss_grad: float | Tensor | None = None
     token_weight: float | Tensor = 1.0
-    later: Later | None = None
-    places: Places | None = None
-    places_S: Tensor | None = None
-    counted: int = 0
+    wgrad_store: WeightGradStore | None = None
+    cp_sharding: SequenceSharding | None = None
+    cp_positions_S: Tensor | None = None
+    num_targets: int = 0
     unpadded: int = 0
     padding_SB: Tensor | None = None
     rope: tuple[Tensor, Tensor] | None = None
-    again: bool = False
+    in_full_recompute: bool = False
 
-    def places_of(self, tp: Axis, s: int) -> int | Tensor:
+    def token_positions(self, tp: Axis, s: int) -> int | Tensor:
         """Where the s tokens of a tp rank are: the first position, or each."""
-        return tp.start_of(s) if self.places_S is None else self.places_S[tp.share_of(s)]
+        return tp.shard_start(s) if self.cp_positions_S is None else self.cp_positions_S[tp.shard_slice(s)]

@@ -9,35 +9,43 @@ and any slice along F holds both halves of its columns.
 from torch import Tensor, nn
 
 from megalite.config.options import ModelConfig
-from megalite.kernels.activation import activation_named
-from megalite.nn.later import Later
-from megalite.nn.linear import add_bias, gather_linear, linear_scatter
-from megalite.nn.parameter import Maker, shapes
+from megalite.kernels.activation import get_activation
+from megalite.nn.linear import add_bias, column_parallel_linear, row_parallel_linear
+from megalite.nn.parameter import ParamFactory, shapes
+from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.spec import Constant, Normal, ParamSpec
 
 
 class MLP(nn.Module):
     """`width`: F. A gated activation of kernels/activations/ has width 2."""
 
-    def __init__(self, make: Maker, name: str, model: ModelConfig, width: int, *, bias: bool):
+    def __init__(self, make_param: ParamFactory, name: str, model: ModelConfig, ffn_size: int, *, bias: bool):
         super().__init__()
-        self.tp = make.mesh.tp
-        self.activation = activation_named(model.activation)  # or compiled (models/compiled.py)
-        D, F, std, zero = model.hidden_size, width, model.init_method_std, Constant(0.0)
+        self.tp = make_param.mesh.tp
+        self.activation = get_activation(model.activation)  # or compiled (models/torch_compile.py)
+        D, F, std, zero = model.hidden_size, ffn_size, model.init_method_std, Constant(0.0)
         gated = self.activation.width == 2
-        up, lead, shards = ("gate_up", (2, F), ((1, "tp"),)) if gated else ("up", (F,), ((0, "tp"),))
-        self.up = make(ParamSpec(f"{name}.{up}", (*lead, D), shards=shards, init=Normal(std), stacked=gated))
+        up, leading_dims, shards = ("gate_up", (2, F), ((1, "tp"),)) if gated else ("up", (F,), ((0, "tp"),))
+        self.up = make_param(
+            ParamSpec(f"{name}.{up}", (*leading_dims, D), shards=shards, init=Normal(std), stacked=gated)
+        )
         self.up_bias = self.down_bias = None
         if bias:
-            self.up_bias = make(ParamSpec(f"{name}.{up}_bias", lead, shards, init=zero, decay=False, stacked=gated))
-        self.down = make(ParamSpec(f"{name}.down", (D, F), shards=((1, "tp"),), init=Normal(model.out_std)))
+            self.up_bias = make_param(
+                ParamSpec(f"{name}.{up}_bias", leading_dims, shards, init=zero, weight_decay=False, stacked=gated)
+            )
+        self.down = make_param(
+            ParamSpec(f"{name}.down", (D, F), shards=((1, "tp"),), init=Normal(model.output_init_std))
+        )
         if bias:  # made in the order of use
-            self.down_bias = make(ParamSpec(f"{name}.down_bias", (D,), partial=("tp",), init=zero, decay=False))
+            self.down_bias = make_param(
+                ParamSpec(f"{name}.down_bias", (D,), partial_grad_axes=("tp",), init=zero, weight_decay=False)
+            )
 
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, x_sBD: Tensor, later: Later | None = None) -> Tensor:
-        (u_SBf,) = gather_linear(x_sBD, [self.up], self.tp, later)
-        y_sBD = linear_scatter(u_SBf, self.down, self.tp, self.activation, self.up_bias, later)
+    def forward(self, x_sBD: Tensor, wgrad_store: WeightGradStore | None = None) -> Tensor:
+        (u_SBf,) = column_parallel_linear(x_sBD, [self.up], self.tp, wgrad_store)
+        y_sBD = row_parallel_linear(u_SBf, self.down, self.tp, self.activation, self.up_bias, wgrad_store)
         return add_bias(y_sBD, self.down_bias)

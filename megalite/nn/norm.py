@@ -14,23 +14,23 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megalite.config.options import ModelConfig
-from megalite.kernels.dispatch import stat_dtype
+from megalite.kernels.dispatch import accum_dtype
 from megalite.kernels.norms import add_norm, norm
-from megalite.nn.parameter import Maker, shapes
+from megalite.nn.parameter import ParamFactory, shapes
 from megalite.parallel.comm import start_all_gather
 from megalite.parallel.mesh import Axis
 from megalite.parallel.spec import Constant, ParamSpec
 
 
-def normalise(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool
+def normalize(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm if there is no bias, otherwise LayerNorm; with a residual h = x + residual, and the norm of h."""
-    weight = weight + 1 if one_plus else weight
+    weight = weight + 1 if zero_centered else weight
     return norm(x, weight, bias, eps) if residual is None else add_norm(x, residual, weight, bias, eps)
 
 
-def norm_of(model: ModelConfig) -> tuple[str, float, bool]:
+def norm_args(model: ModelConfig) -> tuple[str, float, bool]:
     """kind, eps and one_plus of the model's norms."""
     return model.normalization, model.norm_epsilon, model.apply_layernorm_1p
 
@@ -39,13 +39,22 @@ class Norm(nn.Module):
     """`kind` is "LayerNorm" or "RMSNorm"; `one_plus` stores the weight as its difference from 1."""
 
     def __init__(
-        self, make: Maker, name: str, size: int, kind: str, eps: float, one_plus: bool = False, decay: bool = False
+        self,
+        make: ParamFactory,
+        name: str,
+        size: int,
+        kind: str,
+        eps: float,
+        zero_centered: bool = False,
+        decay: bool = False,
     ):
         super().__init__()
-        self.eps, self.one_plus = eps, one_plus
-        self.normalise: Callable[..., Any] = normalise  # or compiled (models/compiled.py)
-        spec = partial(ParamSpec, shape=(size,), partial=("tp",), decay=decay)
-        self.weight = make(spec(f"{name}.weight", init=Constant(1.0 - one_plus), offset=float(one_plus)))
+        self.eps, self.one_plus = eps, zero_centered
+        self.normalize: Callable[..., Any] = normalize  # or compiled (models/torch_compile.py)
+        spec = partial(ParamSpec, shape=(size,), partial_grad_axes=("tp",), weight_decay=decay)
+        self.weight = make(
+            spec(f"{name}.weight", init=Constant(1.0 - zero_centered), stored_offset=float(zero_centered))
+        )
         self.bias = make(spec(f"{name}.bias", init=Constant(0.0))) if kind == "LayerNorm" else None
 
     def extra_repr(self) -> str:
@@ -53,23 +62,23 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x; with a residual, their sum and the norm of the sum."""
-        return self.normalise(x, residual, self.weight, self.bias, self.eps, self.one_plus)
+        return self.normalize(x, residual, self.weight, self.bias, self.eps, self.one_plus)
 
 
-def _means_over(tp: Axis, products: Sequence[Tensor]) -> Sequence[Tensor]:
+def _all_gather_means(tp: Axis, products: Sequence[Tensor]) -> Sequence[Tensor]:
     """The mean [..., 1] of each product [..., c] over its channels on all ranks; all travel together."""
-    own = torch.stack([product.mean(-1, keepdim=True) for product in products])
-    return start_all_gather(own[None], tp).wait().mean(0).unbind(0)
+    kv_rows = torch.stack([product.mean(-1, keepdim=True) for product in products])
+    return start_all_gather(kv_rows[None], tp).wait().mean(0).unbind(0)
 
 
-class _SplitRMSNorm(Function):
+class _TensorParallelRMSNorm(Function):
     """The equations of kernels/norms.py. Where ranks have copies of a channel, as many of each, the means are the same,
     and every copy gets a summand of the channel's gradient."""
 
     @staticmethod
     def forward(ctx: Any, tp: Axis, eps: float, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor) -> tuple[Tensor, ...]:
-        wide = [x.to(stat_dtype(x)) for x in (q, k)]
-        means = _means_over(tp, [x.square() for x in wide])
+        wide = [x.to(accum_dtype(x)) for x in (q, k)]
+        means = _all_gather_means(tp, [x.square() for x in wide])
         rs = [torch.rsqrt(mean + eps) for mean in means]
         ctx.tp = tp
         ctx.save_for_backward(q, k, wq, wk, *rs)
@@ -81,34 +90,43 @@ class _SplitRMSNorm(Function):
         xs, ws, rs = saved[:2], saved[2:4], saved[4:]
         xhats = [x.to(r.dtype) * r for x, r in zip(xs, rs, strict=True)]
         products = [dy.to(xhat.dtype) * xhat for dy, xhat in zip(dys, xhats, strict=True)]
-        means = _means_over(ctx.tp, [product * w for product, w in zip(products, ws, strict=True)])
+        means = _all_gather_means(ctx.tp, [product * w for product, w in zip(products, ws, strict=True)])
         each = zip(dys, xhats, rs, ws, means, strict=True)
         dxs = [(dy * r * w - xhat * (r * mean)).to(dy.dtype) for dy, xhat, r, w, mean in each]
         return None, None, *dxs, *(p.flatten(0, -2).sum(0).to(w.dtype) for p, w in zip(products, ws, strict=True))
 
 
-class HeadNorms(nn.Module):
+class QKNormAllHeads(nn.Module):
     """RMSNorm of the queries of a token over all heads, and of its keys over all groups: `widths` channels, which the
     ranks of tp share; of keys they have copies if these are not `split`. It holds both weights itself, since the call
     of a module waits for its own that are on their way (optim/param_gather.py)."""
 
     def __init__(
-        self, make: Maker, name: str, widths: tuple[int, int], split: bool, eps: float, one_plus: bool, decay: bool
+        self,
+        make: ParamFactory,
+        name: str,
+        widths: tuple[int, int],
+        kv_sharded: bool,
+        eps: float,
+        zero_centered: bool,
+        decay: bool,
     ):
         super().__init__()
-        self.tp, self.eps, self.one_plus = make.mesh.tp, eps, one_plus
-        self.normalise: Callable[..., Any] = normalise  # or compiled (models/compiled.py)
-        spec = partial(ParamSpec, init=Constant(1.0 - one_plus), decay=decay, offset=float(one_plus))
-        shards, summed = (((0, "tp"),), ()) if split else ((), ("tp",))
+        self.tp, self.eps, self.one_plus = make.mesh.tp, eps, zero_centered
+        self.normalize: Callable[..., Any] = normalize  # or compiled (models/torch_compile.py)
+        spec = partial(
+            ParamSpec, init=Constant(1.0 - zero_centered), weight_decay=decay, stored_offset=float(zero_centered)
+        )
+        shards, partial_grad_axes = (((0, "tp"),), ()) if kv_sharded else ((), ("tp",))
         self.q = make(spec(f"{name}.q_norm.weight", widths[:1], shards=((0, "tp"),)))
-        self.k = make(spec(f"{name}.k_norm.weight", widths[1:], shards=shards, partial=summed))
+        self.k = make(spec(f"{name}.k_norm.weight", widths[1:], shards=shards, partial_grad_axes=partial_grad_axes))
 
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, q: Tensor, k: Tensor, own: slice) -> tuple[Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, kv_rows: slice) -> tuple[Tensor, ...]:
         """Of this rank's channels, q [..., h*K] and k [..., g*K]. `own`: where the latter are in the weight here."""
-        ws = [w + 1 if self.one_plus else w for w in (self.q, self.k[own])]
+        ws = [w + 1 if self.one_plus else w for w in (self.q, self.k[kv_rows])]
         if self.tp.size > 1:
-            return _SplitRMSNorm.apply(self.tp, self.eps, q, k, *ws)  # type: ignore[return-value]
-        return tuple(self.normalise(x, None, w, None, self.eps, False) for x, w in zip((q, k), ws, strict=True))
+            return _TensorParallelRMSNorm.apply(self.tp, self.eps, q, k, *ws)  # type: ignore[return-value]
+        return tuple(self.normalize(x, None, w, None, self.eps, False) for x, w in zip((q, k), ws, strict=True))

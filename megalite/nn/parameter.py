@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.rng import initialize_
-from megalite.parallel.spec import ParamSpec, Piece
+from megalite.parallel.spec import ParamSpec, TensorShard
 
 
 @dataclass(frozen=True)
-class Maker:
+class ParamFactory:
     """Makes parameters from what all of a run have in common: mesh, dtype, seed (of initial weights and dropout).
 
     `meta`: without memory, for plans and dry runs. `deferred`: a parameter takes no memory, and is drawn where it is
@@ -29,7 +29,7 @@ class Maker:
     deferred: bool = False
     unit: str = ""
 
-    def of(self, unit: str) -> "Maker":
+    def for_unit(self, unit: str) -> "ParamFactory":
         """A maker for the parameters of `unit`."""
         return replace(self, unit=unit)
 
@@ -48,7 +48,7 @@ class Maker:
 
 
 @torch.no_grad()
-def write_initial(parameter: nn.Parameter, into: Tensor, span: range | None = None) -> None:
+def write_initial_values(parameter: nn.Parameter, into: Tensor, span: range | None = None) -> None:
     """Write the parameter's initial values into a tensor of its shape; of a deferred one at least the elements `span`
     of the flattened tensor."""
     if (draw := getattr(parameter, "draw", None)) is None:
@@ -64,26 +64,26 @@ def spec_of(parameter: nn.Parameter) -> ParamSpec:
     return parameter.spec  # type: ignore[attr-defined]
 
 
-class GradientSink(Protocol):
+class MainGrad(Protocol):
     """Adds up a parameter's gradients outside of autograd (optim/grad_reduce.py)."""
 
-    def open(self) -> tuple[Tensor, bool]:
+    def accumulator(self) -> tuple[Tensor, bool]:
         """The sum so far, of the parameter's shape, which the caller adds to at once; and whether the caller must
         overwrite it, because it holds nothing yet. Raises RuntimeError if it was reduced already."""
         ...
 
-    def landed(self) -> None:
-        """Called by code that adds outside of backward (nn/later.py) when it has added everything."""
+    def mark_ready(self) -> None:
+        """Called by code that adds outside of backward (nn/wgrad_store.py) when it has added everything."""
         ...
 
 
-def sink_of(parameter: Tensor) -> GradientSink | None:
+def main_grad_of(parameter: Tensor) -> MainGrad | None:
     """The sink of its gradients; None: they go to autograd. A function that adds to the sink in backward returns None
     for the parameter, and autograd still tells the sink when all uses of the parameter are done."""
     return getattr(parameter, "sink", None)
 
 
-def named_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
+def params_with_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
     """Every parameter of `module` with its spec, in order of registration, which is the order of use."""
     for parameter in module.parameters():
         yield spec_of(parameter), parameter
@@ -94,33 +94,33 @@ def shapes(module: nn.Module) -> str:
     return ", ".join(f"{name} {[*parameter.shape]}" for name, parameter in module.named_parameters(recurse=False))
 
 
-def weight_pieces(module: nn.Module, mesh: Mesh) -> list[Piece]:
+def model_shards(module: nn.Module, mesh: Mesh) -> list[TensorShard]:
     """This rank's weights as a checkpoint holds them, each parameter once, as views that loading may write; and the
-    state that is none, which a module gives as `state_pieces`."""
+    state that is none, which a module gives as `buffer_shards`."""
     pieces = []
-    for spec, parameter in {spec.name: (spec, p) for spec, p in named_specs(module)}.values():
-        box = spec.stored_box(mesh.sizes, mesh.position)
+    for spec, parameter in {spec.name: (spec, p) for spec, p in params_with_specs(module)}.values():
+        box = spec.stored_box(mesh.sizes, mesh.coordinates)
         data = parameter.data.view(-1)[: box.numel]
-        pieces.append(Piece(spec.stored_name, spec.stored_shape, box, range(box.numel), data))
-    return pieces + [piece for part in module.modules() for piece in getattr(part, "state_pieces", list)()]
+        pieces.append(TensorShard(spec.stored_name, spec.stored_shape, box, range(box.numel), data))
+    return pieces + [piece for part in module.modules() for piece in getattr(part, "buffer_shards", list)()]
 
 
-class Use(Protocol):
+class RunUnit(Protocol):
     """Runs a unit of the model where its weights are whole. `again`: in backward, to compute its activations again."""
 
-    def __call__(self, unit: nn.Module, *args: Any, again: bool = False) -> Tensor: ...
+    def __call__(self, unit: nn.Module, *args: Any, recomputing: bool = False) -> Tensor: ...
 
 
-def run_unit(unit: nn.Module, *args: Any, again: bool = False) -> Tensor:
+def call_unit(unit: nn.Module, *args: Any, recomputing: bool = False) -> Tensor:
     """unit(*args): its weights are always there."""
     return unit(*args)
 
 
 @runtime_checkable
-class Sharded(Protocol):
+class ShardableModule(Protocol):
     """A module whose weights may come and go (optim/param_gather.py)."""
 
-    use: Use
+    run_unit: RunUnit
 
     @property
     def units(self) -> dict[nn.Module, bool]:

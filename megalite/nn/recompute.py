@@ -17,25 +17,25 @@ def recompute(fn: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def without_keeping(make: Callable[[], Tensor], use: Callable[[Tensor], Tensor]) -> Tensor:
+def checkpoint_without_output(produce: Callable[[], Tensor], consume: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `use(make())` without keeping make's result, which backward makes again; `use` runs once, so this costs
     one more `make`. The inputs of `make` stay, and it must give the same bits again."""
-    result = make()
-    place = _place(result)
+    result = produce()
+    place = storage_view_id(result)
 
-    def keep(saved: Tensor) -> Tensor | None:
-        return None if _place(saved) == place else saved
+    def pack(saved: Tensor) -> Tensor | None:
+        return None if storage_view_id(saved) == place else saved
 
-    def restore(kept: Tensor | None) -> Tensor:
+    def unpack(kept: Tensor | None) -> Tensor:
         if kept is not None:
             return kept
         with torch.no_grad():
-            return make()
+            return produce()
 
-    with saved_tensors_hooks(keep, restore):
-        return use(result)
+    with saved_tensors_hooks(pack, unpack):
+        return consume(result)
 
 
-def _place(x: Tensor) -> tuple[object, ...]:
+def storage_view_id(x: Tensor) -> tuple[object, ...]:
     """Identify the elements of memory that x is; works on the meta device too, where a tensor has no address."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()

@@ -7,7 +7,7 @@ import torch
 
 from megalite.config.run_options import OptimConfig
 from megalite.kernels.adamw import adamw_
-from megalite.optim.rule import Update
+from megalite.optim.update_rule import ParamUpdate
 
 
 @dataclass(frozen=True)
@@ -20,25 +20,25 @@ class AdamW:
     exp_avg_sq_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, o: OptimConfig) -> "AdamW":
+    def from_config(cls, o: OptimConfig) -> "AdamW":
         dtypes = [torch.bfloat16 if dtype == "bf16" else None for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype)]
         kind = ApexAdamW if o.optimizer_impl == "apex" else AdamW
         return kind((o.adam_beta1, o.adam_beta2), o.adam_eps, *dtypes)
 
     @property
-    def states(self) -> dict[str, torch.dtype | None]:
+    def state_dtypes(self) -> dict[str, torch.dtype | None]:
         return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
 
-    def update_(self, u: Update) -> None:
+    def update_(self, update: ParamUpdate) -> None:
         adamw_(
-            *(u.param, u.grad, u.state["exp_avg"], u.state["exp_avg_sq"]),
-            lr=u.lr,
+            *(update.param, update.grad, update.state["exp_avg"], update.state["exp_avg_sq"]),
+            lr=update.lr,
             betas=self.betas,
             eps=self.eps,
-            weight_decay=u.weight_decay,
-            step=u.step,
-            grad_scale=u.scale,
-            copy=u.copy,
+            weight_decay=update.weight_decay,
+            step=update.step,
+            grad_scale=update.scale,
+            model_param=update.model_param,
         )
 
 
@@ -52,13 +52,15 @@ class ApexAdamW(AdamW):
     def available() -> bool:
         return importlib.util.find_spec("amp_C") is not None and torch.cuda.is_available()
 
-    def update_(self, u: Update) -> None:
+    def update_(self, update: ParamUpdate) -> None:
         import amp_C  # type: ignore[import-not-found]
 
-        u.grad.mul_(u.scale)
-        overflow = torch.zeros(1, dtype=torch.int32, device=u.param.device)
-        tensors = [[u.grad], [u.param], [u.state["exp_avg"]], [u.state["exp_avg_sq"]]]
+        update.grad.mul_(update.scale)
+        overflow = torch.zeros(1, dtype=torch.int32, device=update.param.device)
+        tensors = [[update.grad], [update.param], [update.state["exp_avg"]], [update.state["exp_avg_sq"]]]
         # mode 1 is decoupled decay, bias correction on
-        amp_C.multi_tensor_adam(65536, overflow, tensors, u.lr, *self.betas, self.eps, u.step, 1, 1, u.weight_decay)
-        if u.copy is not None:
-            u.copy.copy_(u.param)
+        amp_C.multi_tensor_adam(
+            65536, overflow, tensors, update.lr, *self.betas, self.eps, update.step, 1, 1, update.weight_decay
+        )
+        if update.model_param is not None:
+            update.model_param.copy_(update.param)

@@ -17,32 +17,32 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megalite.nn.parameter import spec_of
-from megalite.optim.bucket_rule import rules_for
-from megalite.optim.flat_storage import FlatStorage, main_dtype
-from megalite.optim.grad_reduce import GradReduce
-from megalite.optim.layout import Entry, Layout, lay_out
-from megalite.optim.param_gather import ParamGather
+from megalite.optim.bucket_sharding import bucket_shardings
+from megalite.optim.flat_buffers import FlatBuffers, main_param_dtype
+from megalite.optim.grad_reduce import GradReducer
+from megalite.optim.layout import BufferLayout, ParamEntry, build_layout
+from megalite.optim.param_gather import ParamGatherer
 from megalite.parallel.mesh import Mesh
 
 DEFAULT_BUCKET_SIZE = 40_000_000  # elements
 
 
-def lay_out_chunks(
+def chunk_layout(
     chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, **apart: bool
-) -> tuple[list[nn.Parameter], Layout]:
+) -> tuple[list[nn.Parameter], BufferLayout]:
     """The parameters of `chunks`, each once, and where they lie: entry i of the layout is parameter i. `apart`: what
-    lies apart (optim/layout.py: lay_out)."""
-    found: dict[int, tuple[int, nn.Parameter]] = {}
+    lies apart (optim/layout.py: build_layout)."""
+    chunk_of_param: dict[int, tuple[int, nn.Parameter]] = {}
     for chunk, module in enumerate(chunks):
         for p in module.parameters():
-            found.setdefault(id(p), (chunk, p))
-    parameters = [p for _, p in found.values()]
-    entries = [Entry(spec_of(p), p.numel(), chunk, getattr(p, "unit", "")) for chunk, p in found.values()]
+            chunk_of_param.setdefault(id(p), (chunk, p))
+    parameters = [p for _, p in chunk_of_param.values()]
+    entries = [ParamEntry(spec_of(p), p.numel(), chunk, getattr(p, "unit", "")) for chunk, p in chunk_of_param.values()]
     size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
-    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, **apart)
+    return parameters, build_layout(entries, bucket_size=size, sizes=mesh.sizes, **apart)
 
 
-class Shared(NamedTuple):
+class ZeroConfig(NamedTuple):
     """What data-parallel ranks share out beside what the optimizer keeps (arXiv:1910.02054).
 
     stage      2: gradients of matrices come and go, 3: their weights, too
@@ -51,13 +51,13 @@ class Shared(NamedTuple):
     on_host    weights that come do so from host memory
     """
 
-    stage: int = 1
-    by_chunk: bool = False
-    once_more: bool = False
-    on_host: bool = False
+    zero_stage: int = 1
+    unshard_by_chunk: bool = False
+    shard_over_replicas: bool = False
+    offload_params: bool = False
 
 
-class ParamBuffer:
+class ParamAndGradBuffer:
     """Takes over the storage of all parameters of `chunks` (modules whose parameters carry `.spec`).
 
     reduce_in_bf16  the first sum moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
@@ -74,34 +74,42 @@ class ParamBuffer:
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
         reduce_in_bf16: bool = False,
-        shared: Shared = Shared(),  # noqa: B008 (frozen)
+        shared: ZeroConfig = ZeroConfig(),  # noqa: B008 (frozen)
         **apart: bool,
     ):
-        self.every_run, self.by_chunk = shared.stage > 1, shared.by_chunk
-        self.parameters, self.layout = lay_out_chunks(chunks, mesh, bucket_size, by_unit=shared.stage > 1, **apart)
+        self.reduce_every_pass, self.unshard_by_chunk = shared.zero_stage > 1, shared.unshard_by_chunk
+        self.parameters, self.layout = chunk_layout(chunks, mesh, bucket_size, by_unit=shared.zero_stage > 1, **apart)
         parameters, layout = self.parameters, self.layout
         dtypes, device = {p.dtype for p in parameters}, parameters[0].device
         if len(dtypes) != 1:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
         dtype = dtypes.pop()
-        self.mesh, self.rules = mesh, rules_for(layout, mesh, reduce_in_bf16, shared.once_more)
-        self.weights = FlatStorage(layout, self.rules, dtype, device, parameters, shared.stage > 2, shared.on_host)
-        self.grads = FlatStorage(layout, self.rules, main_dtype(dtype), device, elastic=shared.stage > 1)
-        self.grad_reduce = reduce = GradReduce(parameters, self.grads, overlap_grad_reduce)
-        how = overlap_param_gather, shared.by_chunk
-        self.param_gather = gather = ParamGather(parameters, self.weights, chunks, *how)
+        self.mesh, self.shardings = mesh, bucket_shardings(layout, mesh, reduce_in_bf16, shared.shard_over_replicas)
+        self.weights = FlatBuffers(
+            layout, self.shardings, dtype, device, parameters, shared.zero_stage > 2, shared.offload_params
+        )
+        self.grads = FlatBuffers(
+            layout, self.shardings, main_param_dtype(dtype), device, resizable=shared.zero_stage > 1
+        )
+        self.grad_reduce = reduce = GradReducer(parameters, self.grads, overlap_grad_reduce)
+        gather_options = overlap_param_gather, shared.unshard_by_chunk
+        self.param_gather = start_param_sync = ParamGatherer(parameters, self.weights, chunks, *gather_options)
         # what the others call
-        self.sinks, self.begin_all, self.finish = reduce.sinks, reduce.begin_all, reduce.finish
-        self.on_last_backward, self.after_run = reduce.on_last_backward, reduce.after_run
-        self.gather, self.wait_gather = gather.gather, gather.wait
-        self.come, self.go = gather.come, gather.go
+        self.main_grads, self.zero_unwritten_grads, self.finish_grad_sync = (
+            reduce.main_grads,
+            reduce.zero_unwritten_grads,
+            reduce.finish_grad_sync,
+        )
+        self.set_last_backward, self.finish_pass = reduce.set_last_backward, reduce.finish_pass
+        self.gather, self.wait_param_sync = start_param_sync.start_param_sync, start_param_sync.wait_param_sync
+        self.unshard, self.reshard = start_param_sync.unshard, start_param_sync.reshard
 
-    def first_gradient(self) -> Tensor:
+    def first_bucket_grad(self) -> Tensor:
         """Of the reduced ones, what this rank owns of the first bucket."""
         return self.grads.owned(self.layout.buckets[0])
 
-    def first_weights(self) -> Tensor:
+    def first_bucket_weight(self) -> Tensor:
         """The first bucket, once no weight is on its way; of one that comes and goes what this rank owns."""
-        self.wait_gather()
+        self.wait_param_sync()
         bucket = self.layout.buckets[0]
-        return self.weights.whole(bucket) if self.weights.stays(bucket) else self.weights.owned(bucket)
+        return self.weights.full(bucket) if self.weights.is_resident(bucket) else self.weights.owned(bucket)

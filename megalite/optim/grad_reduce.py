@@ -27,182 +27,190 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from megalite.nn.parameter import GradientSink
-from megalite.optim.flat_storage import FlatStorage
+from megalite.nn.parameter import MainGrad
+from megalite.optim.flat_buffers import FlatBuffers
 from megalite.optim.layout import Bucket
 from megalite.parallel.comm import Pending, all_reduce_, start_all_reduce, start_reduce_scatter_into
 
 
-class Sink:
+class ParamMainGrad:
     """The view of one parameter's gradient, [its shape] (nn/parameter.py, GradientSink)."""
 
-    def __init__(self, name: str, grad: Tensor, slot: tuple[int, int], reduce: "GradReduce"):
+    def __init__(self, name: str, grad: Tensor, slot: tuple[int, int], reduce: "GradReducer"):
         """`slot`: its bucket and its entry. `reduce` is kept weakly: Python does not see through the parameter's node,
         to free a cycle of them."""
-        self._name, self._grad, self.slot, self._reduce = name, grad, slot, weakref.ref(reduce)
-        self._reducing, self._begun = reduce.reducing, reduce.begun[slot[0]]
+        self._name, self._main_grad, self.slot, self._reducer = name, grad, slot, weakref.ref(reduce)
+        self._in_flight, self._written = reduce.in_flight, reduce.written[slot[0]]
 
-    def open(self) -> tuple[Tensor, bool]:
-        (bucket, entry), reduce = self.slot, self._reduce()
+    def accumulator(self) -> tuple[Tensor, bool]:
+        (bucket, entry), reduce = self.slot, self._reducer()
         # what is being reduced may be the sum of an earlier run: that is waited for
-        if bucket in self._reducing and not (reduce is not None and reduce.settle(bucket)):
+        if bucket in self._in_flight and not (reduce is not None and reduce.finish_reduce(bucket)):
             text = "a gradient came after its bucket was reduced; arm only the last backward"
             raise RuntimeError(f"{self._name}: {text}")
-        begin = entry not in self._begun
-        if not self._begun and reduce is not None:
-            reduce.grads.come(reduce.buckets[bucket])
-        self._begun.add(entry)
-        return self._grad, begin
+        begin = entry not in self._written
+        if not self._written and reduce is not None:
+            reduce.grads.allocate(reduce.buckets[bucket])
+        self._written.add(entry)
+        return self._main_grad, begin
 
-    def landed(self) -> None:
-        if (reduce := self._reduce()) is not None:
-            reduce.landed(*self.slot)
+    def mark_ready(self) -> None:
+        if (reduce := self._reducer()) is not None:
+            reduce.mark_ready(*self.slot)
 
-    def land(self, p: nn.Parameter, *_: Any) -> None:
+    def accumulate_and_mark_ready(self, p: nn.Parameter, *_: Any) -> None:
         """The hook on the parameter's node."""
         if p.grad is not None:
-            grad, begin = self.open()
+            grad, begin = self.accumulator()
             grad.copy_(p.grad) if begin else grad.add_(p.grad)
             p.grad = None
-        self.landed()
+        self.mark_ready()
 
 
-class GradReduce:
+class GradReducer:
     """Puts a sink on each of `parameters`, the entries of the layout of `grads`.
 
     overlap  reductions begin in the last backward; else all of them in `finish`, and those of buckets that come and go
              are waited for where they begin
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], grads: FlatStorage, overlap: bool):
-        self.grads, self.rules, self.overlap = grads, grads.rules, overlap
+    def __init__(self, parameters: Sequence[nn.Parameter], grads: FlatBuffers, overlap: bool):
+        self.grads, self.shardings, self.overlap = grads, grads.rules, overlap
         self.buckets = grads.layout.buckets
-        self._waiting: dict[int, set[int]] = {}  # armed and not yet reduced, in order: entries still to land
-        self.reducing: dict[int, Pending | None] = {}  # None: nobody has other summands
-        self._rounded: dict[int, Tensor] = {}  # what is owned of buckets on their way in another dtype
+        self._unready: dict[int, set[int]] = {}  # armed and not yet reduced, in order: entries still to land
+        self.in_flight: dict[int, Pending | None] = {}  # None: nobody has other summands
+        self._reduce_dtype_copies: dict[int, Tensor] = {}  # what is owned of buckets on their way in another dtype
         # of each bucket, entries whose gradient is of this run of backwards; all else is left from the last
-        self.begun: list[set[int]] = [set() for _ in self.buckets]
-        self._summed: set[int] = set()  # buckets that come and go of which what is held has a sum of this step
-        self.look: Callable[[Bucket], None] | None = None  # gets each bucket before it is reduced: this rank's own sum
-        self.sinks: dict[str, Sink] = {}
+        self.written: list[set[int]] = [set() for _ in self.buckets]
+        self._accumulated: set[int] = set()  # buckets that come and go of which what is held has a sum of this step
+        self.pre_reduce_hook: Callable[[Bucket], None] | None = (
+            None  # gets each bucket before it is reduced: this rank's own sum
+        )
+        self.main_grads: dict[str, ParamMainGrad] = {}
         self._nodes: list[Any] = []  # the parameters' nodes of the graph: autograd itself does not keep them
         for b, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 p, name = parameters[slot.entry], grads.layout.entries[slot.entry].spec.name
-                grad = grads.part(slot).view_as(p)
-                p.sink = self.sinks[name] = sink = Sink(name, grad, (b, slot.entry), self)  # type: ignore[attr-defined]
+                grad = grads.param_view(slot).view_as(p)
+                p.sink = self.main_grads[name] = sink = ParamMainGrad(name, grad, (b, slot.entry), self)  # type: ignore[attr-defined]
                 node = get_gradient_edge(p).node
-                node.register_hook(partial(sink.land, p))
+                node.register_hook(partial(sink.accumulate_and_mark_ready, p))
                 self._nodes.append(node)
 
-    def begin_all(self) -> None:
+    def zero_unwritten_grads(self) -> None:
         """Zero what got no gradient in this run so far: all that come are added."""
         for bucket in self.buckets:
-            self._begin_rest(bucket)
+            self._zero_unwritten(bucket)
 
-    def _begin_rest(self, bucket: Bucket) -> None:
-        begun = self.begun[bucket.number]
-        if not begun:
-            self.grads.come(bucket)
-        rest = [slot for slot in bucket.slots if slot.entry not in begun]
-        for flat in map(self.grads.part, rest) if begun else [self.grads.whole(bucket)]:
+    def _zero_unwritten(self, bucket: Bucket) -> None:
+        written = self.written[bucket.index]
+        if not written:
+            self.grads.allocate(bucket)
+        unwritten = [slot for slot in bucket.slots if slot.entry not in written]
+        for flat in map(self.grads.param_view, unwritten) if written else [self.grads.full(bucket)]:
             flat.zero_()
-        begun.update(slot.entry for slot in rest)
+        written.update(slot.entry for slot in unwritten)
 
-    def on_last_backward(self, chunk: int, sinks: Iterable[GradientSink] | None = None, of_step: bool = True) -> None:
+    def set_last_backward(
+        self, chunk: int, main_grads: Iterable[MainGrad] | None = None, last_in_step: bool = True
+    ) -> None:
         """The next backward of `chunk` is the last of its run, and of the step: reduce each bucket when its last
         gradient lands. `sinks`: where the weight gradients that come next are the last, those; all other gradients are
         there. `of_step` False: more runs follow, so buckets that stay are not reduced."""
-        coming = None if sinks is None else {sink.slot[1] for sink in sinks if isinstance(sink, Sink)}
-        for bucket in self._of(chunk, of_step and self.overlap):
-            self._waiting[bucket.number] = {s.entry for s in bucket.slots if coming is None or s.entry in coming}
-        self._start_full()
+        still_to_come = (
+            None if main_grads is None else {sink.slot[1] for sink in main_grads if isinstance(sink, ParamMainGrad)}
+        )
+        for bucket in self._buckets_ending(chunk, last_in_step and self.overlap):
+            self._unready[bucket.index] = {
+                s.entry for s in bucket.slots if still_to_come is None or s.entry in still_to_come
+            }
+        self._start_ready()
 
-    def after_run(self, chunk: int, of_step: bool = True) -> None:
+    def finish_pass(self, chunk: int, last_in_step: bool = True) -> None:
         """The run is through: what has not been reduced on the way is, so that all ranks reduce as often."""
-        for bucket in self._of(chunk, of_step and self.overlap):
-            if self._waiting.pop(bucket.number, None) is not None:
-                self._start(bucket.number)
+        for bucket in self._buckets_ending(chunk, last_in_step and self.overlap):
+            if self._unready.pop(bucket.index, None) is not None:
+                self._start_reduce(bucket.index)
 
-    def _of(self, chunk: int, of_step: bool) -> list[Bucket]:
+    def _buckets_ending(self, chunk: int, last_in_step: bool) -> list[Bucket]:
         """Buckets of a chunk that a run ends for."""
-        return [b for b in self.buckets if b.chunk == chunk and (of_step or not self.grads.stays(b))]
+        return [b for b in self.buckets if b.chunk == chunk and (last_in_step or not self.grads.is_resident(b))]
 
-    def landed(self, b: int, entry: int) -> None:
-        if b in self._waiting:
-            self._waiting[b].discard(entry)
-            self._start_full()
+    def mark_ready(self, b: int, entry: int) -> None:
+        if b in self._unready:
+            self._unready[b].discard(entry)
+            self._start_ready()
 
-    def _start_full(self) -> None:
+    def _start_ready(self) -> None:
         """Reduce the full buckets at the head of the queue. One behind a bucket that is not full waits: ranks
         that start collectives in different orders would sum gradients of different parameters."""
-        for b in list(self._waiting):
-            if self._waiting[b]:
+        for b in list(self._unready):
+            if self._unready[b]:
                 return
-            del self._waiting[b]
-            self._start(b)
+            del self._unready[b]
+            self._start_reduce(b)
 
-    def _start(self, b: int) -> None:
+    def _start_reduce(self, b: int) -> None:
         bucket = self.buckets[b]
-        rule = self.rules[bucket.kind]
-        if not self.grads.stays(bucket):
-            for other in list(self.reducing):
-                self.settle(other)
-        self._begin_rest(bucket)
-        if self.look is not None:
-            self.look(bucket)
-        self.reducing[b] = None
-        if rule.shard.size == rule.replica.size == 1:
+        rule = self.shardings[bucket.key]
+        if not self.grads.is_resident(bucket):
+            for other in list(self.in_flight):
+                self.finish_reduce(other)
+        self._zero_unwritten(bucket)
+        if self.pre_reduce_hook is not None:
+            self.pre_reduce_hook(bucket)
+        self.in_flight[b] = None
+        if rule.shard_axis.size == rule.replicate_axis.size == 1:
             return
-        whole, mine = self.grads.whole(bucket), self.grads.mine(bucket)
-        if rule.moved_as is not None:
-            held, whole = rule.held(bucket), whole.to(rule.moved_as)
-            mine = self._rounded[b] = whole[held.start : held.stop]
-        if rule.is_shared_out:
-            self.reducing[b] = start_reduce_scatter_into(mine, whole, rule.shard)
+        whole, mine = self.grads.full(bucket), self.grads.full_shard_view(bucket)
+        if rule.reduce_dtype is not None:
+            held, whole = rule.shard_range(bucket), whole.to(rule.reduce_dtype)
+            mine = self._reduce_dtype_copies[b] = whole[held.start : held.stop]
+        if rule.is_sharded:
+            self.in_flight[b] = start_reduce_scatter_into(mine, whole, rule.shard_axis)
             if not self.overlap:
-                self.settle(b)
+                self.finish_reduce(b)
         else:
-            self.reducing[b] = start_all_reduce(whole, rule.replica)
+            self.in_flight[b] = start_all_reduce(whole, rule.replicate_axis)
 
-    def settle(self, b: int) -> bool:
+    def finish_reduce(self, b: int) -> bool:
         """Wait for the sum of a bucket that comes and goes, add what this rank holds of it to those of earlier runs of
         the step, and let go of the rest. False: the bucket stays."""
         bucket = self.buckets[b]
-        if self.grads.stays(bucket):
+        if self.grads.is_resident(bucket):
             return False
-        work = self.reducing.pop(b)
+        work = self.in_flight.pop(b)
         assert work is not None  # it is shared out
         work.wait()
-        part, held = self._rounded.pop(b, self.grads.mine(bucket)), self.grads.held(bucket)
-        held.add_(part) if b in self._summed else held.copy_(part)
-        self._summed.add(b)
-        self.grads.go(bucket)
-        self.begun[b].clear()
+        part, held = self._reduce_dtype_copies.pop(b, self.grads.full_shard_view(bucket)), self.grads.shard(bucket)
+        held.add_(part) if b in self._accumulated else held.copy_(part)
+        self._accumulated.add(b)
+        self.grads.free(bucket)
+        self.written[b].clear()
         return True
 
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         """The step's backwards are through: every gradient this rank owns is complete (summed over data, tp, ends)."""
-        for b in [*self._waiting, *range(len(self.buckets))]:
-            through = b in self.reducing or (b in self._summed and not self.begun[b])
+        for b in [*self._unready, *range(len(self.buckets))]:
+            through = b in self.in_flight or (b in self._accumulated and not self.written[b])
             if not through:  # behind a parameter that got no gradient here, or never armed
-                self._start(b)
-        self._waiting.clear()
-        for b, work in list(self.reducing.items()):
-            if not self.settle(b) and work is not None:
+                self._start_reduce(b)
+        self._unready.clear()
+        for b, work in list(self.in_flight.items()):
+            if not self.finish_reduce(b) and work is not None:
                 work.wait()
-        for b, rounded in self._rounded.items():
-            self.grads.held(self.buckets[b]).copy_(rounded)
-        self._rounded.clear()
+        for b, rounded in self._reduce_dtype_copies.items():
+            self.grads.shard(self.buckets[b]).copy_(rounded)
+        self._reduce_dtype_copies.clear()
         for bucket in self.buckets:
-            if (outer := self.rules[bucket.kind].outer).size > 1:
-                start_reduce_scatter_into(self.grads.owned(bucket), self.grads.held(bucket), outer).wait()
-            for axis in self.rules[bucket.kind].sums:
+            if (outer := self.shardings[bucket.key].outer_shard_axis).size > 1:
+                start_reduce_scatter_into(self.grads.owned(bucket), self.grads.shard(bucket), outer).wait()
+            for axis in self.shardings[bucket.key].sum_axes:
                 all_reduce_(self.grads.owned(bucket), axis)
         for bucket in self.buckets:
-            if (ends := self.rules[bucket.kind].ends) is not None:
+            if (ends := self.shardings[bucket.key].tied_axis) is not None:
                 all_reduce_(self.grads.owned(bucket), ends)
-        for begun in self.begun:
-            begun.clear()
-        self.reducing.clear()
-        self._summed.clear()
+        for written in self.written:
+            written.clear()
+        self.in_flight.clear()
+        self._accumulated.clear()

@@ -11,32 +11,32 @@ from torch import Tensor
 from megalite.kernels.dispatch import power_of_two
 
 
-def _blocks(parts: Sequence[int]) -> list[list[int]]:
+def _pack_into_blocks(parts: Sequence[int]) -> list[list[int]]:
     """Parts, in order, that share a block. torch rounds what it pins up to a power of two: each block is the largest
     that what is left fills."""
-    found, left, size = list[list[int]](), sum(parts), 0
+    blocks, left, size = list[list[int]](), sum(parts), 0
     for part in parts:
-        if not found or sum(found[-1]) + part > size:
-            found.append([])
+        if not blocks or sum(blocks[-1]) + part > size:
+            blocks.append([])
             size = power_of_two(left + 1) // 2
-        found[-1].append(part)
+        blocks[-1].append(part)
         left -= part
-    return found
+    return blocks
 
 
 def pinned_bytes(parts: Sequence[int]) -> int:
-    return sum(power_of_two(sum(block)) for block in _blocks(parts))
+    return sum(power_of_two(sum(block)) for block in _pack_into_blocks(parts))
 
 
-def host_memory(parts: Sequence[int], device: torch.device) -> Iterator[Tensor]:
+def allocate_pinned(parts: Sequence[int], device: torch.device) -> Iterator[Tensor]:
     """Zeros, uint8: each of `parts` bytes, pinned where `device` is a card, else on `device`."""
     pinned = device.type == "cuda"
     options = dict(dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
-    for block in _blocks(parts):
+    for block in _pack_into_blocks(parts):
         yield from torch.zeros(power_of_two(sum(block)), **options)[: sum(block)].split(block)  # type: ignore[call-overload]
 
 
-def mapped(parts: Sequence[int], folder: str, device: torch.device) -> Iterator[Tensor]:
+def allocate_mapped(parts: Sequence[int], folder: str, device: torch.device) -> Iterator[Tensor]:
     """The same in a file of `folder` that has no name, so that no end of the process leaves it behind. Its blocks are
     reserved, or a full disk would be a SIGBUS later. Raises OSError."""
     if device.type == "meta":

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megalite.config.run_options import OptimConfig
 from megalite.kernels.grad_norm import sums_of_squares
-from megalite.optim.buffer import ParamBuffer
+from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.layout import Bucket
-from megalite.optim.rule import Finish, Update
+from megalite.optim.update_rule import Finalizer, ParamUpdate
 from megalite.parallel.comm import all_reduce_
-from megalite.parallel.spec import Box, ParamSpec, offset_in
+from megalite.parallel.spec import Box, ParamSpec, flat_offset
 
 
 class _Part(NamedTuple):
@@ -53,30 +53,30 @@ class Lamb:
     eps: float = 1e-6
 
     @classmethod
-    def of(cls, o: OptimConfig) -> "Lamb":
+    def from_config(cls, o: OptimConfig) -> "Lamb":
         return cls((o.adam_beta1, o.adam_beta2), o.adam_eps)
 
     @property
-    def states(self) -> dict[str, torch.dtype | None]:
+    def state_dtypes(self) -> dict[str, torch.dtype | None]:
         return {"exp_avg": None, "exp_avg_sq": None}
 
     @torch.no_grad()
-    def update_(self, u: Update) -> None:
+    def update_(self, update: ParamUpdate) -> None:
         """The gradient becomes u."""
-        (b1, b2), first, second = self.betas, u.state["exp_avg"], u.state["exp_avg_sq"]
-        grad = u.grad.mul_(u.scale)
+        (b1, b2), first, second = self.betas, update.state["exp_avg"], update.state["exp_avg_sq"]
+        grad = update.grad.mul_(update.scale)
         first.lerp_(grad, 1 - b1)
         second.mul_(b2).addcmul_(grad, grad, value=1 - b2)
-        torch.div(second, 1 - b2**u.step, out=grad).sqrt_().add_(self.eps)
-        torch.div(first, grad, out=grad).div_(1 - b1**u.step).add_(u.param, alpha=u.weight_decay)
+        torch.div(second, 1 - b2**update.step, out=grad).sqrt_().add_(self.eps)
+        torch.div(first, grad, out=grad).div_(1 - b1**update.step).add_(update.param, alpha=update.weight_decay)
 
-    def apply_(self, u: Update, part: _Part, w: Tensor, norm: Tensor) -> None:
+    def apply_(self, update: ParamUpdate, part: _Part, weight_norm: Tensor, norm: Tensor) -> None:
         """To some tensors: `w` their norms, and `norm` those of u."""
-        ratio = torch.where((w > 0) & (norm > 0), w / norm, 1.0)
-        part.rows(u.param).sub_(part.rows(u.grad).mul_(ratio.to(u.grad.dtype) * u.lr))
+        ratio = torch.where((weight_norm > 0) & (norm > 0), weight_norm / norm, 1.0)
+        part.rows(update.param).sub_(part.rows(update.grad).mul_(ratio.to(update.grad.dtype) * update.lr))
 
-    def second_half(self, buffer: ParamBuffer, buckets: Sequence[Bucket]) -> Finish:
-        return _Norms(self, buffer, buckets).finish
+    def make_finalizer(self, buffer: ParamAndGradBuffer, buckets: Sequence[Bucket]) -> Finalizer:
+        return _TrustRatios(self, buffer, buckets).finish
 
 
 @dataclass(frozen=True)
@@ -84,65 +84,69 @@ class Lars:
     """`trust`: the coefficient t, eta in the paper."""
 
     momentum: float = 0.9
-    trust: float = 0.001
+    trust_coefficient: float = 0.001
 
     @classmethod
-    def of(cls, o: OptimConfig) -> "Lars":
+    def from_config(cls, o: OptimConfig) -> "Lars":
         return cls(o.sgd_momentum, o.lars_trust_coefficient)
 
     @property
-    def states(self) -> dict[str, torch.dtype | None]:
+    def state_dtypes(self) -> dict[str, torch.dtype | None]:
         return {"velocity": None}
 
     @torch.no_grad()
-    def update_(self, u: Update) -> None:
-        u.grad.mul_(u.scale)
+    def update_(self, update: ParamUpdate) -> None:
+        update.grad.mul_(update.scale)
 
-    def apply_(self, u: Update, part: _Part, w: Tensor, norm: Tensor) -> None:
+    def apply_(self, update: ParamUpdate, part: _Part, weight_norm: Tensor, norm: Tensor) -> None:
         """To some tensors: `w` their norms, and `norm` those of the gradient."""
-        ratio = torch.where((w > 0) & (norm > 0), self.trust * w / (norm + u.weight_decay * w), 1.0)
-        param, grad, velocity = map(part.rows, (u.param, u.grad, u.state["velocity"]))
-        step = grad.add_(param, alpha=u.weight_decay).mul_(ratio.to(grad.dtype) * u.lr)
+        ratio = torch.where(
+            (weight_norm > 0) & (norm > 0),
+            self.trust_coefficient * weight_norm / (norm + update.weight_decay * weight_norm),
+            1.0,
+        )
+        param, grad, velocity = map(part.rows, (update.param, update.grad, update.state["velocity"]))
+        step = grad.add_(param, alpha=update.weight_decay).mul_(ratio.to(grad.dtype) * update.lr)
         param.sub_(velocity.mul_(self.momentum).add_(step))
 
-    def second_half(self, buffer: ParamBuffer, buckets: Sequence[Bucket]) -> Finish:
-        return _Norms(self, buffer, buckets).finish
+    def make_finalizer(self, buffer: ParamAndGradBuffer, buckets: Sequence[Bucket]) -> Finalizer:
+        return _TrustRatios(self, buffer, buckets).finish
 
 
-class _Norms:
+class _TrustRatios:
     """One rank's second half: squares of what it owns of each tensor, their sums, and the update."""
 
-    def __init__(self, rule: Lamb | Lars, buffer: ParamBuffer, buckets: Sequence[Bucket]):
-        self.rule, self.mesh, self.count = rule, buffer.mesh, 0
-        self.parts: list[list[_Part]] = []  # of each bucket
-        sizes = {**buffer.mesh.sizes, "ends": 1}  # the other end is not in the stage
+    def __init__(self, update_rule: Lamb | Lars, buffer: ParamAndGradBuffer, buckets: Sequence[Bucket]):
+        self.rule, self.mesh, self.num_tensors = update_rule, buffer.mesh, 0
+        self.slices: list[list[_Part]] = []  # of each bucket
+        sizes = {**buffer.mesh.sizes, "tied_embedding": 1}  # the other end is not in the stage
         for bucket in buckets:
-            shared, found = buffer.rules[bucket.kind], []
+            sharding, tensor_slices = buffer.shardings[bucket.key], []
             for slot in bucket.slots:
                 spec = buffer.layout.entries[slot.entry].spec
-                box = spec.stored_box(buffer.mesh.sizes, buffer.mesh.position)  # padding has no part in norms
-                part = slot._replace(stop=slot.start + box.numel).part_in(shared.owned(bucket))
-                copies = shared.replica.size // shared.outer.size * spec.replicas(sizes)
+                box = spec.stored_box(buffer.mesh.sizes, buffer.mesh.coordinates)  # padding has no part in norms
+                part = slot._replace(stop=slot.start + box.numel).overlap(sharding.owned_range(bucket))
+                copies = sharding.replicate_axis.size // sharding.outer_shard_axis.size * spec.num_replicas(sizes)
                 for numbers, start, stop in _tensors_in(spec, box, part.span):
                     first = part.start - part.span.start
-                    numbers = range(self.count + numbers.start, self.count + numbers.stop)
-                    found.append(_Part(numbers, first + start, first + stop, copies))
-                self.count += math.prod(spec.batch_shape)
-            self.parts.append(found)
+                    numbers = range(self.num_tensors + numbers.start, self.num_tensors + numbers.stop)
+                    tensor_slices.append(_Part(numbers, first + start, first + stop, copies))
+                self.num_tensors += math.prod(spec.batch_shape)
+            self.slices.append(tensor_slices)
 
     @torch.no_grad()
-    def finish(self, updates: Sequence[Update]) -> None:
-        squares = torch.zeros(2, self.count, dtype=torch.float64, device=self.mesh.device)
-        for u, parts in zip(updates, self.parts, strict=True):
-            for part in parts:
-                for row, flat in zip(squares, (u.param, u.grad), strict=True):
+    def finish(self, updates: Sequence[ParamUpdate]) -> None:
+        squares = torch.zeros(2, self.num_tensors, dtype=torch.float64, device=self.mesh.device)
+        for update, slices in zip(updates, self.slices, strict=True):
+            for part in slices:
+                for row, flat in zip(squares, (update.param, update.grad), strict=True):
                     row[part.numbers.start : part.numbers.stop] = sums_of_squares(part.rows(flat)) / part.copies
-        norms = all_reduce_(squares, self.mesh.stage).sqrt_()
-        for u, parts in zip(updates, self.parts, strict=True):
-            for part in parts:
-                self.rule.apply_(u, part, *norms[:, part.numbers.start : part.numbers.stop].unsqueeze(-1).unbind())
-            if u.copy is not None:
-                u.copy.copy_(u.param)
+        norms = all_reduce_(squares, self.mesh.dp_cp_tp).sqrt_()
+        for update, slices in zip(updates, self.slices, strict=True):
+            for part in slices:
+                self.rule.apply_(update, part, *norms[:, part.numbers.start : part.numbers.stop].unsqueeze(-1).unbind())
+            if update.model_param is not None:
+                update.model_param.copy_(update.param)
 
 
 def _tensors_in(spec: ParamSpec, box: Box, span: range) -> Iterator[tuple[range, int, int]]:
@@ -153,7 +157,7 @@ def _tensors_in(spec: ParamSpec, box: Box, span: range) -> Iterator[tuple[range,
     """
     dims = len(spec.batch_shape)
     numel = math.prod(box.shape[dims:])
-    first = offset_in(Box((0,) * dims, spec.batch_shape), box.start[:dims])
+    first = flat_offset(Box((0,) * dims, spec.batch_shape), box.start[:dims])
     start = span.start
     while start < span.stop:
         number, before = divmod(start, numel)

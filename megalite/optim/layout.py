@@ -14,7 +14,7 @@ biases stay as they are, a thousandth of the memory. Padding: slots start at mul
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megalite.parallel.spec import HOMES, ParamSpec
+from megalite.parallel.spec import MESH_VIEWS, ParamSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ALIGN = 64  # elements; 128 bytes in bf16, so that every matmul operand is aligned for tensor cores
 
 
-class Entry(NamedTuple):
+class ParamEntry(NamedTuple):
     """One local parameter: its spec, its number of local elements, the model chunk it is used in, and the unit of the
     model that it was made for (nn/parameter.py: Maker)."""
 
@@ -32,23 +32,23 @@ class Entry(NamedTuple):
     unit: str = ""
 
 
-class Kind(NamedTuple):
+class BucketKey(NamedTuple):
     """What all parameters of a bucket have in common (parallel/spec.py). `partial`: of axes that have other ranks.
-    `replicas`: ranks that hold each element, the data axis aside. `decoupled`: the learning rate is that of embedding
+    `replicas`: ranks that hold each element, the data axis aside. `decoupled_lr`: the learning rate is that of embedding
     and head. `matrix`: they are matrices, which the optimizer updates as such. `unit`: of the model, whose matrices and
     tables they are, where these come and go together; "": they stay."""
 
-    home: str
-    partial: tuple[str, ...]
+    mesh_view: str
+    partial_grad_axes: tuple[str, ...]
     tied: bool
-    decay: bool
-    decoupled: bool
+    weight_decay: bool
+    decoupled_lr: bool
     replicas: int
-    matrix: bool = False
+    is_matrix: bool = False
     unit: str = ""
 
 
-class Slot(NamedTuple):
+class ParamSlot(NamedTuple):
     """Elements [start, stop) of bucket number `bucket` are entry number `entry`."""
 
     bucket: int
@@ -56,19 +56,19 @@ class Slot(NamedTuple):
     start: int
     stop: int
 
-    def part_in(self, mine: range) -> "Part":
+    def overlap(self, mine: range) -> "ShardSlice":
         """What lies in elements `mine` of the bucket, maybe nothing."""
         first, last = max(self.start, mine.start), min(self.stop, mine.stop)
-        return Part(range(first - self.start, max(first, last) - self.start), first - mine.start)
+        return ShardSlice(range(first - self.start, max(first, last) - self.start), first - mine.start)
 
 
-class Part(NamedTuple):
+class ShardSlice(NamedTuple):
     """Elements `span` of a parameter, which begin at element `start` of what a rank has of the bucket."""
 
     span: range
     start: int
 
-    def of(self, mine: "Tensor") -> "Tensor":
+    def select(self, mine: "Tensor") -> "Tensor":
         """Their values, where `mine` has those of all that the rank has of the bucket."""
         return mine[self.start : self.start + len(self.span)]
 
@@ -76,22 +76,22 @@ class Part(NamedTuple):
 class Bucket(NamedTuple):
     """`size` elements, padding included; what one collective moves. `number`: its place in the layout."""
 
-    number: int
+    index: int
     chunk: int
-    kind: Kind
+    key: BucketKey
     size: int
-    slots: tuple[Slot, ...]
+    slots: tuple[ParamSlot, ...]
 
-    def shard(self, ranks: int, rank: int) -> range:
+    def shard_range(self, ranks: int, rank: int) -> range:
         """The elements that rank `rank` of `ranks` owns, a divisor of its data axis."""
         size = self.size // ranks
         return range(rank * size, (rank + 1) * size)
 
 
-class Layout(NamedTuple):
+class BufferLayout(NamedTuple):
     """All buckets, in the order in which a rank reduces them."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ParamEntry, ...]
     buckets: tuple[Bucket, ...]
 
     @property
@@ -100,9 +100,11 @@ class Layout(NamedTuple):
         return sum(bucket.size for bucket in self.buckets)
 
 
-def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, int], **apart: bool) -> Layout:
+def build_layout(
+    entries: Sequence[ParamEntry], *, bucket_size: int, sizes: Mapping[str, int], **apart: bool
+) -> BufferLayout:
     """Lay the entries (in order of use) into buckets of at least `bucket_size` elements (the last of a kind: less).
-    `sizes`: of the axes (absent: 1). `apart`: `decoupled`, embedding and head have a learning rate of their own;
+    `sizes`: of the axes (absent: 1). `apart`: `decoupled_lr`, embedding and head have a learning rate of their own;
     `matrices`, the optimizer has another rule for these; `by_unit`, those of each unit that have two dims are a bucket,
     whatever their size.
 
@@ -110,13 +112,13 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, i
     """
     buckets: list[Bucket] = []
     for chunk in sorted({e.chunk for e in entries}):
-        open_slots: dict[Kind, list[int]] = {}
-        closed: list[tuple[Kind, list[int]]] = []
+        open_slots: dict[BucketKey, list[int]] = {}
+        closed: list[tuple[BucketKey, list[int]]] = []
         for index in reversed(range(len(entries))):
             entry = entries[index]
             if entry.chunk != chunk:
                 continue
-            kind = _kind(entry, sizes, **apart)
+            kind = _bucket_key(entry, sizes, **apart)
             members = open_slots.setdefault(kind, [])
             members.append(index)
             if not kind.unit and sum(entries[i].numel for i in members) >= bucket_size:
@@ -124,22 +126,28 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, i
         for kind, members in sorted([*closed, *open_slots.items()], key=lambda bucket: -bucket[1][-1]):
             number, slots, position = len(buckets), [], 0
             for index in members:
-                slots.append(Slot(number, index, position, position + entries[index].numel))
-                position = _up(slots[-1].stop, ALIGN)
-            size = _up(position, ALIGN * sizes.get(HOMES[kind.home][0], 1))
+                slots.append(ParamSlot(number, index, position, position + entries[index].numel))
+                position = _round_up(slots[-1].stop, ALIGN)
+            size = _round_up(position, ALIGN * sizes.get(MESH_VIEWS[kind.mesh_view][0], 1))
             buckets.append(Bucket(number, chunk, kind, size, tuple(slots)))
-    return Layout(tuple(entries), tuple(buckets))
+    return BufferLayout(tuple(entries), tuple(buckets))
 
 
-def _kind(
-    entry: Entry, sizes: Mapping[str, int], decoupled: bool = False, matrices: bool = False, by_unit: bool = False
-) -> Kind:
+def _bucket_key(
+    entry: ParamEntry,
+    sizes: Mapping[str, int],
+    decoupled_lr: bool = False,
+    matrices: bool = False,
+    by_unit: bool = False,
+) -> BucketKey:
     spec = entry.spec
-    partial = tuple(axis for axis in spec.partial if sizes.get(axis, 1) > 1)
-    rate, matrix = spec.vocabulary and decoupled, spec.is_matrix and matrices
+    partial_grad_axes = tuple(axis for axis in spec.partial_grad_axes if sizes.get(axis, 1) > 1)
+    rate, is_matrix = spec.is_vocab and decoupled_lr, spec.is_matrix and matrices
     unit = entry.unit if by_unit and spec.is_2d else ""
-    return Kind(spec.home, partial, spec.tied, spec.decay, rate, spec.replicas(sizes), matrix, unit)
+    return BucketKey(
+        spec.mesh_view, partial_grad_axes, spec.tied, spec.weight_decay, rate, spec.num_replicas(sizes), is_matrix, unit
+    )
 
 
-def _up(n: int, multiple: int) -> int:
+def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class ScaleExhausted(RuntimeError):
+class LossScaleExhausted(RuntimeError):
     """The scale is at its floor and gradients still overflow: no step would ever be taken again."""
 
 
@@ -20,32 +20,37 @@ class LossScaler:
     scale: float = 1.0
     dynamic: bool = False
     minimum: float = 1.0
-    window: int = 1000
+    growth_interval: int = 1000
     hysteresis: int = 2
-    clean_steps: int = 0
-    patience: int | None = None  # overflows left before the scale halves; None: all of `hysteresis`
+    good_steps: int = 0
+    hysteresis_left: int | None = None  # overflows left before the scale halves; None: all of `hysteresis`
 
     def update(self, overflow: bool) -> None:
         if not self.dynamic:
             return
         if not overflow:
-            self.clean_steps += 1
-            if self.clean_steps == self.window:
-                self.clean_steps, self.patience = 0, None
+            self.good_steps += 1
+            if self.good_steps == self.growth_interval:
+                self.good_steps, self.hysteresis_left = 0, None
                 self.scale *= 2
             return
-        self.clean_steps = 0
-        self.patience = max(0, (self.hysteresis if self.patience is None else self.patience) - 1)
-        if self.patience == 0:
+        self.good_steps = 0
+        self.hysteresis_left = max(0, (self.hysteresis if self.hysteresis_left is None else self.hysteresis_left) - 1)
+        if self.hysteresis_left == 0:
             if self.scale <= self.minimum:
-                raise ScaleExhausted(
+                raise LossScaleExhausted(
                     f"min_loss_scale={self.minimum:g} is reached and gradients still overflow; lower --lr or use --bf16"
                 )
             self.scale = max(self.scale / 2, self.minimum)
 
     def to_json(self) -> dict[str, float | int | bool | None]:
         """The moving numbers; `dynamic` says whether they mean anything."""
-        return {name: getattr(self, name) for name in ("dynamic", "scale", "clean_steps", "patience")}
+        return {
+            "dynamic": self.dynamic,
+            "scale": self.scale,
+            "clean_steps": self.good_steps,
+            "patience": self.hysteresis_left,
+        }
 
     def from_json(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state. The settings stay those of this run; a run that was not dynamic says nothing.
@@ -59,5 +64,7 @@ class LossScaler:
         if not (self.dynamic and dynamic):
             return
         self.scale = max(float(scale), self.minimum)
-        self.clean_steps = min(int(clean_steps), self.window - 1)  # the window may have been shortened
-        self.patience = None if patience is None else max(0, min(patience, self.hysteresis))  # older files have -1
+        self.good_steps = min(int(clean_steps), self.growth_interval - 1)  # the window may have been shortened
+        self.hysteresis_left = (
+            None if patience is None else max(0, min(patience, self.hysteresis))
+        )  # older files have -1

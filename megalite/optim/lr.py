@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
-from megalite.config.registry import KINDS
+from megalite.config.registry import REGISTRIES
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LrSchedule:
     wsd: float = 0.0
     wsd_style: str = "exponential"
 
-    def times(self, factor: float) -> "LrSchedule":
+    def scaled(self, factor: float) -> "LrSchedule":
         """The same curve at other heights: a batch that is `factor` times as large moves as far with as many times the
         rate (linear scaling, arXiv:1706.02677)."""
         heights = {name: getattr(self, name) * factor for name in ("peak", "minimum", "warm_up_init")}
@@ -49,16 +49,16 @@ class LrSchedule:
             return self.warm_up_init + (self.peak - self.warm_up_init) * n / self.warm_up
         if n > self.decay and self.style != "constant":
             return self.minimum
-        rate = KINDS["lr_decay_style"].find(self.style)(self, n)
+        rate = REGISTRIES["lr_decay_style"].get(self.style)(self, n)
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:  # a plugin's may be anything
             raise ValueError(f"lr_decay_style={self.style!r} gives {rate!r} at sample {n:g}; give a finite rate from 0")
         return rate
 
-    def part(self, n: float) -> float:
+    def decay_progress(self, n: float) -> float:
         """Of the decay that is over, from 0 to 1; for warm_up < n <= decay, so its length is not 0."""
         return (n - self.warm_up) / (self.decay - self.warm_up)
 
-    def between(self, height: float) -> float:
+    def interpolate(self, height: float) -> float:
         """The rate at a height from 0, the minimum, to 1, the peak."""
         return self.minimum + (self.peak - self.minimum) * height
 
@@ -68,11 +68,11 @@ def constant(lr: LrSchedule, n: float) -> float:
 
 
 def linear(lr: LrSchedule, n: float) -> float:
-    return lr.between(HEIGHTS["linear"](lr.part(n)))
+    return lr.interpolate(DECAY_CURVES["linear"](lr.decay_progress(n)))
 
 
 def cosine(lr: LrSchedule, n: float) -> float:
-    return lr.between(HEIGHTS["cosine"](lr.part(n)))
+    return lr.interpolate(DECAY_CURVES["cosine"](lr.decay_progress(n)))
 
 
 def inverse_square_root(lr: LrSchedule, n: float) -> float:
@@ -81,16 +81,16 @@ def inverse_square_root(lr: LrSchedule, n: float) -> float:
 
 def wsd(lr: LrSchedule, n: float) -> float:
     start = lr.decay - lr.wsd
-    return lr.between(1.0 if n <= start else HEIGHTS[lr.wsd_style]((n - start) / lr.wsd))
+    return lr.interpolate(1.0 if n <= start else DECAY_CURVES[lr.wsd_style]((n - start) / lr.wsd))
 
 
-HEIGHTS: Mapping[str, Callable[[float], float]] = {
+DECAY_CURVES: Mapping[str, Callable[[float], float]] = {
     "linear": lambda r: 1.0 - r,
     "cosine": lambda r: 0.5 * (1.0 + math.cos(math.pi * r)),
     "exponential": lambda r: 2.0 * 0.5**r - 1.0,
     "minus_sqrt": lambda r: 1.0 - math.sqrt(r),
 }
-STYLES = {"style": KINDS["lr_decay_style"], "wsd_style": HEIGHTS}
+STYLES = {"style": REGISTRIES["lr_decay_style"], "wsd_style": DECAY_CURVES}
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class WeightDecaySchedule:
 
 
 @dataclass(frozen=True)
-class Rates:
+class OptimSchedules:
     """All that a run follows; `decoupled`: the rate of word embedding and head, where it is another."""
 
     lr: LrSchedule
@@ -127,35 +127,39 @@ class Rates:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> "Rates":
+    def from_json(cls, saved: Mapping[str, Any]) -> "OptimSchedules":
         """Raises KeyError, TypeError, ValueError."""
-        apart = saved["decoupled"]
+        decoupled = saved["decoupled"]
         return cls(
-            _read(LrSchedule, saved["lr"]),
-            _read(WeightDecaySchedule, saved["weight_decay"]),
-            None if apart is None else _read(LrSchedule, apart),
+            _from_saved(LrSchedule, saved["lr"]),
+            _from_saved(WeightDecaySchedule, saved["weight_decay"]),
+            None if decoupled is None else _from_saved(LrSchedule, decoupled),
         )
 
-    def facts(self) -> dict[str, float | str]:
+    def resume_facts(self) -> dict[str, float | str]:
         """What a resume must not change unasked: what Megatron-LM compares, without that which has no effect."""
-        lr, decay, apart = self.lr, self.weight_decay, self.decoupled
-        facts: dict[str, float | str] = {"lr": lr.peak, "warm-up in samples": lr.warm_up, "lr_decay_style": lr.style}
+        lr, decay, decoupled = self.lr, self.weight_decay, self.decoupled
+        resume_facts: dict[str, float | str] = {
+            "lr": lr.peak,
+            "warm-up in samples": lr.warm_up,
+            "lr_decay_style": lr.style,
+        }
         if lr.style != "constant":
-            facts |= {"min_lr": lr.minimum, "decay in samples": lr.decay}
+            resume_facts |= {"min_lr": lr.minimum, "decay in samples": lr.decay}
         if decay.style == "constant":
-            facts["weight_decay"] = decay.end
+            resume_facts["weight_decay"] = decay.end
         else:
-            facts |= {"start_weight_decay": decay.start, "end_weight_decay": decay.end}
-            facts |= {"weight_decay_incr_style": decay.style, "growth of weight decay in samples": decay.samples}
-        if apart is not None:
-            facts |= {"decoupled_lr": apart.peak, "decoupled_min_lr": apart.minimum}
-        return facts
+            resume_facts |= {"start_weight_decay": decay.start, "end_weight_decay": decay.end}
+            resume_facts |= {"weight_decay_incr_style": decay.style, "growth of weight decay in samples": decay.samples}
+        if decoupled is not None:
+            resume_facts |= {"decoupled_lr": decoupled.peak, "decoupled_min_lr": decoupled.minimum}
+        return resume_facts
 
 
 T = TypeVar("T", LrSchedule, WeightDecaySchedule)
 
 
-def _read(cls: type[T], saved: Mapping[str, Any]) -> T:
+def _from_saved(cls: type[T], saved: Mapping[str, Any]) -> T:
     """From a file, where anything may be. Raises KeyError, TypeError, ValueError."""
     values: dict[str, Any] = {f.name: saved[f.name] for f in fields(cls)}
     for name, value in values.items():

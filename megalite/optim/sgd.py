@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.config.run_options import OptimConfig
-from megalite.optim.rule import Update
+from megalite.optim.update_rule import ParamUpdate
 
 
 @dataclass(frozen=True)
@@ -13,20 +13,20 @@ class SGD:
     momentum: float = 0.9
 
     @classmethod
-    def of(cls, o: OptimConfig) -> "SGD":
+    def from_config(cls, o: OptimConfig) -> "SGD":
         return cls(o.sgd_momentum)
 
     @property
-    def states(self) -> dict[str, torch.dtype | None]:
+    def state_dtypes(self) -> dict[str, torch.dtype | None]:
         return {"momentum_buffer": None} if self.momentum else {}  # plain SGD keeps nothing
 
     @torch.no_grad()
-    def update_(self, u: Update) -> None:
-        grad = u.grad.mul_(u.scale)
-        if u.weight_decay:
-            grad.add_(u.param, alpha=u.weight_decay)
+    def update_(self, update: ParamUpdate) -> None:
+        grad = update.grad.mul_(update.scale)
+        if update.weight_decay:
+            grad.add_(update.param, alpha=update.weight_decay)
         if self.momentum:  # torch starts the buffer as the first gradient; so does 0 * momentum + gradient
-            grad = u.state["momentum_buffer"].mul_(self.momentum).add_(grad)
-        u.param.add_(grad, alpha=-u.lr)
-        if u.copy is not None:
-            u.copy.copy_(u.param)
+            grad = update.state["momentum_buffer"].mul_(self.momentum).add_(grad)
+        update.param.add_(grad, alpha=-update.lr)
+        if update.model_param is not None:
+            update.model_param.copy_(update.param)

@@ -3,7 +3,7 @@
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
     rank = ((dp_rank * pp + pp_rank) * cp + cp_rank) * tp + tp_rank      with dp outermost
     rank within the stage = (dp_rank * cp + cp_rank) * tp + tp_rank = (edp_rank * ep + ep_rank) * etp + etp_rank
-    data_rank = dp_rank * cp + cp_rank = replica_rank * shard + shard_rank
+    dp_cp_rank = dp_rank * cp + cp_rank = dp_replicate_rank * dp_shard + dp_shard_rank
 
 tp neighbours are adjacent ranks, so tensor parallelism stays inside a node. Pipeline stages, which exchange the least,
 are farthest apart, unless dp is outermost. Experts split the same dp * cp * tp ranks in their own way
@@ -26,27 +26,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megalite.config.environment import override
-from megalite.parallel.clock import Clock
-from megalite.parallel.shared_memory import SharedMemory, Transport
-from megalite.parallel.wires import NotShared
+from megalite.config.environment import env_override
+from megalite.parallel.cpu.peer_sockets import NotShared
+from megalite.parallel.cpu.shared_memory import CollectiveBackend, SharedMemoryBackend
+from megalite.parallel.phase_timer import PhaseTimer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PLANNED: Final = "planned"
-AXES: Final = ("pp", "dp", "cp", "tp", "stage", "data", "shard", "replica") + (
-    ("edp", "ep", "etp", "experts", "expert_shard", "expert_replica", "ends")
+ABSTRACT: Final = "planned"
+AXES: Final = ("pp", "dp", "cp", "tp", "dp_cp_tp", "dp_cp", "dp_shard", "dp_replicate") + (
+    ("edp", "ep", "etp", "ep_etp", "edp_shard", "edp_replicate", "tied_embedding")
 )
 
-KEPT = 16  # calls
+RECORDS_KEPT = 16  # calls
 SEND, RECEIVE = "send to", "receive from"
 # torch 2.15 has a public name for it, and warns about the private one
 set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 @dataclass(eq=False)
-class Call:
+class CommRecord:
     """One collective, or one message to or from the global rank `peer` (-1 for a collective), recorded for the thread
     that looks for hangs. The rank enters it while it issues the call and while it waits for it. All ranks of an axis do
     the same in the same order: collective 12 of one is that of all, message 12 to a neighbour its message 12 from here.
@@ -55,16 +55,16 @@ class Call:
     axis: "Axis"
     op: str
     peer: int
-    number: int
-    bytes: int
+    seq_id: int
+    num_bytes: int
     dtype: Any  # of its tensor
 
     @property
-    def told(self) -> tuple[str, int, int, int]:
-        return self.op, self.peer, self.number, self.bytes
+    def signature(self) -> tuple[str, int, int, int]:
+        return self.op, self.peer, self.seq_id, self.num_bytes
 
-    def __enter__(self) -> "Call":
-        self.axis.calls.waiting = self, time.monotonic()
+    def __enter__(self) -> "CommRecord":
+        self.axis.comm_log.blocked_on = self, time.monotonic()
         if self.peer < 0:  # the pipeline has spans of its own for messages
             phase = "agreement" if self.axis.name == "world" else "communication"
             self._span = self.axis.clock.span(phase, self.op, self.axis.name)
@@ -75,21 +75,21 @@ class Call:
         if self.peer < 0:
             self._span.__exit__(kind, *error)
         if kind is None:  # after an error it stays, since that is where this rank was
-            self.axis.calls.waiting = None
+            self.axis.comm_log.blocked_on = None
 
 
 @dataclass(eq=False)
-class Calls:
+class CommLog:
     """The calls of one rank on one axis.
 
-    waiting         the call that blocks the rank, and since when (time.monotonic)
-    message_limit   how long it waits for a message; None: the time-out that gloo was given when it made the group
+    blocked_on      the call that blocks the rank, and since when (time.monotonic)
+    p2p_timeout     how long it waits for a message; None: the time-out that gloo was given when it made the group
     """
 
-    last: deque[Call] = field(default_factory=lambda: deque(maxlen=KEPT))
-    waiting: tuple[Call, float] | None = None
-    numbers: dict[tuple[str, int], int] = field(default_factory=dict)
-    message_limit: datetime.timedelta | None = None
+    recent: deque[CommRecord] = field(default_factory=lambda: deque(maxlen=RECORDS_KEPT))
+    blocked_on: tuple[CommRecord, float] | None = None
+    seq_ids: dict[tuple[str, int], int] = field(default_factory=dict)
+    p2p_timeout: datetime.timedelta | None = None
 
 
 @dataclass(frozen=True)
@@ -97,51 +97,52 @@ class Axis:
     """One direction of the mesh, seen from this rank.
 
     ranks      global ranks along the axis, in axis order
-    calls      the collectives and messages that this rank has begun on it
+    comm_log   the collectives and messages that this rank has begun on it
     clock      this rank's clock, which times the waits for collectives
-    transport  what carries its collectives: a group, or a Transport with a group (memory that its ranks share, or a
-               recorder of plan/bill.py). PLANNED: nothing, and a collective is an error. None: there is no other rank
+    backend    what carries its collectives: a group, or a CollectiveBackend with a group (memory that its ranks share,
+               or a recorder of planning/layer_cost.py). ABSTRACT: nothing, and a collective is an error. None: there is
+               no other rank
     """
 
     name: str
     size: int = 1
     rank: int = 0
-    transport: "ProcessGroup | Transport | Literal['planned'] | None" = None
+    backend: "ProcessGroup | CollectiveBackend | Literal['planned'] | None" = None
     ranks: tuple[int, ...] = (0,)
-    clock: Clock = field(default_factory=Clock, compare=False, repr=False)
-    calls: Calls = field(default_factory=Calls, compare=False, repr=False)
+    clock: PhaseTimer = field(default_factory=PhaseTimer, compare=False, repr=False)
+    comm_log: CommLog = field(default_factory=CommLog, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.size > 1 and self.transport is None:
-            raise ValueError(f"axis {self.name} of size {self.size} has no transport; give a group, or PLANNED")
+        if self.size > 1 and self.backend is None:
+            raise ValueError(f"axis {self.name} of size {self.size} has no transport; give a group, or ABSTRACT")
 
     @property
     def group(self) -> "ProcessGroup | None":
         """None exactly when `size` is 1. Raises RuntimeError if the axis is only planned."""
         if self.size == 1:
             return None
-        if self.transport == PLANNED:
+        if self.backend == ABSTRACT:
             raise RuntimeError(f"a collective over {self.name}={self.size}, which is only planned; use build_mesh")
-        return self.transport.group if isinstance(self.transport, Transport) else self.transport
+        return self.backend.group if isinstance(self.backend, CollectiveBackend) else self.backend
 
     @property
-    def direct(self) -> Transport | None:
-        """The Transport that gathers and scatters in place of the group, if there is one."""
-        return self.transport if isinstance(self.transport, Transport) else None
+    def custom_backend(self) -> CollectiveBackend | None:
+        """The CollectiveBackend that gathers and scatters in place of the group, if there is one."""
+        return self.backend if isinstance(self.backend, CollectiveBackend) else None
 
-    def begin(self, op: str, x: torch.Tensor, peer: int = -1) -> Call:
+    def record(self, op: str, x: torch.Tensor, peer: int = -1) -> CommRecord:
         """Record a collective over the axis, or a message to or from the rank `peer`; a context for its issue."""
-        numbers, stream = self.calls.numbers, (op if peer >= 0 else "", peer)
+        numbers, stream = self.comm_log.seq_ids, (op if peer >= 0 else "", peer)
         numbers[stream] = numbers.get(stream, 0) + 1
-        call = Call(self, op, peer, numbers[stream], x.nbytes, x.dtype)
-        self.calls.last.append(call)
+        call = CommRecord(self, op, peer, numbers[stream], x.nbytes, x.dtype)
+        self.comm_log.recent.append(call)
         return call
 
-    def start_of(self, part: int) -> int:
+    def shard_start(self, part: int) -> int:
         """The index at which this rank's part begins in a dim of which every rank has `part` elements."""
         return self.rank * part
 
-    def share_of(self, part: int) -> slice:
+    def shard_slice(self, part: int) -> slice:
         """This rank's part of that dim."""
         return slice(self.rank * part, (self.rank + 1) * part)
 
@@ -158,14 +159,14 @@ class Axis:
 class Mesh:
     """All axes of the run, and the device this rank computes on.
 
-    stage             dp x cp x tp: the ranks of a pipeline position; only planned unless it is asked for
-    data              dp x cp: the ranks over which gradients are summed
-    shard, replica    split data: ranks that shard the optimizer's state, and copies of such a set of ranks
+    dp_cp_tp          the ranks of a pipeline position; only planned unless it is asked for
+    dp_cp             the ranks over which gradients are summed
+    dp_shard, dp_replicate    split dp_cp: ranks that shard the optimizer's state, and copies of such a set of ranks
     edp, ep, etp      the ranks of dp x cp x tp, for experts: copies, different experts, shards of each expert
-    experts           ep x etp: the ranks that have all experts together
-    expert_shard, expert_replica    split edp as shard and replica split data
-    pp_back           the ranks of pp, with a channel of its own for gradients
-    ends              first and last stage, for tied embeddings
+    ep_etp            the ranks that have all experts together
+    edp_shard, edp_replicate    split edp as dp_shard and dp_replicate split dp_cp
+    pp_grad           the ranks of pp, with a channel of its own for gradients
+    tied_embedding    first and last stage, for tied embeddings
     world             all ranks
     start             the same, with the time-out of the start, also where the groups of others were made with a shorter
                       one (`build_mesh`)
@@ -175,26 +176,26 @@ class Mesh:
     dp: Axis = field(default_factory=lambda: Axis("dp"))
     cp: Axis = field(default_factory=lambda: Axis("cp"))
     tp: Axis = field(default_factory=lambda: Axis("tp"))
-    stage: Axis = field(default_factory=lambda: Axis("stage"))
-    data: Axis = field(default_factory=lambda: Axis("data"))
-    shard: Axis = field(default_factory=lambda: Axis("shard"))
-    replica: Axis = field(default_factory=lambda: Axis("replica"))
+    dp_cp_tp: Axis = field(default_factory=lambda: Axis("dp_cp_tp"))
+    dp_cp: Axis = field(default_factory=lambda: Axis("dp_cp"))
+    dp_shard: Axis = field(default_factory=lambda: Axis("dp_shard"))
+    dp_replicate: Axis = field(default_factory=lambda: Axis("dp_replicate"))
     edp: Axis = field(default_factory=lambda: Axis("edp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))
     etp: Axis = field(default_factory=lambda: Axis("etp"))
-    experts: Axis = field(default_factory=lambda: Axis("experts"))
-    expert_shard: Axis = field(default_factory=lambda: Axis("expert_shard"))
-    expert_replica: Axis = field(default_factory=lambda: Axis("expert_replica"))
-    pp_back: Axis = field(default_factory=lambda: Axis("pp_back"))
-    ends: Axis = field(default_factory=lambda: Axis("ends"))
+    ep_etp: Axis = field(default_factory=lambda: Axis("ep_etp"))
+    edp_shard: Axis = field(default_factory=lambda: Axis("edp_shard"))
+    edp_replicate: Axis = field(default_factory=lambda: Axis("edp_replicate"))
+    pp_grad: Axis = field(default_factory=lambda: Axis("pp_grad"))
+    tied_embedding: Axis = field(default_factory=lambda: Axis("tied_embedding"))
     world: Axis = field(default_factory=lambda: Axis("world"))
     start: Axis = field(default_factory=lambda: Axis("start"))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    clock: Clock = field(default_factory=Clock, compare=False, repr=False)  # shared by all axes
+    clock: PhaseTimer = field(default_factory=PhaseTimer, compare=False, repr=False)  # shared by all axes
     not_shared: str = ""  # why some ranks of one machine do not exchange through shared memory, as they were to
 
     @classmethod
-    def alone(cls, device: str | torch.device = "cpu") -> "Mesh":
+    def single_process(cls, device: str | torch.device = "cpu") -> "Mesh":
         """The mesh of a single process: no torch.distributed at all."""
         return cls(device=torch.device(device))
 
@@ -213,25 +214,25 @@ class Mesh:
         return {name: self.axis(name).size for name in AXES}
 
     @property
-    def position(self) -> Mapping[str, int]:
+    def coordinates(self) -> Mapping[str, int]:
         return {name: self.axis(name).rank for name in AXES}
 
     @property
-    def axes(self) -> list[Axis]:
+    def active_axes(self) -> list[Axis]:
         """All axes that this rank shares with others, each once."""
-        distinct = {id(axis): axis for axis in map(self.axis, (*AXES, "pp_back", "world", "start"))}.values()
-        return [axis for axis in distinct if axis.size > 1 and axis.transport != PLANNED]
+        distinct = {id(axis): axis for axis in map(self.axis, (*AXES, "pp_grad", "world", "start"))}.values()
+        return [axis for axis in distinct if axis.size > 1 and axis.backend != ABSTRACT]
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Limit the time of a collective on every group, since new groups do not inherit the default group's limit.
         With TORCH_DISTRIBUTED_DEBUG=DETAIL they keep the one that they were made with."""
-        for axis in self.axes:
+        for axis in self.active_axes:
             if not compares_collectives():
                 set_group_timeout(timeout, axis.group)
-            if axis.direct is not None:
-                axis.direct.timeout = timeout
+            if axis.custom_backend is not None:
+                axis.custom_backend.timeout = timeout
             if dist.get_backend(axis.group) == "gloo":  # with nccl a wait with a limit would block the host
-                axis.calls.message_limit = timeout
+                axis.comm_log.p2p_timeout = timeout
 
     def describe(self) -> str:
         """This rank's name in errors and logs: `rank 5 (pp 1, dp 0, tp 1)`."""
@@ -239,19 +240,21 @@ class Mesh:
         return f"rank {self.world.rank}" + (f" ({where})" if where else "")
 
 
-def stage_positions(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+def stage_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
     """Of every rank of a stage, in the order of its axis: where it is on the axes that split or share out parameters.
 
-    >>> [(at["data"], at["tp"], at["ep"]) for at in stage_positions({"stage": 4, "tp": 2, "ep": 2, "shard": 2})]
+    >>> sizes = {"dp_cp_tp": 4, "tp": 2, "ep": 2, "dp_shard": 2}
+    >>> [(at["dp_cp"], at["tp"], at["ep"]) for at in stage_coordinates(sizes)]
     [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
     """
     of = lambda name: sizes.get(name, 1)  # noqa: E731
     positions = []
-    for rank in range(of("stage")):
-        data, edp = rank // of("tp"), rank // (of("ep") * of("etp"))
-        at = {"stage": rank, "tp": rank % of("tp"), "data": data, "etp": rank % of("etp"), "edp": edp}
-        at |= {"ep": rank // of("etp") % of("ep"), "shard": data % of("shard"), "replica": data // of("shard")}
-        at |= {"expert_shard": edp % of("expert_shard"), "expert_replica": edp // of("expert_shard")}
+    for rank in range(of("dp_cp_tp")):
+        dp_cp, edp = rank // of("tp"), rank // (of("ep") * of("etp"))
+        at = {"dp_cp_tp": rank, "tp": rank % of("tp"), "dp_cp": dp_cp, "etp": rank % of("etp"), "edp": edp}
+        at |= {"ep": rank // of("etp") % of("ep")}
+        at |= {"dp_shard": dp_cp % of("dp_shard"), "dp_replicate": dp_cp // of("dp_shard")}
+        at |= {"edp_shard": edp % of("edp_shard"), "edp_replicate": edp // of("edp_shard")}
         positions.append(at)
     return positions
 
@@ -281,13 +284,13 @@ def compares_collectives() -> bool:
     return distributed_c10d.get_debug_level() == distributed_c10d.DebugLevel.DETAIL
 
 
-class Sizes(TypedDict, total=False):
+class MeshSizes(TypedDict, total=False):
     """Sizes of the axes of a mesh; dp is the rest of the world.
 
     ep, etp    for experts; ep None: there are none, and their axes are only planned unless another axis has the ranks
-    instances  the number of sets of ranks into which data and edp are split, each with the whole optimizer state; None:
-               every rank has the whole state
-    stage      whether the ranks of a stage exchange as one
+    num_optimizer_instances  the number of sets of ranks into which dp_cp and edp are split, each with the whole
+               optimizer state; None: every rank has the whole state
+    dp_cp_tp   whether the ranks of a stage exchange as one
     """
 
     tp: int
@@ -295,9 +298,9 @@ class Sizes(TypedDict, total=False):
     cp: int
     ep: int | None
     etp: int
-    instances: int | None
+    num_optimizer_instances: int | None
     dp_outermost: bool
-    stage: bool
+    dp_cp_tp: bool
 
 
 def build_mesh(
@@ -306,7 +309,7 @@ def build_mesh(
     timeout: datetime.timedelta | None = None,
     later_timeout: datetime.timedelta | None = None,
     shared_memory: bool | None = None,
-    **sizes: Unpack[Sizes],
+    **sizes: Unpack[MeshSizes],
 ) -> Mesh:
     """Make every group of the run; collective over the default group, so all ranks call it in the same way.
 
@@ -315,30 +318,32 @@ def build_mesh(
     itself). shared_memory: whether, on CPU, ranks of a stage that are all on one machine exchange data
     through it (None: yes, unless the environment says otherwise). Raises ValueError if the world cannot be split so.
     """
-    memory = device.type == "cpu" and (override("shared_memory", True) if shared_memory is None else shared_memory)
+    use_shared_memory = device.type == "cpu" and (
+        env_override("shared_memory", True) if shared_memory is None else shared_memory
+    )
     if later_timeout is not None and compares_collectives():
         timeout = later_timeout
-    groups = _Groups(world_axis(), timeout, memory)
-    mesh = _lay(groups, **sizes)
+    groups = _GroupBuilder(world_axis(), timeout, use_shared_memory)
+    mesh = _build_axes(groups, **sizes)
     if timeout is not None:
         mesh.set_timeout(timeout)
-    return replace(mesh, device=device, not_shared=groups.worst_error() if memory else "")
+    return replace(mesh, device=device, not_shared=groups.worst_error() if use_shared_memory else "")
 
 
-def plan_mesh(world: int, rank: int, **sizes: Unpack[Sizes]) -> Mesh:
+def abstract_mesh(world: int, rank: int, **sizes: Unpack[MeshSizes]) -> Mesh:
     """The mesh of rank `rank` of `world`, without groups."""
-    return _lay(_Groups(Axis("world", world, rank, PLANNED, tuple(range(world)))), **sizes)
+    return _build_axes(_GroupBuilder(Axis("world", world, rank, ABSTRACT, tuple(range(world)))), **sizes)
 
 
-class _Groups:
+class _GroupBuilder:
     """Makes axes out of grids of ranks, and each group once. If `world` is planned, all axes are."""
 
-    def __init__(self, world: Axis, timeout: datetime.timedelta | None = None, memory: bool = False):
-        self.clock, self.timeout, self.memory = Clock(), timeout, memory
+    def __init__(self, world: Axis, timeout: datetime.timedelta | None = None, use_shared_memory: bool = False):
+        self.clock, self.timeout, self.memory = PhaseTimer(), timeout, use_shared_memory
         self.world = self.start = replace(world, clock=self.clock)
-        if compares_collectives() and world.size > 1 and world.transport != PLANNED:
-            self.start = replace(self.start, name="start", calls=Calls())
-            self.world = replace(self.world, transport=self._new_group(world.ranks, "world"))
+        if compares_collectives() and world.size > 1 and world.backend != ABSTRACT:
+            self.start = replace(self.start, name="start", comm_log=CommLog())
+            self.world = replace(self.world, backend=self._new_group(world.ranks, "world"))
         self.axes: dict[tuple[tuple[int, ...], ...], Axis] = {}
         self.not_shared: list[int] = []  # why groups of this rank share no memory
 
@@ -349,70 +354,73 @@ class _Groups:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.world.group)
         return os.strerror(int(worst)) if worst else ""
 
-    def along(self, name: str, grid: Tensor, dim: int, *, planned: bool = False, own: bool = False) -> Axis:
-        """The axis along `dim` of `grid`; of size 1 for a rank that is not in the grid. `own`: with a group of its own,
-        so that its work does not queue behind other work. `planned`: without a group, unless another axis has made it.
+    def axis_along(self, name: str, grid: Tensor, dim: int, *, abstract: bool = False, own_group: bool = False) -> Axis:
+        """The axis along `dim` of `grid`; of size 1 for a rank that is not in the grid. `own_group`: with a group of
+        its own, so that its work does not queue behind other work. `abstract`: without a group, unless another axis has
+        made it.
         All ranks ask for the same axes in the same order."""
         size, rank = grid.shape[dim], self.world.rank
         alone = Axis(name, ranks=(rank,), clock=self.clock)
         if size == 1:
             return alone
         lines = grid.movedim(dim, -1).reshape(-1, size)
-        places = [(tuple(lines[i].tolist()), int(j)) for i, j in (lines == rank).nonzero()]
-        axis = Axis(name, size, places[0][1], PLANNED, places[0][0], self.clock) if places else alone
-        if self.world.transport == PLANNED:
+        coordinates = [(tuple(lines[i].tolist()), int(j)) for i, j in (lines == rank).nonzero()]
+        axis = Axis(name, size, coordinates[0][1], ABSTRACT, coordinates[0][0], self.clock) if coordinates else alone
+        if self.world.backend == ABSTRACT:
             return axis
         rank_sets = tuple(sorted(map(tuple, lines.tolist())))
-        if rank_sets in self.axes and not own:
+        if rank_sets in self.axes and not own_group:
             return self.axes[rank_sets]
-        if planned:
+        if abstract:
             return axis
         group: Any = self.world.group
-        if len(rank_sets) > 1 or own:  # all ranks take part in the making of each
+        if len(rank_sets) > 1 or own_group:  # all ranks take part in the making of each
             groups = [self._new_group(ranks, name) for ranks in rank_sets]
             group = next((made for made, ranks in zip(groups, rank_sets, strict=True) if rank in ranks), None)
-        if not places:
+        if not coordinates:
             return axis
-        if self.memory and not own and name not in ("pp", "stage"):  # collective over the axis
+        if self.memory and not own_group and name not in ("pp", "dp_cp_tp"):  # collective over the axis
             try:
-                group = SharedMemory.open(group, axis.rank, size)
+                group = SharedMemoryBackend.open(group, axis.rank, size)
             except NotShared as error:  # on all ranks of the axis, which exchange through its group
                 self.not_shared.append(error.errno or 0)
-        axis = replace(axis, transport=group)
-        return axis if own else self.axes.setdefault(rank_sets, axis)
+        axis = replace(axis, backend=group)
+        return axis if own_group else self.axes.setdefault(rank_sets, axis)
 
     def _new_group(self, ranks: Sequence[int], name: str) -> Any:
         return dist.new_group(list(ranks), timeout=self.timeout, group_desc=name)
 
 
-def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:
+def _build_axes(groups: _GroupBuilder, **sizes: Unpack[MeshSizes]) -> Mesh:
     """Make all axes, in the same order on all ranks."""
-    if unknown := sizes.keys() - Sizes.__optional_keys__:
+    if unknown := sizes.keys() - MeshSizes.__optional_keys__:
         raise TypeError(f"a mesh has no {', '.join(sorted(unknown))}")
     tp, pp, cp, ep, etp = (sizes.get(name) or 1 for name in ("tp", "pp", "cp", "ep", "etp"))
     world = groups.world.size
     if world % (tp * pp * cp):
         raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
     grid = rank_grid(world, tp, pp, cp, dp_outermost=sizes.get("dp_outermost", False))
-    stage = grid.flatten(1)
-    if stage.shape[1] % (ep * etp):
-        raise ValueError(f"ep {ep} x etp {etp} does not divide the {stage.shape[1]} ranks of a stage")
-    axes: dict[str, Any] = {name: groups.along(name, grid, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))}
+    dp_cp_tp = grid.flatten(1)
+    if dp_cp_tp.shape[1] % (ep * etp):
+        raise ValueError(f"ep {ep} x etp {etp} does not divide the {dp_cp_tp.shape[1]} ranks of a stage")
+    axes: dict[str, Any] = {
+        name: groups.axis_along(name, grid, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))
+    }
 
-    def add_data_axes(copies: Tensor, names: tuple[str, str, str], **planned: bool) -> None:
-        parts = sizes.get("instances", 1) or copies.shape[1]
+    def add_data_axes(copies: Tensor, names: tuple[str, str, str], **abstract: bool) -> None:
+        parts = sizes.get("num_optimizer_instances", 1) or copies.shape[1]
         if copies.shape[1] % parts:
             raise ValueError(f"{parts} instances of the optimizer do not divide {names[0]} {copies.shape[1]}")
         split = copies.unflatten(1, (parts, -1))
         for name, ranks, dim in zip(names, (copies, split, split), (1, 1, 2), strict=True):
-            axes[name] = groups.along(name, ranks, dim, **planned)
+            axes[name] = groups.axis_along(name, ranks, dim, **abstract)
 
-    experts, planned = stage.unflatten(1, (-1, ep, etp)), sizes.get("ep") is None
-    add_data_axes(grid.flatten(1, 2), ("data", "replica", "shard"))
-    add_data_axes(experts, ("edp", "expert_replica", "expert_shard"), planned=planned)
-    axes |= {name: groups.along(name, experts, dim, planned=planned) for dim, name in ((2, "ep"), (3, "etp"))}
-    axes["experts"] = groups.along("experts", experts.flatten(2), 2, planned=planned)
-    axes["stage"] = groups.along("stage", stage, 1, planned=not sizes.get("stage"))
-    axes["pp_back"] = groups.along("pp_back", grid, 0, own=True)
-    axes["ends"] = groups.along("ends", grid[[0, -1]] if pp > 1 else grid, 0, own=True)
+    ep_etp, planned = dp_cp_tp.unflatten(1, (-1, ep, etp)), sizes.get("ep") is None
+    add_data_axes(grid.flatten(1, 2), ("dp_cp", "dp_replicate", "dp_shard"))
+    add_data_axes(ep_etp, ("edp", "edp_replicate", "edp_shard"), abstract=planned)
+    axes |= {name: groups.axis_along(name, ep_etp, dim, abstract=planned) for dim, name in ((2, "ep"), (3, "etp"))}
+    axes["ep_etp"] = groups.axis_along("ep_etp", ep_etp.flatten(2), 2, abstract=planned)
+    axes["dp_cp_tp"] = groups.axis_along("dp_cp_tp", dp_cp_tp, 1, abstract=not sizes.get("dp_cp_tp"))
+    axes["pp_grad"] = groups.axis_along("pp_grad", grid, 0, own_group=True)
+    axes["tied_embedding"] = groups.axis_along("tied_embedding", grid[[0, -1]] if pp > 1 else grid, 0, own_group=True)
     return Mesh(**axes, world=groups.world, start=groups.start, clock=groups.clock)

@@ -18,10 +18,10 @@ from torch import Tensor
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Constant, ParamSpec
 
-WORTH_THREADS = 1 << 20  # elements
+MIN_PARALLEL_NUMEL = 1 << 20  # elements
 
 
-def _meets(span: range, shape: tuple[int, ...], dim: int) -> tuple[int, int]:
+def _overlapping_indices(span: range, shape: tuple[int, ...], dim: int) -> tuple[int, int]:
     """The indices along `dim` that elements `span` of the flattened `shape` have: first, and one beyond the last; all
     of them where the span runs through several rows of an earlier dim."""
     inner = math.prod(shape[dim + 1 :])
@@ -39,10 +39,10 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, span: ra
     these elements of the flattened tensor: only blocks that meet them are drawn."""
     if isinstance(spec.init, Constant):
         return tensor.fill_(spec.init.value)
-    box, dim, size = spec.box(mesh.sizes, mesh.position), spec.block_dim, spec.block
+    box, dim, size = spec.box(mesh.sizes, mesh.coordinates), spec.init_dim, spec.init_block
     start, stop, std = box.start[dim], box.stop[dim], spec.init.std
     if span is not None:
-        first, last = _meets(span, box.shape, dim)
+        first, last = _overlapping_indices(span, box.shape, dim)
         start, stop = start + first, start + last
         tensor = tensor.narrow(dim, first, last - first)
     rows = tensor.movedim(dim, 0)
@@ -60,7 +60,7 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, span: ra
         rows[a - start : b - start].copy_(values[(slice(a - first, b - first), *share)])
 
     blocks = range(start // size, (stop - 1) // size + 1) if stop > start else range(0)
-    threads = min(len(blocks), torch.get_num_threads()) if tensor.numel() >= WORTH_THREADS else 1
+    threads = min(len(blocks), torch.get_num_threads()) if tensor.numel() >= MIN_PARALLEL_NUMEL else 1
     if threads == 1:
         for block in blocks:
             fill(block)

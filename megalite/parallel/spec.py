@@ -27,9 +27,12 @@ class Constant:
 Init = Normal | Constant
 
 # home -> the axis over which gradients are summed, and the axes that split or copy the parameter
-HOMES: Mapping[str, tuple[str, tuple[str, ...]]] = {"dense": ("data", ("tp",)), "expert": ("edp", ("ep", "etp"))}
+MESH_VIEWS: Mapping[str, tuple[str, tuple[str, ...]]] = {"dense": ("dp_cp", ("tp",)), "expert": ("edp", ("ep", "etp"))}
 # home -> ranks that share out what is kept of it, and ranks that keep the same
-OWNERS: Mapping[str, tuple[str, str]] = {"dense": ("shard", "replica"), "expert": ("expert_shard", "expert_replica")}
+SHARD_AXES: Mapping[str, tuple[str, str]] = {
+    "dense": ("dp_shard", "dp_replicate"),
+    "expert": ("edp_shard", "edp_replicate"),
+}
 
 
 class Box(NamedTuple):
@@ -76,19 +79,19 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     shards: tuple[tuple[int, str], ...] = ()
-    home: Literal["dense", "expert"] = "dense"
-    partial: tuple[str, ...] = ()
+    mesh_view: Literal["dense", "expert"] = "dense"
+    partial_grad_axes: tuple[str, ...] = ()
     init: Init = field(default_factory=lambda: Normal(0.02))
-    decay: bool = True
-    vocabulary: bool = False
-    looked_up: bool = False
+    weight_decay: bool = True
+    is_vocab: bool = False
+    is_lookup: bool = False
     tied: bool = False
     stacked: bool = False
     batch_dims: int | None = None
-    block: int = 128
-    rows: int | None = None
-    trained: bool = True
-    offset: float = 0.0
+    init_block: int = 128
+    vocab_rows: int | None = None
+    is_parameter: bool = True
+    stored_offset: float = 0.0
 
     @property
     def is_2d(self) -> bool:
@@ -96,7 +99,7 @@ class ParamSpec:
         return len(self.shape) - self.stacked > 1
 
     @property
-    def block_dim(self) -> int:
+    def init_dim(self) -> int:
         """The dim along which initial values are drawn in blocks: the sharded dim, or the dim of the rows."""
         return self.shards[0][0] if self.shards else int(self.stacked)
 
@@ -108,17 +111,17 @@ class ParamSpec:
     @property
     def is_matrix(self) -> bool:
         """Whether its last two dims are a matrix of a product, and all before count such: no embeddings or head."""
-        return self.is_2d and not (self.vocabulary or self.looked_up)
+        return self.is_2d and not (self.is_vocab or self.is_lookup)
 
     @property
     def stored_name(self) -> str:
         """Its name in a checkpoint."""
-        return f"{'model' if self.trained else 'state'}/{self.name}"
+        return f"{'model' if self.is_parameter else 'state'}/{self.name}"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape in a checkpoint, without padding: the same under every layout."""
-        return self.shape if self.rows is None else (self.rows, *self.shape[1:])
+        return self.shape if self.vocab_rows is None else (self.vocab_rows, *self.shape[1:])
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape on one rank; `sizes` maps axis names to their sizes (absent: 1)."""
@@ -139,26 +142,28 @@ class ParamSpec:
     def stored_box(self, sizes: Mapping[str, int], ranks: Mapping[str, int]) -> Box:
         """`box` without rows of padding, which come last: a prefix of the flattened `box`, empty if all are padding."""
         box = self.box(sizes, ranks)
-        if self.rows is None:
+        if self.vocab_rows is None:
             return box
-        return Box((min(box.start[0], self.rows), *box.start[1:]), (min(box.stop[0], self.rows), *box.stop[1:]))
+        return Box(
+            (min(box.start[0], self.vocab_rows), *box.start[1:]), (min(box.stop[0], self.vocab_rows), *box.stop[1:])
+        )
 
     @property
-    def copied_over(self) -> tuple[str, ...]:
+    def replicated_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold the same elements, apart from the data axis."""
         split = {axis for _, axis in self.shards}
-        return tuple(a for a in HOMES[self.home][1] if a not in split) + (("ends",) if self.tied else ())
+        return tuple(a for a in MESH_VIEWS[self.mesh_view][1] if a not in split) + (("tied_embedding",) if self.tied else ())
 
-    def replicas(self, sizes: Mapping[str, int]) -> int:
+    def num_replicas(self, sizes: Mapping[str, int]) -> int:
         """How many ranks hold each element, apart from the data axis: its squared gradient counts 1/replicas."""
-        return math.prod(sizes.get(axis, 1) for axis in self.copied_over)
+        return math.prod(sizes.get(axis, 1) for axis in self.replicated_axes)
 
-    def first_copy(self, ranks: Mapping[str, int]) -> bool:
+    def is_first_replica(self, ranks: Mapping[str, int]) -> bool:
         """Whether the rank at position `ranks` holds the first of the replicas."""
-        return not any(ranks.get(axis, 0) for axis in self.copied_over)
+        return not any(ranks.get(axis, 0) for axis in self.replicated_axes)
 
 
-class Piece(NamedTuple):
+class TensorShard(NamedTuple):
     """The part of one named value that one rank holds: a contiguous range of the flattened (row-major) `box`.
 
     `span` counts elements inside the flattened box: range(0, box.numel) is the whole box; a ZeRO shard is a
@@ -171,10 +176,12 @@ class Piece(NamedTuple):
     box: Box
     span: range
     data: Any
-    mine: bool = True
+    is_owner: bool = True
 
 
-def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _row_major_corners(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(lower, upper) corners, in row-major order, of the flattened range [start, stop) of a box at the origin."""
     if start >= stop:
         return
@@ -185,13 +192,13 @@ def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
     row = start // inner
     if start % inner or stop - start < inner:  # a part of one row
         end = min(stop, (row + 1) * inner)
-        for low, high in _split(shape[1:], start - row * inner, end - row * inner):
+        for low, high in _row_major_corners(shape[1:], start - row * inner, end - row * inner):
             yield (row, *low), (row + 1, *high)
-        yield from _split(shape, end, stop)
+        yield from _row_major_corners(shape, end, stop)
         return
     last = stop // inner
     yield (row, *(0,) * (len(shape) - 1)), (last, *shape[1:])
-    yield from _split(shape, last * inner, stop)
+    yield from _row_major_corners(shape, last * inner, stop)
 
 
 def rectangles(box: Box, span: range) -> list[tuple[Box, range]]:
@@ -203,7 +210,7 @@ def rectangles(box: Box, span: range) -> list[tuple[Box, range]]:
         # # . . .
     """
     result, done = [], 0
-    for corners in _split(box.shape, span.start, span.stop):
+    for corners in _row_major_corners(box.shape, span.start, span.stop):
         part = Box(*(tuple(b + x for b, x in zip(box.start, corner, strict=True)) for corner in corners))
         result.append((part, range(done, done + part.numel)))
         done += part.numel
@@ -217,14 +224,14 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(start, stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
 
 
-def inside(part: Box, whole: Box) -> tuple[slice, ...]:
+def slices_within(part: Box, whole: Box) -> tuple[slice, ...]:
     """Slices that pick `part` out of a tensor that holds `whole`."""
     return tuple(slice(p - w, q - w) for p, q, w in zip(part.start, part.stop, whole.start, strict=True))
 
 
-def offset_in(box: Box, corner: tuple[int, ...]) -> int:
+def flat_offset(box: Box, corner: tuple[int, ...]) -> int:
     """Where the element `corner` of the whole tensor is in the flattened box."""
-    offset = 0
+    stored_offset = 0
     for at, start, n in zip(corner, box.start, box.shape, strict=True):
-        offset = offset * n + at - start
-    return offset
+        stored_offset = stored_offset * n + at - start
+    return stored_offset

@@ -14,14 +14,14 @@ import torch
 
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
-Mark = torch.cuda.Event | float
+Timestamp = torch.cuda.Event | float
 
 
 def new_stream(device: torch.device) -> Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # pyright: ignore[reportArgumentType]
 
 
-def reached(device: torch.device, timed: bool = False) -> Event | None:
+def record_event(device: torch.device, timed: bool = False) -> Event | None:
     """An event that follows all work that the current stream has so far. `timed`: with a time stamp."""
     if device.type != "cuda":
         return None
@@ -30,12 +30,12 @@ def reached(device: torch.device, timed: bool = False) -> Event | None:
     return event
 
 
-def mark(device: torch.device) -> Mark:
+def record_timestamp(device: torch.device) -> Timestamp:
     """A time stamp in the current stream; on a CPU the time in seconds."""
-    return reached(device, timed=True) or time.perf_counter()
+    return record_event(device, timed=True) or time.perf_counter()
 
 
-def seconds_between(begin: Mark, end: Mark) -> float | None:
+def elapsed_seconds(begin: Timestamp, end: Timestamp) -> float | None:
     """Seconds between two marks of one device; None while the card has not reached the second."""
     if isinstance(begin, float) and isinstance(end, float):
         return end - begin
@@ -43,7 +43,7 @@ def seconds_between(begin: Mark, end: Mark) -> float | None:
     return begin.elapsed_time(end) / 1000 if end.query() else None
 
 
-def wait_for(event: Event | None) -> None:
+def wait_event(event: Event | None) -> None:
     """Order later work of the current stream after `event`; the host does not wait."""
     if event is not None:
         event.wait()
@@ -69,13 +69,13 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def beside(stream: Stream | None, after: Event | None) -> Iterator[None]:
+def on_side_stream(stream: Stream | None, after: Event | None) -> Iterator[None]:
     """Send the work inside to `stream`, after the event `after`. Others wait for it by an event `reached` inside."""
     if stream is None:
         yield
         return
     with torch.cuda.stream(stream):
-        wait_for(after)
+        wait_event(after)
         yield
 
 
@@ -92,7 +92,7 @@ class CudaGraph:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
         self.replay = self._graph.replay
 
-    def record(self, work: Callable[[], None]) -> None:
+    def capture(self, work: Callable[[], None]) -> None:
         """Note what `work` would do, without doing it; `replay` does it, on what the same tensors hold now."""
         stream = torch.cuda.current_stream()
         # thread_local: the loader's thread may pin memory at the same time
@@ -100,7 +100,7 @@ class CudaGraph:
             work()
 
 
-def cuda_graphs() -> Callable[[], CudaGraph]:
+def cuda_graph_factory() -> Callable[[], CudaGraph]:
     """A factory of graphs that share their memory, because they are replayed one after the other."""
     pool = torch.cuda.graph_pool_handle()
     return lambda: CudaGraph(pool)

@@ -16,9 +16,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megalite.pipeline.schedule import EQUAL, Action, Cost, Op, Placement
+from megalite.pipeline.schedule import EQUAL_COSTS, Action, ActionCosts, Op, StagePlacement
 
-WORK = (Op.F, Op.B, Op.W)
+COMPUTE_OPS = (Op.F, Op.B, Op.W)
 SENDS = {Op.SEND_F: (Op.F, 1), Op.SEND_B: (Op.B, -1)}  # whose input it is, how many stages on
 
 
@@ -35,7 +35,7 @@ class Simulation:
 
     starts: Sequence[float]
     ends: Mapping[Action, float]
-    place: Placement
+    place: StagePlacement
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -55,10 +55,10 @@ class Simulation:
 
 def simulate(
     rows: Sequence[Sequence[Action]],
-    costs: Sequence[Cost] | None = None,
+    costs: Sequence[ActionCosts] | None = None,
     *,
     delay: Callable[[int, int], float] = lambda source, target: 0.0,
-    begin: Mapping[int, float] = MappingProxyType({}),
+    earliest_start: Mapping[int, float] = MappingProxyType({}),
 ) -> Simulation:
     """Each action as soon as its rank is free and its input has arrived.
 
@@ -70,41 +70,43 @@ def simulate(
     """
     delay = functools.cache(delay)
     clock, position = [0.0] * len(rows), [0] * len(rows)
-    free = {op: [0.0] * len(rows) for op in SENDS}  # when the last message of a rank's in one direction is through
+    channel_free_at = {
+        op: [0.0] * len(rows) for op in SENDS
+    }  # when the last message of a rank's in one direction is through
     ops, stages, microbatches = (set(field) for field in zip(*itertools.chain.from_iterable(rows), strict=True))
     last, split = max(stages), Op.W in ops
-    place = Placement(len(rows), -(-(last + 1) // len(rows)))
-    takes = [{Op.F: f, Op.B: b if split else b + w, Op.W: w} for f, b, w in costs or [EQUAL] * (last + 1)]
+    place = StagePlacement(len(rows), -(-(last + 1) // len(rows)))
+    durations = [{Op.F: f, Op.B: b if split else b + w, Op.W: w} for f, b, w in costs or [EQUAL_COSTS] * (last + 1)]
     # when the hidden states that F needs, and the gradients that B needs, have come; a row more at each end, for what
     # leaves the pipeline, and there the first F and the last B wait for nobody
-    come: dict[Op, list[list[float | None]]]
-    come = {op: [[None] * (1 + max(microbatches)) for _ in range(last + 3)] for op in (Op.F, Op.B)}
-    come[Op.F][0] = come[Op.B][last] = [0.0] * (1 + max(microbatches))
-    earliest = [begin.get(stage, 0.0) for stage in range(last + 1)]
+    arrivals: dict[Op, list[list[float | None]]]
+    arrivals = {op: [[None] * (1 + max(microbatches)) for _ in range(last + 3)] for op in (Op.F, Op.B)}
+    arrivals[Op.F][0] = arrivals[Op.B][last] = [0.0] * (1 + max(microbatches))
+    earliest = [earliest_start.get(stage, 0.0) for stage in range(last + 1)]
     starts: list[float] = []
     ends: dict[Action, float] = {}
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, row in enumerate(rows):
             while position[rank] < len(row):
                 op, stage, m = action = row[position[rank]]
-                if op in WORK:
+                if op in COMPUTE_OPS:
                     if op is not Op.F and (Op.F if op is Op.B else Op.B, stage, m) not in ends:
                         break
-                    if (at := 0.0 if op is Op.W else come[op][stage][m]) is None:
+                    if (at := 0.0 if op is Op.W else arrivals[op][stage][m]) is None:
                         break
                     start = max(clock[rank], at, earliest[stage])
-                    clock[rank] = ends[action] = start + takes[stage][op]
+                    clock[rank] = ends[action] = start + durations[stage][op]
                     starts.append(start)
                     if place.pp == 1 and op is not Op.W:  # without a message
-                        come[op][stage + (1 if op is Op.F else -1)][m] = clock[rank]
+                        arrivals[op][stage + (1 if op is Op.F else -1)][m] = clock[rank]
                 elif op in SENDS:
-                    what, way = SENDS[op]
-                    sent = max(clock[rank], free[op][rank]) + delay(rank, place.rank(stage + way))
-                    come[what][stage + way][m] = free[op][rank] = sent
+                    input_op, step = SENDS[op]
+                    sent = max(clock[rank], channel_free_at[op][rank]) + delay(rank, place.rank(stage + step))
+                    arrivals[input_op][stage + step][m] = channel_free_at[op][rank] = sent
                 position[rank] += 1
-                moved = True
+                progressed = True
     stuck = [str(row[p]) for row, p in zip(rows, position, strict=True) if p < len(row)]
     if stuck:
         raise ValueError(f"never runs: {', '.join(stuck)}")

@@ -16,10 +16,10 @@ from unittest import mock
 
 from card.simulator import nccl, streams
 from card.simulator.trace import Comm
-from megalite.checkpoint.run import background_save
+from megalite.checkpoint.manager import async_save as background_save
 from megalite.nn import activation_offload
-from megalite.optim import host_store
-from megalite.optim.param_gather import ParamGather
+from megalite.optim import optimizer_offload as host_store
+from megalite.optim.param_gather import ParamGatherer
 from megalite.parallel import comm
 from megalite.parallel import streams as order
 
@@ -75,8 +75,8 @@ def _of_pending(pending: comm.Pending, *_: Any) -> list[Comm]:
     return [] if pending._work is None else _of_work(pending._work)
 
 
-def _of_gather(gather: ParamGather, *_: Any) -> list[Comm]:
-    return [fact for pending in gather._gathering.values() for fact in _of_pending(pending)]
+def _of_gather(gather: ParamGatherer, *_: Any) -> list[Comm]:
+    return [fact for pending in gather._in_flight.values() for fact in _of_pending(pending)]
 
 
 def _nothing(*_: Any) -> list[Comm]:
@@ -87,7 +87,7 @@ def _nothing(*_: Any) -> list[Comm]:
 WAITING: tuple[tuple[Any, str, Callable[..., list[Comm]], Callable[..., Any]], ...] = (
     (nccl.SimulatedWork, "wait", _of_work, lambda *_: True),
     (comm.Pending, "wait", _of_pending, lambda pending: pending._result),
-    (ParamGather, "wait", _of_gather, _nothing),
+    (ParamGatherer, "wait", _of_gather, _nothing),
     (streams.Stream, "wait_stream", _nothing, _nothing),
     (streams.Event, "wait", _nothing, _nothing),
     (streams.Event, "synchronize", _nothing, _nothing),

@@ -20,12 +20,12 @@ from train_cases import config_from, pretrain, run_from
 from card.simulator import nccl
 from card.simulator.device import Card, simulated
 from card.simulator.trace import Fact
-from megalite.generate.generation import Sampling, continue_texts, load_model
-from megalite.launch.ranks import Ranks
+from megalite.generate.generation import Sampling, generate_tokens, load_model
+from megalite.launch.rank_info import RankInfo
 from megalite.parallel.mesh import build_mesh
-from megalite.train.life import run as train_run
-from megalite.train.step import train_step
-from megalite.train.tell.run_dir import Exit
+from megalite.training.job import job as train_run
+from megalite.training.logging.run_dir import ExitCode
+from megalite.training.train_step import train_step
 
 TORCH = "--kernels torch --attention-kernel torch"
 EVERYTHING = """--eval-iters 1 --eval-interval 1 --save-interval 1 --save-interval-mins 0.0001 --log-params-norm
@@ -79,21 +79,21 @@ def steps(here: torch.device, flags: str, count: int = 2) -> None:
     run = run_from(f"{COMMON} {flags} {TORCH}", device=here)
     for _ in range(count):
         train_step(run)
-    run.buffer.wait_gather()
+    run.buffer.wait_param_sync()
     run.close()
 
 
 def everything(here: torch.device, flags: str, folder: str) -> None:
     """Two runs: one that stops after a step, one that goes on from what it saved; then text from the last checkpoint."""
     words = f"{COMMON} {flags} {EVERYTHING} {TORCH} --device {here.type} --save {folder}".split()
-    for last, ends in (("--exit-interval 1", Exit.REQUEUE), (f"--load {folder}", Exit.DONE)):
+    for last, ends in (("--exit-interval 1", ExitCode.REQUEUE), (f"--load {folder}", ExitCode.DONE)):
         with mock.patch.object(train_run, "process_group", lambda *_, **__: contextlib.nullcontext(here)):
             rank, world = dist.get_rank(), dist.get_world_size()
             config = config_from([*words, "--train-iters", "2", *last.split()])
-            assert pretrain(config, Ranks(rank, world, rank, world)) == ends
+            assert pretrain(config, RankInfo(rank, world, rank, world)) == ends
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     mesh = build_mesh(tp=tp, pp=pp, device=here, timeout=datetime.timedelta(seconds=60))
-    continue_texts(load_model(Path(folder), mesh), PROMPTS, 4, Sampling())
+    generate_tokens(load_model(Path(folder), mesh), PROMPTS, 4, Sampling())
 
 
 @contextlib.contextmanager

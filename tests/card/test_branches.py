@@ -27,8 +27,8 @@ from card.simulator.device import Card, simulated
 from card.simulator.graphs import CUDAGraph
 from card.test_trainer import LLAMA as UNGROUPED
 from examples import quickstart
-from megalite.config.validation import check
-from megalite.launch.ranks import LaunchError, Ranks, process_group
+from megalite.config.validation import find_problems
+from megalite.launch.rank_info import LaunchError, RankInfo, process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 # the parts of the report on a card: processes of their own, which its rehearsal starts (test_gpu_report_rehearsal.py)
@@ -45,7 +45,7 @@ def run(flags: str, folder: Path) -> str:
     config = config_from([*SMALL, *f"{ON_CARD} {flags} --run-dir {folder}".split()])
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        assert pretrain(config, Ranks(RANK, 1, INDEX, INDEX + 1)) == 0, said.getvalue()
+        assert pretrain(config, RankInfo(RANK, 1, INDEX, INDEX + 1)) == 0, said.getvalue()
     return said.getvalue()
 
 
@@ -60,7 +60,10 @@ def everything_on(card: Card, folder: Path) -> None:
     flags += f" --profile --profile-step-start 0 --profile-step-end 2 --tensorboard-dir {folder}/board"
     flags += f" --log-memory-to-tensorboard --record-memory-history --memory-snapshot-path {folder}/history.pickle"
     empty = mock.patch.object(torch.cuda, "empty_cache", wraps=torch.cuda.empty_cache)
-    with mock.patch("megalite.train.tell.metrics.Reporter.step", autospec=True) as point, empty as given_back:
+    with (
+        mock.patch("megalite.training.logging.metrics_logger.Reporter.step", autospec=True) as point,
+        empty as given_back,
+    ):
         said = run(flags, folder)
     line = r"\[Rank 0\] \(after \d iterations\) memory \(MB\) \| allocated: ([0-9.]+) \| max allocated: ([0-9.]+) \| "
     line += r"reserved: ([0-9.]+) \| max reserved: ([0-9.]+) \| total device memory used: ([0-9.]+)"
@@ -110,9 +113,9 @@ def graphs(card: Card, folder: Path) -> None:
 
 def no_memory_for_a_copy(card: Card, folder: Path) -> None:
     """The background save writes the state itself, through the small pinned buffer."""
-    from megalite.checkpoint.run.background_save import HostCopy
+    from megalite.checkpoint.manager.async_save import HostStager
 
-    with mock.patch.object(HostCopy, "_parts", side_effect=RuntimeError("cudaHostAlloc: out of memory\nmore")):
+    with mock.patch.object(HostStager, "_parts", side_effect=RuntimeError("cudaHostAlloc: out of memory\nmore")):
         said = run(f"--train-iters 2 --save {folder} --save-interval 1", folder)
     assert "rank 0 has no memory for a copy of what it saves (cudaHostAlloc: out of memory): the state" in said
     assert said.count("committed iter_") == 2
@@ -120,7 +123,7 @@ def no_memory_for_a_copy(card: Card, folder: Path) -> None:
 
 def two_ranks(card: Card, folder: Path) -> None:
     """Weights gathered, gradients reduced."""
-    from megalite.train.step import train_step
+    from megalite.training.train_step import train_step
 
     run = run_from([*SMALL, *f"{ON_CARD} --train-iters 2 --ddp-bucket-size 2000".split()], device=card.device)
     for _ in range(2):
@@ -130,23 +133,23 @@ def two_ranks(card: Card, folder: Path) -> None:
 def who_computes(card: Card, folder: Path) -> None:
     """Choices by card, and by what is installed."""
     from megalite.kernels import attention, dispatch
-    from megalite.models import compiled
+    from megalite.models import torch_compile as compiled
     from megalite.optim.adamw import ApexAdamW
 
-    dispatch.choose("auto", "auto")
-    assert dispatch.processors(card.device) == 132 and dispatch.generation(card.device) == 9
+    dispatch.set_kernel_options("auto", "auto")
+    assert dispatch.num_sms(card.device) == 132 and dispatch.sm_major(card.device) == 9
     assert not ApexAdamW.available()
     (folder / "amp_C.py").write_text("")
     with mock.patch.object(sys, "path", [str(folder), *sys.path]):
         assert ApexAdamW.available()
-    attention.describe_attention("cuda")
+    attention.describe_backend("cuda")
     x = torch.zeros(4, 1, 2, 8, dtype=torch.bfloat16, device=card.device)
     ways = {(8, 0): "flash", (9, 0): "cudnn", (10, 0): "cudnn"}
 
     def chosen() -> Iterator[str]:
         for capability in ways:
             cuda.machine().capability = capability
-            yield attention.backend(x, x, masked=False)
+            yield attention.select_backend(x, x, has_documents=False)
 
     assert [*chosen()] == [*ways.values()]
     dispatch.runs_triton.cache_clear()
@@ -154,14 +157,14 @@ def who_computes(card: Card, folder: Path) -> None:
     with absent[0], absent[1]:
         assert [*chosen()] == [*ways.values()]
         assert dispatch.describe_kernels("cuda") == "torch (triton is not installed)"
-        with pytest.raises(compiled.MissingPackage, match="pip install triton"):
+        with pytest.raises(compiled.MissingPackageError, match="pip install triton"):
             compiled.check_compile("cuda")
     dispatch.runs_triton.cache_clear()
 
 
 def refused(card: Card, folder: Path) -> None:
     """What a start says where something is missing; more of it in test_start.py."""
-    from megalite.train.life.preflight import SetupError, choose_device
+    from megalite.training.job.preflight import SetupError, choose_device
     from tools.bench import kernels
 
     told = {
@@ -171,7 +174,7 @@ def refused(card: Card, folder: Path) -> None:
     how = dict(device="cuda", startup_timeout=datetime.timedelta(seconds=1))
     for rank, text in told.items():
         with pytest.raises(LaunchError, match=f"^{text}"):
-            with process_group(Ranks(1, 4, rank, 4, f"file://{folder}/meet"), **how):  # type: ignore[arg-type]
+            with process_group(RankInfo(1, 4, rank, 4, f"file://{folder}/meet"), **how):  # type: ignore[arg-type]
                 pass
     assert choose_device("auto") == "cuda"
     cuda.machine().cards = 0
@@ -198,7 +201,7 @@ def clock_and_probe(card: Card, folder: Path) -> None:
     assert (facts["device"], facts["memory"]) == (NAME, 80 << 30)
 
 
-def _of_rank(program: Any, folder: Path, *ranks: Ranks, contender: str = "megalite") -> dict[str, Any]:
+def _of_rank(program: Any, folder: Path, *ranks: RankInfo, contender: str = "megalite") -> dict[str, Any]:
     """What one rank of tools/benchmark.py leaves."""
     task = {"flags": FLAGS, "warmup": 1, "steps": 2, "folder": str(folder), "contender": contender, "nproc": 1}
     assert not program(*ranks, task)
@@ -226,7 +229,7 @@ class Profiler:
         Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
-def _group_of(card: Card, where: str = "megalite.launch.ranks") -> Any:
+def _group_of(card: Card, where: str = "megalite.launch.rank_info") -> Any:
     """The group is there already."""
     return mock.patch(f"{where}.process_group", lambda *a, **k: contextlib.nullcontext(card.device))
 
@@ -239,16 +242,16 @@ def timeline(card: Card, folder: Path) -> None:
 
     rank, kinds = dist.get_rank(), {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA}
     supported = mock.patch.object(profiler, "supported_activities", lambda: kinds)
-    with _group_of(card, "tools.bench.contender"), supported, mock.patch.object(profiler, "profile", Profiler):
-        made = _of_rank(benchmark_rank.megalite_rank, folder, Ranks(rank, 2, rank, 2))
+    with _group_of(card, "tools.bench.systems"), supported, mock.patch.object(profiler, "profile", Profiler):
+        made = _of_rank(benchmark_rank.megalite_rank, folder, RankInfo(rank, 2, rank, 2))
     assert rank or made["timeline"] == {"communication_s": 4.0, "hidden_s": 1.0}
 
 
 def peer(card: Card, folder: Path) -> None:
     """What tools/benchmark.py compares with."""
-    from tools.bench.peer import peer_rank
+    from tools.bench.hf_baseline import peer_rank
 
-    assert _of_rank(peer_rank, folder, Ranks(), contender="peer fp32")["memory"] > 100_000
+    assert _of_rank(peer_rank, folder, RankInfo(), contender="peer fp32")["memory"] > 100_000
 
 
 def layouts_of_the_quickstart(card: Card, folder: Path) -> None:
@@ -258,7 +261,7 @@ def layouts_of_the_quickstart(card: Card, folder: Path) -> None:
         machine.cards = cards
         file, flags, _ = quickstart.layout()
         assert (int(flags[1]) if flags else 1) == world
-        assert not check(config_from(["--config", str(ROOT / file), *flags]), world)
+        assert not find_problems(config_from(["--config", str(ROOT / file), *flags]), world)
 
 
 def cluster(card: Card, folder: Path) -> None:
@@ -268,7 +271,7 @@ def cluster(card: Card, folder: Path) -> None:
     words = ["--sizes", "4096", "--times", "1", "--slow", "0", "--json", str(folder / "found.json")]
     args = check_cluster.build_parser().parse_args(words)
     with _group_of(card, "tools.check_cluster"):
-        assert check_cluster.check(Ranks(dist.get_rank(), 2, dist.get_rank(), 2), args) == 0
+        assert check_cluster.check(RankInfo(dist.get_rank(), 2, dist.get_rank(), 2), args) == 0
     if dist.get_rank() == 0:
         kinds = {row["kind"] for row in json.loads((folder / "found.json").read_text())["rows"]}
         assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "message"}
@@ -276,15 +279,15 @@ def cluster(card: Card, folder: Path) -> None:
 
 def planned(card: Card, folder: Path) -> None:
     """The card as a plan measures it and as a run told of it; what a verification keeps, and a benchmark refuses there."""
-    from tools.bench.contender import read_config
-    from tools.checks.smaller import smaller
-    from tools.pictures.run import Run
+    from tools.bench.systems import read_config
     from tools.planning.calibrate import measure
     from tools.planning.compare import cluster_of
+    from tools.plots.run_data import Run
+    from tools.verification.shrink import smaller
 
     config = config_from(FLAGS)
     with _group_of(card):
-        measure(Ranks(), {"config": config, "vocab_size": 93, "seconds": 0.1, "folder": str(folder)})
+        measure(RankInfo(), {"config": config, "vocab_size": 93, "seconds": 0.1, "folder": str(folder)})
     measured = json.loads((folder / "rank00000.json").read_text())
     assert measured["kind"] == "h100" and "H100" in measured["device"]
     assert all(time > 0 for time in measured["blocks"]["layer"][:2])
@@ -298,13 +301,13 @@ def planned(card: Card, folder: Path) -> None:
 
 def levers(card: Card, folder: Path) -> None:
     """Each side of a lever is a step on the card, with its memory."""
-    from tools.bench import levers
+    from tools.bench import ablations as levers
     from tools.bench.gpu_report_goals import TABLE
 
     task = {"group": "mine", "flags": FLAGS, "folder": str(folder), "plan": {}, "seconds": 60, "tiny": True}
     row = {"name": "chunk", "card": "no card is here", "on": {"chunk_mib": 1}}
     with mock.patch.dict(TABLE["levers"], {"mine": [row]}):
-        assert levers.levers_rank(Ranks(), task) == 0
+        assert levers.levers_rank(RankInfo(), task) == 0
     (made,) = json.loads((folder / "levers.json").read_text())["rows"]
     assert made["status"] == "ok" and all(side["memory"] > 100_000 for side in made["sides"])
 

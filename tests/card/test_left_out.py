@@ -27,18 +27,18 @@ from card.simulator.device import Card
 from card.simulator.trace import Fact, HostAccess, Launch
 from card.test_trainer import COMMON as STEPS
 from card.test_trainer import LLAMA
-from megalite.checkpoint.run.background_save import HostCopy
-from megalite.checkpoint.run.saver import Saver
-from megalite.generate.generation import Generator, Sampling, continue_texts
-from megalite.launch.ranks import LaunchError
+from megalite.checkpoint.manager.async_save import HostStager
+from megalite.checkpoint.manager.saver import CheckpointSaver
+from megalite.generate.generation import Sampling, TextGenerator, generate_tokens
+from megalite.launch.rank_info import LaunchError
 from megalite.optim import param_gather
-from megalite.parallel.comm import gather_texts, start_all_gather_into
+from megalite.parallel.comm import all_gather_strings, start_all_gather_into
 from megalite.parallel.self_test import check_collectives
-from megalite.train.loop import evaluate
-from megalite.train.replicas import check_replicas
-from megalite.train.start.resume import save
-from megalite.train.state import BadResult, Run
-from megalite.train.step import train_step
+from megalite.training.checkpointing.resume import save
+from megalite.training.replica_check import check_replicas
+from megalite.training.state import InvalidResultError, Run
+from megalite.training.train_step import train_step
+from megalite.training.trainer import evaluate
 
 COMMON = f"""{STEPS} --global-batch-size 8 --train-iters 99 --hidden-dropout 0 --attention-dropout 0 --bf16
  --no-check-for-nan-in-loss-and-grad"""
@@ -46,7 +46,7 @@ TABLES = tomllib.loads(Path(__file__).with_name("waits.toml").read_text("utf-8")
 FLAGS, BETWEEN_RANKS, BETWEEN_STREAMS = (TABLES[name] for name in ("flags", "between_ranks", "between_streams"))
 OFTEN, LAYOUTS = TABLES["layouts"]["often"], TABLES["layouts"]["often"] | TABLES["layouts"]["rarely"]
 ZERO, GRAPHS, OFFLOAD, MOVED = (FLAGS[name] for name in ("ZERO", "GRAPHS", "OFFLOAD", "MOVED"))
-SAVED = "train/start/resume.py save: run.buffer.wait_gather()"
+SAVED = "training/checkpointing/resume.py save: run.buffer.wait_gather()"
 
 
 def test_every_wait_has_its_row() -> None:
@@ -63,7 +63,7 @@ def build(flags: str, device: torch.device) -> Run:
 
 
 def saved_behind_steps(run: Run, folder: Path, times: int = 2) -> None:
-    saver = Saver(folder, run.mesh, 0, background=True)
+    saver = CheckpointSaver(folder, run.mesh, 0, background=True)
     for _ in range(times):
         save(run, saver, "")
         train_step(run)
@@ -80,7 +80,7 @@ def _train(flags: str, keys: list[str], folder: Path) -> tuple[list[str], dict[s
         run = build(flags, card.device)
         train_step(run)
         saved_behind_steps(run, folder)
-        evaluate(run, run.valid[0].data, 1)
+        evaluate(run, run.valid_loaders[0].data, 1)
         train_step(run)
         clean = [str(race) for race in races(card.trace)]
         left: dict[str, Left] = {}
@@ -94,7 +94,7 @@ def _train(flags: str, keys: list[str], folder: Path) -> tuple[list[str], dict[s
 
 def _nothing_doubted() -> contextlib.AbstractContextManager[object]:
     """A step whose numbers went wrong is not looked at again: words between ranks would be read too early as well."""
-    return mock.patch("megalite.train.step.reason_to_doubt", return_value=None)
+    return mock.patch("megalite.training.train_step.reason_to_doubt", return_value=None)
 
 
 def _visit(run: Run, key: str, folder: Path) -> None:
@@ -102,13 +102,13 @@ def _visit(run: Run, key: str, folder: Path) -> None:
     if key in BETWEEN_RANKS["generated"]:
         assert run.tokenizer is not None
         parts = run.pipeline.stages[0], run.mesh, config_from(COMMON).model, run.tokenizer
-        model = Generator(*parts, frozenset([93]), 0)  # type: ignore[arg-type]
-        continue_texts(model, [[1, 2, 3]], 1, Sampling())  # one token: ranks may draw different ones
+        model = TextGenerator(*parts, frozenset([93]), 0)  # type: ignore[arg-type]
+        generate_tokens(model, [[1, 2, 3]], 1, Sampling())  # one token: ranks may draw different ones
         return
     if key in BETWEEN_RANKS["started"]:
         with contextlib.suppress(LaunchError):  # it looks at what is not there yet
             check_collectives(run.mesh)
-        gather_texts("what differs", run.mesh.world, run.mesh.device)
+        all_gather_strings("what differs", run.mesh.world, run.mesh.device)
         return
     if "optim/muon.py" in key:  # a step whose numbers went wrong before would update nothing
         run.optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)
@@ -118,7 +118,7 @@ def _visit(run: Run, key: str, folder: Path) -> None:
         saved_behind_steps(run, folder)
         train_step(run)  # gathers that no later operation of the same communicator has been waited for
     if key in BETWEEN_RANKS["checked"]:
-        with contextlib.suppress(BadResult):
+        with contextlib.suppress(InvalidResultError):
             check_replicas(run, 1)
 
 
@@ -176,7 +176,7 @@ def test_weights_that_come_up_from_the_host_race_without_their_waits(fault: str)
 # ---- between streams of one rank
 
 COPY = "copy to the host"
-SAVES = "checkpoint/run/background_save.py HostCopy."
+SAVES = "checkpoint/manager/async_save.py HostCopy."
 
 
 @contextlib.contextmanager
@@ -198,7 +198,7 @@ def test_a_rank_alone_does_not_race(flags: str, tmp_path: Path) -> None:
     with one_rank(flags) as (card, run):
         train_step(run)
         saved_behind_steps(run, tmp_path)
-        evaluate(run, run.valid[0].data, 1)
+        evaluate(run, run.valid_loaders[0].data, 1)
         train_step(run)
         assert [str(race) for race in races(card.trace)] == []
         assert len({fact.stream for fact in card.trace if isinstance(fact, Launch)}) > 1
@@ -241,7 +241,7 @@ def _what(fact: Fact) -> str:
     return fact.name if fact.name == COPY else "update" if "adamw" in fact.where else ""
 
 
-STORE, ACTIVATIONS = "optim/host_store.py HostStore.update_: ", "nn/activation_offload.py _Kept."
+STORE, ACTIVATIONS = "optim/optimizer_offload.py HostStore.update_: ", "nn/activation_offload.py _Kept."
 # what is left out, flags -> what comes too late, and where what comes too early stands
 UNMOVED = [
     (f"{STORE}there.synchronize()", OFFLOAD, COPY, "megalite/kernels/adamw.py"),
@@ -268,27 +268,27 @@ def test_what_is_offloaded_and_does_not_wait_for_its_copies_races(key: str, flag
 def test_a_copy_that_does_not_wait_for_the_update_before_it_races(key: str) -> None:
     """Of the copy alone: around a whole save the host happens to wait for the device."""
     with heard(), on_card(0) as card, without(sites()[key]) if key else contextlib.nullcontext():
-        state, copy = torch.zeros(64, device=card.device), HostCopy(card.device)
+        state, copy = torch.zeros(64, device=card.device), HostStager(card.device)
         for _ in range(2):
             state.add_(1)
-            copy.begin()
-            copy.fill([state])
-            copy.wait_before_change()
+            copy.start()
+            copy.stage([state])
+            copy.wait_until_staged()
         found = [race for race in races(card.trace) if isinstance(race.late, Launch) and race.late.name == COPY]
     assert bool(found) == bool(key)
 
 
 def test_a_copy_that_begins_behind_the_update_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of the save is slow, and the update does not wait until the copy has begun."""
-    gate, real = threading.Event(), HostCopy._parts
-    monkeypatch.setattr(HostCopy, "_parts", lambda *args: (gate.wait(20), real(*args))[1])
+    gate, real = threading.Event(), HostStager._parts
+    monkeypatch.setattr(HostStager, "_parts", lambda *args: (gate.wait(20), real(*args))[1])
     with one_rank("") as (card, run), without(sites()[f"{SAVES}wait_before_change: self._staged.wait()"]) as left:
-        saver = Saver(tmp_path, run.mesh, 0, background=True)
+        saver = CheckpointSaver(tmp_path, run.mesh, 0, background=True)
         save(run, saver, "")
         train_step(run)
         gate.set()
-        assert saver._flight is not None
-        saver._flight.join()  # `wait` would ask the device first
+        assert saver._pending_save is not None
+        saver._pending_save.join()  # `wait` would ask the device first
         saver.wait()
         saver.close()
         found = races(card.trace)

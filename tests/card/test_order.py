@@ -16,10 +16,10 @@ from card import runs
 from card.simulator.clocks import races
 from card.simulator.queues import Traces, eager, stuck
 from card.simulator.trace import Comm
-from megalite.optim.param_gather import ParamGather
+from megalite.optim.param_gather import ParamGatherer
 from megalite.pipeline import runtime
 from megalite.pipeline.schedule import Action, Op
-from megalite.train import step
+from megalite.training import train_step as step
 
 OPTIONS = table("cards")
 SEVERAL = [item for item in ROWS if item.world > 1]
@@ -74,12 +74,12 @@ Planted = contextlib.AbstractContextManager[None]
 
 
 def _gathers_swapped() -> Planted:
-    def start_next(original: Callable[..., None], self: ParamGather) -> None:
-        if len(self._to_gather) == len(self.weights.layout.buckets):
-            self._to_gather.insert(0, self._to_gather.pop(1))
+    def start_next(original: Callable[..., None], self: ParamGatherer) -> None:
+        if len(self._queue) == len(self.weights.layout.buckets):
+            self._queue.insert(0, self._queue.pop(1))
         original(self)
 
-    return runs.on_rank(1, ParamGather, "_start_next", start_next)
+    return runs.on_rank(1, ParamGatherer, "_start_next", start_next)
 
 
 def _agreement_in(dtype: torch.dtype) -> Planted:
@@ -101,7 +101,7 @@ def _messages_swapped() -> Planted:
 
 PLANTED: dict[str, tuple[str, Callable[[], Planted], list[str]]] = {
     "two gathers swapped": (DP2, _gathers_swapped, ["all_gather of", "megalite/optim/param_gather.py:"]),
-    "another dtype": (DP2, lambda: _agreement_in(torch.float32), ["of 6 float64", "of 6 float32", "train/step.py:"]),
+    "another dtype": (DP2, lambda: _agreement_in(torch.float32), ["of 6 float64", "of 6 float32", "training/train_step.py:"]),
     "messages swapped": (VPP2, _messages_swapped, ["send of", "to 1", "megalite/pipeline/runtime.py:"]),
 }  # fmt: skip
 

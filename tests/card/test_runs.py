@@ -16,8 +16,8 @@ from train_cases import config_from, logged, pretrain
 from card.simulator.device import Card, simulated
 from card.simulator.trace import Launch, WaitAt, times, waits_of
 from card.test_trainer import COMMON, LLAMA
-from megalite.generate.generation import Sampling, continue_texts, load_model
-from megalite.launch.ranks import Ranks
+from megalite.generate.generation import Sampling, generate_tokens, load_model
+from megalite.launch.rank_info import RankInfo
 from megalite.parallel.mesh import Mesh
 
 START = {"build", ""}  # and what comes around steps: it happens once
@@ -36,10 +36,10 @@ def train(folder: Path, flags: str, device: str = "cuda") -> Card:
     words = f"{COMMON} --run-dir {folder / 'run'} --train-iters 2 --log-interval 1 --device {device} {flags}".split()
     config = config_from(words)
     if device == "cpu":
-        assert pretrain(config, Ranks(0, 1)) == 0
+        assert pretrain(config, RankInfo(0, 1)) == 0
         return Card([])
     with simulated() as card:
-        assert pretrain(config, Ranks(0, 1)) == 0
+        assert pretrain(config, RankInfo(0, 1)) == 0
     assert not card.mixed
     return card
 
@@ -64,9 +64,11 @@ def test_the_host_waits_for_what_is_documented(name: str, tmp_path: Path) -> Non
     expected = {mark: waits for mark, waits in EXPECTED[name].items() if mark != "flags"}
     card = train(tmp_path, EXPECTED[name]["flags"].format(folder=tmp_path))
     found = by_mark(card)
-    assert found.pop("step") == Counter(expected.get("step", {})) + Counter({"tolist megalite/train/step.py": 2})
+    assert found.pop("step") == Counter(expected.get("step", {})) + Counter(
+        {"tolist megalite/training/train_step.py": 2}
+    )
     sets = times(card.trace, "evaluation")
-    of_a_set = expected.get("evaluation", {"tolist megalite/train/loop.py": 1})
+    of_a_set = expected.get("evaluation", {"tolist megalite/training/trainer.py": 1})
     assert found.pop("evaluation") == {wait: sets * count for wait, count in of_a_set.items()}
     assert found == {mark: counts for mark, counts in expected.items() if mark not in ("step", "evaluation")}
     assert not [wait for wait in waits_of(card.trace) if wait.phase]
@@ -94,11 +96,11 @@ def test_what_is_saved_is_a_cpus_and_loads(background: str, tmp_path: Path) -> N
 def test_a_text_is_generated_as_on_a_cpu(tmp_path: Path) -> None:
     train(tmp_path, f"{LLAMA} --save {tmp_path} --save-interval 2", device="cpu")
     prompts, sampling, new = [[3, 4, 5], [7]], Sampling(temperature=1.0, seed=3), 6
-    there = continue_texts(load_model(tmp_path, Mesh.alone()), prompts, new, sampling)
+    there = generate_tokens(load_model(tmp_path, Mesh.single_process()), prompts, new, sampling)
     with simulated() as card:
-        model = load_model(tmp_path, Mesh.alone(card.device))
+        model = load_model(tmp_path, Mesh.single_process(card.device))
         before = len(waits_of(card.trace))
-        assert continue_texts(model, prompts, new, sampling) == there
+        assert generate_tokens(model, prompts, new, sampling) == there
     waits = Counter(str(wait) for wait in waits_of(card.trace)[before:])
     assert not card.mixed
     # for each token: its place for the cache, where it is, which it is, which is asked for; the logits; and the choice

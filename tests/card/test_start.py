@@ -13,10 +13,17 @@ from train_cases import SMALL, config_from, pretrain
 from card.simulator import cuda
 from card.simulator.device import simulated
 from megalite.config.options import Config
-from megalite.launch.ranks import CUDA_VARIABLES, LaunchError, Ranks, cuda_environment, prepare_cuda, process_group
-from megalite.plan.arrangement import arrange
-from megalite.train.life.preflight import check_machine
-from megalite.train.tell.run_dir import Exit
+from megalite.launch.rank_info import (
+    CUDA_VARIABLES,
+    LaunchError,
+    RankInfo,
+    cuda_environment,
+    process_group,
+    set_cuda_environment,
+)
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.job.preflight import check_machine
+from megalite.training.logging.run_dir import ExitCode
 from tools import generate
 
 
@@ -56,7 +63,7 @@ ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 )
 def test_what_nvidia_smi_says_decides_the_queues(tool: Path, tmp_path: Path, script: str, queue: bool) -> None:
     answer(tool, script)
-    prepare_cuda(2, tmp_path)
+    set_cuda_environment(2, tmp_path)
     assert (os.environ.get(ONE_QUEUE) == "1") is queue
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl_trace_rank_")
 
@@ -66,14 +73,14 @@ def test_without_a_tool_only_what_a_deterministic_run_needs_is_set(
 ) -> None:
     """A container may have cards and no nvidia-smi: without the variable torch would refuse the first matmul there."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    prepare_cuda(2, tmp_path)
+    set_cuda_environment(2, tmp_path)
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ and ONE_QUEUE not in cuda_environment(1, tmp_path, 9)
-    prepare_cuda(2, tmp_path, deterministic=True)
+    set_cuda_environment(2, tmp_path, deterministic=True)
     assert not any(name in os.environ for name in CUDA_VARIABLES)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     tool.write_text("no program")
     tool.chmod(0o755)
-    prepare_cuda(1, tmp_path)
+    set_cuda_environment(1, tmp_path)
     assert ONE_QUEUE not in os.environ and "TORCH_FR_BUFFER_SIZE" in os.environ
 
 
@@ -82,7 +89,7 @@ def test_a_tool_that_hangs_is_left(tool: Path, tmp_path: Path, monkeypatch: pyte
     answer(tool, "sleep 1000; echo 10.0")
     real = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *a, timeout, **k: real(*a, timeout=timeout / 40, **k))
-    prepare_cuda(2, tmp_path)  # or this test runs out of time
+    set_cuda_environment(2, tmp_path)  # or this test runs out of time
     assert os.environ[ONE_QUEUE] == "1"
 
 
@@ -92,7 +99,7 @@ def test_what_the_user_has_set_stays_under_either_name(
 ) -> None:
     answer(tool, "echo 9.0")
     monkeypatch.setenv(name, "theirs")
-    prepare_cuda(2, tmp_path)
+    set_cuda_environment(2, tmp_path)
     assert os.environ[name] == "theirs"
     ours = next((ours for ours, theirs in CUDA_VARIABLES.items() if theirs == name), None)
     assert ours is None or ours not in os.environ
@@ -101,7 +108,7 @@ def test_what_the_user_has_set_stays_under_either_name(
 def test_torch_takes_the_variables_without_a_word(tool: Path, tmp_path: Path) -> None:
     """Of a process that has loaded them all: the allocator's, and the flight recorder's with its first collective."""
     answer(tool, "echo 9.0")
-    prepare_cuda(2, tmp_path)
+    set_cuda_environment(2, tmp_path)
     text = (
         "import torch, torch.distributed as dist; print(torch._C._accelerator_getAllocatorSettings());"
         "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore());"
@@ -114,15 +121,15 @@ def test_torch_takes_the_variables_without_a_word(tool: Path, tmp_path: Path) ->
 
 def test_the_local_rank_picks_the_card() -> None:
     with cuda.installed([], cards=4) as machine:
-        with process_group(Ranks(9, 1, 3, 4), device="cuda", startup_timeout=datetime.timedelta(seconds=2)) as here:
+        with process_group(RankInfo(9, 1, 3, 4), device="cuda", startup_timeout=datetime.timedelta(seconds=2)) as here:
             assert here == torch.device("cuda", 3) and torch.cuda.current_device() == 3 == machine.home
 
 
 def test_more_ranks_than_cards_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     """By the first that has none: those that have one wait for the others, and their launcher ends them."""
     with simulated(cards=2):
-        codes = [pretrain(config_of(), Ranks(rank, 4, rank, 4)) for rank in (3, 2)]
-    assert codes == [Exit.PREFLIGHT, Exit.PREFLIGHT]
+        codes = [pretrain(config_of(), RankInfo(rank, 4, rank, 4)) for rank in (3, 2)]
+    assert codes == [ExitCode.PREFLIGHT, ExitCode.PREFLIGHT]
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "local rank 2 has no card, 2 visible: use --nproc 2 or less" in said
 
@@ -130,14 +137,14 @@ def test_more_ranks_than_cards_are_told_once(capsys: pytest.CaptureFixture[str])
 def test_generation_tells_it_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     args = generate.build_parser().parse_args(["--load", "x", "--device", "cuda"])
     with cuda.installed([], cards=1), pytest.raises(SystemExit, match="3"):
-        generate.run(Ranks(1, 2, 1, 2), args, [""])
+        generate.run(RankInfo(1, 2, 1, 2), args, [""])
     assert "generate.py: local rank 1 has no card, 1 visible" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_the_ranks_own_card_is_refused() -> None:
-    plan = arrange(config_of(), 2, 93)
+    plan = make_run_plan(config_of(), 2, 93)
     with cuda.installed([], cards=2, memory=1 << 30):
-        check_machine(plan, "cuda", Ranks(1, 2, 1, 2))
+        check_machine(plan, "cuda", RankInfo(1, 2, 1, 2))
     with cuda.installed([], cards=2, memory=1 << 18):
         with pytest.raises(LaunchError, match=r"take 0\.0 GiB per rank, the card's memory is 0\.0 GiB: use more ranks"):
-            check_machine(plan, "cuda", Ranks(1, 2, 1, 2))
+            check_machine(plan, "cuda", RankInfo(1, 2, 1, 2))

@@ -23,11 +23,13 @@ from card.simulator.device import Card, simulated
 from card.simulator.trace import Launch, waits_of
 from megalite.kernels.adamw import adamw_
 from megalite.models import gpt
-from megalite.nn import later
+from megalite.nn import wgrad_store as later
 from megalite.nn.mlp import MLP
-from megalite.train import loop, setup, step
-from megalite.train.state import Run
-from megalite.train.step import parameter_norm
+from megalite.training import setup
+from megalite.training import train_step as step
+from megalite.training import trainer as loop
+from megalite.training.state import Run
+from megalite.training.train_step import parameter_norm
 
 COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
  --global-batch-size 4 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 94
@@ -36,7 +38,7 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --dis
  --untie-embeddings-and-output-weights --ffn-hidden-size 48"""
 STEPS = 2
 SUMMED = "--check-weight-hash-across-dp-replicas-interval 9"  # the bits of the weights, at every step
-ONCE = ["tolist megalite/train/step.py"]  # the agreement
+ONCE = ["tolist megalite/training/train_step.py"]  # the agreement
 WORDS = {"LLAMA": LLAMA, "SUMMED": SUMMED}
 WORDS |= {f"{kind[0].upper()}P2": f"--{kind}-model-parallel-size 2" for kind in ("tensor", "pipeline")}
 TABLES = tomllib.loads(Path(__file__).with_name("trainer.toml").read_text("utf-8"))
@@ -50,9 +52,9 @@ def steps_of(run: Run) -> list[tuple[float, ...]]:
         for _ in range(STEPS):
             result = step.train_step(run)
             found.append((result.loss, result.grad_norm))
-        run.buffer.wait_gather()
+        run.buffer.wait_param_sync()
         loop.check_replicas(run, STEPS)
-        return [*found, (loop.evaluate(run, run.valid[0].data, 1), parameter_norm(run))]
+        return [*found, (loop.evaluate(run, run.valid_loaders[0].data, 1), parameter_norm(run))]
     finally:
         run.close()
 
@@ -167,13 +169,13 @@ def table_on_the_host(patch: Patch) -> None:
 
 
 def pageable_batches(patch: Patch) -> None:
-    prepare = setup.host_batch
+    prepare = setup.to_host_batch
     patch(setup, "host_batch", lambda micro, pin, **marks: prepare(micro, pin=False, **marks))
 
 
 MIXED: dict[str, tuple[Callable[[Patch], None], str, str]] = {
     "a table on the host": (table_on_the_host, "mul(", "megalite/kernels/rope.py"),
-    "pageable batches": (pageable_batches, "host to card, non_blocking", "megalite/train/batch.py"),
+    "pageable batches": (pageable_batches, "host to card, non_blocking", "megalite/training/batch.py"),
 }
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 from train_cases import SMALL
 
-from megalite.config import cli, faults
-from megalite.launch import local_ranks
-from megalite.launch.ranks import Ranks
+from megalite.common import fault_injection as faults
+from megalite.config import cli
+from megalite.launch import local_launcher as local_ranks
+from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
-from megalite.train.life.restarts import Restarts
-from megalite.train.life.stop import StopSignal
+from megalite.training.job.restarts import RestartPolicy
+from megalite.training.job.stop_signals import StopSignalHandler
 
 FLAGS = [word for word in SMALL if word != "--mock-data"]
 FLAGS += "--device cpu --hidden-dropout 0.1 --lr-decay-style constant".split()
@@ -36,12 +37,12 @@ class End:
     status: dict[str, Any]
 
 
-def _rank(ranks: Ranks, base: str, flags: Sequence[str], fault: str, before: Before | None) -> int:
+def _rank(ranks: RankInfo, base: str, flags: Sequence[str], fault: str, before: Before | None) -> int:
     from train_cases import pretrain
 
     folder = Path(base)
     sys.stdout = sys.stderr = open(folder / f"rank-{ranks.rank}.txt", "w", buffering=1)  # noqa: SIM115
-    real_exit, real_strike = os._exit, faults.strike
+    real_exit, real_strike = os._exit, faults._inject
 
     def leave(code: int) -> None:
         (folder / f"end-{ranks.rank}").write_text(str(code))
@@ -51,13 +52,13 @@ def _rank(ranks: Ranks, base: str, flags: Sequence[str], fault: str, before: Bef
         (folder / "struck").write_text(str(time.time()))
         real_strike(*args)
 
-    os._exit, faults.strike = leave, strike  # type: ignore[assignment]
-    faults.fault.__init__({faults.VARIABLE: fault})  # type: ignore[misc]  # the fork server's environment is an older one
+    os._exit, faults._inject = leave, strike  # type: ignore[assignment]
+    faults.inject_fault.__init__({faults.FAULT_VARIABLE: fault})  # type: ignore[misc]  # the fork server's environment is an older one
     if before is not None:
         before(folder, ranks.rank)
-    stop = StopSignal()
+    stop = StopSignalHandler()
     stop.install()
-    code = pretrain(cli.read_or_exit([*FLAGS, *flags], PRESETS).config, ranks, stop=stop)
+    code = pretrain(cli.parse_config_or_exit([*FLAGS, *flags], PRESETS).config, ranks, stop=stop)
     (folder / f"end-{ranks.rank}").write_text(str(int(code)))
     return int(code)
 
@@ -75,13 +76,16 @@ def drill(base: Path, world: int, flags: Sequence[str], fault: str = "", before:
     told, folder = list[str](), base / "run"
     data = [] if "--data-path" in flags else ["--mock-data"]
     flags = ["--save", str(folder), "--load", str(folder), *data, *flags]
-    args, restarts = (str(base), flags, fault, before), Restarts(cli.read_or_exit([*FLAGS, *flags], PRESETS).config)
+    args, restarts = (
+        (str(base), flags, fault, before),
+        RestartPolicy(cli.parse_config_or_exit([*FLAGS, *flags], PRESETS).config),
+    )
 
-    def ended(end: local_ranks.End) -> bool | None:
+    def ended(end: local_ranks.LaunchResult) -> bool | None:
         told.append(end.cause)
         return restarts(end)
 
-    code = local_ranks.start_local(world, _rank, args, threads=1, grace_s=20, timeout_s=90, ended=ended)
+    code = local_ranks.launch_local(world, _rank, args, threads=1, grace_s=20, timeout_s=90, on_exit=ended)
     over, struck = time.time(), base / "struck"
     status = folder / "status.json"
     return End(

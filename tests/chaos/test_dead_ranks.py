@@ -14,8 +14,8 @@ from drill import drill
 from loads import ALONE
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.storage.file_system import LocalStorage
+from megalite.checkpoint.storage import storage as storage
+from megalite.checkpoint.storage.local_storage import LocalStorage
 
 FLAGS = "--train-iters 6 --save-interval 2".split()
 COMMIT, FULL = "ckpt.before_commit:0:4:kill", "step.after_update:1:4:full"
@@ -31,14 +31,14 @@ FAULTS = {
 
 
 def _dies_before_it_lists(base: Path, rank: int) -> None:
-    put = LocalStorage.put
+    put = LocalStorage.write_text
 
     def faulty(self: Any, path: Path, *args: Any, **options: Any) -> None:
         if (path.parent.name, path.name) == (".iter_0000004.part", "rank-00001.json"):
             os.kill(os.getpid(), signal.SIGKILL)
         put(self, path, *args, **options)
 
-    LocalStorage.put = faulty  # type: ignore[method-assign]
+    LocalStorage.write_text = faulty  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> manifests.Manifest:
     """The last checkpoint of a run that nothing happened to."""
     base = tmp_path_factory.mktemp("unbroken")
     assert (end := drill(base, 2, FLAGS)).code == 0, end
-    return manifests.load(base / "run/iter_0000006")
+    return manifests.load_manifest(base / "run/iter_0000006")
 
 
-@pytest.mark.parametrize("name", rarely([*FAULTS], [*FAULTS][:2], str, guards=("megalite/checkpoint/run",)))
+@pytest.mark.parametrize("name", rarely([*FAULTS], [*FAULTS][:2], str, guards=("megalite/checkpoint/manager",)))
 def test_nothing_is_committed_and_the_run_goes_on(name: str, tmp_path: Path, unbroken: manifests.Manifest) -> None:
     flags = [*FLAGS, "--async-save" if "background" in name else "--no-async-save"]
     folder = tmp_path / "run"
@@ -69,7 +69,7 @@ def test_nothing_is_committed_and_the_run_goes_on(name: str, tmp_path: Path, unb
     found = loads.newest(folder, ALONE)
     assert found is not None and found[1].state["progress"]["step"] == 2
     assert (again := drill(tmp_path, 2, flags)).code == 0, again
-    last = manifests.load(folder / "iter_0000006")
+    last = manifests.load_manifest(folder / "iter_0000006")
     assert last.files == unbroken.files  # the hashes of weights, moments and all else
     assert {**last.state, "config": ""} == {**unbroken.state, "config": ""}
     assert not list(folder.glob(".iter_*"))

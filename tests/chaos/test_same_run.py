@@ -15,7 +15,7 @@ from soak import KINDS, soak
 from token_files import write
 from train_cases import logged
 
-from megalite.optim.param_gather import ParamGather
+from megalite.optim.param_gather import ParamGatherer
 
 SAMPLES, BATCH = 240, 8  # of an epoch
 READ = "--split 1,0,0 --eval-iters 0 --save-interval 2 --global-batch-size 8 --micro-batch-size 2".split()
@@ -33,7 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _note_what_is_read(base: Path, rank: int) -> None:
     """Into a file per rank: step, sample ids and tokens of what each step trains on."""
-    from megalite.train import step as module
+    from megalite.training import train_step as module
 
     file, train_step = open(base / f"read-{rank}.jsonl", "a", buffering=1), module.train_step  # noqa: SIM115
 
@@ -89,21 +89,21 @@ def test_every_sample_once_and_in_order_over_kills_and_other_numbers_of_ranks(da
 
 def _die_with_weights_whole(base: Path, rank: int) -> None:
     """Rank 1 is killed in its fourth step, between the gather of a layer and its end."""
-    leave, left = ParamGather._leave, list[Any]()
+    leave, left = ParamGatherer._reshard_unit, list[Any]()
 
-    def counted(self: ParamGather, unit: Any) -> None:
+    def counted(self: ParamGatherer, unit: Any) -> None:
         left.append(unit)
         if rank == 1 and len(left) == 40:  # 12 in each step: 2 micro-batches of 6 units
             (base / "struck").write_text("0")
             os.kill(os.getpid(), signal.SIGKILL)
         leave(self, unit)
 
-    ParamGather._leave = counted  # type: ignore[method-assign]
+    ParamGatherer._reshard_unit = counted  # type: ignore[method-assign]
 
 
 GATHERS = pytest.mark.everything(
-    guards=tuple(f"megalite/optim/{m}.py" for m in ("param_gather", "grad_reduce", "flat_storage"))
-    + ("megalite/nn/context.py", "megalite/nn/places.py")
+    guards=tuple(f"megalite/optim/{m}.py" for m in ("param_gather", "grad_reduce", "flat_buffers"))
+    + ("megalite/nn/context_parallel.py", "megalite/nn/sequence_sharding.py")
 )
 
 

@@ -27,12 +27,12 @@ from ranks import run_ranks  # noqa: E402
 import megalite  # noqa: E402
 from megalite.checkpoint import offline  # noqa: E402
 from megalite.config import cli  # noqa: E402
-from megalite.config.toml import to_toml  # noqa: E402
-from megalite.launch.ranks import Ranks  # noqa: E402
+from megalite.config.config_file import dump_config  # noqa: E402
+from megalite.launch.rank_info import RankInfo  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
-from megalite.train.setup import build_run  # noqa: E402
-from megalite.train.start.resume import open_saver, save  # noqa: E402
-from megalite.train.step import train_step  # noqa: E402
+from megalite.training.checkpointing.resume import open_saver, save  # noqa: E402
+from megalite.training.setup import build_run  # noqa: E402
+from megalite.training.train_step import train_step  # noqa: E402
 from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "fixtures"
@@ -80,13 +80,13 @@ def _train(folder: str, case: dict[str, Any]) -> list[float]:
     """Two steps, a checkpoint, four more: the losses of these."""
     os.chdir(folder)
     words = [*case["flags"].split(), *case["layout"].split(), "--save", "run", "--save-interval", "2"]
-    config = cli.read_or_exit(words, PRESETS).config
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    config = cli.parse_config_or_exit(words, PRESETS).config
+    ranks = RankInfo(dist.get_rank(), dist.get_world_size())
     run = build_run(config, ranks, torch.device("cpu"), dtype=getattr(torch, case["dtype"]))
     saver = open_saver(run, config)
     for _ in range(2):
         train_step(run)
-    save(run, saver, to_toml(config))
+    save(run, saver, dump_config(config))
     saver.close()
     losses = [train_step(run).loss for _ in range(4)]
     run.close()

@@ -17,10 +17,10 @@ from train_cases import SMALL, config_from, run_from
 from whole import Owned, whole_of
 
 from megalite.checkpoint.offline import open_checkpoint
+from megalite.config.config_file import dump_config
 from megalite.config.options import Config
-from megalite.config.toml import to_toml
-from megalite.train.start.resume import Start, open_saver, pieces_to_save, resume, save
-from megalite.train.step import train_step
+from megalite.training.checkpointing.resume import LoadOptions, open_saver, pieces_to_save, resume, save
+from megalite.training.train_step import train_step
 
 TABLES = tables.read("layouts")
 spelt = tables.spelt(TABLES["words"])
@@ -58,7 +58,7 @@ def _train_and_save(base: str, layouts: list[Layout]) -> list[list[float]]:
         saver = open_saver(run, config)
         for _ in range(2):
             train_step(run)
-        save(run, saver, to_toml(config))
+        save(run, saver, dump_config(config))
         losses.append([train_step(run).loss for _ in range(2)])  # while it is written
         saver.wait()
         saver.close()
@@ -75,8 +75,8 @@ def _load_and_go_on(
         run = run_from(config)
         rows = []
         for source in sources:
-            found = resume(run, f"{base}/{source.name}", config, Start())
-            assert found is not None and run.state.step == run.optimizer.updates == 2
+            found = resume(run, f"{base}/{source.name}", config, LoadOptions())
+            assert found is not None and run.state.step == run.optimizer.num_updates == 2
             owned = [(p.name, p.shape, p.box, p.span, p.data.clone()) for p in pieces_to_save(run)]
             rows.append(([train_step(run).loss for _ in range(2 if source == layout else 1)], owned))
         result.append(rows)

@@ -14,13 +14,14 @@ from loads import ALONE, BACKGROUND, filled, save_steps
 from token_files import full
 from train_cases import config_from, pretrain, run_from
 
-from megalite.checkpoint.run import branch, loader
-from megalite.checkpoint.run.retention import Uploader
-from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.manager import loader
+from megalite.checkpoint.manager import superseded as branch
+from megalite.checkpoint.manager.retention import Uploader
+from megalite.checkpoint.manager.saver import CheckpointSaver
+from megalite.checkpoint.storage import storage as storage
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.launch.ranks import Ranks
-from megalite.train.start.origin import start_run
+from megalite.launch.rank_info import RankInfo
+from megalite.training.checkpointing.initial_state import load_initial_state
 
 SIZES = {"rows": 1, "columns": 8, "count": 1}
 pieces, saved = functools.partial(filled, **SIZES), functools.partial(save_steps, **SIZES)
@@ -28,7 +29,7 @@ pieces, saved = functools.partial(filled, **SIZES), functools.partial(save_steps
 
 def value_of(directory: str | Path, step: int | None = None) -> float:
     target = pieces(0.0)
-    assert loader.load(directory, ALONE, lambda *_: loader.Wanted(target), step)
+    assert loader.load_newest(directory, ALONE, lambda *_: loader.LoadPlan(target), step)
     return float(target[0].data[0])
 
 
@@ -58,19 +59,19 @@ LEFT = ["abandoned-iter_0000003-left-at-0000002", "abandoned-iter_0000004-left-a
 @BACKGROUND
 def test_the_first_save_of_a_branch_renames_what_was_left(tmp_path: Path, background: bool) -> None:
     saved(tmp_path, 1, 2, 3, 4)
-    one = Saver(tmp_path, ALONE, 0, keep_last=2, background=background)
-    note = one.begins_at(2)
+    one = CheckpointSaver(tmp_path, ALONE, 0, keep_last=2, background=background)
+    note = one.set_start_step(2)
     assert note is not None and "iter_0000003, iter_0000004" in note and "abandoned-" in note
     assert storage.steps_in(tmp_path) == [1, 2, 3, 4]  # as long as there is no other
     one.save(4, pieces(40.0), {})  # the same step again
     one.wait()
     assert storage.steps_in(tmp_path) == [2, 4] and value_of(tmp_path) == 40.0
     assert [name for name in names(tmp_path) if "abandoned" in name] == LEFT
-    (line,) = [line for line in one.news() if "left" in line]
+    (line,) = [line for line in one.pop_messages() if "left" in line]
     assert all(name in line for name in LEFT)
     one.save(5, pieces(50.0), {})
     one.close()
-    assert storage.steps_in(tmp_path) == [4, 5] and not [line for line in one.news() if "left" in line]
+    assert storage.steps_in(tmp_path) == [4, 5] and not [line for line in one.pop_messages() if "left" in line]
     shutil.move(tmp_path / LEFT[1], tmp_path / "again" / "iter_0000004")
     assert value_of(tmp_path / "again") == 4.0
 
@@ -78,8 +79,8 @@ def test_the_first_save_of_a_branch_renames_what_was_left(tmp_path: Path, backgr
 def test_a_second_branch_from_the_same_step(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     for n in range(3):
-        one = Saver(tmp_path, ALONE, 0)
-        one.begins_at(2)
+        one = CheckpointSaver(tmp_path, ALONE, 0)
+        one.set_start_step(2)
         one.save(4, pieces(40.0 + n), {})
         one.close()
     left = "abandoned-iter_0000004-left-at-0000002"
@@ -89,10 +90,10 @@ def test_a_second_branch_from_the_same_step(tmp_path: Path) -> None:
 
 def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 1, 2, 3)
-    one = Saver(tmp_path, ALONE, 0)
-    one.begins_at(1)
+    one = CheckpointSaver(tmp_path, ALONE, 0)
+    one.set_start_step(1)
 
-    for broken in ("publish", "create"):
+    for broken in ("publish", "open_new"):
         with monkeypatch.context() as patch:
             patch.setattr(storage.LocalStorage, broken, full)
             with pytest.raises(CheckpointError, match="No space left"):
@@ -114,21 +115,21 @@ def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(tmp_path
     kept = tmp_path / "kept"
     saved(kept, 1, 2, 3, 9)
     folder = tmp_path / "fast" if local else kept
-    one = Saver(folder, ALONE, 0, keep_last=2, upload_to=kept if local else None)
-    one.begins_at(2)
-    real, calls = branch.settle, list[int]()
+    one = CheckpointSaver(folder, ALONE, 0, keep_last=2, upload_to=kept if local else None)
+    one.set_start_step(2)
+    real, calls = branch.finish_renames, list[int]()
 
-    def settle(*directories: Path) -> Any:
+    def finish_renames(*directories: Path) -> Any:
         calls.append(1)
         if len(calls) < 4:
             raise OSError(116, "Stale file handle")
         return real(*directories)
 
-    monkeypatch.setattr(branch, "settle", settle)
+    monkeypatch.setattr(branch, "finish_renames", finish_renames)
     for step in (4, 5, 6):
         one.save(step, pieces(step * 10.0), {})
     assert {4, 5, 6} <= set(storage.steps_in(folder)) and 9 not in storage.steps_in(kept)
-    assert sum("Stale file handle" in line for line in one.news()) == 3
+    assert sum("Stale file handle" in line for line in one.pop_messages()) == 3
     one.save(7, pieces(70.0), {})
     one.close()
     assert storage.steps_in(kept) == [6, 7] and value_of(kept) == 70.0
@@ -142,8 +143,8 @@ def test_damaged_ones_are_not_those_that_are_kept(tmp_path: Path) -> None:
         file = tmp_path / f"iter_000000{step}" / "rank-00000.safetensors"
         file.write_bytes(bytes(file.stat().st_size))
     assert value_of(tmp_path) == 2.0
-    one = Saver(tmp_path, ALONE, 0, keep_last=2)
-    assert one.begins_at(2, damaged=True) is None
+    one = CheckpointSaver(tmp_path, ALONE, 0, keep_last=2)
+    assert one.set_start_step(2, damaged=True) is None
     one.save(3, pieces(30.0), {})
     assert storage.steps_in(tmp_path) == [2, 3] and value_of(tmp_path) == 30.0
     one.close()
@@ -155,8 +156,8 @@ def test_links_and_folders_that_may_not_be_written_to(tmp_path: Path) -> None:
     saved(folder, 1, 2)
     (folder / "iter_0000003").symlink_to(Path("..") / "archive" / "iter_0000003")
     (folder / "iter_0000002").chmod(0o555)
-    one = Saver(folder, ALONE, 0)
-    one.begins_at(1)
+    one = CheckpointSaver(folder, ALONE, 0)
+    one.set_start_step(1)
     one.save(4, pieces(40.0), {})
     one.close()
     assert storage.steps_in(folder) == [1, 4]
@@ -168,27 +169,27 @@ def test_links_and_folders_that_may_not_be_written_to(tmp_path: Path) -> None:
 def test_behind_a_url_it_is_refused_and_damage_does_not_count(tmp_path: Path) -> None:
     url = f"memory://runs/{uuid.uuid4().hex}"
     saved(url, 1, 2, 3)
-    one = Saver(url, ALONE, 0)
+    one = CheckpointSaver(url, ALONE, 0)
     with pytest.raises(CheckpointError, match=r"iter_0000002, iter_0000003, of later .* give --save another"):
-        one.begins_at(1)
+        one.set_start_step(1)
     one.close()
     assert storage.steps_in(url) == [1, 2, 3]
-    one = Saver(url, ALONE, 0, keep_last=2)
-    assert one.begins_at(1, damaged=True) is None
+    one = CheckpointSaver(url, ALONE, 0, keep_last=2)
+    assert one.set_start_step(1, damaged=True) is None
     for step in (4, 5):
         one.save(step, pieces(float(step)), {})
     assert storage.steps_in(url) == [2, 3, 4, 5]  # two that are right, not 3 and 5
     one.save(3, pieces(30.0), {})  # made again: it counts now, though not among the newest two
     one.close()
     assert storage.steps_in(url) == [2, 3, 4, 5]
-    local = Saver(tmp_path, ALONE, 0, upload_to=url)
+    local = CheckpointSaver(tmp_path, ALONE, 0, upload_to=url)
     with pytest.raises(CheckpointError, match="behind a URL"):
-        local.begins_at(1)
+        local.set_start_step(1)
     local.close()
     fresh = f"memory://runs/{uuid.uuid4().hex}"
     saved(tmp_path, 1, 2)
-    local = Saver(tmp_path, ALONE, 0, upload_to=fresh)
-    note = local.begins_at(1)  # what is there was never sent
+    local = CheckpointSaver(tmp_path, ALONE, 0, upload_to=fresh)
+    note = local.set_start_step(1)  # what is there was never sent
     assert note is not None and "iter_0000002" in note
     local.save(3, pieces(3.0), {})
     local.close()
@@ -200,10 +201,10 @@ def test_a_start_that_fails_sends_nothing_and_so_deletes_nothing(tmp_path: Path)
     fast, kept = tmp_path / "fast", tmp_path / "kept"
     saved(kept, 1, 2)
     saved(fast, 3)
-    Saver(fast, ALONE, 0, keep_last=2, upload_to=kept).close()
+    CheckpointSaver(fast, ALONE, 0, keep_last=2, upload_to=kept).close()
     assert storage.steps_in(kept) == [1, 2] and storage.steps_in(fast) == [3]
-    one = Saver(fast, ALONE, 0, keep_last=2, upload_to=kept)
-    one.begins_at(3)  # the run before was killed before it could
+    one = CheckpointSaver(fast, ALONE, 0, keep_last=2, upload_to=kept)
+    one.set_start_step(3)  # the run before was killed before it could
     one.close()
     assert storage.steps_in(kept) == [2, 3]
 
@@ -217,17 +218,17 @@ def test_saved_locally_first_both_places_are_left_together(tmp_path: Path, monke
     sent: list[int] = []
     real = Uploader._send
     monkeypatch.setattr(Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])
-    one = Saver(fast, ALONE, 0, keep_last=2, upload_to=kept)
-    one.begins_at(1)
+    one = CheckpointSaver(fast, ALONE, 0, keep_last=2, upload_to=kept)
+    one.set_start_step(1)
     if killed:
         with monkeypatch.context() as patch:
-            patch.setattr(branch, "settle", dead)
+            patch.setattr(branch, "finish_renames", dead)
             with pytest.raises(KeyboardInterrupt):
                 one.save(2, pieces(20.0), {})
         one._lock.close()
         one._uploader._lock.close()
-        one = Saver(fast, ALONE, 0, keep_last=2, upload_to=kept)
-        one.begins_at(2)
+        one = CheckpointSaver(fast, ALONE, 0, keep_last=2, upload_to=kept)
+        one.set_start_step(2)
     else:
         one.save(2, pieces(20.0), {})
     one.close()
@@ -239,7 +240,7 @@ def test_saved_locally_first_both_places_are_left_together(tmp_path: Path, monke
 @pytest.mark.parametrize("fast", [[], [2, 3]], ids=["one place", "saved locally first"])
 def test_killed_at_any_rename_one_branch_is_whole_in_every_place(tmp_path: Path, monkeypatch, fast: list[int]) -> None:
     """Both may hold the step that is saved first: the newest stays in the fast one after it was sent."""
-    monkeypatch.setattr(Uploader, "_round", lambda self: None)
+    monkeypatch.setattr(Uploader, "_upload_pending", lambda self: None)
     old = {place: [f"iter_{n:07d}" for n in steps] for place, steps in (("kept", [1, 2, 3]), ("fast", fast)) if steps}
     gone = [f"abandoned-iter_000000{n}-left-at-0000001" for n in (2, 3)]
     new = {place: [*gone, *(name for name in was if name.endswith("1"))] for place, was in old.items()}
@@ -250,8 +251,8 @@ def test_killed_at_any_rename_one_branch_is_whole_in_every_place(tmp_path: Path,
         for name, folder in places.items():
             saved(folder, *(int(step[-1]) for step in old[name]))
         kept, target = places["kept"], [*places.values()][-1]
-        one = Saver(target, ALONE, 0, upload_to=kept if fast else None)
-        one.begins_at(1)
+        one = CheckpointSaver(target, ALONE, 0, upload_to=kept if fast else None)
+        one.set_start_step(1)
         with monkeypatch.context() as patch:
             die_at_rename(patch, len(seen))
             try:
@@ -260,7 +261,7 @@ def test_killed_at_any_rename_one_branch_is_whole_in_every_place(tmp_path: Path,
             except KeyboardInterrupt:
                 pass
         one.close()
-        Saver(target, ALONE, 0, upload_to=kept if fast else None).close()  # the next start
+        CheckpointSaver(target, ALONE, 0, upload_to=kept if fast else None).close()  # the next start
         seen.append({name: names(folder) for name, folder in places.items()})
         assert seen[-1] in (old, new), len(seen)
         assert value_of(target, 2) == (20.0 if seen[-1] == new else 2.0)
@@ -275,17 +276,17 @@ def test_what_settles_may_be_killed_too(tmp_path: Path, monkeypatch: pytest.Monk
         places = {tmp_path / str(last) / name: ["iter_0000002", "iter_0000003"] for name in ("fast", "kept")}
         for folder in [place / name for place, names in places.items() for name in names]:
             folder.mkdir(parents=True)
-        branch.hide(places, 1, 2)
+        branch.hide_later(places, 1, 2)
         if committed:
             (next(iter(places)) / "iter_0000002").mkdir()
         with monkeypatch.context() as patch:
             die_at_rename(patch, last)
             try:
-                branch.settle(*places)
+                branch.finish_renames(*places)
                 ended = True
             except KeyboardInterrupt:
                 pass
-        branch.settle(*places)
+        branch.finish_renames(*places)
         left = [sum(name.startswith("abandoned") for name in names(place)) for place in places]
         assert left == ([2, 2] if committed else [0, 0]), last
         assert all(not list(place.glob(".iter_*")) for place in places)
@@ -310,7 +311,7 @@ def flags_of(folder: Path, words: str) -> list[str]:
 def alone(folder: Path, words: str) -> tuple[int, str]:
     """(exit code, log) of one process: this one."""
     (folder / "log.txt").unlink(missing_ok=True)
-    code = pretrain(config_from(flags_of(folder, words)), Ranks())
+    code = pretrain(config_from(flags_of(folder, words)), RankInfo())
     return int(code), (folder / "log.txt").read_text()
 
 
@@ -382,13 +383,13 @@ def test_a_finetune_in_the_same_directory_goes_on(run: Path) -> None:
 def test_a_finetune_whose_fast_disk_is_lost_does_not_start_from_scratch(run: Path, monkeypatch) -> None:
     """What it began with has been left, and what it saved never got here."""
     tune = TUNE.format(run.with_name("fast"))
-    monkeypatch.setattr(Uploader, "_round", lambda self: None)
+    monkeypatch.setattr(Uploader, "_upload_pending", lambda self: None)
     assert alone(run, tune)[0] == 75 and not storage.steps_in(run)
     shutil.rmtree(run.with_name("fast"))
     config = config_from(flags_of(run, tune))
     one = run_from(config)
     with pytest.raises(CheckpointError, match=r"holds only checkpoints .*abandoned-iter_0000007.*: rename the one"):
-        start_run(one, config)
+        load_initial_state(one, config)
     (run / "abandoned-iter_0000007-left-at-0000000").rename(run / "iter_0000007")
-    loaded, _ = start_run(one, config)
+    loaded, _ = load_initial_state(one, config)
     assert loaded == run / "iter_0000007"

@@ -12,11 +12,12 @@ from loads import ALONE
 from loads import whole_piece as whole
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import reader, tensor_file
-from megalite.checkpoint.format.manifest import CheckpointError, cover
-from megalite.checkpoint.run import loader, saver
-from megalite.checkpoint.storage import protocol as storage
-from megalite.parallel.spec import Box, ParamSpec, Piece, inside, rectangles
+from megalite.checkpoint.format import reader
+from megalite.checkpoint.format import safetensors_file as tensor_file
+from megalite.checkpoint.format.manifest import CheckpointError, covers_exactly_once
+from megalite.checkpoint.manager import loader, saver
+from megalite.checkpoint.storage import storage as storage
+from megalite.parallel.spec import Box, ParamSpec, TensorShard, rectangles, slices_within
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
@@ -31,7 +32,7 @@ def test_rectangles_are_the_span_in_order(shape: list[int], data: st.DataObject)
     zero = Box((0,) * len(shape), box.stop)
     assert len(parts) <= 2 * len(shape) - 1
     assert [i for _, span in parts for i in span] == list(range(stop - start))
-    got = [whole[inside(part, zero)].reshape(-1) for part, _ in parts]
+    got = [whole[slices_within(part, zero)].reshape(-1) for part, _ in parts]
     np.testing.assert_array_equal(np.concatenate(got) if got else [], flat[start:stop])
 
 
@@ -44,11 +45,11 @@ def test_boxes_cover_a_tensor_where_each_element_is_held_once(shape: list[int], 
         boxes.append(Box(start, stop))
         held[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] += 1
     rest = [Box(tuple(i), tuple(n + 1 for n in i)) for i in np.argwhere(held == 0).tolist()]
-    assert cover(tuple(shape), boxes) == bool((held == 1).all())
-    assert cover(tuple(shape), boxes + rest) == bool((held <= 1).all())
+    assert covers_exactly_once(tuple(shape), boxes) == bool((held == 1).all())
+    assert covers_exactly_once(tuple(shape), boxes + rest) == bool((held <= 1).all())
 
 
-def cut(values: torch.Tensor, name: str, dim: int, tp: int, dp: int) -> list[list[Piece]]:
+def cut(values: torch.Tensor, name: str, dim: int, tp: int, dp: int) -> list[list[TensorShard]]:
     """The pieces of every (tp, dp) rank of a tensor that is split over tp along `dim` and over dp as a ZeRO shard."""
     spec = ParamSpec(name, tuple(values.shape), shards=((dim, "tp"),))
     ranks = []
@@ -59,18 +60,18 @@ def cut(values: torch.Tensor, name: str, dim: int, tp: int, dp: int) -> list[lis
         for d in range(dp):
             span = range(borders[d], borders[d + 1])
             data = local[span.start : span.stop].clone(memory_format=torch.contiguous_format)
-            ranks.append([Piece(name, spec.shape, box, span, data)])
+            ranks.append([TensorShard(name, spec.shape, box, span, data)])
     return ranks
 
 
-def save_all(folder: Path, ranks: list[list[Piece]], step: int, state: dict | None = None) -> Path:
+def save_all(folder: Path, ranks: list[list[TensorShard]], step: int, state: dict | None = None) -> Path:
     """What `saver.save` does on several ranks, here one after the other."""
     part = folder / f".iter_{step:07d}.part"
     part.mkdir(parents=True)
     for rank, pieces in enumerate(ranks):
-        rows, ordered = tensor_file.plan(pieces)
-        manifests.write_rank(part, rank, rows, (p.data for p in ordered))
-    final = storage.folder_of(folder, step)
+        rows, ordered = tensor_file.plan_write(pieces)
+        manifests.write_rank_file(part, rank, rows, (p.data for p in ordered))
+    final = storage.checkpoint_dir(folder, step)
     manifests.commit(part, final, state or {}, step, len(ranks))
     return final
 
@@ -85,17 +86,17 @@ def test_saved_under_one_layout_loads_under_another(tmp_path_factory, shape, sav
     dim = data.draw(st.integers(0, len(shape) - 1))
     values = torch.randn(shape)
     with pytest.MonkeyPatch.context() as patch:  # blocks that end anywhere, reads of any size straight into a target
-        patch.setattr(tensor_file.write, "__defaults__", (data.draw(st.sampled_from([8, 40, 1 << 22])),))
+        patch.setattr(tensor_file.write_safetensors, "__defaults__", (data.draw(st.sampled_from([8, 40, 1 << 22])),))
         patch.setattr(reader, "_DIRECT", data.draw(st.sampled_from([1, 24, 1 << 16])))
         final = save_all(folder, cut(values, "w", dim, *saved), 7)
-        loaded = manifests.load(final)
-        assert cover(loaded.tensors["w"].shape, [p.box for p in loaded.tensors["w"].parts])
-        reader.verify(final, loaded)
+        loaded = manifests.load_manifest(final)
+        assert covers_exactly_once(loaded.tensors["w"].shape, [p.box for p in loaded.tensors["w"].boxes])
+        reader.verify_checkpoint(final, loaded)
         dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
         for rank in cut(values.to(dtype), "w", dim, *other):
             for fill in (
-                lambda pieces: reader.Reader(final, loaded).fill(pieces),
-                lambda pieces: loader.load(folder, ALONE, lambda *_: loader.Wanted(pieces)),
+                lambda pieces: reader.CheckpointReader(final, loaded).fill(pieces),
+                lambda pieces: loader.load_newest(folder, ALONE, lambda *_: loader.LoadPlan(pieces)),
             ):
                 target = rank[0]._replace(data=torch.full_like(rank[0].data, torch.nan))
                 fill([target])
@@ -106,6 +107,6 @@ def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> N
     folder = saver.save(tmp_path, 1, [whole(torch.ones(4, 2), "a"), whole(torch.ones(3), "b")], {}, ALONE)
     pieces = [whole(torch.zeros(4, 2), "a"), whole(torch.zeros(5), "b"), whole(torch.zeros(1), "c")]
     with pytest.raises(CheckpointError) as error:
-        loads.fill(folder, manifests.load(folder), pieces, ALONE)
+        loads.fill(folder, manifests.load_manifest(folder), pieces, ALONE)
     assert "b: shape (5,) here, (3,) in" in str(error.value) and "c: shape (1,) here, not in" in str(error.value)
     assert all(not p.data.any() for p in pieces)

@@ -20,14 +20,15 @@ from loads import filled as pieces
 from ranks import run_ranks
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import reader, tensor_file
+from megalite.checkpoint.format import reader
+from megalite.checkpoint.format import safetensors_file as tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.run import loader, saver
-from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.storage.file_system import LocalFile, LocalStorage
+from megalite.checkpoint.manager import loader, saver
+from megalite.checkpoint.manager.saver import CheckpointSaver
+from megalite.checkpoint.storage import storage as storage
+from megalite.checkpoint.storage.local_storage import LocalFile, LocalStorage
 from megalite.parallel.mesh import build_mesh
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Box, TensorShard
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def test_killed_at_any_moment_there_is_a_checkpoint_and_it_is_whole(tmp_path: Pa
     """kill -9 before every call that makes something last or visible; leftovers are swept by the next start."""
 
     def save_two() -> None:
-        one = Saver(folder, ALONE, 0, keep_last=1, background=background)
+        one = CheckpointSaver(folder, ALONE, 0, keep_last=1, background=background)
         for step in (2, 3):
             one.save(step, pieces(float(step)), {"step": step})
         one.close()
@@ -56,7 +57,7 @@ def test_killed_at_any_moment_there_is_a_checkpoint_and_it_is_whole(tmp_path: Pa
         loads.fill(*found, targets, ALONE, exact=True)
         seen.append(found[1].state["step"])
         assert all((target.data == seen[-1]).all() for target in targets)
-        Saver(folder, ALONE, 0).close()
+        CheckpointSaver(folder, ALONE, 0).close()
         assert not list(folder.glob(".iter_*"))
     assert seen == sorted(seen) and set(seen) == {1, 2, 3} and len(seen) > 20
 
@@ -95,19 +96,19 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path: Path, cap
 def test_what_is_damaged_while_it_is_loaded_is_filled_from_the_one_before(tmp_path, monkeypatch, damage: str) -> None:
     """The pieces hold the older checkpoint whole, or, where there is none, nothing that anyone could train on."""
     with monkeypatch.context() as small:  # damage in the middle: some is filled before it
-        small.setattr(tensor_file.write, "__defaults__", (1 << 12,))
+        small.setattr(tensor_file.write_safetensors, "__defaults__", (1 << 12,))
         save_steps(tmp_path, 1, 2)
     DAMAGE[damage](tmp_path / "iter_0000002" / "rank-00000.safetensors")
     targets = pieces(9.0)
-    wanted = lambda *_: loader.Wanted(targets, exact=True)  # noqa: E731
-    found = loader.load(tmp_path, ALONE, wanted)
+    wanted = lambda *_: loader.LoadPlan(targets, exact_dtype=True)  # noqa: E731
+    found = loader.load_newest(tmp_path, ALONE, wanted)
     assert found is not None and found[1].state == {"step": 1}
     assert all((target.data == 1.0).all() for target in targets)
     shutil.rmtree(tmp_path / "iter_0000001")
     for target in targets:
         target.data.fill_(9.0)
     with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):
-        loader.load(tmp_path, ALONE, wanted)
+        loader.load_newest(tmp_path, ALONE, wanted)
     late = damage in ("zeros", "a flipped bit")  # its bytes had to be read; all else is known before
     assert all((target.data.isnan() if late else target.data == 9.0).all() for target in targets)
 
@@ -119,18 +120,18 @@ def _one_rank_cannot_take_it(directory: str, gone: bool) -> tuple[float, list[fl
         target = row(mesh, 10.0 * step + mesh.world.rank, 1 << 10)
         saver.save(directory, step, [target], {"step": step}, mesh)
     if mesh.world.rank == 1 and gone:
-        real = LocalStorage.reading
+        real = LocalStorage.read_lock
 
         def reading(self: LocalStorage, folder: Path) -> Any:
             if folder.name == "iter_0000002":
                 (folder / "COMPLETE.gone").read_text()
             return real(self, folder)
 
-        LocalStorage.reading = reading  # type: ignore[method-assign, assignment]
+        LocalStorage.read_lock = reading  # type: ignore[method-assign, assignment]
     elif mesh.world.rank == 0 and not gone:
         flip(Path(directory) / "iter_0000002" / "rank-00001.safetensors", 8 * 5000)
     torch.distributed.barrier()
-    found = loader.load(directory, mesh, lambda *_: loader.Wanted([target], exact=True))
+    found = loader.load_newest(directory, mesh, lambda *_: loader.LoadPlan([target], exact_dtype=True))
     return float(found[1].state["step"]), target.data.unique().tolist()
 
 
@@ -147,19 +148,19 @@ def test_no_memory_for_a_block_is_an_error_of_the_checkpoint(tmp_path: Path, mon
 
     monkeypatch.setattr("megalite.checkpoint.format.reader.mmap.mmap", no_memory)
     with pytest.raises(CheckpointError, match="can't allocate memory"):
-        loader.load(tmp_path, ALONE, lambda *_: loader.Wanted(pieces(9.0)))
+        loader.load_newest(tmp_path, ALONE, lambda *_: loader.LoadPlan(pieces(9.0)))
 
 
 def test_every_byte_that_is_wanted_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     box = Box((0, 0), (64, 1 << 17))  # 32 MiB: 8 blocks and the header
-    state = [Piece("model/w", box.stop, box, range(box.numel), torch.randn(box.numel))]
+    state = [TensorShard("model/w", box.stop, box, range(box.numel), torch.randn(box.numel))]
     saver.save(tmp_path, 1, state, {}, ALONE)
     reads: list[tuple[int, int]] = []
     real = LocalFile.pread
     monkeypatch.setattr(LocalFile, "pread", lambda self, to, at: (reads.append((at, len(to))), real(self, to, at))[1])
     half = Box((0, 0), (32, 1 << 17))
-    targets = [Piece("model/w", box.stop, half, range(half.numel), torch.zeros(half.numel))]
-    loader.load(tmp_path, ALONE, lambda *_: loader.Wanted(targets))
+    targets = [TensorShard("model/w", box.stop, half, range(half.numel), torch.zeros(half.numel))]
+    loader.load_newest(tmp_path, ALONE, lambda *_: loader.LoadPlan(targets))
     assert torch.equal(targets[0].data, state[0].data[: half.numel])
     header, reads = reads[:2], sorted(reads[2:])  # its length, and its text
     assert sum(size for _, size in header) < 20_000
@@ -186,24 +187,24 @@ def test_files_of_two_checkpoints_swapped_are_found(tmp_path: Path, capsys: pyte
 
 
 def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.checkpoint.format.tensor_file.write.__defaults__", (256,))
+    monkeypatch.setattr("megalite.checkpoint.format.safetensors_file.write_safetensors.__defaults__", (256,))
     box = Box((0,), (500,))
-    state = [Piece(f"model/{n}", (500,), box, range(500), torch.randn(500)) for n in range(6)]
+    state = [TensorShard(f"model/{n}", (500,), box, range(500), torch.randn(500)) for n in range(6)]
     folder = saver.save(tmp_path, 1, state, {}, ALONE)
-    loaded = manifests.load(folder)
+    loaded = manifests.load_manifest(folder)
     (file,) = (folder / name for name in loaded.files)
-    places = {row.key: name for name, whole in loaded.tensors.items() for row in whole.parts}
-    where = tensor_file.places(file)
+    places = {row.key: name for name, whole in loaded.tensors.items() for row in whole.boxes}
+    where = tensor_file.read_header(file)
     for n in range(40):
         bit = n * 997 * 8 % (file.stat().st_size * 8) + n % 8
         flip(file, bit)
         with pytest.raises(CheckpointError, match=file.name) as error:
-            reader.verify(folder, loaded)
+            reader.verify_checkpoint(folder, loaded)
         hit = [places[key] for key, place in where.items() if place.begin <= bit // 8 < place.end]
         if hit:
             assert hit[0] in str(error.value)
         flip(file, bit)
-    reader.verify(folder, loaded)
+    reader.verify_checkpoint(folder, loaded)
 
 
 def test_the_tracker_file_is_never_believed(tmp_path: Path) -> None:
@@ -251,8 +252,8 @@ def test_five_hundred_hostile_manifests_are_refused_or_harmless(tmp_path: Path, 
         reseal(folder, mutated(sealed, rng))
         targets = pieces(0.0, rows=1)[:2]
         try:
-            loaded = manifests.load(folder)
-            reader.verify(folder, loaded)
+            loaded = manifests.load_manifest(folder)
+            reader.verify_checkpoint(folder, loaded)
             loads.fill(folder, loaded, targets, ALONE, exact=True)
         except CheckpointError:
             refused += 1
@@ -268,14 +269,14 @@ def test_manifests_that_are_bombs_are_refused(tmp_path: Path) -> None:
     for text in ("[" * 200_000, '{"a":' * 50_000, "NaN", "\ufeff{}", '{"format": 2}', "null", "[]", "2"):
         reseal(folder, text)
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            manifests.load(folder)
+            manifests.load_manifest(folder)
     part = good["tensors"]["model/0"]["parts"][0]
     for start, stop in (([0, 0], [1, 1 << 13]), ([0, 4], [1, 1 << 14])):  # twice the same elements, and a hole
         bad = copy.deepcopy(good)
         bad["tensors"]["model/0"]["parts"] = [[part[0], part[1], start, stop]] * 2
         reseal(folder, bad)
         with pytest.raises(CheckpointError, match="elements"):
-            manifests.load(folder)
+            manifests.load_manifest(folder)
 
 
 @pytest.mark.parametrize("dims", rarely([1, 2, 3], [2], str, guards=("megalite/checkpoint/format",)))
@@ -291,14 +292,14 @@ def test_many_boxes_are_checked_in_a_tests_time(tmp_path: Path, dims: int) -> No
         data["tensors"]["model/0"] = {**tensor, "shape": [*ones, count], "parts": [*parts[:-1], parts[last]]}
         reseal(folder, data)
         if last:
-            assert len(manifests.load(folder).tensors["model/0"].parts) == count
+            assert len(manifests.load_manifest(folder).tensors["model/0"].boxes) == count
         else:
             with pytest.raises(CheckpointError, match="two of its boxes hold the same elements"):
-                manifests.load(folder)
+                manifests.load_manifest(folder)
     data["tensors"]["model/0"] = {**tensor, "shape": [1] * 60, "parts": [[file, key, [0] * 60, [1] * 60]]}
     reseal(folder, data)
     with pytest.raises(CheckpointError, match="has 60 dims"):
-        manifests.load(folder)
+        manifests.load_manifest(folder)
 
 
 HEADERS = {
@@ -325,11 +326,11 @@ def test_a_hostile_header_is_refused(tmp_path: Path, attack: str) -> None:
     stamp.update(memoryview(file.read_bytes()))
     data = json.loads((folder / "manifest.json").read_text())
     made = stamp.stamp()
-    data["files"][file.name] = [made.size, made.name, made.block, made.digests]
+    data["files"][file.name] = [made.size, made.algorithm, made.block_size, made.digests]
     reseal(folder, data)
-    loaded = manifests.load(folder)
-    reader.verify(folder, loaded)
+    loaded = manifests.load_manifest(folder)
+    reader.verify_checkpoint(folder, loaded)
     target = pieces(0.0, rows=1)[:1]
     with pytest.raises(CheckpointError, match="rank-00000|cannot be read"):
-        reader.Reader(folder, loaded).fill(target)
+        reader.CheckpointReader(folder, loaded).fill(target)
     assert not target[0].data.any()

@@ -26,10 +26,10 @@ from megalite.checkpoint import offline
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.options import Config
 from megalite.data.errors import DataError
-from megalite.train.setup import SetupError
-from megalite.train.start.resume import Start, resume
-from megalite.train.state import Run
-from megalite.train.step import train_step
+from megalite.training.checkpointing.resume import LoadOptions, resume
+from megalite.training.setup import SetupError
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
 
 STORED = sorted(path.parent for path in FOLDER.glob("*/*/expected.json"))
 
@@ -48,10 +48,10 @@ def test_a_stored_checkpoint_loads_and_goes_on(folder: Path, tmp_path: Path, mon
     write_tokens(tmp_path)
     config = config_from(expected["flags"])
     run = run_from(config, dtype=getattr(torch, expected["dtype"]))
-    found = resume(run, str(folder), config, Start())
+    found = resume(run, str(folder), config, LoadOptions())
     assert found is not None and found[1] == []  # nothing to tell: data and options are those of then
     assert run.state.to_json() == state["progress"] and run.loss_scaler.to_json() == state["loss_scaler"]
-    assert run.optimizer.updates == state["updates"] == 2
+    assert run.optimizer.num_updates == state["updates"] == 2
     losses = [train_step(run).loss for _ in expected["losses"]]
     assert losses == pytest.approx(expected["losses"], rel=1e-11 if expected["dtype"] == "float64" else 2e-3)
 
@@ -92,8 +92,8 @@ def opened(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
 
 
 def facts(run: Run) -> tuple[Any, ...]:
-    values = torch.cat([piece.data.double().nan_to_num(7.0) for piece in run.optimizer.pieces()])
-    return run.state.to_json(), run.optimizer.updates, replace(run.loss_scaler), values.tolist()
+    values = torch.cat([piece.data.double().nan_to_num(7.0) for piece in run.optimizer.checkpoint_shards()])
+    return run.state.to_json(), run.optimizer.num_updates, replace(run.loss_scaler), values.tolist()
 
 
 def test_wrong_kinds_in_what_a_run_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_wrong_kinds_in_what_a_run_goes_on_from(tmp_path: Path, monkeypatch: pyt
             reseal(folder, {**good, "state": put(good["state"], place, wrong)})
             tried += 1
             try:
-                resume(run, str(folder.parent), config, Start())
+                resume(run, str(folder.parent), config, LoadOptions())
             except SetupError as error:
                 assert place[0] == "rates" and "in the checkpoint" in str(error) and facts(run) == before
                 continue
@@ -118,7 +118,7 @@ def test_wrong_kinds_in_what_a_run_goes_on_from(tmp_path: Path, monkeypatch: pyt
                 continue
             accepted.append((place[-1], wrong))
             before = facts(run)
-            assert math.isfinite(run.loss_scaler.scale) and type(run.loss_scaler.clean_steps) is int
+            assert math.isfinite(run.loss_scaler.scale) and type(run.loss_scaler.good_steps) is int
     numbers = [("scale", n) for n in (2**63, 2**200, 1e308, 0.5)]
     numbers += [(name, n) for name in ("clean_steps", "patience") for n in (2**63, 2**200)]
     numbers += [("patience", None), ("patience", -1), ("dynamic", True), ("decoupled", None)]
@@ -130,14 +130,14 @@ def test_wrong_kinds_in_what_a_run_goes_on_from(tmp_path: Path, monkeypatch: pyt
 def test_wrong_kinds_in_the_ledger_and_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, folder, config = opened("fp64", tmp_path, monkeypatch)
     good = json.loads((folder / "manifest.json").read_text())
-    resume(run, str(folder.parent), config, Start())
+    resume(run, str(folder.parent), config, LoadOptions())
     there, refused = facts(run), 0
     state = {name: good["state"][name] for name in ("data", "tokenizer")}
     for n, place in enumerate(places(state)):
         for wrong in WRONG[n % 6 :: 6]:
             reseal(folder, {**good, "state": put(good["state"], place, wrong)})
             try:
-                resume(run, str(folder.parent), config, Start())
+                resume(run, str(folder.parent), config, LoadOptions())
             except (CheckpointError, DataError):
                 refused += 1
             assert facts(run) == there
@@ -153,6 +153,6 @@ def test_wrong_kinds_of_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for wrong in [*WRONG, "float99", "__class__", "float64", "int8", "bool"]:
             reseal(folder, put(good, ("tensors", name, "dtype"), wrong))
             with pytest.raises(CheckpointError):
-                resume(run, str(folder.parent), config, Start())
+                resume(run, str(folder.parent), config, LoadOptions())
             assert facts(run) == begin
-    resume(run, str(folder.parent), config, Start(afresh=True))
+    resume(run, str(folder.parent), config, LoadOptions(reset_progress=True))

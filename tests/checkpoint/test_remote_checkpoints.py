@@ -22,13 +22,15 @@ from train_cases import SMALL
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import reader, tensor_file
-from megalite.checkpoint.run import loader, retention, saver
-from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.storage import location, object_store
-from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.storage.location import CheckpointError, Url, parse
-from megalite.parallel.spec import Box, Piece
+from megalite.checkpoint.format import reader
+from megalite.checkpoint.format import safetensors_file as tensor_file
+from megalite.checkpoint.manager import loader, retention, saver
+from megalite.checkpoint.manager.saver import CheckpointSaver
+from megalite.checkpoint.storage import location
+from megalite.checkpoint.storage import remote_storage as object_store
+from megalite.checkpoint.storage import storage as storage
+from megalite.checkpoint.storage.location import CheckpointError, RemotePath, parse_location
+from megalite.parallel.spec import Box, TensorShard
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["memory", "s3"]
@@ -73,13 +75,13 @@ pieces, saved = functools.partial(filled, **SIZES), functools.partial(save_steps
 
 def files(url: str) -> dict[str, int]:
     """Every object below, by its name there."""
-    place = parse(url)
+    place = parse_location(url)
     found = place.files.find(place.path, detail=True)
     return {name[len(place.path) + 1 :]: entry["size"] for name, entry in found.items()}
 
 
 def change(url: str, content: bytes | None) -> None:
-    place = parse(url)
+    place = parse_location(url)
     place.files.rm_file(place.path) if content is None else place.files.pipe_file(place.path, content)
 
 
@@ -89,7 +91,7 @@ def loaded(url: str) -> float:
     targets = []
     for n in range(2):
         box = Box((1, 3), (3, 1 << 12))
-        targets.append(Piece(f"model/{n}", (4, 1 << 12), box, range(5, box.numel), torch.zeros(box.numel - 5)))
+        targets.append(TensorShard(f"model/{n}", (4, 1 << 12), box, range(5, box.numel), torch.zeros(box.numel - 5)))
     loads.fill(*found, targets, ALONE, exact=True)
     value = float(targets[0].data[0])
     assert all((target.data == value).all() for target in targets)
@@ -99,11 +101,11 @@ def loaded(url: str) -> float:
 @BACKGROUND
 def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    put, create = object_store.RemoteStorage.put, object_store.RemoteStorage.create
-    monkeypatch.setattr(object_store.RemoteStorage, "put", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1])
-    monkeypatch.setattr(object_store.RemoteStorage, "create", lambda s, p: (order.append(p.name), create(s, p))[1])
+    put, create = object_store.RemoteStorage.write_text, object_store.RemoteStorage.open_new
+    monkeypatch.setattr(object_store.RemoteStorage, "write_text", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1])
+    monkeypatch.setattr(object_store.RemoteStorage, "open_new", lambda s, p: (order.append(p.name), create(s, p))[1])
     assert loads.newest(base, ALONE) is None
-    one = Saver(base, ALONE, 1 << 60, background=background)  # no store says how much it takes
+    one = CheckpointSaver(base, ALONE, 1 << 60, background=background)  # no store says how much it takes
     for step in (1, 2):
         order.clear()
         one.save(step, pieces(float(step)), {"step": step})
@@ -111,7 +113,7 @@ def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest
         names = ["rank-00000.safetensors", "rank-00000.json", "manifest.json", "COMPLETE", storage.TRACKER]
         assert order == names  # COMPLETE, which makes it exist, after all that it needs
     targets = pieces(0.0)
-    found = loader.load(base, ALONE, lambda *_: loader.Wanted(targets, exact=True))
+    found = loader.load_newest(base, ALONE, lambda *_: loader.LoadPlan(targets, exact_dtype=True))
     assert found is not None and all((target.data == 2.0).all() for target in targets)
     assert loaded(base) == 2.0 and storage.steps_in(base) == [1, 2]
     one.close()
@@ -120,7 +122,7 @@ def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest
     assert loads.newest(base, ALONE, step=1)[1].state == {"step": 1}  # type: ignore[index]
     with pytest.raises(CheckpointError, match="holds no checkpoint of step 3"):
         loads.newest(base, ALONE, step=3)
-    one = Saver(base + "/", ALONE, 0)
+    one = CheckpointSaver(base + "/", ALONE, 0)
     one.save(2, pieces(5.0), {})  # the same step again
     one.close()
     assert loaded(base) == 5.0
@@ -138,7 +140,7 @@ def test_damage_is_named_and_the_one_before_is_taken(base: str, damage: str, cap
     saved(base, 1, 2)
     for name in ("rank-00000.safetensors", "manifest.json", "COMPLETE"):
         url = f"{base}/iter_0000002/{name}"
-        place = parse(url)
+        place = parse_location(url)
         kept = place.files.cat_file(place.path)  # type: ignore[union-attr]
         change(url, DAMAGE[damage](kept))
         assert loaded(base) == 1.0
@@ -156,13 +158,13 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
     change(f"{base}/iter_0000001/KEEP", b"")
     change(f"{base}/iter_0000007/mp_rank_00/model_optim_rng.pt", b"of Megatron-LM")
     change(f"{base}/iter_0000008/notes.txt", b"of somebody")
-    place = parse(base)
-    assert retention.Retention(place, 2, 4).prune(dry=True) == [2, 3] and len(storage.steps_in(base)) == 8
-    assert retention.Retention(place, 2, 4).prune() == [2, 3]
+    place = parse_location(base)
+    assert retention.RetentionPolicy(place, 2, 4).prune(dry=True) == [2, 3] and len(storage.steps_in(base)) == 8
+    assert retention.RetentionPolicy(place, 2, 4).prune() == [2, 3]
     assert storage.steps_in(base) == [1, 4, 5, 6, 7, 8]
     real, left = object_store.RemoteStorage.delete, [1]
 
-    def killed(self: Any, path: Url) -> None:
+    def killed(self: Any, path: RemotePath) -> None:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
@@ -171,20 +173,20 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(object_store.RemoteStorage, "delete", killed)
         with pytest.raises(KeyboardInterrupt):
-            retention.Retention(place, 2).prune()
+            retention.RetentionPolicy(place, 2).prune()
     assert "COMPLETE" not in files(f"{base}/iter_0000004")  # first of all: no checkpoint any more
-    one = Saver(base, ALONE, 0)
-    assert "iter_0000004" in one.news()[0]
+    one = CheckpointSaver(base, ALONE, 0)
+    assert "iter_0000004" in one.pop_messages()[0]
     one.close()
     assert storage.steps_in(base) == [1, 5, 6, 7, 8]  # strangers stay
 
 
 def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(base, 1, 2, 3)
-    place, real, gone = parse(base), object_store.RemoteFile.pread, []
+    place, real, gone = parse_location(base), object_store.RemoteFile.pread, []
 
     def meanwhile(self: Any, target: memoryview, begin: int) -> None:
-        gone.extend(retention.Retention(place, 1).prune())
+        gone.extend(retention.RetentionPolicy(place, 1).prune())
         real(self, target, begin)
 
     with monkeypatch.context() as patch:
@@ -192,27 +194,27 @@ def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.Monkey
         assert offline.open_checkpoint(f"{base}/iter_0000001").read("model/0")[0, 0] == 1.0
     assert gone == [2] and storage.steps_in(base) == [1, 3]
     assert not any(".reading-" in name for name in files(base))
-    folder, store = location.folder_of(base, 1), storage.storage_of(place)
+    folder, store = location.checkpoint_dir(base, 1), storage.storage_of(place)
     monkeypatch.setattr(object_store, "RENEW_S", 0.02)
     monkeypatch.setattr(object_store, "STALE_S", 1.0)
-    with store.reading(folder):
+    with store.read_lock(folder):
         time.sleep(1.3)  # longer than a mark lasts: it is renewed
-        assert store.in_use(folder) and retention.Retention(place, 1).prune() == []
+        assert store.in_use(folder) and retention.RetentionPolicy(place, 1).prune() == []
     for n, content in enumerate((b"", b"nan", b"\xff", b"9" * 200, str(time.time() - 2).encode())):
         change(f"{base}/iter_0000001/.reading-{n:032x}", content)  # of a reader that was killed, or of nobody
     with monkeypatch.context() as patch:
         refused = lambda *_: (_ for _ in ()).throw(PermissionError("read only"))  # noqa: E731
-        patch.setattr(object_store.RemoteStorage, "put", refused)
-        with store.reading(folder):  # nothing protects it, but it is read
+        patch.setattr(object_store.RemoteStorage, "write_text", refused)
+        with store.read_lock(folder):  # nothing protects it, but it is read
             assert not store.in_use(folder)
-    assert retention.Retention(place, 1).prune() == [1]
+    assert retention.RetentionPolicy(place, 1).prune() == [1]
     assert not any("iter_0000001" in name for name in files(base))
 
 
 def test_the_later_run_goes_on_and_the_earlier_ends(base: str) -> None:
-    early = Saver(base, ALONE, 0, keep_last=2)
+    early = CheckpointSaver(base, ALONE, 0, keep_last=2)
     early.save(1, pieces(1.0), {})
-    late = Saver(base, ALONE, 0)
+    late = CheckpointSaver(base, ALONE, 0)
     with pytest.raises(CheckpointError, match=f"taken over by process {os.getpid()} on .* this run stops saving"):
         early.save(2, pieces(2.0), {})
     assert storage.steps_in(base) == [1]
@@ -223,18 +225,18 @@ def test_the_later_run_goes_on_and_the_earlier_ends(base: str) -> None:
     early.close()
     late.save(4, pieces(4.0), {})
     late.close()
-    assert loaded(base) == 4.0 and location.LOCK not in files(base)
+    assert loaded(base) == 4.0 and location.LOCK_FILE not in files(base)
 
 
 def test_taken_over_between_the_files_and_the_commit(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Saver(base, ALONE, 0, background=True)
-    real = manifests.write_rank
+    one = CheckpointSaver(base, ALONE, 0, background=True)
+    real = manifests.write_rank_file
 
     def other(*args: Any) -> None:
         real(*args)
-        Saver(base, ALONE, 0)
+        CheckpointSaver(base, ALONE, 0)
 
-    monkeypatch.setattr(manifests, "write_rank", other)
+    monkeypatch.setattr(manifests, "write_rank_file", other)
     one.save(1, pieces(1.0), {})
     with pytest.raises(CheckpointError, match="taken over"):
         one.wait()
@@ -242,27 +244,27 @@ def test_taken_over_between_the_files_and_the_commit(base: str, monkeypatch: pyt
 
 
 def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "PART", 5 << 20)  # the smallest that S3 takes
+    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)  # the smallest that S3 takes
     values = torch.randn(3 << 20)  # 12 MiB: two parts, since 4 MiB are handed over at a time
     box = Box((0,), (len(values),))
-    piece = Piece("model/w", box.stop, box, range(len(values)), values)
+    piece = TensorShard("model/w", box.stop, box, range(len(values)), values)
     folder = saver.save(base, 1, [piece], {}, ALONE)
-    name = next(iter(manifests.load(folder).files))
+    name = next(iter(manifests.load_manifest(folder).files))
     if base.startswith("s3"):
         assert (folder / name).files.info((folder / name).path)["ETag"].strip('"').endswith("-2")
-    again = Piece(piece.name, piece.shape, box, piece.span, torch.zeros_like(values))
-    monkeypatch.setattr(object_store, "READ", 1 << 20)
-    reader.verify(folder, manifests.load(folder))
-    loads.fill(folder, manifests.load(folder), [again], ALONE, exact=True)
+    again = TensorShard(piece.name, piece.shape, box, piece.span, torch.zeros_like(values))
+    monkeypatch.setattr(object_store, "READ_BYTES", 1 << 20)
+    reader.verify_checkpoint(folder, manifests.load_manifest(folder))
+    loads.fill(folder, manifests.load_manifest(folder), [again], ALONE, exact=True)
     assert torch.equal(again.data, values)
 
     def broken(size: int = 6 << 20) -> Iterator[torch.Tensor]:
         yield torch.zeros(size, dtype=torch.uint8)
         raise RuntimeError("half way")
 
-    target = parse(base) / "iter_0000002" / "rank-00000.safetensors"
+    target = parse_location(base) / "iter_0000002" / "rank-00000.safetensors"
     with pytest.raises(RuntimeError, match="half way"):
-        tensor_file.write(target, [], broken())
+        tensor_file.write_safetensors(target, [], broken())
     gc.collect()  # fsspec closes, and so commits, files that are collected
     if base.startswith("s3"):
         assert not any("iter_0000002" in name for name in files(base))
@@ -295,19 +297,19 @@ def test_urls_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "file://relative": "not absolute: give file:///directory",
     }.items():
         with pytest.raises(CheckpointError, match=text):
-            Saver(url, ALONE, 0)
-    Saver(f"file://{tmp_path}/local", ALONE, 0).close()
+            CheckpointSaver(url, ALONE, 0)
+    CheckpointSaver(f"file://{tmp_path}/local", ALONE, 0).close()
     saved(f"file://{tmp_path}/local", 1)
     assert (tmp_path / "local" / "iter_0000001" / "COMPLETE").is_file() and loaded(f"{tmp_path}/local") == 1.0
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(CheckpointError, match="needs the package fsspec; pip install fsspec"):
-        parse("memory://x")
+        parse_location("memory://x")
 
 
 def test_a_bucket_that_is_not_there(on_s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
     with pytest.raises(CheckpointError, match="save='s3://nobodys/x' cannot be written .*check its name"):
-        Saver("s3://nobodys/x", ALONE, 0)
+        CheckpointSaver("s3://nobodys/x", ALONE, 0)
     assert not fsspec.filesystem("s3").exists("nobodys")  # and is not made
     monkeypatch.setattr(object_store, "ATTEMPTS", 1)
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
@@ -357,7 +359,7 @@ def test_a_store_that_fails_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
     url = f"unsteady://runs/{uuid.uuid4().hex}"
     monkeypatch.setattr(Unsteady, "bad", 2)
-    one = Saver(url, ALONE, 0)
+    one = CheckpointSaver(url, ALONE, 0)
     one.save(1, pieces(1.0), {})
     assert loaded(url) == 1.0
     monkeypatch.setattr(Unsteady, "bad", 10**9)

@@ -23,31 +23,33 @@ from safetensors.torch import load_file
 from token_files import full, limit_files
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import reader, tensor_file
+from megalite.checkpoint.format import reader
+from megalite.checkpoint.format import safetensors_file as tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.tensor_file import BlockHash
-from megalite.checkpoint.run import agreement as shared
-from megalite.checkpoint.run import background_save, retention, saver
-from megalite.checkpoint.run.agreement import SaveClock
-from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.storage import file_system
-from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.format.safetensors_file import BlockHash
+from megalite.checkpoint.manager import async_save as background_save
+from megalite.checkpoint.manager import collective as shared
+from megalite.checkpoint.manager import retention, saver
+from megalite.checkpoint.manager.collective import SaveTimer
+from megalite.checkpoint.manager.saver import CheckpointSaver
+from megalite.checkpoint.storage import local_storage as file_system
+from megalite.checkpoint.storage import storage as storage
 from megalite.parallel.mesh import build_mesh
-from megalite.parallel.spec import Piece
+from megalite.parallel.spec import TensorShard
 
 CPU = torch.device("cpu")
 MATRIX = whole(torch.zeros(2, 8))
 
 
-def load(folder: Path, like: Piece) -> torch.Tensor:
-    target = Piece(like.name, like.shape, like.box, like.span, torch.zeros_like(like.data))
-    loaded = manifests.load(folder)
-    reader.verify(folder, loaded)
+def load(folder: Path, like: TensorShard) -> torch.Tensor:
+    target = TensorShard(like.name, like.shape, like.box, like.span, torch.zeros_like(like.data))
+    loaded = manifests.load_manifest(folder)
+    reader.verify_checkpoint(folder, loaded)
     loads.fill(folder, loaded, [target], ALONE, exact=True)
     return target.data.view(like.box.shape)
 
 
-def put(one: Saver, step: int) -> None:
+def put(one: CheckpointSaver, step: int) -> None:
     """A checkpoint, which is there afterwards."""
     one.save(step, [whole(torch.ones(2))], {})
     one.wait()
@@ -58,18 +60,18 @@ def put(one: Saver, step: int) -> None:
 def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path, block: int) -> None:
     values = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.arange(4).view(2, 2)}
     values |= {"d": torch.tensor([True, False, True]), "e": torch.tensor(2.5, dtype=torch.float64)}
-    rows, ordered = tensor_file.plan([whole(v, name) for name, v in values.items()])
-    stamp = tensor_file.write(tmp_path / "x.safetensors", rows, (p.data for p in ordered), block)
+    rows, ordered = tensor_file.plan_write([whole(v, name) for name, v in values.items()])
+    stamp = tensor_file.write_safetensors(tmp_path / "x.safetensors", rows, (p.data for p in ordered), block)
     got = load_file(tmp_path / "x.safetensors")
-    assert {row.name: row.key for row in rows}.keys() == values.keys()
+    assert {row.algorithm: row.key for row in rows}.keys() == values.keys()
     for row in rows:
-        assert got[row.key].dtype == values[row.name].dtype and torch.equal(got[row.key], values[row.name])
+        assert got[row.key].dtype == values[row.algorithm].dtype and torch.equal(got[row.key], values[row.algorithm])
     assert stamp.size == (tmp_path / "x.safetensors").stat().st_size
-    again = BlockHash(block=block)
+    again = BlockHash(block_size=block)
     again.update(memoryview((tmp_path / "x.safetensors").read_bytes()))
     assert again.stamp() == stamp
     with pytest.raises(FileExistsError):  # a file that is there is never overwritten
-        tensor_file.write(tmp_path / "x.safetensors", rows, (p.data for p in ordered))
+        tensor_file.write_safetensors(tmp_path / "x.safetensors", rows, (p.data for p in ordered))
 
 
 def peak_mib() -> float:
@@ -107,7 +109,7 @@ def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytes
 @BACKGROUND
 @pytest.mark.parametrize("call", ["fsync", "replace", "open"])
 def test_a_failed_save_leaves_the_one_before(tmp_path: Path, monkeypatch, call: str, background: bool) -> None:
-    one = Saver(tmp_path, ALONE, 8, background=background)
+    one = CheckpointSaver(tmp_path, ALONE, 8, background=background)
     put(one, 1)
 
     with monkeypatch.context() as patch:
@@ -127,7 +129,7 @@ def test_what_is_around_a_checkpoint_ends_no_run(tmp_path: Path, background: boo
     """A tracker file that cannot be written, and then a directory that is deleted: it is made and locked again."""
     folder = tmp_path / "save"
     (folder / storage.TRACKER / "inside").mkdir(parents=True)
-    one = Saver(folder, ALONE, 0, background=background)
+    one = CheckpointSaver(folder, ALONE, 0, background=background)
     put(one, 1)
     said = capsys.readouterr().err
     assert f"WARNING: {folder / storage.TRACKER}: Is a directory; it does not name step 1, whose checkpoint" in said
@@ -137,10 +139,10 @@ def test_what_is_around_a_checkpoint_ends_no_run(tmp_path: Path, background: boo
     assert said.count(f"WARNING: save='{folder}': its lock was deleted under the run") == said.count("\n") == 1, said
     assert (folder / storage.TRACKER).read_text() == "2\n" and storage.steps_in(folder) == [2]
     with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} "):
-        Saver(folder, ALONE, 0)
+        CheckpointSaver(folder, ALONE, 0)
     shutil.rmtree(folder)
     folder.mkdir()
-    other = Saver(folder, ALONE, 0)  # who came first
+    other = CheckpointSaver(folder, ALONE, 0)  # who came first
     with pytest.raises(CheckpointError, match="in use by process"):
         one.save(3, [whole(torch.ones(2))], {})
     one.close()
@@ -149,8 +151,8 @@ def test_what_is_around_a_checkpoint_ends_no_run(tmp_path: Path, background: boo
 
 @BACKGROUND
 def test_a_failure_without_a_text_has_a_type_and_a_place(tmp_path: Path, monkeypatch, background: bool) -> None:
-    monkeypatch.setattr(manifests, "write_rank", lambda *_: bytearray(1 << 62))
-    one = Saver(tmp_path, ALONE, 0, background=background)
+    monkeypatch.setattr(manifests, "write_rank_file", lambda *_: bytearray(1 << 62))
+    one = CheckpointSaver(tmp_path, ALONE, 0, background=background)
     with pytest.raises(CheckpointError, match=r"failed while .*: MemoryError in test_saver.py:\d+$"):
         put(one, 1)
     one.close()
@@ -158,7 +160,7 @@ def test_a_failure_without_a_text_has_a_type_and_a_place(tmp_path: Path, monkeyp
 
 def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
-    one = Saver(directory, mesh, 100, background=background)
+    one = CheckpointSaver(directory, mesh, 100, background=background)
     one.save(1, [shard(mesh, 1.0)], {})
     one.wait()
     if mesh.world.rank == 1:
@@ -181,28 +183,28 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(tmp_path: Path, back
 
 # ---- the directory
 def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
-    hold = "import time; from pathlib import Path; from megalite.checkpoint.storage.file_system import Lock"
-    hold += f"\nlock = Lock(Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(60)"
+    hold = "import time; from pathlib import Path; from megalite.checkpoint.storage.local_storage import DirectoryLock"
+    hold += f"\nlock = DirectoryLock(Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(60)"
     process = programs.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match=f"in use by process {process.pid} on"):
-            Saver(tmp_path, ALONE, 0)
+            CheckpointSaver(tmp_path, ALONE, 0)
     finally:
         process.kill()
         process.wait()
-    one = Saver(tmp_path, ALONE, 0)  # no stale lock is left of a killed run
+    one = CheckpointSaver(tmp_path, ALONE, 0)  # no stale lock is left of a killed run
     with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
-        Saver(tmp_path, ALONE, 0)
+        CheckpointSaver(tmp_path, ALONE, 0)
     one.close()
-    Saver(tmp_path, ALONE, 0).close()
+    CheckpointSaver(tmp_path, ALONE, 0).close()
 
 
 def _two_directories(base: str) -> str:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
-    shared.check_shared.__defaults__ = (0.2,)  # type: ignore[attr-defined]
+    shared.check_shared_filesystem.__defaults__ = (0.2,)  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError) as error:
-        Saver(Path(base) / f"of rank {mesh.world.rank}", mesh, 0)
+        CheckpointSaver(Path(base) / f"of rank {mesh.world.rank}", mesh, 0)
     return str(error.value)
 
 
@@ -214,24 +216,24 @@ def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for bad in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
         with pytest.raises(CheckpointError, match="cannot be written"):
-            Saver(bad, ALONE, 0)
+            CheckpointSaver(bad, ALONE, 0)
     with pytest.raises(CheckpointError, match=r"GiB left, a checkpoint needs 1,073,741,824.0 GiB: "):
-        Saver(tmp_path, ALONE, 1 << 60)
+        CheckpointSaver(tmp_path, ALONE, 1 << 60)
     odd = tmp_path / "päth with späces ☃"
-    one = Saver(odd, ALONE, 0)
+    one = CheckpointSaver(odd, ALONE, 0)
     one.save(1, [whole(torch.ones(2))], {})
     one.close()
     assert loads.newest(odd, ALONE)[0].name == "iter_0000001"  # type: ignore[index]
-    assert sorted(p.name for p in odd.iterdir()) == [storage.LOCK, "iter_0000001", storage.TRACKER]
+    assert sorted(p.name for p in odd.iterdir()) == [storage.LOCK_FILE, "iter_0000001", storage.TRACKER]
 
 
 def test_what_unfinished_saves_and_deletions_have_left_is_swept(tmp_path: Path) -> None:
     for name in (".iter_0000003.part", ".iter_0000001.old", ".mine", "iter_0000002"):
         (tmp_path / name).mkdir()
-    one = Saver(tmp_path, ALONE, 0)
+    one = CheckpointSaver(tmp_path, ALONE, 0)
     one.close()
-    assert ".iter_0000003.part" in one.news()[0]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [storage.LOCK, ".mine", "iter_0000002"]
+    assert ".iter_0000003.part" in one.pop_messages()[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [storage.LOCK_FILE, ".mine", "iter_0000002"]
 
 
 # ---- what is kept
@@ -241,10 +243,10 @@ def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
     (tmp_path / "iter_0000009").mkdir()  # not complete: neither counted nor touched
     os.truncate(tmp_path / "iter_0000008" / "rank-00000.safetensors", 8)  # damaged: neither
     (tmp_path / "iter_0000001" / "KEEP").touch()
-    with file_system.LocalStorage().reading(tmp_path / "iter_0000002"):
-        gone = retention.Retention(tmp_path, 2, 4).prune()
+    with file_system.LocalStorage().read_lock(tmp_path / "iter_0000002"):
+        gone = retention.RetentionPolicy(tmp_path, 2, 4).prune()
     assert gone == [3, 5]  # 7 and 6 are the newest two that are whole, 4 is retained, 2 is being read, 1 is pinned
-    assert retention.Retention(tmp_path, 1).prune() == [2, 4, 6]
+    assert retention.RetentionPolicy(tmp_path, 1).prune() == [2, 4, 6]
     left = sorted(p.name for p in tmp_path.glob("iter_*"))
     assert left == ["iter_0000001", "iter_0000007", "iter_0000008", "iter_0000009", "iter_backup"]
 
@@ -253,23 +255,23 @@ def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monke
     loads.save_steps(tmp_path, 1, 2)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *a, **k: None)
-        retention.Retention(tmp_path, 1).prune()
+        retention.RetentionPolicy(tmp_path, 1).prune()
     assert storage.steps_in(tmp_path) == [2] and (tmp_path / ".iter_0000001.old").is_dir()
-    Saver(tmp_path, ALONE, 0).close()
+    CheckpointSaver(tmp_path, ALONE, 0).close()
     assert not (tmp_path / ".iter_0000001.old").exists()
 
 
 def test_the_one_just_saved_is_never_deleted(tmp_path: Path) -> None:
     """After a rollback it is not the newest by number."""
     loads.save_steps(tmp_path, 10, 20, 30)
-    one = Saver(tmp_path, ALONE, 0, keep_last=1)
+    one = CheckpointSaver(tmp_path, ALONE, 0, keep_last=1)
     one.save(15, [whole(torch.ones(2))], {})
     one.close()
     assert storage.steps_in(tmp_path) == [15, 30]
-    assert retention.Retention(tmp_path, 1).prune() == [15]  # and the only valid one stays for ever
+    assert retention.RetentionPolicy(tmp_path, 1).prune() == [15]  # and the only valid one stays for ever
     os.truncate(tmp_path / "iter_0000030" / "rank-00000.safetensors", 8)
     saver.save(tmp_path, 12, [whole(torch.ones(2))], {}, ALONE)
-    assert retention.Retention(tmp_path, 1).prune() == []
+    assert retention.RetentionPolicy(tmp_path, 1).prune() == []
 
 
 def test_killed_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +288,7 @@ def test_killed_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pyt
         patch.setattr(os, "replace", killed)
         saver.save(tmp_path, 1, [whole(torch.zeros(2))], {}, ALONE)
     assert storage.steps_in(tmp_path) == []
-    Saver(tmp_path, ALONE, 0).close()
+    CheckpointSaver(tmp_path, ALONE, 0).close()
     assert load(tmp_path / "iter_0000001", whole(torch.zeros(2))).tolist() == [1.0, 1.0]
     assert not list(tmp_path.glob(".iter_*"))
 
@@ -295,14 +297,14 @@ def test_killed_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pyt
 def test_the_clock_saves_in_time_whatever_the_pace(paces: list[float], interval: float) -> None:
     """A steady pace: the interval to half a step. One that comes in cycles: to two of them."""
     now, last, saves = [0.0], 0.0, []
-    clock = SaveClock(interval, ALONE, 0, lambda: now[0])
+    clock = SaveTimer(interval, ALONE, 0, lambda: now[0])
     for step in range(1, 200):
         pace = paces[step % len(paces)]
         now[0] += pace
-        if clock.due(step):
+        if clock.is_due(step):
             saves.append(now[0] - last)
             last = now[0]
-            clock.saved(step)
+            clock.restart(step)
     off = 0.5 * paces[0] if len(set(paces)) == 1 else 2 * len(paces) * max(paces)
     for took in saves:
         assert took >= interval - max(paces) / 2 - 1e-6 and took <= max(interval + off, max(paces)) + 1e-6
@@ -311,46 +313,46 @@ def test_the_clock_saves_in_time_whatever_the_pace(paces: list[float], interval:
 
 def test_the_clock_asks_rarely() -> None:
     now, asked = [0.0], 0
-    clock = SaveClock(1000.0, ALONE, 0, lambda: now[0])
+    clock = SaveTimer(1000.0, ALONE, 0, lambda: now[0])
     for step in range(1, 2001):
         now[0] = step * 1.0
         asked += step >= clock._ask
-        if clock.due(step):
-            clock.saved(step)
+        if clock.is_due(step):
+            clock.restart(step)
     assert asked <= 2 * 2 * 10  # two saves, log2(1000) each way
 
 
 # ---- in the background
 def test_only_the_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, real = threading.Event(), background_save.HostCopy._parts
+    gate, real = threading.Event(), background_save.HostStager._parts
 
     def slow(*args: object, **kwargs: object) -> list[torch.Tensor]:
         assert gate.wait(10)
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(background_save.HostCopy, "_parts", slow)
-    one, piece = Saver(tmp_path, ALONE, 0, background=True), whole(torch.ones(4))
+    monkeypatch.setattr(background_save.HostStager, "_parts", slow)
+    one, piece = CheckpointSaver(tmp_path, ALONE, 0, background=True), whole(torch.ones(4))
     one.before_update()  # nothing to wait for
     state = {"n": [1]}
     one.save(1, [piece], state)  # returns, although nothing can be copied yet
     threading.Timer(0.2, gate.set).start()
     one.before_update()
-    assert gate.is_set() and one.waited_s > 0
+    assert gate.is_set() and one.blocked_s > 0
     piece.data.zero_()
     state["n"].append(2)
     one.wait()
     assert load(tmp_path / "iter_0000001", piece).tolist() == [1.0] * 4
-    assert manifests.load(tmp_path / "iter_0000001").state == {"n": [1]}
-    scheduled, committed = one.news()
+    assert manifests.load_manifest(tmp_path / "iter_0000001").state == {"n": [1]}
+    scheduled, committed = one.pop_messages()
     assert scheduled == "scheduled iter_0000001" and committed.startswith("committed iter_0000001")
-    assert f"training waited {one.waited_s:.3f} s" in committed
+    assert f"training waited {one.blocked_s:.3f} s" in committed
     one.close()
 
 
 def test_a_copy_that_fails_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Saver(tmp_path, ALONE, 0, background=True)
+    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_file, "plan", no_memory)
+        patch.setattr(tensor_file, "plan_write", no_memory)
         one.save(1, [whole(torch.ones(4))], {})
         one.before_update()
         with pytest.raises(CheckpointError, match="out of memory"):
@@ -362,7 +364,7 @@ def test_a_copy_that_fails_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
 
 def test_one_save_is_in_flight_and_closing_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, flying, most = threading.Event(), [0], [0]
-    real = manifests.write_rank
+    real = manifests.write_rank_file
 
     def slow(*args: object) -> None:
         flying[0] += 1
@@ -371,8 +373,8 @@ def test_one_save_is_in_flight_and_closing_ends_it(tmp_path: Path, monkeypatch: 
         real(*args)  # type: ignore[arg-type]
         flying[0] -= 1
 
-    monkeypatch.setattr(manifests, "write_rank", slow)
-    one = Saver(tmp_path, ALONE, 0, background=True)
+    monkeypatch.setattr(manifests, "write_rank_file", slow)
+    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     one.save(1, [whole(torch.ones(2))], {})  # returns, although nothing can be written yet
     assert not (tmp_path / "iter_0000001").exists()
     threading.Timer(0.2, gate.set).start()
@@ -387,19 +389,19 @@ def no_memory(*args: object, **kwargs: object) -> list[torch.Tensor]:
 
 
 def test_without_memory_for_a_copy_the_update_waits_for_the_file(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(background_save.HostCopy, "_parts", no_memory)
-    gate, real = threading.Event(), manifests.write_rank
-    monkeypatch.setattr(manifests, "write_rank", lambda *a: (gate.wait(10), real(*a)))
-    one, piece = Saver(tmp_path, ALONE, 0, background=True), whole(torch.ones(4))
+    monkeypatch.setattr(background_save.HostStager, "_parts", no_memory)
+    gate, real = threading.Event(), manifests.write_rank_file
+    monkeypatch.setattr(manifests, "write_rank_file", lambda *a: (gate.wait(10), real(*a)))
+    one, piece = CheckpointSaver(tmp_path, ALONE, 0, background=True), whole(torch.ones(4))
     one.save(1, [piece], {})
     threading.Timer(0.2, gate.set).start()
     one.before_update()
-    assert gate.is_set() and one.waited_s > 0.1
+    assert gate.is_set() and one.blocked_s > 0.1
     piece.data.zero_()
     one.wait()
     assert load(tmp_path / "iter_0000001", piece).tolist() == [1.0] * 4
     line = "rank 0 has no memory for a copy of what it saves (CUDA error: out of memory): the state itself is written"
-    assert any(told.startswith(line) for told in one.news())
+    assert any(told.startswith(line) for told in one.pop_messages())
     one.close()
 
 
@@ -407,7 +409,7 @@ def test_without_another_thread_a_save_is_made_at_once(tmp_path: Path, monkeypat
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    one = Saver(tmp_path, ALONE, 0, background=True)
+    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         one.save(1, [whole(torch.ones(4))], {})
@@ -417,15 +419,15 @@ def test_without_another_thread_a_save_is_made_at_once(tmp_path: Path, monkeypat
 
 
 def test_the_time_waited_for_the_save_before_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = manifests.write_rank
-    monkeypatch.setattr(manifests, "write_rank", lambda *a: (time.sleep(0.1), real(*a)))
-    one = Saver(tmp_path, ALONE, 0, background=True)
+    real = manifests.write_rank_file
+    monkeypatch.setattr(manifests, "write_rank_file", lambda *a: (time.sleep(0.1), real(*a)))
+    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     for step in (1, 2):
         one.save(step, [whole(torch.ones(4))], {})
-    assert one.waited_s > 0.07
+    assert one.blocked_s > 0.07
     one.save(3, [whole(torch.ones(4))], {}, last=True)
-    assert one.waited_s > 0.17
-    first, second, third = [line for line in one.news() if not line.startswith("scheduled")]
+    assert one.blocked_s > 0.17
+    first, second, third = [line for line in one.pop_messages() if not line.startswith("scheduled")]
     assert "for the save before" not in first
     stall, before = (float(part.split(" s")[0]) for part in second.split("waited ")[1].split(" s, "))
     assert second.endswith(" s of it for the save before") and 0.07 < before <= stall
@@ -434,24 +436,24 @@ def test_the_time_waited_for_the_save_before_is_told(tmp_path: Path, monkeypatch
 
 
 def test_a_save_that_failed_and_nobody_waited_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Saver(tmp_path, ALONE, 0, background=True)
+    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     one.save(1, [whole(torch.ones(2))], {})
     assert one.close() is None
-    one = Saver(tmp_path, ALONE, 0, background=True)
+    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     with monkeypatch.context() as patch:
-        patch.setattr(manifests, "write_rank", no_memory)
+        patch.setattr(manifests, "write_rank_file", no_memory)
         one.save(2, [whole(torch.ones(2))], {})
         lost = one.close()
-    assert lost is not None and "iter_0000002" in lost and "out of memory" in lost and lost in one.news()
+    assert lost is not None and "iter_0000002" in lost and "out of memory" in lost and lost in one.pop_messages()
 
 
 def _silent_failure(directory: str) -> str:
     """Rank 1's disk takes nothing, and the failure comes after the ranks have asked each other."""
     mesh = build_mesh(tp=1, pp=1, device=CPU)
-    one = Saver(directory, mesh, 0, background=True)
+    one = CheckpointSaver(directory, mesh, 0, background=True)
     if mesh.world.rank == 1:
-        manifests.write_rank = lambda *_: (time.sleep(0.3), full())  # type: ignore[assignment]
-        file_system.LocalStorage.put = full  # type: ignore[method-assign, assignment]
+        manifests.write_rank_file = lambda *_: (time.sleep(0.3), full())  # type: ignore[assignment]
+        file_system.LocalStorage.write_text = full  # type: ignore[method-assign, assignment]
     one.save(1, [shard(mesh, 1.0)], {})
     with pytest.raises(CheckpointError) as error:
         one.wait()
@@ -465,13 +467,13 @@ def test_a_failure_that_no_file_can_tell_holds_rank_0_up_no_longer_than_rank_1(t
 
 
 def test_no_line_of_the_news_is_lost(tmp_path: Path) -> None:
-    one, got = Saver(tmp_path, build_mesh(tp=1, pp=1, device=CPU), 0), []
-    threads = [threading.Thread(target=lambda n=n: [one._tell(f"{n} {i}") for i in range(2000)]) for n in range(3)]
+    one, got = CheckpointSaver(tmp_path, build_mesh(tp=1, pp=1, device=CPU), 0), []
+    threads = [threading.Thread(target=lambda n=n: [one._log(f"{n} {i}") for i in range(2000)]) for n in range(3)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        got += one.news()
-    got += one.news()
+        got += one.pop_messages()
+    got += one.pop_messages()
     one.close()
     assert len(got) == len(set(got)) == 6000
 
@@ -480,16 +482,16 @@ def _slow_rank(directory: str) -> list[str]:
     """Rank 1's file comes late; rank 0 waits for it without any collective while all train on."""
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     if mesh.world.rank == 1:
-        real = manifests.write_rank
-        manifests.write_rank = lambda *a: (time.sleep(0.3), real(*a))[1]  # type: ignore[assignment]
-    one = Saver(directory, mesh, 0, background=True)
+        real = manifests.write_rank_file
+        manifests.write_rank_file = lambda *a: (time.sleep(0.3), real(*a))[1]  # type: ignore[assignment]
+    one = CheckpointSaver(directory, mesh, 0, background=True)
     one.save(4, [shard(mesh, float(mesh.world.rank))], {"step": 4})
     for _ in range(20):  # "training"
         torch.distributed.all_reduce(torch.ones(8))
-    early = storage.folder_of(directory, 4).exists()
+    early = storage.checkpoint_dir(directory, 4).exists()
     one.wait()
     one.close()
-    return [str(early), *one.news()]
+    return [str(early), *one.pop_messages()]
 
 
 def test_rank_0_commits_when_the_last_file_is_there(tmp_path: Path) -> None:
@@ -505,10 +507,10 @@ def test_rank_0_commits_when_the_last_file_is_there(tmp_path: Path) -> None:
 def test_a_rank_that_never_writes_does_not_hold_rank_0_for_ever(
     tmp_path: Path, failed: str, told: bool, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_system.LocalStorage, "patience_s", 0.1)
+    monkeypatch.setattr(file_system.LocalStorage, "stall_timeout_s", 0.1)
     if failed:
         (tmp_path / "rank-00001.failed").write_text(failed)
     event = threading.Event()
     event.set() if told else event.clear()
     with pytest.raises(CheckpointError, match=said):
-        background_save.wait_for_lists(tmp_path, 2, event, lambda: None)
+        background_save.wait_for_rank_files(tmp_path, 2, event, lambda: None)

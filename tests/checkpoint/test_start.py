@@ -23,22 +23,28 @@ from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config import console
-from megalite.config.field import HOW, MODEL, facts_of, words_of
+from megalite.config.config_file import dump_config, parse_config_text
+from megalite.config.option import EXECUTION, MODEL, option_spec, to_argv
 from megalite.config.options import Config, ModelConfig, build
-from megalite.config.toml import parse_toml, to_toml
 from megalite.generate.generation import load_model
-from megalite.launch.ranks import Ranks
+from megalite.launch.rank_info import RankInfo
 from megalite.parallel.mesh import Mesh
-from megalite.train import step as step_module
-from megalite.train.setup import SetupError
-from megalite.train.start.origin import start_run
-from megalite.train.start.resume import open_saver, options_that_differ, save, with_model, with_saved_args
-from megalite.train.state import BadResult, Run
-from megalite.train.step import train_step
-from megalite.train.tell.run_dir import Exit
+from megalite.training import train_step as step_module
+from megalite.training.checkpointing.initial_state import load_initial_state
+from megalite.training.checkpointing.resume import (
+    apply_checkpoint_args,
+    apply_model,
+    model_differences,
+    open_saver,
+    save,
+)
+from megalite.training.logging.run_dir import ExitCode
+from megalite.training.setup import SetupError
+from megalite.training.state import InvalidResultError, Run
+from megalite.training.train_step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = Mesh.alone()
+ALONE = Mesh.single_process()
 
 
 def parse(*flags: str, base: list[str] | None = None) -> Config:
@@ -54,14 +60,14 @@ def save_step(run: Run, config: Config, **how: bool) -> None:
     """A step, and its checkpoint."""
     saver = open_saver(run, config)
     train_step(run)
-    save(run, saver, to_toml(config), **how)
+    save(run, saver, dump_config(config), **how)
     saver.close()
 
 
 def started(*flags: str) -> tuple[Run, Any, list[str]]:
     """A run from what its flags name, what that was, and what it notes."""
     run, config = built(*flags)
-    return run, *start_run(run, config)
+    return run, *load_initial_state(run, config)
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -95,10 +101,10 @@ def test_without_the_optimizer_and_from_weights_alone(saved: tuple[Path, dict], 
     cast = (lambda t: t.bfloat16()) if precision else (lambda t: t)
     wanted = {name: cast(values) for name, values in then[3].items()}
     run, _, notes = started("--load", str(folder), "--no-load-optim", *precision)
-    assert run.state.step == 3 and run.optimizer.updates == 0 and same(weights(run), wanted)
+    assert run.state.step == 3 and run.optimizer.num_updates == 0 and same(weights(run), wanted)
     assert not any(t.any() for t in kept(run, "optimizer.exp_avg").values()) and "begin at zero" in notes[0]
     run, _, notes = started("--load", str(folder), "--finetune", *precision)
-    assert run.state.step == run.state.consumed_samples == run.optimizer.updates == 0 and same(weights(run), wanted)
+    assert run.state.step == run.state.consumed_samples == run.optimizer.num_updates == 0 and same(weights(run), wanted)
     if precision:  # main weights are those of the weights
         assert same(_main(run, True), {name: weight.float() for name, weight in _main(run, False).items()})
     assert "begin afresh" in notes[0]
@@ -148,7 +154,7 @@ def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], w
     run, config = built("--load", str(saved[0]), *flags.split())
     before = weights(run)
     with pytest.raises(SetupError) as error:
-        start_run(run, config)
+        load_initial_state(run, config)
     lines = str(error.value).splitlines()
     assert len(lines) <= 8 and remedy in lines[-1], lines
     for text in texts:
@@ -158,7 +164,7 @@ def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], w
 
 @pytest.mark.parametrize("here,there,line", ANSWERS["models"]["rows"])
 def test_what_changes_the_meaning_of_weights_is_a_difference(here: str, there: str, line: str) -> None:
-    found = options_that_differ(parse(*here.split()).model, parse(*there.split()).model, "the checkpoint")
+    found = model_differences(parse(*here.split()).model, parse(*there.split()).model, "the checkpoint")
     assert any(text.startswith(line) for text in found) if line else found == []
 
 
@@ -206,20 +212,20 @@ WITHOUT_MODEL = """--micro-batch-size 2 --global-batch-size 8 --lr 0.01 --mock-d
 def test_use_checkpoint_args(saved: tuple[Path, dict], tmp_path: Path) -> None:
     folder, then = saved
     config = parse("--load", str(folder), base=WITHOUT_MODEL)
-    whole = with_saved_args(config)
+    whole = apply_checkpoint_args(config)
     assert whole.model == parse().model
     run = run_from(whole)
-    start_run(run, whole)
+    load_initial_state(run, whole)
     assert same(weights(run), then[3])
-    changed = with_saved_args(parse("--load", str(folder), "--hidden-dropout", "0.3", base=WITHOUT_MODEL))
+    changed = apply_checkpoint_args(parse("--load", str(folder), "--hidden-dropout", "0.3", base=WITHOUT_MODEL))
     assert changed.model.hidden_dropout == 0.3 and changed.model.num_layers == 4
     wrong = parse("--load", str(folder), "--num-layers", "8", "--swiglu", base=WITHOUT_MODEL)
     with pytest.raises(SetupError) as error:
-        with_saved_args(wrong)
+        apply_checkpoint_args(wrong)
     assert "num_layers=8, but 4" in str(error.value) and "activation='swiglu', but 'gelu'" in str(error.value)
     with pytest.raises(SetupError, match="holds no checkpoint; give the model's options"):
-        with_saved_args(parse("--load", str(tmp_path), base=WITHOUT_MODEL))
-    assert with_saved_args(parse()) == parse()  # not asked for
+        apply_checkpoint_args(parse("--load", str(tmp_path), base=WITHOUT_MODEL))
+    assert apply_checkpoint_args(parse()) == parse()  # not asked for
 
 
 def test_use_checkpoint_args_tells_what_it_passes_over(saved: tuple[Path, dict], tmp_path: Path, capsys) -> None:
@@ -227,12 +233,12 @@ def test_use_checkpoint_args_tells_what_it_passes_over(saved: tuple[Path, dict],
     newest = max((tmp_path / "run").glob("iter_*"))
     (newest / "manifest.json").write_text("{")
     config = parse("--load", str(tmp_path / "run"), "--dry-run", base=WITHOUT_MODEL)
-    assert with_saved_args(config).model == parse().model
+    assert apply_checkpoint_args(config).model == parse().model
     assert f"skipping {newest}" in capsys.readouterr().err
     for folder in (tmp_path / "run").glob("iter_*"):
         (folder / "manifest.json").write_text("{")
     with pytest.raises(SetupError, match="none in it can be read: .*manifest.json"):
-        with_saved_args(config)
+        apply_checkpoint_args(config)
 
 
 FIELDS = {f.name: f for f in fields(ModelConfig)}
@@ -268,7 +274,7 @@ HOW_TO_GIVE = ("flags", "file", "Python", "Python in underscores")
 def given_as(how: str, name: str, value: Any, folder: Path) -> Config:
     """A configuration that takes the model from a checkpoint, and gives one option."""
     if how == "flags":
-        return config_from([*WITHOUT_MODEL, "--train-iters", "6", "--load", "x", *words_of({name: value})])
+        return config_from([*WITHOUT_MODEL, "--train-iters", "6", "--load", "x", *to_argv({name: value})])
     if how == "file":
         (folder / "run.toml").write_text(f"{name} = {json.dumps(value)}\n")
         return config_from([*WITHOUT_MODEL, "--train-iters", "6", "--load", "x", "--config", str(folder / "run.toml")])
@@ -282,22 +288,22 @@ def given_as(how: str, name: str, value: Any, folder: Path) -> Config:
 @pytest.mark.parametrize("name", FIELDS)
 def test_what_is_given_wins_over_the_checkpoint_or_is_refused(name: str, how: str, tmp_path: Path) -> None:
     """Also where its value is the default, for every option of the model."""
-    default, facts = FIELDS[name].default, facts_of(FIELDS[name])
-    kept = with_model(given_as(how, "seed", 7, tmp_path), THERE, "it").model
-    assert getattr(kept, name) == (default if facts.resume == HOW else other(name))
-    same = with_model(given_as(how, name, other(name), tmp_path), THERE, "it").model
+    default, facts = FIELDS[name].default, option_spec(FIELDS[name])
+    kept = apply_model(given_as(how, "seed", 7, tmp_path), THERE, "it").model
+    assert getattr(kept, name) == (default if facts.resume == EXECUTION else other(name))
+    same = apply_model(given_as(how, name, other(name), tmp_path), THERE, "it").model
     assert same == (replace(THERE, cp_comm_type=("a2a",) if name == "cp_comm_type" else ("allgather",)))
     if default is None or facts.required:
         return
     config = given_as(how, name, default, tmp_path)
     if facts.resume == MODEL and name not in FREE_OF_MEANING:
         with pytest.raises(SetupError, match=rf"^{name}=.*, but .* in it; drop the option"):
-            with_model(config, THERE, "it")
+            apply_model(config, THERE, "it")
         return
-    got = with_model(config, THERE, "it")
+    got = apply_model(config, THERE, "it")
     assert getattr(got.model, name) == default and {**vars(got.model), name: 0} == {**vars(kept), name: 0}
-    again = build(parse_toml(to_toml(got), "run_config.toml"))  # starts the same run
-    assert with_model(again, THERE, "it").model == got.model
+    again = build(parse_config_text(dump_config(got), "run_config.toml"))  # starts the same run
+    assert apply_model(again, THERE, "it").model == got.model
 
 
 @pytest.mark.parametrize(
@@ -318,18 +324,18 @@ def test_the_form_of_gelu_is_given_by_megatron_lms_flags(activation: str, words:
     config = parse("--load", "x", *words.replace("--gelu", "--activation gelu").split(), base=WITHOUT_MODEL)
     if refused:
         with pytest.raises(SetupError, match=f"^{refused} in it; drop the option$"):
-            with_model(config, saved, "it")
+            apply_model(config, saved, "it")
     else:
-        assert with_model(config, saved, "it").model.activation == activation
+        assert apply_model(config, saved, "it").model.activation == activation
 
 
 def test_options_that_contradict_only_together() -> None:
     there = replace(parse().model, num_attention_heads=4)
     config = parse("--load", "x", "--group-query-attention", "--num-query-groups", "2", base=WITHOUT_MODEL)
     with pytest.raises(SetupError, match="(?s)^group_query_attention=True, but False .*\nnum_query_groups=2, but None"):
-        with_model(config, there, "it")
+        apply_model(config, there, "it")
     alone = parse("--load", "x", "--num-query-groups", "2", base=WITHOUT_MODEL)
-    assert with_model(alone, there, "it").model.groups == 4
+    assert apply_model(alone, there, "it").model.num_kv_groups == 4
 
 
 THIRDS = "--hidden-size 24 --ffn-hidden-size 48 --num-attention-heads 6 --seq-length 12 --max-position-embeddings 12"
@@ -382,19 +388,19 @@ def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
     assert saver is not None and saver.keep_last == 1
     real = saver.save
     saver.save = lambda step, *a, **k: (made.append(step), real(step, *a, **k))[1]  # type: ignore[method-assign]
-    assert train(run, config, tmp_path, saver)[0] is Exit.DONE
+    assert train(run, config, tmp_path, saver)[0] is ExitCode.DONE
     saver.close()
     assert made == [1, 2, 3, 4, 5, 6]
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
 def test_without_an_interval_a_run_saves_where_it_ends_or_stops(tmp_path: Path) -> None:
-    for steps, code in ((["--exit-interval", "4"], Exit.REQUEUE), ([], Exit.DONE)):
-        assert pretrain(parse("--save", str(tmp_path), "--load", str(tmp_path), *steps), Ranks()) == code
+    for steps, code in ((["--exit-interval", "4"], ExitCode.REQUEUE), ([], ExitCode.DONE)):
+        assert pretrain(parse("--save", str(tmp_path), "--load", str(tmp_path), *steps), RankInfo()) == code
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
-@pytest.mark.parametrize("kind", [BadResult, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [InvalidResultError, KeyboardInterrupt])
 def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(tmp_path: Path, monkeypatch, kind: type) -> None:
     """Nobody asks for it any more: neither a step nor another save comes after it."""
     failed, real = threading.Event(), step_module.train_step
@@ -409,17 +415,17 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(tmp_path: Pat
             raise kind("the end")
         return real(run, want_stop, **options)
 
-    monkeypatch.setattr(manifests, "write_rank", write)
+    monkeypatch.setattr(manifests, "write_rank_file", write)
     monkeypatch.setattr(step_module, "train_step", step)
     if (child := os.fork()) == 0:  # after Ctrl-C the process ends without returning
         code = 99
         try:
-            code = int(pretrain(parse("--save", str(tmp_path), "--save-interval", "2", "--async-save"), Ranks()))
+            code = int(pretrain(parse("--save", str(tmp_path), "--save-interval", "2", "--async-save"), RankInfo()))
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     status = json.loads((tmp_path / "status.json").read_text())
-    assert (code, status["outcome"]) == ((17, "bad-result") if kind is BadResult else (130, "interrupted"))
+    assert (code, status["outcome"]) == ((17, "bad-result") if kind is InvalidResultError else (130, "interrupted"))
     lost = f"the last save, to {tmp_path}/.iter_0000002.part, failed: [Errno 28] No space left on device"
     assert status["reason"].endswith(f"; {lost}") and status["checkpoint"] is None
     assert lost in (tmp_path / "log.txt").read_text()
@@ -445,11 +451,11 @@ def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytes
     where = str(tmp_path / "run")
     words = f"--lr-decay-iters 9 --save {where} --load {where} --save-interval 2 --log-style {style}".split()
     for iters in ("2", "3"):
-        assert pretrain(parse(*words, "--train-iters", iters)) == Exit.DONE
+        assert pretrain(parse(*words, "--train-iters", iters)) == ExitCode.DONE
     shown = capsys.readouterr().out
     for line in STYLES[style]:
         assert re.search(line.replace("{}", where), shown, re.MULTILINE), shown
-    monkeypatch.setattr(console, "Bar", functools.partial(console.Bar, every_s=0))
+    monkeypatch.setattr(console, "ProgressBar", functools.partial(console.ProgressBar, every_s=0))
     started("--load", where, "--lr-decay-iters", "9")
     assert re.search(rf"loading {where}/iter_0000003: [\d.e-]+ of [\d.e-]+ GiB that this", capsys.readouterr().out)
 

@@ -11,9 +11,9 @@ from loads import ALONE, flip, whole_piece
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest
-from megalite.checkpoint.run import loader, saver
-from megalite.checkpoint.storage import file_system
-from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.manager import loader, saver
+from megalite.checkpoint.storage import local_storage as file_system
+from megalite.checkpoint.storage import storage as storage
 from tools import checkpoint as tool
 
 STATE = {"progress": {"step": 3, "consumed_tokens": 1234}, "config": "[model]\nnum_layers = 2\n"}
@@ -68,7 +68,9 @@ def test_what_is_passed_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert tool.main(command) == 0
         said = capsys.readouterr().err
         assert said.count(f"skipping {new}: {new}/") == 1, (command, said)
-    assert loader.load(run, ALONE, lambda folder, manifest: loader.Wanted([])) is not None  # of a run, of generate
+    assert (
+        loader.load_newest(run, ALONE, lambda folder, manifest: loader.LoadPlan([])) is not None
+    )  # of a run, of generate
     said = capsys.readouterr()
     assert f"skipping {new}: {new}/" in said.err and not said.out  # generate --json has objects there
     assert tool.main(["verify", run]) == 1  # the first line of the answer is of the one that is damaged
@@ -122,7 +124,7 @@ def test_resharded_is_equal(tmp_path: Path, files: int) -> None:
     assert found is not None and len(found[1].files) == files and found[1].state == STATE
     assert tool.main(["diff", str(a), str(found[0])]) == 0
     assert tool.main(["reshard", str(a), str(tmp_path / "w" / "iter_0000009"), "--weights"]) == 0
-    small = manifest.load(tmp_path / "w" / "iter_0000009")
+    small = manifest.load_manifest(tmp_path / "w" / "iter_0000009")
     assert sorted(small.tensors) == ["model/a", "model/b", "state/router.bias"]
     assert tool.main(["reshard", str(a), str(tmp_path / "b")]) == 3  # never over another
 
@@ -150,7 +152,7 @@ def test_prune_says_first_and_respects_the_lock(tmp_path: Path, capsys: pytest.C
     flags = ["prune", str(tmp_path), "--keep-last", "1", "--save-retain-interval", "2"]
     assert tool.main([*flags, "--dry-run"]) == 0
     assert capsys.readouterr().out.count("would delete") == 2 and len(storage.steps_in(tmp_path)) == 5
-    lock = file_system.Lock(tmp_path)
+    lock = file_system.DirectoryLock(tmp_path)
     assert tool.main(flags) == 3 and "in use by process" in capsys.readouterr().err
     lock.close()
     assert tool.main(flags) == 0 and storage.steps_in(tmp_path) == [2, 4, 5]

@@ -12,10 +12,11 @@ import pytest
 from loads import ALONE, BACKGROUND, filled, flip, save_steps
 from train_cases import SMALL
 
-from megalite.checkpoint.run import retention, saver
-from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.storage import file_system, object_store
-from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.manager import retention, saver
+from megalite.checkpoint.manager.saver import CheckpointSaver
+from megalite.checkpoint.storage import local_storage as file_system
+from megalite.checkpoint.storage import remote_storage as object_store
+from megalite.checkpoint.storage import storage as storage
 from megalite.checkpoint.storage.location import CheckpointError
 
 pieces = functools.partial(filled, rows=1, columns=1 << 12, count=1)
@@ -41,30 +42,30 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     state = [False]
     for kind in (object_store.RemoteStorage, file_system.LocalStorage):
 
-        def put(self: Any, path: Any, text: str, sync: bool = True, real: Any = kind.put) -> None:
+        def put(self: Any, path: Any, text: str, sync: bool = True, real: Any = kind.write_text) -> None:
             if state[0] and "fast" not in str(path):
                 raise OSError("the network is down")
             real(self, path, text)
 
-        monkeypatch.setattr(kind, "put", put)
+        monkeypatch.setattr(kind, "write_text", put)
     yield lambda now: state.__setitem__(0, now)
 
 
 @BACKGROUND
 def test_uploaded_and_pruned(kept: str, tmp_path: Path, background: bool) -> None:
     fast = tmp_path / "fast"
-    one = Saver(fast, ALONE, 0, background=background, upload_to=kept)
+    one = CheckpointSaver(fast, ALONE, 0, background=background, upload_to=kept)
     for step in (1, 2, 3):
         one.save(step, pieces(float(step)), {"step": step})
     one.wait()
     one.close()
-    news = one.news()
+    news = one.pop_messages()
     assert sum(line.startswith(f"uploaded {kept}/iter_") for line in news) == 3, news
     assert storage.steps_in(kept) == [1, 2, 3] and storage.steps_in(fast) == [3]  # the newest, for a quick start
     assert loaded(kept) == (f"{kept}/iter_0000003", 3.0)
     assert loaded(kept, first=fast) == (f"{fast}/iter_0000003", 3.0)
     assert loaded(kept, first=fast, step=2) == (f"{kept}/iter_0000002", 2.0)
-    one = Saver(fast, ALONE, 0, keep_last=1, retain_interval=2, upload_to=kept)
+    one = CheckpointSaver(fast, ALONE, 0, keep_last=1, retain_interval=2, upload_to=kept)
     one.save(4, pieces(4.0), {})
     one.save(5, pieces(5.0), {})
     one.close()
@@ -73,34 +74,34 @@ def test_uploaded_and_pruned(kept: str, tmp_path: Path, background: bool) -> Non
 
 def test_a_failed_upload_is_told_and_tried_again(kept: str, tmp_path: Path, broken: Any) -> None:
     fast = tmp_path / "fast"
-    one = Saver(fast, ALONE, 0, upload_to=kept)
+    one = CheckpointSaver(fast, ALONE, 0, upload_to=kept)
     broken(True)
     for step in (1, 2):
         one.save(step, pieces(float(step)), {})
     one.close()
     assert storage.steps_in(fast) == [1, 2]  # nothing is deleted that does not exist
-    lines = [line for line in one.news() if "the network is down" in line]
+    lines = [line for line in one.pop_messages() if "the network is down" in line]
     assert lines and lines[-1].endswith("; the next run sends them")
     assert loads.newest(kept, ALONE) is None
     assert loaded(kept, first=fast) == (f"{fast}/iter_0000002", 2.0)
     broken(False)
-    one = Saver(fast, ALONE, 0, upload_to=kept)
-    one.begins_at(2)
+    one = CheckpointSaver(fast, ALONE, 0, upload_to=kept)
+    one.set_start_step(2)
     one.close()
     assert storage.steps_in(kept) == [1, 2] and storage.steps_in(fast) == [2] and loaded(kept)[1] == 2.0
 
 
 def test_training_goes_on_when_an_upload_fails(kept: str, tmp_path: Path, broken: Any) -> None:
-    one = Saver(tmp_path / "fast", ALONE, 0, upload_to=kept)
+    one = CheckpointSaver(tmp_path / "fast", ALONE, 0, upload_to=kept)
     broken(True)
     one.save(1, pieces(1.0), {})
     told: list[str] = []
     while not any("the next save tries again" in line for line in told):  # the test's time-out ends this
-        told += one.news()
+        told += one.pop_messages()
     broken(False)
     one.save(2, pieces(2.0), {})
     while not any(line.startswith("uploaded") and "iter_0000002" in line for line in told):
-        told += one.news()
+        told += one.pop_messages()
     assert storage.steps_in(kept) == [1, 2]
     one.close()
 
@@ -113,10 +114,10 @@ def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(
         retention.Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1]
     )
-    one = Saver(fast, ALONE, 0, keep_last=2, retain_interval=2, upload_to=kept)
-    one.begins_at(5)
+    one = CheckpointSaver(fast, ALONE, 0, keep_last=2, retain_interval=2, upload_to=kept)
+    one.set_start_step(5)
     one.close()
-    news = one.news()
+    news = one.pop_messages()
     assert sent == [2, 4, 5], news
     assert storage.steps_in(kept) == [2, 4, 5] and storage.steps_in(fast) == [5]
     assert sum("newer ones are kept" in line for line in news) == 2
@@ -126,10 +127,10 @@ def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> 
     fast = tmp_path / "fast"
     folder = saver.save(fast, 1, pieces(1.0), {}, ALONE)
     flip(folder / "rank-00000.safetensors")
-    one = Saver(fast, ALONE, 0, upload_to=kept)
-    one.begins_at(1)
+    one = CheckpointSaver(fast, ALONE, 0, upload_to=kept)
+    one.set_start_step(1)
     one.close()
-    line = one.news()[-1]
+    line = one.pop_messages()[-1]
     assert "rank-00000.safetensors: its content changed after it was written" in line
     assert loads.newest(kept, ALONE) is None and storage.steps_in(fast) == [1]
 
@@ -137,11 +138,11 @@ def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> 
 def test_where_they_go_is_tried_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        Saver(tmp_path / "fast", ALONE, 0, upload_to=tmp_path / "file")
-    Saver(tmp_path / "fast", ALONE, 0).close()  # the lock is dropped
+        CheckpointSaver(tmp_path / "fast", ALONE, 0, upload_to=tmp_path / "file")
+    CheckpointSaver(tmp_path / "fast", ALONE, 0).close()  # the lock is dropped
     holder = saver.storage_of(tmp_path).lock(tmp_path)
     with pytest.raises(CheckpointError, match="in use by process"):
-        Saver(tmp_path / "fast", ALONE, 0, upload_to=tmp_path)
+        CheckpointSaver(tmp_path / "fast", ALONE, 0, upload_to=tmp_path)
     holder.close()
 
 

@@ -15,9 +15,9 @@ from tables import ANSWERS
 
 import pretrain_gpt
 from megalite.config import cli, environment
-from megalite.config.field import base_type, flag_of, spellings
-from megalite.config.megatron_flags import DEPENDENT, NO_EFFECT, REFUSED, WARNED, answer, known_flags
-from megalite.config.options import SECTIONS, ConfigError, options
+from megalite.config.megatron_flags import DEPENDENT, NO_EFFECT, REFUSED, WARNED, classify_flags, known_flags
+from megalite.config.option import flag_name, flags_of, type_name
+from megalite.config.options import SECTIONS, ConfigError, iter_options
 from megalite.models.families import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 3
 
 def problems_of(words: list[str], world: int = 1) -> list[str]:
     try:
-        cli.read_all(words, PRESETS, world=lambda config: world)
+        cli.parse_config(words, PRESETS, world=lambda config: world)
     except ConfigError as error:
         return error.problems
     return []
@@ -43,13 +43,13 @@ def test_a_switch_has_both_spellings_and_takes_a_value(words: str) -> None:
 
 
 def test_every_switch_can_be_switched_off_over_a_file(tmp_path: Path) -> None:
-    switches = [f for _, f in options() if base_type(f) == "bool"]
+    switches = [f for _, f in iter_options() if type_name(f) == "bool"]
     assert len(switches) > 20
     for f in switches:
-        for flag, value in spellings(f):
-            assert cli.take_apart([flag]).given[f.name] is value
-            assert cli.take_apart([f"{flag}=false"]).given[f.name] is not value
-        assert {value for _, value in spellings(f)} == {True, False}
+        for flag, value in flags_of(f):
+            assert cli.parse_args([flag]).values[f.name] is value
+            assert cli.parse_args([f"{flag}=false"]).values[f.name] is not value
+        assert {value for _, value in flags_of(f)} == {True, False}
     path = tmp_path / "run.toml"
     path.write_text("bf16 = true\nno_save_optim = true\nsave = 'x'\n")
     config, _ = cli.read([*GOOD, "--config", str(path), "--no-bf16", "--save-optim"], PRESETS)
@@ -107,7 +107,7 @@ def test_whatever_is_wrong_is_said_at_once(faults: list[tuple[str, str]], order:
         assert len(problems) == len(faults), problems
 
 
-FLAGS = sorted({flag for _, f in options() for flag, _ in spellings(f)} | known_flags().keys())
+FLAGS = sorted({flag for _, f in iter_options() for flag, _ in flags_of(f)} | known_flags().keys())
 ODD = ["", "\x00", *"0 -1 2 1e300 nan x true [1]*9 - -- --= = 1,2 '99,1,0' tiny".split()]
 
 
@@ -120,14 +120,16 @@ def test_no_command_line_ends_in_a_traceback(words: list[str]) -> None:
 
 def test_a_feature_is_named_once_and_what_only_matters_beside_it_is_not_refused() -> None:
     flags = [("--moe-token-drop-policy", ["probs"]), ("--moe-pad-expert-input-to-capacity", [])]
-    alone = answer(flags)
+    alone = classify_flags(flags)
     assert not alone.problems and len(alone.notes) == 1 and "only with --" in alone.notes[0]
-    beside = answer([*flags, ("--moe-expert-capacity-factor", ["1"]), ("--moe-expert-rank-capacity-factor", ["2"])])
+    beside = classify_flags(
+        [*flags, ("--moe-expert-capacity-factor", ["1"]), ("--moe-expert-rank-capacity-factor", ["2"])]
+    )
     lost = "--moe-expert-capacity-factor, --moe-expert-rank-capacity-factor: no token is dropped"
     lost += ", whatever an expert gets; leave it out"
     assert beside.problems == [lost] and not beside.notes
-    assert not answer([("--moe-input-jitter-eps", ["0"]), ("--main-grads-dtype", ["fp32"])]).problems
-    assert [bool(answer([("--error-injection-rate", [rate])]).warnings) for rate in "30"] == [True, False]
+    assert not classify_flags([("--moe-input-jitter-eps", ["0"]), ("--main-grads-dtype", ["fp32"])]).problems
+    assert [bool(classify_flags([("--error-injection-rate", [rate])]).warnings) for rate in "30"] == [True, False]
 
 
 def test_the_table_of_flags_is_whole() -> None:
@@ -167,7 +169,7 @@ def test_what_would_change_the_training_is_not_taken_in_silence() -> None:
     assert "main weights begin as the weights" in problems_of([*given, "--load-main-params-from-ckpt"])[0]
     assert "--position-embedding-type" in problems_of([*GOOD, "--rope-type", "yarn"])[0]
     assert problems_of([*GOOD, "--rope-type", "rope"]) == []
-    assert cli.read_all([*GOOD, "--ddp-reduce-scatter-with-fp32-accumulation"], PRESETS).warnings
+    assert cli.parse_config([*GOOD, "--ddp-reduce-scatter-with-fp32-accumulation"], PRESETS).warnings
     for flags, saves in (([], "auto"), (["--async-save"], "on"), (["--no-async-save"], "off")):
         assert cli.read([*GOOD, *flags], PRESETS)[0].checkpoint.asynchronous_save == saves
 
@@ -189,10 +191,10 @@ def test_what_may_be_a_secret_is_not_repeated(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "odd.toml").write_text('"\\u001b[2Jkey" = 1\n')
     url = "s3://KEY:SECRET@b/x?token=SECRET"
     with pytest.raises(SystemExit, match="2"):
-        cli.read_or_exit([*GOOD, url, "--preset", url, "--config", str(tmp_path / "odd.toml")], PRESETS)
+        cli.parse_config_or_exit([*GOOD, url, "--preset", url, "--config", str(tmp_path / "odd.toml")], PRESETS)
     with pytest.raises(SystemExit, match="2"):
-        cli.read_or_exit([*GOOD, "--config", url], PRESETS)
-    cli.read_or_exit([*GOOD, "--load", url, "--load", "runs/x"], PRESETS)
+        cli.parse_config_or_exit([*GOOD, "--config", url], PRESETS)
+    cli.parse_config_or_exit([*GOOD, "--load", url, "--load", "runs/x"], PRESETS)
     told = capsys.readouterr().err
     assert told.count("s3://***@b/x?***") == 4 and "SECRET" not in told
     assert "\x1b" not in told and "\\x1b[2Jkey" in told
@@ -212,23 +214,23 @@ def asked(*words: str) -> subprocess.CompletedProcess[str]:
 def test_the_first_page_holds_fifteen_flags_examples_and_groups() -> None:
     page = cli.help_text("", sorted(PRESETS))
     begin, _, rest = page.partition("examples:")
-    first = cli.PAGES["first"].split()
-    assert flags_in(begin) == {flag_of(name) for name in first}
+    first = cli.HELP_PAGES["first"].split()
+    assert flags_in(begin) == {flag_name(name) for name in first}
     assert len(first) == 15 and "--tensor-model-parallel-size INT, --tp INT" in begin
     examples = re.findall(r"^  # .*\n((?:.*\\\n)*.*)$", rest, re.MULTILINE)
     assert len(examples) == 3
     for example in examples:
         words = shlex.split(example.replace("\\\n", " "))
         cli.read(words[next(i for i, word in enumerate(words) if word.startswith("--")) :], PRESETS)  # raises if wrong
-    assert set(re.findall(r"--help (\w+)", rest)) == {*SECTIONS, "all"} == {*cli.PAGES["groups"], "all"}
+    assert set(re.findall(r"--help (\w+)", rest)) == {*SECTIONS, "all"} == {*cli.HELP_PAGES["groups"], "all"}
 
 
 def test_each_flag_is_on_the_page_of_its_group_and_on_that_of_all() -> None:
     every = flags_in(cli.help_text("all", ["one"]))
     pages = {section: flags_in(cli.help_text(section, ["one"])) for section in SECTIONS}
     assert every == set().union(*pages.values()) and {"--preset", "--config"} <= every
-    for section, f in options():
-        assert spellings(f)[0][0] in pages[section]
+    for section, f in iter_options():
+        assert flags_of(f)[0][0] in pages[section]
     assert {"--tensor-model-parallel-size", "--no-overlap-grad-reduce"} <= {*asked("--help", "all").stdout.split()}
 
 
@@ -237,7 +239,7 @@ PAGES = {"": None, "--lr 3": None, "--help": "", "-h": "", "--help data": "data"
 
 @pytest.mark.parametrize("line,page", [*PAGES.items(), ("--lr 3 --help --bf16", ""), ("--lr 3 -h all --bf16", "all")])
 def test_the_word_behind_help_is_its_page(line: str, page: str | None) -> None:
-    assert cli.asked_for(line.split()) == page
+    assert cli.requested_help_topic(line.split()) == page
 
 
 def test_a_page_that_is_none_is_answered_with_the_nearest() -> None:
@@ -262,4 +264,4 @@ def test_threads_that_are_no_number_are_told(text: str, threads: int | None, mon
     monkeypatch.setenv("OMP_NUM_THREADS", text)
     told = f"OMP_NUM_THREADS={text} is no number of threads, and has no effect: set a number from 1 on"
     assert environment.threads_of(text) == threads
-    assert environment.warnings() == ([told] if text and threads is None else [])
+    assert environment.env_warnings() == ([told] if text and threads is None else [])

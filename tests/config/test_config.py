@@ -12,11 +12,11 @@ from tables import ANSWERS
 import pretrain_gpt
 from docs.document_flags import OUTSIDE, flags_page, megatron_page
 from megalite.config import cli
-from megalite.config.field import PATHS, base_type, facts_of, flag_of, spellings
+from megalite.config.config_file import dump_config, parse_config_text
 from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION, REFUSED, WARNED, known_flags
-from megalite.config.options import ConfigError, build, options, padded_vocab_size
-from megalite.config.toml import parse_toml, to_toml
-from megalite.config.validation import check
+from megalite.config.option import _PATH_OPTIONS, flag_name, flags_of, option_spec, type_name
+from megalite.config.options import ConfigError, build, iter_options, padded_vocab_size
+from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ def test_gpt2s_two_files_are_the_default_tokenizer() -> None:
     both = "--vocab-file v.json --merge-file m.txt"
     config, notes = cli.read([*GOOD.split(), *both.split()], PRESETS)
     assert config.data.tokenizer_type == "GPT2BPETokenizer" and notes == []
-    assert build(parse_toml(to_toml(config), "x")) == config
+    assert build(parse_config_text(dump_config(config), "x")) == config
     config, notes = cli.read([*GOOD.split(), *both.split(), "--tokenizer-type", "NullTokenizer"], PRESETS)
     said = [f"{x} has no effect with --tokenizer-type NullTokenizer" for x in ("vocab_file=v.json", "merge_file=m.txt")]
     assert config.data.tokenizer_type == "NullTokenizer" and notes == said
@@ -94,23 +94,23 @@ def test_what_a_line_leaves_open_is_what_megatron_makes_of_it(flags: str, means:
     found = {name: getattr(config.model, name) for name in means}
     assert {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()} == means
     path = tmp_path / "run.toml"
-    path.write_text(to_toml(config))
+    path.write_text(dump_config(config))
     assert cli.read(["--config", str(path)], PRESETS)[0] == config
-    assert build(parse_toml(to_toml(config), "x")) == config
+    assert build(parse_config_text(dump_config(config), "x")) == config
 
 
 def test_what_an_older_checkpoint_stores_keeps_its_meaning() -> None:
-    """Before `completed`, gelu was the tanh form and there were as many groups as heads, unless it said otherwise."""
+    """Before `apply_megatron_defaults`, gelu was the tanh form and there were as many groups as heads, unless it said otherwise."""
     stored = "num_layers = 1\nhidden_size = 64\nnum_attention_heads = 4\nadd_bias_linear = false\n"
-    model = build(parse_toml(stored + "group_query_attention = true", "x")).model
-    assert (model.activation, model.groups) == ("gelu", 4)
+    model = build(parse_config_text(stored + "group_query_attention = true", "x")).model
+    assert (model.activation, model.num_kv_groups) == ("gelu", 4)
 
 
 def test_all_problems_come_at_once_and_before_torch_also_without_assertions() -> None:
     flags = [*GOOD.split(), "--hidden-dropout", "3", "--min-lr", "9", "--bf16", "--fp16"]
     code = (
         "import sys\nfrom megalite.config import cli\nfrom megalite.models.families import PRESETS\n"
-        "try:\n    cli.read_or_exit(sys.argv[1:], PRESETS)\nfinally:\n    print('torch' in sys.modules)"
+        "try:\n    cli.parse_config_or_exit(sys.argv[1:], PRESETS)\nfinally:\n    print('torch' in sys.modules)"
     )
     words = [sys.executable, "-O", "-c", code, *flags]
     result = subprocess.run(words, capture_output=True, text=True, timeout=30, cwd=ROOT)
@@ -121,10 +121,10 @@ def test_all_problems_come_at_once_and_before_torch_also_without_assertions() ->
 def test_a_window_is_spelt_as_megatrons_or_as_two_words(spelt: str) -> None:
     words = [spelt] if "(" in spelt else spelt.split()
     config, notes = cli.read([*GOOD.split(), "--window-size", *words, "--window-attn-skip-freq", "3"], PRESETS)
-    assert config.model.windows == (8, 8, None, 8) and notes == []
-    assert build(parse_toml(to_toml(config), "x")) == config
+    assert config.model.layer_windows == (8, 8, None, 8) and notes == []
+    assert build(parse_config_text(dump_config(config), "x")) == config
     config, notes = cli.read([*GOOD.split(), "--window-size=31,0", "--window-attn-skip-freq=[0]*2+[1]*2"], PRESETS)
-    assert config.model.windows == (None, None, 32, 32)
+    assert config.model.layer_windows == (None, None, 32, 32)
     assert notes == ["window_size=31,0 has no effect on sequences of 32 tokens"]
 
 
@@ -139,8 +139,8 @@ OF_WORLD += [
 @pytest.mark.parametrize("flags,world,good,message", OF_WORLD)
 def test_what_depends_on_the_world_size(flags: str, world: int, good: int, message: str) -> None:
     config, _ = cli.read([*GOOD.split(), *flags.split()], PRESETS)
-    assert any(message in problem for problem in check(config, world))
-    assert check(config, good) == []
+    assert any(message in problem for problem in find_problems(config, world))
+    assert find_problems(config, good) == []
 
 
 def test_layers_of_precedence(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_layers_of_precedence(tmp_path: Path) -> None:
     path.write_text(f'preset = "tiny"\nlr = 0.5\n{model}')
     config, _ = cli.read(["--config", str(path), "--mock-data", "--num-layers", "2"], PRESETS)
     assert (config.model.num_layers, config.model.hidden_size, config.optim.lr) == (2, 256, 0.5)
-    assert build(parse_toml(to_toml(config), "x")) == config
+    assert build(parse_config_text(dump_config(config), "x")) == config
 
 
 LONG = {  # longer than a line of a table may be
@@ -180,9 +180,9 @@ def test_a_url_with_a_name_that_is_no_secret_is_taken(url: str) -> None:
 def test_paths_are_told_from_other_texts_and_must_be_utf_8() -> None:
     """By their names: whatever is described as a file, a directory or a prefix."""
     said = re.compile(r"\b(file|files|directory|PREFIX|vocab.json|merges.txt|data prefixes)\b")
-    texts = [f for _, f in options() if base_type(f) in ("str", "strs") and not facts_of(f).choices]
-    described = {f.name for f in texts if said.search(facts_of(f).help)} | {"pretrained_checkpoint"}
-    assert {f.name for f in texts if PATHS.fullmatch(f.name)} == described
+    texts = [f for _, f in iter_options() if type_name(f) in ("str", "strs") and not option_spec(f).choices]
+    described = {f.name for f in texts if said.search(option_spec(f).help)} | {"pretrained_checkpoint"}
+    assert {f.name for f in texts if _PATH_OPTIONS.fullmatch(f.name)} == described
     with pytest.raises(ConfigError, match=r"run_dir is not UTF-8 text \(b'runs/\\xff'\); rename it"):
         cli.read([*GOOD.split(), "--run-dir", os.fsdecode(b"runs/\xff")], PRESETS)
     layout = ["--pipeline-model-parallel-layout", "E|" + "t|" * 200 + "L"]
@@ -196,7 +196,7 @@ def problems_of(words: list[str]) -> list[str]:
 
 
 def test_a_flag_has_one_meaning() -> None:
-    ours = [flag for _, f in options() for flag, _ in spellings(f)]
+    ours = [flag for _, f in iter_options() for flag, _ in flags_of(f)]
     assert len(ours) == len(set(ours))
     listed = {flag for flag, known in known_flags().items() if known.verdict == OPTION}
     assert listed <= set(ours), "in megatron_flags.txt as options, and there is none"
@@ -219,16 +219,16 @@ def test_every_option_has_a_row_on_the_page_of_flags() -> None:
         for flag in re.findall(r"`(--[^`]+)`", cells[0]):
             assert flag not in row_of, f"{flag} has two rows"
             row_of[flag] = cells
-    rows = list(options())
+    rows = list(iter_options())
     assert len(rows_of(flags_page())) == len(rows)
     for _, option in rows:
-        shown = [flag for flag, _ in spellings(option) if flag in row_of]
+        shown = [flag for flag, _ in flags_of(option) if flag in row_of]
         cells = row_of[shown[0]]
         assert all(row_of[flag] is cells for flag in shown), option.name
-        assert cells[-1] == facts_of(option).help.replace("|", "&#124;"), option.name
-        for flag, value in spellings(option):
-            is_default = base_type(option) == "bool" and value is option.default
-            assert flag in row_of or is_default or flag == f"--disable-{flag_of(option.name)[2:]}", flag
+        assert cells[-1] == option_spec(option).help.replace("|", "&#124;"), option.name
+        for flag, value in flags_of(option):
+            is_default = type_name(option) == "bool" and value is option.default
+            assert flag in row_of or is_default or flag == f"--disable-{flag_name(option.name)[2:]}", flag
 
 
 def test_every_flag_of_megatron_has_a_row_with_its_verdict() -> None:

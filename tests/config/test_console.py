@@ -224,7 +224,7 @@ def test_a_terminal_that_goes_away_or_takes_nothing_holds_up_nobody(tmp_path: Pa
 def test_a_line_now_and_then_and_none_for_what_is_short(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    one = console.told("loading X", 50, "tensors")
+    one = console.logged_progress("loading X", 50, "tensors")
     for _ in range(50):
         now[0] += 0.5
         one.add(1)
@@ -233,8 +233,8 @@ def test_a_line_now_and_then_and_none_for_what_is_short(monkeypatch, capsys: pyt
 
 def test_a_bar_that_two_threads_close_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both find at once that the terminal is gone; what they do is a run's."""
-    monkeypatch.setattr(console, "watched", lambda: True)
-    outer, bar = console.Bar("outer", 10), console.Bar("inner", 10)
+    monkeypatch.setattr(console, "is_interactive", lambda: True)
+    outer, bar = console.ProgressBar("outer", 10), console.ProgressBar("inner", 10)
     console._bars.remove(bar)  # as far as the other one has come
     bar.close()
     outer.close()

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from train_cases import config_from
 
-from megalite.config import field
-from megalite.config.field import FREE, HOW, MODEL, TRAINING, base_type, facts_of
-from megalite.config.options import SECTIONS, Config, ConfigError, build, options, training_of
+from megalite.config import option as field
+from megalite.config.config_file import dump_config, parse_config_text
+from megalite.config.option import EXECUTION, MODEL, OPERATIONAL, TRAINING, option_spec, type_name
+from megalite.config.options import SECTIONS, Config, ConfigError, build, iter_options, training_options
 from megalite.config.problems import Problem, no_effect, option_of, shown
-from megalite.config.toml import parse_toml, to_toml
-from megalite.train.start import origin
+from megalite.training.checkpointing import initial_state as origin
 
 CONFIG = Path(field.__file__).parent
 GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 16
@@ -35,14 +35,14 @@ OTHER: dict[str, Any] = {
     "moe_layer_freq": "2",
 }
 # they decide the meaning of others, which are what is compared
-THROUGH = {f.name for _, f in options() if facts_of(f).through is not None}
+THROUGH = {f.name for _, f in iter_options() if option_spec(f).acts_through is not None}
 
 
 def changed(config: Config, f: Field[Any]) -> Config:
     """`config` with another value of the option than it has."""
-    section = next(name for name, g in options() if g.name == f.name)
+    section = next(name for name, g in iter_options() if g.name == f.name)
     value = getattr(getattr(config, section), f.name)
-    kind, texts = base_type(f), [*facts_of(f).choices, "other"]
+    kind, texts = type_name(f), [*option_spec(f).choices, "other"]
     other: Any = {"ints": (3, 0), "strs": ("x",), "str": next(text for text in texts if text != value)}.get(kind)
     if kind in ("int", "float"):
         other = (value or 4) * 2
@@ -51,52 +51,54 @@ def changed(config: Config, f: Field[Any]) -> Config:
     return replace(config, **{section: replace(getattr(config, section), **{f.name: OTHER.get(f.name, other)})})
 
 
-@pytest.mark.parametrize("f", [f for _, f in options()], ids=lambda f: f.name)
+@pytest.mark.parametrize("f", [f for _, f in iter_options()], ids=lambda f: f.name)
 def test_a_restarted_command_is_the_same_training_unless_an_option_of_the_training_changed(f: Field[Any]) -> None:
     """Two starts of one --ckpt-step command: the first one's configuration has been through its checkpoint."""
-    resume = facts_of(f).resume
-    assert resume in (FREE, HOW, TRAINING, MODEL)
+    resume = option_spec(f).resume
+    assert resume in (OPERATIONAL, EXECUTION, TRAINING, MODEL)
     config = config_from(GOOD)
     for section in SECTIONS:
         more = {k: v for k, v in BESIDE.get(f.name, {}).items() if hasattr(getattr(config, section), k)}
         config = replace(config, **{section: replace(getattr(config, section), **more)})
-    before = build(parse_toml(to_toml(config), "checkpoint"))
+    before = build(parse_config_text(dump_config(config), "checkpoint"))
     same = origin._training(changed(config, f)) == origin._training(before)
     if f.name in THROUGH:
-        assert facts_of(f).through in {g.name for _, g in options()}
+        assert option_spec(f).acts_through in {g.name for _, g in iter_options()}
     elif f.name not in ("save", "load"):  # that they are the same is asked before
-        assert same == (resume in (FREE, HOW))
+        assert same == (resume in (OPERATIONAL, EXECUTION))
 
 
 def test_another_spelling_of_the_same_model_is_the_same_training() -> None:
     short = config_from(GOOD)
     spelt = "--ffn-hidden-size 256 --kv-channels 16 --group-query-attention --num-query-groups 4"
     long = config_from([*GOOD, *spelt.split()])
-    assert training_of(short) == training_of(long)
+    assert training_options(short) == training_options(long)
     other = config_from([*GOOD, "--group-query-attention", "--num-query-groups", "2"])
-    assert training_of(short) != training_of(other)
+    assert training_options(short) != training_options(other)
 
 
 def test_micro_batches_are_how_where_the_batch_is_given() -> None:
     one = config_from(GOOD)
     two = config_from([*GOOD, "--micro-batch-size", "4"])
-    assert training_of(one) == training_of(two)
+    assert training_options(one) == training_options(two)
 
 
 def test_an_option_without_a_class_is_an_error_at_import() -> None:
     with pytest.raises(TypeError, match="default"):
-        field.opt(0, help="a number")
+        field.option(0, help="a number")
     with pytest.raises(TypeError, match="colour"):
-        field.how(0, help="a number", colour="red")
+        field.execution(0, help="a number", colour="red")
 
 
 def test_facts_name_what_there_is() -> None:
-    for section, f in options():
-        facts = facts_of(f)
+    for section, f in iter_options():
+        facts = option_spec(f)
         assert facts.help and all(alias.startswith("--") for alias in facts.aliases), f.name
-        assert facts.same_as is None or isinstance(getattr(SECTIONS[section], facts.same_as), property)
-        assert facts.problem(f.default) is None or facts.required, f.name
-        assert facts.stand_in is None or facts.problem(facts.stand_in) is None
+        assert facts.effective_property is None or isinstance(
+            getattr(SECTIONS[section], facts.effective_property), property
+        )
+        assert facts.range_error(f.default) is None or facts.required, f.name
+        assert facts.placeholder is None or facts.range_error(facts.placeholder) is None
         assert f.default is None or not facts.choices or f.default in facts.choices
 
 
@@ -116,7 +118,7 @@ def named_in(text: str) -> set[str]:
 
 def test_problems_name_existing_options() -> None:
     """A misspelt option of a problem that seldom occurs would be found only by a user."""
-    names = {f.name for _, f in options()} | NO_OPTIONS
+    names = {f.name for _, f in iter_options()} | NO_OPTIONS
     trees = [ast.parse(path.read_text()) for path in sorted((CONFIG / "validation").glob("*.py"))]
     keywords = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.keyword)]
     tuples = [keyword.value for keyword in keywords if keyword.arg in ("options", "also")]

@@ -8,14 +8,14 @@ import programs
 import pytest
 import torch
 
+from megalite.common.fault_injection import FAULT_ONCE_VARIABLE, FAULT_VARIABLE, POINTS, FaultInjector, InjectedFault
 from megalite.config import environment
-from megalite.config.faults import ONCE, POINTS, VARIABLE, Faults, InjectedFault
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_fault_strikes_its_rank_in_its_step_once() -> None:
-    fault = Faults({VARIABLE: "step.begin:1:3:raise,step.after_update:*:2:eio"})
+    fault = FaultInjector({FAULT_VARIABLE: "step.begin:1:3:raise,step.after_update:*:2:eio"})
     fault("step.begin", 0, 3)
     fault("step.begin", 1, 2)
     fault("data.get", 1, 3)
@@ -24,16 +24,16 @@ def test_a_fault_strikes_its_rank_in_its_step_once() -> None:
     fault("step.begin", 1, 3)
     with pytest.raises(OSError, match="Input/output error"):
         fault("step.after_update", 7, 2)
-    fault = Faults({VARIABLE: "step.begin:0:*:raise"})  # without a step: every time
+    fault = FaultInjector({FAULT_VARIABLE: "step.begin:0:*:raise"})  # without a step: every time
     for step in (1, 1, 2):
         with pytest.raises(InjectedFault):
             fault("step.begin", 0, step)
 
 
 def test_a_fault_can_be_kept_to_once_per_run(tmp_path: Path) -> None:
-    env = {VARIABLE: "step.begin:*:*:raise", ONCE: str(tmp_path)}
+    env = {FAULT_VARIABLE: "step.begin:*:*:raise", FAULT_ONCE_VARIABLE: str(tmp_path)}
     for process in range(2):
-        fault = Faults(env)
+        fault = FaultInjector(env)
         for rank in (0, 1):
             if process == 0:
                 with pytest.raises(InjectedFault):
@@ -44,10 +44,10 @@ def test_a_fault_can_be_kept_to_once_per_run(tmp_path: Path) -> None:
 def test_numbers_change_in_the_first_element_only() -> None:
     for kind in ("nan", "inf", "bitflip"):
         x = torch.arange(1.0, 7.0).view(2, 3)
-        Faults({VARIABLE: f"init:0:1:{kind}"})("init", 0, 1, x)
+        FaultInjector({FAULT_VARIABLE: f"init:0:1:{kind}"})("init", 0, 1, x)
         assert (x != torch.arange(1.0, 7.0).view(2, 3)).view(-1).tolist() == [True] + [False] * 5, kind
     with pytest.raises(ValueError, match="no tensor"):
-        Faults({VARIABLE: "init:0:0:nan"})("init", 0, 0)
+        FaultInjector({FAULT_VARIABLE: "init:0:0:nan"})("init", 0, 0)
 
 
 BAD = "init|init:0:1:explode|init:x:1:kill|init:0:1:kill=|:0:1:kill|init:0:1:kill=3|init:0:1:sleep=1.2.3"
@@ -56,14 +56,14 @@ BAD = "init|init:0:1:explode|init:x:1:kill|init:0:1:kill=|:0:1:kill|init:0:1:kil
 @pytest.mark.parametrize("text", BAD.split("|"))
 def test_what_is_not_a_fault_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="POINT:RANK:STEP:KIND"):
-        Faults({VARIABLE: text})
+        FaultInjector({FAULT_VARIABLE: text})
 
 
 def test_a_malformed_one_is_a_line_of_the_command_lines_problems_and_a_good_one_a_warning(tmp_path: Path) -> None:
     words = "--mock-data --vocab-size 64 --preset tiny --train-iters 1 --micro-batch-size 1 --lr 0 --dry-run".split()
     for variables, says in (
-        ({VARIABLE: "rubbish"}, "POINT:RANK:STEP:KIND"),
-        ({ONCE: "/nowhere"}, "is not a directory"),
+        ({FAULT_VARIABLE: "rubbish"}, "POINT:RANK:STEP:KIND"),
+        ({FAULT_ONCE_VARIABLE: "/nowhere"}, "is not a directory"),
     ):
         done = programs.python("pretrain_gpt.py", *words, "--frob", env={**os.environ, **variables}, cwd=tmp_path)
         lines = done.stderr.splitlines()
@@ -72,18 +72,18 @@ def test_a_malformed_one_is_a_line_of_the_command_lines_problems_and_a_good_one_
 
 
 def test_whoever_reads_the_log_is_told_and_what_cannot_strike_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert environment.warnings() == []
-    monkeypatch.setenv(VARIABLE, "step.begin:0:5:kill")
+    monkeypatch.delenv(FAULT_VARIABLE, raising=False)
+    assert environment.env_warnings() == []
+    monkeypatch.setenv(FAULT_VARIABLE, "step.begin:0:5:kill")
     said = "this run is made to fail; unset it for a run that counts"
-    assert environment.warnings() == [f"{VARIABLE}=step.begin:0:5:kill: {said}"]
-    monkeypatch.setenv(VARIABLE, "step.middle:0:1:kill")
-    [problem] = environment.problems()
+    assert environment.env_warnings() == [f"{FAULT_VARIABLE}=step.begin:0:5:kill: {said}"]
+    monkeypatch.setenv(FAULT_VARIABLE, "step.middle:0:1:kill")
+    [problem] = environment.env_problems()
     assert problem.startswith("MEGALITE_FAULT='step.middle:0:1:kill' names no known point: init.storage, init")
 
 
 def test_every_point_of_the_list_is_in_the_code_and_in_the_page() -> None:
     text = "".join(path.read_text("utf-8") for path in sorted((ROOT / "megalite").rglob("*.py")))
-    assert set(re.findall(r"\bfault\(\s*\"([a-z_.]+)\"", text)) == set(POINTS)
+    assert set(re.findall(r"\binject_fault\(\s*\"([a-z_.]+)\"", text)) == set(POINTS)
     table = (ROOT / "docs/testing.md").read_text("utf-8").partition("| point | when |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `([a-z_.]+)` \| (.+) \|$", table, re.M) == list(POINTS.items())

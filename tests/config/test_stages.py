@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from tables import ANSWERS
 from train_cases import config_from
 
+from megalite.config.option_parsers import format_layer_pattern, parse_layer_pattern
 from megalite.config.options import ConfigError
-from megalite.config.pattern import read_pattern, write_pattern
-from megalite.config.stage_layers import parse_layout
-from megalite.plan.arrangement import Arrangement
+from megalite.config.pipeline_layout import parse_layout
+from megalite.planning.run_plan import RunPlan
 
 MODEL = """--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data
  --tokenizer-type NullTokenizer --vocab-size 5000 --eval-iters 0"""
@@ -22,7 +22,7 @@ STAGES = ANSWERS["stages"]
 def counts(layers: int, pp: int, flags: str) -> list[int]:
     words = f"{MODEL} --num-layers {layers} --pipeline-model-parallel-size {pp} {flags}"
     config = config_from(words)
-    ranges = Arrangement(config, pp, 5000).stages
+    ranges = RunPlan(config, pp, 5000).layer_ranges
     assert [i for r in ranges for i in r] == list(range(layers))
     return [len(r) for r in ranges]
 
@@ -68,20 +68,23 @@ lists = st.recursive(  # (text, what it means)
 @given(lists)
 def test_an_expression_means_what_python_says(pair: tuple[str, list[int]]) -> None:
     text, want = pair
-    assert read_pattern(text, len(want)) == tuple(map(bool, want))
+    assert parse_layer_pattern(text, len(want)) == tuple(map(bool, want))
 
 
 @settings(max_examples=100)
 @given(st.lists(st.booleans(), min_size=1, max_size=20))
 def test_what_is_written_reads_back(bits: list[bool]) -> None:
-    assert read_pattern(write_pattern(bits), len(bits)) == tuple(bits)
+    assert parse_layer_pattern(format_layer_pattern(bits), len(bits)) == tuple(bits)
 
 
 def test_a_number_is_how_many_layers_apart() -> None:
     """As in Megatron-LM, where layers count from 1: layer n has no window where n % N == 0."""
-    assert read_pattern("4", 9) == tuple(n % 4 != 0 for n in range(1, 10))
-    assert write_pattern([True, True, True, False] * 2) == "4" and write_pattern([True] * 5) == "[1]*5"
-    assert write_pattern([False, True] * 3) == "[0,1]*3" and write_pattern([False] * 4 + [True]) == "[0]*4+[1]"
+    assert parse_layer_pattern("4", 9) == tuple(n % 4 != 0 for n in range(1, 10))
+    assert format_layer_pattern([True, True, True, False] * 2) == "4" and format_layer_pattern([True] * 5) == "[1]*5"
+    assert (
+        format_layer_pattern([False, True] * 3) == "[0,1]*3"
+        and format_layer_pattern([False] * 4 + [True]) == "[0]*4+[1]"
+    )
 
 
 NEITHER = ["", "[1]*(2)*x", "[1.0]", "[True]", "[1]*-1", "[1]*1000000000", "[1]*99999*99999*99999", "'ab'*2"]
@@ -92,4 +95,4 @@ SAYS = {"0": "below 1", "-2": "below 1", "[1,0]": "has 2 numbers for 3 layers"}
 @pytest.mark.parametrize("text,says", [*SAYS.items(), *((text, "neither a number nor a list") for text in NEITHER)])
 def test_what_is_no_pattern_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        read_pattern(text, 3)
+        parse_layer_pattern(text, 3)

@@ -9,10 +9,10 @@ from pathlib import Path
 import programs
 import pytest
 
+from megalite.config.config_file import MAX_PROBLEMS, parse_config_text
 from megalite.config.options import ConfigError
 from megalite.config.text_file import TextFileError, read_ends, read_small_bytes, read_small_text
-from megalite.config.toml import MAX_PROBLEMS, parse_toml
-from megalite.train.tell.run_dir import json_rows, read_status
+from megalite.training.logging.run_dir import read_jsonl, read_status
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 32 --max-position-embeddings 32 "
@@ -77,7 +77,7 @@ def test_a_command_refuses_what_cannot_be_read_whole(reader: str, kind: str, tmp
 @pytest.mark.parametrize("section", ["", "[model]\n"])
 def test_a_configuration_of_many_wrong_keys_is_refused_at_once(section: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_toml(section + "".join(f"unknown_{n} = 1\n" for n in range(20_000)), "run.toml")
+        parse_config_text(section + "".join(f"unknown_{n} = 1\n" for n in range(20_000)), "run.toml")
     assert len(caught.value.problems) == MAX_PROBLEMS + 1
     assert caught.value.problems[-1].endswith("has more wrong keys; correct these first")
 
@@ -91,7 +91,7 @@ def test_the_reader_raises_for_it(kind: str, tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, OSError)
     assert read_status(tmp_path) == {}
     if kind != "huge":
-        assert [*json_rows(path)] == []
+        assert [*read_jsonl(path)] == []
         with pytest.raises(OSError, match="file"):
             read_ends(path)
 
@@ -128,4 +128,4 @@ def test_a_row_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = [json.dumps({"step": 1}), " " * (3 << 20), json.dumps({"step": 2})]
     path.write_text("\n".join(rows))
-    assert [row for _, row in json_rows(path)] == [{"step": 1}, {"step": 2}]
+    assert [row for _, row in read_jsonl(path)] == [{"step": 1}, {"step": 2}]

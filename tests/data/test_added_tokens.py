@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from token_files import byte_level_bpe
 
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.tokenizer_json import tokenizer_beside
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
+from megalite.data.tokenizers.huggingface_tokenizer import find_tokenizer_in
 from tools import train_tokenizer
 from tools.preprocess.fast_tokenizer import accelerate
 
@@ -234,18 +234,18 @@ def slow_folder(kind: str, folder: Path) -> Path:
 @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "Llama2Tokenizer"])
 def test_tokens_that_an_older_format_lacks_are_refused_with_the_file(kind: str, tmp_path: Path) -> None:
     folder = slow_folder(kind, tmp_path / "model")
-    options = tokenizer_beside(folder)
+    options = find_tokenizer_in(folder)
     assert options["tokenizer_type"] == kind
     n = build_tokenizer(**options).vocab_size
     (folder / ADDED).write_text(json.dumps({"<tool>": n}))
     with pytest.raises(DataError, match=f"{ADDED}: the token '<tool>', which .* lacks; write a tokenizer.json"):
-        tokenizer_beside(folder)
+        find_tokenizer_in(folder)
     (folder / CONFIG).write_text(json.dumps({"added_tokens_decoder": {str(n): record("<tool>")}}))
     with pytest.raises(DataError, match=f"{CONFIG}: the token '<tool>', which .* lacks"):
-        tokenizer_beside(folder)
+        find_tokenizer_in(folder)
     for key in ("split_special_tokens", "add_prefix_space"):
         (folder / CONFIG).write_text(json.dumps({"added_tokens_decoder": {}, key: True}))
         with pytest.raises(DataError, match=f"{CONFIG}: .*{key}=true"):
-            tokenizer_beside(folder)
+            find_tokenizer_in(folder)
     (folder / CONFIG).write_text(json.dumps({"added_tokens_decoder": {}, "add_prefix_space": False}))
-    assert tokenizer_beside(folder) == options
+    assert find_tokenizer_in(folder) == options

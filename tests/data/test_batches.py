@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megalite.data.datasets.base_dataset import MockDataset
+from megalite.data.datasets.batches import Batches, DocumentBoundaries, MicroBatch, PlaceholderDataset, Prefetcher
+from megalite.data.datasets.blended_dataset import build_blend
 from megalite.data.errors import DataError
-from megalite.data.samples.batches import Batches, Borders, MicroBatch, Prefetcher, Unread
-from megalite.data.samples.blend import build_blend
-from megalite.data.samples.source import MockDataset
 from tools.preprocess.indexed_writer import IndexedWriter
 
 S, V = 6, 40
 
 
 def batches(dp_rank: int = 0, dp_size: int = 1, micro: int = 2, **options: object) -> Batches:
-    return Batches(MockDataset(V, S, 1), micro, dp_rank, dp_size, V, Borders(**options))  # type: ignore[arg-type]
+    return Batches(MockDataset(V, S, 1), micro, dp_rank, dp_size, V, DocumentBoundaries(**options))  # type: ignore[arg-type]
 
 
 def in_order(parts: list[list[MicroBatch]]) -> tuple[list[int], NDArray[np.int64]]:
@@ -42,7 +42,7 @@ def test_place_of_every_sample() -> None:
     got = batches(1, 2, 3).at(100, 12)
     assert [m.sample_ids.tolist() for m in got] == [[103, 104, 105], [109, 110, 111]]
     assert all(m.tokens.shape == (3, S + 1) and m.tokens.dtype == np.int64 and m.loss_mask is None for m in got)
-    [unread] = Batches(Unread(S), 2, 1, 2, V).at(8, 4)  # of a rank that needs no tokens, which has the ids
+    [unread] = Batches(PlaceholderDataset(S), 2, 1, 2, V).at(8, 4)  # of a rank that needs no tokens, which has the ids
     assert unread.sample_ids.tolist() == [10, 11] and unread.tokens.shape == (2, S + 1)
     with pytest.raises(ValueError, match=r"global_batch_size=10 is not a multiple of .* 2 x data parallel 2 = 4"):
         batches(0, 2).at(0, 10)
@@ -61,26 +61,26 @@ def test_where_documents_begin() -> None:
     tokens = batches().at(0, 4)[0].tokens
     eod = int(tokens[0, 2])
     micro = batches(eod=eod, documents=True).at(0, 4)[0]
-    assert micro.loss_mask is None and micro.first is not None
-    for row, first in zip(tokens[:, :-1], micro.first, strict=True):
+    assert micro.loss_mask is None and micro.document_start is not None
+    for row, first in zip(tokens[:, :-1], micro.document_start, strict=True):
         begin = 0
         for t, token in enumerate(row):
             assert first[t] == begin
             begin = t + 1 if token == eod else begin
-    assert micro.first[0, 3] == 3
+    assert micro.document_start[0, 3] == 3
 
 
 class Packed(MockDataset):
     """Pieces of 3 and 2 tokens, then padding; every second sample is one piece that fills it."""
 
-    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]]:  # type: ignore[override]
+    def piece_lengths(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]]:  # type: ignore[override]
         return [np.array([3, 2] if i % 2 == 0 else [S + 1], np.int32) for i in index.tolist()]
 
 
 def test_pieces_of_a_packed_sample_are_documents_and_padding_does_not_count() -> None:
-    micro = Batches(Packed(V, S, 1), 2, 0, 1, V, Borders(eod=0, documents=True)).at(0, 2)[0]
+    micro = Batches(Packed(V, S, 1), 2, 0, 1, V, DocumentBoundaries(eod=0, documents=True)).at(0, 2)[0]
     assert micro.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [1] * S]  # labels: one ahead
-    assert micro.first.tolist() == [[0, 0, 0, 3, 3, 5], [0] * S]
+    assert micro.document_start.tolist() == [[0, 0, 0, 3, 3, 5], [0] * S]
     assert micro.padding.tolist() == [[False] * 5 + [True], [False] * S]
 
 
@@ -88,7 +88,7 @@ def test_what_fills_a_sample_is_padding() -> None:
     plain = batches().at(0, 4)[0]
     assert plain.padding is None
     filler = int(plain.tokens[0, S])
-    micro = Batches(MockDataset(V, S, 1), 2, 0, 1, V, Borders(), ignored_label=filler).at(0, 4)[0]
+    micro = Batches(MockDataset(V, S, 1), 2, 0, 1, V, DocumentBoundaries(), ignored_label=filler).at(0, 4)[0]
     assert np.array_equal(micro.padding, plain.tokens[:, :-1] == filler)
     assert np.array_equal(micro.loss_mask, plain.tokens[:, 1:] != filler)
 

@@ -14,19 +14,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from token_files import numbered
 
-from megalite.data.errors import DataError
-from megalite.data.samples import blend as blends
-from megalite.data.samples.blend import (
-    Blend,
-    BlendOrder,
+from megalite.data.datasets import blended_dataset as blends
+from megalite.data.datasets.base_dataset import Dataset, MockDataset
+from megalite.data.datasets.blended_dataset import (
+    BlendedDataset,
+    BlendSchedule,
     bits_per_byte,
     build_blend,
     bytes_per_token,
+    one_set_per_prefix,
     parse_data_path,
     parse_named_sets,
-    sets_of_each,
 )
-from megalite.data.samples.source import Dataset, MockDataset
+from megalite.data.errors import DataError
 
 STORED_ORDERS = [
     ([0.3, 0.7], "10bf4d05840b90b5"),
@@ -42,7 +42,7 @@ WEIGHTS = st.one_of(st.floats(1e-4, 1.0), st.integers(1, 10**12), st.sampled_fro
 @given(weights=st.lists(WEIGHTS, min_size=1, max_size=8))
 def test_counts_are_the_quota_at_every_prefix(weights: list[float]) -> None:
     n = 600
-    source, number = BlendOrder(weights).at(np.arange(n))
+    source, number = BlendSchedule(weights).sources_at(np.arange(n))
     exact = [Fraction(str(w)) for w in weights]
     total = sum(exact)
     for k, weight in enumerate(exact):
@@ -54,21 +54,21 @@ def test_counts_are_the_quota_at_every_prefix(weights: list[float]) -> None:
 
 
 def test_small_example() -> None:
-    source, number = BlendOrder([0.3, 0.7]).at(np.arange(10))
+    source, number = BlendSchedule([0.3, 0.7]).sources_at(np.arange(10))
     assert source.tolist() == [1, 1, 0, 1, 1, 0, 1, 1, 0, 1]
     assert number.tolist() == [0, 1, 0, 2, 3, 1, 4, 5, 2, 6]
 
 
 def test_far_samples_need_not_the_ones_before() -> None:
     weights = [1, 2, 4.5]
-    order = BlendOrder(weights)
-    near = BlendOrder(weights).at(np.arange(4000))
+    order = BlendSchedule(weights)
+    near = BlendSchedule(weights).sources_at(np.arange(4000))
     for i in (3999, 15, 0, 16, 2500):  # any order, from a fresh object or not
-        for one in (order, BlendOrder(weights)):
-            source, number = one.at(np.array([i]))
+        for one in (order, BlendSchedule(weights)):
+            source, number = one.sources_at(np.array([i]))
             assert (source[0], number[0]) == (near[0][i], near[1][i])
     far = 10**12 + 3
-    source, number = order.at(np.array([far]))
+    source, number = order.sources_at(np.array([far]))
     assert abs(number[0] - far * [2 / 15, 4 / 15, 9 / 15][source[0]]) <= 1
 
 
@@ -86,11 +86,11 @@ TINY_AND_LARGE = st.one_of(
 @given(weights=st.lists(TINY_AND_LARGE, min_size=1, max_size=40), block=st.sampled_from([1, 7, 50, 333]))
 def test_counts_are_the_quota_beyond_a_block(weights: list[float], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megalite.data.samples.blend.PERIOD", block)
-        order, other = BlendOrder(weights), BlendOrder(weights)
+        patch.setattr("megalite.data.datasets.blended_dataset.MAX_PERIOD", block)
+        order, other = BlendSchedule(weights), BlendSchedule(weights)
     n = 500
-    last = other.at(np.array([n - 1]))  # before any sample that comes before it
-    source, number = order.at(np.arange(n))
+    last = other.sources_at(np.array([n - 1]))  # before any sample that comes before it
+    source, number = order.sources_at(np.arange(n))
     assert (last[0][0], last[1][0]) == (source[-1], number[-1])
     exact = [Fraction(str(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
@@ -103,7 +103,7 @@ def test_counts_are_the_quota_beyond_a_block(weights: list[float], block: int) -
         for part, count in zip(parts, counts, strict=True):
             assert part * length // whole <= count <= -(-part * length // whole)
         if length % 50 == 0:
-            assert other.counts(length) == counts
+            assert other.samples_per_source(length) == counts
 
 
 @pytest.mark.parametrize(
@@ -114,21 +114,21 @@ def test_counts_are_the_quota_beyond_a_block(weights: list[float], block: int) -
     ],
 )
 def test_token_counts_as_weights_are_exact_far_away(weights: list[float], samples: int) -> None:
-    order, exact = BlendOrder(weights), [Fraction(str(weight)) for weight in weights]
+    order, exact = BlendSchedule(weights), [Fraction(str(weight)) for weight in weights]
     for n in (samples, samples - 1, samples + 1_234_567):
-        counts = order.counts(n)
+        counts = order.samples_per_source(n)
         assert sum(counts) == n
         for count, weight in zip(counts, exact, strict=True):
             quota = weight / sum(exact) * n
             assert math.floor(quota) <= count <= math.ceil(quota)
-    source, number = order.at(np.arange(samples, samples + 50))
-    assert number.tolist() == [order.counts(samples + i)[k] for i, k in enumerate(source.tolist())]
+    source, number = order.sources_at(np.arange(samples, samples + 50))
+    assert number.tolist() == [order.samples_per_source(samples + i)[k] for i, k in enumerate(source.tolist())]
 
 
 def test_the_order_of_the_first_million_samples_stays_what_it_was() -> None:
     """Stored runs go on with it: digests of the order as version 0.1.0 computed it."""
     for weights, digest in STORED_ORDERS:
-        source, number = BlendOrder(weights).at(np.arange(0, 50_000))
+        source, number = BlendSchedule(weights).sources_at(np.arange(0, 50_000))
         rows = np.stack([source, number]).astype("<i8").tobytes()
         assert hashlib.blake2b(rows, digest_size=8).hexdigest() == digest
 
@@ -136,19 +136,19 @@ def test_the_order_of_the_first_million_samples_stays_what_it_was() -> None:
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
 def test_bad_weights_are_refused(weight: float) -> None:
     with pytest.raises(DataError, match="blend weight"):
-        BlendOrder([1.0, weight])
+        BlendSchedule([1.0, weight])
 
 
 def test_blend_gives_the_sources_samples() -> None:
     a, b = (MockDataset(50, 8, seed) for seed in (1, 2))
-    mixed = Blend([a, b], [0.25, 0.75])
-    source, number = mixed.order.at(np.arange(40))
+    mixed = BlendedDataset([a, b], [0.25, 0.75])
+    source, number = mixed.order.sources_at(np.arange(40))
     for n in range(41):
-        assert mixed.order.counts(n) == np.bincount(source[:n], minlength=2).tolist()
+        assert mixed.order.samples_per_source(n) == np.bincount(source[:n], minlength=2).tolist()
     rows = mixed.samples(np.arange(40))
     for i in range(40):
         assert np.array_equal(rows[i], (a, b)[source[i]].samples(np.array([int(number[i])]))[0])
-        assert mixed.where(i, 3) == f"mock sample {number[i]}, token 3"
+        assert mixed.locate(i, 3) == f"mock sample {number[i]}, token 3"
     assert (source == 0).sum() == 10
 
 
@@ -256,15 +256,15 @@ def test_bad_forms_are_refused(items: list[str], message: str) -> None:
 
 
 def test_multiple_validation_sets_of_megatron() -> None:
-    assert sets_of_each(["x/a_text_document", "y/b"]) == {"a": ["x/a_text_document"], "b": ["y/b"]}
-    assert sets_of_each(["x/a", "y/a"], ["one", "two"]) == {"one": ["x/a"], "two": ["y/a"]}
+    assert one_set_per_prefix(["x/a_text_document", "y/b"]) == {"a": ["x/a_text_document"], "b": ["y/b"]}
+    assert one_set_per_prefix(["x/a", "y/a"], ["one", "two"]) == {"one": ["x/a"], "two": ["y/a"]}
     for prefixes, names, message in (
         (["x/a", "y/a"], None, "two validation sets are called 'a'; give --validation-set-names"),
         (["a", "b"], ["one"], "1 names for 2 sets"),
         (["0.5", "a"], None, "takes prefixes without weights, not 0.5"),
     ):
         with pytest.raises(DataError, match=message):
-            sets_of_each(prefixes, names)
+            one_set_per_prefix(prefixes, names)
 
 
 def info(prefix: Path, **counts: object) -> str:

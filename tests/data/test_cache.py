@@ -16,11 +16,11 @@ import programs
 import pytest
 from token_files import full, numbered
 
+from megalite.data.datasets import epoch_order as cache
+from megalite.data.datasets.epoch_order import EpochOrder, build_epoch, load_or_build
+from megalite.data.datasets.gpt_dataset import GPTDataset
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset
-from megalite.data.samples import epochs as cache
-from megalite.data.samples.epochs import Epoch, build_epoch, load_or_build
-from megalite.data.samples.gpt_dataset import GptDataset
+from megalite.data.files.indexed_dataset import IndexedDataset
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = np.arange(5000, dtype=np.int32) % 97
@@ -28,9 +28,9 @@ LENGTHS = np.arange(5000, dtype=np.int32) % 97
 BUILDER = """
 import logging, sys, time
 import numpy as np
-from megalite.data import locks
-from megalite.data.samples import epochs as cache
-from megalite.data.samples.epochs import build_epoch
+from megalite.data import file_lock as locks
+from megalite.data.datasets import epoch_order as cache
+from megalite.data.datasets.epoch_order import build_epoch
 
 logging.basicConfig(format="%(message)s")
 locks.SAY_AFTER_SECONDS = 0.2
@@ -58,11 +58,11 @@ def start(directory: Path, step: str = "build") -> subprocess.Popen[str]:
     return programs.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=pipe, stderr=pipe, text=True)
 
 
-def never() -> Epoch:
+def never() -> EpochOrder:
     raise AssertionError("built although it was there")
 
 
-def once() -> Callable[[], Epoch]:
+def once() -> Callable[[], EpochOrder]:
     """What builds, and fails when it is asked again."""
     return iter([build_epoch(LENGTHS, 8)]).__next__
 
@@ -104,7 +104,7 @@ def refuse(*_: object) -> None:
 
 def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     load_or_build(tmp_path, "a", 5000, lambda: build_epoch(LENGTHS, 7))
-    monkeypatch.setattr(cache, "locked", refuse)
+    monkeypatch.setattr(cache, "file_lock", refuse)
     assert load_or_build(tmp_path, "a", 5000, never).starts[-1] == LENGTHS.sum()
     assert not caplog.text  # what is there needs no lock
     assert load_or_build(tmp_path, "b", 5000, once()).starts[-1] == LENGTHS.sum()
@@ -142,7 +142,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def store(path: Path, epoch: Epoch) -> None:
+def store(path: Path, epoch: EpochOrder) -> None:
     path.unlink()
     load_or_build(path.parent, path.stem, len(epoch.order), lambda: epoch)
 
@@ -171,8 +171,8 @@ def test_an_order_of_other_data_is_found_on_use(tmp_path: Path) -> None:
         dataset(data, tmp_path / "cache").samples(np.arange(20))
 
 
-def dataset(data: IndexedDataset, directory: Path | None, seed: int = 1) -> GptDataset:
-    return GptDataset(data, range(len(data)), 7, seed, "train", directory)
+def dataset(data: IndexedDataset, directory: Path | None, seed: int = 1) -> GPTDataset:
+    return GPTDataset(data, range(len(data)), 7, seed, "train", directory)
 
 
 def test_cache_gives_the_same_samples_and_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_cache_gives_the_same_samples_and_is_used(tmp_path: Path, monkeypatch: p
     want = dataset(data, None).samples(np.arange(150))  # over two epoch borders
     assert np.array_equal(dataset(data, directory).samples(np.arange(150)), want)
     assert len(list(directory.glob("*.epoch"))) == 3
-    monkeypatch.setattr("megalite.data.samples.gpt_dataset.build_epoch", lambda *_: never())
+    monkeypatch.setattr("megalite.data.datasets.gpt_dataset.build_epoch", lambda *_: never())
     assert np.array_equal(dataset(data, directory).samples(np.arange(150)), want)
 
 
@@ -192,7 +192,7 @@ def test_other_data_seed_or_split_has_other_files(tmp_path: Path) -> None:
             data = numbered(tmp_path / "a", [10] * 51)  # the same name, other documents
         dataset(data, directory, seed=2 if step == 1 else 1).samples(np.array([0]))[0]
         if step == 3:
-            GptDataset(data, range(50), 7, 1, "train", directory).samples(
+            GPTDataset(data, range(50), 7, 1, "train", directory).samples(
                 np.array([0])
             )  # the first data's lengths again
         found = {p.name for p in directory.glob("*.epoch")}

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import documents_of, full_disk
 
-from megalite.config.console import Bar
+from megalite.config.console import ProgressBar
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.sidecar import read_info
+from megalite.data.files.indexed_dataset import IndexedDataset
+from megalite.data.files.sidecar import read_sidecar
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools import (
     convert_checkpoint,
     inspect_data,
@@ -32,7 +32,7 @@ from tools import (
 )
 from tools.merge_datasets import document_blocks, expand_prefixes, merge
 from tools.preprocess.indexed_writer import IndexedWriter
-from tools.preprocess.token_run import make_info
+from tools.preprocess.tokenize_run import make_info
 
 
 def write(prefix: Path, documents: list[list[int]], tokenizer: Tokenizer | None = None, dtype: type = np.uint16) -> str:
@@ -58,7 +58,7 @@ def test_merge_puts_documents_in_order_and_joins_the_sidecars(tmp_path: Path, ty
     code, out, _ = typed(merge_datasets, "--input", parts, tmp_path / "last", "--output-prefix", tmp_path / "out/all")
     assert (code, out) == (0, f"{tmp_path / 'out/all'}: 5 documents, 7 tokens of 3 inputs\n")
     assert documents_of(IndexedDataset(tmp_path / "out/all")) == [[1, 2], [3], [5], [], [7, 8, 9]]
-    info = read_info(tmp_path / "out/all")
+    info = read_sidecar(tmp_path / "out/all")
     assert info == make_info(NULL, 5, 7, ["a_text_document.jsonl", "b_text_document.jsonl", "last.jsonl"])
     whole = write(tmp_path / "whole", [[1, 2], [3], [5], [], [7, 8, 9]])
     for suffix in (".bin", ".idx"):  # the same bytes as if it had been written at once
@@ -122,7 +122,7 @@ def test_merge_without_all_sidecars_writes_none_and_says_so(tmp_path: Path, type
     a, b = write(tmp_path / "a", [[1]], NULL), write(tmp_path / "b", [[2]])
     code, _, told = typed(merge_datasets, "--input", a, b, "--output-prefix", tmp_path / "out")
     assert code == 0 and f"no {tmp_path / 'out'}.json is written, as these inputs have none: {b}" in told
-    assert len(IndexedDataset(tmp_path / "out")) == 2 and read_info(tmp_path / "out") is None
+    assert len(IndexedDataset(tmp_path / "out")) == 2 and read_sidecar(tmp_path / "out") is None
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_verify_names_the_first_bad_id(
         patch.setattr(merge_datasets, "COPY_TOKENS", run)
         patch.setattr(merge_datasets, "BLOCK_DOCUMENTS", 3)
         good = IndexedDataset(write(folder / "a", documents, dtype=np.int32))
-        bar = Bar("", good.num_tokens, quiet=True)
+        bar = ProgressBar("", good.num_tokens, quiet=True)
         sound = inspect_data.verify(good, None, 21, 0, bar)
         assert bar.done == good.num_tokens
         assert f"id 0: {sum(one[-1] == 0 for one in documents if one)} of {len(filled)}" in sound
@@ -222,7 +222,7 @@ def test_verify_names_the_first_bad_id(
         position = sum(map(len, documents[:document])) + token
         with pytest.raises(DataError) as error:
             bad_one = IndexedDataset(write(folder / "b", documents, dtype=np.int32))
-            inspect_data.verify(bad_one, None, 21, 0, Bar("", bad_one.num_tokens, quiet=True))
+            inspect_data.verify(bad_one, None, 21, 0, ProgressBar("", bad_one.num_tokens, quiet=True))
         words = f"b.bin: document {document}, token {token} (position {position} of the file): id {bad} is outside"
         assert words in str(error.value)
 
@@ -258,7 +258,7 @@ def test_check_index_does_not_trust_the_reader(tmp_path: Path) -> None:
         ("lengths", np.array([1, -2], np.int32), "document 1: -2 tokens at byte 2"),
         ("lengths", np.array([1, 1], np.int32), "has 6 bytes, but the index accounts for 4"),
         ("pointers", np.array([0, 4]), "document 1: 2 tokens at byte 4, but the one before ends at byte 2"),
-        ("document_ends", np.array([0, 2, 1]), r"document_indices\[2\] decreases"),
+        ("document_indices", np.array([0, 2, 1]), r"document_indices\[2\] decreases"),
     ):
         data = IndexedDataset(write(tmp_path / "a", [[1], [2, 3]]))
         inspect_data.check_index(data)

@@ -9,22 +9,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from token_files import byte_level_bpe, write
 
+from megalite.data.datasets.batches import Batches
+from megalite.data.datasets.blended_dataset import BlendedDataset
+from megalite.data.datasets.fim_dataset import REENCODED, FimDataset, FimOptions, apply_fim, rearrange_documents
+from megalite.data.datasets.gpt_dataset import GPTDataset
+from megalite.data.datasets.permutation import fold
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset
-from megalite.data.samples.batches import Batches
-from megalite.data.samples.blend import Blend
-from megalite.data.samples.fim import WRITTEN, Fim, FimDataset, rearrange, transform
-from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.data.samples.permutation import fold
+from megalite.data.files.indexed_dataset import IndexedDataset
+from megalite.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
-from megalite.data.tokenizers.tokenizer_json import HuggingFaceTokenizer
 
 PRE, MID, SUF, PAD, EOD, SPLIT = range(6)
 SAMPLE = st.lists(st.one_of(st.integers(6, 99), st.sampled_from([EOD, EOD, SPLIT])), min_size=1, max_size=80)
 
 
-def fim(rate: float, spm_rate: float = 0.5, **options: object) -> Fim:
-    return Fim(rate, spm_rate, PRE, MID, SUF, PAD, EOD, **{"characters": False, **options})  # type: ignore[arg-type]
+def fim(rate: float, spm_rate: float = 0.5, **options: object) -> FimOptions:
+    return FimOptions(rate, spm_rate, PRE, MID, SUF, PAD, EOD, **{"characters": False, **options})  # type: ignore[arg-type]
 
 
 def undo(tokens: list[int]) -> list[int]:
@@ -59,9 +59,9 @@ def test_can_be_undone_and_nothing_is_lost_or_invented(
     options = fim(rate, spm_rate, split=split, fragment_rate=fragments)
     if split is None:
         tokens[tokens == SPLIT] = 6
-    out, source = rearrange(tokens, key, options)
+    out, source = rearrange_documents(tokens, key, options)
     assert undo(out.tolist()) == tokens.tolist()
-    kept = source != WRITTEN
+    kept = source != REENCODED
     assert sorted(source[kept].tolist()) == list(range(len(tokens)))
     assert np.array_equal(out[kept], tokens[source[kept]])
     assert set(out[~kept].tolist()) <= {PRE, MID, SUF}
@@ -70,7 +70,7 @@ def test_can_be_undone_and_nothing_is_lost_or_invented(
     chosen = {0: 0, 1: documents}  # of whole documents
     assert fragments is not None or int((out == PRE).sum()) == chosen.get(rate, int((out == PRE).sum()))
 
-    fixed, where = transform(tokens, key, options)
+    fixed, where = apply_fim(tokens, key, options)
     assert np.array_equal(fixed, out[: len(tokens)]) and np.array_equal(where, source[: len(tokens)])
 
 
@@ -78,7 +78,7 @@ def test_shares_are_the_rates_and_cuts_are_uniform() -> None:
     tokens = np.array([*[10] * 9, EOD] * 20)
     documents, chosen, spm, lengths = 0, 0, 0, np.zeros((2, 10), np.int64)
     for key in range(300):
-        out, _ = rearrange(tokens, fold("rates", key), fim(0.3, 0.25))
+        out, _ = rearrange_documents(tokens, fold("rates", key), fim(0.3, 0.25))
         for text in "".join(map(str, np.minimum(out, EOD + 1).tolist())).split(str(EOD))[:-1]:
             documents += 1
             if text[0] == str(PRE):
@@ -100,7 +100,7 @@ def test_fragments_are_chosen_by_their_own_rate() -> None:
     tokens = np.array(([*[10] * 5, SPLIT] * 8 + [EOD]) * 5)
     none, some = 0, []
     for key in range(200):
-        out, _ = rearrange(tokens, fold("fragments", key), fim(0.5, 0, split=SPLIT, fragment_rate=0.25))
+        out, _ = rearrange_documents(tokens, fold("fragments", key), fim(0.5, 0, split=SPLIT, fragment_rate=0.25))
         for text in np.split(out, np.flatnonzero(out == EOD))[:5]:
             count = int((text == PRE).sum())
             none += count == 0
@@ -116,10 +116,10 @@ def test_fragments_are_chosen_by_their_own_rate() -> None:
 def test_contradictions_are_refused(change: dict[str, float | str], message: str) -> None:
     values = {"rate": 0.5, "spm_rate": 0.5, "prefix": PRE, "middle": MID, "suffix": SUF, "pad": PAD, "eod": EOD}
     with pytest.raises(DataError, match=message):
-        Fim(**{**values, **change})  # type: ignore[arg-type]
+        FimOptions(**{**values, **change})  # type: ignore[arg-type]
 
 
-Codecs = dict[str, tuple[Tokenizer, Fim]]
+Codecs = dict[str, tuple[Tokenizer, FimOptions]]
 # between characters, with real tokenizers
 LINES = [f"def function_{i}(x):\n    return x + {i * i}  # ünïcode 漢字 {i}\n" for i in range(200)]
 
@@ -137,12 +137,12 @@ def codecs(tmp_path_factory: pytest.TempPathFactory) -> Codecs:
     spm = SentencePieceTokenizer(out / "spm.model")
     v = spm.vocab_size
     return {
-        "bpe": (HuggingFaceTokenizer("bpe", "test", bpe, 0, []), Fim(1, 0.5, 1, 2, 3, 4, 0)),
-        "spm": (spm, Fim(1, 0.5, v, v + 1, v + 2, v + 3, spm.eod)),
+        "bpe": (HuggingFaceTokenizer("bpe", "test", bpe, 0, []), FimOptions(1, 0.5, 1, 2, 3, 4, 0)),
+        "spm": (spm, FimOptions(1, 0.5, v, v + 1, v + 2, v + 3, spm.eod)),
     }
 
 
-def texts(ids: list[int], codec: Tokenizer, marks: Fim) -> list[str]:
+def texts(ids: list[int], codec: Tokenizer, marks: FimOptions) -> list[str]:
     """The documents that stand in ids, each put together again; their ids in a row, so that a lost space shows."""
     names = {marks.prefix: PRE, marks.middle: MID, marks.suffix: SUF}
     shifted = [names.get(i, i + 6 if i != marks.eod else EOD) for i in ids]
@@ -163,7 +163,7 @@ def test_text_is_kept_between_characters(kind: str, codecs: Codecs, documents: l
     ids = [codec.encode(text) for text in documents]
     assume(not any(options.eod in part for part in ids))  # a text that spells the end-of-document token
     tokens = np.array(sum(([*part, options.eod] for part in ids), [])[:-1], np.int64)
-    out, _ = rearrange(tokens, key, options, codec)
+    out, _ = rearrange_documents(tokens, key, options, codec)
     assert texts(out.tolist(), codec, options) == [codec.decode(part) for part in ids]
     assert int((out == options.prefix).sum()) == sum(bool(part) for part in ids)
 
@@ -175,8 +175,8 @@ def test_cuts_fall_within_tokens(kind: str, codecs: Codecs) -> None:
     borders = {len(codec.decode(ids[:k].tolist())) for k in range(len(ids) + 1)}
     within, anew = 0, 0
     for key in range(60):
-        out, source = rearrange(ids, fold("within", key), options, codec)
-        anew += bool((source == WRITTEN).all())
+        out, source = rearrange_documents(ids, fold("within", key), options, codec)
+        anew += bool((source == REENCODED).all())
         prefix = out.tolist()[1 : out.tolist().index(options.suffix)]
         within += len(codec.decode(prefix)) not in borders
     assert anew == 60  # plain text always can be encoded anew
@@ -186,8 +186,8 @@ def test_cuts_fall_within_tokens(kind: str, codecs: Codecs) -> None:
 def test_half_a_character_is_cut_between_tokens(codecs: Codecs) -> None:
     codec, options = codecs["bpe"]
     ids = np.array(codec.encode("🙂 and so on")[1:], np.int64)  # begins within the bytes of the first
-    out, source = rearrange(ids, 3, options, codec)
-    assert sorted(source[source != WRITTEN].tolist()) == list(range(len(ids)))
+    out, source = rearrange_documents(ids, 3, options, codec)
+    assert sorted(source[source != REENCODED].tolist()) == list(range(len(ids)))
     assert len(out) == len(ids) + 3
 
 
@@ -196,7 +196,7 @@ def test_text_that_spells_a_sentinel_never_becomes_one(codecs: Codecs) -> None:
     assert codec.encode("<fim_middle>") == [options.middle]
     tokens = np.array(codec.encode("say <fim_mid") + codec.encode("dle> here"), np.int64)
     for key in range(30):
-        out, _ = rearrange(tokens, fold("spelled", key), options, codec)
+        out, _ = rearrange_documents(tokens, fold("spelled", key), options, codec)
         assert int((out == options.middle).sum()) == 1
         assert texts(out.tolist(), codec, options) == ["say <fim_middle> here"]
 
@@ -206,27 +206,27 @@ def test_no_prefix_leaves_a_text_alone(codecs: Codecs) -> None:
     first, second = (codec.encode(text) for text in ("# licence text", "x = 1"))
     tokens = np.array([*first, options.eod, *second], np.int64)
     for characters in (False, True):
-        marked = Fim(1, 0, 1, 2, 3, 4, 0, no_prefix="# lic", characters=characters)
-        out, _ = rearrange(tokens, 1, marked, codec)
+        marked = FimOptions(1, 0, 1, 2, 3, 4, 0, no_prefix="# lic", characters=characters)
+        out, _ = rearrange_documents(tokens, 1, marked, codec)
         assert out[: len(first) + 1].tolist() == [*first, options.eod] and out[len(first) + 1] == options.prefix
 
 
 def test_a_shorter_sample_is_filled(codecs: Codecs) -> None:
     codec, options = codecs["bpe"]
     letters = np.array([codec.encode(letter)[0] for letter in "function_ return function_ return"], np.int64)
-    out, source = transform(letters, 5, options, codec)  # encoded anew it takes fewer tokens than letters
-    assert len(out) == len(letters) and out[-1] == options.pad and source[-1] == WRITTEN
-    whole, _ = rearrange(letters, 5, options, codec)
+    out, source = apply_fim(letters, 5, options, codec)  # encoded anew it takes fewer tokens than letters
+    assert len(out) == len(letters) and out[-1] == options.pad and source[-1] == REENCODED
+    whole, _ = rearrange_documents(letters, 5, options, codec)
     assert out[: len(whole)].tolist() == whole.tolist() and set(out[len(whole) :].tolist()) == {options.pad}
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> GptDataset:
+def plain(tmp_path: Path) -> GPTDataset:
     texts = [[*range(10 + 20 * d, 10 + 20 * d + d % 13), EOD] for d in range(40)]
-    return GptDataset(IndexedDataset(write(tmp_path / "a", texts, np.int32)), range(40), 32, 1)
+    return GPTDataset(IndexedDataset(write(tmp_path / "a", texts, np.int32)), range(40), 32, 1)
 
 
-def test_samples_are_pure_and_keep_their_length(plain: GptDataset) -> None:
+def test_samples_are_pure_and_keep_their_length(plain: GPTDataset) -> None:
     dataset = FimDataset(plain, fim(0.5), 7)
     together = dataset.samples(np.arange(40))
     assert together.shape == (40, 33) and together.dtype == np.int64 and dataset.seq_length == 32
@@ -241,28 +241,28 @@ def test_samples_are_pure_and_keep_their_length(plain: GptDataset) -> None:
 def test_bits_never_change() -> None:
     """Resume over versions needs the same samples: these numbers are part of the format, of both forms."""
     keys = [fold(1234, "fim", n) for n in (0, 5)]
-    got = [transform(np.arange(10, 26), key, fim(1, rate))[0].tolist() for key in keys for rate in (0, 1)]
+    got = [apply_fim(np.arange(10, 26), key, fim(1, rate))[0].tolist() for key in keys for rate in (0, 1)]
     assert got[:2] == [[PRE, SUF, *range(20, 26), MID, *range(10, 17)]] * 2  # with an empty prefix they are one
     assert got[2:] == [[PRE, *range(10, 17), SUF, 25, MID, *range(17, 22)], [PRE, SUF, 25, MID, *range(10, 22)]]
 
 
-def test_where_names_the_document_of_a_moved_token(plain: GptDataset) -> None:
+def test_where_names_the_document_of_a_moved_token(plain: GPTDataset) -> None:
     dataset = FimDataset(plain, fim(1), 7)
     moved = 0
     for i in range(10):
         for position, token in enumerate(dataset.samples(np.array([i]))[0].tolist()):
-            text = dataset.where(i, position)
+            text = dataset.locate(i, position)
             if token in (PRE, MID, SUF):
                 assert text == f"fill-in-the-middle of sample {i}, position {position}"
             elif token != EOD:
                 _, document, place = text.split(", ")
                 assert token == 10 + 20 * int(document.split()[1]) + int(place.split()[1])
-                moved += text != plain.where(i, position)
+                moved += text != plain.locate(i, position)
     assert moved > 50
 
 
-def test_feeds_batches(plain: GptDataset) -> None:
+def test_feeds_batches(plain: GPTDataset) -> None:
     dataset = FimDataset(plain, fim(1, 0.25), 7)
     assert Batches(dataset, 2, 0, 1, 900).at(0, 4)[0].tokens.shape == (2, 33)
     assert dataset.describe(3) == plain.describe(3) + "\nfill-in-the-middle: rate 1, SPM 0.25, cut between tokens"
-    assert FimDataset(Blend([plain, plain], [1, 1]), fim(1), 1).samples(np.array([0]))[0].shape == (33,)
+    assert FimDataset(BlendedDataset([plain, plain], [1, 1]), fim(1), 1).samples(np.array([0]))[0].shape == (33,)

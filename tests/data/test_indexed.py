@@ -16,7 +16,7 @@ import token_files
 from token_files import documents_of, full, mutated
 
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.indexed_dataset import IndexedDataset
 from tools.bench import data as bench_data
 from tools.preprocess.indexed_writer import IndexedWriter, token_dtype
 
@@ -79,7 +79,7 @@ def test_damaged_index_is_refused_with_file_and_field(tmp_path: Path, name: str)
 
 
 def test_damage_is_found_beyond_the_first_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data.files.indexed.CHUNK", 2)
+    monkeypatch.setattr("megalite.data.files.indexed_dataset.CHUNK", 2)
     write(tmp_path / "a")
     IndexedDataset(tmp_path / "a")
     for at, fmt, value, reason in (
@@ -98,7 +98,7 @@ def use_everything(data: IndexedDataset) -> list[list[int]]:
     begins, counts = data.spans(np.arange(len(data)))
     assert (counts >= 0).all() and (begins >= 0).all() and (begins + counts <= data.num_tokens).all()
     together = np.empty(int(counts.sum()), data.dtype)
-    data.copy(begins, counts, together)
+    data.copy_tokens(begins, counts, together)
     assert together.tolist() == [token for document in documents for token in document]
     data.verify()
     return documents
@@ -111,9 +111,9 @@ def test_thousand_mutations_never_read_wrong_tokens(tmp_path: Path, monkeypatch,
     At the latest when it is used, for an index too large to be checked completely when it is opened.
     """
     if not full:
-        monkeypatch.setattr("megalite.data.files.indexed.FULL_CHECK", 0)
-        monkeypatch.setattr("megalite.data.files.indexed.PLACES", 2)
-        monkeypatch.setattr("megalite.data.files.indexed.WINDOW", 1)
+        monkeypatch.setattr("megalite.data.files.indexed_dataset.MAX_FULL_CHECK", 0)
+        monkeypatch.setattr("megalite.data.files.indexed_dataset.NUM_SPOT_CHECKS", 2)
+        monkeypatch.setattr("megalite.data.files.indexed_dataset.SPOT_CHECK_SIZE", 1)
     rng = random.Random(0)
     documents = [[rng.randrange(200) for _ in range(rng.randrange(6))] for _ in range(12)]
     write(tmp_path / "a", documents)
@@ -136,7 +136,7 @@ def test_thousand_mutations_never_read_wrong_tokens(tmp_path: Path, monkeypatch,
 
 
 def test_damage_that_opening_does_not_see_is_found_on_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data.files.indexed.FULL_CHECK", 10_000)
+    monkeypatch.setattr("megalite.data.files.indexed_dataset.MAX_FULL_CHECK", 10_000)
     prefix = write(tmp_path / "a", [[1, 2]] * 20_000)
     index = tmp_path / "a.idx"
     good = index.read_bytes()
@@ -170,7 +170,7 @@ def test_runs_of_entries_that_agree_among_themselves(tmp_path: Path, monkeypatch
     n = 20_000
     prefix = write(tmp_path / "a", [[1, 2]] * n)
     good = (tmp_path / "a.idx").read_bytes()
-    monkeypatch.setattr("megalite.data.files.indexed.FULL_CHECK", 10_000)
+    monkeypatch.setattr("megalite.data.files.indexed_dataset.MAX_FULL_CHECK", 10_000)
 
     def shifted(start: int, first: int, last: int, by: int) -> IndexedDataset:
         raw = bytearray(good)
@@ -196,12 +196,12 @@ def test_lengths_are_read_and_a_pair_replaced_meanwhile_is_refused(tmp_path: Pat
     data = IndexedDataset(write(tmp_path / "a"))
     lengths = data.read_lengths(range(1, 4))
     assert lengths.tolist() == [0, 1, 4] and lengths.flags.aligned and data.read_lengths(range(2, 2)).size == 0
-    assert data.checked
-    monkeypatch.setattr("megalite.data.files.indexed.FULL_CHECK", 3)
+    assert data.fully_checked
+    monkeypatch.setattr("megalite.data.files.indexed_dataset.MAX_FULL_CHECK", 3)
     data = IndexedDataset(tmp_path / "a")
-    assert not data.checked
+    assert not data.fully_checked
     data.verify()
-    assert data.checked
+    assert data.fully_checked
     write(tmp_path / "a", [[1], [2], [3], [4]])
     for use in (data.verify, lambda: data.read_lengths(range(4))):
         with pytest.raises(DataError, match="a.idx: was replaced while it was in use"):
@@ -218,7 +218,7 @@ def test_spans_of_documents_that_do_not_exist(tmp_path: Path) -> None:
     begins, counts = data.spans(np.array([3, 0, 1]))
     assert (begins.tolist(), counts.tolist()) == ([4, 0, 3], [4, 3, 0])
     out = np.zeros(7, np.int64)
-    data.copy(begins, counts, out)
+    data.copy_tokens(begins, counts, out)
     assert out.tolist() == [9, 10, 11, 12, 5, 6, 7]
 
 
@@ -230,7 +230,7 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
     (tmp_path / "a.idx").write_bytes(b"".join(raw))
     data = IndexedDataset(tmp_path / "a")
     assert use_everything(data) == [[0], [1, 2], [3, 4, 5]]
-    assert data.document_ends.tolist() == [0, 2, 3]
+    assert data.document_indices.tolist() == [0, 2, 3]
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(np.uint16, 2), (np.int32, 4)])
@@ -251,7 +251,7 @@ def test_files_of_many_gigabytes(tmp_path: Path, dtype: type[np.generic], width:
         assert data.document(2).tolist() == [1, 2, 3, 4, 5]
         assert data.tokens[2**32 - 2 : 2**32 + 4].tolist() == [1, 2, 3, 4, 5, 0]
         out = np.empty(7, np.int32)
-        data.copy(np.array([2**32 - 3, 2**32 + 2**30]), np.array([4, 3]), out)
+        data.copy_tokens(np.array([2**32 - 3, 2**32 + 2**30]), np.array([4, 3]), out)
         assert out.tolist() == [0, 1, 2, 3, 0, 0, 0]
 
 
@@ -260,7 +260,7 @@ def test_file_cut_while_it_is_open(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [[7] * 3000] * 3)
     read = IndexedDataset(prefix, mmap_bin_files=False)
     assert read.document(2).tolist() == [7] * 3000 and read.tokens.dtype == np.uint16
-    code = f"from megalite.data.files.indexed import IndexedDataset as I; d = I({str(prefix)!r}); import os\n"
+    code = f"from megalite.data.files.indexed_dataset import IndexedDataset as I; d = I({str(prefix)!r}); import os\n"
     code += f"os.truncate({str(prefix) + '.bin'!r}, 6000); d.document(2).sum()"
     command = [sys.executable, "-X", "faulthandler", "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
@@ -279,7 +279,7 @@ def test_opening_takes_no_memory_for_the_index(tmp_path: Path) -> None:
         writer.add_many(np.zeros(n, np.uint16), np.ones(n, np.int64))
         writer.finish()
     code = f"""
-from megalite.data.files import indexed
+from megalite.data.files import indexed_dataset as indexed
 def peak():  # getrusage would count what the parent had when this process was made
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
@@ -338,7 +338,7 @@ def test_writer_refuses_ids_that_would_wrap(tmp_path: Path, value: int, dtype: t
 
 def test_what_fails_leaves_nothing_or_the_earlier_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = write(tmp_path / "a")
-    monkeypatch.setattr("megalite.data.files.indexed.os.fsync", full)
+    monkeypatch.setattr("megalite.data.files.indexed_dataset.os.fsync", full)
     for name in ("a", "b"):
         with pytest.raises(OSError, match="No space"), IndexedWriter(tmp_path / name, np.uint16) as writer:
             writer.add([1, 2, 3])

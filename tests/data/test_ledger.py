@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from token_files import numbered
 
 from megalite.config.options import DataConfig
+from megalite.data.datasets.blended_dataset import build_blend
+from megalite.data.datasets.ledger import DataLedger
 from megalite.data.errors import DataError
-from megalite.data.samples.blend import build_blend
-from megalite.data.samples.ledger import Ledger
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     return made[0], made[1], made[2]
 
 
-def ledger(paths: list[str], seq_length: int, seed: int = 1) -> Ledger:
-    return Ledger(build_blend(paths, seq_length, seed, "train"), seed)
+def ledger(paths: list[str], seq_length: int, seed: int = 1) -> DataLedger:
+    return DataLedger(build_blend(paths, seq_length, seed, "train"), seed)
 
 
-def reopened(saved: dict[str, object], paths: list[str], seq_length: int) -> tuple[Ledger, list[str]]:
+def reopened(saved: dict[str, object], paths: list[str], seq_length: int) -> tuple[DataLedger, list[str]]:
     made = ledger(paths, seq_length)
-    notes = made.go_on(json.loads(json.dumps(saved)))
+    notes = made.resume(json.loads(json.dumps(saved)))
     return made, notes
 
 
@@ -90,17 +90,17 @@ def test_every_token_once_per_epoch_whatever_the_blend_becomes(
         seen.update(rows.reshape(-1).tolist())
         consumed += samples
         saved = made.to_json(consumed)
-    taken = made.eras[-1].taken(consumed - made.eras[-1].begin)
+    taken = made.eras[-1].samples_used(consumed - made.eras[-1].begin)
     ends = [
-        source._line.after(source._taken + n, seq_length) for source, n in zip(made.blend.datasets, taken, strict=True)
+        source._line.advanced_by(source._taken + n, seq_length) for source, n in zip(made.blend.datasets, taken, strict=True)
     ]
     for total, first, tokens, line in zip(saved["sources"], (0, 1000), (600, 960), ends, strict=True):
         counts = [seen[first + i] for i in range(tokens)]
         assert sum(counts) == total["tokens"] and total["epochs"] == total["tokens"] / tokens
         full = int(total["epochs"])
         # of an epoch that no era has read through, each era may have read one sample that ends in the next epoch
-        assert sum(count not in (full, full + 1) for count in counts) <= line.skip
-        assert line.skip <= sum(length - 1 for _, length, _, _ in eras)
+        assert sum(count not in (full, full + 1) for count in counts) <= line.overlap
+        assert line.overlap <= sum(length - 1 for _, length, _, _ in eras)
 
 
 NAMES = ("a", "b", "c", "link to a", "copy of b", "folder/../c")  # three sources
@@ -180,9 +180,9 @@ def test_packed_documents_come_once_per_epoch_and_are_counted_once(
     how = DataConfig(document_packing="best-fit")
     saved, consumed, epoch, within, length_before = None, 0, 0, 0, None
     for samples, length in lives:
-        made = Ledger(build_blend([files[0]], length, 1, "train", how=how, tokenizer=tokenizer), 1)
+        made = DataLedger(build_blend([files[0]], length, 1, "train", how=how, tokenizer=tokenizer), 1)
         if saved is not None:
-            made.go_on(json.loads(json.dumps(saved)))
+            made.resume(json.loads(json.dumps(saved)))
         (source,) = made.blend.datasets
         bins = source.plan.num_bins  # type: ignore[attr-defined]
         if length_before not in (None, length):
@@ -191,7 +191,7 @@ def test_packed_documents_come_once_per_epoch_and_are_counted_once(
         for i in range(consumed, consumed + samples):
             if within == 0:
                 seen: Counter[int] = Counter()
-            (row,), (pieces,) = made.blend.samples(np.array([i])), made.blend.layout(np.array([i])) or ()
+            (row,), (pieces,) = made.blend.samples(np.array([i])), made.blend.piece_lengths(np.array([i])) or ()
             ends = np.cumsum(pieces)
             for begin, end in zip(ends - pieces, ends, strict=True):
                 seen.update(row[begin + 1 : end].tolist())  # labels: the token that two pieces share is one in one
@@ -250,13 +250,13 @@ def test_ledgers_of_version_1_go_on(files: tuple[str, str, str], monkeypatch: py
 
     same, notes = reopened(of_version_1(["0.3", a, "0.7", b], 57), ["0.3", a, "0.7", b], 4)
     assert notes == [] and len(same.eras) == 1
-    monkeypatch.setattr("megalite.data.samples.blend.PERIOD", 20)
+    monkeypatch.setattr("megalite.data.datasets.blended_dataset.MAX_PERIOD", 20)
     paths = ["123457", a, "1000003", b]
     same, notes = reopened(of_version_1(paths, 20), paths, 4)
     assert notes == [] and len(same.eras) == 1
     later, notes = reopened(of_version_1(paths, 57), paths, 4)
     assert [note.partition(":")[0] for note in notes] == ["this version mixes the blend in another order"]
-    first, rest = later.blend.order.counts(20), later.blend.order.counts(17)
+    first, rest = later.blend.order.samples_per_source(20), later.blend.order.samples_per_source(17)
     assert [share.gave for share in later.eras[0].sources] == [2 * x + y for x, y in zip(first, rest, strict=True)]
     again, notes = reopened(later.to_json(70), paths, 4)
     assert notes == [] and np.array_equal(
@@ -290,9 +290,9 @@ def test_another_seed_and_a_damaged_ledger_are_refused(files: tuple[str, str, st
     a, _, _ = files
     saved = ledger([a], 8, seed=2).to_json(30)
     with pytest.raises(DataError, match="seed=1, but the data so far came in the order of seed 2"):
-        ledger([a], 8).go_on(saved)
+        ledger([a], 8).resume(saved)
     good = ledger([a], 8).to_json(30)
     odd = [{"eras": eras} for eras in ([], "x", [{**good["eras"][0], "begin": 31}])]
     for damage in ({"version": 9}, {"consumed": -1}, {"sources": []}, {"sources": [{}]}, *odd):
         with pytest.raises(DataError, match="ledger is damaged"):
-            ledger([a], 8).go_on({**good, **damage})
+            ledger([a], 8).resume({**good, **damage})

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import numbered
 
+from megalite.data.datasets.batches import DocumentBoundaries
+from megalite.data.datasets.epoch_order import build_epoch
+from megalite.data.datasets.packed_dataset import PackedDataset, PackingPlan, expected_cut_documents, plan_packing
 from megalite.data.errors import DataError
-from megalite.data.samples.batches import Borders
-from megalite.data.samples.epochs import build_epoch
-from megalite.data.samples.packing import PackedDataset, Packing, cut_end_to_end, pack
 
 PAD = 10**6
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=60)
@@ -42,15 +42,15 @@ def textbook(sizes: list[int], capacity: int) -> list[int]:
     return rooms
 
 
-def bins_of(plan: Packing) -> list[list[tuple[int, int, int]]]:
-    found = list(zip(*(part.tolist() for part in plan.pieces.find(plan.order)), strict=True))
+def bins_of(plan: PackingPlan) -> list[list[tuple[int, int, int]]]:
+    found = list(zip(*(part.tolist() for part in plan.pieces.lookup(plan.order)), strict=True))
     return [found[a:b] for a, b in zip(plan.starts[:-1].tolist(), plan.starts[1:].tolist(), strict=True)]
 
 
 @settings(max_examples=150)
 @given(lengths=LENGTHS, capacity=st.integers(2, 30))
 def test_plan_is_best_fit_decreasing_and_loses_nothing(lengths: list[int], capacity: int) -> None:
-    plan = pack(np.array(lengths, np.int32), capacity)
+    plan = plan_packing(np.array(lengths, np.int32), capacity)
     bins, pieces = bins_of(plan), cut(lengths, capacity)
     assert sorted(piece for part in bins for piece in part) == pieces
     assert len(plan.pieces) == len(pieces)
@@ -62,9 +62,9 @@ def test_plan_is_best_fit_decreasing_and_loses_nothing(lengths: list[int], capac
 
 @pytest.mark.parametrize("capacity", [33, 2049, 70_000])  # the last one is beyond sorting in 16 bits
 def test_more_documents_than_one_chunk_holds(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data.samples.packing.CHUNK", 1000)
+    monkeypatch.setattr("megalite.data.datasets.packed_dataset.CHUNK", 1000)
     lengths = np.random.default_rng(0).lognormal(5.0, 1.5, 5300).astype(np.int32)
-    plan = pack(lengths, capacity)
+    plan = plan_packing(lengths, capacity)
     bins = bins_of(plan)
     pieces = cut(lengths.tolist(), capacity)
     assert sorted(piece for part in bins for piece in part) == pieces
@@ -88,10 +88,10 @@ def test_every_label_counts_once_per_epoch(
     heads = {starts[d] for d in documents if lengths[d]}  # the first token of a document is nobody's label
     for epoch in range(2):
         index = np.arange(epoch * bins, (epoch + 1) * bins)
-        samples, layout = dataset.samples(index), dataset.layout(index)
+        samples, layout = dataset.samples(index), dataset.piece_lengths(index)
         assert samples.shape == (bins, seq_length + 1) and len(layout) == bins
         assert set(samples.reshape(-1).tolist()) - {PAD} == own
-        mask = Borders().find(samples, layout)[0]
+        mask = DocumentBoundaries().mask_and_starts(samples, layout)[0]
         assert mask is not None and mask.shape == (bins, seq_length) and mask.dtype == np.float32
         labels = Counter(samples[:, 1:][mask == 1].tolist())
         assert set(labels) == own - heads and set(labels.values()) <= {1}
@@ -106,9 +106,9 @@ def test_epochs_differ_and_layouts_are_pure(tmp_path: Path) -> None:
     dataset = PackedDataset(data, range(400), 64, 5, PAD)
     bins = dataset.plan.num_bins
     index = np.arange(2 * bins)
-    samples, layout = dataset.samples(index), dataset.layout(index)
+    samples, layout = dataset.samples(index), dataset.piece_lengths(index)
     for i in (2 * bins - 1, 0, bins):
-        assert np.array_equal(PackedDataset(data, range(400), 64, 5, PAD).layout(np.array([i]))[0], layout[i])
+        assert np.array_equal(PackedDataset(data, range(400), 64, 5, PAD).piece_lengths(np.array([i]))[0], layout[i])
     orders = {frozenset(row.tolist()): row.tolist() for row in samples[:bins]}
     for row in samples[bins:]:
         assert frozenset(row.tolist()) in orders  # the same bins again
@@ -117,7 +117,7 @@ def test_epochs_differ_and_layouts_are_pure(tmp_path: Path) -> None:
     longest_first = sum(int(lengths[0]) == int(lengths.max()) for lengths in layout)
     by_chance = sum(float(np.mean(lengths == lengths.max())) for lengths in layout)
     assert abs(longest_first - by_chance) < 0.1 * len(layout)  # length does not tell the place
-    assert dataset.layout(index[:0]) == [] and dataset.samples(index[:0]).shape == (0, 65)
+    assert dataset.piece_lengths(index[:0]) == [] and dataset.samples(index[:0]).shape == (0, 65)
 
 
 def test_bits_never_change(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_cuts_of_plain_concatenation_are_as_predicted() -> None:
         first, size = epoch.starts[:-1], lengths[epoch.order]
         inside = first % seq_length + size - 1 <= seq_length  # all in the sample where the first token is an input
         found.append(int((~inside & (size > 1)).sum()))
-    assert np.mean(found) == pytest.approx(cut_end_to_end(lengths, seq_length), rel=0.02)
+    assert np.mean(found) == pytest.approx(expected_cut_documents(lengths, seq_length), rel=0.02)
 
 
 def test_too_little_data_is_refused(tmp_path: Path) -> None:
@@ -152,4 +152,4 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="no document of two tokens or more among"):
             PackedDataset(data, documents, 4, 1, PAD)
     with pytest.raises(DataError, match="capacity=1 tokens hold no label"):
-        pack(np.array([3], np.int32), 1)
+        plan_packing(np.array([3], np.int32), 1)

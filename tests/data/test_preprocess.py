@@ -11,15 +11,15 @@ from data.conftest import Typed
 from token_files import documents_of, full_disk
 
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.sidecar import check_tokenizer, read_info
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.data.files.indexed_dataset import IndexedDataset
+from megalite.data.files.sidecar import check_tokenizer, read_sidecar
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from tools import preprocess_data, python_corpus, train_tokenizer
 from tools.preprocess import text_input
+from tools.preprocess.bad_records import judge
 from tools.preprocess.journal import Tally
-from tools.preprocess.records import SAMPLE_BYTES, parse_line
-from tools.preprocess.rejects import judge
-from tools.preprocess.token_run import preprocess
+from tools.preprocess.parse_records import SAMPLE_BYTES, parse_line
+from tools.preprocess.tokenize_run import preprocess
 from tools.preprocess.workers import Job
 
 BYTES = Job({"tokenizer_type": "ByteTokenizer"})
@@ -43,7 +43,7 @@ def test_documents_and_sidecar(tmp_path: Path, typed: Typed) -> None:
     counts = dict(version=1, documents=3, tokens=11, records=4, empty=1, bad={}, append_eod=True)
     counts |= dict(bytes=8, source_bytes=74)
     made_by = {"name": "ByteTokenizer", "fingerprint": tokenizer.fingerprint, "vocab_size": 257, "eod": 256}
-    found = read_info(tmp_path / "out/my_text_document")
+    found = read_sidecar(tmp_path / "out/my_text_document")
     assert found == counts | {"sources": ["b.jsonl", "a.txt"], "tokenizer": made_by}
     assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
 
@@ -201,7 +201,7 @@ def test_every_kind_of_bad_line_is_left_out_counted_and_shown(tmp_path: Path, wo
     source = [str(tmp_path / "in.jsonl")]
     [prefix] = preprocess(source, str(tmp_path / "o"), workers=workers, max_bad_fraction=0.5, job=BYTES)
     assert len(IndexedDataset(prefix)) == len(REASONS)
-    info = read_info(prefix)
+    info = read_sidecar(prefix)
     assert info and (info["records"], info["empty"]) == (3 * len(REASONS), len(REASONS))
     reasons = list(REASONS.values())
     assert info["bad"] == {reason: reasons.count(reason) for reason in reasons}
@@ -223,7 +223,7 @@ def test_samples_are_bounded_and_counts_are_not(tmp_path: Path, monkeypatch: pyt
     rows = [json.loads(line)["reason"] for line in raw.splitlines()]
     assert {reason: rows.count(reason) for reason in rows} == {"not-json": 100, "not-a-string": 100}
     assert len(raw) < 200 * (SAMPLE_BYTES + 300)
-    info = read_info(tmp_path / "o_text_document")
+    info = read_sidecar(tmp_path / "o_text_document")
     assert info and info["bad"] == {"not-json": 150, "not-a-string": 150}
 
 

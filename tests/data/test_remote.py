@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 from token_files import documents_of as documents
 
 from megalite.config.options import DataConfig
+from megalite.data.datasets.blended_dataset import build_blend
+from megalite.data.datasets.gpt_dataset import GPTDataset
 from megalite.data.errors import DataError
-from megalite.data.files import remote
-from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.sidecar import read_info
-from megalite.data.samples.blend import build_blend
-from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.data.files import remote_files as remote
+from megalite.data.files.indexed_dataset import IndexedDataset
+from megalite.data.files.sidecar import read_sidecar
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from tools.preprocess.indexed_writer import IndexedWriter
-from tools.preprocess.token_run import make_info
+from tools.preprocess.tokenize_run import make_info
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [list(range(k * 100, k * 100 + k * 7 % 23)) for k in range(60)]
@@ -110,7 +110,7 @@ def test_is_the_same_as_from_disk(tmp_path: Path, kind: str, dtype: type[np.gene
     assert far.num_tokens == near.num_tokens and far.tokens[5:40].tolist() == near.tokens[5:40].tolist()
     assert far.tokens[-3:].tolist() == near.tokens[-3:].tolist() and far.tokens[7:7].tolist() == []
     far.verify()
-    got, want = (GptDataset(data, range(len(data)), 30, 1).samples(np.arange(60)) for data in (far, near))
+    got, want = (GPTDataset(data, range(len(data)), 30, 1).samples(np.arange(60)) for data in (far, near))
     assert np.array_equal(got, want)
     read = IndexedDataset(url, cache_path=tmp_path / "cache", mmap_bin_files=False)
     assert documents(read) == DOCUMENTS and read.tokens[5:40].tolist() == near.tokens[5:40].tolist()
@@ -126,7 +126,7 @@ def test_any_places_are_copied(tmp_path_factory: pytest.TempPathFactory, data: s
     places = [(a, min(n, len(flat) - a)) for a, n in data.draw(st.lists(place, max_size=12))]
     begins, counts = (np.array([p[k] for p in places], np.int64) for k in (0, 1))
     out = np.empty(int(counts.sum()), np.int64)
-    pair.copy(begins, counts, out)
+    pair.copy_tokens(begins, counts, out)
     assert out.tolist() == [token for a, n in places for token in flat[a : a + n].tolist()]
 
 
@@ -148,7 +148,7 @@ def test_blocks_of_one_batch_are_fetched_together(tmp_path: Path) -> None:
     data = IndexedDataset(write(tmp_path / "b"), cache_path=tmp_path / "c")
     Flaky.together = threading.Barrier(4)  # each read waits until four are under way
     out = np.empty(4, np.int64)
-    data.copy(np.array([0, 40, 80, 120]), np.ones(4, np.int64), out)
+    data.copy_tokens(np.array([0, 40, 80, 120]), np.ones(4, np.int64), out)
     assert out.tolist() == [data.tokens[k : k + 1][0] for k in (0, 40, 80, 120)]
 
 
@@ -272,7 +272,7 @@ def weighed(data: IndexedDataset, seed: int) -> int:
     """A number of all tokens, read in an order of the seed."""
     begins, counts = data.spans(np.random.default_rng(seed).permutation(len(data)))
     out = np.empty(int(counts.sum()), np.int64)
-    data.copy(begins, counts, out)
+    data.copy_tokens(begins, counts, out)
     return int((out * np.arange(out.size)).sum())
 
 
@@ -280,8 +280,8 @@ READER = """
 import sys, time
 sys.path[:0] = ["tests"]
 from data import test_remote
-from megalite.data.files import remote
-from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files import remote_files as remote
+from megalite.data.files.indexed_dataset import IndexedDataset
 
 remote.BLOCK = 64
 url, cache, journal = sys.argv[1:]
@@ -318,20 +318,20 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
     train = build_blend([url], 30, 1, "train", how=DataConfig(data_cache_path=str(cache)), tokenizer=tokenizer)
     near = build_blend([str(tmp_path / "a")], 30, 1, "train")
     assert np.array_equal(train.samples(np.arange(200)), near.samples(np.arange(200)))
-    assert stored(cache) and read_info(url) == read_info(tmp_path / "a")
+    assert stored(cache) and read_sidecar(url) == read_sidecar(tmp_path / "a")
     with pytest.raises(DataError, match=r"vocabulary 6001\), but this run has NullTokenizer\(51\)"):
         small = build_tokenizer("NullTokenizer", vocab_size=51)
         build_blend([url], 30, 1, "train", how=DataConfig(data_cache_path=str(cache)), tokenizer=small)
     (tmp_path / "a.json").unlink()
-    assert read_info(url) is None
+    assert read_sidecar(url) is None
     (tmp_path / "a.json").write_bytes(b"")
     with pytest.raises(DataError, match="a.json: damaged"):
-        read_info(url)
+        read_sidecar(url)
 
 
 def test_fsspec_is_imported_for_urls_only(tmp_path: Path) -> None:
     write(tmp_path / "a")
-    code = f"import sys; from megalite.data.files.indexed import IndexedDataset as I; I({str(tmp_path / 'a')!r}).document(0)\n"
-    code += "print([m for m in sys.modules if m.startswith('fsspec') or m == 'megalite.data.files.remote'])"
+    code = f"import sys; from megalite.data.files.indexed_dataset import IndexedDataset as I; I({str(tmp_path / 'a')!r}).document(0)\n"
+    code += "print([m for m in sys.modules if m.startswith('fsspec') or m == 'megalite.data.files.remote_files'])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert result.stdout == "[]\n", result.stderr

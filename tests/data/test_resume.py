@@ -19,9 +19,10 @@ import pytest
 from data.test_text_input import write_gz, write_lines, write_parquet, write_zst
 
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset
-from tools.preprocess import journal, text_input, token_run
-from tools.preprocess.token_run import preprocess
+from megalite.data.files.indexed_dataset import IndexedDataset
+from tools.preprocess import journal, text_input
+from tools.preprocess import tokenize_run as token_run
+from tools.preprocess.tokenize_run import preprocess
 from tools.preprocess.workers import Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,8 +147,8 @@ def test_killed_before_every_single_step_that_lasts(tmp_path: Path, monkeypatch:
 def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: Path, workers: int) -> None:
     """The tool itself, input `-` among its files, killed with its workers under way."""
     code = (
-        "import sys; from tools.preprocess import text_input, token_run; text_input.BLOCK_BYTES = 3000;"
-        "token_run.JOURNAL_BYTES = 30_000; from tools.preprocess_data import main; sys.exit(main(sys.argv[1:]))"
+        "import sys; from tools.preprocess import text_input, tokenize_run; text_input.BLOCK_BYTES = 3000;"
+        "tokenize_run.JOURNAL_BYTES = 30_000; from tools.preprocess_data import main; sys.exit(main(sys.argv[1:]))"
     )
     prefix = tmp_path / "o"
     command = [sys.executable, "-c", code, "--input", *inputs(corpus), "--output-prefix", str(prefix), "--append-eod"]

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from token_files import numbered
 
+from megalite.data.datasets.base_dataset import Dataset
+from megalite.data.datasets.blended_dataset import split_fractions
+from megalite.data.datasets.epoch_order import build_epoch
+from megalite.data.datasets.gpt_dataset import GPTDataset, TokenStream
+from megalite.data.datasets.packed_dataset import PackedDataset
+from megalite.data.datasets.permutation import fold, permute
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset
-from megalite.data.samples.blend import split_parts
-from megalite.data.samples.epochs import build_epoch
-from megalite.data.samples.gpt_dataset import GptDataset, Line
-from megalite.data.samples.packing import PackedDataset
-from megalite.data.samples.permutation import fold, permute
-from megalite.data.samples.source import Dataset
+from megalite.data.files.indexed_dataset import IndexedDataset
 
 PAD = 10**6
 
@@ -50,7 +50,7 @@ def test_every_token_is_used_once_per_epoch(
     documents = range(min(first, len(lengths) - 1), len(lengths))
     tokens = sum(lengths[documents.start :])
     assume(tokens >= seq_length + 1)
-    dataset = GptDataset(data, documents, seq_length, seed)
+    dataset = GPTDataset(data, documents, seq_length, seed)
     borders = [first_sample(e, tokens, seq_length) for e in range(4)]
     samples = dataset.samples(np.arange(borders[3]))
 
@@ -65,7 +65,7 @@ def test_every_token_is_used_once_per_epoch(
 def test_samples_are_the_windows_of_the_documented_stream(tmp_path: Path) -> None:
     lengths, seq_length = [3, 0, 11, 1, 7, 0, 5], 4
     data = numbered(tmp_path / "a", lengths)
-    dataset = GptDataset(data, range(len(lengths)), seq_length, 9)
+    dataset = GPTDataset(data, range(len(lengths)), seq_length, 9)
     counts = [first_sample(e, sum(lengths), seq_length) for e in range(4)]
     keys, keep = [fold(fold(9, "train"), "documents", e) for e in range(4)], np.array(lengths, np.int32)
     stream = np.concatenate([epoch_stream(data, range(7), keep, key) for key in keys])
@@ -76,7 +76,7 @@ def test_samples_are_the_windows_of_the_documented_stream(tmp_path: Path) -> Non
 
 
 KINDS: dict[str, Callable[[IndexedDataset, int], Dataset]] = {
-    "end to end": lambda data, seed: GptDataset(data, range(1, len(data)), 9, seed),
+    "end to end": lambda data, seed: GPTDataset(data, range(1, len(data)), 9, seed),
     "packed": lambda data, seed: PackedDataset(data, range(1, len(data)), 9, seed, PAD),
 }
 
@@ -91,7 +91,7 @@ def test_samples_are_pure_and_where_names_the_document_of_every_token(tmp_path: 
         fresh = KINDS[kind](data, 3)
         assert np.array_equal(fresh.samples(np.array([i]))[0], together[i])
         for position, token in enumerate(together[i].tolist()):
-            said = fresh.where(i, position)
+            said = fresh.locate(i, position)
             if token == PAD:
                 assert said == f"{data.prefix}.bin, padding of sample {i}, position {position}"
                 continue
@@ -103,8 +103,8 @@ def test_samples_are_pure_and_where_names_the_document_of_every_token(tmp_path: 
 def test_too_little_data_is_refused(tmp_path: Path) -> None:
     for lengths in ([], [0, 0], [3], [2, 2]):
         with pytest.raises(DataError, match="tokens in .* documents, fewer than one sample of seq_length 4"):
-            GptDataset(numbered(tmp_path / "a", lengths), range(len(lengths)), 4, 1)
-    one = GptDataset(numbered(tmp_path / "a", [5]), range(1), 4, 1)
+            GPTDataset(numbered(tmp_path / "a", lengths), range(len(lengths)), 4, 1)
+    one = GPTDataset(numbered(tmp_path / "a", [5]), range(1), 4, 1)
     assert one.samples(np.array([0])).tolist() == [[0, 1, 2, 3, 4]]
 
 
@@ -112,11 +112,11 @@ def test_billions_of_samples_need_no_table() -> None:
     """Sizes beyond 32 bits, on arithmetic alone."""
     tokens, seq_length = 15 * 10**12 + 7, 8192
     index = np.array([0, 2**31, 2**32 + 5, 10**10])
-    line = Line(tokens, 1)
-    starts = line.place(index, seq_length)
+    line = TokenStream(tokens, 1)
+    starts = line.sample_starts(index, seq_length)
     assert (starts // tokens).tolist() == [i * seq_length // tokens for i in index.tolist()]
     assert (starts % seq_length == 0).all()
-    epochs, offsets, counts, _ = line.cover(starts, 5)
+    epochs, offsets, counts, _ = line.token_ranges(starts, 5)
     assert np.array_equal(epochs, starts // tokens) and np.array_equal(offsets, starts % tokens)
     assert counts.tolist() == [5] * len(index)
 
@@ -130,7 +130,7 @@ def test_billions_of_samples_need_no_table() -> None:
     ],
 )
 def test_split(split: str, documents: int, sizes: tuple[int, ...]) -> None:
-    parts = split_parts(split)
+    parts = split_fractions(split)
     ranges = [range(round(part[0] * documents), round(part[1] * documents)) for part in parts if part is not None]
     assert tuple(map(len, ranges)) == tuple(size for size in sizes if size)
     assert [part is not None for part in parts] == [size > 0 for size in sizes]
@@ -140,14 +140,14 @@ def test_split(split: str, documents: int, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("split", ["", "a,b,c", "1,2,3,4", "-1,2,3", "0,0,0", "nan", "1,inf"])
 def test_bad_splits_are_refused(split: str) -> None:
     with pytest.raises(DataError, match="split="):
-        split_parts(split)
+        split_fractions(split)
 
 
 # ---- the line of tokens alone, whatever the sequence length becomes on the way
-def inputs(line: Line, index: NDArray[np.int64], seq_length: int) -> list[tuple[int, int]]:
+def inputs(line: TokenStream, index: NDArray[np.int64], seq_length: int) -> list[tuple[int, int]]:
     """(epoch, token) of every input of the samples."""
     found = []
-    epochs, offsets, counts, places = line.cover(line.place(index, seq_length), seq_length)
+    epochs, offsets, counts, places = line.token_ranges(line.sample_starts(index, seq_length), seq_length)
     for k in np.argsort(places).tolist():
         found += [(int(epochs[k]), int(offsets[k]) + i) for i in range(int(counts[k]))]
     return found
@@ -160,19 +160,19 @@ def inputs(line: Line, index: NDArray[np.int64], seq_length: int) -> list[tuple[
     last=st.integers(1, 13),
 )
 def test_every_token_of_a_line_once_per_epoch(tokens: int, eras: list[tuple[int, int]], last: int) -> None:
-    line, seen = Line(tokens, 5), []
+    line, seen = TokenStream(tokens, 5), []
     for seq_length, samples in eras:
         seen += inputs(line, np.arange(samples), seq_length)
-        line = line.after(samples, seq_length)
+        line = line.advanced_by(samples, seq_length)
     index = np.arange(3 * tokens // last + 3)
     seen += inputs(line, index, last)
-    starts = line.place(index, last)
-    columns = line.cover(starts, last + 1)
+    starts = line.sample_starts(index, last)
+    columns = line.token_ranges(starts, last + 1)
     epochs, offsets, counts, places = (column[np.argsort(columns[3])] for column in columns)
     assert np.array_equal(np.cumsum(counts)[:-1], places[1:]) and counts.sum() == len(starts) * (last + 1)
     pieces = [zip([e] * n, range(at, at + n), strict=True) for e, at, n in zip(epochs, offsets, counts, strict=True)]
     each = (starts[:, None] + np.arange(last + 1)).reshape(-1)  # token by token
-    assert [*itertools.chain(*pieces)] == [*zip(*(a.tolist() for a in line.cover(each, 1)[:2]), strict=True)]
+    assert [*itertools.chain(*pieces)] == [*zip(*(a.tolist() for a in line.token_ranges(each, 1)[:2]), strict=True)]
     assert len(set(seen)) == len(seen)
     # whatever segment a sample of the last era begins in, all segments before it are used up
     done = {token for token in seen if token[0] < max(seen)[0] - 1}
@@ -189,7 +189,7 @@ def test_documents_begun_are_counted_exactly(
     lengths: list[int], eras: list[tuple[int, int]], last: tuple[int, int]
 ) -> None:
     sizes = np.array(lengths, np.int32)
-    line = Line(int(sizes.sum()), 3)
+    line = TokenStream(int(sizes.sum()), 3)
 
     def starts_of(epoch: int) -> NDArray[np.int64]:
         return build_epoch(sizes, epoch).starts
@@ -199,17 +199,19 @@ def test_documents_begun_are_counted_exactly(
         # an empty document begins with the token after it, so a token can begin several
         want = sum((epoch, int(s)) in used for epoch in {e for e, _ in used} for s in starts_of(epoch)[:-1])
         middle = samples // 2
-        got = [line.documents_begun(range(*part), seq_length, starts_of) for part in ((0, middle), (middle, samples))]
+        got = [
+            line.count_document_starts(range(*part), seq_length, starts_of) for part in ((0, middle), (middle, samples))
+        ]
         assert sum(got) == want
-        line = line.after(samples, seq_length)
+        line = line.advanced_by(samples, seq_length)
 
 
 def test_samples_of_an_epoch_are_shuffled_among_themselves() -> None:
-    starts = Line(97, 11).place(np.arange(26), 8)  # 13 samples begin in epoch 0, 12 in epoch 1
+    starts = TokenStream(97, 11).sample_starts(np.arange(26), 8)  # 13 samples begin in epoch 0, 12 in epoch 1
     assert starts.tolist() != sorted(starts.tolist())
     assert sorted(starts[:13].tolist()) == list(range(0, 104, 8))
     assert sorted(starts[13:25].tolist()) == list(range(104, 200, 8))
-    left = Line(10_000, 1).after(300, 8).place(np.arange(300), 16)
+    left = TokenStream(10_000, 1).advanced_by(300, 8).sample_starts(np.arange(300), 16)
     assert not np.array_equal(left, np.sort(left)) and len(set(left.tolist())) == 300
 
 

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
-from tools.preprocess import records, text_input
-from tools.preprocess.records import BadLine, parse_block, parse_line
-from tools.preprocess.rejects import GoodTexts
+from tools.preprocess import parse_records as records
+from tools.preprocess import text_input
+from tools.preprocess.bad_records import GoodTexts
+from tools.preprocess.parse_records import BadLine, parse_block, parse_line
 from tools.preprocess.text_input import Position, expand, pack_rows, read_blocks, text_bytes
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from token_files import byte_level_bpe
 
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.tiktoken_files import ENCODINGS, PATTERNS
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
+from megalite.data.tokenizers.huggingface_tokenizer import EDGE_CASE_TEXTS
+from megalite.data.tokenizers.tiktoken_tokenizer import ENCODINGS, PATTERNS
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.data.tokenizers.tokenizer_json import NASTY
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess import fast_tokenizer
+from tools.preprocess.bad_records import GoodTexts
 from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate
-from tools.preprocess.rejects import GoodTexts
-from tools.preprocess.token_run import preprocess
+from tools.preprocess.tokenize_run import preprocess
 from tools.preprocess.workers import Job
 from tools.train_tokenizer import cut, train, train_hugging_face
 
@@ -92,7 +92,7 @@ def test_flat_ids_are_those_of_the_lists(directory: Path, kind: str) -> None:
     @settings(max_examples=25, suppress_health_check=[HealthCheck.differing_executors])
     @given(st.lists(st.one_of(st.text(max_size=40), st.sampled_from(TEXTS)), max_size=6))
     def check(texts: list[str]) -> None:
-        ids, lengths = tokenizer.encode_flat(texts)
+        ids, lengths = tokenizer.encode_concatenated(texts)
         lists = tokenizer.encode_batch(texts)
         assert lengths.tolist() == [len(one) for one in lists]
         assert ids.tolist() == [i for one in lists for i in one] and ids.dtype.kind in "iu"
@@ -110,7 +110,7 @@ def test_patterns_split_as_their_sources_do(monkeypatch: pytest.MonkeyPatch) -> 
         assert theirs["special_tokens"] == special
         # $ is the very end in tiktoken's engine; Python's also stops before a last line end
         mine, other = (regex.compile(p.replace("$", r"\Z")) for p in (PATTERNS[pattern], theirs["pat_str"]))
-        for text in NASTY:
+        for text in EDGE_CASE_TEXTS:
             assert mine.findall(text) == other.findall(text), (name, text[:60])
     # Megatron-LM's: digits one by one; v2 also parts words where a capital begins, and takes slashes after signs
     text = "camelCase 12\r\n\n x it's a//\n/b"
@@ -167,9 +167,14 @@ def test_gpt2_files_give_the_ids_of_transformers(directory: Path) -> None:
 
     mine = make(directory, "GPT2BPETokenizer")
     theirs = GPT2Tokenizer(str(directory / "vocab.json"), str(directory / "merges.txt"))
-    texts = [*TEXTS, *NASTY, "a<|endoftext|>b", "e\u0301\u200d\U0001f469\u200d\U0001f4bb \u00a0\u3000x\ufeff\u0085 ﬁ ﷽"]
+    texts = [
+        *TEXTS,
+        *EDGE_CASE_TEXTS,
+        "a<|endoftext|>b",
+        "e\u0301\u200d\U0001f469\u200d\U0001f4bb \u00a0\u3000x\ufeff\u0085 ﬁ ﷽",
+    ]
     assert [mine.encode(text) for text in texts] == [theirs(text).input_ids for text in texts]
-    assert (mine.eod, mine.vocab_size, mine.unknown) == (theirs.eos_token_id, len(theirs), theirs.unk_token_id)
+    assert (mine.eod, mine.vocab_size, mine.unk_id) == (theirs.eos_token_id, len(theirs), theirs.unk_token_id)
 
 
 def test_bytes_are_utf8_and_null_tokenizer_is_megatrons() -> None:
@@ -180,7 +185,7 @@ def test_bytes_are_utf8_and_null_tokenizer_is_megatrons() -> None:
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
     assert tokenizer.encode("17 4\n 99") == [17, 4, 99] and tokenizer.decode([17, 4, 99]) == "17 4 99"
-    ids, lengths = tokenizer.encode_flat(["1 2", "", "3"])
+    ids, lengths = tokenizer.encode_concatenated(["1 2", "", "3"])
     assert (ids.tolist(), lengths.tolist()) == ([1, 2, 3], [2, 0, 1])
     said = {"one 2": "reads ids, as in '17 4 25', not 'one 2'", "1 100": "has ids 0 to 99, not 1 to 100"}
     for text, reason in said.items():
@@ -275,8 +280,8 @@ def test_a_pipe_and_a_missing_package_are_named(directory: Path, tmp_path: Path,
 
 def test_libraries_are_imported_only_when_needed() -> None:
     code = (
-        "import sys; from megalite.data.tokenizers.tokenizer_types import build_tokenizer; import megalite.data.samples.batches;"
-        "build_tokenizer('NullTokenizer', vocab_size=5); import tools.preprocess.token_run;"
+        "import sys; from megalite.data.tokenizers.build_tokenizer import build_tokenizer; import megalite.data.datasets.batches;"
+        "build_tokenizer('NullTokenizer', vocab_size=5); import tools.preprocess.tokenize_run;"
         "print([m for m in ('torch', 'sentencepiece', 'tokenizers', 'tiktoken', 'gigatoken') if m in sys.modules])"
     )
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -314,7 +319,7 @@ def test_ids_are_the_references(fast_directory: Path, kind: str) -> None:
     assert isinstance(fast, FastTokenizer)
     assert (fast.name, fast.fingerprint) == (reference.name, reference.fingerprint)
     assert (fast.vocab_size, fast.eod) == (reference.vocab_size, reference.eod)
-    texts = [*NASTY, (fast_directory / "corpus.txt").read_text()[:50_000]]
+    texts = [*EDGE_CASE_TEXTS, (fast_directory / "corpus.txt").read_text()[:50_000]]
     want = reference.encode_batch(texts)
     assert fast.encode_batch(texts) == want and fast.encode(texts[3]) == want[3]
     ids, lengths = fast.encode_flat(texts)

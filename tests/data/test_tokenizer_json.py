@@ -13,10 +13,10 @@ from token_files import byte_level_bpe
 
 from megalite.config.options import build
 from megalite.data.errors import DataError
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
+from megalite.data.tokenizers.huggingface_tokenizer import export_tokenizer_json
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
-from megalite.train.life.export_hf import tokenizer_files
+from megalite.training.job.export_hf import tokenizer_files
 from tools import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +91,7 @@ def test_transformers_alone_gives_the_same_ids(tmp_path: Path) -> None:
         folder = tmp_path / name.replace(" ", "_")
         folder.mkdir()
         made[str(folder)] = tokenizer = make(folder)
-        for file, text in as_tokenizer_json(tokenizer).items():
+        for file, text in export_tokenizer_json(tokenizer).items():
             (folder / file).write_text(text)
         (folder / "config.json").write_text(json.dumps({"model_type": "gpt2" if "gpt2" in name else "llama"}))
     words = [sys.executable, "-c", LOAD, json.dumps(ODD), *made]
@@ -112,13 +112,13 @@ def test_what_cannot_be_equal_is_no_file_but_a_reason(tmp_path: Path) -> None:
     trained(tmp_path, model_type="bpe", normalization_rule_name="nmt_nfkc")
     path = str(tmp_path / "mine.model")
     with pytest.raises(DataError, match="tokenizer.json would give other ids, as of"):
-        as_tokenizer_json(build_tokenizer("SentencePieceTokenizer", tokenizer_model=path))
+        export_tokenizer_json(build_tokenizer("SentencePieceTokenizer", tokenizer_model=path))
     options = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": path}
     files, note = tokenizer_files(build(options).data, 2)
     assert list(files) == ["tokenizer.model"] and note is not None
     assert "no tokenizer.json is written" in note and "pip install sentencepiece protobuf" in note
     trained(tmp_path, model_type="char")
     with pytest.raises(DataError, match="a kind of SentencePiece model that tokenizer.json cannot express"):
-        as_tokenizer_json(build_tokenizer("SentencePieceTokenizer", tokenizer_model=path))
+        export_tokenizer_json(build_tokenizer("SentencePieceTokenizer", tokenizer_model=path))
     with pytest.raises(DataError, match="there is no tokenizer.json for a NullTokenizer"):
-        as_tokenizer_json(build_tokenizer("NullTokenizer", vocab_size=5))
+        export_tokenizer_json(build_tokenizer("NullTokenizer", vocab_size=5))

@@ -17,25 +17,25 @@ from ranks import run_ranks
 from train_cases import SMALL, config_from
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.run import saver
+from megalite.checkpoint.manager import saver
 from megalite.generate.generation import (
-    KeyValueCache,
+    KVCache,
     Sampling,
-    choose,
-    chosen_logits,
-    continue_texts,
-    distribution,
+    generate_tokens,
+    last_token_logits,
     load_model,
-    uniform,
+    sample,
+    sampling_probs,
+    uniform_at,
 )
-from megalite.interop.hugging_face.model_files import stop_ids
+from megalite.interop.huggingface.model_files import stop_ids
 from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention
 from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import Batch
 from megalite.parallel.mesh import Mesh, build_mesh
-from megalite.plan.arrangement import arrange
-from megalite.train.setup import SetupError
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.setup import SetupError
 from tools import convert_checkpoint
 from tools.generate import line_of
 
@@ -61,26 +61,26 @@ def their_text(model: Any, prompt: list[int], most: int, stops: list[int] | int 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_text_is_that_of_transformers(models, name: str) -> None:
     theirs, folder = models(name)
-    found = continue_texts(load_model(folder, Mesh.alone()), PROMPTS, NEW, GREEDY)
+    found = generate_tokens(load_model(folder, Mesh.single_process()), PROMPTS, NEW, GREEDY)
     assert [text.ids for text in found] == [their_text(theirs, prompt, NEW) for prompt in PROMPTS]
-    assert [text.begin for text in found] == [len(prompt) for prompt in PROMPTS]
-    assert len({tuple(text.ids[text.begin :]) for text in found}) > 1
+    assert [text.prompt_length for text in found] == [len(prompt) for prompt in PROMPTS]
+    assert len({tuple(text.ids[text.prompt_length :]) for text in found}) > 1
 
 
 def test_a_text_ends_at_the_id_that_ends_a_document(models, tmp_path: Path) -> None:
     theirs, folder = models("llama")
-    model = load_model(folder, Mesh.alone())
-    plain = [text.ids for text in continue_texts(model, PROMPTS, NEW, GREEDY)]
+    model = load_model(folder, Mesh.single_process())
+    plain = [text.ids for text in generate_tokens(model, PROMPTS, NEW, GREEDY)]
     stops = [plain[0][5], plain[2][9]]  # ids that come up on the way
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
-    model = load_model(tmp_path, Mesh.alone())
-    assert model.stops == {2, *stops}
-    found = continue_texts(model, PROMPTS, NEW, GREEDY)
+    model = load_model(tmp_path, Mesh.single_process())
+    assert model.stop_ids == {2, *stops}
+    found = generate_tokens(model, PROMPTS, NEW, GREEDY)
     assert [text.ids for text in found] == [their_text(theirs, prompt, NEW, [2, *stops]) for prompt in PROMPTS]
-    assert found[0].stop == "eod" and len(found[0].ids) <= 6
-    assert {text.stop == "eod" for text in found} == {text.ids[-1] in model.stops for text in found}
+    assert found[0].finish_reason == "eod" and len(found[0].ids) <= 6
+    assert {text.finish_reason == "eod" for text in found} == {text.ids[-1] in model.stop_ids for text in found}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "2"}))
     with pytest.raises(CheckpointError, match="eos_token_id='2' is neither a token id"):
         stop_ids(tmp_path)
@@ -88,15 +88,15 @@ def test_a_text_ends_at_the_id_that_ends_a_document(models, tmp_path: Path) -> N
 
 def test_a_text_ends_with_the_positions_and_prompts_must_leave_one(models) -> None:
     theirs, folder = models("gpt2")
-    model = load_model(folder, Mesh.alone())
+    model = load_model(folder, Mesh.single_process())
     long = [1 + i % 90 for i in range(S - 3)]
-    (found, short) = continue_texts(model, [long, [5]], 10, GREEDY)
-    assert len(found.ids) == S and found.stop == "length" and len(short.ids) <= 11
+    (found, short) = generate_tokens(model, [long, [5]], 10, GREEDY)
+    assert len(found.ids) == S and found.finish_reason == "length" and len(short.ids) <= 11
     with torch.no_grad():  # the last token from the last position but one
         assert found.ids[-1] == int(theirs(torch.tensor([found.ids[:-1]])).logits[0, -1].argmax())
     for prompt in ([], [1] * S):
         with pytest.raises(SetupError, match=f"prompt 0 has {len(prompt)} tokens, the model 48 positions"):
-            continue_texts(model, [prompt], 1, GREEDY)
+            generate_tokens(model, [prompt], 1, GREEDY)
 
 
 # ---- layouts
@@ -105,7 +105,7 @@ HOT = Sampling(temperature=1.3, top_k=60, top_p=0.95, seed=7)
 
 def _texts(folder: str, tp: int, pp: int) -> list[list[list[int]]]:
     model = load_model(folder, build_mesh(tp=tp, pp=pp, device=torch.device("cpu")))
-    return [[t.ids for t in continue_texts(model, PROMPTS, NEW, sampling)] for sampling in (GREEDY, HOT)]
+    return [[t.ids for t in generate_tokens(model, PROMPTS, NEW, sampling)] for sampling in (GREEDY, HOT)]
 
 
 LAYOUTS = [(2, 2), (2, 1), (1, 2), (4, 1)]
@@ -165,7 +165,7 @@ def stage_of_line(flags: str) -> Stage:
     line = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size 1 --lr 1
      --train-iters 1 --mock-data --vocab-size {V} --init-method-std 0.3"""
     config = config_from(f"{line} {flags}")
-    return arrange(config, 1, V).build_stages(Mesh.alone(), torch.float64)[0].eval()
+    return make_run_plan(config, 1, V).build_stages(Mesh.single_process(), torch.float64)[0].eval()
 
 
 @pytest.mark.parametrize(
@@ -178,20 +178,20 @@ def stage_of_line(flags: str) -> Stage:
 )
 def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> None:
     own = name.startswith("--")
-    stage = stage_of_line(name) if own else load_model(models(name)[1], Mesh.alone(), torch.float64).stage
+    stage = stage_of_line(name) if own else load_model(models(name)[1], Mesh.single_process(), torch.float64).stage
     tokens_SB = torch.randint(0, V, (20, 3), generator=torch.Generator().manual_seed(3))
     zero = torch.zeros(3, dtype=torch.int64)
     with torch.no_grad():
         want = stage(None, Batch(tokens_SB, None, None, zero, 0))
-        cache, got, begins = KeyValueCache(24), [], torch.tensor([3, 9, 5])
+        cache, got, begins = KVCache(24), [], torch.tensor([3, 9, 5])
         for i in range(11):
             places = torch.arange(12)[:, None].expand(-1, 3) if i == 0 else (begins + i)[None]
-            cache.go_to(places, places.device)
+            cache.set_positions(places, places.device)
             chosen = begins if i == 0 else zero
             new = tokens_SB[places, torch.arange(3)]
-            with cache.used_by(stage):
-                x = stage.hidden(None, Batch(new, None, None, zero, 0, places))
-            got.append(chosen_logits(stage.head, x, chosen))
+            with cache.installed_in(stage):
+                x = stage.forward_hidden(None, Batch(new, None, None, zero, 0, places))
+            got.append(last_token_logits(stage.head, x, chosen))
         assert torch.equal(stage(None, Batch(tokens_SB, None, None, zero, 0)), want)  # nothing stays behind
     for i, logits_BV in enumerate(got):
         torch.testing.assert_close(logits_BV, want[begins + i, torch.arange(3)], rtol=1e-9, atol=1e-9)
@@ -206,13 +206,13 @@ def test_what_is_left_to_choose_from_is_what_transformers_leaves(
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = 3 * torch.randn(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    p, order = distribution(logits, Sampling(temperature, top_k, top_p))
+    p, order = sampling_probs(logits, Sampling(temperature, top_k, top_p))
     ids: Any = None
     want = TemperatureLogitsWarper(temperature)(ids, logits)
     want = TopKLogitsWarper(min(top_k, size))(ids, want) if top_k else want
     want = TopPLogitsWarper(top_p)(ids, want) if top_p < 1 else want
     torch.testing.assert_close(torch.zeros_like(p).scatter(-1, order, p), want.softmax(-1), rtol=1e-9, atol=1e-12)
-    drawn = choose(logits, Sampling(temperature, top_k, top_p, seed), [(0, 1), (1, 1)])
+    drawn = sample(logits, Sampling(temperature, top_k, top_p, seed), [(0, 1), (1, 1)])
     assert (want.gather(-1, drawn[:, None]) > float("-inf")).all()
 
 
@@ -220,22 +220,22 @@ def test_draws_follow_the_distribution_and_their_coordinates() -> None:
     p = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
     n = 20_000
     places = [(i % 40, i // 40) for i in range(n)]
-    counts = torch.bincount(choose(p.log().expand(n, -1), Sampling(1.0, seed=3), places), minlength=5)
+    counts = torch.bincount(sample(p.log().expand(n, -1), Sampling(1.0, seed=3), places), minlength=5)
     chi2 = float(((counts - n * p) ** 2 / (n * p)).sum())
     assert chi2 < 18.5  # 4 degrees of freedom: passed by 99.9 %
-    drawn = torch.tensor([[uniform(3, prompt, position) for position in range(200)] for prompt in range(100)])
+    drawn = torch.tensor([[uniform_at(3, prompt, position) for position in range(200)] for prompt in range(100)])
     rows = torch.corrcoef(drawn)[~torch.eye(100, dtype=torch.bool)]
     assert rows.abs().max() < 5.5 / math.sqrt(200)  # prompts know nothing of each other
     assert abs(float((drawn[:, 1:] * drawn[:, :-1]).mean()) - 0.25) < 0.01
-    assert len({uniform(seed, 0, 0) for seed in range(1000)}) > 995
+    assert len({uniform_at(seed, 0, 0) for seed in range(1000)}) > 995
 
 
 def test_a_prompt_draws_the_same_alone_and_among_others(models) -> None:
-    model = load_model(models("llama")[1], Mesh.alone())
-    together = continue_texts(model, PROMPTS, NEW, HOT)
+    model = load_model(models("llama")[1], Mesh.single_process())
+    together = generate_tokens(model, PROMPTS, NEW, HOT)
     for number, prompt in enumerate(PROMPTS):
-        assert continue_texts(model, [prompt], NEW, HOT, number)[0].ids == together[number].ids
-    assert continue_texts(model, [PROMPTS[0]], NEW, HOT, 9)[0].ids != together[0].ids  # another prompt number
+        assert generate_tokens(model, [prompt], NEW, HOT, number)[0].ids == together[number].ids
+    assert generate_tokens(model, [PROMPTS[0]], NEW, HOT, 9)[0].ids != together[0].ids  # another prompt number
 
 
 # ---- the tool
@@ -294,6 +294,6 @@ def test_bad_prompts_and_models_are_told_in_one_line(models, tmp_path: Path) -> 
 
 def test_a_run_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     toml = "num_layers = 2\nhidden_size = 32\nnum_attention_heads = 4\nseq_length = 48\nvocab_size = 93\n"
-    saver.save(tmp_path, 1, [], {"config": toml}, Mesh.alone())
+    saver.save(tmp_path, 1, [], {"config": toml}, Mesh.single_process())
     with pytest.raises(SetupError, match="was trained without a tokenizer"):
-        load_model(tmp_path, Mesh.alone())
+        load_model(tmp_path, Mesh.single_process())

@@ -24,11 +24,11 @@ from train_cases import config_from, run_from
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import open_checkpoint
 from megalite.config.options import build
-from megalite.interop import convert
-from megalite.interop.hugging_face import model_files
-from megalite.interop.hugging_face.config_json import choose_family, misfits, read_config
-from megalite.interop.naming import FAMILIES
-from megalite.train.start import origin
+from megalite.interop import tensor_mapping as convert
+from megalite.interop.huggingface import model_files
+from megalite.interop.huggingface.config_json import choose_family, incompatibilities, read_config
+from megalite.interop.name_mapping import FAMILIES
+from megalite.training.checkpointing import initial_state as origin
 
 
 # ---- Hugging Face
@@ -63,14 +63,14 @@ def test_an_expert_too_few_or_too_many_is_named(models, change: Callable, reason
 
 
 def test_the_second_reading_sees_experts_that_are_exchanged(models, tmp_path: Path, monkeypatch, capsys) -> None:
-    real = convert.recipes
+    real = convert.build_mappings
 
     def exchanged(*args: Any, **kwargs: Any) -> list[Any]:
         other = {"experts.0.": "experts.1.", "experts.1.": "experts.0."}
         renamed = lambda name: re.sub(r"experts\.[01]\.", lambda found: other[found[0]], name)  # noqa: E731
-        return [replace(recipe, theirs=renamed(recipe.theirs)) for recipe in real(*args, **kwargs)]
+        return [replace(recipe, external_name=renamed(recipe.external_name)) for recipe in real(*args, **kwargs)]
 
-    monkeypatch.setattr(convert, "recipes", exchanged)
+    monkeypatch.setattr(convert, "build_mappings", exchanged)
     assert tool("--from-hf", models("mixtral")[1], "--save", tmp_path / "ours", "--check-bits") == 1
     out = capsys.readouterr().out
     assert "all bits equal" in out and "layer 0, read a second way, computes something else" in out
@@ -84,10 +84,10 @@ CONFIG = {**SHAPE, **CASES["experts"]["shape"]}
 def test_layers_with_experts_are_those_of_transformers(step: int, dense: list[int], layers: int, whole: bool) -> None:
     keys = {"decoder_sparse_step": step, "mlp_only_layers": dense, "num_hidden_layers": layers}
     model = build(read_config({**CONFIG, **keys, "norm_topk_prob": whole}, None, "")[1]).model
-    assert model.experts == tuple(n not in dense and (n + 1) % step == 0 for n in range(layers))
+    assert model.moe_layers == tuple(n not in dense and (n + 1) % step == 0 for n in range(layers))
     assert model.moe_router_pre_softmax == (not whole)
-    assert not misfits(model, FAMILIES.find("qwen3_moe"))
-    if any(model.experts):
+    assert not incompatibilities(model, FAMILIES.get("qwen3_moe"))
+    if any(model.moe_layers):
         assert choose_family(model, None, None) == "qwen3_moe"
 
 
@@ -204,11 +204,11 @@ def test_experts_are_read_bit_for_bit(freq, tp: int, pp: int, ep: int, form: str
 def test_a_run_begins_with_their_experts_and_biases(tmp_path: Path) -> None:
     write(tmp_path, SOME, form="dist")
     words = "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --device cpu --vocab-size 50"
-    config = origin.with_source(config_from([*words.split(), "--load", str(tmp_path), "--use-checkpoint-args"]))
+    config = origin.complete_config(config_from([*words.split(), "--load", str(tmp_path), "--use-checkpoint-args"]))
     run, want = run_from(config), weights_of(SOME)
-    assert origin.begin_with_foreign(run, config) is not None
-    assert [router.layer for router in run.balance.routers] == [1, 3]
-    for router in run.balance.routers:
+    assert origin.load_external_model(run, config) is not None
+    assert [router.layer for router in run.expert_balancer.routers] == [1, 3]
+    for router in run.expert_balancer.routers:
         assert router.bias is not None and torch.equal(router.bias, want[f"layers.{router.layer}.mlp.router.bias"])
         assert torch.equal(router.weight, want[f"layers.{router.layer}.mlp.router"])
 

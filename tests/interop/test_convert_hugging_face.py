@@ -22,22 +22,22 @@ from token_files import full_disk
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.manager import saver
 from megalite.checkpoint.offline import open_checkpoint
-from megalite.checkpoint.run import saver
+from megalite.config.config_file import dump_config, parse_config_text
+from megalite.config.option_parsers import format_layer_pattern
 from megalite.config.options import ModelConfig, build
-from megalite.config.pattern import write_pattern
-from megalite.config.toml import parse_toml, to_toml
 from megalite.generate.generation import load_model
-from megalite.interop.convert import Ours
-from megalite.interop.hugging_face.config_json import choose_family, read_config, write_config
-from megalite.interop.hugging_face.model_files import open_model
-from megalite.models.specs import specs_of
+from megalite.interop.huggingface.config_json import choose_family, read_config, write_config
+from megalite.interop.huggingface.model_files import open_model
+from megalite.interop.tensor_mapping import ExportSource
+from megalite.models.specs import model_specs
 from megalite.parallel.mesh import Mesh
-from megalite.train.state import State
+from megalite.training.state import Progress
 from tools import convert_checkpoint
-from tools.checks import conversion
-from tools.checks.conversion import Verdict, compare
-from tools.foreign_files import write_import
+from tools.export_files import write_import
+from tools.verification import conversion
+from tools.verification.conversion import Verdict, compare
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 2e-5  # of logits of size 1 to 6 in fp32; measured 5e-6
@@ -65,7 +65,7 @@ def loaded(folder: Path) -> Any:
 
 def compared(folder: Path, ours: Path) -> Verdict:
     theirs = open_model(folder)
-    return compare(theirs.tensors, Ours(open_checkpoint(ours)), specs_of(theirs.model, V))
+    return compare(theirs.tensors, ExportSource(open_checkpoint(ours)), model_specs(theirs.model, V))
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def config_of(ours: Path) -> Any:
-    return build(parse_toml(open_checkpoint(ours).manifest.state["config"], ""))
+    return build(parse_config_text(open_checkpoint(ours).manifest.state["config"], ""))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -109,7 +109,7 @@ def test_half_precision_and_many_files(models, tmp_path: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) > 2
     found = open_model(folder)
     state = convert_checkpoint.start_state(found.options, found.dtype, {})
-    write_import(tmp_path / "ours", found.tensors, specs_of(found.model, V), state, file_bytes=20_000)
+    write_import(tmp_path / "ours", found.tensors, model_specs(found.model, V), state, file_bytes=20_000)
     source = open_checkpoint(tmp_path / "ours")
     assert len(source.manifest.files) > 2
     assert config_of(tmp_path / "ours").precision.bf16
@@ -127,11 +127,11 @@ def test_half_precision_and_many_files(models, tmp_path: Path) -> None:
 def test_main_weights_and_weights_stored_as_their_difference_from_one(tmp_path: Path) -> None:
     options = dict(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=4, apply_layernorm_1p=True)
     pieces = []
-    for name, spec in specs_of(ModelConfig(**options), 7).items():
+    for name, spec in model_specs(ModelConfig(**options), 7).items():
         main = torch.randn(spec.shape)
         pieces += [whole_piece(main.bfloat16(), f"model/{name}"), whole_piece(main, f"optimizer.main/{name}")]
     text = "\n".join(f"{key} = {str(value).lower()}" for key, value in {**options, "vocab_size": 7}.items())
-    saver.save(tmp_path / "ours", 1, pieces, {"config": text}, Mesh.alone())
+    saver.save(tmp_path / "ours", 1, pieces, {"config": text}, Mesh.single_process())
     for dtype, kind in (("float32", "optimizer.main"), ("bfloat16", "model")):
         assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / dtype, "--dtype", dtype, "--check") == 0
         stored, found = {p.name: p.data for p in pieces}, tensors_in(tmp_path / dtype)
@@ -156,12 +156,12 @@ def saved_run(folder: Path, options: dict[str, Any], one_plus: bool, bf16: bool 
     values = {**shape, **options, "apply_layernorm_1p": one_plus, "vocab_size": 9}
     model, generator = build(values).model, torch.Generator().manual_seed(5)
     pieces = []
-    for name, spec in specs_of(model, 9).items():
+    for name, spec in model_specs(model, 9).items():
         data = 0.3 * torch.randn(spec.shape, generator=generator)
         data += 1 - one_plus if name.endswith("norm.weight") else 0
         pieces.append(whole_piece(data.bfloat16() if bf16 else data, f"model/{name}"))
-    state = {"config": to_toml(build(values)), "vocab_size": 9, "progress": State().to_json()}
-    saver.save(folder, 1, pieces, state, Mesh.alone())
+    state = {"config": dump_config(build(values)), "vocab_size": 9, "progress": Progress().to_json()}
+    saver.save(folder, 1, pieces, state, Mesh.single_process())
     return model
 
 
@@ -188,12 +188,12 @@ def test_norms_stored_less_one_are_what_transformers_computes_with(family: str, 
     assert all(0.5 < float(values.mean()) < 1.5 for values in norms)
 
 
-def _by_name(ours: Ours, name: str) -> float:
+def _by_name(ours: ExportSource, name: str) -> float:
     """The rule that wrote q_norm and k_norm as 0.0005 where 1.0005 was meant."""
     return float(ours.used is not None and (name.endswith(".norm.weight") or name == "final_norm.weight"))
 
 
-def _all_norms(ours: Ours, name: str) -> float:
+def _all_norms(ours: ExportSource, name: str) -> float:
     return float(name.endswith("norm.weight"))
 
 
@@ -207,7 +207,7 @@ def _all_norms(ours: Ours, name: str) -> float:
 )
 def test_the_check_sees_an_offset_that_is_wrong(options, offset, words: str, tmp_path, monkeypatch, capsys) -> None:
     saved_run(tmp_path / "ours", options, True)
-    monkeypatch.setattr(Ours, "offset", offset)
+    monkeypatch.setattr(ExportSource, "offset", offset)
     assert tool("--load", tmp_path / "ours", *words.format(tmp_path / "there").split()) == 1
     out = capsys.readouterr().out
     assert "all bits equal" in out and "read a second way, computes something else" in out
@@ -222,7 +222,7 @@ def test_norms_stored_less_one_go_to_megatron_and_back(kind: str, one_plus: bool
     assert tool("--from-megatron", there, "--save", tmp_path / "again", "--check") == 0
     first, again = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
     assert convert_checkpoint.saved_model(again).apply_layernorm_1p == one_plus
-    for name in specs_of(model, 9):
+    for name in model_specs(model, 9):
         assert torch.equal(first.read(f"model/{name}"), again.read(f"model/{name}")), name
 
 
@@ -233,7 +233,7 @@ def test_the_tokenizer_goes_with_the_model_and_back(models, tmp_path: Path, caps
     assert re.search("logits of 27 positions of a text .* likeliest token the same in 100.00%", capsys.readouterr().out)
     data = config_of(tmp_path / "ours").data
     assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
-    model = load_model(tmp_path / "ours", Mesh.alone())  # what generate.py does
+    model = load_model(tmp_path / "ours", Mesh.single_process())  # what generate.py does
     assert (model.tokenizer.vocab_size, model.tokenizer.eod, model.step) == (V - 20, 2, 0)
     assert model.stage.embedding is not None and model.stage.embedding.word.shape[0] == 128
     back = tmp_path / "back"
@@ -371,26 +371,26 @@ def test_windows_of_layers_are_what_transformers_makes_of_them(bits: list[bool],
 
     options = {**QWEN, "num_layers": len(bits)}
     if any(bits):
-        options |= {"window_size": (window - 1, 0), "window_attn_skip_freq": write_pattern(bits)}
+        options |= {"window_size": (window - 1, 0), "window_attn_skip_freq": format_layer_pattern(bits)}
     model = build(options).model
     assert choose_family(model, None, None) == "qwen2"
     written = write_config(model, "qwen2", V, "float32", {})
     theirs = Qwen2Config(**written)
     assert [kind == "sliding_attention" for kind in theirs.layer_types] == bits
     assert theirs.sliding_window == (window if any(bits) else None)
-    assert build(read_config(written, None, "")[1]).model.windows == model.windows
+    assert build(read_config(written, None, "")[1]).model.layer_windows == model.layer_windows
     written.pop("layer_types", None)  # as old releases read it: with the keys that they know, or else without a window
     if bits == sorted(bits):
-        assert build(read_config(written, None, "")[1]).model.windows == model.windows
+        assert build(read_config(written, None, "")[1]).model.layer_windows == model.layer_windows
     else:
-        assert set(build(read_config(written, None, "")[1]).model.windows) == {None}
+        assert set(build(read_config(written, None, "")[1]).model.layer_windows) == {None}
 
 
 def test_keys_of_windows_that_are_left_away_have_the_values_of_transformers() -> None:
     from transformers import MistralConfig, Qwen3Config
 
     def windows(**config: Any) -> tuple[int | None, ...]:
-        return build(read_config({**CONFIG, **config}, None, "")[1]).model.windows
+        return build(read_config({**CONFIG, **config}, None, "")[1]).model.layer_windows
 
     assert windows(model_type="mistral") == (MistralConfig().sliding_window,) * 2
     assert windows(model_type="mistral", sliding_window=None) == (None, None)

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import open_checkpoint
+from megalite.config.config_file import parse_config_text
 from megalite.config.options import build
-from megalite.config.toml import parse_toml
-from megalite.interop.megatron.rank_files import load_pickle, open_megatron, read_args
-from megalite.train.start.resume import options_that_differ
+from megalite.interop.megatron.torch_format import load_pickle, open_torch_checkpoint, read_args
+from megalite.training.checkpointing.resume import model_differences
 from tools import convert_checkpoint
-from tools.foreign_files import write_args
+from tools.export_files import write_args
 
 L, D, H, K, F, S, V, ROWS = 4, 16, 4, 4, 24, 8, 50, 64
 
@@ -237,10 +237,12 @@ def test_every_layout_is_read_bit_for_bit(case: Case, tp: int, pp: int, vpp: int
     out = capsys.readouterr().out
     assert out.count("opening ") == tp * pp and "all bits equal" in out
     assert_holds(tmp_path / "ours", weights, V)
-    config = build(parse_toml(open_checkpoint(tmp_path / "ours").manifest.state["config"], ""))
-    assert (config.data.vocab_size, config.model.groups, config.model.ffn_size) == (V, case.groups, F)
+    config = build(parse_config_text(open_checkpoint(tmp_path / "ours").manifest.state["config"], ""))
+    assert (config.data.vocab_size, config.model.num_kv_groups, config.model.ffn_size) == (V, case.groups, F)
     assert config.model.activation == ("swiglu" if case.llama else "gelu")
-    counts = [len(open_megatron(tmp_path / "theirs" / name, say=print).tensors) for name in ("", "iter_0000007")]
+    counts = [
+        len(open_torch_checkpoint(tmp_path / "theirs" / name, say=print).tensors) for name in ("", "iter_0000007")
+    ]
     assert counts[0] == counts[1]
 
 
@@ -373,11 +375,11 @@ def test_copies_must_agree_and_no_rank_may_be_missing(tmp_path: Path, capsys) ->
         write(folder, case, 2, 2, attention_backend=None)
         _edit(folder / "iter_0000007" / rank, lambda d, name=name: d["model"][name].view(-1)[3:4].add_(1))
         with pytest.raises(CheckpointError, match=reason):
-            open_megatron(folder)
+            open_torch_checkpoint(folder)
         _file(folder / "iter_0000007" / rank).unlink()
         (folder / "iter_0000007" / rank).rmdir()
         with pytest.raises(CheckpointError, match=rf"tp rank {rank[9]}, pp rank {rank[-1]} of 2 x 2 is missing"):
-            open_megatron(folder)
+            open_torch_checkpoint(folder)
 
 
 def test_activations_and_flags_that_change_the_model() -> None:
@@ -408,12 +410,12 @@ LESS = {"yarn_correction_range_round_to_int": False, "mscale": 0.5}
         (ROPE | {"rotary_interleaved": True, "rotary_percent": 0.5}, {"rotary_interleaved": True}),
         (ROPE | {"rotary_seq_len_interpolation_factor": 4}, {"rotary_seq_len_interpolation_factor": 4.0}),
         (ROPE | {"rotary_seq_len_interpolation_factor": None}, {"rotary_seq_len_interpolation_factor": 1.0}),
-        (ROPE | {"no_rope_freq": 2}, {"rotary": (True, False) * 2}),
-        (ROPE | {"no_rope_freq": [1, 0, 0, 1]}, {"rotary": (False, True, True, False)}),
-        (ROPE | {"no_rope_freq": None}, {"rotary": (True,) * L}),
+        (ROPE | {"no_rope_freq": 2}, {"rope_layers": (True, False) * 2}),
+        (ROPE | {"no_rope_freq": [1, 0, 0, 1]}, {"rope_layers": (False, True, True, False)}),
+        (ROPE | {"no_rope_freq": None}, {"rope_layers": (True,) * L}),
         (YARN | {"rotary_scaling_factor": 4.0, "yarn_beta_slow": None}, {"rotary_scaling_factor": 4.0}),
         (YARN | MORE, MORE),
-        (YARN | LESS | {"no_rope_freq": 4}, LESS | {"rotary": (True,) * 3 + (False,)}),
+        (YARN | LESS | {"no_rope_freq": 4}, LESS | {"rope_layers": (True,) * 3 + (False,)}),
         ({"embedding_init_method_std": 1.0}, {"embedding_init_method_std": 1.0}),
     ],
 )
@@ -424,7 +426,7 @@ def test_positions_are_read_and_written_as_megatrons(args: dict[str, Any], optio
     given = {name: value for name, value in args.items() if value is not None}
     assert {name: getattr(written, name) for name in given} == given
     again = build(read_args(written, "")).model
-    assert options_that_differ(again, model, "") == []
+    assert model_differences(again, model, "") == []
     assert {name: getattr(again, name) for name in options} == options
 
 
@@ -454,8 +456,8 @@ WINDOWS += [
 def test_windows_are_read_and_written_as_megatrons(size: Any, skip: Any, windows: tuple[int | None, ...]) -> None:
     args = argparse.Namespace(**Case().args, window_size=size, window_attn_skip_freq=skip)
     model = build({**read_args(args, ""), "num_layers": L}).model
-    assert model.windows == windows
+    assert model.layer_windows == windows
     written = write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
-    assert build({**read_args(written, "")}).model.windows == windows
+    assert build({**read_args(written, "")}).model.layer_windows == windows
     if len(set(windows)) == 2:
         assert (tuple(size), skip) == (written.window_size, written.window_attn_skip_freq)

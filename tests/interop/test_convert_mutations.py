@@ -13,40 +13,40 @@ from safetensors.torch import save_file
 from token_files import mutated
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.interop.convert import Foreign, model_of, recipes
-from megalite.interop.hugging_face import model_files as hugging_face
-from megalite.interop.hugging_face.config_json import read_config
-from megalite.interop.megatron import rank_files as megatron
-from megalite.interop.megatron import torch_dist as megatron_dist
-from megalite.interop.naming import FAMILIES
-from megalite.models.specs import specs_of
+from megalite.interop.huggingface import model_files as hugging_face
+from megalite.interop.huggingface.config_json import read_config
+from megalite.interop.megatron import torch_dist_format as megatron_dist
+from megalite.interop.megatron import torch_format as megatron
+from megalite.interop.name_mapping import FAMILIES
+from megalite.interop.tensor_mapping import ExternalTensor, build_mappings, build_model_config
+from megalite.models.specs import model_specs
 
 ROUNDS = 120
 
 
-def legacy(folder: Path) -> tuple[Path, Callable[[], list[Foreign]]]:
+def legacy(folder: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
     megatron_files.write(folder, megatron_files.Case(fused=False), attention_backend=None)
-    return next(folder.rglob("*.pt")), lambda: megatron.open_megatron(folder, say=lambda text: None).tensors
+    return next(folder.rglob("*.pt")), lambda: megatron.open_torch_checkpoint(folder, say=lambda text: None).tensors
 
 
-def dist(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[Foreign]]]]:
-    def make(folder: Path) -> tuple[Path, Callable[[], list[Foreign]]]:
+def dist(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[ExternalTensor]]]]:
+    def make(folder: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
         target = dist_files.write(folder, dist_files.GPT)
         return target / name, lambda: megatron_dist.open_checkpoint(target, say=lambda text: None).tensors
 
     return make
 
 
-def hub(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[Foreign]]]]:
-    def make(folder: Path) -> tuple[Path, Callable[[], list[Foreign]]]:
+def hub(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[ExternalTensor]]]]:
+    def make(folder: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
         folder.mkdir()
         sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 20}
         sizes |= {"num_key_value_heads": 2, "head_dim": 8}
         config = {"model_type": "qwen3", "intermediate_size": 24, "max_position_embeddings": 8, **sizes}
         (folder / "config.json").write_text(json.dumps(config))
-        model = model_of(read_config(config, None, "")[1], "")
-        wanted = recipes(FAMILIES.find("qwen3"), specs_of(model, 20), model.groups, range(2))
-        save_file({recipe.theirs: torch.ones(recipe.shape) for recipe in wanted}, folder / "model.safetensors")
+        model = build_model_config(read_config(config, None, "")[1], "")
+        wanted = build_mappings(FAMILIES.get("qwen3"), model_specs(model, 20), model.num_kv_groups, range(2))
+        save_file({recipe.external_name: torch.ones(recipe.shape) for recipe in wanted}, folder / "model.safetensors")
         return folder / name, lambda: hugging_face.open_model(folder).tensors
 
     return make

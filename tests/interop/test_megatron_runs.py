@@ -13,15 +13,15 @@ from train_cases import config_from, run_from
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.offline import open_checkpoint
-from megalite.checkpoint.storage.location import is_megatron
-from megalite.checkpoint.storage.protocol import steps_in
+from megalite.checkpoint.storage.location import is_megatron_checkpoint
+from megalite.checkpoint.storage.storage import steps_in
 from megalite.config.options import Config
-from megalite.interop.megatron.rank_files import find
-from megalite.train.setup import SetupError
-from megalite.train.start import origin
-from megalite.train.start.origin import start_run
-from megalite.train.start.resume import saved_config
-from megalite.train.step import train_step
+from megalite.interop.megatron.torch_format import find_checkpoint
+from megalite.training.checkpointing import initial_state as origin
+from megalite.training.checkpointing.initial_state import load_initial_state
+from megalite.training.checkpointing.resume import checkpoint_config
+from megalite.training.setup import SetupError
+from megalite.training.train_step import train_step
 
 BASE = (
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --device cpu "
@@ -34,14 +34,14 @@ GUARDS = ("megalite/interop",)
 
 
 def parse(folder: Path | str, *flags: str) -> Config:
-    return origin.with_source(config_from([*BASE.split(), "--load", str(folder), *flags]))
+    return origin.complete_config(config_from([*BASE.split(), "--load", str(folder), *flags]))
 
 
 def first_loss(folder: str, flags: str) -> tuple[float, list[str]]:
     """(loss of the first step of a run that begins with `folder`, the notes of its start) on this rank."""
 
     run = run_from(config := parse(folder, *flags.split()))
-    _, notes = start_run(run, config)
+    _, notes = load_initial_state(run, config)
     loss = train_step(run).loss
     return loss, notes
 
@@ -75,7 +75,7 @@ def test_the_first_loss_is_that_of_the_converted_checkpoint(name: str, tmp_path:
 def test_pretrained_checkpoint_and_the_folder_of_one_iteration(kind: str, tmp_path: Path) -> None:
     folder, flags = theirs(tmp_path / "theirs", kind, GPT), f"--vocab-size {V}"
     want, notes = first_loss(str(folder), flags)
-    assert first_loss(str(one := find(folder)), flags)[0] == want
+    assert first_loss(str(one := find_checkpoint(folder)), flags)[0] == want
     with pytest.raises(SetupError, match="iter_0000007 is not the checkpoint of step 8; give the folder above it"):
         parse(str(one), "--ckpt-step", "8")
     assert first_loss(str(folder), f"{flags} --ckpt-step 7")[0] == want
@@ -161,7 +161,7 @@ def test_a_stray_file_of_theirs_does_not_hide_a_checkpoint_of_ours(tmp_path: Pat
     assert tool("--from-megatron", theirs(tmp_path / "theirs", "torch", GPT), "--save", tmp_path / "ours") == 0
     (tmp_path / "ours" / "iter_0000000" / ".metadata").write_bytes(b"")
     (tmp_path / "ours" / ".metadata").write_bytes(b"")
-    assert steps_in(tmp_path / "ours") == [0] and not is_megatron(tmp_path / "ours" / "iter_0000000")
+    assert steps_in(tmp_path / "ours") == [0] and not is_megatron_checkpoint(tmp_path / "ours" / "iter_0000000")
     assert parse(tmp_path / "ours", "--save", str(tmp_path / "ours")).model.num_layers == 4
 
 
@@ -174,11 +174,11 @@ def test_rows_of_the_weights_count_where_the_tokenizers_options_say_less(tmp_pat
 
 def test_a_checkpoint_from_when_the_end_of_document_was_not_counted() -> None:
     folder = FOLDER / "0.1.0" / "fp64" / "iter_0000002"
-    manifest = manifests.load(folder)
+    manifest = manifests.load_manifest(folder)
     rows = manifest.state["vocab_size"]
     told = f'\ntokenizer_type = "NullTokenizer"\nvocab_size = {rows - 1}\n'
     text = manifest.state["config"].replace(f"\nvocab_size = {rows}\n", told)
     for size in (rows, rows - 1):
         state = {**manifest.state, "config": text, "vocab_size": size}
-        data = saved_config(manifest._replace(state=state), folder).data
+        data = checkpoint_config(manifest._replace(state=state), folder).data
         assert (data.tokenizer_type, data.vocab_size) == ("NullTokenizer", size)

@@ -14,9 +14,9 @@ from test_convert_hugging_face import MEGATRONS, saved_run
 from train_cases import config_from
 
 from megalite.data.errors import DataError
-from megalite.launch.ranks import Ranks
-from megalite.train.life.preflight import preflight
-from megalite.train.start import origin
+from megalite.launch.rank_info import RankInfo
+from megalite.training.checkpointing import initial_state as origin
+from megalite.training.job.preflight import preflight
 from tools import convert_checkpoint, generate
 
 SECRET = "root:$6$salt$hash:19000:0:99999:7:::\n"
@@ -85,10 +85,10 @@ def test_a_tokenizer_below_the_checkpoint_has_no_note_and_a_link_out_of_it_has(t
 def test_a_run_that_takes_its_options_from_a_checkpoint_names_the_path(tmp_path: Path) -> None:
     path, notes = secret(tmp_path), list[str]()
     run = checkpoint(tmp_path / "run", "HuggingFaceTokenizer", path)
-    config = origin.with_source(config_from([*TRAIN.split(), "--load", str(run)]), notes.append)
+    config = origin.complete_config(config_from([*TRAIN.split(), "--load", str(run)]), notes.append)
     assert noted("\n".join(notes), path)
     with pytest.raises(DataError, match="is not a tokenizer.json"):
-        preflight(config, Ranks())
+        preflight(config, RankInfo())
 
 
 @pytest.mark.parametrize("name", ["tokenizer_model", "vocab_file"])
@@ -103,11 +103,11 @@ def test_a_path_in_the_arguments_of_megatron_is_named(name: str, tmp_path: Path,
     notes: list[str] = []
     shape = {"seq_length": "16", "max_position_embeddings": "32"}
     flags = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", value)]
-    origin.with_source(config_from([*TRAIN.split(), "--load", str(tmp_path / "theirs"), *flags[:2]]), notes.append)
+    origin.complete_config(config_from([*TRAIN.split(), "--load", str(tmp_path / "theirs"), *flags[:2]]), notes.append)
     assert noted("\n".join(notes), path)
 
 
 def test_arguments_of_megatron_that_are_no_paths_are_left_out() -> None:
     args = argparse.Namespace(tokenizer_type="SentencePieceTokenizer", tokenizer_model=5, vocab_size=True)
     args.merge_file, args.vocab_file = torch.zeros(1), ["a"]
-    assert origin.tokenizer_named_in(args) == {"tokenizer_type": "SentencePieceTokenizer"}
+    assert origin.tokenizer_from_args(args) == {"tokenizer_type": "SentencePieceTokenizer"}

@@ -25,13 +25,13 @@ from train_cases import config_from, run_from
 import megalite
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.generate import generation as generate
-from megalite.interop.hugging_face.model_files import INDEX, open_model
+from megalite.interop.huggingface.model_files import INDEX, open_model
 from megalite.parallel.mesh import Mesh
-from megalite.train.setup import SetupError
-from megalite.train.start import origin
-from megalite.train.start.origin import start_run
+from megalite.training.checkpointing import initial_state as origin
+from megalite.training.checkpointing.initial_state import load_initial_state
+from megalite.training.setup import SetupError
 from tools import checkpoint
 from tools import convert_checkpoint as convert
 from tools import preprocess_data as preprocess
@@ -87,7 +87,10 @@ def test_in_every_file_of_a_run(protocol: int, tmp_path: Path, ran: list[str], c
         shutil.copytree(STORED, run_folder / STORED.name)
         (run_folder / STORED.name / name).write_bytes(evil)
         shown = "manifest.json" if name == "COMPLETE" else name  # which says that they do not belong together
-        for reads in (lambda: start_run(run, config), lambda: generate.load_model(run_folder, Mesh.alone())):
+        for reads in (
+            lambda: load_initial_state(run, config),
+            lambda: generate.load_model(run_folder, Mesh.single_process()),
+        ):
             assert shown in refused(reads)
         for words in (["verify", run_folder], ["reshard", run_folder, tmp_path / "out"]):
             assert checkpoint.main([str(word) for word in words]) != 0 and shown in "".join(capsys.readouterr())
@@ -145,8 +148,8 @@ def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys
         (folder / name).write_bytes(evil)
         weights = name in ("config.json", "model.safetensors", INDEX)
         words = [*flags, "--use-checkpoint-args", "--load", str(folder)]
-        begin = lambda: origin.with_source(config_from(words))  # noqa: B023, E731
-        text = refused(lambda: generate.load_model(folder, Mesh.alone()))  # noqa: B023
+        begin = lambda: origin.complete_config(config_from(words))  # noqa: B023, E731
+        text = refused(lambda: generate.load_model(folder, Mesh.single_process()))  # noqa: B023
         code = convert.main(["--from-hf", str(folder), "--save", str(tmp_path / "out")])
         said = "".join(capsys.readouterr())
         if weights:
@@ -168,7 +171,7 @@ def test_from_text_to_text_nothing_is_unpickled(tmp_path: Path, ran: list[str], 
     hub("config.json")(tmp_path / "model")
     with_tokenizer(tmp_path / "model", 20)
     assert convert.main(["--from-hf", "model", "--save", "begin", "--check-bits"]) == 0
-    assert generate.load_model("begin", Mesh.alone()).step == 0
+    assert generate.load_model("begin", Mesh.single_process()).step == 0
     assert checkpoint.main(["verify", "begin"]) == 0
     assert convert.main(["--load", "begin", "--to-hf", "back", "--check-bits"]) == 0
     assert ran == []

@@ -22,15 +22,15 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import open_checkpoint
 from megalite.config.options import build
-from megalite.interop.hugging_face import config_json
-from megalite.interop.hugging_face.config_json import choose_family, misfits, read_config, write_config
-from megalite.interop.hugging_face.rotary import read_rope as real_read_rope
-from megalite.interop.naming import FAMILIES as NAMED
+from megalite.interop.huggingface import config_json
+from megalite.interop.huggingface.config_json import choose_family, incompatibilities, read_config, write_config
+from megalite.interop.huggingface.rotary import read_rope as real_read_rope
+from megalite.interop.name_mapping import FAMILIES as NAMED
 from megalite.models.gpt import Stage
-from megalite.nn.parameter import Maker
+from megalite.nn.parameter import ParamFactory
 from megalite.parallel.mesh import Mesh
-from tools.checks import second_config
 from tools.convert_checkpoint import saved_model
+from tools.verification import second_config
 
 Json = dict[str, Any]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_neox")
@@ -69,7 +69,14 @@ def theirs(config: Json) -> tuple[Tensor, Tensor]:
 def ours(config: Json) -> tuple[Tensor, Tensor]:
     """cos and sin of the stage that a run would train. Raises CheckpointError."""
     model = build(read_config(copy.deepcopy(config), None, "config.json")[1]).model
-    stage = Stage(Maker(Mesh.alone(), torch.float32, seed=0), model, [range(0)], 0, vocab_size=3, padded_vocab_size=3)
+    stage = Stage(
+        ParamFactory(Mesh.single_process(), torch.float32, seed=0),
+        model,
+        [range(0)],
+        0,
+        vocab_size=3,
+        padded_vocab_size=3,
+    )
     assert stage.rope is not None
     return stage.rope
 
@@ -320,9 +327,9 @@ def test_what_is_exported_runs_in_transformers(family: str, scaling: str, window
     start = build(read_config({**PLAIN[family], "rope_parameters": DEFAULT}, None, "")[1]).model
     model = replace(start, window_size=None, window_attn_skip_freq=None)
     model = replace(model, rotary_base=100.0, **{**SCALINGS[scaling], **WINDOWS[windows]})
-    allowed = NAMED.find(family).windows
+    allowed = NAMED.get(family).window_layout
     if windows != "none" and (allowed == "" or (allowed == "all" and windows == "some")):
-        assert any("window" in line for line in misfits(model, NAMED.find(family)))
+        assert any("window" in line for line in incompatibilities(model, NAMED.get(family)))
         return
     assert choose_family(model, family, None) == family
     written = json.loads(json.dumps(write_config(model, family, 93, "float32", {"eos_token_id": 2})))
@@ -340,7 +347,7 @@ def test_a_gpt_oss_of_any_windows_and_positions_is_exported(scaling: str, window
     assert tool(*words) == 0  # logits of transformers among it
     assert tool("--from-hf", tmp_path / "hf", "--save", tmp_path / "again", "--check-bits") == 0
     again = saved_model(open_checkpoint(tmp_path / "again"))
-    assert (again.position_embedding_type, again.windows) == (model.position_embedding_type, model.windows)
+    assert (again.position_embedding_type, again.layer_windows) == (model.position_embedding_type, model.layer_windows)
 
 
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
@@ -352,7 +359,7 @@ def test_heads_that_are_left_away_are_those_of_transformers(family: str, key: st
     made = transformers.AutoConfig.for_model(**copy.deepcopy(config))
     model = build(read_config(config, None, "")[1]).model
     size = getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads
-    assert (model.groups, model.head_size) == (getattr(made, "num_key_value_heads", 32), size)
+    assert (model.num_kv_groups, model.head_size) == (getattr(made, "num_key_value_heads", 32), size)
 
 
 @pytest.mark.parametrize("case", READ)

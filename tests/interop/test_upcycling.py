@@ -14,12 +14,12 @@ from test_convert_megatron import Case
 from train_cases import config_from, run_from
 from whole import owned, whole_of
 
-from megalite.config.toml import to_toml
-from megalite.train.setup import SetupError
-from megalite.train.start import origin
-from megalite.train.start.origin import start_run
-from megalite.train.start.resume import open_saver, save
-from megalite.train.step import train_step
+from megalite.config.config_file import dump_config
+from megalite.training.checkpointing import initial_state as origin
+from megalite.training.checkpointing.initial_state import load_initial_state
+from megalite.training.checkpointing.resume import open_saver, save
+from megalite.training.setup import SetupError
+from megalite.training.train_step import train_step
 
 BASE = """--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 0.01 --mock-data --eval-iters 0 --device cpu
  --seq-length 8 --hidden-dropout 0 --attention-dropout 0 --vocab-size 93"""
@@ -33,11 +33,11 @@ UPCYCLE, FP64 = "--moe-use-upcycling", 1e-12
 
 def first(words: str) -> tuple[float, list[Any], list[str]]:
     """(first loss, pieces of the weights before it, notes) of a run in fp64 on this rank, which may save."""
-    run = run_from(config := origin.with_source(config_from(f"{BASE} {words}")), dtype=torch.float64)
-    saver, notes = open_saver(run, config), start_run(run, config)[1]
+    run = run_from(config := origin.complete_config(config_from(f"{BASE} {words}")), dtype=torch.float64)
+    saver, notes = open_saver(run, config), load_initial_state(run, config)[1]
     pieces, loss = owned(run.optimizer, "model/"), train_step(run).loss
     if saver is not None:
-        save(run, saver, to_toml(config))
+        save(run, saver, dump_config(config))
         saver.close()
     return loss, pieces, notes
 

@@ -19,14 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels import gated_matmul as gated
 from megalite.kernels import grouped_matmul as grouped
-from megalite.kernels import route
-from megalite.kernels.activation import Activation, activation_named
+from megalite.kernels import permute as route
+from megalite.kernels.activation import Activation, get_activation
 from megalite.kernels.activations.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
-from megalite.kernels.blocked_attention import Drop
+from megalite.kernels.blocked_attention import AttentionDropout
 from megalite.kernels.cross_entropy import shard_grad_, shard_grad_reference_, shard_stats, shard_stats_reference
-from megalite.kernels.dropout import drop_reference, dropout, keep_mask
+from megalite.kernels.dropout import dropout, dropout_reference, keep_mask
 from megalite.kernels.norms import add_norm, norm, norm_reference
 from megalite.kernels.rope import RopeScaling, _Rope, apply_rope, rope_tables, rotate_reference
 
@@ -85,7 +85,7 @@ def gelu_twin(tanh: bool) -> Callable[..., Any]:
 
 
 def activation_run(name: str) -> Callable[..., Any]:
-    return activated(activation_named(name).forward, activation_named(name).backward)
+    return activated(get_activation(name).forward, get_activation(name).backward)
 
 
 def beyond(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +171,7 @@ def attended(fn: Callable[..., Tensor], window: int | None = None, dropout_p: fl
         drop = None
         if dropout_p:
             ids_B = torch.arange(q.shape[1], device=q.device) * 1_000_003 + 2**33
-            drop = Drop(dropout_p, KEY, ids_B, head_offset=3)
+            drop = AttentionDropout(dropout_p, KEY, ids_B, head_offset=3)
         return fn(q, k, v, scale=q.shape[-1] ** -0.5, window=window, documents=documents, drop=drop, sink_H=sink_H)
 
     return run
@@ -179,12 +179,12 @@ def attended(fn: Callable[..., Tensor], window: int | None = None, dropout_p: fl
 
 def attention_definition(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, first_BS: Tensor | None = None,
-    drop: Drop | None = None, sink_H: Tensor | None = None, q_first: int = 0, k_first: int = 0,
+    drop: AttentionDropout | None = None, sink_H: Tensor | None = None, q_start: int = 0, k_start: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Of queries from position `q_first` on and keys from `k_first` on, with scores in memory: nothing here is shared with
+    """Of queries from position `q_start` on and keys from `k_start` on, with scores in memory: nothing here is shared with
     what is tested but the dropout mask."""
-    i = torch.arange(q_first, q_first + q.shape[0]).view(1, 1, -1, 1)
-    j = torch.arange(k_first, k_first + k.shape[0]).view(1, 1, 1, -1)
+    i = torch.arange(q_start, q_start + q.shape[0]).view(1, 1, -1, 1)
+    j = torch.arange(k_start, k_start + k.shape[0]).view(1, 1, 1, -1)
     low = torch.zeros_like(i) if window is None else (i - window + 1).clamp(min=0)
     if first_BS is not None:
         low = torch.maximum(low, first_BS[:, None, :, None])
@@ -284,8 +284,8 @@ class _Gated(torch.autograd.Function):
         a, du, dp = ctx.pair[1](dy, down, offsets, rows, u, p_M, ctx.activation)
         dw, ddown = (t.new_empty(t.shape, dtype=torch.float64) for t in (w, down))
         plain = grouped.grouped_weight_grad_reference_
-        plain(dw, du.double(), x.double(), offsets, rows, begin=True)
-        plain(ddown, dy.double(), a.double(), offsets, dy_rows=rows, begin=True)
+        plain(dw, du.double(), x.double(), offsets, rows, overwrite=True)
+        plain(ddown, dy.double(), a.double(), offsets, dy_rows=rows, overwrite=True)
         dx_MD = grouped.grouped_matmul_reference(du, w.transpose(1, 2), offsets)
         dx = x.new_zeros(x.shape, dtype=torch.float64).index_add_(0, rows, dx_MD.double())
         dbias = [t.new_zeros(t.shape) for t in bias]
@@ -294,12 +294,12 @@ class _Gated(torch.autograd.Function):
 
 
 def gating(name: str, *cases: Make) -> Op:
-    activation, plain = activation_named(name), {"matmul": grouped.grouped_matmul_reference}
+    activation, plain = get_activation(name), {"matmul": grouped.grouped_matmul_reference}
     clamped = name.startswith("clamped")
     forms = (functools.partial(f, clamped=clamped) for f in (swiglu_forward_reference, swiglu_backward_reference))
     twin, apart = (
         Activation(*forms, width=2),
-        tuple(functools.partial(f, **plain) for f in (gated.up_apart, gated.down_apart)),
+        tuple(functools.partial(f, **plain) for f in (gated.up_unfused, gated.down_unfused)),
     )
     fused = (gated.up_matmul, gated.down_gradients)
     return Op(
@@ -431,12 +431,12 @@ OPS: dict[str, Op] = {
     ),
     "dropout": Op(
         lambda x, ids: dropout(x, 0.25, KEY, ids, two_ranges(x)),
-        lambda x, ids: dropout(x, 0.25, KEY, ids, two_ranges(x), torch.zeros_like(x), by=drop_reference),
+        lambda x, ids: dropout(x, 0.25, KEY, ids, two_ranges(x), torch.zeros_like(x), impl=dropout_reference),
         tuple(numbered(s) for s in STREAMS),
     ),
     "dropout_add": Op(
         lambda x, a, ids: dropout(x, 0.1, KEY, ids, 2**20, a),
-        lambda x, a, ids: dropout(x, 0.1, KEY, ids, 2**20, a, by=drop_reference),
+        lambda x, a, ids: dropout(x, 0.1, KEY, ids, 2**20, a, impl=dropout_reference),
         tuple(numbered(s, s) for s in STREAMS),
     ),
     "grouped_matmul": Op(
@@ -455,8 +455,8 @@ OPS: dict[str, Op] = {
         *("clamped_swiglu", choices((3,), 5, 7, 2, bias=True), choices((0, 5, 140, 0), 70, 40, 9, bias=True))
     ),
     "combine": Op(
-        lambda y, slots: _Combined.apply(route.combine, y, slots),
-        lambda y, slots: _Combined.apply(route.combine_reference, y, slots),
+        lambda y, slots: _Combined.apply(route.unpermute, y, slots),
+        lambda y, slots: _Combined.apply(route.unpermute_reference, y, slots),
         (chosen(1, 1, 1, 0), chosen(7, 3, 100, 5), chosen(3, 2, 1050, 0)),
     ),
 }

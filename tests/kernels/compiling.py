@@ -148,7 +148,7 @@ def recorded(run: Callable[[], Any], capability: int = 90) -> list[Launch]:
         return launch
 
     with (
-        mock.patch.object(dispatch, "generation", lambda device: capability // 10),
+        mock.patch.object(dispatch, "sm_major", lambda device: capability // 10),
         mock.patch.object(dispatch.Kernel, "__getitem__", lambda self, grid: note(self.compiled(), grid)),
         mock.patch.object(dispatch, "runs_triton", lambda device_type: True),
     ):

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.kernels import bias_gelu
 from megalite.kernels.activations import clamped_swiglu, swiglu
 from megalite.kernels.adamw import adamw_
-from megalite.kernels.blocked_attention import Drop
+from megalite.kernels.blocked_attention import AttentionDropout
 from megalite.kernels.cross_entropy import stats_and_grad_
 from megalite.kernels.dropout import dropout
 from megalite.kernels.flash_attention import flash_attention
@@ -19,8 +19,8 @@ from megalite.kernels.gated_matmul import down_gradients, up_matmul
 from megalite.kernels.grad_norm import sum_of_squares
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.norms import FORWARD, add_norm, norm
+from megalite.kernels.permute import unpermute
 from megalite.kernels.rope import apply_rope, rope_tables
-from megalite.kernels.route import combine
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = tuple(width for width, *_ in FORWARD)
@@ -105,7 +105,7 @@ def attention(head_size: int, dtype: torch.dtype, value: int | None = None) -> W
         for p, documents, sunk in ((0.0, False, False), (0.0, False, True), (0.0, True, False), (0.1, True, True)):
             q, k, v = of(dtype, *((256, 2, *x) for x in ((4, head_size), (2, head_size), (2, value or head_size))))
             first_BS, ids_B = torch.zeros(2, 256, dtype=torch.int64), torch.arange(2)
-            drop = Drop(p, 0, ids_B) if p else None
+            drop = AttentionDropout(p, 0, ids_B) if p else None
             sink_H = torch.zeros(4, dtype=dtype) if sunk else None
             first_BS = first_BS if documents else None
             backward(flash_attention(q, k, v, scale=0.1, first_BS=first_BS, drop=drop, sink_H=sink_H))
@@ -123,7 +123,7 @@ def experts(width: int, dtype: torch.dtype) -> Work:
         dy = grouped_matmul(x, w, offsets, rows)
         grouped_matmul(dy, w.transpose(1, 2), offsets)
         for begin in (True, False):
-            grouped_weight_grad_(torch.zeros(E, width, D), dy, x, offsets, rows, begin=begin)
+            grouped_weight_grad_(torch.zeros(E, width, D), dy, x, offsets, rows, overwrite=begin)
 
     return Work("grouped_matmul", dtype, width, run)
 
@@ -144,7 +144,7 @@ def gated(width: int, dtype: torch.dtype) -> Work:
 
 def combined(width: int, dtype: torch.dtype) -> Work:
     y, slots = torch.zeros(8 * ROWS, width, dtype=dtype), torch.zeros(ROWS, 8, dtype=torch.int64)
-    return Work("route", dtype, width, lambda: combine(y, slots))
+    return Work("permute", dtype, width, lambda: unpermute(y, slots))
 
 
 def loss(columns: int, dtype: torch.dtype) -> Work:
@@ -160,7 +160,7 @@ def updates(moments: torch.dtype) -> Work:
         w, g = torch.zeros(2, 1 << 16)
         m, v = torch.zeros(2, 1 << 16, dtype=moments)
         for copy in (None, w.bfloat16()):
-            adamw_(w, g, m, v, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, copy=copy)
+            adamw_(w, g, m, v, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, model_param=copy)
         sum_of_squares(g)
 
     return Work("adamw", moments, 1 << 16, run)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_weight_grad import DTYPES, kept
 
-from megalite.kernels.adamw import round_at_random
-from megalite.kernels.weight_grad import accumulate_rows_
+from megalite.kernels.adamw import stochastic_round
+from megalite.kernels.weight_grad import accumulate_embedding_grad_
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.sampled_from(DTYPES), st.booleans())
@@ -18,7 +18,7 @@ def test_rows(index: list[int], dtype: torch.dtype, begin: bool) -> None:
     want = torch.zeros(6, 3, dtype=torch.float64) if begin else grad.double()
     for i, row in zip(index, dx, strict=True):
         want[i] += row.double()
-    accumulate_rows_(grad, torch.tensor(index), dx, begin=begin)
+    accumulate_embedding_grad_(grad, torch.tensor(index), dx, overwrite=begin)
     torch.testing.assert_close(grad.double(), want, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
 
 
@@ -26,7 +26,7 @@ def test_rows(index: list[int], dtype: torch.dtype, begin: bool) -> None:
 @settings(max_examples=200)
 def test_rounding_at_random_goes_to_a_neighbour(x: float, bits: int) -> None:
     exact = torch.tensor([x])
-    got = round_at_random(exact, torch.tensor([bits])).double()
+    got = stochastic_round(exact, torch.tensor([bits])).double()
     low = (exact.view(torch.int32) & ~0xFFFF).view(torch.float32).double()
     high = ((exact.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32).double()
     assert got in (low, high) and (exact.double() != low or got == low)

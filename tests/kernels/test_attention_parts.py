@@ -19,7 +19,7 @@ from torch import Tensor
 from megalite.kernels import blocked_attention as module
 from megalite.kernels import dispatch
 from megalite.kernels.attention import Documents, attention, attention_reference
-from megalite.kernels.blocked_attention import Drop, blocked_attention
+from megalite.kernels.blocked_attention import AttentionDropout, blocked_attention
 from megalite.kernels.cached_attention import cached_attention
 from megalite.kernels.flash_attention import flash_attention
 
@@ -39,8 +39,8 @@ def _tensors(
     return [x.to(dtype) for x in (*made, sink_H)[: 4 + sunk]]
 
 
-def _drop(p: float) -> Drop | None:
-    return Drop(p, 12345, torch.tensor([7, 9]), head_offset=3) if p else None
+def _drop(p: float) -> AttentionDropout | None:
+    return AttentionDropout(p, 12345, torch.tensor([7, 9]), head_offset=3) if p else None
 
 
 def _results(run: Call, tensors: Sequence[Tensor], **options: Any) -> list[Tensor]:
@@ -72,16 +72,16 @@ TRITON = [
 ]
 
 
-def _first(queries: int, q_first: int) -> Tensor:
+def _first(queries: int, q_start: int) -> Tensor:
     """Documents of other lengths in each sample, the first of which begin before the queries."""
-    i = torch.arange(q_first, q_first + queries)
+    i = torch.arange(q_start, q_start + queries)
     return torch.stack([i // 11 * 11, i // 17 * 17])
 
 
 def _options(case: tuple[Any, ...]) -> dict[str, Any]:
-    queries, _, q_first, k_first, window, p, documents, *_ = case
-    first = _first(queries, q_first) if documents else None
-    return dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first, first_BS=first)
+    queries, _, q_start, k_start, window, p, documents, *_ = case
+    first = _first(queries, q_start) if documents else None
+    return dict(window=window, drop=_drop(p), q_start=q_start, k_start=k_start, first_BS=first)
 
 
 def in_triton(case: tuple[Any, ...]) -> list[Tensor]:
@@ -110,16 +110,16 @@ def _documents(length: int, lengths: Sequence[int]) -> Documents:
 
 
 def _part_of(documents: Documents | None, start: int, end: int) -> Documents | None:
-    return None if documents is None else documents._replace(first_BS=documents.first_BS[:, start:end])
+    return None if documents is None else documents._replace(first_BS=documents.document_start_BS[:, start:end])
 
 
 @contextlib.contextmanager
 def _forced(name: str) -> Iterator[None]:
-    dispatch.choose("auto", name)
+    dispatch.set_kernel_options("auto", name)
     try:
         yield
     finally:
-        dispatch.choose("auto", "auto")
+        dispatch.set_kernel_options("auto", "auto")
 
 
 places = st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 60), st.integers(0, 60))
@@ -137,15 +137,15 @@ Asked = tuple[int | None, float, list[int] | None, str, int]
 def test_the_door_takes_queries_and_keys_at_any_positions(
     where: tuple[int, int, int, int], asked: Asked, sunk: bool, value: int
 ) -> None:
-    (queries, keys, q_first, k_first), (window, p, some, forced, rows) = where, asked
-    documents = some and _part_of(_documents(max(q_first + queries, k_first + keys), some), q_first, q_first + queries)
-    options = dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first)
+    (queries, keys, q_start, k_start), (window, p, some, forced, rows) = where, asked
+    documents = some and _part_of(_documents(max(q_start + queries, k_start + keys), some), q_start, q_start + queries)
+    options = dict(window=window, drop=_drop(p), q_start=q_start, k_start=k_start)
     tensors = _tensors(queries, keys, sunk, value)
     with _forced(forced), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "QUERIES", rows)
-        patch.setattr(module, "IN_WINDOW", (min(rows, 7), rows))
+        patch.setattr(module, "BLOCK_QUERIES", rows)
+        patch.setattr(module, "WINDOW_BLOCK_QUERIES", (min(rows, 7), rows))
         got = _results(attention, tensors, documents=documents or None, **options)
-    first_BS = documents.first_BS if documents else None
+    first_BS = documents.document_start_BS if documents else None
     _close(got, _results(attention_definition, tensors, first_BS=first_BS, **options), 1e-12)
 
 
@@ -156,16 +156,16 @@ def test_flops_of_parts_are_those_of_the_whole_and_go_by_widths(window: int | No
     class Summed:
         device_type, flops = "cuda", 0.0
 
-        def launched(self, kernel: dispatch.Kernel, args: tuple[Any, ...]) -> None:
+        def on_launch(self, kernel: dispatch.Kernel, args: tuple[Any, ...]) -> None:
             assert kernel.flops is not None
             self.flops += kernel.flops(*args)
 
     def of(*cuts: int, value: int = 64) -> float:
         q = torch.empty(cuts[-1], 2, 4, 64, device="meta", dtype=torch.bfloat16)
         v = q[..., :value]
-        with dispatch.planning(told := Summed()):
+        with dispatch.observe_launches(told := Summed()):
             for a, b in itertools.pairwise(cuts):
-                attention(q[a:b], q[:b], v[:b], scale=1.0, window=window, q_first=a)
+                attention(q[a:b], q[:b], v[:b], scale=1.0, window=window, q_start=a)
         return told.flops
 
     assert of(0, 7, 8, 100) == of(0, 100) > 0
@@ -176,7 +176,9 @@ def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> Non
     """Counted: elements of scores that the blocks make."""
 
     def scores(length: int, window: int | None) -> int:
-        blocks = module._Blocks(torch.empty(1, 1, length, 4), length, None, 1, module.Scoring(1.0, window))
+        blocks = module._AttentionBlocks(
+            torch.empty(1, 1, length, 4), length, None, 1, module.AttentionParams(1.0, window)
+        )
         return sum((here.stop - here.start) * (keys.stop - keys.start) for _, here, keys in blocks)
 
     assert scores(8192, 512) < 8192 * (512 + 128) and scores(8192, 16) < 8192 * (16 + 64)
@@ -218,7 +220,7 @@ def definition(*qkv: Tensor, path: str = "plain") -> Tensor:
 PATHS: dict[str, Callable[..., Tensor]] = {
     "plain": attention,
     "window": functools.partial(attention, window=WINDOW),
-    "dropout": functools.partial(attention, drop=Drop(1e-12, 3, torch.arange(B))),
+    "dropout": functools.partial(attention, drop=AttentionDropout(1e-12, 3, torch.arange(B))),
     "explicit": attention_reference,
     "generation": lambda q, k, v, scale: cached_attention(
         q, k, v, torch.arange(S).unsqueeze(1).expand(S, B), scale=scale

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def kept_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache_folder()))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    dispatch.choose("auto", "auto")  # a run of another test in this process may have chosen
+    dispatch.set_kernel_options("auto", "auto")  # a run of another test in this process may have chosen
 
 
 WIDEST_IN_REGISTERS = 8192
@@ -38,7 +38,7 @@ def known_spill(launch: Launch) -> bool:
     Attention's tiles for 9.0 are those that were fastest on such a card, spilling or not (docs/experiments.md). Its
     forward with dropout spills 16 bytes on 12.0, beside the hash of every score."""
     if launch.name in ("flash_attention.forward", "flash_attention.backward_kv"):
-        table = flash_attention.FORWARD if launch.name.endswith("forward") else flash_attention.BACKWARD_KV
+        table = flash_attention.FORWARD_TILES if launch.name.endswith("forward") else flash_attention.BACKWARD_KV_TILES
         tile = [launch.constants["ROWS"], launch.columns]
         dropout = launch.constants["THRESHOLD"] > 0 and launch.name.endswith("forward")
         narrow = max(launch.constants["WIDTH"], launch.constants["V_WIDTH"]) <= 128
@@ -76,7 +76,7 @@ def test_norms_activations_and_experts_access_memory_in_16_bytes() -> None:
             # one number per row is what a norm keeps, a dropped row's sample its number, and a column of a gradient;
             # an expert's offsets, the numbers and probabilities of its rows, biases from the cache (of 128 elements of
             # u, a and du that a thread writes, narrow stores would be 64), and of each of 8 choices its place
-            few = {"norms": 2, "columns": 1, "dropout": 2, "grouped_matmul": 8, "gated_matmul": 48, "route": 8}.get(
+            few = {"norms": 2, "row_sum": 1, "dropout": 2, "grouped_matmul": 8, "gated_matmul": 48, "permute": 8}.get(
                 launch.name.split(".")[0], 0
             )
             assert sum(widths.values()) <= few, f"{launch.name}: {dict(widths)}"
@@ -170,5 +170,5 @@ def test_a_card_gets_the_tiles_of_its_tensor_cores() -> None:
     for capability in CARDS:
         launch = recorded(attention(128, torch.bfloat16).run, capability)[0]
         tiles[capability] = [launch.constants["ROWS"], launch.constants["COLUMNS"]]
-    table = {unit: tile[:2] for unit, tile in flash_attention.FORWARD.items()}
+    table = {unit: tile[:2] for unit, tile in flash_attention.FORWARD_TILES.items()}
     assert tiles == {80: table["mma"], 89: table["mma"], 90: table["wgmma"], 100: table["tcgen05"], 120: table["mma"]}

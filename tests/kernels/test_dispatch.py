@@ -10,17 +10,17 @@ import programs
 import pytest
 import torch
 
-from megalite.config.packages import MissingPackage
+from megalite.common.optional_packages import MissingPackageError
 from megalite.kernels import attention, dispatch
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton, tile_for, use_triton
 
 FOLDER = Path(dispatch.__file__).parent
 Q = torch.zeros(4, 1, 2, 8)
-CACHED = (dispatch.chosen, dispatch.installed, dispatch.interpreted, dispatch.runs_triton)
+CACHED = (dispatch.kernel_option, dispatch.triton_installed, dispatch.triton_interpreted, dispatch.runs_triton)
 
 
 def forget() -> None:
-    dispatch.choose("auto", "auto")  # a run of another test in this process may have chosen
+    dispatch.set_kernel_options("auto", "auto")  # a run of another test in this process may have chosen
     for fn in CACHED:
         fn.cache_clear()
 
@@ -49,9 +49,9 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (triton is not installed)"
     runs_triton.cache_clear()
-    dispatch.chosen.cache_clear()
+    dispatch.kernel_option.cache_clear()
     monkeypatch.setenv("MEGALITE_KERNELS", "triton")
-    with pytest.raises(MissingPackage, match="pip install triton"):
+    with pytest.raises(MissingPackageError, match="pip install triton"):
         runs_triton("cuda")
 
 
@@ -59,19 +59,19 @@ def test_shapes_and_dtypes_that_stay_with_torch(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MEGALITE_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = torch.zeros(2, 8)
-    assert use_triton(x, 8) and use_triton(x.double(), 8) and use_triton(x, dispatch.LARGEST_TILE)
-    assert not use_triton(x, dispatch.LARGEST_TILE + 1)
+    assert use_triton(x, 8) and use_triton(x.double(), 8) and use_triton(x, dispatch.MAX_TILE_COLUMNS)
+    assert not use_triton(x, dispatch.MAX_TILE_COLUMNS + 1)
     assert not use_triton(x.long(), 8) and not use_triton(x[:0], 8) and not use_triton(x.to("meta"), 8)
     with pytest.raises(ValueError, match="columns=5000 is above the table's 4096"):
         tile_for(((128, 8, 4), (4096, 1, 8)), 5000)
 
 
 def test_the_plan_names_what_there_is() -> None:
-    frame = {"dispatch", "columns", "flash_blocks", "activation", "__init__"}
+    frame = {"dispatch", "row_sum", "flash_blocks", "activation", "__init__"}
     kernels = {p.stem for p in FOLDER.rglob("*.py") if re.search(r"^@kernel", p.read_text(), re.M)} - frame
-    assert kernels == set(dispatch.IN_TRITON)
+    assert kernels == set(dispatch.TRITON_KERNELS)
     line = describe_kernels("cuda")
-    assert line.startswith("triton: ") and all(name in line for name in dispatch.IN_TRITON)
+    assert line.startswith("triton: ") and all(name in line for name in dispatch.TRITON_KERNELS)
 
 
 RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 --max-position-embeddings 4
@@ -94,19 +94,19 @@ def test_a_run_says_what_its_kernels_are(variables: dict[str, str], code: int, s
 
 
 def test_an_option_is_what_a_variable_is_and_the_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatch.choose("torch", "flash")
+    dispatch.set_kernel_options("torch", "flash")
     assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (kernels=torch)"
-    assert attention.backend(Q, Q, masked=False) == "flash"
-    assert attention.describe_attention("cpu") == "flash (attention_kernel); in a window: blocked"
+    assert attention.select_backend(Q, Q, has_documents=False) == "flash"
+    assert attention.describe_backend("cpu") == "flash (attention_kernel); in a window: blocked"
     monkeypatch.setenv("MEGALITE_ATTENTION", "blocked")
-    dispatch.choose("torch", "flash")
-    assert attention.describe_attention("cpu") == "blocked (MEGALITE_ATTENTION)"
-    dispatch.choose("triton", "flash")
+    dispatch.set_kernel_options("torch", "flash")
+    assert attention.describe_backend("cpu") == "blocked (MEGALITE_ATTENTION)"
+    dispatch.set_kernel_options("triton", "flash")
     with pytest.raises(KernelError, match="^kernels=triton on CPU needs TRITON_INTERPRET=1"):
         runs_triton("cpu")
     monkeypatch.setenv("MEGALITE_KERNELS", "fast")
     with pytest.raises(KernelError, match="^MEGALITE_KERNELS=fast is unknown; use auto, triton or torch$"):
-        dispatch.choose("auto", "auto")
+        dispatch.set_kernel_options("auto", "auto")
 
 
 @pytest.mark.parametrize("more", ["--nproc 2 --global-batch-size 2", "--dry-run"])
@@ -123,26 +123,30 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MEGALITE_ATTENTION", "magic")
     told = "MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton, blocked or"
     with pytest.raises(KernelError, match=told):
-        attention.backend(Q, Q, masked=False)
+        attention.select_backend(Q, Q, has_documents=False)
     monkeypatch.setenv("MEGALITE_ATTENTION", "flash")
-    assert attention.backend(Q, Q, masked=False) == "flash"
+    assert attention.select_backend(Q, Q, has_documents=False) == "flash"
     torch.testing.assert_close(attention.attention(Q, Q, Q, scale=1.0), Q)
-    assert attention.backend(Q, Q, masked=False, window=True) == "blocked"
-    assert attention.describe_attention("cpu") == "flash (MEGALITE_ATTENTION); in a window: blocked"
+    assert attention.select_backend(Q, Q, has_documents=False, window=True) == "blocked"
+    assert attention.describe_backend("cpu") == "flash (MEGALITE_ATTENTION); in a window: blocked"
 
 
 def test_attention_on_a_cpu_is_chosen_by_dtype_mask_and_window() -> None:
     half = Q.bfloat16()
-    assert attention.backend(Q, Q, masked=False) == attention.backend(Q, Q, masked=True) == "torch"
-    assert (attention.backend(half, half, masked=False), attention.backend(half, half, masked=True)) == (
-        "blocked",
-        "torch",
+    assert (
+        attention.select_backend(Q, Q, has_documents=False)
+        == attention.select_backend(Q, Q, has_documents=True)
+        == "torch"
     )
-    assert {attention.backend(Q, Q, masked=m, window=True) for m in (False, True)} == {"blocked"}
-    assert attention.describe_attention("cpu") == attention.describe_attention("cpu", dropout=True) == "blocked"
-    assert attention.describe_attention("cpu", half=False) == "torch"
+    assert (
+        attention.select_backend(half, half, has_documents=False),
+        attention.select_backend(half, half, has_documents=True),
+    ) == ("blocked", "torch")
+    assert {attention.select_backend(Q, Q, has_documents=m, window=True) for m in (False, True)} == {"blocked"}
+    assert attention.describe_backend("cpu") == attention.describe_backend("cpu", dropout=True) == "blocked"
+    assert attention.describe_backend("cpu", half=False) == "torch"
     windows = "blocked, for dropout; in evaluation torch; in a window blocked"
-    assert attention.describe_attention("cpu", dropout=True, half=False, window=True) == windows
+    assert attention.describe_backend("cpu", dropout=True, half=False, window=True) == windows
 
 
 @pytest.mark.parametrize(
@@ -159,5 +163,7 @@ def test_shapes_that_attention_in_triton_takes(
     monkeypatch.setenv("MEGALITE_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q, v = (torch.empty(1, dtype=dtype).expand(1, batch, 48, size) for size in (head, value))
-    for how in (dict(window=True), dict(dropout=True), dict(masked=True, window=True)):
-        assert attention.backend(q, v, **({"masked": False} | how)) == ("triton" if fits else "blocked"), how
+    for how in (dict(window=True), dict(dropout=True), dict(has_documents=True, window=True)):
+        assert attention.select_backend(q, v, **({"has_documents": False} | how)) == (
+            "triton" if fits else "blocked"
+        ), how

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megalite.config.options import ModelConfig
-from megalite.kernels.activation import activation_named
+from megalite.kernels.activation import get_activation
 from megalite.kernels.gated_matmul import down_gradients, up_matmul
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
-from megalite.kernels.route import combine, expert_of_rows, slots_of, sort_by_expert
-from megalite.nn.experts import Experts
+from megalite.kernels.permute import expert_of_rows, inverse_permutation, sort_by_expert, unpermute
 from megalite.nn.micro_batch import Batch
-from megalite.nn.parameter import Maker
+from megalite.nn.moe import MoELayer
+from megalite.nn.parameter import ParamFactory
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
-from megalite.plan.bill import Recorder
-from megalite.plan.meta import Meta
+from megalite.planning.layer_cost import CostRecorder
+from megalite.planning.meta_mode import MetaMode
 
 EXACT = dict(rtol=1e-12, atol=1e-12)
 small = st.integers(1, 9)
@@ -70,7 +70,7 @@ def test_a_gradient_is_added_or_begun(
             want[e] += torch.outer(dy[m if dy_rows is None else dy_rows[m]], x[m if rows is None else rows[m]])
         first += size
     got, offsets = strided(sums, order), torch.tensor([0, *sizes]).cumsum(0)
-    grouped_weight_grad_(got, dy, x, offsets, rows, dy_rows=dy_rows, begin=begin)
+    grouped_weight_grad_(got, dy, x, offsets, rows, dy_rows=dy_rows, overwrite=begin)
     torch.testing.assert_close(got, want, **EXACT)
 
 
@@ -79,8 +79,8 @@ def test_gradients_are_kept_in_fp32(dtype: torch.dtype) -> None:
     """1 and then 2^-12, which half precision would lose."""
     ones, sums = torch.ones(2, 1, dtype=dtype), torch.full((2, 1, 1), torch.nan)
     offsets = torch.tensor([0, 1, 2])
-    grouped_weight_grad_(sums, ones, ones, offsets, begin=True)
-    grouped_weight_grad_(sums, ones, ones * 2.0**-12, offsets, begin=False)
+    grouped_weight_grad_(sums, ones, ones, offsets, overwrite=True)
+    grouped_weight_grad_(sums, ones, ones * 2.0**-12, offsets, overwrite=False)
     assert sums.flatten().tolist() == [1 + 2.0**-12] * 2
 
 
@@ -90,7 +90,7 @@ def with_one_that_is_lost() -> list[Tensor]:
     x[0] = torch.nan
     offsets = torch.tensor([0, 1, 71], dtype=torch.int32)
     y = grouped_matmul(x, w, offsets)
-    grouped_weight_grad_(sums, y, x, offsets, begin=True)
+    grouped_weight_grad_(sums, y, x, offsets, overwrite=True)
     return [y, sums]
 
 
@@ -115,20 +115,20 @@ def test_rows_go_to_their_experts_and_back(ids: list[list[int]], cut: bool) -> N
     assert offsets.tolist() == [sum(map(len, wanted[:e])) for e in range(E + 1)]
     assert order[: offsets[-1]].tolist() == sum(wanted, []) and sorted(order.tolist()) == list(range(N * K))
     order = order[: offsets[-1]] if cut else order
-    slots = slots_of(order, offsets, N, K)
+    slots = inverse_permutation(order, offsets, N, K)
     y = normal(len(order), 5)
     want = torch.zeros(N, 5, dtype=torch.float64)
     for m, at in enumerate(order[: offsets[-1]].tolist()):
         assert slots[at // K, at % K] == m
         want[at // K] += y[m]
     assert int((slots < 0).sum()) == N * K - int(offsets[-1])
-    torch.testing.assert_close(combine(y, slots), want, **EXACT)
+    torch.testing.assert_close(unpermute(y, slots), want, **EXACT)
 
 
 def test_a_sum_is_rounded_once() -> None:
     """256 and eight times 1: in bf16 one by one it would stay 256."""
     y = torch.tensor([[256.0]] + [[1.0]] * 8, dtype=torch.bfloat16)
-    assert combine(y, torch.arange(9).view(1, 9)).item() == 264
+    assert unpermute(y, torch.arange(9).view(1, 9)).item() == 264
 
 
 def test_a_plan_counts_one_product_for_all_experts_and_reads_nothing_of_a_card() -> None:
@@ -137,28 +137,28 @@ def test_a_plan_counts_one_product_for_all_experts_and_reads_nothing_of_a_card()
     model = nn.Module()
     model.w = nn.Parameter(torch.empty(E, F, D, dtype=torch.bfloat16, device="meta"))
     model.w.spec = ParamSpec("layers.0.mlp.experts.up", (E, F, D))  # type: ignore[union-attr]
-    with torch.no_grad(), Recorder() as seen:
-        w, grad = seen.own(model).w, model.w.sink.grad  # type: ignore[union-attr]
+    with torch.no_grad(), CostRecorder() as seen:
+        w, grad = seen.exclude_params(model).w, model.w.sink.grad  # type: ignore[union-attr]
         ids, x = torch.empty(N, K, dtype=torch.int64, device="meta"), torch.empty(N, D, dtype=w.dtype, device="meta")
         seen.phase = "F"
         order, offsets = sort_by_expert(ids, E)
         rows = order // K
         y = grouped_matmul(x, w, offsets, rows)
         dx = grouped_matmul(y, w.transpose(1, 2), offsets)
-        grouped_weight_grad_(grad, y, x, offsets, rows, begin=False)
-        assert combine(dx, slots_of(order, offsets, N, K)).shape == (N, D)
+        grouped_weight_grad_(grad, y, x, offsets, rows, overwrite=False)
+        assert unpermute(dx, inverse_permutation(order, offsets, N, K)).shape == (N, D)
     M = N * K
     wanted = [("up", (M, F, D, False)), ("up", (M, D, F, False)), ("up", (E * F, D, M / E, True))]
-    found = [(event.name, event.figures) for event in seen.trace if event.what == "matmul"]
+    found = [(event.name, event.values) for event in seen.trace if event.kind == "matmul"]
     assert [(name, figures[:4]) for name, figures in found] == wanted
     assert [figures[4:] for _, figures in found] == [(E, 2), (E, 2), (1, 2)]
-    moved = {event.name: event.figures[0] for event in seen.trace if event.what == "stream"}
-    assert moved["route_combine"] == 2 * (M * D + N * D) + 8 * N * K
+    moved = {event.name: event.values[0] for event in seen.trace if event.kind == "stream"}
+    assert moved["permute_combine"] == 2 * (M * D + N * D) + 8 * N * K
     assert not any(name.startswith("grouped_matmul") for name in moved)
-    with torch.no_grad(), Meta("cpu"):  # a rehearsal on a CPU
+    with torch.no_grad(), MetaMode("cpu"):  # a rehearsal on a CPU
         y = grouped_matmul(x, w, offsets, rows)
-        grouped_weight_grad_(grad, y, x, offsets, rows, begin=True)
-        assert y.shape == (M, F) and combine(y, slots_of(order, offsets, N, K)).shape == (N, F)
+        grouped_weight_grad_(grad, y, x, offsets, rows, overwrite=True)
+        assert y.shape == (M, F) and unpermute(y, inverse_permutation(order, offsets, N, K)).shape == (N, F)
 
 
 MOVES = ("stream", "beside")
@@ -169,8 +169,8 @@ def test_swiglu_in_the_epilogue_moves_what_it_must(fused: bool, forward: int, ba
     """Bytes per element of a in bf16 that kernels and operations move beside plain matmuls, which write u forward and da
     backward. What a token's probability takes is left out: there are 4096 columns."""
     E, N, K, F, D = 4, 32, 2, 4096, 8
-    activation = activation_named("swiglu") if fused else replace(activation_named("swiglu"), swiglu=None)
-    with torch.no_grad(), Recorder() as seen:
+    activation = get_activation("swiglu") if fused else replace(get_activation("swiglu"), swiglu_constants=None)
+    with torch.no_grad(), CostRecorder() as seen:
         x, w, down = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((N, D), (E, 2 * F, D), (E, D, F)))
         order, offsets = sort_by_expert(torch.empty(N, K, dtype=torch.int64, device="meta"), E)
         where = offsets, order // K
@@ -180,10 +180,10 @@ def test_swiglu_in_the_epilogue_moves_what_it_must(fused: bool, forward: int, ba
                 u, a = up_matmul(x, w, *where, p, activation)
             else:
                 again, du, dp = down_gradients(x, down, *where, u, p, activation)
-            moved = sum(event.figures[0] for event in seen.trace if event.phase == seen.phase and event.what in MOVES)
+            moved = sum(event.values[0] for event in seen.trace if event.phase == seen.phase and event.kind in MOVES)
             assert moved / a.numel() == pytest.approx(wanted, abs=0.05)
     assert (u.shape, du.shape, again.shape, dp.shape) == ((N * K, 2 * F), u.shape, a.shape, p.shape)
-    assert [event.figures[:3] for event in seen.trace if event.what == "matmul"] == [(64, 2 * F, D), (64, F, D)]
+    assert [event.values[:3] for event in seen.trace if event.kind == "matmul"] == [(64, 2 * F, D), (64, F, D)]
 
 
 def of_a_block(activation: str, biases: bool) -> list[Tensor]:
@@ -192,11 +192,11 @@ def of_a_block(activation: str, biases: bool) -> list[Tensor]:
         *(1, 24), activation=activation, num_experts=5, moe_router_topk=2, moe_ffn_hidden_size=20, init_method_std=0.5,
         add_bias_linear=biases,
     )  # fmt: skip
-    experts = Experts(Maker(Mesh.alone(), torch.float32, seed=3), "e", model, 0, False)
+    experts = MoELayer(ParamFactory(Mesh.single_process(), torch.float32, seed=3), "e", model, 0, False)
     for bias in experts.biases:
         torch.nn.init.normal_(bias, generator=torch.Generator().manual_seed(bias.numel()))
     x = normal(6, 2, 24).float().requires_grad_()
-    y = experts(x, Batch(torch.zeros(0), None, None, torch.arange(2), 0, loss_weight=1.0))
+    y = experts(x, Batch(torch.zeros(0), None, None, torch.arange(2), 0, loss_grad=1.0))
     y.backward(normal(6, 2, 24, seed=1).float())
     return [y.detach(), *(t.grad for t in (x, *experts.parameters()))]  # type: ignore[misc]
 
@@ -217,7 +217,7 @@ def operands(dtype: torch.dtype) -> list[Tensor]:
 
 def with_probabilities(dtype: torch.dtype, of: torch.dtype) -> list[Tensor]:
     """u and a, and a, du and dp of down, of rows in `dtype` with probabilities in `of`."""
-    (x, w, down), p, swiglu = operands(dtype), normal(70, seed=4).sigmoid().to(of), activation_named("swiglu")
+    (x, w, down), p, swiglu = operands(dtype), normal(70, seed=4).sigmoid().to(of), get_activation("swiglu")
     u, a = up_matmul(x, w, *CHOICES, p, swiglu)
     return [u, a, *down_gradients(x, down, *CHOICES, u, p, swiglu)]
 

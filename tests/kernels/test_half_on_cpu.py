@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_cases import ROOT, config_from, pretrain, run_from, stage_from
 
-from megalite.generate.generation import KeyValueCache, chosen_logits
+from megalite.generate.generation import KVCache, last_token_logits
 from megalite.kernels import blocked_attention, dispatch, matmul
 from megalite.kernels.attention import attention, attention_reference
 from megalite.kernels.cached_attention import cached_attention
@@ -23,9 +23,9 @@ from megalite.kernels.dispatch import FEW_ROWS, upcast_dtypes, upcasts
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.matmul import mm_
 from megalite.kernels.newton_schulz import coefficients, newton_schulz
-from megalite.kernels.weight_grad import accumulate_outer_
+from megalite.kernels.weight_grad import accumulate_weight_grad_
 from megalite.nn.micro_batch import Batch
-from megalite.train.step import train_step
+from megalite.training.train_step import train_step
 
 HALVES = [torch.bfloat16, torch.float16]
 ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # twice what one rounding may miss
@@ -112,7 +112,7 @@ def _add(t: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
 def _weight_grad(begin: bool, own: bool) -> Product:
     def product(t: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
         grad = t["g"].to(dtype if own else torch.promote_types(dtype, torch.float32)).clone()
-        accumulate_outer_(grad, t["y"], t["x"], begin=begin)
+        accumulate_weight_grad_(grad, t["y"], t["x"], overwrite=begin)
         return grad
 
     return product
@@ -127,7 +127,7 @@ def _experts(t: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
 
 def _experts_grad(t: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     grad = torch.zeros(4, 29, 48, dtype=torch.promote_types(dtype, torch.float32))
-    grouped_weight_grad_(grad, t["y"][:30], t["x"], OFFSETS, ROWS, begin=True)
+    grouped_weight_grad_(grad, t["y"][:30], t["x"], OFFSETS, ROWS, overwrite=True)
     return grad
 
 
@@ -166,7 +166,7 @@ def test_products_are_rounded_once(name: str, dtype: torch.dtype, sizes_of_block
 def test_a_weight_without_tokens_begins_with_zeros() -> None:
     grad, nothing = torch.full((3, 4), 7.0), torch.zeros(0, 4, dtype=torch.bfloat16)
     with instructions(False):
-        accumulate_outer_(grad, nothing[:, :3], nothing, begin=True)
+        accumulate_weight_grad_(grad, nothing[:, :3], nothing, overwrite=True)
     assert not grad.any()
 
 
@@ -186,7 +186,7 @@ KINDS = {
     "blocked": dict[str, Any](),
     "in a window": {"window": 5},
     "with sinks": {"sink_H": draw(4, seed=9).float()},
-    "with dropout": {"drop": blocked_attention.Drop(0.25, 3, torch.arange(2))},
+    "with dropout": {"drop": blocked_attention.AttentionDropout(0.25, 3, torch.arange(2))},
 }
 
 
@@ -197,7 +197,7 @@ def test_attention_and_its_gradients_are_those_of_fp64(
 ) -> None:
     given = KINDS.get("with dropout" if kind == "explicit" else kind, {})
     if kind in ("torch", "explicit"):
-        monkeypatch.setattr("megalite.kernels.attention.forced", lambda: "torch")
+        monkeypatch.setattr("megalite.kernels.attention.forced_backend", lambda: "torch")
     q, k, v, do = (draw(24, 2, heads, 16, seed=i).to(dtype) for i, heads in enumerate((4, 2, 2, 4)))
 
     def run(fn: Callable[..., Tensor], *qkv: Tensor) -> list[Tensor]:
@@ -303,12 +303,12 @@ def test_no_product_of_a_step_is_in_half_precision(model: str, precision: str) -
 @pytest.mark.parametrize("model", ["llama", "gpt-oss"])
 def test_no_product_of_a_text_is_in_half_precision(model: str) -> None:
     stage, zero = stage_from(MODELS[model] + " --bf16", torch.bfloat16), torch.zeros(3, dtype=torch.int64)
-    cache, places = KeyValueCache(16), torch.arange(6)[:, None].expand(-1, 3)
-    with torch.no_grad(), instructions(False), Products() as products, cache.used_by(stage):
+    cache, places = KVCache(16), torch.arange(6)[:, None].expand(-1, 3)
+    with torch.no_grad(), instructions(False), Products() as products, cache.installed_in(stage):
         for at in (places, places[:1] + 6):
-            cache.go_to(at, at.device)
-            x = stage.hidden(None, Batch(torch.ones_like(at), None, None, zero, 0, at))
-            assert stage.head is not None and chosen_logits(stage.head, x, zero).dtype == torch.bfloat16
+            cache.set_positions(at, at.device)
+            x = stage.forward_hidden(None, Batch(torch.ones_like(at), None, None, zero, 0, at))
+            assert stage.head is not None and last_token_logits(stage.head, x, zero).dtype == torch.bfloat16
     assert len(products.seen) > 10
     assert not {one for one in products.seen if one[1] in HALVES and one[2] > FEW_ROWS}
 

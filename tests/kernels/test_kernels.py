@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from cases import activation_run, attention_definition, normal, normals, results
 from torch import Tensor
 
-from megalite.config.registry import KINDS
-from megalite.kernels.activation import activation_named
-from megalite.kernels.attention import attention, in_sixteens, readable
-from megalite.kernels.dropout import drop_reference, dropout, fold, keep_mask
+from megalite.config.registry import REGISTRIES
+from megalite.kernels.activation import get_activation
+from megalite.kernels.attention import aligned_for_kernel, attention, is_16_byte_aligned
+from megalite.kernels.dropout import dropout, dropout_reference, fold_in, keep_mask
 from megalite.kernels.norms import norm
 from megalite.kernels.rope import apply_rope, rope_tables
-from megalite.nn.linear import gather_linear, linear_scatter
+from megalite.nn.linear import column_parallel_linear, row_parallel_linear
 from megalite.parallel.mesh import Mesh
 
-TP = Mesh.alone().tp
+TP = Mesh.single_process().tp
 SIZES = [(3, 8), (5, 7), (1, 1), (2, 129)]
 
 
@@ -48,7 +48,7 @@ def plain_clamped_swiglu(u: Tensor) -> Tensor:
 
 
 def act_linear(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda u, w: linear_scatter(u, w, TP, activation_named(name))
+    return lambda u, w: row_parallel_linear(u, w, TP, get_activation(name))
 
 
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[tuple[int, ...]]]]] = {
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[t
     ),
     "squared_relu linear": (act_linear("squared_relu"), lambda u, w: F.relu(u) ** 2 @ w.T, [[(3, 2, 5), (4, 5)]]),
     "gather_linear": (
-        lambda x, a, b: torch.cat(gather_linear(x, [a, b], TP), -1),
+        lambda x, a, b: torch.cat(column_parallel_linear(x, [a, b], TP), -1),
         lambda x, a, b: torch.cat([x @ a.T, x @ b.flatten(0, 1).T], -1),
         [[(3, 2, 5), (4, 5), (2, 3, 5)]],
     ),
@@ -114,22 +114,22 @@ def test_bf16_error_is_at_most_twice_that_of_plain_torch(name: str, i: int) -> N
 
 
 def test_dropout_depends_on_coordinates_alone() -> None:
-    key, p = fold(1, 2, 3, 4), 0.25
+    key, p = fold_in(1, 2, 3, 4), 0.25
     x, ids = torch.ones(8, 3, 16, dtype=torch.float64), torch.tensor([5, 70, 2**33])
     whole = dropout(x, p, key, ids)
     assert torch.equal(dropout(x[4:], p, key, ids, 4), whole[4:])  # another tp rank's positions
     two = torch.tensor([0, 1, 6, 7])  # those of a rank of context parallelism
     assert torch.equal(dropout(x[two], p, key, ids, two), whole[two])
-    compiled = torch.compile(drop_reference, backend="aot_eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(dropout_reference, backend="aot_eager", fullgraph=True, dynamic=False)
     assert torch.equal(compiled(x[two], None, p, torch.tensor(key), ids, two), whole[two])
     assert torch.equal(dropout(x[:, 1:2], p, key, ids[1:2]), whole[:, 1:2])  # another micro-batch
-    assert not torch.equal(dropout(x, p, fold(1, 2, 3, 5), ids), whole)
+    assert not torch.equal(dropout(x, p, fold_in(1, 2, 3, 5), ids), whole)
     assert set(whole.unique().tolist()) == {0.0, 1 / 0.75}
 
 
 def test_dropout_has_its_probability_and_no_pattern() -> None:
     axes = torch.arange(300).view(-1, 1), torch.arange(400)
-    keep = keep_mask(fold(7), 0.1, *axes).double()
+    keep = keep_mask(fold_in(7), 0.1, *axes).double()
     assert abs(keep.mean() - 0.9) < 4 * math.sqrt(0.09 / keep.numel())
     assert (keep.mean(0) - 0.9).abs().max() < 6 * math.sqrt(0.09 / 300)
     assert (keep.mean(1) - 0.9).abs().max() < 6 * math.sqrt(0.09 / 400)
@@ -142,17 +142,17 @@ def test_dropout_backward_uses_the_same_mask_and_saves_nothing() -> None:
     saved: list[Tensor] = []
     x, residual = normal(4, 2, 8).requires_grad_(), normal(4, 2, 8, seed=1).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-        y = dropout(x, 0.5, fold(3), torch.tensor([1, 2]), 0, residual)
+        y = dropout(x, 0.5, fold_in(3), torch.tensor([1, 2]), 0, residual)
     y.sum().backward()
     assert x.grad is not None and residual.grad is not None and not saved
     torch.testing.assert_close(x.grad * x.detach() + residual.detach(), y.detach())
     assert (residual.grad == 1).all()
 
 
-@pytest.mark.parametrize("name", KINDS["activation"])
+@pytest.mark.parametrize("name", REGISTRIES["activation"])
 def test_an_activations_width_and_backward_are_those_of_its_forward(name: str) -> None:
     """Of every file of kernels/activations/: backward's gradients and its `a` against differences in fp64."""
-    activation = activation_named(name)
+    activation = get_activation(name)
     u, v, bias = normal(2, 3, 4 * activation.width), normal(2, 3, 4, seed=1), normal(4 * activation.width, seed=2)
     assert activation.forward(u).shape == v.shape
     for added in [(), (bias,)][: 1 + activation.takes_bias]:
@@ -164,17 +164,19 @@ def test_an_activations_width_and_backward_are_those_of_its_forward(name: str) -
 def test_rows_are_told_that_begin_between_sixteen_bytes() -> None:
     """What a card's fused attention faults at, or reads wrongly."""
     whole = torch.zeros(4, 2, 3, 16, dtype=torch.bfloat16)
-    assert in_sixteens(whole) and in_sixteens(whole.transpose(0, 1)) and in_sixteens(whole[..., 8:])
-    assert not in_sixteens(whole[..., 1:9]) and not in_sixteens(whole.transpose(2, 3))
-    assert not in_sixteens(torch.zeros(4, 2, 3, 19, dtype=torch.bfloat16)[..., :16])
+    assert (
+        is_16_byte_aligned(whole) and is_16_byte_aligned(whole.transpose(0, 1)) and is_16_byte_aligned(whole[..., 8:])
+    )
+    assert not is_16_byte_aligned(whole[..., 1:9]) and not is_16_byte_aligned(whole.transpose(2, 3))
+    assert not is_16_byte_aligned(torch.zeros(4, 2, 3, 19, dtype=torch.bfloat16)[..., :16])
 
 
 def test_a_gradient_gets_the_strides_that_its_kernel_reads() -> None:
     wanted = torch.empty(2, 3, 4, 16).transpose(0, 2).stride()
     other = torch.randn(4, 3, 2, 16)
-    made = readable(other, wanted)
+    made = aligned_for_kernel(other, wanted)
     assert made.stride() == wanted and torch.equal(made, other)
-    assert readable(made, wanted) is made and readable(other) is other
-    assert in_sixteens(readable(torch.randn(4, 3, 2, 19)[..., :16]))
+    assert aligned_for_kernel(made, wanted) is made and aligned_for_kernel(other) is other
+    assert is_16_byte_aligned(aligned_for_kernel(torch.randn(4, 3, 2, 19)[..., :16]))
     one = torch.randn(4, 3, 1, 16)  # along one element a stride says nothing
-    assert readable(one, (48, 16, 777, 1)) is one
+    assert aligned_for_kernel(one, (48, 16, 777, 1)) is one

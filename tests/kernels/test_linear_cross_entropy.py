@@ -14,7 +14,7 @@ from megalite.kernels.cross_entropy import chunk_tokens
 from megalite.nn.loss import linear_cross_entropy
 from megalite.parallel.mesh import Mesh, build_mesh
 
-TP = Mesh.alone().tp
+TP = Mesh.single_process().tp
 SCALE = 0.37
 Result = tuple[Tensor, Tensor, Tensor]
 
@@ -52,7 +52,7 @@ def in_chunks(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: 
 
 def small(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, columns: int) -> None:
     """Chunks of about `tokens`, and blocks of `rows` inside them."""
-    monkeypatch.setattr(halves, "MIN_TOKENS", tokens)
+    monkeypatch.setattr(halves, "MIN_CHUNK_TOKENS", tokens)
     monkeypatch.setattr(halves, "CHUNK_BYTES", {"cpu": 1})
     monkeypatch.setattr(halves, "BLOCK_BYTES", {"cpu": 4 * rows * columns})
 
@@ -68,7 +68,7 @@ def test_equals_the_definition(
     small(monkeypatch, tokens, 2, vocab)
     x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
     m = mask if masked else None
-    got = in_chunks(x, w, labels, m, vocab, z_loss=z_loss, promised=promised)
+    got = in_chunks(x, w, labels, m, vocab, z_loss=z_loss, loss_grad=promised)
     want = definition(x, w, labels, m, vocab, z_loss)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert not got[2][vocab:].any()
@@ -87,7 +87,7 @@ def test_error_is_at_most_twice_that_of_plain_torch(
     small(monkeypatch, 20, 3, vocab)
     x, w, labels, mask = inputs(s, b, d, padded, vocab, dtype)
     exact = definition(x.double(), w.double(), labels, mask, vocab, z_loss)
-    chunked = in_chunks(x, w, labels, mask, vocab, z_loss=z_loss, promised=promised)
+    chunked = in_chunks(x, w, labels, mask, vocab, z_loss=z_loss, loss_grad=promised)
     for got, plain, want in zip(chunked, definition(x, w, labels, mask, vocab, z_loss), exact, strict=True):
         assert got.dtype == plain.dtype
         floor = torch.finfo(got.dtype).eps * want.abs().max()
@@ -128,7 +128,7 @@ def test_a_second_backward_is_refused() -> None:
 @given(st.integers(1, 10**5), st.integers(1, 2 * 10**5), st.sampled_from([torch.bfloat16, torch.float32]))
 def test_chunks_are_even_and_bounded(tokens: int, columns: int, dtype: torch.dtype) -> None:
     size = chunk_tokens(tokens, columns, dtype, torch.device("cpu"))
-    bound = max(halves.MIN_TOKENS, halves.CHUNK_BYTES["cpu"] // (columns * dtype.itemsize))
+    bound = max(halves.MIN_CHUNK_TOKENS, halves.CHUNK_BYTES["cpu"] // (columns * dtype.itemsize))
     assert 1 <= size <= min(tokens, bound)
     count = -(-tokens // size)
     assert count == -(-tokens // bound) and tokens > (count - 1) * size
@@ -165,7 +165,7 @@ def test_a_loss_and_its_z_loss_have_one_gradient() -> None:
 def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float) -> Result:
     s, b, d, padded, vocab = sizes
     mesh = build_mesh(tp=tp, pp=1, device=torch.device("cpu"))
-    halves.MIN_TOKENS, halves.CHUNK_BYTES = 5, {"cpu": 1}
+    halves.MIN_CHUNK_TOKENS, halves.CHUNK_BYTES = 5, {"cpu": 1}
     x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
     x, w = (t.chunk(tp)[mesh.tp.rank].clone().requires_grad_() for t in (x, w))
     loss, dx, dw = grads_of(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss), x, w)

@@ -9,7 +9,7 @@ import torch
 from cases import guarded, laid_out
 from torch import Tensor
 
-from megalite.kernels.adamw import BLOCK, adamw_, adamw_reference_, random_bits, round_at_random, rounding_key
+from megalite.kernels.adamw import BLOCK, adamw_, adamw_reference_, random_bits, rounding_seed, stochastic_round
 from megalite.kernels.dispatch import runs_triton
 from megalite.kernels.grad_norm import sum_of_squares, sums_of_squares
 
@@ -27,7 +27,7 @@ def tensors(n: int, moments: tuple[torch.dtype, torch.dtype], dtype: torch.dtype
 def test_rounding_at_random_is_right_in_the_mean() -> None:
     every = torch.arange(2**16)
     for x in (1.0 + 2**-9, -3.3, 1e-20):
-        rounded = round_at_random(torch.full((2**16,), x), every).double()
+        rounded = stochastic_round(torch.full((2**16,), x), every).double()
         assert rounded.mean().item() == pytest.approx(torch.tensor(x).double().item(), rel=1e-7)
         assert rounded.unique().numel() == 2
 
@@ -52,12 +52,12 @@ def test_random_bits_are_even_and_independent() -> None:
     for which in range(4):
         values = one.clone()
         values[which] = (values[which].view(torch.int32) + torch.arange(1 << 16, dtype=torch.int32)).view(torch.float32)
-        bits = random_bits(rounding_key(7), *values)
+        bits = random_bits(rounding_seed(7), *values)
         set_ = torch.stack([(bits >> n) & 1 for n in range(32)]).double()
         assert (set_.mean(1) - 0.5).abs().max() < 0.01  # 5 standard deviations
         together = (set_ - 0.5) @ (set_ - 0.5).T / set_.shape[1] * 4 - torch.eye(32)
         assert together.abs().max() < 0.025
-        other = random_bits(rounding_key(8), *values)
+        other = random_bits(rounding_seed(8), *values)
         assert (bits == other).double().mean() < 1e-3
 
 
@@ -69,7 +69,7 @@ def update_errors(n: int, which: int, device: str) -> dict[str, tuple[float, flo
     copy = laid_out(torch.empty(n, dtype=torch.bfloat16, device=device), "contiguous")
     copy.fill_(float("nan"))
     with guarded():
-        adamw_(*got, **ARGS, copy=copy)
+        adamw_(*got, **ARGS, model_param=copy)
     adamw_reference_(*plain, **ARGS)
     exact = [x.double() for x in tensors(n, moments)]
     adamw_reference_(*exact, **ARGS)

@@ -5,7 +5,7 @@ import torch
 from cases import normal
 
 from megalite.kernels import weight_grad
-from megalite.kernels.weight_grad import accumulate_outer_, accumulate_rows_
+from megalite.kernels.weight_grad import accumulate_embedding_grad_, accumulate_weight_grad_
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -31,7 +31,7 @@ def test_outer_product(
     grad = kept(f, d, begin=begin, dtype=dtype)
     product = dy.double().T @ x.double()
     want = product if begin else product + grad.double()
-    accumulate_outer_(grad, dy, x, begin=begin)
+    accumulate_weight_grad_(grad, dy, x, overwrite=begin)
     eps = torch.finfo(dtype).eps  # the product's only rounding; sums of 7 terms are within a few of fp32's
     torch.testing.assert_close(grad.double(), want, rtol=0, atol=float(eps * product.abs().max() * 4))
 
@@ -42,10 +42,10 @@ def test_on_a_card_a_matmul_needs_no_memory_of_its_own(dtype: torch.dtype) -> No
     n, f, d = 512, 4096, 2048
     dy, x = (normal(n, size, seed=size).to("cuda", dtype) for size in (f, d))
     grad = torch.full((f, d), torch.nan, device="cuda")
-    accumulate_outer_(grad, dy, x, begin=True)  # also makes cuBLAS take its workspace
+    accumulate_weight_grad_(grad, dy, x, overwrite=True)  # also makes cuBLAS take its workspace
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    accumulate_outer_(grad, dy, x, begin=False)
+    accumulate_weight_grad_(grad, dy, x, overwrite=False)
     assert torch.cuda.max_memory_allocated() - before < f * d  # bytes
     want = 2 * (dy.double().T @ x.double())
     # inputs of half precision are exact and their sums are fp32's: far below one rounding of a product in bf16
@@ -60,8 +60,8 @@ def test_on_a_card_rows_are_added_in_one_order() -> None:
     sums = []
     for _ in range(3):
         grad = torch.full((v, d), torch.nan, device="cuda")
-        accumulate_rows_(grad, index, dx, begin=True)
-        accumulate_rows_(grad, index, dx, begin=False)
+        accumulate_embedding_grad_(grad, index, dx, overwrite=True)
+        accumulate_embedding_grad_(grad, index, dx, overwrite=False)
         sums.append(grad)
     assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
     want = 2 * torch.zeros(v, d, dtype=torch.float64, device="cuda").index_add_(0, index, dx.double())

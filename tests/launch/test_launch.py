@@ -13,7 +13,7 @@ import programs
 import pytest
 from train_cases import SMALL
 
-from megalite.launch.ranks import LaunchError, Ranks, read_environment
+from megalite.launch.rank_info import LaunchError, RankInfo, read_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,46 +41,46 @@ MV2 = {name.replace("OMPI", "MV2"): value for name, value in ompi(1, 2, 1, 2).it
     "env,want",
     [
         ({}, None),
-        (TORCHRUN, Ranks(3, 4, 1, 2)),
-        ({**TORCHRUN, **ompi(1, 2, 0, 1), **slurm(1, 8)}, Ranks(3, 4, 1, 2)),  # torchrun under mpirun under SLURM
-        (ompi(1, 2, 1, 2), Ranks(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
-        (ompi(1, 2, 1, 2, MASTER_PORT="7"), Ranks(1, 2, 1, 2, "tcp://127.0.0.1:7")),
-        (ompi(5, 8, 1, 4, MASTER_ADDR="n0"), Ranks(5, 8, 1, 4, "tcp://n0:29500")),
+        (TORCHRUN, RankInfo(3, 4, 1, 2)),
+        ({**TORCHRUN, **ompi(1, 2, 0, 1), **slurm(1, 8)}, RankInfo(3, 4, 1, 2)),  # torchrun under mpirun under SLURM
+        (ompi(1, 2, 1, 2), RankInfo(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
+        (ompi(1, 2, 1, 2, MASTER_PORT="7"), RankInfo(1, 2, 1, 2, "tcp://127.0.0.1:7")),
+        (ompi(5, 8, 1, 4, MASTER_ADDR="n0"), RankInfo(5, 8, 1, 4, "tcp://n0:29500")),
         (ompi(0, 1, 0, 1), None),  # one process: --nproc says how many
-        (MV2, Ranks(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
-        (PMI, Ranks(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
-        (slurm(5, 8), Ranks(5, 8, 1, 4, "tcp://gpu07:20005")),
+        (MV2, RankInfo(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
+        (PMI, RankInfo(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
+        (slurm(5, 8), RankInfo(5, 8, 1, 4, "tcp://gpu07:20005")),
         (slurm(0, 1), None),
         # mpirun in a SLURM job: SLURM counts the daemons, of which there is one per node
-        ({**slurm(1, 2), **ompi(5, 8, 1, 4, MASTER_ADDR="n0")}, Ranks(5, 8, 1, 4, "tcp://n0:29500")),
-        ({**slurm(1, 2), **ompi(1, 2, 0, 1, MASTER_ADDR="n0")}, Ranks(1, 2, 0, 1, "tcp://n0:29500")),
+        ({**slurm(1, 2), **ompi(5, 8, 1, 4, MASTER_ADDR="n0")}, RankInfo(5, 8, 1, 4, "tcp://n0:29500")),
+        ({**slurm(1, 2), **ompi(1, 2, 0, 1, MASTER_ADDR="n0")}, RankInfo(1, 2, 0, 1, "tcp://n0:29500")),
         # srun --mpi=pmi2: both say the same, and SLURM knows the first host
-        ({**slurm(5, 8), "PMI_RANK": "5", "PMI_SIZE": "8"}, Ranks(5, 8, 1, 4, "tcp://gpu07:20005")),
+        ({**slurm(5, 8), "PMI_RANK": "5", "PMI_SIZE": "8"}, RankInfo(5, 8, 1, 4, "tcp://gpu07:20005")),
         # MPICH's mpiexec in a SLURM job: one daemon per node
-        ({**slurm(0, 2), **PMI}, Ranks(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
+        ({**slurm(0, 2), **PMI}, RankInfo(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
         # a shell in an allocation of 4 tasks: salloc's interactive step, srun --pty, the job's script
         (slurm(0, 4, SLURM_STEP_NUM_TASKS="1"), None),
         (slurm(0, 4, SLURM_STEP_ID=INTERACTIVE), None),
         ({name: value for name, value in slurm(0, 4).items() if name != "SLURM_STEP_ID"}, None),
-        ({**slurm(0, 4, SLURM_STEP_NUM_TASKS="1"), **PMI}, Ranks(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
+        ({**slurm(0, 4, SLURM_STEP_NUM_TASKS="1"), **PMI}, RankInfo(1, 2, 1, 2, "tcp://127.0.0.1:29500")),
         # a step of another size than its job, whose --ntasks-per-node is still there
         (
             slurm(1, 16, SLURM_STEP_NUM_TASKS="2", SLURM_NTASKS_PER_NODE="8", SLURM_STEP_TASKS_PER_NODE="2"),
-            Ranks(1, 2, 1, 2, "tcp://gpu07:20005"),
+            RankInfo(1, 2, 1, 2, "tcp://gpu07:20005"),
         ),
         # nodes with different numbers of tasks
         (
             slurm(9, 11, SLURM_LOCALID="1", SLURM_NODEID="2", SLURM_STEP_TASKS_PER_NODE="4(x2),3"),
-            Ranks(9, 11, 1, 3, "tcp://gpu07:20005"),
+            RankInfo(9, 11, 1, 3, "tcp://gpu07:20005"),
         ),
         # one process: --nproc says how many; an empty variable is none
         ({"RANK": "0", "WORLD_SIZE": "1"}, None),
         ({"RANK": "", "WORLD_SIZE": ""}, None),
         # torchrun of one process in each task of a step of 4: four runs, as torchrun says
-        ({**slurm(3, 4), "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, Ranks()),
+        ({**slurm(3, 4), "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, RankInfo()),
     ],
 )
-def test_the_table_of_environments(env: dict[str, str], want: Ranks | None) -> None:
+def test_the_table_of_environments(env: dict[str, str], want: RankInfo | None) -> None:
     assert read_environment(env) == want
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from megalite.launch import meeting
-from megalite.launch.meeting import MeetingError, interface_for_others, likely_cause, meet, name_meeting
+from megalite.launch import rendezvous as meeting
+from megalite.launch.rendezvous import RendezvousError, agree_on_prefix, interface_for_others, likely_cause, rendezvous
 
 SHORT = datetime.timedelta(seconds=1)
 LONG = datetime.timedelta(seconds=30)
@@ -36,7 +36,7 @@ def store() -> HashStore:
 
 def together(world: int, store: Any) -> list[str]:
     with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(lambda rank: name_meeting(store, rank, world, LONG), range(world)))
+        return list(pool.map(lambda rank: agree_on_prefix(store, rank, world, LONG), range(world)))
 
 
 def test_meetings_in_one_store_have_different_names(store: HashStore) -> None:
@@ -49,34 +49,34 @@ def test_meetings_in_one_store_have_different_names(store: HashStore) -> None:
 def test_a_rank_of_the_last_attempt_is_not_taken_for_one_of_this(store: HashStore) -> None:
     store.set("hello 1", "somebody who died")
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(name_meeting, store, 0, 2, LONG)
+        first = pool.submit(agree_on_prefix, store, 0, 2, LONG)
         store.wait(["answer somebody who died"])
         assert not first.done()
-        assert name_meeting(store, 1, 2, LONG) == first.result(30)
+        assert agree_on_prefix(store, 1, 2, LONG) == first.result(30)
 
 
 def test_a_rank_that_was_here_in_the_last_meeting_has_to_come_again(store: HashStore) -> None:
     """Rank 0 is started again before the others are: all that they said in the last meeting is still there."""
     [last, _] = together(2, store)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(name_meeting, store, 0, 2, LONG)
+        first = pool.submit(agree_on_prefix, store, 0, 2, LONG)
         time.sleep(10 * meeting.PAUSE_S)
         assert not first.done()
-        assert name_meeting(store, 1, 2, LONG) == first.result(30) != last
+        assert agree_on_prefix(store, 1, 2, LONG) == first.result(30) != last
 
 
 def test_who_is_missing_is_told(store: HashStore) -> None:
-    other = threading.Thread(target=name_meeting, args=(store, 2, 4, LONG))
+    other = threading.Thread(target=agree_on_prefix, args=(store, 2, 4, LONG))
     other.start()
-    with pytest.raises(MeetingError) as error:
-        name_meeting(store, 0, 4, SHORT)
+    with pytest.raises(RendezvousError) as error:
+        agree_on_prefix(store, 0, 4, SHORT)
     other.join(30)
     assert f"only ranks 0, 2 of 4 came within 1 s, from {socket.gethostname()}; missing: 1, 3." in str(error.value)
 
 
 def why(rank: int, host: str, port: int, serves: bool = True, nodes: int = 1) -> str:
-    with pytest.raises(MeetingError) as error:
-        meet(rank, 2, f"tcp://{host}:{port}", {}, SHORT, nodes=nodes, gloo=False, serves=serves)
+    with pytest.raises(RendezvousError) as error:
+        rendezvous(rank, 2, f"tcp://{host}:{port}", {}, SHORT, nodes=nodes, gloo=False, serves=serves)
     said = f"rank {rank} of 2 on {socket.gethostname()} could not meet the others at {host}:{port} within 1 s"
     assert said in str(error.value)
     return str(error.value)
@@ -119,7 +119,7 @@ def test_names_that_mean_nothing_or_the_machine_itself_are_told(monkeypatch: pyt
     monkeypatch.setattr(meeting, "interfaces", lambda: {"eth0": "10.0.0.3"})
     assert interface_for_others("there", 1) == "eth0"
     monkeypatch.setattr(meeting, "interfaces", lambda: {"eth0": "10.0.0.3", "ib0": "10.1.0.3"})
-    with pytest.raises(MeetingError, match="set GLOO_SOCKET_IFNAME .* to one of eth0, ib0"):
+    with pytest.raises(RendezvousError, match="set GLOO_SOCKET_IFNAME .* to one of eth0, ib0"):
         interface_for_others("there", 1)
 
 
@@ -127,8 +127,8 @@ def waits(rank: int, monkeypatch: pytest.MonkeyPatch, url: str, world: int = 3, 
     """What a rank says while it waits for the others, once."""
     monkeypatch.setattr(meeting, "NOTICE_S", 0.4)
     told: list[str] = []
-    with pytest.raises(MeetingError):
-        meet(rank, world, url, {}, SHORT, nodes=1, gloo=False, tell=told.append, **how)
+    with pytest.raises(RendezvousError):
+        rendezvous(rank, world, url, {}, SHORT, nodes=1, gloo=False, tell=told.append, **how)
     assert 1 <= len(told) <= 4 and len({*told}) == 1, told  # at 0.4 s, and again each time that has doubled
     return told[0]
 
@@ -148,9 +148,9 @@ def test_who_has_come_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPat
     told: list[str] = []
     url, how = f"tcp://127.0.0.1:{port}", dict(nodes=1, gloo=False)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, 0, 3, url, {}, datetime.timedelta(seconds=3), tell=told.append, **how)  # type: ignore[arg-type]
-        second = pool.submit(meet, 1, 3, url, {}, LONG, tell=told.append, **how)  # type: ignore[arg-type]
+        first = pool.submit(rendezvous, 0, 3, url, {}, datetime.timedelta(seconds=3), tell=told.append, **how)  # type: ignore[arg-type]
+        second = pool.submit(rendezvous, 1, 3, url, {}, LONG, tell=told.append, **how)  # type: ignore[arg-type]
         second.result(30)
-        with pytest.raises(MeetingError, match="only ranks 0, 1 of 3 came"):
+        with pytest.raises(RendezvousError, match="only ranks 0, 1 of 3 came"):
             first.result(30)
     assert told[-1] == f"waiting for 1 of 3 ranks at 127.0.0.1:{port}: rank 2"

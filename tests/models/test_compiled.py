@@ -18,15 +18,15 @@ from train_cases import BORDERS, config_from, logged, run_from
 
 from megalite.config.options import Config
 from megalite.kernels import dispatch
-from megalite.launch.ranks import Ranks
-from megalite.models.compiled import CompileError, check_compile
-from megalite.nn.later import Later
+from megalite.launch.rank_info import RankInfo
+from megalite.models.torch_compile import CompileError, check_compile
 from megalite.nn.micro_batch import Batch
-from megalite.plan.arrangement import arrange
-from megalite.train.life.preflight import check_machine, warm_up
-from megalite.train.setup import SetupError
-from megalite.train.state import Run
-from megalite.train.step import train_step
+from megalite.nn.wgrad_store import WeightGradStore
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.job.preflight import check_machine, compile_warmup
+from megalite.training.setup import SetupError
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
 
 STEPS = 2
 COMMON = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
@@ -67,7 +67,7 @@ def trained(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eage
     return figures(build(flags, dtype, backend)[0])
 
 
-RARELY = pytest.mark.everything(guards=("megalite/models/compiled.py", "megalite/models/gpt.py"))
+RARELY = pytest.mark.everything(guards=("megalite/models/torch_compile.py", "megalite/models/gpt.py"))
 OFTEN = [LLAMA + BORDERS + SELECTIVE]
 SELDOM = [DROP + FULL, DROP + BORDERS, QWEN, NEOX, DROP + SELECTIVE, PAIRS + PARTS]
 
@@ -77,7 +77,7 @@ def test_compiled_functions_train_as_eager_ones_and_are_few(flags: str) -> None:
     """Layers and steps, whose numbers are coordinates of dropout, share what is compiled; warm-up has compiled it."""
     count = Counting()
     run, config = build(flags + " --compile", backend=count)
-    warm_up(run, config)
+    compile_warmup(run, config)
     graphs = count.graphs
     assert 3 <= graphs <= 7
     got = figures(run)
@@ -102,10 +102,10 @@ def test_compiled_under_an_axis_trains_as_one_process(axes: tuple[str, str]) -> 
 def _warmed(flags: str) -> list[float]:
     """Loss and gradient norm of each step behind a warm-up; a checkpoint may come between."""
     run, config = build(flags)
-    warm_up(run, config)
+    compile_warmup(run, config)
     for main in run.optimizer.main:
         main.mul_(1.01)
-    run.optimizer.after_load()
+    run.optimizer.sync_after_load()
     return figures(run)
 
 
@@ -121,16 +121,16 @@ def test_a_warm_up_leaves_nothing_of_what_comes_and_goes(stage: int) -> None:
 def _waiting(flags: str) -> tuple[list[float], list[int], list[int]]:
     """Of a pipeline rank: loss and gradient norm of each step; graphs after warm-up, and after the steps; how many
     weight gradients each W computes."""
-    count, waited, compute = Counting(), list[int](), Later.run
+    count, waited, compute = Counting(), list[int](), WeightGradStore.compute_all
 
-    def counted(later: Later) -> None:
-        waited.append(len(list(later.sinks)))
+    def counted(later: WeightGradStore) -> None:
+        waited.append(len(list(later.main_grads)))
         compute(later)
 
     run, config = build(flags, backend=count)
-    warm_up(run, config)
+    compile_warmup(run, config)
     graphs = count.graphs
-    with mock.patch.object(Later, "run", counted):
+    with mock.patch.object(WeightGradStore, "compute_all", counted):
         return figures(run), [graphs, count.graphs], waited
 
 
@@ -218,7 +218,7 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(SetupError, match=r"^compile=True needs a C\+\+ compiler and there is no g\+\+.*; install one"):
-        check_machine(arrange(config, 1, 93), "cpu", Ranks(0, 1))
+        check_machine(make_run_plan(config, 1, 93), "cpu", RankInfo(0, 1))
     if sys.platform == "linux":  # where inductor does not look for it
         (tmp_path / "clang++").symlink_to(sys.executable)
         with pytest.raises(CompileError, match=r"there is no g\+\+; install"):
@@ -239,10 +239,10 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
         with pytest.raises(CompileError, match=text):
             check_compile("cpu")
     monkeypatch.delenv("CXX")
-    check_machine(arrange(config_from(f"{COMMON} {GPT}"), 1, 93), "cpu", Ranks(0, 1))  # not asked for
-    dispatch.choose("triton", "auto")
+    check_machine(make_run_plan(config_from(f"{COMMON} {GPT}"), 1, 93), "cpu", RankInfo(0, 1))  # not asked for
+    dispatch.set_kernel_options("triton", "auto")
     try:
         with pytest.raises(CompileError, match="^compile=True .*, but kernels=triton; use auto or torch$"):
             check_compile("cpu")
     finally:
-        dispatch.choose("auto", "auto")
+        dispatch.set_kernel_options("auto", "auto")

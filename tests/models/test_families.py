@@ -10,25 +10,25 @@ from formulas import head_flops, layer_flops, mean_keys
 from train_cases import config_from
 
 from megalite.config.options import build
-from megalite.interop.naming import rules
+from megalite.interop.name_mapping import rules
 from megalite.models.families import PRESETS
-from megalite.models.specs import specs_of
-from megalite.plan.arrangement import Arrangement, arrange
-from megalite.plan.kinds import model_flops
+from megalite.models.specs import model_specs
+from megalite.planning.layer_kinds import flops_per_token
+from megalite.planning.run_plan import RunPlan, make_run_plan
 
 PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
 
 
-def arranged(name: str) -> Arrangement:
+def arranged(name: str) -> RunPlan:
     config = config_from(f"--preset {name} --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data")
-    return arrange(config, 1, config.data.vocab_size or 50257)
+    return make_run_plan(config, 1, config.data.vocab_size or 50257)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_counts_are_the_published_ones(name: str) -> None:
     """Of the model, and of those that a token meets, which of a dense one are all."""
     made = arranged(name)
-    assert [made.parameters, made.active] == (PUBLISHED[name] * 2)[:2]
+    assert [made.num_parameters, made.num_active_parameters] == (PUBLISHED[name] * 2)[:2]
 
 
 def test_tiny_moe_computes_as_much_as_tiny() -> None:
@@ -38,27 +38,27 @@ def test_tiny_moe_computes_as_much_as_tiny() -> None:
 
 
 def test_gpt3_is_175_billion() -> None:
-    assert round(arranged("gpt3-175b").parameters / 1e9) == 175
+    assert round(arranged("gpt3-175b").num_parameters / 1e9) == 175
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_stages_of_a_model_hold_what_the_model_does(tied: bool) -> None:
     model = build({**PRESETS["tiny"], "untie_embeddings_and_output_weights": not tied}).model
-    whole, halves = specs_of(model, 100), (range(3), range(3, 8))
-    first, last = (specs_of(model, 100, stages=halves, number=number) for number in (0, 1))
+    whole, halves = model_specs(model, 100), (range(3), range(3, 8))
+    first, last = (model_specs(model, 100, stages=halves, stage_index=number) for number in (0, 1))
     assert {**first, **last} == whole
     assert first.keys() & last.keys() == ({"embedding.word"} if tied else set())  # the last stage's head is it
-    padded = specs_of(model, 100, padded=128)["embedding.word"]
+    padded = model_specs(model, 100, padded_vocab_size=128)["embedding.word"]
     assert (padded.shape[0], padded.stored_shape) == (128, whole["embedding.word"].shape)
 
 
 def test_a_line_of_rules_with_stars_is_two_rules() -> None:
     weight, bias = rules("layer.c_attn.* = our.q* + our.kv*[0] (columns)", "h.{n}.")
-    assert (weight.theirs, weight.ours) == ("h.{n}.c_attn.weight", ("layers.{n}.q", "layers.{n}.kv[0]"))
-    assert (bias.theirs, bias.ours) == ("h.{n}.c_attn.bias", ("layers.{n}.q_bias", "layers.{n}.kv_bias[0]"))
+    assert (weight.external, weight.params) == ("h.{n}.c_attn.weight", ("layers.{n}.q", "layers.{n}.kv[0]"))
+    assert (bias.external, bias.params) == ("h.{n}.c_attn.bias", ("layers.{n}.q_bias", "layers.{n}.kv_bias[0]"))
     assert (weight.form, bias.form) == ("columns", "rows")
     (head,) = rules("lm_head.weight = head | embedding.word", "")
-    assert (head.ours, head.copied) == (("head",), ("embedding.word",))
+    assert (head.params, head.duplicates) == (("head",), ("embedding.word",))
 
 
 WINDOW = {"window_size": (1023, 0)}
@@ -70,7 +70,7 @@ def test_flops_are_those_of_the_literature(length: int, seen: dict[str, Any]) ->
     """Of Llama-3-8B, three times the forward's; in a window what is seen."""
     model = build({**PRESETS["llama3-8b"], **seen}).model
     want = 3 * (32 * layer_flops(model, length) + head_flops(model, 128256))
-    assert model_flops(replace(model, seq_length=length), 128256) == pytest.approx(want, rel=1e-12)
+    assert flops_per_token(replace(model, seq_length=length), 128256) == pytest.approx(want, rel=1e-12)
 
 
 def test_keys_that_a_window_shows_are_counted_one_by_one() -> None:

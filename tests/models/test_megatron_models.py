@@ -9,7 +9,7 @@ from reference_model import Model, shapes
 from train_cases import config_from
 
 from megalite.config.options import padded_vocab_size
-from megalite.models.specs import specs_of
+from megalite.models.specs import model_specs
 
 D, H, L, S, V = 48, 6, 3, 20, 100
 LINE = f"""--num-layers {L} --hidden-size {D} --num-attention-heads {H} --seq-length {S} --max-position-embeddings {S}
@@ -21,14 +21,14 @@ LINES = tomllib.loads(Path(__file__).with_name("megatron_lines.toml").read_text(
 @pytest.mark.parametrize("flags", LINES)
 def test_the_tensors_are_those_of_megatron(flags: str) -> None:
     model = config_from(f"{LINE} {flags}").model
-    made = specs_of(model, padded_vocab_size(V, model.make_vocab_size_divisible_by, 1))
+    made = model_specs(model, padded_vocab_size(V, model.make_vocab_size_divisible_by, 1))
     assert {name: spec.shape for name, spec in made.items()} == shapes(replace(GPT, **LINES[flags]))
 
 
 def test_embeddings_begin_with_a_deviation_of_their_own() -> None:
     def deviations(flags: str) -> dict[str, object]:
         config = config_from(f"{LINE} {flags}")
-        return {name: spec.init for name, spec in specs_of(config.model, 128).items()}
+        return {name: spec.init for name, spec in model_specs(config.model, 128).items()}
 
     plain = deviations("--untie-embeddings-and-output-weights --init-method-std 0.5")
     other = deviations("--untie-embeddings-and-output-weights --init-method-std 0.5 --embedding-init-method-std 1.5")

@@ -13,14 +13,14 @@ from train_cases import config_from, run_from
 from whole import owned, whole_of
 
 from megalite.config import cli
-from megalite.config.validation import check
-from megalite.data.samples.batches import MicroBatch
+from megalite.config.validation import find_problems
+from megalite.data.datasets.batches import MicroBatch
 from megalite.models.families import PRESETS
-from megalite.plan.kinds import Setting, cut, kinds_of, layers_bill
-from megalite.train.batch import host_batch
-from megalite.train.loop import evaluate
-from megalite.train.setup import batch_marks
-from megalite.train.step import train_step
+from megalite.planning.layer_kinds import LayerSetting, layer_kinds, layers_cost, single_document_sharding
+from megalite.training.batch import to_host_batch
+from megalite.training.setup import host_batch_options
+from megalite.training.train_step import train_step
+from megalite.training.trainer import evaluate
 
 T, B = 16, 2
 SGD = " --optimizer sgd --sgd-momentum 0 --lr 1 --clip-grad 0 --weight-decay 0 --global-batch-size 4 --train-iters 1"
@@ -58,12 +58,12 @@ def _updated(flags: str, cases: list[Samples]) -> list[tuple[tuple[float, float]
     for number, case in enumerate(cases):
         run = run_from(config, dtype=torch.float64)
         tokens = np.random.default_rng(number).integers(0, 94, (len(case), B, T + 1))
-        parts, marks = zip(tokens, case, strict=True), batch_marks(config, run.mesh)
+        parts, marks = zip(tokens, case, strict=True), host_batch_options(config, run.mesh)
         batches = (MicroBatch(ids, np.arange(B) + B * m, one[0], _first(one[1])) for m, (ids, one) in enumerate(parts))
-        hosts = [host_batch(batch, pin=False, **marks) for batch in batches]
-        run.data.get = lambda consumed, size, hosts=hosts: (hosts, 0.0)  # type: ignore[method-assign]
-        losses = train_step(run).loss, evaluate(run, run.data, 1)
-        run.buffer.wait_gather()
+        hosts = [to_host_batch(batch, pin=False, **marks) for batch in batches]
+        run.train_loader.get = lambda consumed, size, hosts=hosts: (hosts, 0.0)  # type: ignore[method-assign]
+        losses = train_step(run).loss, evaluate(run, run.train_loader, 1)
+        run.buffer.wait_param_sync()
         done.append((losses, owned(run.optimizer, "model/")))
         run.close()
     return done
@@ -94,15 +94,19 @@ S8 = """--num-layers 1 --hidden-size 512 --num-attention-heads 8 --seq-length 25
 
 def _moved(flags: str, cp: int, tp: int = 1, again: tuple[str, ...] = (), **more: Any) -> tuple[Counter, Any]:
     """Collectives over cp of a layer, by phase, name and bytes given; its bill."""
-    (kind,) = kinds_of(config_from(f"{S8} {flags}").model)
-    bill = layers_bill((kind,), Setting(tp, B, torch.bfloat16, again=again, places=cut(kind, cp)), **more)
-    events = [e for e in bill.trace if e.what == "begin" and e.name.startswith("cp ")]
-    return Counter((e.phase, e.name[3:], e.figures[0]) for e in events), bill
+    (kind,) = layer_kinds(config_from(f"{S8} {flags}").model)
+    bill = layers_cost(
+        (kind,),
+        LayerSetting(tp, B, torch.bfloat16, recompute_modules=again, cp_sharding=single_document_sharding(kind, cp)),
+        **more,
+    )
+    events = [e for e in bill.trace if e.kind == "begin" and e.name.startswith("cp ")]
+    return Counter((e.phase, e.name[3:], e.values[0]) for e in events), bill
 
 
 @pytest.mark.parametrize("cp,tp,groups", [(2, 1, 4), (4, 1, 4), (4, 2, 2), (4, 1, 1), (8, 1, 8)])
 def test_a_layer_moves_and_keeps_what_the_formulas_say(cp: int, tp: int, groups: int) -> None:
-    """nn/context.py. The bill's bytes are those of the whole tensor, of which f = (cp - 1) / cp crosses."""
+    """nn/context_parallel.py. The bill's bytes are those of the whole tensor, of which f = (cp - 1) / cp crosses."""
     length, K, g, h = 256, 64, max(1, groups // tp), 8 // tp
     flags = f"--num-query-groups {groups}"
     kv = 2 * length * B * g * K
@@ -120,13 +124,13 @@ def test_a_layer_moves_and_keeps_what_the_formulas_say(cp: int, tp: int, groups:
     assert not one
     assert alone.flops[0] == pytest.approx(cp * bill.flops[0]) and alone.flops[1] == pytest.approx(cp * bill.flops[1])
     head = 2 * length // cp * B * K
-    part = alone.saved / cp - g * head  # without what is beside v in one tensor, the keys before their rotation
-    assert bill.saved == pytest.approx(part, rel=0.01)
+    part = alone.saved_bytes / cp - g * head  # without what is beside v in one tensor, the keys before their rotation
+    assert bill.saved_bytes == pytest.approx(part, rel=0.01)
     if swap is not None:  # keys of each rank's heads, and o once
-        assert swap.saved == pytest.approx(part + head * (2 * max(g, cp) - 2 * g), rel=0.01)
+        assert swap.saved_bytes == pytest.approx(part + head * (2 * max(g, cp) - 2 * g), rel=0.01)
     for way in ("allgather", "a2a")[: 1 + (swap is not None)]:  # its own hooks do not keep it from the host
-        lent = _moved(f"{flags} --cp-comm-type {way}", cp, tp, least=1)[1]
-        assert lent.away > 0.99 * lent.saved
+        lent = _moved(f"{flags} --cp-comm-type {way}", cp, tp, offload_min_numel=1)[1]
+        assert lent.offloaded_bytes > 0.99 * lent.saved_bytes
 
 
 def test_a_window_moves_the_blocks_that_it_sees_alone() -> None:
@@ -138,13 +142,15 @@ def test_a_window_moves_the_blocks_that_it_sees_alone() -> None:
 
 
 def test_what_is_recomputed_is_gathered_once_more_and_not_twice() -> None:
-    for options in (dict(again=("core_attn",)), dict(whole=True)):
+    for options in (dict(again=("core_attn",)), dict(full_recompute=True)):
         moved, bill = _moved("--num-query-groups 4", 4, **options)  # type: ignore[arg-type]
         assert sum(n for (phase, name, _), n in moved.items() if name == "all-gather") == 2, options
-        assert bill.saved == _moved("--num-query-groups 4", 1, **options)[1].saved / 4 + 2, options  # its dtype
+        assert bill.saved_bytes == _moved("--num-query-groups 4", 1, **options)[1].saved_bytes / 4 + 2, (
+            options
+        )  # its dtype
 
 
 def test_p2p_is_taken_as_allgather_with_a_note() -> None:
     config, notes = cli.read([*COMMON.split(), *"--cp 2 --cp-comm-type p2p".split()], PRESETS)
-    assert config.model.exchanges == ("allgather",) * 4 and not check(config, 4)
+    assert config.model.layer_cp_comm == ("allgather",) * 4 and not find_problems(config, 4)
     assert any(note.startswith("cp_comm_type=p2p is taken as allgather") for note in notes)

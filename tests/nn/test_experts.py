@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.config.options import ModelConfig
-from megalite.nn.experts import Experts
-from megalite.nn.later import Later
 from megalite.nn.micro_batch import Batch
-from megalite.nn.parameter import Maker, named_specs
-from megalite.nn.router import LOSSES
+from megalite.nn.moe import MoELayer
+from megalite.nn.parameter import ParamFactory, params_with_specs
+from megalite.nn.router import AUX_LOSSES
+from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh, build_mesh
 
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Routing, dict[str, Any]]] = {
         dict(moe_shared_expert_intermediate_size=6),
     ),
     "one of sigmoid, ungated": (Routing(8, 1, "sigmoid", coefficients={"aux_loss": 0.3}), dict(activation="gelu")),
-    "all experts": (Routing(4, 4, coefficients=dict.fromkeys(LOSSES, 0.1)), {}),
+    "all experts": (Routing(4, 4, coefficients=dict.fromkeys(AUX_LOSSES, 0.1)), {}),
     "sinkhorn of one": (Routing(4, 1, "sigmoid", sinkhorn=True, coefficients={"z_loss": 0.1}), {}),
     "sinkhorn of two": (Routing(8, 2, pre_softmax=True, sinkhorn=True), {}),
     "gpt-oss": (Routing(8, 3, coefficients={"aux_loss": 0.1}), dict(add_bias_linear=True, activation="clamped_swiglu")),
@@ -57,9 +57,9 @@ CASES: dict[str, tuple[Routing, dict[str, Any]]] = {
 }
 
 
-def make(name: str) -> tuple[Experts, Routing]:
+def make(name: str) -> tuple[MoELayer, Routing]:
     routing, more = CASES[name]
-    experts = Experts(Maker(Mesh.alone(), torch.float64, seed=3), "e", routing.model(**more), 0, False)
+    experts = MoELayer(ParamFactory(Mesh.single_process(), torch.float64, seed=3), "e", routing.model(**more), 0, False)
     for bias in (*experts.biases, experts.router.logit_bias):
         if bias is not None:
             torch.nn.init.normal_(bias, generator=torch.Generator().manual_seed(bias.numel()))
@@ -69,8 +69,8 @@ def make(name: str) -> tuple[Experts, Routing]:
     return experts, routing
 
 
-def where(later: Later | None = None, step: int = 0) -> Batch:
-    return Batch(torch.zeros(0), None, None, torch.arange(B), step, later=later, loss_weight=WEIGHT)
+def where(later: WeightGradStore | None = None, step: int = 0) -> Batch:
+    return Batch(torch.zeros(0), None, None, torch.arange(B), step, wgrad_store=later, loss_grad=WEIGHT)
 
 
 def balanced(logits_NE: Tensor) -> Tensor:
@@ -102,10 +102,10 @@ def chosen(logits: Tensor, r: Routing, bias: Tensor | None, by: Tensor | None) -
 
 
 def weights(r: Routing) -> Tensor:
-    return torch.tensor([r.coefficients.get(kind, 0.0) for kind in LOSSES], dtype=torch.float64)
+    return torch.tensor([r.coefficients.get(kind, 0.0) for kind in AUX_LOSSES], dtype=torch.float64)
 
 
-def definition(x_SBD: Tensor, experts: Experts, r: Routing) -> tuple[Tensor, Tensor, Tensor]:
+def definition(x_SBD: Tensor, experts: MoELayer, r: Routing) -> tuple[Tensor, Tensor, Tensor]:
     """(output, counts, the auxiliary losses' sums over tokens, times their coefficients)"""
 
     def feed(x: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
@@ -128,9 +128,9 @@ def definition(x_SBD: Tensor, experts: Experts, r: Routing) -> tuple[Tensor, Ten
             counts[b, ids] += 1
             of = [experts.up, experts.down, *experts.biases]
             parts = [p * feed(x_SBD[s, b], *(w[e] for w in of)) for e, p in zip(ids, probs, strict=True)]
-            if experts.shared is not None:
+            if experts.shared_expert is not None:
                 gate = 1.0 if experts.shared_gate is None else (x_SBD[s, b] @ experts.shared_gate).sigmoid()
-                parts.append(gate * feed(x_SBD[s, b], experts.shared.up, experts.shared.down))
+                parts.append(gate * feed(x_SBD[s, b], experts.shared_expert.up, experts.shared_expert.down))
             out[s, b] = torch.stack(parts).sum(0)
     P_SBE = logits_SBE.softmax(-1)
     if r.score_function == "sigmoid":
@@ -163,13 +163,13 @@ def test_experts_are_what_they_are_defined_as(name: str, length: int) -> None:
     experts, routing = make(name)
     parameters = list(experts.parameters())
     y = experts(x.requires_grad_(), where())
-    assert not experts.router.counts.any(), "only backward counts"
+    assert not experts.router.expert_counts.any(), "only backward counts"
     grads = torch.autograd.grad(y, [x, *parameters], dy)
     want, counts, losses = definition(x, experts, routing)
     close(y, want)
-    assert torch.equal(experts.router.counts, counts)
+    assert torch.equal(experts.router.expert_counts, counts)
     if routing.coefficients:
-        close(experts.router.losses * weights(routing), losses)
+        close(experts.router.loss_sums * weights(routing), losses)
     total = (want * dy).sum() + WEIGHT * losses.sum()
     wanted = torch.autograd.grad(total, [x, *parameters], allow_unused=True)
     for p, grad, right in zip(["x", *parameters], grads, wanted, strict=True):
@@ -191,8 +191,8 @@ def _as_one(sizes: dict[str, int], routing: Routing, biases: tuple[float, ...], 
     dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
     given = torch.randn(2, length, 4 * micro, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
-    def through(mesh: Mesh, given: Tensor) -> tuple[Experts, list[Tensor]]:
-        experts = Experts(Maker(mesh, torch.float64, seed=3), "e", routing.model(wide=F + 1), 0, False)
+    def through(mesh: Mesh, given: Tensor) -> tuple[MoELayer, list[Tensor]]:
+        experts = MoELayer(ParamFactory(mesh, torch.float64, seed=3), "e", routing.model(wide=F + 1), 0, False)
         experts.router.bias = torch.tensor(biases) if biases else None
         results = []
         for x, dy in given.split(micro, 2):
@@ -201,22 +201,22 @@ def _as_one(sizes: dict[str, int], routing: Routing, biases: tuple[float, ...], 
             results += [y.detach(), x.grad]
         return experts, results
 
-    alone, want = through(Mesh.alone(), given.clone())
+    alone, want = through(Mesh.single_process(), given.clone())
     rows = given.view(2, cp.size, tp.size, -1, 4 * micro, D)[:, cp.rank, tp.rank]
-    mine, got = through(mesh, rows[:, :, dp.share_of(4 * micro // dp.size)].clone())
-    calls = [(call.op, call.bytes) for call in mesh.experts.calls.last]
+    mine, got = through(mesh, rows[:, :, dp.shard_slice(4 * micro // dp.size)].clone())
+    calls = [(call.op, call.num_bytes) for call in mesh.ep_etp.comm_log.recent]
     number = len(got) // 2 * dp.rank
     for result, right in zip(got, want[2 * number : 2 * number + len(got)], strict=True):
         close(result, right.view(cp.size, tp.size, -1, *right.shape[1:])[cp.rank, tp.rank])
-    for (spec, p), right in zip(named_specs(mine), alone.parameters(), strict=True):
-        whole, box = torch.zeros(spec.shape, dtype=torch.float64), spec.box(mesh.sizes, mesh.position)
+    for (spec, p), right in zip(params_with_specs(mine), alone.parameters(), strict=True):
+        whole, box = torch.zeros(spec.shape, dtype=torch.float64), spec.box(mesh.sizes, mesh.coordinates)
         whole[tuple(map(slice, box.start, box.stop))] = p.grad
         close(all_reduce_(whole, mesh.world), right.grad, spec.name)
-    assert torch.equal(all_reduce_(mine.router.counts, mesh.world), alone.router.counts)
-    close(all_reduce_(mine.router.losses, mesh.world), alone.router.losses)
-    assert bool(mine.router.losses.any()) == bool(routing.coefficients)
+    assert torch.equal(all_reduce_(mine.router.expert_counts, mesh.world), alone.router.expert_counts)
+    close(all_reduce_(mine.router.loss_sums, mesh.world), alone.router.loss_sums)
+    assert bool(mine.router.loss_sums.any()) == bool(routing.coefficients)
     if dp.size == mesh.world.size == mesh.ep.size:
-        K, rank, of_rank_NK = routing.topk, mesh.ep.rank, alone.router(given[0], where())[1] // mine.local
+        K, rank, of_rank_NK = routing.topk, mesh.ep.rank, alone.router(given[0], where())[1] // mine.num_local_experts
         of_rank = of_rank_NK.view(length, dp.size, micro, K)
         going = torch.stack([(of_rank == peer).any(-1).sum((0, 2)) for peer in range(dp.size)], 1).tolist()
         S, R = sum(going[rank]), sum(row[rank] for row in going)
@@ -238,7 +238,7 @@ def test_losses_of_a_padded_batch_are_those_of_transformers(kind: str, function:
 
     E, K, labels_per_token = 8, 2, 0.3
     routing = Routing(E, K, function, coefficients={kind: 0.1})
-    experts = Experts(Maker(Mesh.alone(), torch.float64, seed=3), "e", routing.model(), 0, False)
+    experts = MoELayer(ParamFactory(Mesh.single_process(), torch.float64, seed=3), "e", routing.model(), 0, False)
     x_SBD = torch.randn(S, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mask_BS = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     batch = replace(where(), padding_SB=mask_BS.T == 0, token_weight=labels_per_token)
@@ -260,12 +260,12 @@ def test_losses_of_a_padded_batch_are_those_of_transformers(kind: str, function:
     else:
         want = balancing(shares_BSE, mask_BS)
     bound = 1e-11 if kind == "z_loss" else 1e-6  # transformers counts in fp32
-    assert float(experts.router.losses[LOSSES.index(kind)]) == pytest.approx(float(want.detach()), rel=bound)
+    assert float(experts.router.loss_sums[AUX_LOSSES.index(kind)]) == pytest.approx(float(want.detach()), rel=bound)
     (grad,) = torch.autograd.grad(0.1 * WEIGHT * labels_per_token * want, weight)
     torch.testing.assert_close(experts.router.weight.grad, grad, rtol=0, atol=bound * float(grad.abs().max()))
     ids_BSK = shares_BSE.topk(K, -1).indices
     chosen_E = torch.bincount(ids_BSK[mask_BS == 1].flatten(), minlength=E)
-    assert experts.router.counts.tolist() == chosen_E.tolist() and int(chosen_E.sum()) == tokens * K
+    assert experts.router.expert_counts.tolist() == chosen_E.tolist() and int(chosen_E.sum()) == tokens * K
 
 
 @pytest.mark.parametrize("name", ["sinkhorn of one", "sinkhorn of two"])
@@ -297,7 +297,9 @@ def test_four_ranks_exchange_what_the_routing_says() -> None:
 def test_auxiliary_losses_do_not_depend_on_the_layout() -> None:
     """The layouts of Megatron-LM's test_aux_loss.py, and gradients under ep, which were twice as large elsewhere
     (pytorch/pytorch#160285)."""
-    losses = [Routing(8, 2, coefficients=of) for of in ({kind: 0.1} for kind in LOSSES if kind != "global_aux_loss")]
+    losses = [
+        Routing(8, 2, coefficients=of) for of in ({kind: 0.1} for kind in AUX_LOSSES if kind != "global_aux_loss")
+    ]
     shapes = [(8, 1, 1), (4, 2, 1), (1, 1, 8), (2, 1, 4), (2, 2, 2)]  # tp, ep, cp
     sizes = [dict(tp=tp, pp=1, ep=ep, cp=cp) for tp, ep, cp in shapes]
     run_ranks(8, _all_as_one, [(size, routing, (), 16, 2) for size in sizes for routing in losses])
@@ -307,7 +309,7 @@ def _of_a_step_so_far(sizes: dict[str, int]) -> None:
     """global_aux_loss as Megatron-LM defines it: f of the choices of all ranks' micro-batches up to this one."""
     routing = Routing(8, 2, coefficients={"global_aux_loss": 0.1})
     mesh = build_mesh(device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), **sizes)
-    experts = Experts(Maker(mesh, torch.float64, seed=3), "e", routing.model(wide=F + 1), 0, False)
+    experts = MoELayer(ParamFactory(mesh, torch.float64, seed=3), "e", routing.model(wide=F + 1), 0, False)
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         x_MRSBD = torch.randn(3, mesh.dp.size, 8, B, D, dtype=torch.float64, generator=generator)
@@ -316,14 +318,14 @@ def _of_a_step_so_far(sizes: dict[str, int]) -> None:
         taken = torch.zeros_like(logits).scatter(-1, logits.topk(2, -1).indices, 1.0)
         F_ME = taken.sum((1, 2, 3)).cumsum(0)  # over ranks and micro-batches so far
         loss = 8 / 2 * (logits.softmax(-1).sum((1, 2, 3)) * F_ME / F_ME.sum(1, keepdim=True) * 2).sum()
-        for counted in (experts.router.of_dp, experts.router.losses):
+        for counted in (experts.router.global_counts, experts.router.loss_sums):
             counted.zero_()
         experts.router.weight.grad = None
         for x_RSBD in x_MRSBD:
             mine = x_RSBD[mesh.dp.rank].unflatten(0, (mesh.tp.size, -1))[mesh.tp.rank]
             y = experts(mine.contiguous(), where())
             y.backward(torch.zeros_like(y))
-        close(all_reduce_(experts.router.losses, mesh.world), loss.new_tensor([0, 0, 1, 0]) * loss.detach())
+        close(all_reduce_(experts.router.loss_sums, mesh.world), loss.new_tensor([0, 0, 1, 0]) * loss.detach())
         (want,) = torch.autograd.grad(0.1 * WEIGHT * loss, weight)
         close(all_reduce_(experts.router.weight.grad, mesh.world), want)
 
@@ -337,7 +339,9 @@ def test_a_global_loss_counts_what_a_step_has_had(sizes: dict[str, int]) -> None
 def test_a_layer_keeps_no_rows_of_its_choices_but_those_of_the_first_matmul(topk: int) -> None:
     """Bytes per token, in bf16: x 2 D; for each choice its two products 4 F, probability 4, expert and place 8 each."""
     width, wide, tokens = 64, 96, 128
-    experts = Experts(Maker(Mesh.alone(), torch.bfloat16, seed=3), "e", Routing(8, topk).model(width, wide), 0, False)
+    experts = MoELayer(
+        ParamFactory(Mesh.single_process(), torch.bfloat16, seed=3), "e", Routing(8, topk).model(width, wide), 0, False
+    )
     known, kept = {p.untyped_storage().data_ptr() for p in experts.parameters()}, dict[int, int]()
 
     def keep(t: Tensor) -> Tensor:

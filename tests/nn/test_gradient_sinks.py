@@ -13,8 +13,8 @@ from train_cases import stage_from
 from megalite.models.gpt import Stage
 from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.micro_batch import Batch
-from megalite.nn.parameter import Maker, named_specs
-from megalite.optim.buffer import ParamBuffer
+from megalite.nn.parameter import ParamFactory, params_with_specs
+from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
 
@@ -36,7 +36,7 @@ def stage(flags: str, dtype: torch.dtype) -> Stage:
 def batch(seed: int, promised: float | None) -> Batch:
     """Every token at most once: a repeated one is added in another order than by autograd."""
     tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[: S * B].view(S, B)
-    return Batch(tokens, tokens.roll(-1), None, torch.arange(B), 1, loss_weight=promised)
+    return Batch(tokens, tokens.roll(-1), None, torch.arange(B), 1, loss_grad=promised)
 
 
 def by_autograd(flags: str, dtype: torch.dtype, seeds: tuple[int, ...]) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ def by_autograd(flags: str, dtype: torch.dtype, seeds: tuple[int, ...]) -> dict[
     sums: dict[str, Tensor] = {}
     for seed in seeds:
         model(None, batch(seed, None)).backward(torch.tensor(WEIGHT, dtype=torch.promote_types(dtype, torch.float32)))
-        for spec, p in named_specs(model):
+        for spec, p in params_with_specs(model):
             assert p.grad is not None
             grad = p.grad.to(torch.promote_types(dtype, torch.float32))
             sums[spec.name] = sums[spec.name] + grad if spec.name in sums else grad
@@ -60,16 +60,16 @@ def backward(model: Stage, seed: int, promised: float | None = WEIGHT, given: fl
 
 def in_buffer(flags: str, dtype: torch.dtype, seeds: tuple[int, ...], promised: float | None) -> dict[str, Tensor]:
     model = stage(flags, dtype)
-    buffer = ParamBuffer([model], Mesh.alone(), bucket_size=3000)
-    for flat in buffer.grads.flats:
+    buffer = ParamAndGradBuffer([model], Mesh.single_process(), bucket_size=3000)
+    for flat in buffer.grads.tensors:
         flat.fill_(torch.nan)  # a run before: nothing of it may be left
     for seed in seeds:
         if seed == seeds[-1]:
-            buffer.on_last_backward(0)
+            buffer.set_last_backward(0)
         backward(model, seed, promised)
-    buffer.finish()
+    buffer.finish_grad_sync()
     assert all(p.grad is None for p in model.parameters())
-    return {name: sink.open()[0] for name, sink in buffer.sinks.items()}
+    return {name: sink.accumulator()[0] for name, sink in buffer.main_grads.items()}
 
 
 @pytest.mark.parametrize("promised", [WEIGHT, None], ids=["promised", "not"])
@@ -125,13 +125,13 @@ class Writes(TorchDispatchMode):
 def test_each_matrix_is_written_once_and_no_temporary_has_its_size() -> None:
     """Per micro-batch: one operation per matrix. Four tokens: then no activation is as large as a matrix."""
     model = stage(LLAMA, torch.float32)
-    buffer = ParamBuffer([model], Mesh.alone())
-    matrices = {spec.name: p.numel() for spec, p in named_specs(model) if p.dim() > 1}
+    buffer = ParamAndGradBuffer([model], Mesh.single_process())
+    matrices = {spec.name: p.numel() for spec, p in params_with_specs(model) if p.dim() > 1}
     tokens = torch.tensor([[3], [1], [4], [1]])
     for first in (True, False):
-        writes = Writes(buffer.grads.flats)
+        writes = Writes(buffer.grads.tensors)
         with writes:
-            loss = model(None, Batch(tokens, tokens, None, torch.arange(1), 1, loss_weight=WEIGHT))
+            loss = model(None, Batch(tokens, tokens, None, torch.arange(1), 1, loss_grad=WEIGHT))
             loss.backward(loss.new_full((), WEIGHT))
         assert max(writes.new) < min(matrices.values())
         large = [w for w in writes.into[1:] if int(w.split()[1]) in matrices.values()]
@@ -142,16 +142,18 @@ def test_each_matrix_is_written_once_and_no_temporary_has_its_size() -> None:
 
 def test_without_a_promise_forward_leaves_the_buffer_alone() -> None:
     model = stage(LLAMA, torch.float32)
-    buffer = ParamBuffer([model], Mesh.alone())
+    buffer = ParamAndGradBuffer([model], Mesh.single_process())
     model(None, batch(1, None))
     with torch.no_grad():
         model(None, batch(1, WEIGHT))
-    assert not any(flat.any() for flat in buffer.grads.flats) and all(sink.open()[1] for sink in buffer.sinks.values())
+    assert not any(flat.any() for flat in buffer.grads.tensors) and all(
+        sink.accumulator()[1] for sink in buffer.main_grads.values()
+    )
 
 
 def test_a_broken_promise_and_a_second_backward_are_refused() -> None:
     model = stage(LLAMA, torch.float32)
-    ParamBuffer([model], Mesh.alone())
+    ParamAndGradBuffer([model], Mesh.single_process())
     with pytest.raises(RuntimeError, match="gradient is not 0.015625, which was promised"):
         backward(model, 1, given=1.0)
     loss = model(None, batch(1, WEIGHT))
@@ -162,20 +164,20 @@ def test_a_broken_promise_and_a_second_backward_are_refused() -> None:
 
 def test_a_late_matmul_is_refused_before_it_adds() -> None:
     model = stage(LLAMA, torch.float32)
-    buffer = ParamBuffer([model], Mesh.alone())
-    buffer.on_last_backward(0)
+    buffer = ParamAndGradBuffer([model], Mesh.single_process())
+    buffer.set_last_backward(0)
     backward(model, 1)
-    before = torch.cat(buffer.grads.flats)
+    before = torch.cat(buffer.grads.tensors)
     with pytest.raises(RuntimeError, match=r"head: a gradient came after its bucket was reduced"):
         backward(model, 2)
-    assert torch.equal(torch.cat(buffer.grads.flats), before)
+    assert torch.equal(torch.cat(buffer.grads.tensors), before)
 
 
 def test_a_buffer_that_nobody_holds_is_freed() -> None:
     model = stage(GPT, torch.float32)
-    buffer = ParamBuffer([model], Mesh.alone())
+    buffer = ParamAndGradBuffer([model], Mesh.single_process())
     backward(model, 1)
-    gone, flat = weakref.ref(buffer), weakref.ref(buffer.weights.flats[0])
+    gone, flat = weakref.ref(buffer), weakref.ref(buffer.weights.tensors[0])
     del buffer
     assert gone() is None
     del model
@@ -186,19 +188,19 @@ def test_a_buffer_that_nobody_holds_is_freed() -> None:
 @pytest.mark.gpu
 def test_on_a_card_the_head_needs_less_than_a_gib_beside_its_weights() -> None:
     """16 thousand tokens, vocabulary 128 thousand, hidden size 4096; logits alone would be 4 GiB."""
-    mesh, tokens, vocab, hidden = Mesh.alone("cuda"), 16384, 128256, 4096
-    module = torch.nn.ParameterList([Maker(mesh, torch.bfloat16, seed=1)(ParamSpec("head", (vocab, hidden)))])
-    buffer = ParamBuffer([module], mesh)
+    mesh, tokens, vocab, hidden = Mesh.single_process("cuda"), 16384, 128256, 4096
+    module = torch.nn.ParameterList([ParamFactory(mesh, torch.bfloat16, seed=1)(ParamSpec("head", (vocab, hidden)))])
+    buffer = ParamAndGradBuffer([module], mesh)
     x_sBD = torch.randn(tokens, 1, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     labels_SB = torch.randint(vocab, (tokens, 1), device="cuda")
     peaks = []
     for _ in range(2):  # the first one makes cuBLAS take its workspace
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss = linear_cross_entropy(x_sBD, module[0], labels_SB, None, mesh.tp, vocab, promised=1.0)
+        loss = linear_cross_entropy(x_sBD, module[0], labels_SB, None, mesh.tp, vocab, loss_grad=1.0)
         loss.backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
         x_sBD.grad = None
     assert peaks[1] < 2**30
-    [grads] = buffer.grads.flats
+    [grads] = buffer.grads.tensors
     assert grads.isfinite().all() and grads.any()

@@ -8,45 +8,47 @@ from test_layouts import COMMON, GPT, LLAMA
 from train_cases import config_from
 
 from megalite.models.gpt import Stage
-from megalite.nn.later import Later
-from megalite.nn.linear import gather_linear
+from megalite.nn.linear import column_parallel_linear
 from megalite.nn.micro_batch import Batch
-from megalite.nn.parameter import Maker
-from megalite.optim.buffer import ParamBuffer
+from megalite.nn.parameter import ParamFactory
+from megalite.nn.wgrad_store import WeightGradStore
+from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.parallel.mesh import Mesh, build_mesh
 
 S, B, V = 16, 2, 96
 
 
-def built(flags: str, mesh: Mesh, **how: int) -> tuple[Stage, ParamBuffer]:
+def built(flags: str, mesh: Mesh, **how: int) -> tuple[Stage, ParamAndGradBuffer]:
     model = config_from(f"{COMMON} --num-layers 2 {flags}").model
-    stage = Stage(Maker(mesh, torch.float64, seed=3), model, [range(2)], 0, vocab_size=94, padded_vocab_size=V)
-    return stage, ParamBuffer([stage], mesh, **how)
+    stage = Stage(ParamFactory(mesh, torch.float64, seed=3), model, [range(2)], 0, vocab_size=94, padded_vocab_size=V)
+    return stage, ParamAndGradBuffer([stage], mesh, **how)
 
 
-def backward(stage: Stage, seed: int, later: Later | None) -> None:
+def backward(stage: Stage, seed: int, later: WeightGradStore | None) -> None:
     ids = torch.randint(0, 94, (S, B), generator=torch.Generator().manual_seed(seed))
-    batch = Batch(ids, ids.flip(0), None, torch.arange(B), step=seed, loss_weight=1.0, later=later)
+    batch = Batch(ids, ids.flip(0), None, torch.arange(B), step=seed, loss_grad=1.0, wgrad_store=later)
     stage(None, batch).backward()
 
 
 @pytest.mark.parametrize("flags", [GPT, LLAMA, f"{LLAMA} --recompute-granularity full --recompute-method uniform"])
 def test_the_sums_are_the_same_to_the_bit_where_their_order_is(flags: str) -> None:
-    (stage, buffer), (other, split) = built(flags, Mesh.alone()), built(flags, Mesh.alone())
+    (stage, buffer), (other, split) = built(flags, Mesh.single_process()), built(flags, Mesh.single_process())
     for seed in (1, 2):
         backward(stage, seed, None)
-        later = Later()
+        later = WeightGradStore()
         backward(other, seed, later)
-        names = {sink._name for sink in later.sinks}  # type: ignore[attr-defined]
+        names = {sink._name for sink in later.main_grads}  # type: ignore[attr-defined]
         matrices = {
-            n for n, s in split.sinks.items() if n.startswith("layers.") and s._grad.dim() > 1 and "bias" not in n
+            n
+            for n, s in split.main_grads.items()
+            if n.startswith("layers.") and s._main_grad.dim() > 1 and "bias" not in n
         }
         assert names == matrices
-        later.run()
-        assert not list(later.sinks)
+        later.compute_all()
+        assert not list(later.main_grads)
     for b in (buffer, split):
-        b.begin_all()
-    whole, apart = (torch.cat(b.grads.flats) for b in (buffer, split))
+        b.zero_unwritten_grads()
+    whole, apart = (torch.cat(b.grads.tensors) for b in (buffer, split))
     assert torch.equal(whole, apart) and whole.any()
 
 
@@ -55,7 +57,7 @@ def _order() -> list[str]:
     mesh = build_mesh(tp=1, pp=1, device=torch.device("cpu"))
     (stage, buffer), events = built(f"{LLAMA} --num-query-groups 4", mesh, bucket_size=1), list[str]()
     reduce = buffer.grad_reduce
-    start, landed = reduce._start, reduce.landed
+    start, landed = reduce._start_reduce, reduce.mark_ready
     entries = buffer.layout.entries
 
     def starts(b: int) -> None:
@@ -66,16 +68,16 @@ def _order() -> list[str]:
         events.append(entries[entry].spec.name)
         landed(b, entry)
 
-    reduce._start, reduce.landed = starts, lands  # type: ignore[method-assign]
-    first, last = Later(), Later()
+    reduce._start_reduce, reduce.mark_ready = starts, lands  # type: ignore[method-assign]
+    first, last = WeightGradStore(), WeightGradStore()
     backward(stage, 1, first)
     backward(stage, 2, last)
-    first.run()
+    first.compute_all()
     assert not any(event.startswith("reduce") for event in events)
     events.clear()
-    buffer.on_last_backward(0, last.sinks)
-    last.run()
-    buffer.finish()
+    buffer.set_last_backward(0, last.main_grads)
+    last.compute_all()
+    buffer.finish_grad_sync()
     return events
 
 
@@ -93,6 +95,6 @@ def test_a_bucket_is_reduced_behind_its_last_weight_gradient() -> None:
 
 def test_what_has_no_sink_goes_to_autograd_at_once() -> None:
     x = torch.randn(S, B, 8, requires_grad=True)
-    weight, later = torch.randn(6, 8, requires_grad=True), Later()
-    gather_linear(x, [weight], Mesh.alone().tp, later)[0].sum().backward()
-    assert weight.grad is not None and not list(later.sinks)
+    weight, later = torch.randn(6, 8, requires_grad=True), WeightGradStore()
+    column_parallel_linear(x, [weight], Mesh.single_process().tp, later)[0].sum().backward()
+    assert weight.grad is not None and not list(later.main_grads)

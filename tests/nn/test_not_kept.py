@@ -13,10 +13,10 @@ from card.simulator.trace import Launch
 from torch import Tensor
 from train_cases import run_from, stage_from
 
-from megalite.nn.activation_offload import Offload, _Storage
+from megalite.nn.activation_offload import ActivationOffload, _SavedStorage
 from megalite.nn.micro_batch import Batch
-from megalite.nn.recompute import without_keeping
-from megalite.train.step import train_step
+from megalite.nn.recompute import checkpoint_without_output
+from megalite.training.train_step import train_step
 
 S, B, V = 12, 2, 64
 LINE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size {B} --train-iters 1
@@ -61,7 +61,7 @@ def test_what_is_not_kept_is_made_once_more_and_its_user_runs_once() -> None:
         used.append(y)
         return (y @ w).sum()
 
-    without_keeping(make, use).backward()
+    checkpoint_without_output(make, use).backward()
     assert made == [True, False] and len(used) == 1
     torch.testing.assert_close(w.grad, x.detach().exp().T @ torch.ones(3, 4, dtype=torch.float64))
 
@@ -111,9 +111,11 @@ def test_weights_and_what_every_block_is_given_stay() -> None:
     weight, table, small = torch.nn.Linear(60, 60, bias=False), torch.ones(60, 60), torch.ones(9, requires_grad=True)
     x = torch.ones(60, 60, requires_grad=True)
     use: Any = lambda block, x: (block(x * table) * small.sum()).relu()  # noqa: E731
-    with mock.patch.object(_Storage, "go_down", autospec=True, side_effect=_Storage.go_down) as down:
-        y = Offload(1, 60 * 60, torch.device("cpu"))(use, 1, [table])(weight, x)
+    with mock.patch.object(
+        _SavedStorage, "copy_to_host", autospec=True, side_effect=_SavedStorage.copy_to_host
+    ) as down:
+        y = ActivationOffload(1, 60 * 60, torch.device("cpu"))(use, 1, [table])(weight, x)
     stored = [call.args[0] for call in down.call_args_list]
-    assert len(stored) == 3 and all(one.data is None for one in stored)  # two products and what is positive
+    assert len(stored) == 3 and all(one.device_bytes is None for one in stored)  # two products and what is positive
     y.sum().backward()
-    assert x.grad is not None and all(one.data is not None for one in stored)
+    assert x.grad is not None and all(one.device_bytes is not None for one in stored)

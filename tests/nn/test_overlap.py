@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.nn import linear, loss
-from megalite.nn.parameter import Maker
-from megalite.optim.buffer import ParamBuffer
+from megalite.nn.parameter import ParamFactory
+from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.parallel import comm
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import ParamSpec
@@ -59,17 +59,17 @@ def _events(buffered: bool) -> tuple[list[str], list[str], list[str]]:
     for module in (linear, loss):
         for name in ("all_gather", "reduce_scatter"):
             setattr(module, f"start_{name}", _watched(getattr(comm, f"start_{name}"), name, events))
-    make, model = Maker(mesh, torch.float32, seed=1), nn.ParameterList()
+    make, model = ParamFactory(mesh, torch.float32, seed=1), nn.ParameterList()
     for i, rows in enumerate(ROWS):
         model.append(make(ParamSpec(f"w{i}", (2 * rows, D), shards=((0, "tp"),))))
     down, head = make(ParamSpec("down", (D, 24), shards=((1, "tp"),))), make(ParamSpec("h", (36, D), ((0, "tp"),)))
     model.extend([down, head])
-    kept = ParamBuffer([model], mesh) if buffered else None
+    kept = ParamAndGradBuffer([model], mesh) if buffered else None
     names = {(N, D): "dx", **{(rows, D): "dW" for rows in (*ROWS, 18)}, (D, 12): "dW", (N, 12): "dx", (N, 18): "logits"}
 
     x_sBD = torch.randn(S // 2, B, D, requires_grad=True)
-    one, two = linear.gather_linear(x_sBD, list(model)[:2], mesh.tp)
-    y_sBD = linear.linear_scatter(torch.randn(S, B, 12, requires_grad=True), down, mesh.tp)
+    one, two = linear.column_parallel_linear(x_sBD, list(model)[:2], mesh.tp)
+    y_sBD = linear.row_parallel_linear(torch.randn(S, B, 12, requires_grad=True), down, mesh.tp)
     found = []
     for output in (one.sum() + two.sum(), y_sBD.sum()):
         events.clear()
@@ -78,7 +78,7 @@ def _events(buffered: bool) -> tuple[list[str], list[str], list[str]]:
         found.append([*events])
     events.clear()
     with Matmuls(events, names):
-        loss.linear_cross_entropy(x_sBD, head, torch.zeros(S, B, dtype=torch.int64), None, mesh.tp, 36, promised=1.0)
+        loss.linear_cross_entropy(x_sBD, head, torch.zeros(S, B, dtype=torch.int64), None, mesh.tp, 36, loss_grad=1.0)
     assert (model[0].grad is None) == (kept is not None)
     return found[0], found[1], [*events]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as torch_balancers
 
-from megalite.nn.places import MOST_BLOCKS, balance, place, unequal, work_of
+from megalite.nn.sequence_sharding import MAX_CHUNKS_PER_RANK, assign_chunks, chunk_workloads, imbalance, shard_sequence
 
 Lengths = list[int]
 
@@ -40,21 +40,21 @@ def test_every_token_has_one_rank_and_all_that_it_sees_is_where_its_rank_looks(
     given_: tuple[int, int, np.ndarray, list[int | None]],
 ) -> None:
     length, ranks, first, windows = given_
-    places = place(length, ranks, windows, first)
-    rows = [places.rows(rank) for rank in range(ranks)]
+    places = shard_sequence(length, ranks, windows, first)
+    rows = [places.positions(rank) for rank in range(ranks)]
     assert sorted(np.concatenate(rows).tolist()) == list(range(length))
     assert {len(mine) for mine in rows} == {length // ranks}
     for rank in range(ranks):
-        runs = places.runs(rank)
+        runs = places.contiguous_ranges(rank)
         assert [i for run in runs for i in run] == rows[rank].tolist()
         for run in runs:
             for window in windows:
-                keys = places.seen(run, window)
+                keys = places.visible_keys(run, window)
                 needed = [seen_by(i, int(line[i]), window) for i in run for line in first]
                 assert (min(s.start for s in needed), max(s.stop for s in needed)) == (keys.start, keys.stop)
                 if window is not None:
-                    blocks = places.needed(rank, window)
-                    assert set(places.blocks[rank]) | set(places.blocks_of(keys)) <= set(blocks)
+                    blocks = places.required_chunks(rank, window)
+                    assert set(places.seq_chunks_by_rank[rank]) | set(places.chunks_covering(keys)) <= set(blocks)
 
 
 @given(cut(), st.sampled_from([2, 4]))
@@ -63,7 +63,7 @@ def test_work_is_the_number_of_keys_that_the_mask_leaves(
 ) -> None:
     length, ranks, first, windows = given_
     blocks = each * ranks if length % (each * ranks) == 0 else 2 * ranks
-    work, size = work_of(length, blocks, windows, first), length // blocks
+    work, size = chunk_workloads(length, blocks, windows, first), length // blocks
     for block in range(blocks):
         here = range(block * size, (block + 1) * size)
         assert work[block] == sum(len(seen_by(i, int(line[i]), w)) for w in windows for line in first for i in here)
@@ -74,18 +74,21 @@ def test_blocks_are_shared_out_in_equal_numbers_and_never_worse_than_torch_does(
     ranks: int, each: int, data: st.DataObject
 ) -> None:
     work = data.draw(st.lists(st.integers(1, 10**6), min_size=ranks * each, max_size=ranks * each))
-    held = balance(work, ranks)
+    held = assign_chunks(work, ranks)
     assert sorted(b for mine in held for b in mine) == list(range(len(work))) and {len(m) for m in held} == {each}
     theirs = torch_balancers._PTRRLoadBalancer.ptrr_scheduling(tensor(work), ranks).tolist()
-    assert unequal(work, held) <= unequal(work, theirs)
+    assert imbalance(work, held) <= imbalance(work, theirs)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 def test_one_document_is_cut_in_zigzag_with_equal_work(ranks: int) -> None:
-    places = place(4 * ranks, ranks, [None])
-    assert places.blocks == tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)) and places.size == 2
-    work = work_of(4 * ranks, 2 * ranks, [None])
-    assert unequal(work, places.blocks) == 1.0
+    places = shard_sequence(4 * ranks, ranks, [None])
+    assert (
+        places.seq_chunks_by_rank == tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+        and places.seq_chunk_size == 2
+    )
+    work = chunk_workloads(4 * ranks, 2 * ranks, [None])
+    assert imbalance(work, places.seq_chunks_by_rank) == 1.0
 
 
 def _worst(lengths: Lengths, indices: np.ndarray, ranks: int) -> float:
@@ -100,10 +103,10 @@ def test_documents_are_shared_out_more_equally_than_torch_does(seed: int) -> Non
     of ours is what was measured, rounded up."""
     generator, ranks = np.random.default_rng(seed), 4
     lengths = (generator.geometric(1 / 40, 60) * 2 * ranks).tolist()
-    lengths.append(-sum(lengths) % (2 * ranks * MOST_BLOCKS) or 2 * ranks * MOST_BLOCKS)
+    lengths.append(-sum(lengths) % (2 * ranks * MAX_CHUNKS_PER_RANK) or 2 * ranks * MAX_CHUNKS_PER_RANK)
     theirs = torch_balancers._PerDocumentHeadTailLoadBalancer([lengths], ranks, "cpu")._generate_indices()[0].numpy()
-    places = place(sum(lengths), ranks, [None], first_of(lengths))
-    ours = np.concatenate([places.rows(rank) for rank in range(ranks)])
+    places = shard_sequence(sum(lengths), ranks, [None], first_of(lengths))
+    ours = np.concatenate([places.positions(rank) for rank in range(ranks)])
     assert _worst(lengths, ours, ranks) <= min(1.15, _worst(lengths, theirs, ranks))
     with pytest.raises(AssertionError):
         torch_balancers._PerDocumentHeadTailLoadBalancer([[7, *lengths]], ranks, "cpu")._generate_indices()

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from train.test_hugging_face_runs import CPU, begun, taken, tokens_of
 
-from megalite.train.batch import on_device
-from megalite.train.rehearsal import issued
-from megalite.train.step import train_step
+from megalite.training.batch import to_device
+from megalite.training.dry_run import record_collectives
+from megalite.training.train_step import train_step
 
 STEPS, M, GLOBAL = 4, 2, 8
 BASE = f"""--micro-batch-size 2 --global-batch-size {GLOBAL} --train-iters {STEPS} --lr 0.01 --lr-decay-style constant
@@ -62,8 +62,8 @@ def _both(folder: str, stage: int) -> tuple[list[float], list[float], Counter[st
     model, optimizer = _sharded(folder)
     ours, theirs, our_bytes = list[float](), list[float](), Counter[str]()
     for step in range(STEPS):
-        hosts, _ = run.data.get(step * GLOBAL, GLOBAL)
-        batches = tokens_of([on_device(host, CPU, step + 1) for host in hosts])
+        hosts, _ = run.train_loader.get(step * GLOBAL, GLOBAL)
+        batches = tokens_of([to_device(host, CPU, step + 1) for host in hosts])
         total = torch.zeros(())
         with Moved() as moved:
             for tokens_BS in batches:
@@ -75,9 +75,9 @@ def _both(folder: str, stage: int) -> tuple[list[float], list[float], Counter[st
             optimizer.zero_grad()
         torch.distributed.all_reduce(total)
         theirs.append(float(total))
-        with issued(run.mesh) as calls:
+        with record_collectives(run.mesh) as calls:
             ours.append(train_step(run).loss)
-            run.buffer.wait_gather()
+            run.buffer.wait_param_sync()
     for one, times in calls.items():
         our_bytes[one.op] += one.bytes * times * (2 if one.op == "all-gather" else 1)  # each rank gives its half
     return ours, theirs, our_bytes, moved.bytes

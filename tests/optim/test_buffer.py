@@ -11,9 +11,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from megalite.optim import param_gather
-from megalite.optim.buffer import ParamBuffer
-from megalite.optim.rule import Update
-from megalite.optim.zero1 import Zero1
+from megalite.optim.buffer import ParamAndGradBuffer
+from megalite.optim.distributed_optimizer import DistributedOptimizer
+from megalite.optim.update_rule import ParamUpdate
 from megalite.parallel import comm
 from megalite.parallel.mesh import Axis, Mesh, build_mesh
 from megalite.parallel.spec import ParamSpec
@@ -50,12 +50,12 @@ def _spy(module: Any, name: str, seen: list[tuple[Any, Tensor]]) -> None:
     setattr(module, name, call)
 
 
-def _grads(buffer: ParamBuffer) -> dict[str, float]:
+def _grads(buffer: ParamAndGradBuffer) -> dict[str, float]:
     """The value of each parameter's (uniform) gradient where this rank owns it."""
     values = {}
     for bucket in buffer.layout.buckets:
         for slot in bucket.slots:
-            mine = buffer.grads.owned_part(slot).of(buffer.grads.owned(bucket))
+            mine = buffer.grads.owned_slice(slot).select(buffer.grads.owned(bucket))
             if mine.numel():
                 assert (mine == mine[0]).all()
                 values[buffer.layout.entries[slot.entry].spec.name] = float(mine[0])
@@ -64,50 +64,50 @@ def _grads(buffer: ParamBuffer) -> dict[str, float]:
 
 def test_parameters_are_views_and_gradients_live_in_the_buffer_alone() -> None:
     model = nn.Sequential(Scale("a", 2.0), Scale("b", 3.0))
-    buffer = ParamBuffer([model], Mesh.alone())
+    buffer = ParamAndGradBuffer([model], Mesh.single_process())
     a, b = model[0].weight, model[1].weight
     assert [p.spec.name for p in model.parameters()] == ["a", "b"]  # type: ignore[attr-defined]
-    for flat in buffer.weights.flats:
+    for flat in buffer.weights.tensors:
         flat.mul_(2)
     assert a.detach().unique().tolist() == [4.0] and b.detach().unique().tolist() == [6.0]
     for _ in range(3):
         model(torch.ones(SIZE)).sum().backward()
     assert a.grad is None and b.grad is None
-    buffer.finish()
+    buffer.finish_grad_sync()
     assert _grads(buffer) == {"a": 18.0, "b": 12.0}
     model[1](torch.ones(SIZE)).sum().backward()
-    buffer.finish()
+    buffer.finish_grad_sync()
     assert _grads(buffer) == {"a": 0.0, "b": 1.0}  # a: no gradient, and nothing of the run before
 
 
 def test_every_bucket_is_a_memory_of_its_own() -> None:
     """So one can go while the others stay: nobody reads across buckets."""
     model = nn.Sequential(Scale("a", 2.0), Scale("b", 3.0), Scale("c", 4.0))
-    buffer = ParamBuffer([model], Mesh.alone(), bucket_size=1)
-    flats = [storage.whole(bucket) for bucket in buffer.layout.buckets for storage in (buffer.weights, buffer.grads)]
+    buffer = ParamAndGradBuffer([model], Mesh.single_process(), bucket_size=1)
+    flats = [storage.full(bucket) for bucket in buffer.layout.buckets for storage in (buffer.weights, buffer.grads)]
     assert len({flat.untyped_storage().data_ptr() for flat in flats}) == len(flats) == 6
     assert buffer.weights.nbytes == buffer.grads.nbytes == 4 * buffer.layout.size
-    gone = buffer.weights.whole(buffer.layout.buckets[0]).untyped_storage()
+    gone = buffer.weights.full(buffer.layout.buckets[0]).untyped_storage()
     gone.resize_(0)  # c's
     y = model[:2](torch.ones(SIZE))
     y.sum().backward()
-    buffer.finish()
+    buffer.finish_grad_sync()
     assert y.unique().tolist() == [6.0] and _grads(buffer) == {"a": 3.0, "b": 2.0, "c": 0.0}
 
 
 def test_dtypes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dtypes \['torch.bfloat16', 'torch.float32'\]"):
-        ParamBuffer([nn.Sequential(Scale("a"), Scale("b", dtype=torch.bfloat16))], Mesh.alone())
+        ParamAndGradBuffer([nn.Sequential(Scale("a"), Scale("b", dtype=torch.bfloat16))], Mesh.single_process())
 
 
 def _different_parameters(shard: bool) -> dict[str, float]:
     """Rank 0 uses a, rank 1 uses b, nobody uses c. Begun as they fill, a's reduction would meet b's."""
     mesh = _mesh(shard=shard)
     parts = [Scale("a"), Scale("b"), Scale("c")]
-    buffer = ParamBuffer([nn.ModuleList(parts)], mesh, bucket_size=1)
-    buffer.on_last_backward(0)
+    buffer = ParamAndGradBuffer([nn.ModuleList(parts)], mesh, bucket_size=1)
+    buffer.set_last_backward(0)
     (parts[mesh.dp.rank](torch.ones(SIZE)).sum() * (3 if mesh.dp.rank == 0 else 5)).backward()
-    buffer.finish()
+    buffer.finish_grad_sync()
     return _grads(buffer)
 
 
@@ -121,18 +121,20 @@ def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, T
     """The gradients, this rank's own sum of three, and how many bytes each all-reduce over gloo moved."""
     limit = datetime.timedelta(seconds=20)
     instances = 1 if shard else None
-    mesh = build_mesh(instances=instances, device=torch.device("cpu"), timeout=limit, shared_memory=shared)
-    assert (mesh.dp.direct is not None) == shared
+    mesh = build_mesh(
+        num_optimizer_instances=instances, device=torch.device("cpu"), timeout=limit, shared_memory=shared
+    )
+    assert (mesh.dp.custom_backend is not None) == shared
     model, seen = Scale("a", dtype=torch.bfloat16), list[tuple[Any, Tensor]]()
-    buffer = ParamBuffer([model], mesh, reduce_in_bf16=reduce_in_bf16)
+    buffer = ParamAndGradBuffer([model], mesh, reduce_in_bf16=reduce_in_bf16)
     _spy(dist, "all_reduce", seen)
     inputs = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(mesh.dp.rank)).bfloat16()
     for i in range(3):
         if i == 2:
-            buffer.on_last_backward(0)
+            buffer.set_last_backward(0)
         model(inputs[i]).sum().backward()
-    buffer.finish()
-    return buffer.first_gradient().clone(), inputs.float().sum(0), [x.nbytes for _, x in seen if x.nbytes > 64]
+    buffer.finish_grad_sync()
+    return buffer.first_bucket_grad().clone(), inputs.float().sum(0), [x.nbytes for _, x in seen if x.nbytes > 64]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared memory"])
@@ -159,14 +161,14 @@ def _early(overlap: bool) -> tuple[list[int], int]:
     """Reductions begun after each of: first backward, last backward, finish."""
     mesh, seen, counts = _mesh(), [], []
     model = nn.Sequential(Scale("a"), Scale("b"), Scale("c"))
-    buffer = ParamBuffer([model], mesh, bucket_size=1, overlap_grad_reduce=overlap)
+    buffer = ParamAndGradBuffer([model], mesh, bucket_size=1, overlap_grad_reduce=overlap)
     _spy(dist, "all_reduce", seen)
     model(torch.ones(SIZE)).sum().backward()
     counts.append(len(seen))
-    buffer.on_last_backward(0)
+    buffer.set_last_backward(0)
     model(torch.ones(SIZE)).sum().backward()
     counts.append(len(seen))
-    buffer.finish()
+    buffer.finish_grad_sync()
     counts.append(len(seen))
     assert _grads(buffer) == {"a": 4.0, "b": 4.0, "c": 4.0}
     return counts, len(buffer.layout.buckets)
@@ -196,10 +198,10 @@ class Half:
 
     states: Mapping[str, torch.dtype | None] = {}
 
-    def update_(self, u: Update) -> None:
+    def update_(self, u: ParamUpdate) -> None:
         u.param.mul_(0.5)
-        if u.copy is not None:
-            u.copy.copy_(u.param)
+        if u.model_param is not None:
+            u.model_param.copy_(u.param)
 
 
 class Listed(Scale):
@@ -218,11 +220,11 @@ def _late_weights(dtype: torch.dtype, overlap: bool, training: bool, kind: type[
     mesh = _mesh()
     param_gather.start_all_gather_into = _Late  # type: ignore[assignment]
     model = nn.Sequential(kind("a", 4.0, dtype), kind("b", 6.0, dtype)).train(training)
-    buffer = ParamBuffer([model], mesh, bucket_size=1, overlap_param_gather=overlap)
-    optimizer = Zero1(buffer, Half())
+    buffer = ParamAndGradBuffer([model], mesh, bucket_size=1, overlap_param_gather=overlap)
+    optimizer = DistributedOptimizer(buffer, Half())
     optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)
     buffer.gather()
-    waits = buffer.weights.flats[-1].unique().numel() > 1  # the other rank's half is still the old one
+    waits = buffer.weights.tensors[-1].unique().numel() > 1  # the other rank's half is still the old one
     with torch.set_grad_enabled(training):
         x = model[0](torch.ones(SIZE, dtype=dtype))  # no wait_gather: the modules' own hooks do it
         y = model(torch.ones(SIZE, dtype=dtype))
@@ -243,15 +245,17 @@ def _extra_sums(axis: str, shard: bool) -> tuple[dict[str, float], dict[str, lis
     mesh = _mesh(tp=2 if axis == "tp" else 1, pp=2 if axis == "pp" else 1, shard=shard)
     facts: dict[str, Any] = {"partial": ("tp",)} if axis == "tp" else {"tied": True}
     model = nn.Sequential(Scale("whole"), Scale("extra", **facts))
-    buffer = ParamBuffer([model], mesh)
+    buffer = ParamAndGradBuffer([model], mesh)
     seen: list[tuple[Any, Tensor]] = []
     _spy(dist, "all_reduce", seen)
-    buffer.on_last_backward(0)
+    buffer.set_last_backward(0)
     (model(torch.ones(SIZE)).sum() * (mesh.world.rank + 1)).backward()
-    buffer.finish()
+    buffer.finish_grad_sync()
     moved: dict[str, list[int]] = {}
     for group, x in seen:
-        moved.setdefault(next(a.name for a in (mesh.dp, mesh.tp, mesh.ends) if a.group is group), []).append(x.numel())
+        moved.setdefault(next(a.name for a in (mesh.dp, mesh.tp, mesh.tied_embedding) if a.group is group), []).append(
+            x.numel()
+        )
     return _grads(buffer), moved
 
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.kernels.newton_schulz import CoefficientType, coefficients, newton_schulz
-from megalite.optim import exchange
-from megalite.optim.bucket_rule import rules_for
-from megalite.optim.layout import Entry, lay_out
-from megalite.parallel.mesh import plan_mesh
+from megalite.optim import matrix_exchange as exchange
+from megalite.optim.bucket_sharding import bucket_shardings
+from megalite.optim.layout import ParamEntry, build_layout
+from megalite.parallel.mesh import abstract_mesh
 from megalite.parallel.spec import ParamSpec
 
 
@@ -26,9 +26,9 @@ def specs(draw: st.DrawFn, tp: int) -> ParamSpec:
     matrix = [draw(st.integers(1, 5)) * tp, draw(st.integers(1, 40)) * tp]
     if draw(st.booleans()):  # experts, each split or not
         split = (((0, "ep"),), ((0, "ep"), (2, "etp")), ((1, "etp"),))[draw(st.integers(0, 2))]
-        return ParamSpec("e", (4, 2 * matrix[0], 2 * matrix[1]), split, home="expert")
+        return ParamSpec("e", (4, 2 * matrix[0], 2 * matrix[1]), split, mesh_view="expert")
     moved = tuple((dim + len(lead), axis) for dim, axis in shards)
-    return ParamSpec("w", (*lead, *matrix), moved, partial=() if shards else ("tp",))
+    return ParamSpec("w", (*lead, *matrix), moved, partial_grad_axes=() if shards else ("tp",))
 
 
 @given(st.data(), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3, 4]), st.integers(50, 2000))
@@ -37,18 +37,21 @@ def test_every_element_comes_home_once_and_goes_back(data: st.DataObject, tp: in
     shares = st.sampled_from([n for n in (1, 2, 4) if tp * dp % (n * instances) == 0])
     shape = dict(tp=tp, ep=data.draw(shares), instances=instances, stage=True)
     shape["etp"] = data.draw(st.sampled_from([n for n in (1, 2) if tp * dp % (n * shape["ep"] * instances) == 0]))
-    meshes = [plan_mesh(tp * dp, rank, **shape) for rank in range(tp * dp)]
+    meshes = [abstract_mesh(tp * dp, rank, **shape) for rank in range(tp * dp)]
     sizes, made = meshes[0].sizes, data.draw(st.lists(specs(tp), min_size=1, max_size=4))
-    made += [ParamSpec("bias", (2, 3), stacked=True), ParamSpec("positions", (3, 5), looked_up=True)]  # no matrices
-    entries = [Entry(spec, math.prod(spec.local_shape(sizes)), 0) for spec in made]
-    layout = lay_out(entries, bucket_size=bucket_size, sizes=sizes, matrices=True)
+    made += [ParamSpec("bias", (2, 3), stacked=True), ParamSpec("positions", (3, 5), is_lookup=True)]  # no matrices
+    entries = [ParamEntry(spec, math.prod(spec.local_shape(sizes)), 0) for spec in made]
+    layout = build_layout(entries, bucket_size=bucket_size, sizes=sizes, matrices=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "GROUP", data.draw(st.sampled_from([1, 300, 1 << 26])))
-        plans = [exchange.exchanges(layout, rules_for(layout, mesh), sizes, mesh.stage.rank) for mesh in meshes]
+        plans = [
+            exchange.build_exchanges(layout, bucket_shardings(layout, mesh), sizes, mesh.dp_cp_tp.rank)
+            for mesh in meshes
+        ]
     matrices, homes = plans[0][0], Counter[int]()
-    laid = [(b.kind, made[slot.entry]) for b in layout.buckets for slot in b.slots if b.kind.matrix]
-    rules = rules_for(layout, meshes[0])
-    copies = [rules[kind].copies for kind, spec in laid for _ in range(math.prod(spec.shape[:-2]))]
+    laid = [(b.key, made[slot.entry]) for b in layout.buckets for slot in b.slots if b.key.is_matrix]
+    rules = bucket_shardings(layout, meshes[0])
+    copies = [rules[kind].num_owners for kind, spec in laid for _ in range(math.prod(spec.shape[:-2]))]
     assert sum(m.numel for m in matrices) == sum(math.prod(spec.shape) for spec in made[:-2])
     for step in zip(*(groups for _, groups in plans), strict=True):
         for a, b in np.ndindex(len(step), len(step)):
@@ -65,11 +68,14 @@ def test_every_element_comes_home_once_and_goes_back(data: st.DataObject, tp: in
                 assert (taken == 1).all() and (returned == copies[number]).all()
     assert homes == Counter(range(len(matrices)))
     for mesh, (_, groups) in zip(meshes, plans, strict=True):
-        rules, got = rules_for(layout, mesh), [part for group in groups for ranges in group.got for part in ranges]
-        for bucket in (bucket for bucket in layout.buckets if bucket.kind.matrix):
-            parts = [slot.part_in(rules[bucket.kind].owned(bucket)) for slot in bucket.slots]
+        rules, got = (
+            bucket_shardings(layout, mesh),
+            [part for group in groups for ranges in group.receive_back for part in ranges],
+        )
+        for bucket in (bucket for bucket in layout.buckets if bucket.key.is_matrix):
+            parts = [slot.overlap(rules[bucket.key].owned_range(bucket)) for slot in bucket.slots]
             owned = [i for part in parts for i in range(part.start, part.start + len(part.span))]
-            assert owned == sorted(i for r in got if r.bucket == bucket.number for i in range(r.start, r.stop))
+            assert owned == sorted(i for r in got if r.bucket == bucket.index for i in range(r.start, r.stop))
 
 
 @pytest.mark.parametrize(

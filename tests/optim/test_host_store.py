@@ -26,32 +26,32 @@ from ranks import run_ranks
 from test_layouts import COMMON, GPT, HALF, LLAMA, OFFLOAD, PARAMETERS, ZERO2, ZERO3
 from train_cases import config_from, run_from
 
-from megalite.config.validation import check
-from megalite.launch.ranks import LaunchError, Ranks
-from megalite.optim.host_memory import mapped, pinned_bytes
-from megalite.optim.host_store import host_parts, moved
-from megalite.optim.layout import Entry, lay_out
+from megalite.config.validation import find_problems
+from megalite.launch.rank_info import LaunchError, RankInfo
+from megalite.optim.host_memory import allocate_mapped, pinned_bytes
+from megalite.optim.layout import ParamEntry, build_layout
+from megalite.optim.optimizer_offload import allocation_sizes, offloaded_buckets
 from megalite.parallel.spec import ParamSpec
-from megalite.plan.arrangement import arrange
-from megalite.train.life import preflight
-from megalite.train.state import Run
-from megalite.train.step import train_step
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.job import preflight
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 GUARDS = pytest.mark.everything(guards=("megalite/optim", "megalite/parallel/streams.py"))
 UP, DOWN = "copy to the card", "copy to the host"
-STORE = "megalite/optim/host_store.py"
+STORE = "megalite/optim/optimizer_offload.py"
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(0, 2)), min_size=1, max_size=20), st.floats(0, 1))
 def test_as_few_buckets_move_as_have_the_fraction(rows: list[tuple[int, int]], share: float) -> None:
-    entries = [Entry(ParamSpec(f"p{i}", (n,)), n, chunk) for i, (n, chunk) in enumerate(rows)]
-    layout = lay_out(entries, bucket_size=300, sizes={"data": 2})
-    away = moved(layout, share)
+    entries = [ParamEntry(ParamSpec(f"p{i}", (n,)), n, chunk) for i, (n, chunk) in enumerate(rows)]
+    layout = build_layout(entries, bucket_size=300, sizes={"data": 2})
+    away = offloaded_buckets(layout, share)
     assert away == layout.buckets[: len(away)]
     assert sum(bucket.size for bucket in away) >= share * layout.size
     assert not away or sum(bucket.size for bucket in away[:-1]) < share * layout.size
-    assert moved(layout, 1.0) == layout.buckets and moved(layout, 0.0) == ()
+    assert offloaded_buckets(layout, 1.0) == layout.buckets and offloaded_buckets(layout, 0.0) == ()
 
 
 @given(st.lists(st.integers(1, 3 << 30), max_size=99))
@@ -64,7 +64,7 @@ def test_little_more_is_pinned_than_is_needed(parts: list[int]) -> None:
 def test_parts_share_blocks() -> None:
     gib = 1 << 30
     assert pinned_bytes([gib] * 11) == 11 * gib and pinned_bytes([3 * gib // 4] * 5) == 5 * gib
-    assert host_parts([10, 30], 12, 4) == [120, 360, 120, 120] and host_parts([], 12, 4) == []
+    assert allocation_sizes([10, 30], 12, 4) == [120, 360, 120, 120] and allocation_sizes([], 12, 4) == []
 
 
 LARGE = "--preset llama3-70b --mock-data --lr 1 --train-iters 1 --micro-batch-size 4 --bf16 --tp 8 --nproc 8"
@@ -72,7 +72,7 @@ LARGE = "--preset llama3-70b --mock-data --lr 1 --train-iters 1 --micro-batch-si
 
 def test_more_than_the_hosts_memory_is_refused() -> None:
     plan, moved = (
-        arrange(config_from(f"{LARGE} {way}"), 8, 128256) for way in (OFFLOAD, "--cpu-offloading-num-layers 80")
+        make_run_plan(config_from(f"{LARGE} {way}"), 8, 128256) for way in (OFFLOAD, "--cpu-offloading-num-layers 80")
     )
     told = r"=1: 1\d\d\.\d GiB of host memory per rank, and there are 64\.0 GiB; offload less, or to a disk$"
     card = mock.patch.object(preflight, "card_of", return_value=torch.device("cuda"))
@@ -80,27 +80,27 @@ def test_more_than_the_hosts_memory_is_refused() -> None:
     with card, size:
         for one, line in ((plan, f"optimizer_offload_fraction{told}"), (moved, r"cpu_offloading_num_layers=80: .*s$")):
             with pytest.raises(LaunchError, match=f"^{line}"):
-                preflight.check_machine(one, "cuda", Ranks(0, 8, 0, 8))
-        preflight.check_machine(plan, "cuda", Ranks(0, 8, 0, 2))
+                preflight.check_machine(one, "cuda", RankInfo(0, 8, 0, 8))
+        preflight.check_machine(plan, "cuda", RankInfo(0, 8, 0, 2))
         with pytest.raises(LaunchError, match=r"^weights and optimizer alone take 1\d\d\.\d GiB"):
-            preflight.check_machine(plan, "cpu", Ranks(0, 8, 0, 8))
+            preflight.check_machine(plan, "cpu", RankInfo(0, 8, 0, 8))
 
 
 def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
     for folder, told in ((tmp_path, r"hold 9\d\.\d GiB per rank, and 7 GiB are free"), ("/none", "No such file")):
-        plan = arrange(config_from(f"{LARGE} {OFFLOAD} --optimizer-offload-folder {folder}"), 8, 128256)
+        plan = make_run_plan(config_from(f"{LARGE} {OFFLOAD} --optimizer-offload-folder {folder}"), 8, 128256)
         with (
             mock.patch.object(preflight, "memory_there", return_value=80 << 30),
             mock.patch.object(preflight.shutil, "disk_usage", side_effect=_disk),
             pytest.raises(LaunchError, match=rf"^optimizer_offload_folder='{folder}'.*{told}"),
         ):
-            preflight.check_machine(plan, "cpu", Ranks(0, 8, 0, 2))
+            preflight.check_machine(plan, "cpu", RankInfo(0, 8, 0, 2))
 
 
 def test_weights_that_one_rank_holds_alone_are_not_offloaded() -> None:
     config = config_from(f"{COMMON} {GPT} {ZERO3} {PARAMETERS}")
     alone = "param_cpu_offload needs 2 or more ranks that share out weights: start more, or leave it out"
-    assert (check(config, 1), check(config, 2)) == ([alone], [])
+    assert (find_problems(config, 1), find_problems(config, 2)) == ([alone], [])
 
 
 def _disk(folder: str) -> Any:
@@ -110,7 +110,7 @@ def _disk(folder: str) -> Any:
 
 def test_a_file_of_the_optimizer_has_no_name_and_its_blocks(tmp_path: Path) -> None:
     before = os.statvfs(tmp_path).f_bfree
-    (flat,) = mapped([64 << 20], str(tmp_path), torch.device("cpu"))
+    (flat,) = allocate_mapped([64 << 20], str(tmp_path), torch.device("cpu"))
     assert not os.listdir(tmp_path) and not flat.any()
     assert before - os.statvfs(tmp_path).f_bfree > (32 << 20) // os.statvfs(tmp_path).f_frsize
 
@@ -124,19 +124,19 @@ def test_what_is_loaded_reaches_the_host(flags: str) -> None:
     trained, other = _run(flags), _run(f"{flags} --seed 8")
     for _ in range(2):
         train_step(trained)
-    for mine, theirs in zip(other.optimizer.pieces(), trained.optimizer.pieces(), strict=True):
+    for mine, theirs in zip(other.optimizer.checkpoint_shards(), trained.optimizer.checkpoint_shards(), strict=True):
         mine.data.copy_(theirs.data)
-    other.optimizer.updates, other.state = trained.optimizer.updates, replace(trained.state)
-    other.optimizer.after_load()
-    other.data = trained.data  # whose order is the other seed's
+    other.optimizer.num_updates, other.state = trained.optimizer.num_updates, replace(trained.state)
+    other.optimizer.sync_after_load()
+    other.train_loader = trained.train_loader  # whose order is the other seed's
     train_step(trained)
     other.state.consumed_samples = trained.state.consumed_samples - 16
     train_step(other)
-    for mine, theirs in zip(other.optimizer.pieces(), trained.optimizer.pieces(), strict=True):
+    for mine, theirs in zip(other.optimizer.checkpoint_shards(), trained.optimizer.checkpoint_shards(), strict=True):
         assert torch.equal(mine.data, theirs.data), mine.name
-    for flat in other.buffer.weights.flats:
+    for flat in other.buffer.weights.tensors:
         flat.fill_(0.5)
-    other.optimizer.after_load(main_loaded=False)
+    other.optimizer.sync_after_load(main_loaded=False)
     assert all(bool((main == 0.5).all()) for main in other.optimizer.main)
 
 
@@ -147,9 +147,9 @@ def _traced(flags: str) -> tuple[list[Fact], int, int]:
         train_step(run)
         begin = len(card.trace)
         train_step(run)
-        run.buffer.wait_gather()
+        run.buffer.wait_param_sync()
         run.close()
-        owned = sum(len(main) for main, _ in run.optimizer.host.kept.values())
+        owned = sum(len(main) for main, _ in run.optimizer.offloaded.state.values())
         return card.trace[begin:], owned, run.buffer.layout.size // run.mesh.dp.size
 
 

@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_cases import stage_from
 
-from megalite.optim.buffer import lay_out_chunks
-from megalite.optim.layout import ALIGN, Entry, lay_out
+from megalite.optim.buffer import chunk_layout
+from megalite.optim.layout import ALIGN, ParamEntry, build_layout
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
 
 
-def _entry(name: str, numel: int, chunk: int = 0, unit: str = "", **facts: object) -> Entry:
-    return Entry(ParamSpec(name, (numel,), **facts), numel, chunk, unit)  # type: ignore[arg-type]
+def _entry(name: str, numel: int, chunk: int = 0, unit: str = "", **facts: object) -> ParamEntry:
+    return ParamEntry(ParamSpec(name, (numel,), **facts), numel, chunk, unit)  # type: ignore[arg-type]
 
 
 def test_what_lies_in_each_bucket() -> None:
-    layout = lay_out(
+    layout = build_layout(
         [
             _entry("embedding.word", 300, unit="embedding", tied=True),
             _entry("layers.0.norm", 8, unit="layers.0", partial=("tp",), decay=False),
@@ -35,7 +35,9 @@ def test_what_lies_in_each_bucket() -> None:
         sizes={"data": 2, "tp": 2},
     )
     names = [[layout.entries[slot.entry].spec.name for slot in bucket.slots] for bucket in layout.buckets]
-    kinds = [(b.number, b.chunk, b.kind.partial, b.kind.tied, b.kind.decay, b.size) for b in layout.buckets]
+    kinds = [
+        (b.index, b.chunk, b.key.partial_grad_axes, b.key.tied, b.key.weight_decay, b.size) for b in layout.buckets
+    ]
     assert list(zip(kinds, names, strict=True)) == [
         ((0, 0, (), False, True, 256), ["layers.1.up"]),
         ((1, 0, (), False, False, 128), ["layers.0.up_bias"]),
@@ -51,7 +53,7 @@ def test_what_lies_in_each_bucket() -> None:
 def test_a_parameter_is_laid_out_with_the_unit_that_it_was_made_for(flags: str) -> None:
     words = f"--num-layers 2 --hidden-size 16 --num-attention-heads 2 --mock-data --vocab-size 32 --lr 1 {flags}"
     stage = stage_from(f"{words} --train-iters 1 --micro-batch-size 1 --seq-length 8", torch.float32)
-    _, layout = lay_out_chunks([stage], Mesh.alone())
+    _, layout = chunk_layout([stage], Mesh.single_process())
     units = {e.spec.name: e.unit for e in layout.entries}
     assert set(units.values()) == {"embedding", "layers.0", "layers.1", "head"}
     of_head = ("head", "final_norm.weight", "final_norm.bias")
@@ -61,7 +63,7 @@ def test_a_parameter_is_laid_out_with_the_unit_that_it_was_made_for(flags: str) 
 ROWS = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2), st.booleans(), st.booleans()), max_size=20)
 
 
-def _entries(rows: list[tuple[int, int, bool, bool]]) -> list[Entry]:
+def _entries(rows: list[tuple[int, int, bool, bool]]) -> list[ParamEntry]:
     return [
         _entry(f"p{i}", n, chunk, partial=("tp",) * partial, decay=decay)
         for i, (n, chunk, partial, decay) in enumerate(rows)
@@ -72,7 +74,7 @@ def _entries(rows: list[tuple[int, int, bool, bool]]) -> list[Entry]:
 def test_buckets_are_in_the_order_in_which_backward_fills_them(
     rows: list[tuple[int, int, bool, bool]], bucket_size: int, dp: int
 ) -> None:
-    layout = lay_out(_entries(rows), bucket_size=bucket_size, sizes={"data": dp, "tp": 2})
+    layout = build_layout(_entries(rows), bucket_size=bucket_size, sizes={"data": dp, "tp": 2})
     filled = [(b.chunk, -min(slot.entry for slot in b.slots)) for b in layout.buckets]
     assert filled == sorted(filled)
     for b in layout.buckets:  # and every bucket closes with the member that fills it
@@ -83,16 +85,20 @@ def test_buckets_are_in_the_order_in_which_backward_fills_them(
 @given(ROWS, st.integers(1, 800), st.integers(1, 5))
 def test_every_element_is_owned_exactly_once(rows: list[tuple[int, int, bool, bool]], bucket: int, dp: int) -> None:
     entries = _entries(rows)
-    layout = lay_out(entries, bucket_size=bucket, sizes={"data": dp, "tp": 2})
+    layout = build_layout(entries, bucket_size=bucket, sizes={"data": dp, "tp": 2})
     slots = [(s, b) for b in layout.buckets for s in b.slots]
     assert sorted(s.entry for s, _ in slots) == list(range(len(entries)))
-    assert [b.number for b in layout.buckets] == list(range(len(layout.buckets)))
+    assert [b.index for b in layout.buckets] == list(range(len(layout.buckets)))
     for b in layout.buckets:
         assert b.size % (dp * ALIGN) == 0
-        assert [i for r in range(dp) for i in b.shard(dp, r)] == list(range(b.size))
+        assert [i for r in range(dp) for i in b.shard_range(dp, r)] == list(range(b.size))
         assert all(one.stop <= other.start for one, other in pairwise(b.slots))
     assert sum(b.size for b in layout.buckets) == layout.size
     for s, b in slots:
         entry = entries[s.entry]
-        assert s.bucket == b.number and s.stop - s.start == entry.numel and s.start % ALIGN == 0 and s.stop <= b.size
-        assert (entry.chunk, entry.spec.partial, entry.spec.decay) == (b.chunk, b.kind.partial, b.kind.decay)
+        assert s.bucket == b.index and s.stop - s.start == entry.numel and s.start % ALIGN == 0 and s.stop <= b.size
+        assert (entry.chunk, entry.spec.partial_grad_axes, entry.spec.weight_decay) == (
+            b.chunk,
+            b.key.partial_grad_axes,
+            b.key.weight_decay,
+        )

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.optim.loss_scale import LossScaler, ScaleExhausted
+from megalite.optim.loss_scale import LossScaleExhausted, LossScaler
 
 
 def scaler() -> LossScaler:
-    return LossScaler(scale=2.0**60, dynamic=True, minimum=1.0, window=3, hysteresis=2)
+    return LossScaler(scale=2.0**60, dynamic=True, minimum=1.0, growth_interval=3, hysteresis=2)
 
 
 def account(history: list[bool], window: int, hysteresis: int) -> int:
@@ -27,7 +27,7 @@ def account(history: list[bool], window: int, hysteresis: int) -> int:
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 5), st.integers(1, 4), st.booleans())
 def test_any_history_of_overflows(history: list[bool], window: int, hysteresis: int, dynamic: bool) -> None:
-    s = LossScaler(scale=2.0**60, dynamic=dynamic, window=window, hysteresis=hysteresis)
+    s = LossScaler(scale=2.0**60, dynamic=dynamic, growth_interval=window, hysteresis=hysteresis)
     for overflow in history:
         s.update(overflow)
     assert s.scale == 2.0 ** (60 + dynamic * account(history, window, hysteresis))
@@ -50,7 +50,7 @@ def test_the_floor_is_reached_before_it_is_refused() -> None:
     s = LossScaler(scale=6.0, dynamic=True, minimum=4.0, hysteresis=1)
     s.update(True)
     assert s.scale == 4.0  # not 3
-    with pytest.raises(ScaleExhausted, match=r"min_loss_scale=4 .*--bf16"):
+    with pytest.raises(LossScaleExhausted, match=r"min_loss_scale=4 .*--bf16"):
         s.update(True)
 
 
@@ -58,7 +58,7 @@ def test_a_resume_keeps_the_settings_of_the_new_run() -> None:
     old = scaler()
     for overflow in (True, False, False):
         old.update(overflow)
-    new = LossScaler(scale=1.0, dynamic=True, minimum=2.0**61, window=2, hysteresis=1)
+    new = LossScaler(scale=1.0, dynamic=True, minimum=2.0**61, growth_interval=2, hysteresis=1)
     new.from_json(old.to_json())
     assert new.scale == 2.0**61  # not under the new floor
     new.update(False)

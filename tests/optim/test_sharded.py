@@ -15,14 +15,14 @@ from train_cases import config_from, run_from
 from whole import Owned, owned, whole_of
 
 from megalite.optim.adamw import AdamW
-from megalite.optim.buffer import ParamBuffer, Shared
-from megalite.optim.flat_storage import Elastic, listening
-from megalite.optim.zero1 import Zero1
-from megalite.parallel.mesh import plan_mesh
-from megalite.plan.arrangement import arrange
-from megalite.train.rehearsal import issued
-from megalite.train.state import Run
-from megalite.train.step import train_step
+from megalite.optim.buffer import ParamAndGradBuffer, ZeroConfig
+from megalite.optim.distributed_optimizer import DistributedOptimizer
+from megalite.optim.flat_buffers import ResizableStorage, observe_allocations
+from megalite.parallel.mesh import abstract_mesh
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.dry_run import record_collectives
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
 
 LAYERS, M = 4, 3
 MODEL = f"""--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
@@ -62,14 +62,14 @@ def _watched(flags: str) -> tuple[list[str], list[list[str]], dict[str, int], li
     run = _run(flags)
     buffer, names = run.buffer, {}
     for storage, what in ((buffer.weights, "w"), (buffer.grads, "g")):
-        names |= {id(storage.whole(b)): f"{what} {b.kind.unit}" for b in buffer.layout.buckets}
+        names |= {id(storage.full(b)): f"{what} {b.key.unit}" for b in buffer.layout.buckets}
     train_step(run)
     seen = Whole(names)
-    with listening(seen):
+    with observe_allocations(seen):
         train_step(run)
     assert not seen.now, "after a step nothing is whole"
-    units = [f"{u}" for u in dict.fromkeys(b.kind.unit for b in reversed(buffer.layout.buckets)) if u]
-    sizes = [(s.nbytes, sum(f.numel() for f in s.flats) * s.dtype.itemsize) for s in (buffer.weights, buffer.grads)]
+    units = [f"{u}" for u in dict.fromkeys(b.key.unit for b in reversed(buffer.layout.buckets)) if u]
+    sizes = [(s.nbytes, sum(f.numel() for f in s.tensors) * s.dtype.itemsize) for s in (buffer.weights, buffer.grads)]
     return units, [sorted(some) for some in seen.most], dict(seen.came_times), sizes
 
 
@@ -116,16 +116,16 @@ def _counted(flags: str) -> tuple[Counter[tuple[str, str]], list[int], int]:
     """(axis, operation) -> bytes of a second step; bytes of the buckets that come and go; of those that stay."""
     run = _run(flags)
     train_step(run)
-    run.buffer.wait_gather()
-    with issued(run.mesh) as calls:
+    run.buffer.wait_param_sync()
+    with record_collectives(run.mesh) as calls:
         train_step(run)
-        run.buffer.wait_gather()
+        run.buffer.wait_param_sync()
     moved: Counter[tuple[str, str]] = Counter()
     for one, times in calls.items():
         moved[one.axis, one.op] += one.bytes * times
     grads, buckets = run.buffer.grads, run.buffer.layout.buckets
-    comes = [b.size * grads.dtype.itemsize for b in buckets if b.kind.unit]
-    return moved, comes, sum(b.size * grads.dtype.itemsize for b in buckets if not b.kind.unit)
+    comes = [b.size * grads.dtype.itemsize for b in buckets if b.key.unit]
+    return moved, comes, sum(b.size * grads.dtype.itemsize for b in buckets if not b.key.unit)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -155,7 +155,7 @@ def _weights(flags: str, steps: int = 3) -> tuple[list[float], list[Owned]]:
     """Losses of the steps, and the pieces of weights and states that this rank saves."""
     run = _run(flags)
     losses = [train_step(run).loss for _ in range(steps)]
-    run.buffer.wait_gather()
+    run.buffer.wait_param_sync()
     return losses, owned(run.optimizer)
 
 
@@ -176,13 +176,13 @@ def test_stages_give_the_same_bits() -> None:
 
 def _with_memory_that_holds_nan(flags: str) -> list[float]:
     """Gradient norms of two steps, where memory that comes holds anything; a vocabulary that leaves padding."""
-    real = Elastic.come
+    real = ResizableStorage.allocate
 
-    def come(self: Elastic) -> Tensor:
-        new = not self.is_there
+    def come(self: ResizableStorage) -> Tensor:
+        new = not self.is_allocated
         return real(self).fill_(torch.nan) if new else real(self)
 
-    Elastic.come = come  # type: ignore[method-assign]
+    ResizableStorage.allocate = come  # type: ignore[method-assign]
     run = _run(f"{flags} --make-vocab-size-divisible-by 1", torch.float64)
     norms = [train_step(run).grad_norm for _ in range(2)]
     return norms
@@ -207,17 +207,17 @@ def test_initial_weights_are_the_same_bits(layout: str) -> None:
 def _built(stage: int, flags: str) -> tuple[int, int]:
     """Elements of a model, and KiB that its buffer and optimizer take at most, on one rank of four."""
     config = config_from(flags)
-    made = arrange(config, 4, config.data.vocab_size)
-    mesh = replace(plan_mesh(4, 0, **made.sizes), device=torch.device("cpu"))
+    made = make_run_plan(config, 4, config.data.vocab_size)
+    mesh = replace(abstract_mesh(4, 0, **made.mesh_sizes), device=torch.device("cpu"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    buffer = ParamBuffer(made.build_stages(mesh, torch.float32, deferred=True), mesh, shared=Shared(stage))
-    optimizer = Zero1(buffer, AdamW())
+    buffer = ParamAndGradBuffer(made.build_stages(mesh, torch.float32, deferred=True), mesh, shared=ZeroConfig(stage))
+    optimizer = DistributedOptimizer(buffer, AdamW())
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return sum(entry.numel for entry in optimizer.buffer.layout.entries), after - before
 
 
 @pytest.mark.everything(
-    guards=("megalite/optim/flat_storage.py", "megalite/nn/parameter.py", "megalite/parallel/rng.py")
+    guards=("megalite/optim/flat_buffers.py", "megalite/nn/parameter.py", "megalite/parallel/rng.py")
 )
 @pytest.mark.timeout(150)
 def test_a_start_of_half_a_billion_weights_never_has_them_whole() -> None:
@@ -241,10 +241,10 @@ def _resident() -> int:
 
 def test_the_memory_is_given_back_though_views_live() -> None:
     size = 1 << 27
-    memory = Elastic(size, torch.uint8, torch.device("cpu"))
-    views = [memory.come()[: size // 2].fill_(1), memory.flat.view(-1, 256)]
+    memory = ResizableStorage(size, torch.uint8, torch.device("cpu"))
+    views = [memory.allocate()[: size // 2].fill_(1), memory.flat.view(-1, 256)]
     full = _resident()
-    memory.go()
+    memory.free()
     assert full - _resident() > 0.9 * size // 2  # what was written
-    assert memory.come().fill_(2).numel() == size
+    assert memory.allocate().fill_(2).numel() == size
     assert all(bool((view == 2).all()) for view in views) and _resident() - full > 0.9 * size // 2

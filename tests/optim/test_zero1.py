@@ -14,12 +14,12 @@ from whole import Owned, owned, part_of, whole_of
 
 from megalite.kernels.newton_schulz import coefficients
 from megalite.optim.adamw import AdamW
-from megalite.optim.buffer import ParamBuffer
+from megalite.optim.buffer import ParamAndGradBuffer
+from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.optim.lamb import Lamb, Lars
 from megalite.optim.muon import Muon
-from megalite.optim.rule import Rule
 from megalite.optim.sgd import SGD
-from megalite.optim.zero1 import Zero1
+from megalite.optim.update_rule import UpdateRule
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import ParamSpec
@@ -38,7 +38,9 @@ def orthogonalised(u: Tensor, rule: Muon) -> Tensor:
     return left @ torch.diag(s) @ right * scales[rule.scale_mode] ** 0.5 * rule.extra_scale
 
 
-def step_(rule: Rule, w: Tensor, g: Tensor, state: dict[str, Tensor], *, lr: float, decay: float, step: int) -> None:
+def step_(
+    rule: UpdateRule, w: Tensor, g: Tensor, state: dict[str, Tensor], *, lr: float, decay: float, step: int
+) -> None:
     """Of one tensor; `state` is made by the first."""
     if isinstance(rule, Muon):
         m = state["momentum_buffer"] = rule.momentum * state.get("momentum_buffer", 0) + (1 - rule.momentum) * g
@@ -46,7 +48,7 @@ def step_(rule: Rule, w: Tensor, g: Tensor, state: dict[str, Tensor], *, lr: flo
         w -= lr * decay * w + lr * orthogonalised(u, rule)
     elif isinstance(rule, Lars):
         norms = w.norm(), g.norm()
-        ratio = rule.trust * norms[0] / (norms[1] + decay * norms[0]) if min(norms) > 0 else 1
+        ratio = rule.trust_coefficient * norms[0] / (norms[1] + decay * norms[0]) if min(norms) > 0 else 1
         v = state["velocity"] = rule.momentum * state.get("velocity", 0) + lr * ratio * (g + decay * w)
         w -= v
     else:
@@ -61,7 +63,7 @@ def step_(rule: Rule, w: Tensor, g: Tensor, state: dict[str, Tensor], *, lr: flo
 
 # ---- the optimizer
 ADAMW = AdamW((0.8, 0.95), 1e-6)
-RULES: dict[str, tuple[Rule, Rule | None]] = {  # and of matrices
+RULES: dict[str, tuple[UpdateRule, UpdateRule | None]] = {  # and of matrices
     "adamw": (ADAMW, None),
     "sgd": (SGD(0.9), None),
     "plain sgd": (SGD(0.0), None),
@@ -105,34 +107,36 @@ def _values(seed: int) -> dict[str, Tensor]:
 
 
 def _local(whole: Tensor, spec: ParamSpec, mesh: Mesh) -> Tensor:
-    return part_of(whole, spec.box(mesh.sizes, mesh.position))
+    return part_of(whole, spec.box(mesh.sizes, mesh.coordinates))
 
 
-def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> Zero1:
+def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> DistributedOptimizer:
     sizes, limit = dict(tp=case.tp, pp=case.pp, instances=case.instances), datetime.timedelta(seconds=20)
-    mesh = build_mesh(**sizes, stage=rule in WHOLE, device=torch.device("cpu"), timeout=limit)
+    mesh = build_mesh(**sizes, dp_cp_tp=rule in WHOLE, device=torch.device("cpu"), timeout=limit)
     stage = nn.Module()
     for name in STAGES[mesh.pp.rank] if case.pp > 1 else SHAPES:
         facts = TP_FACTS[name] if case.tp > 1 else {}
-        spec = ParamSpec(name, SHAPES[name], decay=len(SHAPES[name]) > 1, tied=case.pp > 1 and name == "word", **facts)
+        spec = ParamSpec(
+            name, SHAPES[name], weight_decay=len(SHAPES[name]) > 1, tied=case.pp > 1 and name == "word", **facts
+        )
         parameter = nn.Parameter(_local(_values(0)[name], spec, mesh).to(dtype).contiguous())
         parameter.spec = spec  # type: ignore[attr-defined]
         stage.register_parameter(name, parameter)
-    buffer = ParamBuffer([stage], mesh, bucket_size=100, matrices=RULES[rule][1] is not None)
-    return Zero1(buffer, *RULES[rule])
+    buffer = ParamAndGradBuffer([stage], mesh, bucket_size=100, matrices=RULES[rule][1] is not None)
+    return DistributedOptimizer(buffer, *RULES[rule])
 
 
-def _step(optimizer: Zero1, step: int) -> float:
+def _step(optimizer: DistributedOptimizer, step: int) -> float:
     """One step; each rank adds the summand of the whole gradient that its backward would. The squared norm."""
     buffer, mesh = optimizer.buffer, optimizer.buffer.mesh
     for bucket in buffer.layout.buckets:
-        summands = mesh.dp.size * (2 if bucket.kind.tied else 1) * (mesh.tp.size if bucket.kind.partial else 1)
+        summands = mesh.dp.size * (2 if bucket.key.tied else 1) * (mesh.tp.size if bucket.key.partial_grad_axes else 1)
         for slot in bucket.slots:
             spec = buffer.layout.entries[slot.entry].spec
             part = _local(_values(100 + step)[spec.name], spec, mesh)
-            grad, _ = buffer.sinks[spec.name].open()
+            grad, _ = buffer.main_grads[spec.name].accumulator()
             grad.copy_(part / summands)
-    buffer.finish()
+    buffer.finish_grad_sync()
     norm_sq = float(all_reduce_(optimizer.local_norm_sq(), mesh.world))
     optimizer.step(lr=LR, weight_decay=DECAY, scale=SCALE)
     buffer.gather()
@@ -143,12 +147,12 @@ def _run(case: Case, rule: str, dtype: torch.dtype) -> tuple[list[float], list[O
     """Squared norms; the pieces; this rank's whole weights as the modules see them."""
     optimizer = _optimizer(case, rule, dtype)
     norms = [_step(optimizer, step) for step in range(STEPS)]
-    optimizer.buffer.wait_gather()
+    optimizer.buffer.wait_param_sync()
     layout, weights = optimizer.buffer.layout, {}
     for bucket in layout.buckets:
         for slot in bucket.slots:
             spec = layout.entries[slot.entry].spec
-            weights[spec.name] = optimizer.buffer.weights.part(slot).double().numpy()
+            weights[spec.name] = optimizer.buffer.weights.param_view(slot).double().numpy()
     return norms, owned(optimizer), weights
 
 
@@ -194,7 +198,7 @@ def _reference(rule: str, start: torch.dtype, main: torch.dtype) -> dict[str, di
             p.grad = _values(100 + step)[name].to(main) * SCALE
         reference.step()
     result = {"model": {name: p.detach().numpy() for name, p in weights.items()}}
-    for state in RULES[rule][0].states:
+    for state in RULES[rule][0].state_dtypes:
         result[f"optimizer.{state}"] = {name: reference.state[p][state].numpy() for name, p in weights.items()}
     return result
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks, wait_for
 
-from megalite.config.faults import Faults
-from megalite.launch.ranks import LaunchError
+from megalite.common.fault_injection import FaultInjector
+from megalite.launch.rank_info import LaunchError
 from megalite.parallel import comm, self_test
-from megalite.parallel.mesh import PLANNED, RECEIVE, Axis, Mesh, build_mesh
+from megalite.parallel.cpu.shared_memory import SharedMemoryBackend
+from megalite.parallel.mesh import ABSTRACT, RECEIVE, Axis, Mesh, build_mesh
 from megalite.parallel.rng import initialize_
-from megalite.parallel.shared_memory import SharedMemory
 from megalite.parallel.spec import ParamSpec
 
 
@@ -36,15 +36,15 @@ def _complaint(mesh: Mesh) -> str:
 def _bend(what: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """One operation goes wrong on rank 1, from its results on."""
     if what == "memory":
-        read = SharedMemory.start_all_gather
+        read = SharedMemoryBackend.start_all_gather
 
-        def wrong(self: SharedMemory, out: torch.Tensor, x: torch.Tensor) -> Any:
+        def wrong(self: SharedMemoryBackend, out: torch.Tensor, x: torch.Tensor) -> Any:
             transfer = read(self, out, x)
             transfer.wait()
             out[3] += 1
             return comm.Pending(out)
 
-        monkeypatch.setattr(SharedMemory, "start_all_gather", wrong)
+        monkeypatch.setattr(SharedMemoryBackend, "start_all_gather", wrong)
     elif what == "all_reduce":
         honest = dist.all_reduce
 
@@ -74,7 +74,7 @@ def _all_cases() -> dict[str, str]:
             if mesh.world.rank == 1:
                 _bend(what, mesh, monkeypatch)
             told[what] = _complaint(mesh)
-    assert mesh.tp.direct is not None and mesh.dp.direct is not None or mesh.dp.size == 1
+    assert mesh.tp.custom_backend is not None and mesh.dp.custom_backend is not None or mesh.dp.size == 1
     return told
 
 
@@ -99,8 +99,12 @@ def test_a_wrong_value_is_found_and_named_on_every_axis() -> None:
 def _exchanged() -> list[str]:
     told = []
     for sizes in (dict(tp=2, pp=2), dict(tp=2, pp=1), dict(tp=1, pp=1)):  # the ranks of tp, all, all of dp
-        mesh = build_mesh(**sizes, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), stage=True)
-        where, name, at = (SharedMemory, "start_all_to_all", 2) if mesh.stage.direct else (dist, "all_to_all_single", 1)
+        mesh = build_mesh(**sizes, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), dp_cp_tp=True)
+        where, name, at = (
+            (SharedMemoryBackend, "start_all_to_all", 2)
+            if mesh.dp_cp_tp.custom_backend
+            else (dist, "all_to_all_single", 1)
+        )
         honest = getattr(where, name)
         with pytest.MonkeyPatch.context() as monkeypatch:
             told.append(_complaint(mesh))
@@ -122,12 +126,12 @@ def test_an_exchange_that_goes_wrong_is_found_where_a_run_will_exchange() -> Non
 
 
 def test_a_rank_alone_has_nothing_to_check() -> None:
-    self_test.check_collectives(Mesh.alone())
+    self_test.check_collectives(Mesh.single_process())
 
 
 def _three() -> list[str]:
     told = [_complaint(_mesh(tp, pp)) for tp, pp in ((1, 1), (1, 3), (3, 1))]
-    self_test.fault = Faults({"MEGALITE_FAULT": "init.collectives:1:0:bitflip"})
+    self_test.inject_fault = FaultInjector({"MEGALITE_FAULT": "init.collectives:1:0:bitflip"})
     return [*told, _complaint(_mesh(1, 3))]
 
 
@@ -141,15 +145,21 @@ def test_a_collective_over_an_axis_without_other_ranks_behind_it_is_an_error() -
     """Sizes alone would make it the identity, and a sum of one summand would pass for the whole."""
     with pytest.raises(ValueError, match="axis tp of size 2 has no transport"):
         Axis("tp", 2)
-    axis, x = Axis("tp", 2, 1, PLANNED), torch.ones(4)
+    axis, x = Axis("tp", 2, 1, ABSTRACT), torch.ones(4)
     for collective in (
-        *(comm.start_all_gather, comm.start_reduce_scatter, comm.scatter_seq, comm.all_reduce_, comm.broadcast_),
+        *(
+            comm.start_all_gather,
+            comm.start_reduce_scatter,
+            comm.reduce_scatter_sequence,
+            comm.all_reduce_,
+            comm.broadcast_,
+        ),
         lambda x, axis: comm.start_all_gather_into(x.repeat(2), x, axis),
         lambda x, axis: comm.start_reduce_scatter_into(x[:2], x, axis),
     ):
         with pytest.raises(RuntimeError, match="tp=2, which is only planned"):
             collective(x, axis)
-    assert comm.all_reduce_(x, Axis("tp", 1, 0, PLANNED)) is x
+    assert comm.all_reduce_(x, Axis("tp", 1, 0, ABSTRACT)) is x
 
 
 def late_message(over: str) -> str:
@@ -159,7 +169,7 @@ def late_message(over: str) -> str:
         wait_for(Path(over))
         return ""
     with pytest.raises(RuntimeError) as error:
-        comm.start_message(torch.zeros(4), mesh.pp, 1, RECEIVE).wait()
+        comm.start_p2p(torch.zeros(4), mesh.pp, 1, RECEIVE).wait()
     Path(over).touch()
     return str(error.value)
 
@@ -173,5 +183,5 @@ def test_a_message_takes_no_longer_than_a_collective_may(tmp_path: Path) -> None
 @settings(max_examples=60)
 def test_initial_weights_do_not_depend_on_the_padding(rows: int, padding: int, columns: int) -> None:
     bare, padded = (ParamSpec("embedding.word", (n, columns), shards=((0, "tp"),)) for n in (rows, rows + padding))
-    want, got = (initialize_(torch.empty(spec.shape), spec, Mesh.alone(), seed=7) for spec in (bare, padded))
+    want, got = (initialize_(torch.empty(spec.shape), spec, Mesh.single_process(), seed=7) for spec in (bare, padded))
     assert torch.equal(want, got[:rows])

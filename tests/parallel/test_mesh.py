@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.parallel.comm import all_reduce_
-from megalite.parallel.mesh import Mesh, build_mesh, plan_mesh
+from megalite.parallel.mesh import Mesh, abstract_mesh, build_mesh
 
 CPU = torch.device("cpu")
 DENSE, EXPERT = ("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")
@@ -35,7 +35,7 @@ def shapes(draw: st.DrawFn, most: int = 48, experts: int = 0) -> tuple[int, dict
 
 
 def _meshes(world: int, sizes: dict[str, Any]) -> Iterator[Mesh]:
-    return (plan_mesh(world, rank, **sizes) for rank in range(world))
+    return (abstract_mesh(world, rank, **sizes) for rank in range(world))
 
 
 @settings(max_examples=40)
@@ -43,7 +43,7 @@ def _meshes(world: int, sizes: dict[str, Any]) -> Iterator[Mesh]:
 def test_a_rank_is_what_the_formulas_say(shape: tuple[int, dict[str, Any]]) -> None:
     world, sizes = shape
     for rank, mesh in enumerate(_meshes(world, sizes)):
-        n, at = mesh.sizes, mesh.position
+        n, at = mesh.sizes, mesh.coordinates
         assert all(n[name] == sizes[name] for name in ("tp", "pp", "cp", "ep", "etp"))
         block = (at["dp"] * n["cp"] + at["cp"]) * n["tp"] + at["tp"]
         outer, inner, size = (at["dp"], at["pp"], n["pp"]) if sizes["dp_outermost"] else (at["pp"], at["dp"], n["dp"])
@@ -63,7 +63,7 @@ def test_an_axis_runs_through_the_ranks_that_differ_in_it_alone(shape: tuple[int
     world, sizes = shape
     meshes = list(_meshes(world, sizes))
     for view in (DENSE, EXPERT, WIDE, EXPERT_WIDE, ("pp", "data", "tp")):
-        places = [tuple(mesh.position[name] for name in view) for mesh in meshes]
+        places = [tuple(mesh.coordinates[name] for name in view) for mesh in meshes]
         assert len(set(places)) == world
         for i, name in enumerate(view):
             for mesh, place in zip(meshes, places, strict=True):
@@ -72,8 +72,10 @@ def test_an_axis_runs_through_the_ranks_that_differ_in_it_alone(shape: tuple[int
                 assert axis.ranks == tuple(beside[j] for j in range(axis.size)), (name, place)
     for mesh in meshes:
         ends = [mesh.pp.ranks[0], mesh.pp.ranks[-1]]
-        assert mesh.pp_back.ranks == mesh.pp.ranks
-        assert list(mesh.ends.ranks) == (ends if mesh.pp.size > 1 and mesh.world.rank in ends else [mesh.world.rank])
+        assert mesh.pp_grad.ranks == mesh.pp.ranks
+        assert list(mesh.tied_embedding.ranks) == (
+            ends if mesh.pp.size > 1 and mesh.world.rank in ends else [mesh.world.rank]
+        )
 
 
 def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, str]]:
@@ -83,7 +85,7 @@ def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, 
     shared = {name: mesh.axis(name) for name in names if mesh.axis(name).size > 1}
     number = torch.tensor(float(2**mesh.world.rank))
     sums = {name: float(all_reduce_(number.clone(), axis)) for name, axis in shared.items()}
-    assert {id(axis) for axis in shared.values()} | {id(mesh.world)} == {id(axis) for axis in mesh.axes}
+    assert {id(axis) for axis in shared.values()} | {id(mesh.world)} == {id(axis) for axis in mesh.active_axes}
     return {name: axis.ranks for name, axis in shared.items()}, sums, {n: axis.name for n, axis in shared.items()}
 
 
@@ -110,7 +112,7 @@ def _without_experts() -> tuple[set[str], int, str]:
     mesh = build_mesh(tp=2, device=CPU)
     with pytest.raises(RuntimeError) as error:
         all_reduce_(torch.ones(1), mesh.edp)
-    return {axis.name for axis in mesh.axes}, mesh.sizes["edp"], str(error.value)
+    return {axis.name for axis in mesh.active_axes}, mesh.sizes["edp"], str(error.value)
 
 
 def test_without_experts_their_axes_are_planned_only() -> None:
@@ -120,14 +122,14 @@ def test_without_experts_their_axes_are_planned_only() -> None:
 
 
 def test_a_printed_mesh_has_the_axes_that_ranks_share() -> None:
-    assert repr(Mesh.alone()) == "Mesh(device='cpu', rank 0 of 1)"
+    assert repr(Mesh.single_process()) == "Mesh(device='cpu', rank 0 of 1)"
     text = "Mesh(pp=2, dp=2, tp=2, ep=4, device='cpu', rank 5 (pp 1, dp 0, tp 1) of 8)"
-    assert repr(plan_mesh(8, 5, tp=2, pp=2, ep=4)) == text
+    assert repr(abstract_mesh(8, 5, tp=2, pp=2, ep=4)) == text
 
 
 def test_a_name_that_is_no_axis_is_refused() -> None:
     with pytest.raises(TypeError, match="a mesh has no dp, ttp"):
-        plan_mesh(4, 0, ttp=2, dp=2)  # type: ignore[call-arg]
+        abstract_mesh(4, 0, ttp=2, dp=2)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_a_name_that_is_no_axis_is_refused() -> None:
 )
 def test_what_does_not_split_is_refused(sizes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        plan_mesh(8, 0, **sizes)
+        abstract_mesh(8, 0, **sizes)
 
 
 @pytest.mark.parametrize("sizes", [dict(tp=8, pp=16, cp=2, ep=8), dict(tp=2, cp=2, ep=64, etp=1, instances=4)], ids=str)
@@ -152,11 +154,11 @@ def test_thousands_of_ranks_make_each_group_once(sizes: dict[str, Any], monkeypa
     try:
         mesh = build_mesh(device=CPU, shared_memory=False, **sizes)
         assert mesh.describe().startswith(f"rank {rank} (")
-        plan = plan_mesh(world, rank, **sizes)
-        assert all(axis.ranks == plan.axis(axis.name).ranks for axis in mesh.axes if axis is not mesh.world)
+        plan = abstract_mesh(world, rank, **sizes)
+        assert all(axis.ranks == plan.axis(axis.name).ranks for axis in mesh.active_axes if axis is not mesh.world)
     finally:
         dist.destroy_process_group()
     own = [how["group_desc"] for how, ranks in lines if rank in ranks]
-    assert sorted(own) == sorted(axis.name for axis in mesh.axes if axis.size < world or axis.name != "world")
+    assert sorted(own) == sorted(axis.name for axis in mesh.active_axes if axis.size < world or axis.name != "world")
     shared = [tuple(ranks) for how, ranks in lines if how["group_desc"] not in ("pp_back", "ends")]
     assert len(shared) == len(set(shared))

@@ -21,19 +21,19 @@ from ranks import run_ranks, wait_for
 from torch import Tensor
 from train_cases import SMALL
 
-from megalite.config.environment import override
-from megalite.parallel import shared_memory
+from megalite.config.environment import env_override
+from megalite.parallel.cpu import shared_memory
+from megalite.parallel.cpu.peer_sockets import NotShared, PeerSockets
+from megalite.parallel.cpu.shared_memory import CollectiveMismatchError, SharedMemoryBackend
 from megalite.parallel.mesh import build_mesh
-from megalite.parallel.shared_memory import OrderError, SharedMemory
-from megalite.parallel.wires import NotShared, Wires
-from megalite.train.watch.hang import HANGS, lost_another
+from megalite.training.monitoring.watchdog import _TIMEOUT_ERROR, is_lost_peer_error
 
 # and a unit of each: a sum of whole numbers that fp32 or fp64 would make is another
 UNITS = {torch.float32: 1, torch.float64: 1, torch.bfloat16: 1, torch.int32: 2**25 + 1, torch.int64: 2**55 + 1}
 
 
-def _open(slot_bytes: int) -> SharedMemory:
-    return SharedMemory.open(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), slot_bytes)
+def _open(slot_bytes: int) -> SharedMemoryBackend:
+    return SharedMemoryBackend.open(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), slot_bytes)
 
 
 def _value(seed: int, rank: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -122,7 +122,7 @@ def _disagree() -> str:
     memory = _open(256)
     x, whole = torch.zeros(4), torch.zeros(8)
     started = memory.start_all_gather(whole, x) if memory.rank else memory.start_reduce_scatter(x, whole)
-    with pytest.raises(OrderError) as error:
+    with pytest.raises(CollectiveMismatchError) as error:
         started.wait()
     return str(error.value)
 
@@ -139,7 +139,7 @@ def _expects_more() -> str:
     started = memory.start_all_to_all(torch.zeros(sum(got)), torch.zeros(9), got, [3, 3, 3])
     try:
         started.wait()
-    except OrderError as error:
+    except CollectiveMismatchError as error:
         return str(error)
     return ""
 
@@ -165,7 +165,7 @@ def _last_dies(path: Path, forks: bool) -> None:
         return
     with pytest.raises(RuntimeError) as error:
         memory.start_all_gather(torch.zeros(4 * memory.size), torch.zeros(4)).wait()
-    assert lost_another(error.value) and f"by rank {last}" in str(error.value)
+    assert is_lost_peer_error(error.value) and f"by rank {last}" in str(error.value)
     path.touch()
 
 
@@ -180,7 +180,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others_at_once(tmp_path: Path, worl
 
 def test_a_wait_for_several_ranks_has_one_end_and_names_all_that_are_late() -> None:
     pairs = {rank: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for rank in (1, 2, 3)}
-    wires = Wires(None, {rank: near for rank, (near, _) in pairs.items()})
+    wires = PeerSockets(None, {rank: near for rank, (near, _) in pairs.items()})
     far, limit = {rank: end for rank, (_, end) in pairs.items()}, datetime.timedelta(seconds=1)
     begin, says = time.monotonic(), threading.Timer(0.8, far[1].send, [b"word"])
     says.start()
@@ -199,12 +199,12 @@ CALLS = {"broadcast": dist, "mmap": mmap, "bind": socket.socket, "connect": sock
 
 
 def _dies_as_it_opens(folder: str, call: str) -> None:
-    shared_memory.FOLDER = Path(folder)
+    shared_memory.SHM_DIR = Path(folder)
     dist.barrier()  # the group is made: its ranks connect one by one
     if dist.get_rank() == 1:
         setattr(CALLS[call], call, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError):
-        SharedMemory.open(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+        SharedMemoryBackend.open(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     if dist.get_rank() == 0:
         assert not list(Path(folder).iterdir())
         (Path(folder) / "nothing was left").touch()
@@ -227,14 +227,14 @@ def _refusal(slot_bytes: int = 64) -> str:
 
 
 def _without_room() -> tuple[list[str], str, bool]:
-    disk = os.statvfs(shared_memory.FOLDER)
+    disk = os.statvfs(shared_memory.SHM_DIR)
     slot = disk.f_frsize * disk.f_blocks // 128 * 64  # half of what the file system has
     found = [_refusal(slot)]
     for folder in ("/nowhere", "/proc/self/status"):
-        shared_memory.FOLDER = Path(folder)
+        shared_memory.SHM_DIR = Path(folder)
         found.append(_refusal())
     mesh = build_mesh(tp=2, pp=1, device=torch.device("cpu"))
-    return found, mesh.not_shared, mesh.tp.direct is None
+    return found, mesh.not_shared, mesh.tp.custom_backend is None
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
@@ -244,7 +244,7 @@ def test_without_room_there_is_gloo_and_all_ranks_know_why() -> None:
 
 def test_a_run_without_shared_memory_says_so_at_the_start_and_in_its_summary(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from pathlib import Path\nfrom megalite.parallel import shared_memory\n"
+        "from pathlib import Path\nfrom megalite.parallel.cpu import shared_memory\n"
         "shared_memory.FOLDER = Path('/proc/self/status')\n"
     )
     words = [*SMALL, *"--nproc 2 --tensor-model-parallel-size 2 --train-iters 1 --device cpu".split()]
@@ -258,7 +258,7 @@ def test_a_run_without_shared_memory_says_so_at_the_start_and_in_its_summary(tmp
 
 def _on_several_machines(folder: str) -> tuple[str, str]:
     (own := Path(folder, str(dist.get_rank()))).mkdir()
-    shared_memory.FOLDER = own
+    shared_memory.SHM_DIR = own
     found = _refusal(), build_mesh(tp=2, pp=1, device=torch.device("cpu")).not_shared
     dist.barrier()
     assert not list(own.iterdir())
@@ -271,7 +271,7 @@ def test_on_several_machines_there_is_gloo_without_a_word(tmp_path: Path) -> Non
 
 def _first_dies(folder: str, call: str) -> None:
     """Rank 0, with the only names of what is open; the next run's ranks find that."""
-    shared_memory.FOLDER = Path(folder)
+    shared_memory.SHM_DIR = Path(folder)
     dist.barrier()
     if dist.get_rank() == 0:
         setattr(CALLS[call], call, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
@@ -280,7 +280,7 @@ def _first_dies(folder: str, call: str) -> None:
 
 
 def _opens(folder: str) -> bool:
-    shared_memory.FOLDER = Path(folder)
+    shared_memory.SHM_DIR = Path(folder)
     return _refusal() == ""
 
 
@@ -329,7 +329,7 @@ def test_only_what_is_dead_and_ours_is_swept(tmp_path: Path, monkeypatch: pytest
 
 def _no_sockets(folder: str) -> bool:
     """Only the names of the sockets are too long, for the kernel."""
-    shared_memory.FOLDER = Path(folder)
+    shared_memory.SHM_DIR = Path(folder)
     found = _refusal() == "EINVAL"
     dist.barrier()
     return found and not list(Path(folder).iterdir())
@@ -343,7 +343,7 @@ def test_without_sockets_there_is_gloo(tmp_path: Path) -> None:
 
 def _without_files(folder: str) -> list[str]:
     """Rank 0 may open none, one, ... more."""
-    shared_memory.FOLDER, found, before = Path(folder), [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    shared_memory.SHM_DIR, found, before = Path(folder), [], resource.getrlimit(resource.RLIMIT_NOFILE)
     for more in range(7):
         os.close(free := os.open(folder, os.O_RDONLY))
         if dist.get_rank() == 0:
@@ -367,8 +367,8 @@ def _timeouts(path: str) -> float:
         wait_for(Path(path))
         return 0.0
     with pytest.raises(RuntimeError) as error:
-        mesh.tp.direct.start_all_gather(torch.zeros(8), torch.zeros(4)).wait()
-    assert HANGS.search(str(error.value)) and "for rank 1" in str(error.value)
+        mesh.tp.custom_backend.start_all_gather(torch.zeros(8), torch.zeros(4)).wait()
+    assert _TIMEOUT_ERROR.search(str(error.value)) and "for rank 1" in str(error.value)
     took = time.monotonic() - begin
     Path(path).touch()
     return took
@@ -395,7 +395,7 @@ def test_a_timeout_may_be_long_and_is_torchs_where_none_is_given() -> None:
 def test_the_variable_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, on in (("on", True), ("", True), ("off", False)):
         monkeypatch.setenv("MEGALITE_SHARED_MEMORY", value)
-        assert override("shared_memory", True) is on
+        assert env_override("shared_memory", True) is on
     monkeypatch.setenv("MEGALITE_SHARED_MEMORY", "no")
     with pytest.raises(ValueError, match="MEGALITE_SHARED_MEMORY=no is unknown; use on or off"):
-        override("shared_memory", True)
+        env_override("shared_memory", True)

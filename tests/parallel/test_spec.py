@@ -11,7 +11,7 @@ from megalite.parallel.spec import ParamSpec
 @given(tp=st.integers(1, 8), rows=st.integers(1, 40), columns=st.integers(1, 3), multiple=st.integers(1, 50))
 def test_what_is_stored_is_every_true_row_once_and_no_padding(tp: int, rows: int, columns: int, multiple: int) -> None:
     step = math.lcm(multiple, tp)
-    spec = ParamSpec("head", (-(-rows // step) * step, columns), shards=((0, "tp"),), rows=rows)
+    spec = ParamSpec("head", (-(-rows // step) * step, columns), shards=((0, "tp"),), vocab_rows=rows)
     stored: list[int] = []
     for rank in range(tp):
         box, part = (find({"tp": tp}, {"tp": rank}) for find in (spec.box, spec.stored_box))
@@ -30,5 +30,5 @@ def test_without_padding_all_is_stored() -> None:
 def test_stacked_parts_are_split_and_drawn_along_their_rows() -> None:
     shards = ((1, "tp"),)
     for spec in (ParamSpec("gate_up", (2, 8, 3), shards, stacked=True), ParamSpec("kv", (2, 8, 3), stacked=True)):
-        assert spec.block_dim == 1  # the same bits whether or not a layout splits them
-    assert [ParamSpec("x", (8, 6), given).block_dim for given in ((), ((0, "tp"),), shards)] == [0, 0, 1]
+        assert spec.init_dim == 1  # the same bits whether or not a layout splits them
+    assert [ParamSpec("x", (8, 6), given).init_dim for given in ((), ((0, "tp"),), shards)] == [0, 0, 1]

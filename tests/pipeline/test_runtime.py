@@ -14,10 +14,10 @@ from ranks import run_ranks
 from torch import Tensor
 from train_cases import run_from
 
-from megalite.nn.later import Later
-from megalite.pipeline.runtime import MESSAGES, Pipeline
-from megalite.pipeline.schedule import Action, Op, Split, plan
-from megalite.train.step import train_step
+from megalite.nn.wgrad_store import WeightGradStore
+from megalite.pipeline.runtime import P2P_PHASE, Pipeline
+from megalite.pipeline.schedule import Action, Op, SplitBackward, build_schedule
+from megalite.training.train_step import train_step
 
 PP, M, PART_S = 3, 6, 0.06
 FLAGS = f"""--num-layers {PP} --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1
@@ -40,20 +40,22 @@ def _timed(flags: str) -> tuple[list[str], float, float]:
     """Of the best of two steps on this rank: its actions, seconds, and seconds of them that it waited for others."""
     run = run_from(f"{FLAGS} {flags}")
     parts = 1 if run.pipeline.split else 2
-    run.pipeline.split = Split() if run.pipeline.split else None  # the parts that are to be filled take equally long
+    run.pipeline.split = (
+        SplitBackward() if run.pipeline.split else None
+    )  # the parts that are to be filled take equally long
     steps = []
     with (
         mock.patch.object(Pipeline, "_forward", _lasting(Pipeline._forward, 1)),
         mock.patch.object(torch.autograd, "backward", _lasting(torch.autograd.backward, parts)),
-        mock.patch.object(Later, "run", _lasting(Later.run, 1)),
+        mock.patch.object(WeightGradStore, "run", _lasting(WeightGradStore.compute_all, 1)),
     ):
         for _ in range(3):
             run.pipeline.timeline = []
             dist.barrier()
-            run.mesh.clock.begin(run.mesh.device)
+            run.mesh.clock.start_step(run.mesh.device)
             train_step(run)
-            run.mesh.clock.end()
-            waited = run.mesh.clock.read()[MESSAGES]
+            run.mesh.clock.end_step()
+            waited = run.mesh.clock.phase_seconds()[P2P_PHASE]
             timeline = run.pipeline.timeline
             steps.append((max(timed.end_s for timed in timeline), waited, [timed.action for timed in timeline]))
     took, waited, actions = min(steps[1:])
@@ -66,8 +68,10 @@ def test_ranks_wait_less_by_what_the_plan_says() -> None:
     less, told = 2 * (PP - 1) * PART_S, []
     for _ in range(4):
         whole, split = run_ranks(PP, _timed, ""), run_ranks(PP, _timed, "--split-backward")
-        for ranks, how in ((whole, None), (split, Split())):
-            assert [actions for actions, *_ in ranks] == [list(map(str, row)) for row in plan("1f1b", PP, M, split=how)]
+        for ranks, how in ((whole, None), (split, SplitBackward())):
+            assert [actions for actions, *_ in ranks] == [
+                list(map(str, row)) for row in build_schedule("1f1b", PP, M, split=how)
+            ]
         took, took_split = (max(seconds for _, seconds, _ in ranks) for ranks in (whole, split))
         waited, waited_split = (sum(seconds for *_, seconds in ranks) / PP for ranks in (whole, split))
         assert took_split > (3 * M + PP - 1) * PART_S
@@ -86,7 +90,7 @@ def _held() -> list[tuple[int, bool]]:
     received gradient still takes memory of its own then."""
     sizes = f"--num-layers {2 * LAYERS} --global-batch-size 3 --pipeline-model-parallel-size 2"
     run = run_from(f"{FLAGS} {sizes} --hidden-dropout 0 --attention-dropout 0")
-    wait, received, seen = run.pipeline._wait, [lambda: None], list[tuple[int, bool]]()
+    wait, received, seen = run.pipeline._wait_for_message, [lambda: None], list[tuple[int, bool]]()
 
     def waits(message: Any, *name: Any) -> Tensor:
         tensor = wait(message, *name)
@@ -101,7 +105,7 @@ def _held() -> list[tuple[int, bool]]:
     def watched(number: int, x_sBD: Tensor) -> None:
         x_sBD.register_hook(lambda grad: look(number, grad))
 
-    run.pipeline._wait = waits  # type: ignore[method-assign]
+    run.pipeline._wait_for_message = waits  # type: ignore[method-assign]
     if run.mesh.pp.is_first:
         for number, block in enumerate(run.pipeline.stages[0].blocks):  # type: ignore[arg-type]
             block.register_forward_pre_hook(lambda _, given, number=number: watched(number, given[0]))

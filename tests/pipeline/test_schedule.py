@@ -10,23 +10,34 @@ from cover import rarely
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.registry import KINDS
-from megalite.pipeline.schedule import Action, Op, Placement, Split, compute_row, in_flight, plan, with_messages
+from megalite.config.registry import REGISTRIES
+from megalite.pipeline.schedule import (
+    Action,
+    Op,
+    SplitBackward,
+    StagePlacement,
+    add_send_recv,
+    build_schedule,
+    compute_actions,
+    peak_in_flight,
+)
 from megalite.pipeline.simulate import simulate
-from megalite.plan.partition import evenly, fastest, levelled, ranges, splits
-from tools.pictures.pipeline import as_text as draw
+from megalite.planning.partition import balanced_split, candidate_splits, choose_split, even_split, layer_ranges
+from tools.plots.pipeline import as_text as draw
 
 GUARDS = ("megalite/pipeline",)  # of the largest, which take seconds
 SHAPES = [(pp, vpp) for pp in range(1, 9) for vpp in range(1, 5) if pp > 1 or vpp == 1]
 PAIR = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
 
 
-@pytest.mark.parametrize("split", (None, Split()))
-@pytest.mark.parametrize("name", sorted([*KINDS["pipeline_schedule"], "forward"]))
+@pytest.mark.parametrize("split", (None, SplitBackward()))
+@pytest.mark.parametrize("name", sorted([*REGISTRIES["pipeline_schedule"], "forward"]))
 @pytest.mark.parametrize("pp,vpp", SHAPES)
-def test_every_schedule_is_complete_and_runs_with_rendezvous(name: str, pp: int, vpp: int, split: Split | None) -> None:
+def test_every_schedule_is_complete_and_runs_with_rendezvous(
+    name: str, pp: int, vpp: int, split: SplitBackward | None
+) -> None:
     for m in range(1, 21):
-        rows = plan(name, pp, m, vpp, split=split)
+        rows = build_schedule(name, pp, m, vpp, split=split)
         ops = (Op.F,) if name == "forward" else (Op.F, Op.B) if split is None else (Op.F, Op.B, Op.W)
         work = [a for row in rows for a in row if a.op in ops]
         assert sorted(work) == sorted(Action(op, s, i) for op in ops for s in range(pp * vpp) for i in range(m))
@@ -80,17 +91,17 @@ def test_bubble_and_activations_are_as_the_papers_say(pp: int) -> None:
         if pp == 1 and vpp > 1:
             continue
         for m in range(1, 21):
-            rows = plan("1f1b", pp, m, vpp)
+            rows = build_schedule("1f1b", pp, m, vpp)
             if vpp == 1 or m >= pp:  # arXiv:2104.04473, sec. 2.2
                 assert simulate(rows).bubble == pytest.approx((pp - 1) / (vpp * m + pp - 1))
             if vpp == 1:
-                assert [in_flight(row) for row in rows] == [min(m, pp - rank) for rank in range(pp)]
+                assert [peak_in_flight(row) for row in rows] == [min(m, pp - rank) for rank in range(pp)]
             else:
                 first = -(-m // max(1, m // pp))  # micro-batches in the first and largest group
                 most = [2 * (pp - rank - 1) + (vpp - 1) * first + 1 for rank in range(pp)]
-                assert [in_flight(row) for row in rows] == [min(m * vpp, n) for n in most]
+                assert [peak_in_flight(row) for row in rows] == [min(m * vpp, n) for n in most]
             for name in ("gpipe", "breadth-first"):
-                assert [in_flight(row) for row in plan(name, pp, m, vpp)] == [m * vpp] * pp
+                assert [peak_in_flight(row) for row in build_schedule(name, pp, m, vpp)] == [m * vpp] * pp
 
 
 @pytest.mark.parametrize(
@@ -98,11 +109,11 @@ def test_bubble_and_activations_are_as_the_papers_say(pp: int) -> None:
 )
 def test_a_split_backward_fills_the_bubble_and_holds_no_more(pp: int, vpp: int) -> None:
     for name, m in itertools.product(("1f1b", "gpipe", "breadth-first"), range(1, 21)):
-        whole, halves = plan(name, pp, m, vpp), plan(name, pp, m, vpp, split=Split())
+        whole, halves = build_schedule(name, pp, m, vpp), build_schedule(name, pp, m, vpp, split=SplitBackward())
         assert [[a for a in row if a.op in (Op.F, Op.B)] for row in halves] == [
             [a for a in row if a.op in (Op.F, Op.B)] for row in whole
         ], "the order of F and B is the schedule's own"
-        assert max(map(in_flight, halves)) <= max(map(in_flight, whole))
+        assert max(map(peak_in_flight, halves)) <= max(map(peak_in_flight, whole))
         before, after = simulate(whole).bubble, simulate(halves).bubble
         assert after <= before
         if name == "1f1b" and vpp == 1:  # ZB-H1; of fewer micro-batches than ranks, what the way there and back takes
@@ -115,28 +126,30 @@ def test_a_split_backward_fills_the_bubble_and_holds_no_more(pp: int, vpp: int) 
 
 def test_a_rank_holds_what_it_is_told_or_what_its_order_needs() -> None:
     for most, held in ((1, [4, 3, 2, 1]), (3, [4, 3, 3, 3]), (None, [4] * 4), (6, [6] * 4)):
-        rows = plan("1f1b", 4, 12, split=Split(most=most))
+        rows = build_schedule("1f1b", 4, 12, split=SplitBackward(memory_limit=most))
         rendezvous(rows)
-        assert [in_flight(row) for row in rows] == held, most
-    bubbles = [simulate(plan("1f1b", 4, 12, split=Split(most=most))).bubble for most in (1, 2, 3, 4)]
+        assert [peak_in_flight(row) for row in rows] == held, most
+    bubbles = [
+        simulate(build_schedule("1f1b", 4, 12, split=SplitBackward(memory_limit=most))).bubble for most in (1, 2, 3, 4)
+    ]
     assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] > bubbles[-1]
 
 
 def test_bytes_in_flight_are_those_of_either_half() -> None:
-    (row,) = plan("gpipe", 1, 3, split=Split())
+    (row,) = build_schedule("gpipe", 1, 3, split=SplitBackward())
     assert [str(a) for a in row] == ["F0.0", "F0.1", "F0.2", "B0.0", "B0.1", "B0.2", "W0.0", "W0.1", "W0.2"]
-    assert [in_flight(row, [(10, waits)]) for waits in (0, 4, 11)] == [30, 30, 33]
+    assert [peak_in_flight(row, [(10, waits)]) for waits in (0, 4, 11)] == [30, 30, 33]
 
 
 @pytest.mark.parametrize("pp,vpp", [(2, 1), (4, 1), (4, 2), (5, 3)])
 def test_what_waits_for_its_weight_gradient_is_held_within_the_limit_too(pp: int, vpp: int) -> None:
     for m, waits in itertools.product((pp, 3 * pp, 3 * pp + 1), (0, 6, 10, 14, 100)):
         held = ((10, waits),) * (pp * vpp)
-        rows = plan("1f1b", pp, m, vpp, split=Split(held=held))
+        rows = build_schedule("1f1b", pp, m, vpp, split=SplitBackward(memory=held))
         rendezvous(rows)
-        limit = max(in_flight(row, held) for row in plan("1f1b", pp, m, vpp))
+        limit = max(peak_in_flight(row, held) for row in build_schedule("1f1b", pp, m, vpp))
         # a B whose leavings exceed what it frees has to run where nothing else can
-        assert max(in_flight(row, held) for row in rows) <= limit + max(0, waits - 10)
+        assert max(peak_in_flight(row, held) for row in rows) <= limit + max(0, waits - 10)
 
 
 @given(st.data())
@@ -146,7 +159,9 @@ def test_any_costs_give_a_plan_that_runs_and_is_timed_as_it_was_made(data: st.Da
     cost = st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
     costs = tuple(data.draw(st.lists(cost, min_size=pp * vpp, max_size=pp * vpp)))
     name = data.draw(st.sampled_from(["1f1b", "gpipe", "breadth-first"]))
-    rows = plan(name, pp, m, vpp, split=Split(costs, most=data.draw(st.none() | st.integers(1, 20))))
+    rows = build_schedule(
+        name, pp, m, vpp, split=SplitBackward(costs, memory_limit=data.draw(st.none() | st.integers(1, 20)))
+    )
     rendezvous(rows)
     whole = m * sum(map(sum, costs))
     result = simulate(rows, costs)
@@ -174,8 +189,8 @@ def torchs(pp: int, vpp: int, m: int) -> list[list[Action]] | None:
 def padded(pp: int, vpp: int, m: int) -> list[list[Action]]:
     """Made for the next multiple of pp; the phantom micro-batches dropped."""
     groups = [pp] * -(-m // pp)
-    place = Placement(pp, vpp)
-    return [[a for a in compute_row("1f1b", rank, place, groups) if a.microbatch < m] for rank in range(pp)]
+    place = StagePlacement(pp, vpp)
+    return [[a for a in compute_actions("1f1b", rank, place, groups) if a.microbatch < m] for rank in range(pp)]
 
 
 TWOS = list(itertools.product(range(2, 7), range(2, 5)))
@@ -185,29 +200,29 @@ TWOS = list(itertools.product(range(2, 7), range(2, 5)))
 def test_no_number_of_microbatches_idles_more_than_in_torchs_order(shape: tuple[int, int]) -> None:
     (pp, vpp), compared = shape, 0
     for m in range(1, 4 * pp + 1):
-        ours = simulate(plan("1f1b", pp, m, vpp)).bubble
+        ours = simulate(build_schedule("1f1b", pp, m, vpp)).bubble
         for other in (torchs(pp, vpp, m), padded(pp, vpp, m)):
             if other is not None:
                 compared += 1
-                assert ours <= simulate(with_messages(other, Placement(pp, vpp))).bubble + 1e-9, m
+                assert ours <= simulate(add_send_recv(other, StagePlacement(pp, vpp))).bubble + 1e-9, m
     assert compared > 5 * pp
 
 
 def test_groups_are_as_megatron_draws_them() -> None:
     """Its example: pp 2, 2 chunks, 5 micro-batches in groups of 3."""
-    rows = plan("1f1b", 2, 5, 2, 3)
+    rows = build_schedule("1f1b", 2, 5, 2, 3)
     for rank, row in enumerate(rows):
         forwards = [a for a in row if a.op is Op.F]
         assert [a.microbatch for a in forwards] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
         assert [a.stage // 2 for a in forwards] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
-        assert in_flight(row) == 2 * (1 - rank) + 3 + 1
+        assert peak_in_flight(row) == 2 * (1 - rank) + 3 + 1
     for size in range(2, 12):
         for m in range(1, 13):
-            rendezvous(plan("1f1b", 2, m, 3, size))
+            rendezvous(build_schedule("1f1b", 2, m, 3, size))
 
 
 def test_the_picture_is_what_the_program_prints() -> None:
-    assert draw(plan("1f1b", 3, 4)).splitlines() == [
+    assert draw(build_schedule("1f1b", 3, 4)).splitlines() == [
         "0 | 0   1   2                  --[0]--- 3  --[1]---    --[2]---    --[3]---",
         "1 |     0   1          --[0]--- 2  --[1]--- 3  --[2]---    --[3]---",
         "2 |         0  --[0]--- 1  --[1]--- 2  --[2]--- 3  --[3]---",
@@ -215,7 +230,7 @@ def test_the_picture_is_what_the_program_prints() -> None:
 
 
 def test_a_split_backward_has_its_picture() -> None:
-    assert draw(plan("1f1b", 3, 4, split=Split())).splitlines() == [
+    assert draw(build_schedule("1f1b", 3, 4, split=SplitBackward())).splitlines() == [
         "0 | 0   1   2          [0] (0)  3  [1] (1) [2] (2) [3] (3)",
         "1 |     0   1      [0]  2  [1] (1)  3  [2] (2) [3] (0) (3)",
         "2 |         0  [0]  1  [1]  2  [2] (2)  3  [3] (0) (1) (3)",
@@ -225,17 +240,19 @@ def test_a_split_backward_has_its_picture() -> None:
 def test_a_cycle_is_named() -> None:
     with pytest.raises(ValueError, match="wait for each other: B0.0, F1.0"):
         rows = [[Action(Op.B, 0, 0), Action(Op.F, 0, 0)], [Action(Op.F, 1, 0), Action(Op.B, 1, 0)]]
-        with_messages(rows, Placement(2))
+        add_send_recv(rows, StagePlacement(2))
     with pytest.raises(ValueError, match="wait for each other: B0.0"):
-        with_messages([[Action(Op.B, 0, 0), Action(Op.F, 0, 0)]], Placement(1))
+        add_send_recv([[Action(Op.B, 0, 0), Action(Op.F, 0, 0)]], StagePlacement(1))
     with pytest.raises(ValueError, match="never runs: B0.0"):
         simulate([[Action(Op.B, 0, 0), Action(Op.F, 0, 0)]])
     with pytest.raises(ValueError, match="num_microbatches=0"):
-        plan("1f1b", 2, 0)
+        build_schedule("1f1b", 2, 0)
 
 
 def test_plans_need_no_torch() -> None:
-    code = "import sys; import megalite.pipeline.simulate, megalite.plan.partition; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; import megalite.pipeline.simulate, megalite.planning.partition; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -243,11 +260,11 @@ def test_plans_need_no_torch() -> None:
 def test_splits_cover_all_layers_and_leave_no_stage_but_the_last_empty(layers: int, stages: int) -> None:
     if layers < stages:
         return
-    found = splits(stages, [1] * layers)
-    assert evenly(layers, stages) in found or layers % stages, "an even split is one of them"
+    found = candidate_splits(stages, [1] * layers)
+    assert even_split(layers, stages) in found or layers % stages, "an even split is one of them"
     for split in found:
         assert sum(split) == layers and len(split) == stages and min(split[:-1]) >= 1 and split[-1] >= 0
-        assert [i for r in ranges(split) for i in r] == list(range(layers))
+        assert [i for r in layer_ranges(split) for i in r] == list(range(layers))
 
 
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=9), st.integers(1, 5))
@@ -258,18 +275,18 @@ def test_levelled_parts_cost_as_little_as_any(costs: list[int], stages: int) -> 
     sums = [0, *itertools.accumulate(costs)]
 
     def costliest(parts: Sequence[int]) -> int:
-        return max(sum(costs[r.start : r.stop]) for r in ranges(parts))
+        return max(sum(costs[r.start : r.stop]) for r in layer_ranges(parts))
 
     cuts = ((0, *some, len(costs)) for some in itertools.combinations(range(1, len(costs)), stages - 1))
     least = min(costliest([b - a for a, b in itertools.pairwise(cut)]) for cut in cuts)
-    parts = levelled(sums, 0, len(costs), stages)
+    parts = balanced_split(sums, 0, len(costs), stages)
     assert costliest(parts) == least and sum(parts) == len(costs) and min(parts) >= 1 and len(parts) == stages
 
 
 @given(st.data())
 def test_the_fastest_split_is_found_and_of_those_as_fast_the_one_that_holds_least(data: st.DataObject) -> None:
     layers, stages = data.draw(st.integers(4, 12)), data.draw(st.integers(2, 4))
-    found = splits(stages, [1] * layers)
+    found = candidate_splits(stages, [1] * layers)
     time = {split: data.draw(st.integers(100, 130)) for split in found}
     below = {split: data.draw(st.integers(50, time[split])) for split in found}
     held = {split: data.draw(st.integers(7, 12)) for split in found}
@@ -279,14 +296,14 @@ def test_the_fastest_split_is_found_and_of_those_as_fast_the_one_that_holds_leas
         asked.append(split)
         return time[split], held[split]
 
-    got = fastest(found, below.__getitem__, rate, most=len(found))
+    got = choose_split(found, below.__getitem__, rate, most=len(found))
     lean = [split for split in asked if held[split] <= 1.25 * min(held[one] for one in asked)]
     fast = [split for split in lean if time[split] <= 1.01 * min(time[one] for one in lean)]
     assert got in fast and held[got] == min(held[split] for split in fast)
     assert all(below[split] >= 1.01 * time[got] / 1.0201 for split in found if split not in asked), "none is faster"
     assert len(asked) == len(set(asked)), "simulated once"
     asked.clear()
-    fastest(found, below.__getitem__, rate, most=3)
+    choose_split(found, below.__getitem__, rate, most=3)
     assert len(asked) <= 3
 
 
@@ -305,8 +322,8 @@ def test_choosing_among_many_splits_takes_few_comparisons() -> None:
     class Bytes(float):
         __lt__, __le__, __hash__ = counted(float.__lt__), counted(float.__le__), float.__hash__
 
-    found = splits(4, [1] * 100)
+    found = candidate_splits(4, [1] * 100)
     number = len(found)
     assert number > 700
-    fastest(found, lambda split: 1.0, lambda split: (1.0, Bytes(split[0])), most=number)
+    choose_split(found, lambda split: 1.0, lambda split: (1.0, Bytes(split[0])), most=number)
     assert compared < 3 * number**2

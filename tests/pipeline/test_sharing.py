@@ -4,34 +4,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.pipeline.schedule import Action, Op, Sharing, Split, plan, with_sharing
+from megalite.pipeline.schedule import Action, Op, ShardingPolicy, SplitBackward, add_sharding_actions, build_schedule
 
-SHARED = (Op.GATHER, Op.FREE, Op.REDUCE)
+SHARED = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 NAMES = st.sampled_from(["1f1b", "gpipe", "breadth-first"])
 
 
-def rows_of(name: str, pp: int, m: int, vpp: int, split: bool, sharing: Sharing) -> list[tuple[Action, ...]]:
-    rows = plan(name, pp, m, vpp if pp > 1 else 1, None, Split() if split and pp > 1 else None)
-    return [with_sharing(row, sharing) for row in rows]
+def rows_of(name: str, pp: int, m: int, vpp: int, split: bool, sharing: ShardingPolicy) -> list[tuple[Action, ...]]:
+    rows = build_schedule(name, pp, m, vpp if pp > 1 else 1, None, SplitBackward() if split and pp > 1 else None)
+    return [add_sharding_actions(row, sharing) for row in rows]
 
 
 @given(NAMES, st.integers(1, 5), st.integers(1, 11), st.integers(1, 3), st.booleans(), st.booleans(), st.booleans())
 def test_what_is_needed_is_whole_and_what_was_summed_is_reduced(
     name: str, pp: int, m: int, vpp: int, split: bool, every_run: bool, by_chunk: bool
 ) -> None:
-    plain = rows_of(name, pp, m, vpp, split, Sharing())
-    for row, before in zip(rows_of(name, pp, m, vpp, split, Sharing(every_run, by_chunk)), plain, strict=True):
+    plain = rows_of(name, pp, m, vpp, split, ShardingPolicy())
+    for row, before in zip(rows_of(name, pp, m, vpp, split, ShardingPolicy(every_run, by_chunk)), plain, strict=True):
         assert [a for a in row if a.op not in SHARED] == [a for a in before if a.op not in SHARED]
         grads = Op.W if any(a.op is Op.W for a in row) else Op.B
         whole: set[int] = set()
         unreduced: set[int] = set()
         for previous, action in zip([None, *row], row, strict=False):
-            if action.op is Op.GATHER:
+            if action.op is Op.UNSHARD:
                 assert action.stage not in whole
                 whole.add(action.stage)
-            elif action.op is Op.FREE:
+            elif action.op is Op.RESHARD:
                 whole.remove(action.stage)
-            elif action.op is Op.REDUCE:
+            elif action.op is Op.REDUCE_GRAD:
                 unreduced.remove(action.stage)
                 ours = [a for a in row[: row.index(action)] if a.op is grads]
                 assert (ours[-1].stage, ours[-1].microbatch) == action[1:] and previous is not None
@@ -59,16 +59,18 @@ def test_how_often_a_bucket_is_reduced_and_gathered(
     name: str, pp: int, m: int, vpp: int, reduces: int, gathers: int
 ) -> None:
     """A reduction for each run of backwards; at most a gather for each run of forwards and of backwards."""
-    for row in rows_of(name, pp, m, vpp, False, Sharing(True, True)):
+    for row in rows_of(name, pp, m, vpp, False, ShardingPolicy(True, True)):
         for stage in {a.stage for a in row}:
-            counts = [sum(a.op is op and a.stage == stage for a in row) for op in (Op.REDUCE, Op.GATHER, Op.FREE)]
+            counts = [
+                sum(a.op is op and a.stage == stage for a in row) for op in (Op.REDUCE_GRAD, Op.UNSHARD, Op.RESHARD)
+            ]
             assert counts[0] == reduces and counts[1] == counts[2] <= gathers
-    for row in rows_of(name, pp, m, vpp, False, Sharing()):
-        assert sum(a.op is Op.REDUCE for a in row) == len({a.stage for a in row})
+    for row in rows_of(name, pp, m, vpp, False, ShardingPolicy()):
+        assert sum(a.op is Op.REDUCE_GRAD for a in row) == len({a.stage for a in row})
 
 
 def test_the_rows_as_they_are_printed() -> None:
-    _, last = rows_of("1f1b", 2, 4, 2, False, Sharing(True, True))
+    _, last = rows_of("1f1b", 2, 4, 2, False, ShardingPolicy(True, True))
     words = " ".join(str(a) for a in last if a.op in (*SHARED, Op.F, Op.B))
     assert words == (
         "G1.0 F1.0 G3.0 F1.1 X1.1 F3.0 B3.0 F3.1 G1.2 B3.1 X3.1 R3.1 F1.2 B1.0 F1.3 G3.2 B1.1 X1.1 R1.1 F3.2 B3.2 F3.3 "

@@ -18,15 +18,15 @@ from train_cases import config_from, run_from
 
 from megalite.models.gpt import Stage
 from megalite.nn import mlp
-from megalite.nn.activation_offload import _Storage
+from megalite.nn.activation_offload import _SavedStorage
 from megalite.parallel.mesh import Axis
 from megalite.pipeline import runtime
-from megalite.plan.arrangement import Arrangement, arrange
-from megalite.plan.memory import memory
-from megalite.train.rehearsal import Issued, issued, rehearse
-from megalite.train.setup import SetupError
-from megalite.train.sources import Sources, open_sources
-from megalite.train.step import train_step
+from megalite.planning.memory import rank_memory
+from megalite.planning.run_plan import RunPlan, make_run_plan
+from megalite.training.datasets import DatasetBundle, build_datasets
+from megalite.training.dry_run import CollectiveCall, dry_run_rank, record_collectives
+from megalite.training.setup import SetupError
+from megalite.training.train_step import train_step
 
 S, B, D, L, M = 16, 2, 32, 4, 4
 MODEL = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
@@ -35,13 +35,13 @@ MODEL = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-len
 TABLES = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))
 WORDS = spelled(TABLES["words"])
 TP, PP, ZERO, EXPERTS = (WORDS[name] for name in ("TP", "PP", "ZERO", "EXPERTS"))
-Real = tuple[Counter[Issued], dict[str, int]]
+Real = tuple[Counter[CollectiveCall], dict[str, int]]
 
 
-def arranged(flags: str, world: int, model: str = MODEL) -> tuple[Arrangement, Sources]:
+def arranged(flags: str, world: int, model: str = MODEL) -> tuple[RunPlan, DatasetBundle]:
     config = config_from(f"{model} {flags}")
-    sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
-    return arrange(config, world, sources.vocab_size), sources
+    sources = build_datasets(config.data, config.model.seq_length, config.train.seed, 0)
+    return make_run_plan(config, world, sources.vocab_size), sources
 
 
 def bytes_of(*tensors: torch.Tensor) -> int:
@@ -53,25 +53,25 @@ def _real(flags: str) -> Real:
     """Of a second step, of the final batch size, with all that the first one left to be gathered."""
     plan, sources = arranged(flags, dist.get_world_size())
     run = run_from(plan.config, sources=sources, arrangement=plan)
-    run.state.consumed_samples = run.batch_sizes.steps[-1][0]
+    run.state.consumed_samples = run.batch_sizes.milestones[-1][0]
     train_step(run)
-    run.buffer.wait_gather()
-    with issued(run.mesh) as calls:
+    run.buffer.wait_param_sync()
+    with record_collectives(run.mesh) as calls:
         train_step(run)
-        run.buffer.wait_gather()
+        run.buffer.wait_param_sync()
     flats = [x for flats in run.optimizer.state for x in flats.values()] + run.optimizer.main
     weights, gradients = (
-        [*storage.flats, *map(storage.held, storage.layout.buckets)]
+        [*storage.tensors, *map(storage.shard, storage.layout.buckets)]
         for storage in (run.buffer.weights, run.buffer.grads)
     )
-    kept = [x for main, state in run.optimizer.host.kept.values() for x in (main, *state.values())]
-    on_host = [*([] if run.optimizer.host.disk else kept), *run.optimizer.host._grads]
+    kept = [x for main, state in run.optimizer.offloaded.state.values() for x in (main, *state.values())]
+    on_host = [*([] if run.optimizer.offloaded.disk else kept), *run.optimizer.offloaded._grads]
     shared = {flat.untyped_storage().data_ptr() for flat in (*weights, *kept)}
     if plan.config.parallel.param_cpu_offload:
         lent = [
             x
             for b, x in zip(run.buffer.layout.buckets, weights[-len(run.buffer.layout.buckets) :], strict=True)
-            if not run.buffer.weights.stays(b)
+            if not run.buffer.weights.is_resident(b)
         ]
         on_host, weights = on_host + lent, [x for x in weights if all(x is not other for other in lent)]
     stages = [stage for stage in run.pipeline.stages if isinstance(stage, Stage)]
@@ -87,7 +87,7 @@ def _real(flags: str) -> Real:
 
 def rows_of(table: str) -> list[Any]:
     """Rows that run with each commit, and those that run with what they guard."""
-    mark = pytest.mark.everything(guards=("megalite/plan", "megalite/train/rehearsal.py", "megalite/optim"))
+    mark = pytest.mark.everything(guards=("megalite/planning", "megalite/training/dry_run.py", "megalite/optim"))
     rows = [(row, marks) for name, marks in (("often", ()), ("seldom", mark)) for row in TABLES[table][name]]
     return [pytest.param(world, flags.format_map(WORDS), marks=marks) for (world, flags), marks in rows]
 
@@ -99,17 +99,19 @@ def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: st
     real: list[Real] = run_ranks(world, _real, flags)
     plan, sources = arranged(flags, world)
     for rank, (calls, held) in enumerate(real):
-        said = rehearse(plan, sources, rank)
-        assert said.issued == calls, f"rank {rank}: {said.issued - calls} and {calls - said.issued}"
+        said = dry_run_rank(plan, sources, rank)
+        assert said.record_collectives == calls, (
+            f"rank {rank}: {said.record_collectives - calls} and {calls - said.record_collectives}"
+        )
         assert {n: s for n, s in (said.parts | {"host": said.host}).items() if s} == held, f"rank {rank}"
         assert said.in_flight > 0 and said.peak > said.state + said.in_flight
-        holding = plan.holdings[said.mesh.pp.rank]
+        holding = plan.model_states[said.mesh.pp.rank]
         assert [said.parts[name] for name in ("weights", "gradients")] == [holding.weights, holding.gradients]
         assert said.parts["optimizer"] == holding.optimizer
-        assert (said.host, said.parameters) == (holding.host, holding.local)
+        assert (said.host, said.parameters) == (holding.host_bytes, holding.local_numel)
 
 
-def totals(calls: Counter[Issued], axis: str, op: str) -> tuple[int, int]:
+def totals(calls: Counter[CollectiveCall], axis: str, op: str) -> tuple[int, int]:
     """(times, bytes)"""
     found = [(one.bytes, times) for one, times in calls.items() if (one.axis, one.op) == (axis, op)]
     return sum(times for _, times in found), sum(size * times for size, times in found)
@@ -119,7 +121,7 @@ def test_what_a_rank_issues_is_what_the_algorithms_say() -> None:
     """Counted by hand for tp 2 x pp 2 x dp 2, fp32, one chunk of logits: of the first stage and of the last."""
     plan, sources = arranged(f"{TP} {PP} --global-batch-size {M * B * 2}", 8)
     for rank, head in ((0, False), (7, True)):
-        calls, layers = rehearse(plan, sources, rank).issued, len(plan.stages[int(head)])
+        calls, layers = dry_run_rank(plan, sources, rank).record_collectives, len(plan.layer_ranges[int(head)])
         activation, stats = S // 2 * B * D * 4, M * head
         # per layer two gathers forward; backward two of the outputs' gradients and two of the inputs; the head gathers
         # its input and two statistics of each token, the embedding the gradient of its output
@@ -131,7 +133,7 @@ def test_what_a_rank_issues_is_what_the_algorithms_say() -> None:
         assert {one.peer for one in calls if one.peer >= 0} == {(rank + 4) % 8}
         assert totals(calls, "ends", "all-reduce")[0] == 1  # the tied embedding
         assert totals(calls, "world", "all-reduce") == (1, 6 * 8)
-        gradients = plan.holdings[int(head)].gradients
+        gradients = plan.model_states[int(head)].gradients
         assert totals(calls, "dp", "reduce-scatter")[1] == gradients
         assert totals(calls, "dp", "all-gather")[1] == gradients // 2  # what a rank owns of as many bytes of weights
 
@@ -151,16 +153,28 @@ def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
     moved: list[int] = []
     for rank in {0, world - 1}:
         moved.clear()
-        with mock.patch.object(_Storage, "go_down", lambda one: moved.append(one.size)):
-            done = rehearse(plan, sources, rank)
+        with mock.patch.object(_SavedStorage, "go_down", lambda one: moved.append(one.size)):
+            done = dry_run_rank(plan, sources, rank)
         position = done.mesh.pp.rank
-        bills = (bill for n in plan.placement.stages(position) for bill, _ in plan.layers.bills(plan.stages[n]))
-        assert sum(moved) == plan.microbatches * sum(bill.sent for bill in bills) and bool(moved) == (LENT in flags)
-        error = 0.025 if plan.sharing.by_chunk else 0.007 if plan.sharing.every_run else 0.003
-        assert memory(plan)[position].peak == pytest.approx(done.peak, rel=error)
-        plain = plan.split is None and "recompute" not in flags  # else a backward makes a part of it
-        if plain and not plan.sharing.every_run:  # else some units are whole, too
-            assert done.in_flight == pytest.approx(plan.activations[position], rel=0.03)
+        bills = (
+            bill
+            for n in plan.placement.stages_of_rank(position)
+            for bill, _ in plan.stage_costs.layer_costs(plan.layer_ranges[n])
+        )
+        assert sum(moved) == plan.num_microbatches * sum(bill.host_bytes for bill in bills) and bool(moved) == (
+            LENT in flags
+        )
+        error = (
+            0.025
+            if plan.sharding_policy.unshard_by_chunk
+            else 0.007
+            if plan.sharding_policy.reduce_every_pass
+            else 0.003
+        )
+        assert rank_memory(plan)[position].peak == pytest.approx(done.peak, rel=error)
+        plain = plan.split_backward is None and "recompute" not in flags  # else a backward makes a part of it
+        if plain and not plan.sharding_policy.reduce_every_pass:  # else some units are whole, too
+            assert done.in_flight == pytest.approx(plan.activation_bytes[position], rel=0.03)
 
 
 @pytest.mark.parametrize("world,flags", rows_of("whole_matrices"))
@@ -169,43 +183,51 @@ def test_what_an_update_of_whole_matrices_takes_is_planned(world: int, flags: st
     and 0.8 % of copies."""
     few = f"{LIKE_8B.replace('size 5', 'size 4')} --num-layers 4 --seq-length 64 {flags}"
     plan, sources = arranged("--optimizer muon", world, few)
-    (planned,) = memory(plan)
-    found = max(rehearse(plan, sources, rank).peak for rank in range(world))
+    (planned,) = rank_memory(plan)
+    found = max(dry_run_rank(plan, sources, rank).peak for rank in range(world))
     assert planned.peak == pytest.approx(found, rel=0.01)
-    adam = arrange(config_from(few), world, sources.vocab_size)
-    assert planned.buffers > 3 * memory(adam)[0].buffers
+    adam = make_run_plan(config_from(few), world, sources.vocab_size)
+    assert planned.transient > 3 * rank_memory(adam)[0].transient
 
 
 def test_the_rank_of_cp_that_receives_most_is_planned() -> None:
     """Layers with and without a window are cut alike, in zigzag: the first rank needs one block."""
     flags = "--num-layers 4 --cp 4 --window-size 1024,0 --window-attn-skip-freq 2"
     plan, sources = arranged(flags, 4, LIKE_8B.replace("size 5", "size 4"))
-    moved = [totals(rehearse(plan, sources, rank).issued, "cp", "all-to-all")[1] for rank in range(4)]
-    events = [event for bill, _ in plan.layers.bills(plan.stages[0]) for event in bill.trace if event.what == "begin"]
-    assert max(moved) == plan.microbatches * sum(e.figures[0] for e in events if "all-to-all" in e.name) > moved[0]
+    moved = [totals(dry_run_rank(plan, sources, rank).record_collectives, "cp", "all-to-all")[1] for rank in range(4)]
+    events = [
+        event
+        for bill, _ in plan.stage_costs.layer_costs(plan.layer_ranges[0])
+        for event in bill.trace
+        if event.kind == "begin"
+    ]
+    assert max(moved) == plan.num_microbatches * sum(e.values[0] for e in events if "all-to-all" in e.name) > moved[0]
 
 
 def test_ranks_agree_with_each_other() -> None:
     """What one sends another receives, and the ranks of a group issue the same."""
     plan, sources = arranged(f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size {M * B * 2}", 8)
-    ranks = [rehearse(plan, sources, rank) for rank in range(8)]
+    ranks = [dry_run_rank(plan, sources, rank) for rank in range(8)]
     mirrored = {"send to": "receive from", "receive from": "send to"}
     for rank, done in enumerate(ranks):
-        for one, times in done.issued.items():
+        for one, times in done.record_collectives.items():
             if one.peer >= 0:
-                assert ranks[one.peer].issued[replace(one, op=mirrored[one.op], peer=rank)] == times, (rank, one)
+                assert ranks[one.peer].record_collectives[replace(one, op=mirrored[one.op], peer=rank)] == times, (
+                    rank,
+                    one,
+                )
             else:
-                found = [ranks[peer].issued[one] for peer in done.mesh.axis(one.axis).ranks]
+                found = [ranks[peer].record_collectives[one] for peer in done.mesh.axis(one.axis).ranks]
                 assert found == [times] * one.ranks, (rank, one)
 
 
 def test_a_collective_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = mlp.gather_linear
+    real = mlp.column_parallel_linear
     monkeypatch.setattr(mlp, "gather_linear", lambda x, weights, tp, later: real(x, weights, Axis("tp"), later))
     plan, sources = arranged(f"{TP} --global-batch-size 8", 4)
     where = r"^rank 3 \(dp 1, tp 1\) cannot take a step .*RuntimeError.*megalite/models/gpt"
     with pytest.raises(SetupError, match=where):
-        rehearse(plan, sources, 3)
+        dry_run_rank(plan, sources, 3)
 
 
 def test_a_message_of_another_shape_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,11 +238,11 @@ def test_a_message_of_another_shape_is_found(monkeypatch: pytest.MonkeyPatch) ->
         return empty((2 * shape[0], *shape[1:]), **how)
 
     plan, sources = arranged(f"{TP} {PP} --global-batch-size 8", 4)
-    assert rehearse(plan, sources, 2).issued
+    assert dry_run_rank(plan, sources, 2).record_collectives
     refused = pytest.raises(SetupError, match="^rank 2 .*cannot take a step.*kernels/cross_entropy")
     with monkeypatch.context() as patched, refused:
         patched.setattr(runtime, "torch", SimpleNamespace(**{**vars(torch), "empty": whole}))
-        rehearse(plan, sources, 2)
+        dry_run_rank(plan, sources, 2)
 
 
 def typed(*flags: str) -> tuple[int, str, str]:

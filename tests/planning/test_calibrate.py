@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from train_cases import config_from
 
-from megalite.plan.arrangement import arrange
-from megalite.plan.cluster import DEFAULTS, DEVICES, Link, cluster, default_profile, read_profile
-from megalite.plan.cost import shape_of
-from megalite.plan.step_time import step_time
+from megalite.planning.cluster import DEFAULTS, DEVICES, Link, default_profile, make_cluster, read_profile
+from megalite.planning.run_plan import make_run_plan
+from megalite.planning.stage_time import calibration_key
+from megalite.planning.step_time import predict_step
 from tools.planning.calibrate import calibrate
 
 TINY = (
@@ -53,15 +53,15 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, name: str, value: objec
 def test_two_ranks_measure_every_part_and_the_plan_uses_it(tmp_path: Path) -> None:
     config = config_from(f"{TINY} --pp 2")
     profile = calibrate(config, 128, ranks=2, seconds=1.0)
-    made = arrange(config, 2, 128)
-    assert profile.shape == shape_of(made)
+    made = make_run_plan(config, 2, 128)
+    assert profile.shape == calibration_key(made)
     assert {"layer", "layer, split", "embedding", "head", "update"} == profile.blocks.keys()
     assert all(f > 0 and b > 0 for f, b, _ in profile.blocks.values())
     assert profile.blocks["layer"][2] == 0 and profile.blocks["layer, split"][2] > 0
     assert profile.message and profile.collective and profile.message.latency_s > 0
     assert min(profile.matmul, profile.memory, *profile.attention) > 0
     profile.save(tmp_path / "p.json")
-    found = step_time(made, cluster("cpu", 2), read_profile(tmp_path / "p.json"))
+    found = predict_step(made, make_cluster("cpu", 2), read_profile(tmp_path / "p.json"))
     f, b, _ = profile.blocks["layer"]
     (f0, b0, _), (f1, b1, _) = profile.blocks["embedding"], profile.blocks["head"]
-    assert found.parts["compute"] == pytest.approx(made.microbatches * (4 * (f + b) + f0 + b0 + f1 + b1) / 2)
+    assert found.parts["compute"] == pytest.approx(made.num_microbatches * (4 * (f + b) + f0 + b0 + f1 + b1) / 2)

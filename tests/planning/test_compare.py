@@ -9,10 +9,10 @@ import programs
 import pytest
 
 from megalite.config.options import ConfigError
-from megalite.plan.cluster import Cluster, read_cluster
+from megalite.planning.cluster import Cluster, read_cluster
 from tools import plan
-from tools.pictures.run import read_run
 from tools.planning.compare import Row, arrangement_of, cluster_of, compare, text
+from tools.plots.run_data import read_run
 
 L, D, V, S, B, M = 4, 32, 64, 16, 2, 4
 FLAGS = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
@@ -121,11 +121,11 @@ def test_the_cluster_is_that_of_the_run(run: Path) -> None:
     told = read_run(run, "mine")
     made = arrangement_of(told)
     found = cluster_of(told, made)
-    assert (found.device.name, found.world, found.per_node) == ("cpu", 2, 2)
+    assert (found.device.name, found.world, found.devices_per_node) == ("cpu", 2, 2)
     told.about |= {"device": "cuda", "machine": {"card": "NVIDIA H100 80GB HBM3"}, "hosts": ["a", "b"]}
     found = cluster_of(told, made)
-    assert (found.device.name, found.nodes, found.per_node) == ("h100", 2, 1)
-    assert [list(layers) for layers in made.stages] == [list(range(*both)) for both in told.about["layers"]]
+    assert (found.device.name, found.num_nodes, found.devices_per_node) == ("h100", 2, 1)
+    assert [list(layers) for layers in made.layer_ranges] == [list(range(*both)) for both in told.about["layers"]]
 
 
 def test_what_cannot_be_compared_is_refused(run: Path, here: Cluster, tmp_path: Path, capsys) -> None:

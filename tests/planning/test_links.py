@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.parallel.mesh import plan_mesh
-from megalite.plan import cluster as clusters
-from megalite.plan import links as module
-from megalite.plan.cluster import DEVICES, Link, cluster, read_cluster
-from megalite.plan.links import Group, Links, in_words, table
+from megalite.parallel.mesh import abstract_mesh
+from megalite.planning import cluster as clusters
+from megalite.planning import comm_time as module
+from megalite.planning.cluster import DEVICES, Link, make_cluster, read_cluster
+from megalite.planning.comm_time import CommGroup, CommTimes, explain, link_table
 
-CLUSTER = replace(cluster("h100", 32), inside=Link(1e-6, 100e9), between=Link(5e-6, 10e9))
+CLUSTER = replace(make_cluster("h100", 32), intra_node=Link(1e-6, 100e9), inter_node=Link(5e-6, 10e9))
 
 
 def test_examples() -> None:
@@ -39,7 +39,7 @@ def ring(n: float, ranks: list[int], per_node: int) -> float:
 
 @pytest.mark.parametrize("ranks", [[0, 1], list(range(8)), list(range(0, 32, 8)), list(range(16)), [0, 4, 8, 12]])
 def test_a_gather_is_its_ring(ranks: list[int]) -> None:
-    links, group = Links(CLUSTER), Group.of(ranks, 8)
+    links, group = CommTimes(CLUSTER), CommGroup.of(ranks, 8)
     assert links.all_gather(3e8, group) == pytest.approx(ring(3e8, ranks, 8))
     assert links.reduce_scatter(3e8, group) == links.all_gather(3e8, group)
     assert links.all_reduce(3e8, group) <= 2 * ring(3e8, ranks, 8) * (1 + 1e-9)
@@ -47,38 +47,38 @@ def test_a_gather_is_its_ring(ranks: list[int]) -> None:
 
 def test_the_order_of_ranks_decides_which_links_are_used() -> None:
     """dp 4 x pp 2 x tp 4 on nodes of 8: tp stays inside; dp pairs within a node, and goes across where it is outermost."""
-    inner, outer = (plan_mesh(32, 0, tp=4, pp=2, dp_outermost=outermost) for outermost in (False, True))
-    assert Group.of(inner.axis("tp").ranks, 8) == Group(4, nodes=1, fewest=4)
-    assert Group.of(inner.axis("dp").ranks, 8) == Group(4, nodes=2, fewest=2)
-    assert Group.of(outer.axis("dp").ranks, 8) == Group(4, nodes=4, fewest=1)
-    links = Links(CLUSTER)
-    faster, slower = (links.all_gather(1e9, Group.of(mesh.axis("dp").ranks, 8)) for mesh in (inner, outer))
+    inner, outer = (abstract_mesh(32, 0, tp=4, pp=2, dp_outermost=outermost) for outermost in (False, True))
+    assert CommGroup.of(inner.axis("tp").ranks, 8) == CommGroup(4, nodes=1, min_per_node=4)
+    assert CommGroup.of(inner.axis("dp").ranks, 8) == CommGroup(4, nodes=2, min_per_node=2)
+    assert CommGroup.of(outer.axis("dp").ranks, 8) == CommGroup(4, nodes=4, min_per_node=1)
+    links = CommTimes(CLUSTER)
+    faster, slower = (links.all_gather(1e9, CommGroup.of(mesh.axis("dp").ranks, 8)) for mesh in (inner, outer))
     assert slower == pytest.approx(2 * faster, rel=1e-3)  # one card in place of two
 
 
 def test_messages_take_the_link_between_the_two_and_one_rank_exchanges_nothing() -> None:
-    links, alone = Links(CLUSTER), Group.of([3], 8)
+    links, alone = CommTimes(CLUSTER), CommGroup.of([3], 8)
     assert [f(1e9, alone) for f in (links.all_gather, links.reduce_scatter, links.all_reduce)] == [0] * 3
-    assert links.message(1e9, 0, 7) == pytest.approx(1e-6 + 0.01)
-    assert links.message(1e9, 7, 8) == pytest.approx(5e-6 + 0.1)
+    assert links.p2p(1e9, 0, 7) == pytest.approx(1e-6 + 0.01)
+    assert links.p2p(1e9, 7, 8) == pytest.approx(5e-6 + 0.1)
 
 
 def test_what_large_collectives_reach_is_the_links_rate_in_bus_bandwidth() -> None:
     """As nccl-tests counts it: bytes / time x 2 (N - 1) / N, or half of that."""
-    links, group = Links(CLUSTER), Group.of(range(0, 32, 8), 8)
+    links, group = CommTimes(CLUSTER), CommGroup.of(range(0, 32, 8), 8)
     assert 1e12 / links.all_reduce(1e12, group) * 1.5 == pytest.approx(10e9, rel=1e-3)
     assert 1e12 / links.all_gather(1e12, group) * 0.75 == pytest.approx(10e9, rel=1e-3)
 
 
 def test_a_tree_spares_an_all_reduce_of_few_bytes_the_ring() -> None:
     """1,024 ranks on 128 nodes: 7 rounds of the tree over nodes and back, not 2,046 hops."""
-    links, group = Links(cluster("h100", 1024)), Group(1024, 128, 8)
-    a, b = links.cluster.inside.latency_s, links.cluster.between.latency_s
+    links, group = CommTimes(make_cluster("h100", 1024)), CommGroup(1024, 128, 8)
+    a, b = links.cluster.intra_node.latency_s, links.cluster.inter_node.latency_s
     assert links.all_reduce(64, group) == pytest.approx(2 * (7 * a + 7 * b), rel=0.01)
 
 
 def test_words_and_table_are_of_the_cluster() -> None:
-    assert table(CLUSTER)[2][2] == "10" and "10.0 times" in " ".join(in_words(CLUSTER))
+    assert link_table(CLUSTER)[2][2] == "10" and "10.0 times" in " ".join(explain(CLUSTER))
 
 
 # ---- clusters: the table, and files of one's own
@@ -87,9 +87,9 @@ def test_the_example_of_the_help_is_a_file(tmp_path: Path) -> None:
     example = example.split("\nA file's sections")[0]
     (tmp_path / "mine.toml").write_text(example)
     made = read_cluster(tmp_path / "mine.toml")
-    assert (made.device.name, made.nodes, made.per_node, made.world) == ("h100", 16, 8, 128)
-    assert (made.inside.bytes_per_s, made.inside.latency_s) == (360e9, pytest.approx(8e-6))
-    assert made.between == cluster("h100", 8).between
+    assert (made.device.name, made.num_nodes, made.devices_per_node, made.world) == ("h100", 16, 8, 128)
+    assert (made.intra_node.bytes_per_s, made.intra_node.latency_s) == (360e9, pytest.approx(8e-6))
+    assert made.inter_node == make_cluster("h100", 8).inter_node
     own = re.sub(r"^device = .*$", "", example, flags=re.M)
     own = re.sub(r"^# ", "", own, flags=re.M)  # the table [device], without its marks
     (tmp_path / "own.toml").write_text(own)
@@ -116,18 +116,18 @@ def test_everything_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path) ->
 def test_peaks_are_those_of_the_trainer() -> None:
     """Independent of the table: the vendors' dense figures."""
     peaks = {"a100": 312.0, "h100": 989.4, "h200": 989.4, "b200": 2250.0}
-    assert {name: cluster(name, 1).device.peak_tflops(torch.bfloat16) for name in peaks} == peaks
+    assert {name: make_cluster(name, 1).device.peak_tflops(torch.bfloat16) for name in peaks} == peaks
     with pytest.raises(ValueError, match="device=v100 has no known bf16 peak; train in fp16 or fp32"):
-        cluster("v100", 1).device.peak_tflops(torch.bfloat16)
-    assert cluster("cpu", 2).device.peak_tflops(torch.float32) > 0
+        make_cluster("v100", 1).device.peak_tflops(torch.bfloat16)
+    assert make_cluster("cpu", 2).device.peak_tflops(torch.float32) > 0
 
 
 def test_ranks_on_a_cpu_share_its_memory_and_what_cannot_be_is_refused() -> None:
     for devices, per_node, text in ((0, None, "num_devices=0"), (8, 0, "per_node=0")):
         with pytest.raises(ValueError, match=text):
-            cluster("h100", devices, per_node)
-    assert cluster("cpu", 2).device.memory_bytes == DEVICES["cpu"][0].memory_bytes // 2
-    assert cluster("cpu", 2).nodes == 1 and cluster("h100", 4).nodes == 1
+            make_cluster("h100", devices, per_node)
+    assert make_cluster("cpu", 2).device.memory_bytes == DEVICES["cpu"][0].memory_bytes // 2
+    assert make_cluster("cpu", 2).num_nodes == 1 and make_cluster("h100", 4).num_nodes == 1
 
 
 MINE = '[device]\nname = "x"\nmemory_gib = inf\nmemory_gb_per_s = 1'

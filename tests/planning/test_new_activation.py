@@ -10,7 +10,7 @@ import documents
 import pytest
 
 PAGE = documents.ROOT / "docs/architecture.md"
-GUARDED = ("docs/architecture.md", "megalite/config/registry.py", "megalite/kernels", "megalite/nn", "megalite/plan")
+GUARDED = ("docs/architecture.md", "megalite/config/registry.py", "megalite/kernels", "megalite/nn", "megalite/planning")
 SHAPE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
  --micro-batch-size 2 --global-batch-size 4 --vocab-size 100 --mock-data --train-iters 4 --eval-iters 0
  --log-interval 1 --lr 1e-3 --activation"""
@@ -20,12 +20,12 @@ from dataclasses import replace
 import pretrain_gpt
 from megalite.config import cli
 from megalite.models.families import PRESETS
-from megalite.plan.arrangement import arrange
-from megalite.plan.cluster import cluster
-from megalite.plan.kinds import model_flops
-from megalite.plan.memory import memory
-from megalite.plan.cluster import default_profile
-from megalite.plan.step_time import step_time
+from megalite.planning.run_plan import arrange
+from megalite.planning.cluster import cluster
+from megalite.planning.layer_kinds import model_flops
+from megalite.planning.memory import memory
+from megalite.planning.cluster import default_profile
+from megalite.planning.step_time import step_time
 from tools import plan
 
 trained = pretrain_gpt.main([*sys.argv[1:], "mish", "--save", "run"])

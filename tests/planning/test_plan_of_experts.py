@@ -10,14 +10,14 @@ from test_search import bounded, every, request
 from test_step_time import INSTANT, SHAPE, check_sum, fast, made
 from train_cases import config_from
 
-from megalite.nn.token_exchange import even_routing
-from megalite.plan.cluster import Link, cluster, default_profile
-from megalite.plan.cost import Costs
-from megalite.plan.kinds import Setting, kinds_of, layers_bill, model_flops
-from megalite.plan.step_time import step_time
-from megalite.train.rehearsal import tell
-from megalite.train.tell.overview import describe
-from tools.planning import show
+from megalite.nn.token_dispatch import balanced_routing
+from megalite.planning.cluster import Link, default_profile, make_cluster
+from megalite.planning.layer_kinds import LayerSetting, flops_per_token, layer_kinds, layers_cost
+from megalite.planning.stage_time import TimeModel
+from megalite.planning.step_time import predict_step
+from megalite.training.dry_run import format_rank
+from megalite.training.logging.plan_summary import format_plan
+from tools.planning import format_plan as show
 from tools.planning.search import Layout, Planned, layout_of, planned, search
 
 MIXTRAL, QWEN3 = "--preset mixtral-8x7b", "--preset qwen3-30b-a3b"
@@ -30,28 +30,30 @@ SMALL = f"""--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-lengt
 def test_a_tokens_flops_are_those_of_a_dense_model_as_wide_as_its_experts_and_of_the_routers() -> None:
     some, dense = (config_from(f"{SHAPE} {more}").model for more in (SOME, SOME[: SOME.index("--num-experts")]))
     wide = dataclasses.replace(dense, ffn_hidden_size=K * F)
-    assert model_flops(some, 1024) == model_flops(wide, 1024) + 6 * D * E * L
+    assert flops_per_token(some, 1024) == flops_per_token(wide, 1024) + 6 * D * E * L
     half = dataclasses.replace(some, moe_layer_freq="[0,1]*4", ffn_hidden_size=K * F)
-    assert model_flops(half, 1024) == model_flops(wide, 1024) + 6 * D * E * L // 2
-    assert len(set(kinds_of(half))) == 2
+    assert flops_per_token(half, 1024) == flops_per_token(wide, 1024) + 6 * D * E * L // 2
+    assert len(set(layer_kinds(half))) == 2
 
 
 @pytest.mark.parametrize("experts,topk,ep", [(8, 2, 4), (16, 3, 2), (64, 8, 8)])
 def test_even_routing_is_what_lots_come_to(experts: int, topk: int, ep: int) -> None:
     chosen = torch.rand(20_000, experts, generator=torch.Generator().manual_seed(1)).topk(topk).indices
     mine = (chosen // (experts // ep) == 0).sum(1)
-    rows, choices = even_routing(20_000, experts, topk, ep)
+    rows, choices = balanced_routing(20_000, experts, topk, ep)
     assert (int((mine > 0).sum()), int(mine.sum())) == pytest.approx((rows, choices), rel=0.05)
 
 
 @pytest.mark.parametrize("ep,etp", [(4, 1), (2, 2)])
 def test_a_layer_exchanges_even_rows_and_computes_as_much_as_alone(ep: int, etp: int) -> None:
-    (kind, *_), peers = kinds_of(config_from(f"{SHAPE} {SOME}").model), ep * etp
-    alone, split = (layers_bill((kind,), Setting(1, 1, torch.bfloat16, ep=n, etp=m)) for n, m in ((1, 1), (ep, etp)))
+    (kind, *_), peers = layer_kinds(config_from(f"{SHAPE} {SOME}").model), ep * etp
+    alone, split = (
+        layers_cost((kind,), LayerSetting(1, 1, torch.bfloat16, ep=n, etp=m)) for n, m in ((1, 1), (ep, etp))
+    )
     assert split.flops == alone.flops
-    rows, _ = even_routing(S, E, K, ep)
+    rows, _ = balanced_routing(S, E, K, ep)
     there, back, gradients = (2 * peers * rows * (D + more) for more in (4 * K, 0, 2 * K))  # fp32 in bf16 is two
-    begun = Counter((e.phase, e.name, e.figures[0]) for e in split.trace if e.what == "begin")
+    begun = Counter((e.phase, e.name, e.values[0]) for e in split.trace if e.kind == "begin")
     want = [("F", there), ("F", back), ("B", back), ("B", there), ("B", gradients)]
     known = Counter((phase, "experts all-to-all", size) for phase, size in want if (phase, size) != ("B", there))
     assert begun == known | Counter({("F", "experts all-gather", 16 * peers * peers): 1})
@@ -61,31 +63,33 @@ def test_rows_travel_on_the_links_between_experts() -> None:
     """Nothing hides them: on a node of four, or on four nodes of one."""
     of, link = made(f"{SOME} --ep 4 --global-batch-size 8", 4), Link(0.0, 1e9)
     profile = dataclasses.replace(default_profile("h100"), contention=0.0)
-    rows, _ = even_routing(S, E, K, 4)
+    rows, _ = balanced_routing(S, E, K, 4)
     moved = 2 * 4 * rows * (4 * D + 6 * K) + 16 * 4 * 4
     wanted = 2 * L * moved * 3 / 4 / 1e9
-    inside = step_time(of, fast(4, inside=link), profile)
+    inside = predict_step(of, fast(4, inside=link), profile)
     apart = dataclasses.replace(fast(4, between=link), per_node=1, nodes=4)
-    for found in (inside, step_time(of, apart, profile)):
+    for found in (inside, predict_step(of, apart, profile)):
         assert found.parts["tp"] == pytest.approx(wanted, rel=1e-6)
         check_sum(found)
-    assert step_time(of, dataclasses.replace(apart, between=INSTANT, inside=link), profile).parts["tp"] < 0.01 * wanted
+    assert (
+        predict_step(of, dataclasses.replace(apart, between=INSTANT, inside=link), profile).parts["tp"] < 0.01 * wanted
+    )
 
 
 def test_experts_gradients_and_weights_move_between_their_copies() -> None:
     late = "--no-overlap-grad-reduce --no-overlap-param-gather"
     of = made(f"{SOME} --ep 2 --global-batch-size 8 {late}", 4)
     profile = dataclasses.replace(default_profile("h100"), contention=0.0)
-    (held,) = of.holdings
-    assert held.elements["expert"] == L * E * 3 * F * D // 2
-    moved = 6 * (held.elements["dense"] * 3 / 4 + held.elements["expert"] / 2)
-    found = step_time(of, fast(4, inside=Link(0.0, 1e9)), profile)
+    (held,) = of.model_states
+    assert held.padded_numel["expert"] == L * E * 3 * F * D // 2
+    moved = 6 * (held.padded_numel["dense"] * 3 / 4 + held.padded_numel["expert"] / 2)
+    found = predict_step(of, fast(4, inside=Link(0.0, 1e9)), profile)
     assert found.parts["dp"] == pytest.approx(moved / 1e9, rel=0.01)
-    assert held.owned == held.elements["dense"] // 4 + held.elements["expert"] // 2
+    assert held.owned_numel == held.padded_numel["dense"] // 4 + held.padded_numel["expert"] // 2
 
 
 def test_groups_of_few_rows_wait_for_their_matrices_and_routers_have_the_rate_of_their_dtype() -> None:
-    costs = Costs(made(f"{SOME} --global-batch-size 8", 1), cluster("h100", 1), default_profile("h100"))
+    costs = TimeModel(made(f"{SOME} --global-batch-size 8", 1), make_cluster("h100", 1), default_profile("h100"))
     fixed = costs.profile.kernel_s
     few, many = (costs.matmul_s(rows, 2048, 2048, 64, 2) for rows in (64, 1 << 20))
     assert few - fixed == pytest.approx(costs.memory_s(64 * 2048 * 2048 * 2))
@@ -97,16 +101,20 @@ def test_groups_of_few_rows_wait_for_their_matrices_and_routers_have_the_rate_of
 def test_stages_of_unlike_layers_take_equally_long() -> None:
     narrow = "--num-layers 16 --moe-layer-freq [0]*8+[1]*8 --ffn-hidden-size 512 --moe-ffn-hidden-size 2048"
     of = made(f"{SOME} {narrow} --pp 4 --global-batch-size 64", 4)
-    slowest = [max(map(sum, of.layers.costs_of(split))) for split in (of.counts, (4, 4, 4, 4))]
-    assert of.counts[0] > 4 > of.counts[-1] and sum(of.counts) == 16 and slowest[0] < 0.8 * slowest[1]
+    slowest = [max(map(sum, of.stage_costs.flops_of_stages(split))) for split in (of.layers_per_stage, (4, 4, 4, 4))]
+    assert (
+        of.layers_per_stage[0] > 4 > of.layers_per_stage[-1]
+        and sum(of.layers_per_stage) == 16
+        and slowest[0] < 0.8 * slowest[1]
+    )
 
 
 def test_a_start_and_a_dry_run_tell_where_experts_are() -> None:
     plan, sources = arranged(f"{TP} --ep 2 {EXPERTS} --global-batch-size 16 --dry-run --as-rank 3", 4)
-    assert "ep 1 of 2" in " ".join(tell(plan, sources, 4).split())
-    told = " ".join(describe(plan, sources, 4).split())
+    assert "ep 1 of 2" in " ".join(format_rank(plan, sources, 4).split())
+    told = " ".join(format_plan(plan, sources, 4).split())
     assert "experts 4 in 4 of 4 layers, 4 for a token; ep 2 x etp 1 x edp 2" in told
-    assert f"parameters {plan.parameters:,}, of which a token uses {plan.parameters:,} (" in told
+    assert f"parameters {plan.num_parameters:,}, of which a token uses {plan.num_parameters:,} (" in told
 
 
 def test_the_search_finds_what_everything_simulated_does_and_tells_its_command() -> None:

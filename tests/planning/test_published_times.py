@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from cover import rarely
 
-from tools.planning.published import PAPERS, TOLERANCE, Case, cases, predict, table
+from tools.planning.published_runs import PAPERS, TOLERANCE, Case, cases, predict, table
 
 CASES = cases()
 QUICK = ("GPT-3 175B, 512 x H100", "Nemotron-4 15B, 16 x H100", "22B, 8 x A100", "MegaScale 175B, 3072 x A100")
@@ -30,7 +30,7 @@ def test_every_case_states_its_source_and_one_figure() -> None:
     assert len(misses) < len(CASES) / 4
 
 
-@pytest.mark.everything(guards=("tools/planning/published.py",))
+@pytest.mark.everything(guards=("tools/planning/published_runs.py",))
 def test_the_page_on_accuracy_has_the_table() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "planning_accuracy.md").read_text("utf-8")
     _, _, section = page.partition("## Published steps")

@@ -24,19 +24,19 @@ from torch.utils._pytree import tree_leaves
 from train_cases import config_from, run_from
 
 from megalite.kernels import dispatch, weight_grad
-from megalite.optim.flat_storage import listening
-from megalite.plan.arrangement import Arrangement, arrange
-from megalite.plan.memory import ACTIVATIONS_ERROR, by_stage, memory
-from megalite.train.step import train_step
+from megalite.optim.flat_buffers import observe_allocations
+from megalite.planning.memory import ACTIVATIONS_ERROR, rank_memory, state_by_zero_stage
+from megalite.planning.run_plan import RunPlan, make_run_plan
+from megalite.training.train_step import train_step
 
 TABLES = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))
 WORDS = spelled(TABLES["words"])
 LAYOUTS = [(world, flags.format_map(WORDS)) for world, flags in TABLES["whole_runs"]["layouts"]]
 
 
-def made(flags: str, world: int) -> Arrangement:
+def made(flags: str, world: int) -> RunPlan:
     config = config_from(flags)
-    return arrange(config, world, config.data.vocab_size or 0)
+    return make_run_plan(config, world, config.data.vocab_size or 0)
 
 
 def storages(tree: Any) -> list[torch.UntypedStorage]:
@@ -87,8 +87,8 @@ def measure(flags: str) -> tuple[int, int, int]:
     run = run_from(flags)
     held = [t for state in run.optimizer.state for t in state.values()]
     for storage in (run.buffer.weights, run.buffer.grads):  # what comes and goes is away now
-        held += [*storage.flats, *(storage.held(b) for b in run.buffer.layout.buckets if not storage.stays(b))]
-    held += [] if run.optimizer.same else run.optimizer.main
+        held += [*storage.tensors, *(storage.shard(b) for b in run.buffer.layout.buckets if not storage.is_resident(b))]
+    held += [] if run.optimizer.main_is_model else run.optimizer.main
 
     def update(*_: Any) -> Any:  # whatever the numbers are
         run.optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)
@@ -96,8 +96,8 @@ def measure(flags: str) -> tuple[int, int, int]:
 
     gc.collect()
     gc.freeze()  # what is there by now need not be looked at again
-    with Live() as live, listening(live), patch.object(dispatch.Kernel, "__getitem__", launches_nothing):
-        with patch("megalite.train.step._agree", update), suppress(Done):
+    with Live() as live, observe_allocations(live), patch.object(dispatch.Kernel, "__getitem__", launches_nothing):
+        with patch("megalite.training.train_step._agree", update), suppress(Done):
             train_step(run)
     run.close()
     return run.mesh.pp.rank, sum(t.untyped_storage().nbytes() for t in held), live.peak
@@ -111,13 +111,13 @@ def measure_all(cases: list[str]) -> list[tuple[int, int, int]]:
 WAYS = {"some": LAYOUTS[4::5], "all": LAYOUTS}  # these: selective, gpipe, whole layers, a window, full, Muon, experts
 
 
-@pytest.mark.parametrize("which", rarely([*WAYS], ["some"], str, guards=("megalite/plan", "megalite/optim")))
+@pytest.mark.parametrize("which", rarely([*WAYS], ["some"], str, guards=("megalite/planning", "megalite/optim")))
 def test_the_memory_of_a_rank_is_what_it_allocates(which: str) -> None:
     """State to the byte, all else within 2 %, on every rank."""
     for world in sorted({world for world, _ in WAYS[which]}):
         layouts = [flags for n, flags in WAYS[which] if n == world]
         for flags, *ranks in zip(layouts, *run_ranks(world, measure_all, layouts, timeout=270), strict=True):
-            planned = memory(made(flags, world))
+            planned = rank_memory(made(flags, world))
             for position, state, most in ranks:
                 found = planned[position]
                 assert state == found.weights + found.gradients + found.optimizer, flags
@@ -128,9 +128,9 @@ def test_the_memory_of_a_rank_is_what_it_allocates(which: str) -> None:
 @pytest.mark.parametrize("more", ["", "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"])
 def test_what_each_stage_would_hold_is_what_a_run_of_that_stage_holds(more: str) -> None:
     flags = f"{WORDS['llama']} --global-batch-size 16 --pp 2 {more} --zero-stage"
-    told = by_stage(made(f"{flags} 1", 8))
-    sizes = [held.state for held in told]
+    told = state_by_zero_stage(made(f"{flags} 1", 8))
+    sizes = [held.total for held in told]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
     for stage, held in enumerate(told):
         of = made(f"{flags} {stage}", 8)
-        assert held in of.holdings, stage
+        assert held in of.model_states, stage

@@ -9,20 +9,21 @@ import pytest
 import torch
 from train_cases import config_from
 
-from megalite.config.validation import check
-from megalite.plan.arrangement import Arrangement, arrange
-from megalite.plan.batch_size import BatchSizes
-from megalite.plan.cluster import Link, default_profile
-from megalite.plan.cost import Costs
-from megalite.plan.kinds import model_flops
-from megalite.plan.memory import RankMemory
-from megalite.plan.step_time import StepTime, step_time
-from tools.planning import advice, show
-from tools.planning import rules as sizes
-from tools.planning.bounds import least_exchange, least_memory, least_time
-from tools.planning.request import HOW, LAYOUT, Request, as_flags, read
-from tools.planning.rules import Budget, chinchilla, quantity
+from megalite.config.validation import find_problems
+from megalite.planning.batch_size import BatchSizeSchedule
+from megalite.planning.cluster import Link, default_profile
+from megalite.planning.layer_kinds import flops_per_token
+from megalite.planning.memory import RankMemory
+from megalite.planning.run_plan import RunPlan, make_run_plan
+from megalite.planning.stage_time import TimeModel
+from megalite.planning.step_time import StepTime, predict_step
+from tools.planning import format_plan as show
+from tools.planning import recommend as advice
+from tools.planning import token_budget as sizes
+from tools.planning.lower_bounds import least_exchange, least_memory, least_time
+from tools.planning.plan_request import HOW, LAYOUT, Request, as_flags, read
 from tools.planning.search import Found, Layout, Planned, applied, arranged, grid, layout_of, planned, search, variants
+from tools.planning.token_budget import Budget, chinchilla, quantity
 
 SMALL = (
     "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 --hidden-dropout 0 "
@@ -42,16 +43,16 @@ def request(flags: str, devices: int, **more: object) -> Request:
 
 def every(asked: Request) -> Sequence[Layout]:
     """All layouts that can be built."""
-    wheres = (one for one in grid(asked) if not check(applied(one, asked.config), asked.cluster.world))
+    wheres = (one for one in grid(asked) if not find_problems(applied(one, asked.config), asked.cluster.world))
     return [one for where in wheres for one in variants(where, asked)]
 
 
-def bounded(layout: Layout, asked: Request) -> tuple[Planned, Arrangement, float]:
+def bounded(layout: Layout, asked: Request) -> tuple[Planned, RunPlan, float]:
     """Its plan, which no bound is above; what bounds are of; and what its memory is bounded by as a share of it."""
     plan, made = planned(layout, asked, None), arranged(layout, asked)
     assert isinstance(plan, Planned)
-    costs, least = Costs(made, asked.cluster, default_profile("h100")), least_memory(made, made.module_bytes)
-    moves = least_exchange(made, costs, made.of_homes) if layout.zero > 1 else 0.0
+    costs, least = TimeModel(made, asked.cluster, default_profile("h100")), least_memory(made, made.module_state_bytes)
+    moves = least_exchange(made, costs, made.params_by_view) if layout.zero > 1 else 0.0
     assert max(least_time(made, costs), moves) <= plan.time.seconds * (1 + 1e-9) and least <= plan.peak, layout
     return plan, made, least / plan.peak
 
@@ -122,7 +123,7 @@ def test_a_tight_fit_stands_first_where_what_has_room_is_slower() -> None:
     def plan(seconds: float, share: float, parts: int) -> Planned:
         layout = Layout(tp=2 if parts > 0 else 1, pp=2 if parts > 1 else 1, micro_batch=round(1000 * seconds))
         held = RankMemory(round(share * 10**9), 0, 0, 0, 0)
-        return Planned(layout, made, [held], StepTime(seconds, {}, mfu=0.5, tokens_per_s=1.0, fixed=0.0))
+        return Planned(layout, made, [held], StepTime(seconds, {}, mfu=0.5, tokens_per_s=1.0, fixed_s=0.0))
 
     made = arranged(Layout(), request(SMALL, 8))
     plain, roomy, slower = plan(1.0, 0.97, 0), plan(1.01, 0.9, 2), plan(1.1, 0.5, 1)
@@ -156,7 +157,7 @@ def test_bounds_are_below_what_is_simulated_and_allocated(flags: str) -> None:
     layouts = every(asked)
     for layout in layouts[:: max(1, len(layouts) // 40)]:
         _, made, share = bounded(layout, asked)
-        assert not made.given_or_even or layout.split or share > 0.85, layout
+        assert not made.fixed_split or layout.split or share > 0.85, layout
 
 
 @pytest.mark.everything
@@ -166,7 +167,7 @@ def test_a_head_that_weighs_much_hides_no_layout() -> None:
     asked = request(f"{BROAD} --zero-stage 1", 8)
     found = search(asked)
     best = found.plans[0]  # the fastest
-    assert best.layout == Layout(1, 8, split=True) and best.made.counts[-1] < 32 // 8
+    assert best.layout == Layout(1, 8, split=True) and best.made.layers_per_stage[-1] < 32 // 8
     for layout in every(asked):
         plan = planned(layout, asked, None, found.limit)
         assert isinstance(plan, int) or plan.time.seconds >= best.time.seconds, layout
@@ -218,9 +219,9 @@ def test_the_bounds_of_what_is_shared_out_are_below_its_plan(flags: str) -> None
     asked = request(f"--preset llama3-8b {flags}", 16)
     for layout in (Layout(2, 2, vpp, zero=stage) for vpp in (1, 2, 4) for stage in (2, 3)):
         (_, made, share), link = bounded(layout, asked), Link(0.0, 1e8)
-        slow = Costs(made, replace(asked.cluster, inside=link, between=link), default_profile("h100"))
-        waits = step_time(made, slow.cluster).seconds
-        assert 0.4 * waits < least_exchange(made, slow, made.of_homes) < waits, layout
+        slow = TimeModel(made, replace(asked.cluster, inside=link, between=link), default_profile("h100"))
+        waits = predict_step(made, slow.cluster).seconds
+        assert 0.4 * waits < least_exchange(made, slow, made.params_by_view) < waits, layout
         assert share > 0.7, layout
 
 
@@ -232,7 +233,7 @@ def test_the_command_is_the_layout_that_was_planned(flags: str, devices: int) ->
     for layout in layouts[:: max(1, len(layouts) // 25)]:
         words = show.command_words(asked, layout, 77)
         config = config_from(words)
-        assert not check(config, devices)
+        assert not find_problems(config, devices)
         assert config.train.train_iters == 77 and layout_of(config) == layout
         assert replace(config, train=replace(config.train, train_iters=1000)) == applied(layout, asked.config)
 
@@ -324,13 +325,13 @@ def test_the_path_of_questions_ends_where_the_model_fits() -> None:
 def test_bf16_takes_6_and_12_shared_bytes_per_parameter_as_the_run_does(dp: int) -> None:
     """What the layout of llama3-8b holds, to its padding, is the rule."""
     asked = request("--preset llama3-8b --global-batch-size 64", dp, gpus_per_node=min(dp, 8))
-    made = arrange(applied(Layout(), asked.config), dp, asked.vocab_size)
-    (held,) = made.holdings
-    n = held.local
-    assert n == made.parameters == 8_030_261_248
+    made = make_run_plan(applied(Layout(), asked.config), dp, asked.vocab_size)
+    (held,) = made.model_states
+    n = held.local_numel
+    assert n == made.num_parameters == 8_030_261_248
     assert sizes.per_device(n, dp, 1, torch.bfloat16) == n * (6 + 12 / dp)
-    assert held.state == pytest.approx(n * (6 + 12 / dp), rel=1e-5)
-    assert held.state >= n * (6 + 12 / dp)
+    assert held.total == pytest.approx(n * (6 + 12 / dp), rel=1e-5)
+    assert held.total >= n * (6 + 12 / dp)
 
 
 def test_tokens_flops_steps_and_days() -> None:
@@ -338,11 +339,11 @@ def test_tokens_flops_steps_and_days() -> None:
     for preset, tokens, published in (("gpt3-175b", "300B", 3.14e23), ("llama3-405b", "15.6T", 3.8e25)):
         asked = request(f"--preset {preset} --global-batch-size 1024", 1024)
         one, m = arranged(Layout(), asked), asked.config.model
-        budget = Budget(one.parameters, quantity(tokens), model_flops(m, one.padded_vocab))
+        budget = Budget(one.num_parameters, quantity(tokens), flops_per_token(m, one.padded_vocab))
         assert budget.rule_flops == pytest.approx(published, rel=0.02)
         assert 1 < budget.exact_flops / budget.rule_flops < 1.1
-    assert budget.steps(BatchSizes.constant(2048), 8192) == -(-15_600_000_000_000 // 2**24)
-    grows = BatchSizes(((0, 1024), (1_000_000, 2048)))  # 977 steps to grow
+    assert budget.steps(BatchSizeSchedule.constant(2048), 8192) == -(-15_600_000_000_000 // 2**24)
+    grows = BatchSizeSchedule(((0, 1024), (1_000_000, 2048)))  # 977 steps to grow
     assert budget.steps(grows, 8192) == 977 + -(-(-(-15_600_000_000_000 // 8192) - 977 * 1024) // 2048)
     speed = 16384 * 400e12 / (budget.exact_flops / budget.tokens)
     assert budget.days(speed) == pytest.approx(budget.exact_flops / (16384 * 400e12) / 86400)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from train_cases import config_from
 
-from megalite.pipeline.schedule import plan
+from megalite.pipeline.schedule import build_schedule
 from megalite.pipeline.simulate import simulate
-from megalite.plan.arrangement import LONG, Arrangement, arrange
-from megalite.plan.cluster import Cluster, Link, Profile, cluster, default_profile
-from megalite.plan.cost import ALL, Costs, F, shape_of
-from megalite.plan.kinds import kinds_of, model_flops
-from megalite.plan.step_time import StepTime, step_time
+from megalite.planning.cluster import Cluster, DeviceProfile, Link, default_profile, make_cluster
+from megalite.planning.layer_kinds import flops_per_token, layer_kinds
+from megalite.planning.run_plan import SIMULATED_GROUPS, RunPlan, make_run_plan
+from megalite.planning.stage_time import TOTAL, F, TimeModel, calibration_key
+from megalite.planning.step_time import StepTime, predict_step
 
 SHAPE = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --vocab-size 1024 --seq-length 512 --bf16 "
@@ -22,20 +22,22 @@ INSTANT = Link(0.0, 1e30)
 PP2, PP4 = ("--pp 2 --decoder-first-pipeline-num-layers 4", "--pp 4 --decoder-first-pipeline-num-layers 2")
 
 
-def made(flags: str, world: int) -> Arrangement:
-    return arrange(config_from(f"{SHAPE} {flags}"), world, 1024)
+def made(flags: str, world: int) -> RunPlan:
+    return make_run_plan(config_from(f"{SHAPE} {flags}"), world, 1024)
 
 
 def fast(world: int, **links: Link) -> Cluster:
-    return dataclasses.replace(cluster("h100", world, world), **{"inside": INSTANT, "between": INSTANT, **links})
+    return dataclasses.replace(make_cluster("h100", world, world), **{"inside": INSTANT, "between": INSTANT, **links})
 
 
-def known(of: Arrangement, **more: Any) -> Profile:
+def known(of: RunPlan, **more: Any) -> DeviceProfile:
     """A layer takes 1 s forward and 2 s backward, and nothing else any time."""
     nothing = (0.0, 0.0, 0.0)
     blocks = {"layer": (1.0, 2.0, 0.0), "layer, split": (1.0, 1.0, 1.0), "embedding": nothing, "head": nothing}
     blocks["update"] = nothing
-    base = dataclasses.replace(default_profile("h100"), shape=shape_of(of), blocks=blocks, step_s=0.0, contention=0.0)
+    base = dataclasses.replace(
+        default_profile("h100"), shape=calibration_key(of), blocks=blocks, step_s=0.0, contention=0.0
+    )
     return dataclasses.replace(base, **more)
 
 
@@ -49,7 +51,7 @@ def test_the_bubble_is_that_of_1f1b(vpp: int, m: int) -> None:
     """M F and B of all a rank's layers, and (pp - 1) / vpp of them more (arXiv:2104.04473, sec. 2.2)."""
     virtual = f"--num-virtual-stages-per-pipeline-rank {vpp}" if vpp > 1 else ""
     of = made(f"{PP2} {virtual} --global-batch-size {m}", 2)
-    found = step_time(of, fast(2), known(of))
+    found = predict_step(of, fast(2), known(of))
     assert found.seconds == pytest.approx(3 * 4 * (m + 1 / vpp))
     assert found.parts["bubble"] == pytest.approx(3 * 4 / vpp) and found.parts["compute"] == pytest.approx(12 * m)
     check_sum(found)
@@ -58,11 +60,11 @@ def test_the_bubble_is_that_of_1f1b(vpp: int, m: int) -> None:
 @pytest.mark.parametrize("flags", ["", "--split-backward", "--num-virtual-stages-per-pipeline-rank 2"])
 def test_the_bubble_is_the_arrangements_where_work_takes_as_long_as_its_flops(flags: str) -> None:
     of = made(f"--pp 4 {flags} --global-batch-size 12", 4)
-    layers, costs = of.counts, of.costs
+    layers, costs = of.layers_per_stage, of.costs_of_stages
     layer = tuple(cost / layers[1] for cost in costs[1])
     head = tuple(cost - layers[-1] * of_layer for cost, of_layer in zip(costs[-1], layer, strict=True))
     blocks = {**known(of).blocks, "layer": layer, "layer, split": layer, "head": head}
-    found = step_time(of, fast(4), known(of, blocks=blocks))
+    found = predict_step(of, fast(4), known(of, blocks=blocks))
     assert found.parts["bubble"] / found.seconds == pytest.approx(of.bubble, rel=1e-6) and of.bubble > 0.05
 
 
@@ -71,7 +73,7 @@ def test_messages_show_where_the_schedule_waits_for_them() -> None:
     2: each two micro-batches wait for two."""
     for m, ends, messages in ((2, 3, 2), (4, 5, 4)):
         of = made(f"{PP2} --global-batch-size {m}", 2)
-        found = step_time(of, fast(2, inside=Link(0.25, 1e30)), known(of))
+        found = predict_step(of, fast(2, inside=Link(0.25, 1e30)), known(of))
         assert found.parts["pp"] == pytest.approx(0.25 * messages)
         assert found.parts["compute"] + found.parts["bubble"] == pytest.approx(12 * ends)
         check_sum(found)
@@ -80,10 +82,13 @@ def test_messages_show_where_the_schedule_waits_for_them() -> None:
 def test_messages_of_one_direction_follow_each_other() -> None:
     """GPipe, 3 micro-batches over a link that is slower than the work: the third arrives 3 messages after the first
     forward, and of the gradients the last 3 messages after the first backward."""
-    run = simulate(plan("gpipe", 2, 3), [(1, 2, 0), (1, 2, 0)], delay=lambda source, target: 10.0)
+    run = simulate(build_schedule("gpipe", 2, 3), [(1, 2, 0), (1, 2, 0)], delay=lambda source, target: 10.0)
     arrived = 1 + 3 * 10  # then a forward, and the first backward
     assert run.end == arrived + 1 + 2 + 3 * 10 + 2
-    assert simulate(plan("gpipe", 2, 3), [(1, 2, 0), (1, 2, 0)], begin={1: 7.0}).spans[-1].end == 7 + 3 + 3 * 2 + 2
+    assert (
+        simulate(build_schedule("gpipe", 2, 3), [(1, 2, 0), (1, 2, 0)], earliest_start={1: 7.0}).spans[-1].end
+        == 7 + 3 + 3 * 2 + 2
+    )
 
 
 @pytest.mark.parametrize("flags", [PP4, f"{PP4} --num-virtual-stages-per-pipeline-rank 2"])
@@ -91,8 +96,8 @@ def test_a_long_step_is_its_first_groups_and_more_of_the_same(flags: str) -> Non
     of = made(f"{flags} --global-batch-size 64", 4)
     costs = [(1.0, 1.1, 0.9)] * of.placement.num_stages
     delay = lambda source, target: 0.2  # noqa: E731
-    told, simulated = of.run(costs, of.split, groups=LONG, delay=delay)
-    whole, all_of_it = of.run(costs, of.split, groups=64, delay=delay)
+    told, simulated = of.simulate_step(costs, of.split_backward, rank0_groups=SIMULATED_GROUPS, delay=delay)
+    whole, all_of_it = of.simulate_step(costs, of.split_backward, rank0_groups=64, delay=delay)
     assert len(simulated.spans) < len(all_of_it.spans)
     assert told == pytest.approx(whole, rel=0.01)
 
@@ -102,11 +107,11 @@ def test_gradients_hide_behind_the_last_backward_but_for_the_last_bucket() -> No
     slow = {"inside": Link(0.0, 1e9)}
     batch = "--global-batch-size 4"
     profile = known(made(batch, 2))
-    one = step_time(made(f"{batch} --ddp-bucket-size 4000000000", 2), fast(2, **slow), profile)
+    one = predict_step(made(f"{batch} --ddp-bucket-size 4000000000", 2), fast(2, **slow), profile)
     few = f"{batch} --ddp-bucket-size 1000000"
     of, apart = (made(f"{few} {more}", 2) for more in ("", "--no-overlap-grad-reduce --no-overlap-param-gather"))
-    many, late = (step_time(one, fast(2, **slow), profile) for one in (of, apart))
-    weights, gradients = of.holdings[0].weights, of.holdings[0].gradients
+    many, late = (predict_step(one, fast(2, **slow), profile) for one in (of, apart))
+    weights, gradients = of.model_states[0].weights, of.model_states[0].gradients
     assert late.parts["dp"] == pytest.approx((weights + gradients) / 2 / 1e9, rel=0.01)  # (N - 1) / N of each
     assert 0 < many.parts["dp"] < 0.1 * late.parts["dp"]
     assert one.parts["dp"] == pytest.approx(late.parts["dp"], rel=0.01)
@@ -135,16 +140,16 @@ def test_what_comes_and_goes_is_exchanged_for_each_run(flags: str, reduced: int,
     pp, chunks = (2, 4) if "--pp" in flags else (1, 1)
     late = "--no-overlap-grad-reduce --no-overlap-param-gather"
     of, hidden = (made(f"{flags} --global-batch-size 16 {more}", 2 * pp) for more in (late, ""))
-    size, layers = max(held.local for held in of.holdings), sum(map(sum, of.elements)) / pp
+    size, layers = max(held.local_numel for held in of.model_states), sum(map(sum, of.numel_by_layer)) / pp
     moved = (4 * reduced * size + 2 * (forward * size + backward * layers)) / 2
     slow, profile = fast(2 * pp, inside=Link(0.0, 1e9)), known(of)
-    found = step_time(of, slow, profile)
+    found = predict_step(of, slow, profile)
     assert found.parts["dp"] == pytest.approx(moved / 1e9 * (1 + (pp - 1) / (8 * chunks)), rel=0.03)
     check_sum(found)
-    assert step_time(hidden, slow, profile).parts["dp"] < 0.2 * found.parts["dp"]
-    dear = step_time(hidden, slow, known(of, contention=1.0)).parts["dp"]
+    assert predict_step(hidden, slow, profile).parts["dp"] < 0.2 * found.parts["dp"]
+    dear = predict_step(hidden, slow, known(of, contention=1.0)).parts["dp"]
     assert dear == pytest.approx(moved / 1e9, rel=0.02)
-    waits = step_time(hidden, fast(2 * pp, inside=Link(0.0, 1e5)), profile)
+    waits = predict_step(hidden, fast(2 * pp, inside=Link(0.0, 1e5)), profile)
     assert 0.9 < (waits.seconds - waits.parts["pp"]) / (moved / 1e5) < 1.2  # some of the messages hide, too
 
 
@@ -155,8 +160,10 @@ def test_waits_for_cp_are_told_apart_from_those_for_tp(exchange: str) -> None:
     of, alone = (made(f"--tp 2 --cp {cp} --cp-comm-type {exchange} --global-batch-size 6", 4) for cp in (2, 1))
     profile = dataclasses.replace(default_profile("h100"), contention=0.0)
     slow = dataclasses.replace(fast(4, between=Link(0.0, 1e9)), per_node=2, nodes=2)
-    moved = sum(event.figures[0] for event in of.layers.bills(range(1))[0][0].trace if event.name.startswith("cp "))
-    both, tp = step_time(of, slow, profile), step_time(alone, fast(4, inside=Link(0.0, 1e9)), profile)
+    moved = sum(
+        event.values[0] for event in of.stage_costs.layer_costs(range(1))[0][0].trace if event.name.startswith("cp ")
+    )
+    both, tp = predict_step(of, slow, profile), predict_step(alone, fast(4, inside=Link(0.0, 1e9)), profile)
     assert both.parts["cp"] == pytest.approx(6 * 8 * moved / 2 / 1e9) and both.parts["tp"] == pytest.approx(0, abs=1e-9)
     assert tp.parts["tp"] > 0.01 and tp.parts["cp"] == 0
     check_sum(both)
@@ -165,8 +172,8 @@ def test_waits_for_cp_are_told_apart_from_those_for_tp(exchange: str) -> None:
 def test_without_a_distributed_optimizer_gradients_are_all_reduced() -> None:
     of = made("--global-batch-size 4 --no-overlap-grad-reduce --no-use-distributed-optimizer", 2)
     assert of.config.parallel.use_distributed_optimizer is False
-    found = step_time(of, fast(2, inside=Link(0.0, 1e9)), known(of))
-    assert found.parts["dp"] == pytest.approx(of.holdings[0].gradients / 1e9, rel=0.01)  # 2 (N - 1) / N
+    found = predict_step(of, fast(2, inside=Link(0.0, 1e9)), known(of))
+    assert found.parts["dp"] == pytest.approx(of.model_states[0].gradients / 1e9, rel=0.01)  # 2 (N - 1) / N
 
 
 def test_tp_waits_for_what_no_matmul_hides() -> None:
@@ -176,32 +183,32 @@ def test_tp_waits_for_what_no_matmul_hides() -> None:
     n = 512 * 1024 * 2 / 2  # half of a micro-batch's hidden states in bf16
     base = dataclasses.replace(default_profile("h100"), contention=0.0)
     for rate, per_layer, ends in ((2e12, 6, 3), (1e6, 10, 4)):
-        found = step_time(of, fast(2, inside=Link(0.0, rate)), base)
+        found = predict_step(of, fast(2, inside=Link(0.0, rate)), base)
         assert found.parts["tp"] == pytest.approx(4 * (8 * per_layer + ends) * n / rate, rel=0.01)
         check_sum(found)
 
 
 def test_what_hides_slows_down_what_hides_it() -> None:
     of = made("--global-batch-size 4 --ddp-bucket-size 1000000", 2)
-    free, dear = (step_time(of, fast(2, inside=Link(0.0, 1e9)), known(of, contention=share)) for share in (0.0, 0.5))
-    whole = (of.holdings[0].weights + of.holdings[0].gradients) / 2 / 1e9
+    free, dear = (predict_step(of, fast(2, inside=Link(0.0, 1e9)), known(of, contention=share)) for share in (0.0, 0.5))
+    whole = (of.model_states[0].weights + of.model_states[0].gradients) / 2 / 1e9
     assert dear.parts["dp"] - free.parts["dp"] == pytest.approx(0.5 * (whole - free.parts["dp"]), rel=0.01)
 
 
 def test_a_tied_embedding_is_summed_over_both_ends() -> None:
     tied = made(f"{PP2} --global-batch-size 4", 2)
     own = made(f"{PP2} --global-batch-size 4 --untie-embeddings-and-output-weights", 2)
-    a, b = (step_time(of, fast(2, inside=Link(0.0, 1e9)), known(of)).parts["dp"] for of in (tied, own))
+    a, b = (predict_step(of, fast(2, inside=Link(0.0, 1e9)), known(of)).parts["dp"] for of in (tied, own))
     assert a - b == pytest.approx(1024 * 1024 * 4 / 1e9)  # fp32, 2 (N - 1) / N = 1
 
 
 def test_a_recompute_takes_a_forward_more() -> None:
     args = "--global-batch-size 4"
     plain, full = made(args, 1), made(f"{args} --recompute-granularity full --recompute-method uniform", 1)
-    profile, where = default_profile("h100"), cluster("h100", 1)
-    a, b = (Costs(of, where, profile) for of in (plain, full))
-    again = b.stages[0][0, 1] - a.stages[0][0, 1]
-    forward = 8 * a.layer(kinds_of(plain.config.model)[0])[0, 0]
+    profile, where = default_profile("h100"), make_cluster("h100", 1)
+    a, b = (TimeModel(of, where, profile) for of in (plain, full))
+    again = b.stage_times[0][0, 1] - a.stage_times[0][0, 1]
+    forward = 8 * a.layer_time(layer_kinds(plain.config.model)[0])[0, 0]
     assert 0.8 * forward < again < forward  # without the last operations, whose results backward does not need
 
 
@@ -209,12 +216,12 @@ def test_slower_links_never_make_a_step_faster() -> None:
     of = made("--tp 2 --pp 2 --global-batch-size 8", 8)
     times = []
     for scale in (1.0, 0.5, 0.1, 0.01):
-        base = cluster("h100", 8, 4)
+        base = make_cluster("h100", 8, 4)
         links = {
             side: dataclasses.replace(getattr(base, side), bytes_per_s=scale * getattr(base, side).bytes_per_s)
             for side in ("inside", "between")
         }
-        found = step_time(of, dataclasses.replace(base, **links))
+        found = predict_step(of, dataclasses.replace(base, **links))
         check_sum(found)
         times.append(found.seconds)
     assert times == sorted(times) and times[0] < times[-1]
@@ -222,18 +229,18 @@ def test_slower_links_never_make_a_step_faster() -> None:
 
 def test_mfu_and_tokens_are_of_the_whole_cluster() -> None:
     of = made("--global-batch-size 8", 4)
-    found = step_time(of, cluster("h100", 4))
-    flops = model_flops(of.config.model, of.padded_vocab) * 8 * 512
+    found = predict_step(of, make_cluster("h100", 4))
+    flops = flops_per_token(of.config.model, of.padded_vocab) * 8 * 512
     assert found.mfu == pytest.approx(flops / found.seconds / 4 / 989.4e12)
     assert found.tokens_per_s == pytest.approx(8 * 512 / found.seconds)
     with pytest.raises(ValueError, match="8 devices, the arrangement 4 ranks"):
-        step_time(of, cluster("h100", 8))
+        predict_step(of, make_cluster("h100", 8))
 
 
 def test_launching_bounds_a_small_model_unless_a_graph_does_it() -> None:
     eager, graph = made("--global-batch-size 8", 1), made("--global-batch-size 8 --cuda-graph-impl local", 1)
-    where = cluster("h100", 1)
-    assert step_time(graph, where).seconds < 0.5 * step_time(eager, where).seconds
+    where = make_cluster("h100", 1)
+    assert predict_step(graph, where).seconds < 0.5 * predict_step(eager, where).seconds
 
 
 ROPE = "--position-embedding-type rope"
@@ -244,7 +251,7 @@ ROPE = "--position-embedding-type rope"
 )
 def test_a_layer_of_another_kind_is_priced_and_not_what_was_calibrated(more: str) -> None:
     one, other = (made(f"{ROPE} {also} --global-batch-size 8", 1) for also in ("", more))
-    of_same, of_other = (Costs(of, fast(1), known(one)).layers.each[:, ALL, F] for of in (one, other))
+    of_same, of_other = (TimeModel(of, fast(1), known(one)).layer_times.per_layer[:, TOTAL, F] for of in (one, other))
     alike = [n % 4 != 3 for n in range(8)] if "freq" in more else [False] * 8  # every fourth layer has no positions
     assert (of_same == 1.0).all() and [s == 1.0 for s in of_other] == alike and of_other[3] < 0.1
 
@@ -255,7 +262,7 @@ def test_a_step_of_mixed_kinds_is_the_sum_of_its_parts() -> None:
     of, S, D, F = made(f"{flags} --global-batch-size 8", 1), 512, 1024, 1536
     free = dict(head=1e30, memory=1e30, sums=0.0, kernel_s=0.0, dispatch_s=0.0, contention=0.0, step_s=0.0, tiles=0)
     half = dict(matmul=0.5, attention=(0.5, 0.5), attention_half=(0.0, 0.0))
-    found = step_time(of, fast(1), dataclasses.replace(default_profile("h100"), **free, **half))
+    found = predict_step(of, fast(1), dataclasses.replace(default_profile("h100"), **free, **half))
     scores = [4 * D * (window * S - window**2 / 2) for window in (64, 64, S)]
     layers = sum(3 * 2 * S * (4 * D * D + 2 * D * F) + (1 + 2 * 1.25) * one for one in scores)
     assert found.parts["compute"] == pytest.approx(8 * 2 * layers / (0.5 * 989.4e12), rel=1e-6)

@@ -12,15 +12,15 @@ from torch import Tensor
 from train_cases import config_from, run_from
 
 from megalite.config import cli
-from megalite.config.validation import check
-from megalite.launch.ranks import Ranks
-from megalite.pipeline.graphed import GraphedPipeline
-from megalite.plan.arrangement import arrange
-from megalite.train.life.preflight import check_machine
-from megalite.train.loop import evaluate
-from megalite.train.setup import SetupError
-from megalite.train.state import Run
-from megalite.train.step import train_step
+from megalite.config.validation import find_problems
+from megalite.launch.rank_info import RankInfo
+from megalite.pipeline.cuda_graph import CudaGraphPipeline
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.job.preflight import check_machine
+from megalite.training.setup import SetupError
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
+from megalite.training.trainer import evaluate
 
 STEPS = 3
 COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
@@ -47,8 +47,8 @@ def trained(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[
     tapes: list[Tape] = []
     run = build(flags, dtype, tapes)
     results = [train_step(run) for _ in range(STEPS)]
-    run.buffer.wait_gather()
-    weights = torch.cat(run.buffer.weights.flats)
+    run.buffer.wait_param_sync()
+    weights = torch.cat(run.buffer.weights.tensors)
     return [(r.loss, r.grad_norm, r.z_loss) for r in results], weights, [tape.replays for tape in tapes]
 
 
@@ -92,20 +92,20 @@ def test_evaluation_and_a_timeline_are_eager() -> None:
     tapes: list[Tape] = []
     run = build(GRAPHED, torch.float32, tapes)
     pipeline = run.pipeline
-    assert isinstance(pipeline, GraphedPipeline)
+    assert isinstance(pipeline, CudaGraphPipeline)
     pipeline.timeline = []
     train_step(run)
     assert [str(timed.action)[0] for timed in pipeline.timeline] == ["F", "B"] * 4 and not tapes
-    pipeline.timeline, pipeline.replays = None, False
+    pipeline.timeline, pipeline.enabled = None, False
     train_step(run)
     assert not tapes
-    pipeline.replays = True
+    pipeline.enabled = True
     train_step(run)
-    replays, grads = [tape.replays for tape in tapes], torch.cat(run.buffer.grads.flats)
+    replays, grads = [tape.replays for tape in tapes], torch.cat(run.buffer.grads.tensors)
     assert sum(replays) == 3
     for _ in range(2):
-        assert evaluate(run, run.valid[0].data, 1) > 0
-    assert [tape.replays for tape in tapes] == replays and torch.equal(torch.cat(run.buffer.grads.flats), grads)
+        assert evaluate(run, run.valid_loaders[0].data, 1) > 0
+    assert [tape.replays for tape in tapes] == replays and torch.equal(torch.cat(run.buffer.grads.tensors), grads)
 
 
 REFUSED = ANSWERS["graphs"]
@@ -117,7 +117,7 @@ def test_what_cannot_be_repeated_is_refused(flags: str) -> None:
     argv = f"{COMMON} {GRAPHED} {flags}".split()
     try:
         config = config_from(argv)
-        problems = check(config, world)
+        problems = find_problems(config, world)
     except cli.ConfigError as error:
         problems = error.problems
     assert len(problems) == 1 and problems[0].startswith("cuda_graph_impl=local ") and text in problems[0]
@@ -127,7 +127,7 @@ def test_what_cannot_be_repeated_is_refused(flags: str) -> None:
 def test_without_a_card_it_is_refused() -> None:
     config = config_from(f"{COMMON} {GRAPHED}")
     with pytest.raises(SetupError, match="cuda_graph_impl=local needs a CUDA device and there is none; drop it"):
-        check_machine(arrange(config, 1, 93), "cpu", Ranks(0, 1))
+        check_machine(make_run_plan(config, 1, 93), "cpu", RankInfo(0, 1))
 
 
 @pytest.mark.gpu
@@ -139,5 +139,5 @@ def test_on_a_card_replays_train_as_eager_micro_batches(flags: str) -> None:
         run = run_from(f"{COMMON} {flags} {more}", device=device)
         made.append([x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)])
         if more:
-            assert isinstance(run.pipeline, GraphedPipeline) and len(run.pipeline._recorded) == 1
+            assert isinstance(run.pipeline, CudaGraphPipeline) and len(run.pipeline._captured) == 1
     assert made[1] == pytest.approx(made[0], rel=1e-2 if "--bf16" in flags else 1e-4)

@@ -12,11 +12,11 @@ from train_cases import SMALL, TP2_PP2, config_from
 from whole_runs import losses, pretrain, rows, status_of
 
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
-from megalite.train.sources import open_sources
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
+from megalite.training.datasets import build_datasets
 from tools import checkpoint, preprocess_data, train_tokenizer
 from tools.preprocess.indexed_writer import IndexedWriter
-from tools.preprocess.token_run import make_info
+from tools.preprocess.tokenize_run import make_info
 
 FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTokenizer", "--vocab-size", "94"]
 
@@ -104,7 +104,7 @@ def test_a_source_given_twice_is_one_in_every_form_of_the_lists(files: tuple[str
         ["--train-data-path", *twice, "--valid-data-path", *twice, "--test-data-path", a, a],
     ):
         config = config_from([*FLAGS, "--train-iters", "2", *map(str, given)])
-        sources = open_sources(config.data, 16, 2, 8)
+        sources = build_datasets(config.data, 16, 2, 8)
         for blend in [sources.train, *(named.data for named in [*sources.valid, *sources.test])]:
             assert [source.name for source in blend.datasets] in ([a, b], [a])
         assert sources.notes[0].startswith(note) and sources.notes[1].startswith(f"valid set: {note}")
@@ -133,7 +133,7 @@ def test_bad_sets_are_refused(files: tuple[str, str]) -> None:
         base = ["--train-data-path", a, "--multiple-validation-sets", "--train-iters", "2", "--valid-data-path"]
         config = config_from([*FLAGS, *base, *words])
         with pytest.raises(DataError, match=text):
-            open_sources(config.data, 16, 2, 8)
+            build_datasets(config.data, 16, 2, 8)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_fill_in_the_middle(tmp_path: Path) -> None:
     assert losses(tmp_path / "tp") == pytest.approx(alone, rel=1e-4) and alone != trained(tmp_path / "plain", *flags)
     wrong = config_from([*map(str, flags), "--fim-data", "--fim-pad-token", "<nope>"])
     with pytest.raises(DataError, match="fim_pad_token='<nope>' is not a token"):
-        open_sources(wrong.data, 16, 2, 8)
+        build_datasets(wrong.data, 16, 2, 8)
 
 
 def test_ledger_of_generated_data_and_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

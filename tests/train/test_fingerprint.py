@@ -14,25 +14,31 @@ from ranks import run_ranks
 from train_cases import SMALL
 from whole_runs import ROOT, status_of
 
-from megalite.launch.ranks import LaunchError
+from megalite.launch.rank_info import LaunchError
 from megalite.parallel.mesh import world_axis
-from megalite.train.watch import fingerprint
-from megalite.train.watch.fingerprint import ALIKE, EQUAL, compare, describe, facts_of_machine
+from megalite.training.monitoring import rank_consistency as fingerprint
+from megalite.training.monitoring.rank_consistency import (
+    MUST_MATCH,
+    SHOULD_MATCH,
+    compare_facts,
+    describe,
+    machine_facts,
+)
 
 CPU = torch.device("cpu")
 
 
 def _each_fact_differs() -> dict[str, Any]:
     """Of rank 2, one after the other; and what the comparison costs."""
-    world, mine, told = world_axis(), facts_of_machine(CPU), {}
+    world, mine, told = world_axis(), machine_facts(CPU), {}
     mine |= {"options": "lr=0.1\nbf16=True", "data": "wiki 0badcafe weight 1", "card": "H100", "driver": "570.1"}
-    told["alike"] = compare(mine, world, CPU)
+    told["alike"] = compare_facts(mine, world, CPU)
     socket.gethostname = lambda: f"node{world.rank // 2}"  # of this process alone
-    for name in (*EQUAL, *ALIKE):
+    for name in (*MUST_MATCH, *SHOULD_MATCH):
         text = mine.get(name) or "one=1"
         facts = mine | {name: f"{text}\nanother=1" if world.rank == 2 else text}
         try:
-            told[name] = compare(facts, world, CPU)[1]
+            told[name] = compare_facts(facts, world, CPU)[1]
         except LaunchError as error:
             told[name] = str(error)
     return told
@@ -42,10 +48,10 @@ def test_what_differs_is_named_with_its_nodes_and_stops_where_it_must() -> None:
     answers = run_ranks(3, _each_fact_differs)
     assert answers[0]["alike"] == ([socket.gethostname()] * 3, [])
     for told in answers:  # the same everywhere
-        for name in EQUAL:
+        for name in MUST_MATCH:
             assert told[name].startswith("the ranks of this run are not alike:\n")
             assert f"{name} differs: not on node0 (rank 0 and 1 more); 'another=1' on node1 (rank 2)" in told[name]
-        for name in ALIKE:
+        for name in SHOULD_MATCH:
             assert told[name] == [f"{name} differs: not on node0 (rank 0 and 1 more); 'another=1' on node1 (rank 2)"]
 
 
@@ -61,9 +67,9 @@ def test_an_edited_source_file_is_another_version(tmp_path: Path, monkeypatch: p
     seen = set()
     for text in ("theta = 10_000", "theta = 10_001"):
         (tmp_path / "rope.py").write_text(text)
-        seen.add(fingerprint.sources_hash())
+        seen.add(fingerprint.source_code_hash())
     (tmp_path / "rope.py").rename(tmp_path / "pore.py")
-    seen.add(fingerprint.sources_hash())
+    seen.add(fingerprint.source_code_hash())
     assert len(seen) == 3
 
 

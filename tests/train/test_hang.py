@@ -22,15 +22,15 @@ from train_cases import SMALL, config_from, run_from
 from whole_runs import ROOT, rows, running, status_of
 
 from megalite.parallel import comm
-from megalite.parallel.mesh import PLANNED, RECEIVE, SEND, Mesh, build_mesh
-from megalite.parallel.shared_memory import OrderError
-from megalite.train.life.preflight import many_evaluations
-from megalite.train.step import train_step
-from megalite.train.tell.run_dir import Exit
-from megalite.train.tell.timers import Timers
-from megalite.train.watch import hang
-from megalite.train.watch.diagnosis import View, diagnose
-from megalite.train.watch.hang import Heartbeat, Watchdog
+from megalite.parallel.cpu.shared_memory import CollectiveMismatchError
+from megalite.parallel.mesh import ABSTRACT, RECEIVE, SEND, Mesh, build_mesh
+from megalite.training.job.preflight import long_evaluation_note
+from megalite.training.logging.run_dir import ExitCode
+from megalite.training.logging.timers import Timers
+from megalite.training.monitoring import watchdog as hang
+from megalite.training.monitoring.hang_diagnosis import RankState, diagnose
+from megalite.training.monitoring.watchdog import Heartbeat, Watchdog
+from megalite.training.train_step import train_step
 
 CPU = torch.device("cpu")
 
@@ -38,9 +38,11 @@ CPU = torch.device("cpu")
 GATHER, SUM = ("all-gather", -1, 12, 4096), ("all-reduce", -1, 7, 40)
 
 
-def view(rank: int, places: str = "", waits: Any = None, dp: Any = (GATHER,), phase: str = "", step: int = 5) -> View:
+def view(
+    rank: int, places: str = "", waits: Any = None, dp: Any = (GATHER,), phase: str = "", step: int = 5
+) -> RankState:
     axes = {"dp": ([0, 1, 2], list(dp)), "world": ([0, 1, 2], [SUM])}
-    return View(rank, step, "step", phase, 3.0, places.split(), waits and ("dp", waits, 3.0), axes)
+    return RankState(rank, step, "step", phase, 3.0, places.split(), waits and ("dp", waits, 3.0), axes)
 
 
 WAITS = [view(0, "optim/a.py:1", GATHER), view(2, "optim/a.py:1", GATHER)]
@@ -50,8 +52,8 @@ WAITS = [view(0, "optim/a.py:1", GATHER), view(2, "optim/a.py:1", GATHER)]
     ("third", "late", "words"),
     [
         (view(1, "data/b.py:2"), [1], ["rank 1 in step 5", "data/b.py:2", "data stall", "rank 0 in", "all-gather 12"]),
-        (view(1, "train/step.py:2", phase="batch-generator"), [1], ["data stall"]),
-        (view(1, "train/x.py:2 checkpoint/y.py:3 train/loop.py:4"), [1], ["slow checkpoint"]),
+        (view(1, "training/train_step.py:2", phase="batch-generator"), [1], ["data stall"]),
+        (view(1, "train/x.py:2 checkpoint/y.py:3 training/trainer.py:4"), [1], ["slow checkpoint"]),
         (view(1, "nn/mlp.py:3"), [1], ["rank 1 in step 5, step, nn/mlp.py:3; rank 0 in"]),
         (view(1, waits=GATHER, dp=[(*GATHER[:3], 2048)]), [1], ["on dp sizes differ", "rank 1 all-gather 12 of 2,048"]),
         (view(1, waits=SUM, dp=[("all-reduce", -1, 12, 64)]), [1], ["order differs", "ranks 0, 2 all-gather 12"]),
@@ -59,7 +61,7 @@ WAITS = [view(0, "optim/a.py:1", GATHER), view(2, "optim/a.py:1", GATHER)]
     ],
     ids=["data", "batch", "checkpoint", "elsewhere", "sizes", "order", "deadlock"],
 )
-def test_who_is_late_and_why(third: View, late: list[int], words: list[str]) -> None:
+def test_who_is_late_and_why(third: RankState, late: list[int], words: list[str]) -> None:
     reason, found = diagnose({v.rank: v for v in [*WAITS, third]}, {})
     assert found == late and all(word in reason for word in words), reason
 
@@ -82,9 +84,9 @@ def test_the_two_ends_of_a_message_are_compared() -> None:
 # ---- what is never wrong data
 def _groups() -> list[float]:
     mesh = build_mesh(tp=2, pp=2, device=CPU, timeout=datetime.timedelta(seconds=7))
-    assert {axis.name for axis in mesh.axes} >= {"pp", "tp", "pp_back", "ends", "world"}
-    groups = {id(axis.group): axis.group for axis in mesh.axes}
-    direct: Any = mesh.tp.direct
+    assert {axis.name for axis in mesh.active_axes} >= {"pp", "tp", "pp_grad", "tied_embedding", "world"}
+    groups = {id(axis.group): axis.group for axis in mesh.active_axes}
+    direct: Any = mesh.tp.custom_backend
 
     def limits() -> list[float]:
         own = [group._get_backend(CPU).options._timeout for group in groups.values()]  # type: ignore[union-attr]
@@ -105,13 +107,13 @@ def _message(elements: int, dtype: torch.dtype, mark: int) -> bool:
     """Rank 1 expects another message than rank 0 sends, for which there is room."""
     mesh = build_mesh(tp=1, pp=2, device=CPU, timeout=datetime.timedelta(seconds=1))
     x = torch.ones(4) if mesh.pp.rank == 0 else torch.zeros(elements, dtype=dtype)
-    pending = comm.start_message(x, mesh.pp, 1 - mesh.pp.rank, (SEND, RECEIVE)[mesh.pp.rank], mark * mesh.pp.rank)
+    pending = comm.start_p2p(x, mesh.pp, 1 - mesh.pp.rank, (SEND, RECEIVE)[mesh.pp.rank], mark * mesh.pp.rank)
     if mesh.pp.rank == 0:
         time.sleep(2)
         return True
     with pytest.raises(RuntimeError, match="Timed out waiting|closed by peer"):
         pending.wait()
-    return not x.any() and mesh.pp.calls.waiting is not None
+    return not x.any() and mesh.pp.comm_log.blocked_on is not None
 
 
 OTHERS = [(8, torch.float32, 0), pytest.param(4, torch.int32, 0, marks=pytest.mark.everything), (4, torch.float32, 1)]
@@ -126,19 +128,19 @@ def _one_too_many(folder: str) -> tuple[bool, str]:
     """Rank 0 does one gather more than rank 1, of the size of the next one."""
     run = run_from([*SMALL, "--train-iters", "3"])
     train_step(run)
-    run.buffer.wait_gather()
-    before, dp = torch.cat(run.buffer.weights.flats), run.mesh.dp
+    run.buffer.wait_param_sync()
+    before, dp = torch.cat(run.buffer.weights.tensors), run.mesh.dp
     dog = Watchdog(run.mesh, Path(folder), Timers(), 600.0)
-    with pytest.raises(OrderError) as error:
+    with pytest.raises(CollectiveMismatchError) as error:
         if dp.rank == 0:
-            [size] = {call.bytes // 4 for call in dp.calls.last if call.number == 1}
+            [size] = {call.num_bytes // 4 for call in dp.comm_log.recent if call.seq_id == 1}
             comm.start_reduce_scatter(torch.zeros(size), dp).wait()
         train_step(run)
-    assert torch.equal(before, torch.cat(run.buffer.weights.flats))
-    known = dog.explain(error.value)
-    assert known is not None and known[0] is Exit.CRASH
+    assert torch.equal(before, torch.cat(run.buffer.weights.tensors))
+    known = dog.explain_error(error.value)
+    assert known is not None and known[0] is ExitCode.CRASH
     dog.close()
-    run.data.close()
+    run.train_loader.close()
     return "different collectives" in known[1], dog.reason
 
 
@@ -150,27 +152,27 @@ def test_a_collective_too_many_is_an_error_on_all_ranks_that_says_which(tmp_path
 
 # ---- the watchdog
 def _dog(folder: Path, timeout_s: float = 1.0) -> Watchdog:
-    return Watchdog(Mesh.alone(), folder, Timers(), timeout_s)
+    return Watchdog(Mesh.single_process(), folder, Timers(), timeout_s)
 
 
 def test_the_first_steps_and_what_is_no_step_are_never_late(tmp_path: Path) -> None:
     dog = _dog(tmp_path, 600.0)
     try:
         for step in range(hang.ENOUGH):
-            dog.at("step", step)
+            dog.set_activity("step", step)
             dog._at = ("step", step, time.monotonic() - 1000)
             assert not dog._is_late()
             dog._at = ("step", step, time.monotonic() - 20.0)  # what it took in the end
-        dog.at("save", 3)
+        dog.set_activity("save", 3)
         dog._at = ("save", 3, time.monotonic() - 1000)
         assert not dog._is_late() and dog.patience_s == pytest.approx(200, rel=0.01)
         for seconds, late in ((190, False), (210, True)):
             dog._at = ("step", 4, time.monotonic() - seconds)
-            dog._told = dog._at  # the thread is not to tell it
+            dog._reported_activity = dog._at  # the thread is not to tell it
             assert dog._is_late() == late
         dog._took.clear()
         dog._took.extend([0.1] * 3)
-        assert dog.patience_s == hang.FLOOR_S
+        assert dog.patience_s == hang.MIN_PATIENCE_S
         dog._took.extend([250.0] * 9)
         assert dog.patience_s == 750.0
     finally:
@@ -180,8 +182,8 @@ def test_the_first_steps_and_what_is_no_step_are_never_late(tmp_path: Path) -> N
 @pytest.mark.parametrize("size", [1, 2, 1024, 16_384])
 def test_a_store_is_not_asked_more_often_than_it_can_answer(tmp_path: Path, size: int, monkeypatch) -> None:
     monkeypatch.setattr(hang, "_own_connection", lambda: None)
-    alone = Mesh.alone()
-    world = replace(alone.world, size=size, transport=PLANNED)
+    alone = Mesh.single_process()
+    world = replace(alone.world, size=size, backend=ABSTRACT)
     dog = Watchdog(replace(alone, world=world), tmp_path, Timers(), 600.0)
     dog._closing.set()
     assert size / (dog.pace * hang.POLL_S) <= 2048 and (size > 1024 or dog.pace == 1)
@@ -190,24 +192,24 @@ def test_a_store_is_not_asked_more_often_than_it_can_answer(tmp_path: Path, size
 
 def test_the_status_says_that_a_run_lives_until_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its main thread does."""
-    monkeypatch.setattr(hang, "BEAT_S", 0.02)
+    monkeypatch.setattr(hang, "HEARTBEAT_S", 0.02)
     config = config_from([*SMALL, "--train-iters", "3", "--eval-iters", "9"])
     run, file = run_from(config), tmp_path / "status.json"
     run.last_step = 3
-    assert many_evaluations(run, config.train)[0].startswith("eval_iters=9: 18 batches are evaluated for 3 steps")
+    assert long_evaluation_note(run, config.train)[0].startswith("eval_iters=9: 18 batches are evaluated for 3 steps")
     run.last_step = 6
-    assert not many_evaluations(run, config.train)  # forward is a third of a step
+    assert not long_evaluation_note(run, config.train)  # forward is a third of a step
     dog = _dog(tmp_path)
     heart = Heartbeat(tmp_path, run, config, dog, False)
     run.state.step = 2
     while json.loads(file.read_text())["step"] != 2:
         time.sleep(0.01)
-    dog._told = dog._at
-    assert dog.hangs
+    dog._reported_activity = dog._at
+    assert dog.hang_reported
     run.state.step = 3
     time.sleep(0.2)
     assert json.loads(file.read_text())["step"] == 2
-    dog.at("step", 4)
+    dog.set_activity("step", 4)
     while json.loads(file.read_text())["step"] != 3:
         time.sleep(0.01)
     heart.close()
@@ -271,7 +273,7 @@ def test_the_time_limit_holds_where_torch_compares_collectives(
 HANGS = tables.read("train/cases")["hangs"]
 
 
-@pytest.mark.parametrize("name", rarely(HANGS, ["at the first collective"], str, guards=("megalite/train/watch",)))
+@pytest.mark.parametrize("name", rarely(HANGS, ["at the first collective"], str, guards=("megalite/training/monitoring",)))
 def test_a_rank_that_hangs_is_named_with_its_place(name: str, tmp_path: Path) -> None:
     words, fault, step, reason = HANGS[name]
     code, err, status = ended(tmp_path, *words.format(tmp_path).split(), fault=fault)

@@ -4,21 +4,21 @@ import pytest
 import tables
 import torch
 
-from megalite.launch import local_ranks
-from megalite.launch.ranks import Ranks
-from megalite.plan import cluster
-from megalite.plan.cluster import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
-from megalite.train.life import preflight
+from megalite.launch import local_launcher as local_ranks
+from megalite.launch.rank_info import RankInfo
+from megalite.planning import cluster
+from megalite.planning.cluster import DTYPE_NAMES, PEAKS, REPETITIONS, find_peak, lookup_peak, measure_cpu_peak
+from megalite.training.job import preflight
 
 CASES = tables.read("train/cases")
 
 
 def test_the_peak_is_that_of_the_card_or_of_the_flag() -> None:
     for name, tflops in CASES["bf16_tflops"].items():
-        peak = peak_of(name, torch.bfloat16)
+        peak = lookup_peak(name, torch.bfloat16)
         assert (peak.tflops, peak.source) == (tflops, f"{name} bf16 dense")
     for name in CASES["no_peak"]["names"]:
-        peak = peak_of(name, torch.bfloat16)
+        peak = lookup_peak(name, torch.bfloat16)
         assert peak.tflops is None and name in peak.source and "--peak-tflops" in peak.source
     given = find_peak(torch.device("cuda"), torch.bfloat16, override_tflops=12.5)
     assert (given.tflops, given.source) == (12.5, "given by --peak-tflops")
@@ -26,24 +26,26 @@ def test_the_peak_is_that_of_the_card_or_of_the_flag() -> None:
 
 
 def test_the_dtype_chooses_the_column() -> None:
-    assert [peak_of("NVIDIA A100-SXM4-40GB", d).tflops for d in (torch.float16, torch.float32)] == [312.0, 19.5]
-    assert peak_of("Tesla V100-SXM2-16GB", torch.float16).tflops == 125.0
+    assert [lookup_peak("NVIDIA A100-SXM4-40GB", d).tflops for d in (torch.float16, torch.float32)] == [312.0, 19.5]
+    assert lookup_peak("Tesla V100-SXM2-16GB", torch.float16).tflops == 125.0
     for name, dtype in (("Tesla V100-SXM2-16GB", torch.bfloat16), ("NVIDIA H100 80GB HBM3", torch.float64)):
-        peak = peak_of(name, dtype)
-        assert peak.tflops is None and SHORT[dtype] in peak.source
+        peak = lookup_peak(name, dtype)
+        assert peak.tflops is None and DTYPE_NAMES[dtype] in peak.source
 
 
 def test_no_row_of_the_table_is_hidden_by_an_earlier_one() -> None:
     for words, rates in PEAKS.items():
-        assert {SHORT[d]: peak_of(words, d).tflops for d in SHORT if SHORT[d] in rates} == rates, words
+        assert {
+            DTYPE_NAMES[d]: lookup_peak(words, d).tflops for d in DTYPE_NAMES if DTYPE_NAMES[d] in rates
+        } == rates, words
         assert rates["fp16"] > rates["fp32"] and {*rates} - {"bf16"} == {"fp16", "fp32"}
 
 
-@pytest.mark.parametrize("dtype", list(SHORT), ids=SHORT.values())
+@pytest.mark.parametrize("dtype", list(DTYPE_NAMES), ids=DTYPE_NAMES.values())
 def test_a_cpu_is_measured(dtype: torch.dtype) -> None:
     peak = measure_cpu_peak(dtype, seconds=0.05)
     assert peak.tflops is not None and 1e-5 < peak.tflops < 100
-    assert SHORT[dtype] in peak.source and "thread" in peak.source and "busier than now" in peak.too_low
+    assert DTYPE_NAMES[dtype] in peak.source and "thread" in peak.source and "busier than now" in peak.too_low
 
 
 @pytest.mark.parametrize(("seconds_of_128", "largest"), [(1e-2, 128), (1e-7, 1024)])
@@ -115,11 +117,13 @@ def test_a_containers_quota_of_processors_is_that_of_every_group_around_it(tmp_p
 
 
 def test_more_threads_than_cores_are_told_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "cores", lambda: 8)
+    monkeypatch.setattr(preflight, "cpu_count", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    [line] = preflight.many_threads("cpu", Ranks(world=8, local_world=4))
+    [line] = preflight.thread_oversubscription_warning("cpu", RankInfo(world_size=8, local_world_size=4))
     assert line == "4 ranks x 3 threads on 8 cores are many times slower than one per core: set OMP_NUM_THREADS=2"
-    assert not preflight.many_threads("cpu", Ranks(world=4, local_world=2))
-    assert not preflight.many_threads("cuda", Ranks(world=8, local_world=8))
+    assert not preflight.thread_oversubscription_warning("cpu", RankInfo(world_size=4, local_world_size=2))
+    assert not preflight.thread_oversubscription_warning("cuda", RankInfo(world_size=8, local_world_size=8))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert not preflight.many_threads("cpu", Ranks(world=64, local_world=64))  # there is nothing to set
+    assert not preflight.thread_oversubscription_warning(
+        "cpu", RankInfo(world_size=64, local_world_size=64)
+    )  # there is nothing to set

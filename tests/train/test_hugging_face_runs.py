@@ -18,23 +18,23 @@ from token_files import byte_level_bpe, limit_files
 from train_cases import config_from, run_from
 
 import pretrain_gpt
-from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
+from megalite.checkpoint.storage.location import CheckpointError, OtherRankError
+from megalite.config.config_file import dump_config
 from megalite.config.options import Config
-from megalite.config.toml import to_toml
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.generate import generation as generate
-from megalite.interop.hugging_face import model_files as hf_files
-from megalite.launch.ranks import Ranks
+from megalite.interop.huggingface import model_files as hf_files
+from megalite.launch.rank_info import RankInfo
 from megalite.nn.micro_batch import Batch
 from megalite.parallel.mesh import build_mesh
-from megalite.train.batch import on_device
-from megalite.train.life.export_hf import export
-from megalite.train.life.preflight import preflight
-from megalite.train.setup import SetupError
-from megalite.train.start import origin
-from megalite.train.start.resume import open_saver, save
-from megalite.train.state import Run
-from megalite.train.step import train_step
+from megalite.training.batch import to_device
+from megalite.training.checkpointing import initial_state as origin
+from megalite.training.checkpointing.resume import open_saver, save
+from megalite.training.job.export_hf import export
+from megalite.training.job.preflight import preflight
+from megalite.training.setup import SetupError
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
 from tools import convert_checkpoint, train_tokenizer
 
 CPU = torch.device("cpu")
@@ -63,17 +63,17 @@ def parse(folder: Path | str, *flags: str, base: str = BASE) -> Config:
 
 
 def taken(folder: Path, *flags: str, base: str = BASE) -> Config:
-    return origin.with_source(parse(folder, "--use-checkpoint-args", *flags, base=base))
+    return origin.complete_config(parse(folder, "--use-checkpoint-args", *flags, base=base))
 
 
 def begun(config: Config) -> Run:
     run = run_from(config)
-    assert origin.begin_with_foreign(run, config) is not None
+    assert origin.load_external_model(run, config) is not None
     return run
 
 
 def batches_of(run: Run, sample: int, step: int) -> list[Batch]:
-    return [on_device(host, CPU, step) for host in run.data.get(sample, 4)[0]]
+    return [to_device(host, CPU, step) for host in run.train_loader.get(sample, 4)[0]]
 
 
 def tokens_of(batches: list[Batch]) -> list[torch.Tensor]:
@@ -109,9 +109,9 @@ def test_half_precision_keeps_the_exact_values_as_main_weights(models) -> None:
     theirs, folder = models("llama")
     config = taken(folder, "--bf16")
     run = run_from(config)
-    found = origin.begin_with_foreign(run, config)
+    found = origin.load_external_model(run, config)
     assert found is not None and "llama in float32" in found[1][0]
-    pieces = {e.name: e.data for e in run.optimizer.pieces()}
+    pieces = {e.name: e.data for e in run.optimizer.checkpoint_shards()}
     word = theirs.model.embed_tokens.weight.detach()
     main = pieces["optimizer.main/embedding.word"].view(V, -1)
     assert torch.equal(main, word)
@@ -127,11 +127,11 @@ MODEL += "--untie-embeddings-and-output-weights"
 
 def test_options_that_contradict_are_named_together(models) -> None:
     _, folder = models("llama")
-    right = origin.with_source(parse(folder, *MODEL.split()))
+    right = origin.complete_config(parse(folder, *MODEL.split()))
     assert right.model.num_layers == 4 and right.data.tokenizer_type is None
     wrong = f"{MODEL} --num-layers 6 --squared-relu --norm-epsilon 1e-5 --vocab-size 95 --ckpt-step 3"
     with pytest.raises(SetupError) as error:
-        origin.with_source(parse(folder, *wrong.split()))
+        origin.complete_config(parse(folder, *wrong.split()))
     lines = str(error.value).splitlines()
     assert len(lines) == 5 and sum("--use-checkpoint-args" in line for line in lines) == 3
     for text in (
@@ -146,9 +146,9 @@ def test_options_that_contradict_are_named_together(models) -> None:
     with pytest.raises(SetupError, match="num_layers=6, but 4 in .*; drop the option"):
         taken(folder, "--num-layers", "6")
     learned = [models("gpt2")[1], *"--num-layers 4 --hidden-size 32 --num-attention-heads 4".split()]
-    assert origin.with_source(parse(*learned, "--max-position-embeddings", str(S)))
+    assert origin.complete_config(parse(*learned, "--max-position-embeddings", str(S)))
     with pytest.raises(SetupError, match="max_position_embeddings: 16 here, 48 in"):
-        origin.with_source(parse(*learned))
+        origin.complete_config(parse(*learned))
 
 
 def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -
     with_tokenizer(folder, V - 20)
     data = taken(folder, "--reset-position-ids").data  # needs the id that ends a document
     assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
-    assert preflight(taken(folder), Ranks())[1].vocab_size == data.vocab_size == V
+    assert preflight(taken(folder), RankInfo())[1].vocab_size == data.vocab_size == V
     given = taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V)).data
     assert given.tokenizer_type == "NullTokenizer" and given.tokenizer_model is None
     with pytest.raises(SetupError, match="vocab_size: 94 here, 93 in"):
@@ -169,7 +169,7 @@ def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -
         taken(folder, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(other))
     nothing = parse(tmp_path, *"--num-layers 1 --hidden-size 8 --num-attention-heads 2".split())
     with pytest.raises(SetupError, match="vocab_size is not set"):
-        preflight(origin.with_source(nothing), Ranks())
+        preflight(origin.complete_config(nothing), RankInfo())
 
 
 def test_a_restart_goes_on_from_the_checkpoint_and_not_from_the_model(models, tmp_path: Path) -> None:
@@ -178,14 +178,14 @@ def test_a_restart_goes_on_from_the_checkpoint_and_not_from_the_model(models, tm
     config = taken(tmp_path / "run", *again)
     run = run_from(config)
     saver = open_saver(run, config)
-    assert saver is not None and origin.begin_with_foreign(run, config) is not None
+    assert saver is not None and origin.load_external_model(run, config) is not None
     train_step(run)
     save(run, saver, "num_layers = 4\n")
     saver.close()
-    assert origin.source_of(config) is None and origin.begin_with_foreign(run, config) is None
+    assert origin.external_weights_dir(config) is None and origin.load_external_model(run, config) is None
     direct = parse(folder, "--use-checkpoint-args", "--save", str(tmp_path / "other"), "--save-interval", "1")
-    run = run_from(config := origin.with_source(direct))
-    found = origin.begin_with_foreign(run, config)
+    run = run_from(config := origin.complete_config(direct))
+    found = origin.load_external_model(run, config)
     assert found is not None and "--pretrained-checkpoint" in found[1][1]
 
 
@@ -197,7 +197,7 @@ Outcome = tuple[bool, str]  # (whether it is said to be another rank's, the text
 def _fails(read: object) -> Outcome:
     with pytest.raises(CheckpointError) as error:
         read()  # type: ignore[operator]
-    return isinstance(error.value, ElsewhereError), str(error.value)
+    return isinstance(error.value, OtherRankError), str(error.value)
 
 
 def _starts(base: str) -> list[Outcome]:
@@ -207,7 +207,7 @@ def _starts(base: str) -> list[Outcome]:
     rank = dist.get_rank()
     folder = Path(base) / f"rank{rank}"  # nodes may have copies of their own
     config = taken(folder, "--pipeline-model-parallel-size", "2")
-    run = run_from(config, ranks=Ranks(rank, 2))
+    run = run_from(config, ranks=RankInfo(rank, 2))
     outcomes, real = [], hf_files._read
 
     def read(handle: Any, name: str, path: Path) -> torch.Tensor:
@@ -216,15 +216,15 @@ def _starts(base: str) -> list[Outcome]:
         return real(handle, name, path)
 
     hf_files._read = read
-    outcomes.append(_fails(lambda: origin.begin_with_foreign(run, config)))
+    outcomes.append(_fails(lambda: origin.load_external_model(run, config)))
     mesh = build_mesh(tp=1, pp=2, device=CPU)
     outcomes.append(_fails(lambda: generate.load_model(folder, mesh)))
     hf_files._read = real
     if rank == 1:
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
-    outcomes.append(_fails(lambda: origin.begin_with_foreign(run, config)))
+    outcomes.append(_fails(lambda: origin.load_external_model(run, config)))
     other = config if rank == 0 else replace(config, checkpoint=replace(config.checkpoint, load=f"{base}/nothing"))
-    outcomes.append(_fails(lambda: origin.begin_with_foreign(run, other)))
+    outcomes.append(_fails(lambda: origin.load_external_model(run, other)))
     return outcomes
 
 
@@ -331,7 +331,7 @@ def _exported(folder: str, target: str, flags: str) -> str | None:
     config = taken(Path(folder), "--export-hf", target, *flags.split())
     run = begun(config)
     train_step(run)
-    run.buffer.wait_gather()
+    run.buffer.wait_param_sync()
     return export(run, config, 2)
 
 
@@ -364,7 +364,7 @@ def _saved_at(stages: list[int], folder: str, target: str) -> None:
         train_step(run)
         saver = open_saver(run, config)
         assert saver is not None
-        save(run, saver, to_toml(config))
+        save(run, saver, dump_config(config))
         saver.close()
 
 
@@ -388,11 +388,11 @@ def test_what_cannot_be_exported_is_refused_before_training(tmp_path: Path) -> N
     config = config_from([*BASE.split(), *small.split(), "--squared-relu", "--export-hf", str(tmp_path / "x")])
     said = "(?s)export_hf=.*no family of Hugging Face can express this model.*squared_relu"
     with pytest.raises(SetupError, match=said):
-        preflight(config, Ranks())
+        preflight(config, RankInfo())
     (tmp_path / "mine").write_text("x")
     config = config_from([*BASE.split(), *small.split(), "--export-hf", str(tmp_path / "mine" / "x")])
     with pytest.raises(SetupError, match="nothing can be written in .*mine; give another directory"):
-        preflight(config, Ranks())
+        preflight(config, RankInfo())
     done = program(*small.split(), "--export-hf", str(tmp_path), "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 2 and "is not empty; give a new directory" in done.stderr, done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]

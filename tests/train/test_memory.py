@@ -12,10 +12,10 @@ from work import calls
 
 import pretrain_gpt
 from megalite.config.options import Config
-from megalite.launch.ranks import LaunchError, Ranks
-from megalite.plan.arrangement import arrange
-from megalite.train.life.preflight import check_machine
-from megalite.train.tell.device_memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, VARIABLES, keep_freed_memory
+from megalite.launch.rank_info import LaunchError, RankInfo
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.job.preflight import check_machine
+from megalite.training.logging.device_memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, VARIABLES, keep_freed_heap
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 VPP = "--num-virtual-stages-per-pipeline-rank"
@@ -32,18 +32,18 @@ def preset(flags: str) -> Config:
 
 def test_the_first_rank_holds_the_embedding_and_fewer_layers_for_it() -> None:
     """llama3-8b over 8 stages, with micro-batches enough that the split matters: of one alone all are equally fast."""
-    found = arrange(preset(f"llama3-8b {PP} 8 --global-batch-size 32"), 8, 128256)
+    found = make_run_plan(preset(f"llama3-8b {PP} 8 --global-batch-size 32"), 8, 128256)
     layer, embedding = 218_112_000, 128_256 * 4096
-    assert found.parameters == 8_030_261_248
-    assert [len(layers) for layers in found.stages] == [2, 4, 4, 5, 5, 5, 5, 2]
-    held = found.holdings[0]
-    assert found.worst in range(3, 7) and held.local == 2 * layer + embedding
-    assert held.state == pytest.approx(18 * held.local, rel=1e-4)
-    muon = arrange(preset(f"llama3-8b {PP} 8 --global-batch-size 32 --optimizer muon"), 8, 128256).holdings[0]
-    assert muon.state == pytest.approx(18 * embedding + 14 * 2 * layer, rel=1e-4)  # no second moment of a matrix
+    assert found.num_parameters == 8_030_261_248
+    assert [len(layers) for layers in found.layer_ranges] == [2, 4, 4, 5, 5, 5, 5, 2]
+    held = found.model_states[0]
+    assert found.fullest_rank in range(3, 7) and held.local_numel == 2 * layer + embedding
+    assert held.total == pytest.approx(18 * held.local_numel, rel=1e-4)
+    muon = make_run_plan(preset(f"llama3-8b {PP} 8 --global-batch-size 32 --optimizer muon"), 8, 128256).model_states[0]
+    assert muon.total == pytest.approx(18 * embedding + 14 * 2 * layer, rel=1e-4)  # no second moment of a matrix
     said = r"weights and optimizer alone take 4\d\d\.\d GiB per rank on pipeline rank \d+"
     with pytest.raises(LaunchError, match=said):
-        check_machine(arrange(preset(f"llama3-405b {PP} 16"), 16, 128256), "cpu", Ranks(0, 16, 0, 16))
+        check_machine(make_run_plan(preset(f"llama3-405b {PP} 16"), 16, 128256), "cpu", RankInfo(0, 16, 0, 16))
 
 
 DRY_RUN = "--dry-run --mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1 --eval-iters 0 --bf16"
@@ -71,7 +71,11 @@ def test_tensor_parallel_ranks_on_two_nodes_are_warned_of(nproc: int, capsys: py
 def test_long_steps_are_extrapolated() -> None:
     """A plan of many micro-batches takes no longer; test_arrangement.py: and is what the whole schedule gives."""
     _, many, more = (  # the first fills what is kept for the next
-        calls(lambda size=size: arrange(config_of(f"{PP} 4 --num-layers 8 --global-batch-size {size}"), 4, 93).bubble)
+        calls(
+            lambda size=size: (
+                make_run_plan(config_of(f"{PP} 4 --num-layers 8 --global-batch-size {size}"), 4, 93).bubble
+            )
+        )
         for size in (10_000, 100_000, 1_000_000)
     )
     assert more < 1.1 * many
@@ -88,9 +92,9 @@ def test_ranks_that_are_to_run_here_are_limited(capsys: pytest.CaptureFixture[st
 PROGRAM = """
 import json, resource, sys
 import torch
-from megalite.train.tell.device_memory import keep_freed_memory
+from megalite.training.logging.device_memory import keep_freed_heap
 
-kept = keep_freed_memory() if sys.argv[1] == "keep" else None
+kept = keep_freed_heap() if sys.argv[1] == "keep" else None
 pages = []
 for _ in range(30):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -120,7 +124,7 @@ def test_a_tensor_like_one_freed_before_costs_no_pages(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", VARIABLES)
 def test_the_users_own_settings_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "glibc.malloc.trim_threshold=1000")
-    assert not keep_freed_memory()
+    assert not keep_freed_heap()
 
 
 @pytest.mark.parametrize("most,tried", [(64 << 20, [64]), (32 << 20, [64, 32]), (0, [64, 32])])
@@ -137,6 +141,6 @@ def test_a_threshold_that_is_refused_leaves_the_other_alone(most: int, tried: li
     monkeypatch.setattr("ctypes.CDLL", lambda name: Library)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert keep_freed_memory() == (most > 0)
+    assert keep_freed_heap() == (most > 0)
     assert asked[: len(tried)] == [(M_MMAP_THRESHOLD, size << 20) for size in tried]
     assert [number for number, _ in asked[len(tried) :]] == [M_TRIM_THRESHOLD] * (most > 0)

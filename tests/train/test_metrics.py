@@ -20,17 +20,17 @@ from train_cases import SMALL, config_from
 from train_cases import pretrain as pretrain_here
 from whole_runs import pretrain, status_of
 
-from megalite.config.options import Config, LogConfig, options
-from megalite.config.packages import missing_packages
-from megalite.train.loop import figures_of
-from megalite.train.sources import NamedSet
-from megalite.train.state import Run, State, StepResult
-from megalite.train.tell import figures
-from megalite.train.tell.figures import Speed, columns, table
-from megalite.train.tell.metrics import Reporter
-from megalite.train.tell.run_dir import Events, settle_status
-from tools.pictures import curves
-from tools.pictures.run import read_runs
+from megalite.common.optional_packages import missing_packages
+from megalite.config.options import Config, LogConfig, iter_options
+from megalite.training.datasets import NamedDataset
+from megalite.training.logging import log_format as figures
+from megalite.training.logging.log_format import Speed, aligned_table, table
+from megalite.training.logging.metrics_logger import MetricsLogger
+from megalite.training.logging.run_dir import EventLog, finalize_status
+from megalite.training.state import Progress, Run, StepResult
+from megalite.training.trainer import step_metrics
+from tools.plots import curves
+from tools.plots.run_data import read_runs
 
 NOW = datetime.datetime(2026, 8, 22, 10, 15, 3, 123456)
 SEEN: dict[str, Any] = {
@@ -38,7 +38,7 @@ SEEN: dict[str, Any] = {
     **dict(loss=7.654321, lr=1.5e-4, grad_norm=1.2351, loss_scale=1.0, skipped=0, step_s=5.1324, data_s=0.0154),
     **dict(tokens_per_step=256 * 2048, memory_gib=31.42, memory_limit_gib=79.6, nan=0, steps=1),
 }
-SET = NamedSet("", None)
+SET = NamedDataset("", None)
 STEP = StepResult(loss=6.5, grad_norm=1.25, lr=1.5e-4, batch_size=256, skipped=False, stop=False, data_s=0, step_s=5)
 # 412.7 TFLOP/s per device in the line above
 SPEED = Speed(flops_per_token=412.7e12 * 8 * 5.1324 / (256 * 2048), devices=8, peak_tflops=989.4)
@@ -47,13 +47,13 @@ SPEED = Speed(flops_per_token=412.7e12 * 8 * 5.1324 / (256 * 2048), devices=8, p
 def after(step: int, samples: int = 0, **more: Any) -> dict[str, Any]:
     """The figures of one step."""
     scaler = SimpleNamespace(scale=more.pop("scale", 1.0))
-    run = SimpleNamespace(state=State(step, samples), last_step=500_000, loss_scaler=scaler, seq_length=2048)
-    return figures_of(cast(Run, run), [replace(STEP, **more)], None)
+    run = SimpleNamespace(state=Progress(step, samples), last_step=500_000, loss_scaler=scaler, seq_length=2048)
+    return step_metrics(cast(Run, run), [replace(STEP, **more)], None)
 
 
 def test_megatrons_line_to_the_letter() -> None:
     def line(throughput: bool = False, **more: Any) -> str:
-        return figures.megatron_line(SPEED.with_rates(SEEN | more), NOW, throughput)
+        return figures.megatron_line(SPEED.add_rates(SEEN | more), NOW, throughput)
 
     assert line(throughput=True) == (
         " [2026-08-22 10:15:03.123456] iteration      100/  500000 | consumed samples:        25600 |"
@@ -74,7 +74,7 @@ def test_megatrons_line_to_the_letter() -> None:
 
 def test_megatrons_other_lines() -> None:
     said = "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
-    assert figures.megatron("moment", what="after dataloaders are built", now=NOW) == said
+    assert figures.megatron_text("moment", what="after dataloaders are built", now=NOW) == said
     for reason, end in (
         ("SIGUSR1", "exiting program after receiving SIGUSR1."),
         ("SIGTERM; nothing was saved", "exiting program after receiving SIGTERM."),
@@ -84,8 +84,8 @@ def test_megatrons_other_lines() -> None:
     ):
         assert figures.megatron_end(reason, 5, 1.5) == end
     said = " > number of parameters on (tensor, pipeline) model parallel rank (1, 3): 123456"
-    assert figures.megatron("parameters", tp=1, pp=3, number=123456) == said
-    assert figures.megatron("sizes", world=8, dp=2, cp=1, tp=2, pp=2) == (
+    assert figures.megatron_text("parameters", tp=1, pp=3, number=123456) == said
+    assert figures.megatron_text("sizes", world=8, dp=2, cp=1, tp=2, pp=2) == (
         "using world size: 8, data-parallel size: 2, context-parallel size: 1, hierarchical context-parallel sizes: "
         "None, tensor-model-parallel size: 2, pipeline-model-parallel size: 2"
     )
@@ -94,7 +94,7 @@ def test_megatrons_other_lines() -> None:
         "------------------------ arguments ------------------------",
         "-------------------- end of arguments ---------------------",
     )
-    assert f"  adam_beta1 {'.' * 38} 0.9" in rows and len(rows) == len(list(options())) and rows == sorted(rows)
+    assert f"  adam_beta1 {'.' * 38} 0.9" in rows and len(rows) == len(list(iter_options())) and rows == sorted(rows)
 
 
 def test_timers_in_megatrons_three_forms() -> None:
@@ -111,12 +111,12 @@ def test_timers_in_megatrons_three_forms() -> None:
 
 
 def test_megalites_line_to_the_letter() -> None:
-    assert figures.megalite_line(SPEED.with_rates(SEEN), NOW) == (
+    assert figures.megalite_line(SPEED.add_rates(SEEN), NOW) == (
         "10:15:03  step   100/500000  loss 7.6543  lr 1.5e-04  gnorm 1.24 | 12.8k tok/s/gpu  413 TF/s  MFU 41.7% | "
         "31.4/80 GiB | data 0.3% | eta 29d 16:41:26"
     )
     slow = SEEN | dict(loss=None, skipped=2, loss_scale=1024.0, step_s=1000.0, step=499_999)
-    assert figures.megalite_line(replace(SPEED, peak_tflops=None).with_rates(slow), NOW) == (
+    assert figures.megalite_line(replace(SPEED, peak_tflops=None).add_rates(slow), NOW) == (
         "10:15:03  step 499999/500000  loss n/a  lr 1.5e-04  gnorm 1.24  scale 1024 | 66 tok/s/gpu  2.12 TF/s  MFU n/a | "
         "31.4/80 GiB | data 0.0% | eta 00:16:40 | skipped 2"
     )
@@ -132,10 +132,10 @@ def test_megalites_line_to_the_letter() -> None:
         (60, "  loss 7.6543  gnorm 1.24"),
         (20, "  loss 7.6543"),
     ):
-        line = figures.megalite_line(SPEED.with_rates(SEEN), NOW, width)
+        line = figures.megalite_line(SPEED.add_rates(SEEN), NOW, width)
         assert line == "10:15:03  step   100/500000" + whole, width
         assert len(line) <= width or width == 20
-    more = SPEED.with_rates(SEEN | dict(z_loss=0.00123, params_norm=356.7891, zeros=97))
+    more = SPEED.add_rates(SEEN | dict(z_loss=0.00123, params_norm=356.7891, zeros=97))
     asked = "loss 7.6543  z-loss 1.23e-03  lr 1.5e-04  gnorm 1.24  pnorm 356.79  zeros 97 | 12.8k"
     assert asked in figures.megalite_line(more, NOW)
 
@@ -162,10 +162,10 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("style", ["megalite", "megatron"])
 def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], style: str) -> None:
     for step in (100, 200):  # the second is a resumed run: it continues in the same files
-        report = Reporter(tmp_path / "run", SPEED, LogConfig(log_style=style))
-        report.train(SEEN | dict(step=step))
-        report.validation(State(step, 25_600, 52_428_800), 7.5, SET)
-        report.validation(State(step, 25_600, 52_428_800), 8.5, SET, " on test set")
+        report = MetricsLogger(tmp_path / "run", SPEED, LogConfig(log_style=style))
+        report.log_train(SEEN | dict(step=step))
+        report.log_validation(Progress(step, 25_600, 52_428_800), 7.5, SET)
+        report.log_validation(Progress(step, 25_600, 52_428_800), 8.5, SET, " on test set")
         report.close()
     shown = capsys.readouterr().out
     assert shown == (tmp_path / "run/log.txt").read_text(encoding="utf-8")
@@ -186,11 +186,11 @@ def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_what_does_not_exist_is_null(tmp_path: Path) -> None:
-    report = Reporter(tmp_path, replace(SPEED, peak_tflops=None), board(tmp_path / "tb"))
-    report.train(SEEN | dict(loss=None, grad_norm=math.inf, skipped=1, reserved_gib=40.0))
-    report.step(after(100, loss=math.nan, skipped=True), {})
-    report.train(SEEN | dict(step=200, loss=math.nan))
-    report.step(after(200, loss=math.nan), {})
+    report = MetricsLogger(tmp_path, replace(SPEED, peak_tflops=None), board(tmp_path / "tb"))
+    report.log_train(SEEN | dict(loss=None, grad_norm=math.inf, skipped=1, reserved_gib=40.0))
+    report.log_step(after(100, loss=math.nan, skipped=True), {})
+    report.log_train(SEEN | dict(step=200, loss=math.nan))
+    report.log_step(after(200, loss=math.nan), {})
     report.close()
     first, second = rows(tmp_path)
     assert first["train/loss"] is first["perf/mfu"] is first["train/grad_norm"] is second["train/loss"] is None
@@ -211,18 +211,18 @@ def board(folder: Path, **options: Any) -> LogConfig:
 
 
 def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
-    report = Reporter(tmp_path, SPEED, board(tmp_path / "tb"))
-    report.train(SEEN)
-    report.step(after(100, 25_600, scale=2.0), {})
-    report.validation(State(100, 25_600, 52_428_800), 7.5, SET)
-    report.validation(State(100, 25_600, 52_428_800), 8.5, SET, " on test set")
+    report = MetricsLogger(tmp_path, SPEED, board(tmp_path / "tb"))
+    report.log_train(SEEN)
+    report.log_step(after(100, 25_600, scale=2.0), {})
+    report.log_validation(Progress(100, 25_600, 52_428_800), 7.5, SET)
+    report.log_validation(Progress(100, 25_600, 52_428_800), 8.5, SET, " on test set")
     report.close()
     more: dict[str, Any] = {f"log_{n}_to_tensorboard": True for n in ("timers", "validation_ppl", "world_size")}
     log = board(tmp_path / "all", **more, log_loss_scale_to_tensorboard=False)
-    report = Reporter(tmp_path, SPEED, replace(log, log_style="megatron"))
-    report.step(after(100, 25_600, zeros=97, z_loss=0.1) | {"params_norm": 356.7}, {"mem-allocated-bytes": 5.0})
+    report = MetricsLogger(tmp_path, SPEED, replace(log, log_style="megatron"))
+    report.log_step(after(100, 25_600, zeros=97, z_loss=0.1) | {"params_norm": 356.7}, {"mem-allocated-bytes": 5.0})
     report.timers(100, {"forward-backward": [0.25, 0.5]})
-    report.validation(State(100, 25_600, 52_428_800), 7.5, NamedSet("wiki", None, 4.0))
+    report.log_validation(Progress(100, 25_600, 52_428_800), 7.5, NamedDataset("wiki", None, 4.0))
     report.close()
     assert " validation-wiki loss at iteration 100 | lm loss value: 7.5" in (tmp_path / "log.txt").read_text()
     assert rows(tmp_path)[-1]["val/wiki/bpb"] == pytest.approx(7.5 / math.log(2) / 4)
@@ -243,9 +243,9 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
 
 
 def test_a_figure_above_the_peak_is_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = Reporter(tmp_path, replace(SPEED, peak_tflops=2.01e-05, too_low="it was measured while"))
+    report = MetricsLogger(tmp_path, replace(SPEED, peak_tflops=2.01e-05, too_low="it was measured while"))
     for step in (100, 200):
-        report.train(SEEN | dict(step=step))
+        report.log_train(SEEN | dict(step=step))
     report.close()
     shown = capsys.readouterr().out
     assert shown.count("MFU n/a") == 2
@@ -253,12 +253,12 @@ def test_a_figure_above_the_peak_is_explained_once(tmp_path: Path, capsys: pytes
     assert [row["perf/mfu"] for row in rows(tmp_path)] == [None, None]
 
 
-def tell_all(report: Reporter) -> None:
+def tell_all(report: MetricsLogger) -> None:
     for step in (1, 2, 3):
-        report.train(SEEN | dict(step=step))
-        report.step(after(step, step), {})
-    report.warn("this is missing")
-    report.validation(State(3, 3, 3), 7.5, SET)
+        report.log_train(SEEN | dict(step=step))
+        report.log_step(after(step, step), {})
+    report.warning("this is missing")
+    report.log_validation(Progress(3, 3, 3), 7.5, SET)
     report.summary({"steps": "3"})
     report.close()
 
@@ -267,7 +267,7 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        tell_all(Reporter(tmp_path, SPEED, board(tmp_path / "tb")))
+        tell_all(MetricsLogger(tmp_path, SPEED, board(tmp_path / "tb")))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     shown = capsys.readouterr()
@@ -283,13 +283,13 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_disk_that_has_room_again_gets_whole_lines(tmp_path: Path) -> None:
-    report = Reporter(tmp_path, SPEED)
-    report.train(SEEN)
+    report = MetricsLogger(tmp_path, SPEED)
+    report.log_train(SEEN)
     real = report._rows.file
     report._rows.file = SimpleNamespace(write=lambda data: real.write(data[:20]), fileno=real.fileno)
-    report.train(SEEN | dict(step=200))  # torn
+    report.log_train(SEEN | dict(step=200))  # torn
     report._rows.file = real
-    report.train(SEEN | dict(step=300))
+    report.log_train(SEEN | dict(step=300))
     report.close()
     first, torn, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(first)["step"] == 100 and len(torn) == 20 and json.loads(last)["step"] == 300
@@ -299,9 +299,9 @@ def test_a_disk_that_has_room_again_gets_whole_lines(tmp_path: Path) -> None:
 def test_nothing_that_cannot_be_written_raises(tmp_path: Path, where: str, capsys) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / ("file/run" if where == "under a file" else "run")
-    report = Reporter(folder, SPEED, board(folder / "tb"))
+    report = MetricsLogger(folder, SPEED, board(folder / "tb"))
     if where == "closed":
-        report.train(SEEN)
+        report.log_train(SEEN)
         report._log.file.close()
         report._rows.file.close()
         report._board.close()
@@ -329,7 +329,7 @@ def test_a_run_goes_on_from_a_checkpoint_though_the_console_is_full(tmp_path: Pa
 
 def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "timeline.json").touch()
-    tell_all(Reporter(tmp_path, SPEED))
+    tell_all(MetricsLogger(tmp_path, SPEED))
     shown = capsys.readouterr()
     assert "WARNING: this is missing" in shown.err  # at once
     text = (tmp_path / "log.txt").read_text()
@@ -361,7 +361,7 @@ def test_a_line_is_as_long_as_it_has_to_be() -> None:
     assert reason in table({"outcome": reason})
     long = "and so on " * 30
     assert table({"outcome": long + "end", "data": "x\ny"}) == f"outcome  {long}end\ndata     x\n         y"
-    assert columns([("run", "s"), ("a", "10"), ("b", "1")]) == "run   s\na    10\nb     1"
+    assert aligned_table([("run", "s"), ("a", "10"), ("b", "1")]) == "run   s\na    10\nb     1"
 
 
 def test_experts_have_figures_in_every_log(tmp_path: Path) -> None:
@@ -431,15 +431,15 @@ def test_no_file_of_a_run_shows_what_the_environment_keeps(tmp_path: Path, monke
 def test_events_and_the_launchers_word_never_wait_nor_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     os.mkfifo(tmp_path / "status.json")
-    events = Events(tmp_path)
+    events = EventLog(tmp_path)
     for _ in range(3):
         events.add("something")
-    settle_status(tmp_path, config_from([*SMALL, "--train-iters", "1"]), (1, "rank 1 died"), 0.0)
+    finalize_status(tmp_path, config_from([*SMALL, "--train-iters", "1"]), (1, "rank 1 died"), 0.0)
     assert capsys.readouterr().err.count(f"WARNING: {tmp_path / 'events.jsonl'}: ") == 1
     (tmp_path / "events.jsonl").unlink()
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    Events(tmp_path).add("something")
+    EventLog(tmp_path).add("something")
     said = "is a link to another file, and a run opens none; remove it; events are lost there"
     assert said in capsys.readouterr().err
-    Events(Path("/proc/run")).add("something")
+    EventLog(Path("/proc/run")).add("something")
     assert "/proc/run/events.jsonl" in capsys.readouterr().err

@@ -19,25 +19,25 @@ from train_cases import SMALL, config_from, kept
 from train_cases import pretrain as pretrain_here
 from whole_runs import losses, pretrain, rows, status_of
 
-from megalite.config.faults import Faults
-from megalite.data.files.indexed import IndexedDataset
-from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.launch.ranks import Ranks
-from megalite.parallel.mesh import plan_mesh
+from megalite.common.fault_injection import FaultInjector
+from megalite.data.datasets.gpt_dataset import GPTDataset
+from megalite.data.files.indexed_dataset import IndexedDataset
+from megalite.launch.rank_info import RankInfo
+from megalite.parallel.mesh import abstract_mesh
 from megalite.pipeline import runtime as pipeline_module
-from megalite.train import step as step_module
-from megalite.train.state import BadResult
-from megalite.train.step import train_step
-from megalite.train.tell.run_dir import Exit
-from megalite.train.watch import suspect
-from megalite.train.watch.spikes import Spikes
+from megalite.training import train_step as step_module
+from megalite.training.logging.run_dir import ExitCode
+from megalite.training.monitoring import rerun as suspect
+from megalite.training.monitoring.spike_detector import SpikeDetector
+from megalite.training.state import InvalidResultError
+from megalite.training.train_step import train_step
 
 SKIP = "--no-check-for-nan-in-loss-and-grad"
 
 
 def strike(*faults: str) -> None:
     """Of this process."""
-    step_module.fault = Faults({"MEGALITE_FAULT": ",".join(faults)})  # type: ignore[attr-defined]
+    step_module.inject_fault = FaultInjector({"MEGALITE_FAULT": ",".join(faults)})  # type: ignore[attr-defined]
 
 
 # ---- a number that is not finite
@@ -45,14 +45,14 @@ def _named(flags: str, where: str, bad_rank: int) -> str:
     """Something on one rank makes a NaN each time: what the error says here."""
     run = build(flags)
     train_step(run)
-    run.buffer.wait_gather()
+    run.buffer.wait_param_sync()
     if dist.get_rank() == bad_rank and where == "forward":
         run.pipeline.stages[-1].blocks[-1].mlp.up.data.view(-1)[5] = math.nan  # type: ignore[union-attr, index]
     elif dist.get_rank() == bad_rank:
         block = run.pipeline.stages[0].blocks[1]  # type: ignore[index]
         block.register_full_backward_hook(lambda module, given, grad: (given[0] * math.nan, *given[1:]))
     before = kept(run)
-    with pytest.raises(BadResult) as error:
+    with pytest.raises(InvalidResultError) as error:
         train_step(run)
     pairs = zip(kept(run).values(), before.values(), strict=True)
     assert run.state.step == 1 and all(torch.equal(a, b) or a.isnan().any() for a, b in pairs)
@@ -81,7 +81,7 @@ def test_where_a_nan_came_up_is_named(name: str) -> None:
 
 
 def _named_behind_long_paths() -> str:
-    with mock.patch.object(suspect, "samples_in_words", lambda run, ids: "sample 4 (" + "/päth" * 2000 + ")"):
+    with mock.patch.object(suspect, "format_samples", lambda run, ids: "sample 4 (" + "/päth" * 2000 + ")"):
         return _named("", "forward", 1)
 
 
@@ -96,7 +96,7 @@ def _struck(flags: str, *faults: str) -> list[Any]:
     strike(*faults)
     results = [train_step(run) for _ in range(3)]
     weights = torch.cat([main.double() for main in run.optimizer.main])
-    return [[r.loss for r in results], [r.doubt for r in results], weights]
+    return [[r.loss for r in results], [r.anomaly for r in results], weights]
 
 
 @pytest.mark.parametrize("flags", ["", "--zero-stage 2 --global-batch-size 8", "--zero-stage 3"])
@@ -106,7 +106,7 @@ def test_a_machines_mistake_is_told_from_the_data_and_changes_nothing(flags: str
     faults = ("step.after_reduce:1:2:nan", "step.after_reduce:0:3:inf")
     for rank, (got, doubts, moved) in enumerate(run_ranks(2, _struck, flags, *faults)):
         assert got == good[rank] and torch.equal(moved, weights[rank])
-        assert doubts[0] is None and [(d.passed, d.differs) for d in doubts[1:]] == [(True, (1,)), (True, (0,))]
+        assert doubts[0] is None and [(d.transient, d.differing_ranks) for d in doubts[1:]] == [(True, (1,)), (True, (0,))]
         assert "computed again it is right" in str(doubts[1]) and "of ranks [1]" in str(doubts[1])
 
 
@@ -128,7 +128,7 @@ def test_the_timeline_of_a_step_that_is_computed_again_is_that_of_the_first_time
 def _longest(flags: str) -> float:
     """Of this rank's forwards and backwards, where rank 0 sends everything late."""
     run = build(flags)
-    pipeline_module.fault = Faults({"MEGALITE_FAULT": "pipeline.message:0:*:sleep=1"})  # type: ignore[attr-defined]
+    pipeline_module.inject_fault = FaultInjector({"MEGALITE_FAULT": "pipeline.message:0:*:sleep=1"})  # type: ignore[attr-defined]
     run.pipeline.timeline = []
     train_step(run)
     return max(timed.end_s - timed.start_s for timed in run.pipeline.timeline if timed.action[0] in "FB")
@@ -141,10 +141,10 @@ def test_a_timeline_leaves_the_wait_for_a_message_out() -> None:
 # ---- spikes
 def judged(values: list[float], window: int = 40) -> list[int]:
     """At which of these losses a spike is seen, when those are skipped."""
-    spikes, found = Spikes(("loss",), "skip", 10.0, window), []
+    spikes, found = SpikeDetector(("loss",), "skip", 10.0, window), []
     for i, value in enumerate(values):
-        out = spikes.find(value, math.inf)  # the norm is not watched
-        spikes.after(value, math.inf, skipped=out is not None)
+        out = spikes.detect(value, math.inf)  # the norm is not watched
+        spikes.record(value, math.inf, skipped=out is not None)
         found += [i] if out else []
         spikes.from_json(json.loads(json.dumps(spikes.to_json())))  # as over a restart
     return found
@@ -164,7 +164,7 @@ def test_a_spike_is_what_is_far_above_the_steps_before() -> None:
 def test_numbers_of_damaged_checkpoints_are_refused() -> None:
     for bad in ({}, *({"rollbacks": 0, "quiet": 0, "seen": seen} for seen in ({"loss": [math.nan]}, []))):
         with pytest.raises((KeyError, ValueError, AttributeError)):
-            Spikes().from_json(bad)
+            SpikeDetector().from_json(bad)
 
 
 # ---- whole runs, on text with one batch of noise
@@ -183,9 +183,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Flags of a run whose data is noise in one step, or from there on."""
     folder, found = tmp_path_factory.mktemp("data"), {}
     write_text(folder / "clean", set())
-    order = GptDataset(IndexedDataset(folder / "clean"), range(8 * (STEPS + 2)), 16, seed=5)
+    order = GPTDataset(IndexedDataset(folder / "clean"), range(8 * (STEPS + 2)), 16, seed=5)
     for name, end in (("once", POISONED), ("on", STEPS + 1)):
-        places = [order.where(i, 0) for i in range(8 * (POISONED - 1), 8 * end)]
+        places = [order.locate(i, 0) for i in range(8 * (POISONED - 1), 8 * end)]
         write_text(folder / name, {int(place.split()[2].rstrip(",")) for place in places})
         flags = [word for word in SMALL if word != "--mock-data"]
         more = f"--split 1,0,0 --eval-iters 0 --seed 5 --lr-decay-style constant --lr 0.02 --train-iters {STEPS}"
@@ -195,7 +195,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def train(*flags: str) -> int:
     """A run of one rank in this process."""
-    return pretrain_here(config_from(list(flags)), Ranks())
+    return pretrain_here(config_from(list(flags)), RankInfo())
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -215,7 +215,7 @@ def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path,
     """The same as stopping by hand and starting again from the checkpoint with --iterations-to-skip."""
     flags = [*texts["once"], "--save-interval", "8"]
     one, hand = tmp_path / "one", tmp_path / "hand"
-    assert train(*flags, *WATCHED, "--spike-action", "rollback", "--save", str(one)) == Exit.DONE
+    assert train(*flags, *WATCHED, "--spike-action", "rollback", "--save", str(one)) == ExitCode.DONE
     spike, back = events(one)
     assert (spike["event"], back["event"], spike["step"], back["step"]) == ("spike", "rollback", 10, 10)
     assert spike["samples"] == [72, 79] and back["samples"] == [64, 79] and back["checkpoint"] == 8
@@ -225,9 +225,9 @@ def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path,
     passed = dict(step=10, consumed_samples=80, consumed_tokens=1280, skipped_steps=2, skipped_samples=16)
     assert state["progress"] == passed
     assert state["spikes"]["rollbacks"] == 1 and len(state["spikes"]["seen"]["loss"]) == 8
-    assert train(*flags, "--save", str(hand), "--exit-interval", "8") == Exit.REQUEUE
+    assert train(*flags, "--save", str(hand), "--exit-interval", "8") == ExitCode.REQUEUE
     skip = ["--iterations-to-skip", "9", "10"]
-    assert train(*flags, "--save", str(hand), "--load", str(hand), *skip) == Exit.DONE
+    assert train(*flags, "--save", str(hand), "--load", str(hand), *skip) == ExitCode.DONE
     got, wanted = losses(one), losses(hand)
     assert [got[step] for step in (11, 12, 13)] == [wanted[step] for step in (11, 12, 13)]
     assert manifest(one, 13)["files"] == manifest(hand, 13)["files"]  # sha256 of weights and optimizer
@@ -236,10 +236,10 @@ def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path,
 def test_a_second_computation_divides_by_all_tokens() -> None:
     """Those of other samples, and of other parts of the same, are on other ranks."""
     run, weights = build(""), list[float]()
-    run.pipeline.step = lambda batches, weight, more: weights.append(weight)  # type: ignore[assignment, method-assign, return-value]
-    run.mesh = plan_mesh(12, 0, cp=2, pp=2)
+    run.pipeline.step = lambda batches, weight, more_microbatches: weights.append(weight)  # type: ignore[assignment, method-assign, return-value]
+    run.mesh = abstract_mesh(12, 0, cp=2, pp=2)
     micro_batch = SimpleNamespace(tokens_SB=torch.zeros(4, 2))
-    suspect.compute_again(run, [micro_batch] * 2)  # type: ignore[list-item]
+    suspect.rerun_forward_backward(run, [micro_batch] * 2)  # type: ignore[list-item]
     assert weights == [1 / (2 * 4 * 2 * 3 * 2)]
 
 
@@ -258,7 +258,7 @@ def test_a_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]
     skip, hand = [*WATCHED, "--spike-action", "skip"], ["--iterations-to-skip", "10"]
     ways = [skip, hand, [*WATCHED, "--rerun-mode", "disabled"]]
     for folder, flags in zip(folders, ways, strict=True):
-        assert train(*texts["once"], "--train-iters", "11", *flags, "--save", str(folder)) == Exit.DONE
+        assert train(*texts["once"], "--train-iters", "11", *flags, "--save", str(folder)) == ExitCode.DONE
     [skipped], [logged] = events(folders[0]), events(folders[2])
     assert (skipped["done"], logged["done"]) == ("skipped", "updated")
     assert "deviations above" in logged["text"] and "computed again" not in logged["text"]
@@ -270,7 +270,7 @@ def test_a_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]
 def test_a_run_that_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]) -> None:
     flags = [*texts["on"], *WATCHED, "--save", str(tmp_path), "--save-interval", "8", "--rerun-mode", "disabled"]
     flags += ["--spike-threshold", "3"]
-    assert train(*flags, "--spike-action", "rollback") == Exit.BAD_RESULT
+    assert train(*flags, "--spike-action", "rollback") == ExitCode.BAD_RESULT
     assert [e["event"] for e in events(tmp_path)] == ["spike", "rollback"] * 3 + ["spike"]
     status = status_of(tmp_path)
     assert (status["outcome"], status["step"]) == ("bad-result", 13)
@@ -278,19 +278,19 @@ def test_a_run_that_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]
 
 
 def test_skipped_steps_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = Faults({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (1, 2, 4, 5, 6))})
-    monkeypatch.setattr(step_module, "fault", fault)
+    fault = FaultInjector({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (1, 2, 4, 5, 6))})
+    monkeypatch.setattr(step_module, "inject_fault", fault)
     flags = f"--train-iters 9 {SKIP} --max-skipped-steps 3 --rerun-mode disabled --run-dir {tmp_path}".split()
-    assert train(*SMALL, *flags) == Exit.BAD_RESULT  # two in a row were not too many
+    assert train(*SMALL, *flags) == ExitCode.BAD_RESULT  # two in a row were not too many
     status = status_of(tmp_path)
     assert (status["outcome"], status["step"]) == ("bad-result", 6)
     assert status["reason"].startswith("max_skipped_steps=3 in a row: nothing is learned; step 6: loss ")
 
 
 def test_a_machine_that_computes_wrongly_again_and_again_is_left(tmp_path: Path, monkeypatch) -> None:
-    fault = Faults({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (2, 3, 5))})
-    monkeypatch.setattr(step_module, "fault", fault)
-    assert train(*SMALL, "--train-iters", "9", "--save", str(tmp_path)) == Exit.RERUN
+    fault = FaultInjector({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (2, 3, 5))})
+    monkeypatch.setattr(step_module, "inject_fault", fault)
+    assert train(*SMALL, "--train-iters", "9", "--save", str(tmp_path)) == ExitCode.RERUN
     status = status_of(tmp_path)
     assert (status["outcome"], status["step"]) == ("rerun", 5)
     assert status["reason"] == "3 steps were right only when computed again, the last on ranks [0]"

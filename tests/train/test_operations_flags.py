@@ -23,11 +23,11 @@ from train_cases import pretrain as pretrain_here
 from whole_runs import pretrain, rows, status_of
 
 from megalite.config import cli
-from megalite.launch.ranks import Ranks
+from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
-from megalite.train import loop
-from megalite.train.tell import metrics
-from megalite.train.tell.run_dir import Exit
+from megalite.training import trainer as loop
+from megalite.training.logging import metrics_logger as metrics
+from megalite.training.logging.run_dir import ExitCode
 
 TOLD = """--log-interval 2 --log-params-norm --log-num-zeros-in-grad --log-throughput --log-progress --log-memory-interval 4
  --timing-log-level 2 --timing-log-option minmax --log-straggler --straggler-minmax-count 2 --eval-interval 2
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     flags = [*TOLD.split(), *PROFILED.split(), *DRAWN.split(), "--save", str(folder)]
     done = pretrain(*SMALL, "--train-iters", "8", "--nproc", "2", *flags, "--tensorboard-dir", str(folder / "board"))
-    assert done.returncode == Exit.REQUEUE and "WARNING" not in done.stderr, done.stderr
+    assert done.returncode == ExitCode.REQUEUE and "WARNING" not in done.stderr, done.stderr
     return folder
 
 
@@ -54,14 +54,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same without any of them, in Megatron-LM's style."""
     folder = tmp_path_factory.mktemp("plain")
     words = ["--train-iters", "6", "--save", str(folder), "--log-style", "megatron", "--eval-interval", "2"]
-    assert typed(*SMALL, *words, "--tensorboard-dir", str(folder / "board")) == Exit.DONE
+    assert typed(*SMALL, *words, "--tensorboard-dir", str(folder / "board")) == ExitCode.DONE
     return folder
 
 
 def typed(*words: str) -> int:
     """The exit code of a run of one rank in this process."""
-    found = cli.read_all(list(words), PRESETS)
-    return pretrain_here(found.config, Ranks(), found.warnings)
+    found = cli.parse_config(list(words), PRESETS)
+    return pretrain_here(found.config, RankInfo(), found.warnings)
 
 
 def test_the_log_has_what_was_asked_for(folder: Path, plain: Path) -> None:
@@ -144,7 +144,7 @@ def test_timers_over_ranks_in_the_form_that_was_asked_for(tmp_path: Path, option
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     words = f"--train-iters 2 --run-dir {tmp_path} --log-style megatron --peak-tflops 1e-9 --timing-log-level 1"
     names = "--wandb-project p --wandb-exp-name n --wandb-entity team --wandb-save-dir there"
-    assert typed(*SMALL, *words.split(), "--timing-log-option", option, *names.split()) == Exit.DONE
+    assert typed(*SMALL, *words.split(), "--timing-log-option", option, *names.split()) == ExitCode.DONE
     assert re.search(form, (tmp_path / "log.txt").read_text())
     [how, *logged, last] = asked
     written = rows(tmp_path / "metrics.jsonl")
@@ -162,7 +162,7 @@ def collections(*words: str) -> list[int]:
         if phase == "start":
             seen.append(info["generation"])
 
-    real = loop.Training.steps
+    real = loop.Trainer.steps
 
     def watched(self: Any) -> Iterator[Any]:
         gc.callbacks.append(look)
@@ -174,8 +174,8 @@ def collections(*words: str) -> list[int]:
             gc.set_threshold(*usual)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Training, "steps", watched)
-        assert typed(*SMALL, "--train-iters", "6", "--eval-interval", "4", *words) == Exit.DONE
+        patch.setattr(loop.Trainer, "steps", watched)
+        assert typed(*SMALL, "--train-iters", "6", "--eval-interval", "4", *words) == ExitCode.DONE
     return seen
 
 
@@ -193,14 +193,14 @@ def test_a_run_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
     words = ["--train-iters", "1000000", "--save", str(tmp_path), "--exit-duration-in-mins", "0.02"]
     queue = ["--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-queue-size", "7"]
     sizes: list[int] = []
-    close = metrics.Reporter.close
+    close = metrics.MetricsLogger.close
 
     def look(self: Any) -> None:
         sizes.append(self._board.file_writer.event_writer._async_writer._byte_queue.maxsize)
         close(self)
 
-    monkeypatch.setattr(metrics.Reporter, "close", look)
-    assert typed(*SMALL, *words, *queue, "--disable-log-loss-scale-to-tensorboard") == Exit.REQUEUE
+    monkeypatch.setattr(metrics.MetricsLogger, "close", look)
+    assert typed(*SMALL, *words, *queue, "--disable-log-loss-scale-to-tensorboard") == ExitCode.REQUEUE
     assert sizes == [7]
     status = status_of(tmp_path)
     assert (status["outcome"], status["reason"]) == ("requeue", "exit_duration_in_mins")
@@ -214,7 +214,7 @@ def test_copies_that_differ_stop_the_run(tmp_path: Path) -> None:
     words = f"--nproc 2 --train-iters 8 --run-dir {tmp_path} --check-weight-hash-across-dp-replicas-interval 8"
     done = pretrain(*SMALL, *words.split(), fault="step.after_update:1:2:bitflip")
     status = status_of(tmp_path)
-    assert (done.returncode, status["outcome"], status["step"]) == (Exit.BAD_RESULT, "bad-result", 2), done.stderr
+    assert (done.returncode, status["outcome"], status["step"]) == (ExitCode.BAD_RESULT, "bad-result", 2), done.stderr
     said = r"step 3, before its update: copies of weights differ: \S+ differs over dp on ranks \[0, 1\]"
     assert re.match(said, status["reason"])
 
@@ -226,11 +226,11 @@ def test_who_does_not_come_in_time_is_told(tmp_path: Path) -> None:
     alone = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     words = ["--train-iters", "2", "--run-dir", str(tmp_path), "--distributed-timeout-minutes", "0.05"]
     done = pretrain(*SMALL, *words, env={**alone, "MASTER_PORT": str(port)})
-    assert done.returncode == Exit.PREFLIGHT and "only ranks 0 of 2 came within 3 s" in done.stderr, done.stderr
+    assert done.returncode == ExitCode.PREFLIGHT and "only ranks 0 of 2 came within 3 s" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(("flags", "code"), [((), Exit.INTERRUPTED), (("--exit-signal-handler",), Exit.DONE)])
-def test_a_signal_may_wait_for_the_step_though_nothing_is_saved(tmp_path: Path, flags: tuple, code: Exit) -> None:
+@pytest.mark.parametrize(("flags", "code"), [((), ExitCode.INTERRUPTED), (("--exit-signal-handler",), ExitCode.DONE)])
+def test_a_signal_may_wait_for_the_step_though_nothing_is_saved(tmp_path: Path, flags: tuple, code: ExitCode) -> None:
     fault = "step.after_reduce:1:3:term"
     done = pretrain(*SMALL, "--nproc", "2", "--train-iters", "9", "--run-dir", tmp_path, *flags, fault=fault)
     status = status_of(tmp_path)

@@ -12,16 +12,16 @@ import pytest
 from train_cases import SMALL
 from whole_runs import ROOT, pretrain
 
-from megalite.checkpoint.storage.file_system import LocalStorage, Lock
+from megalite.checkpoint.storage.local_storage import DirectoryLock, LocalStorage
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.config.own_file import inner_opener, opener
-from megalite.data.locks import locked
-from megalite.interop.convert import new_directory
-from megalite.train.tell.run_dir import AppendedFile, write_atomically
+from megalite.common.safe_open import open_in_run_dir, open_nofollow
+from megalite.data.file_lock import file_lock
+from megalite.interop.tensor_mapping import atomic_directory
+from megalite.training.logging.run_dir import AppendOnlyFile, write_atomically
 from tools import python_corpus, train_tokenizer
-from tools.bench import limited
-from tools.bench.tables import write_csv
-from tools.program import write_json
+from tools.bench import timeout as limited
+from tools.bench.format_results import write_csv
+from tools.cli_common import write_json
 
 HOOK = """
 import os, sys
@@ -83,29 +83,29 @@ def test_links_of_both_kinds(tmp_path: Path, plant: object) -> None:
     for name in ("log", ".lock", "cache.lock", f".status.json.{os.getpid()}", ".tracker.part", ".probe-00007"):
         plant(target, place / name)  # type: ignore[operator]
     for write in (
-        lambda: AppendedFile(place / "log").write("x"),
-        lambda: opener(place / "log", os.O_WRONLY | os.O_TRUNC),
-        lambda: Lock(place),
-        lambda: locked(place / "cache.lock", "x").__enter__(),
+        lambda: AppendOnlyFile(place / "log").write("x"),
+        lambda: open_nofollow(place / "log", os.O_WRONLY | os.O_TRUNC),
+        lambda: DirectoryLock(place),
+        lambda: file_lock(place / "cache.lock", "x").__enter__(),
     ):
         with pytest.raises(OSError, match="is a link to another file"):
             write()
     write_atomically(place / "status.json", "x")
-    LocalStorage().put(place / "tracker", "x")
-    LocalStorage().probe(place, 7)
+    LocalStorage().write_text(place / "tracker", "x")
+    LocalStorage().check_writable(place, 7)
     assert target.read_text() == "of somebody\n" and (place / "status.json").read_text() == "x"
     (tmp_path / "elsewhere").mkdir()
     (place / "ranks").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="is a link"):
-        inner_opener(place / "ranks" / "rank-00000.log", os.O_WRONLY | os.O_CREAT)
+        open_in_run_dir(place / "ranks" / "rank-00000.log", os.O_WRONLY | os.O_CREAT)
     assert not list((tmp_path / "elsewhere").iterdir())
     (place / ".model.part").symlink_to(tmp_path / "elsewhere")
-    with new_directory(place / "model") as part:
+    with atomic_directory(place / "model") as part:
         (part / "config.json").write_text("x")
     assert not list((tmp_path / "elsewhere").iterdir()) and (place / "model/config.json").is_file()
     shown = tmp_path / "shown"
     shown.symlink_to(place)  # a folder that the user names may be one
-    AppendedFile(shown / "events").write("x")
+    AppendOnlyFile(shown / "events").write("x")
     assert (place / "events").read_text() == "x\n"
 
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "unlink", Mock(side_effect=refuse))  # as in a folder with the sticky bit, of another user
     rule = f"{part} is in the way and cannot be removed (Operation not permitted): remove it, or save elsewhere"
     with pytest.raises(CheckpointError, match=re.escape(rule)):
-        LocalStorage().begin(part)
+        LocalStorage().make_staging(part)
 
 
 def test_a_planted_link_does_not_become_a_checkpoint(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_planted_link_does_not_become_a_checkpoint(tmp_path: Path) -> None:
     for name in (".iter_0000001.part", ".iter_0000002.replaced", ".iter_0000003.old"):
         (folder / name).symlink_to(theirs)
     (folder / ".iter_0000004.part").symlink_to(tmp_path / "nothing")
-    LocalStorage().sweep(folder)
+    LocalStorage().remove_leftovers(folder)
     assert [path.name for path in folder.iterdir()] == ["iter_0000007"] and (theirs / "COMPLETE").exists()
 
 

@@ -15,10 +15,17 @@ from whole_runs import pretrain, rows, status_of
 
 from megalite.config.options import OperationsConfig
 from megalite.parallel.mesh import Mesh
-from megalite.train.tell.run_dir import Events, Exit
-from megalite.train.tell.timers import Phases
-from megalite.train.watch.fingerprint import Card, read
-from megalite.train.watch.pulse import HEALTH, LINES, OWN, Pulse, slow_ranks, straggler_line
+from megalite.training.logging.run_dir import EventLog, ExitCode
+from megalite.training.logging.timers import PhaseTimer
+from megalite.training.monitoring.health import (
+    HEALTH,
+    LINES_IN_A_ROW,
+    OWN_PHASES,
+    HealthMonitor,
+    slow_ranks,
+    straggler_line,
+)
+from megalite.training.monitoring.rank_consistency import GpuMonitor, read_sensors
 
 
 def row(pp: int = 0, **known: float) -> dict[str, float]:
@@ -40,7 +47,7 @@ def row(pp: int = 0, **known: float) -> dict[str, float]:
         ([row(pp=0), row(pp=0, forward=0.3), row(pp=1, forward=0.3), row(pp=1, forward=0.3)], {1: "in forward"}),
         ([row(), row(forward=0.25, queued_s=0.1)], {}),  # there was no processor for it
         ([row(), row(forward=0.45, queued_s=0.1)], {1: "in forward"}),
-        ([row(**dict.fromkeys(OWN, math.nan))] * 2, {}),  # nothing was timed yet
+        ([row(**dict.fromkeys(OWN_PHASES, math.nan))] * 2, {}),  # nothing was timed yet
         ([row(forward=5.0)], {}),
     ],
 )
@@ -51,29 +58,29 @@ def test_a_rank_is_compared_with_those_that_have_its_work(rows: list[dict[str, f
         assert words in found[rank]
 
 
-def pulse_of(tmp_path: Path, ranks: int = 2, **options: Any) -> Pulse:
-    phases = Phases(Mesh.alone(), 0.0)
-    phases.timed.extend([{"forward": 0.1}] * 4)
+def pulse_of(tmp_path: Path, ranks: int = 2, **options: Any) -> HealthMonitor:
+    phases = PhaseTimer(Mesh.single_process(), 0.0)
+    phases.recent.extend([{"forward": 0.1}] * 4)
     hosts = [f"node{rank}" for rank in range(ranks)]
-    return Pulse(Mesh.alone(), phases, hosts, Events(tmp_path, 0), OperationsConfig(**options))
+    return HealthMonitor(Mesh.single_process(), phases, hosts, EventLog(tmp_path, 0), OperationsConfig(**options))
 
 
-def told(pulse: Pulse, *lines: list[dict[str, float]]) -> list[list[tuple[str, int]]]:
-    return [[(event, rank) for event, rank, _ in pulse.findings(rows)] for rows in lines]
+def told(pulse: HealthMonitor, *lines: list[dict[str, float]]) -> list[list[tuple[str, int]]]:
+    return [[(event, rank) for event, rank, _ in pulse.new_problems(rows)] for rows in lines]
 
 
 def test_thousands_of_ranks_are_compared_in_one_go() -> None:
     rows = [row(forward=0.1 + rank * 1e-9) for rank in range(16_384)]  # each with each would be 268 million
     rows[77] = row(forward=0.4)
-    rows[78] = row(**dict.fromkeys(OWN, math.nan))
+    rows[78] = row(**dict.fromkeys(OWN_PHASES, math.nan))
     assert list(slow_ranks(rows)) == [77]
 
 
 def test_one_slow_line_is_none_and_a_slow_rank_is_named_once(tmp_path: Path) -> None:
     pulse, slow, fine = pulse_of(tmp_path), [row(), row(forward=0.4)], [row(), row()]
     assert told(pulse, slow, fine, slow, slow, fine) == [[]] * 5
-    assert told(pulse, *[slow] * (LINES + 3)) == [[]] * (LINES - 1) + [[("straggler", 1)]] + [[]] * 3
-    assert told(pulse, fine, *[slow] * LINES)[-1] == [("straggler", 1)]  # it had recovered
+    assert told(pulse, *[slow] * (LINES_IN_A_ROW + 3)) == [[]] * (LINES_IN_A_ROW - 1) + [[("straggler", 1)]] + [[]] * 3
+    assert told(pulse, fine, *[slow] * LINES_IN_A_ROW)[-1] == [("straggler", 1)]  # it had recovered
     early = pulse_of(tmp_path)
     early._steps = early._steps[:3] if isinstance(early._steps, list) else list(early._steps)[:3]
     assert told(early, *[slow] * 9) == [[]] * 9
@@ -83,14 +90,14 @@ def test_a_card_that_is_ill_is_named(tmp_path: Path) -> None:
     pulse = pulse_of(tmp_path, max_gpu_temperature=85)
     hot = [row(temperature_c=70.0), row(temperature_c=90.0)]
     assert told(pulse, hot, hot) == [[("temperature", 1)], []]
-    [[_, _, said]] = pulse_of(tmp_path, max_gpu_temperature=85).findings(hot)
+    [[_, _, said]] = pulse_of(tmp_path, max_gpu_temperature=85).new_problems(hot)
     assert "rank 1 on node1 has a card at 90 C, above 85" in said
     ecc = [[row(ecc_errors=float(n)), row(ecc_errors=3.0)] for n in (7, 7, 8, 9, 9)]  # what was there before is no news
     assert told(pulse, *ecc) == [[], [], [("ecc", 0)], [("ecc", 0)], []]
     low = [row(throttled=float(0x40 + 0x8)), row(throttled=0.0)]
-    assert told(pulse, *[low] * LINES) == [[]] * (LINES - 1) + [[("throttled", 0)]]
+    assert told(pulse, *[low] * LINES_IN_A_ROW) == [[]] * (LINES_IN_A_ROW - 1) + [[("throttled", 0)]]
     assert told(pulse_of(tmp_path), hot) == [[]]  # no limit was given
-    late = pulse_of(tmp_path, max_step_time_s=0.4).findings([row(), row(forward=0.15)])
+    late = pulse_of(tmp_path, max_step_time_s=0.4).new_problems([row(), row(forward=0.15)])
     assert [(event, rank) for event, rank, _ in late] == [("step-time", 1)]
 
 
@@ -114,17 +121,17 @@ class Nvml(types.ModuleType):
 
 
 def test_a_card_is_asked_where_the_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Card(torch.device("cpu")).figures == {}
+    assert GpuMonitor(torch.device("cpu")).figures == {}
     nvml = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     properties = types.SimpleNamespace(uuid="0a1b")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    card = Card(torch.device("cuda", 3))
+    card = GpuMonitor(torch.device("cuda", 3))
     assert nvml.asked == ["GPU-0a1b"]
-    assert read(card.figures) == {"temperature_c": 61, "clock_mhz": 1980, "ecc_errors": 2, "throttled": 0x40}
-    assert read(card.facts) == {"card": "H100", "driver": "570.86"}
+    assert read_sensors(card.figures) == {"temperature_c": 61, "clock_mhz": 1980, "ecc_errors": 2, "throttled": 0x40}
+    assert read_sensors(card.facts) == {"card": "H100", "driver": "570.86"}
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert Card(torch.device("cuda", 3)).figures == {}
+    assert GpuMonitor(torch.device("cuda", 3)).figures == {}
 
 
 def test_the_line_names_as_many_ranks_as_asked_for() -> None:
@@ -147,7 +154,7 @@ def test_a_step_that_takes_too_long_ends_the_run_for_another_node(tmp_path: Path
     """And what is found is acted on by all ranks at the same step, after a save."""
     flags = ["--max-step-time-s", "1e-6", "--health-action", "exit", "--save", str(tmp_path / "save")]
     code, events = train(tmp_path, 50, *flags, "--log-interval", "2", "--log-straggler")
-    assert code == Exit.RERUN
+    assert code == ExitCode.RERUN
     status = status_of(tmp_path)
     assert status["outcome"] == "rerun" and status["step"] == 1 and " on " in status["reason"]
     assert (tmp_path / "save" / "iter_0000001" / "COMPLETE").exists()

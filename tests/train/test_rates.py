@@ -13,12 +13,12 @@ from whole_runs import rows
 
 import pretrain_gpt
 from megalite.checkpoint.format import manifest as manifests
-from megalite.launch.ranks import Ranks
-from megalite.train.loop import evaluate
-from megalite.train.setup import SetupError
-from megalite.train.state import Run
-from megalite.train.step import train_step
-from megalite.train.tell.run_dir import Exit
+from megalite.launch.rank_info import RankInfo
+from megalite.training.logging.run_dir import ExitCode
+from megalite.training.setup import SetupError
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
+from megalite.training.trainer import evaluate
 
 OTHER = tables.read("train/cases")["rates"]
 
@@ -57,35 +57,35 @@ def test_rates_of_a_base_batch_size_are_in_proportion_to_the_last_batch(batch: s
     scaled, _ = built(*f"{given} {batch} {CURVE}".split())
     plain, _ = built(*f"{want} {batch} {CURVE}".split())
     for n in range(0, 97, 8):
-        assert scaled.rates.lr.at(n) == pytest.approx(plain.rates.lr.at(n), rel=1e-12)
-        assert scaled.rates.decoupled and plain.rates.decoupled
-        assert scaled.rates.decoupled.at(n) == pytest.approx(plain.rates.decoupled.at(n), rel=1e-12)
-    assert scaled.rates.weight_decay == plain.rates.weight_decay
+        assert scaled.schedules.lr.at(n) == pytest.approx(plain.schedules.lr.at(n), rel=1e-12)
+        assert scaled.schedules.decoupled and plain.schedules.decoupled
+        assert scaled.schedules.decoupled.at(n) == pytest.approx(plain.schedules.decoupled.at(n), rel=1e-12)
+    assert scaled.schedules.weight_decay == plain.schedules.weight_decay
 
 
 def test_a_base_batch_size_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, told in (("--lr 0.0025 --lr-base-batch-size 4", True), ("--lr 0.01", False)):
         words = [*SMALL, *"--global-batch-size 16 --train-iters 3 --nproc 2 --device cpu --dry-run".split()]
-        assert pretrain_gpt.main([*words, *flags.split()]) == Exit.DONE
+        assert pretrain_gpt.main([*words, *flags.split()]) == ExitCode.DONE
         shown = " ".join(capsys.readouterr().out.split())
         assert ("0.0025 at a batch of 4, so 0.01 at one of 16" in shown) == ("at a batch of" in shown) == told
 
 
 def test_a_longer_run_goes_on_where_its_decay_stays(saved: Path) -> None:
     run = resumed(saved, "--train-iters", "9", "--lr-decay-iters", "6")
-    assert run.last_step == 9 and run.state.step == 2 and run.rates.lr.decay == 48
+    assert run.last_step == 9 and run.state.step == 2 and run.schedules.lr.decay == 48
 
 
 def test_rates_of_the_flags_or_of_the_checkpoint(saved: Path) -> None:
     flags = ("--lr", "0.02", "--train-iters", "9", "--weight-decay", "0.3", "--lr-decay-style", "cosine")
     flags += ("--decoupled-lr", "0.1")
     here = resumed(saved, *flags, "--override-opt-param-scheduler")
-    assert (here.rates.lr.peak, here.rates.lr.style, here.rates.lr.decay) == (0.02, "cosine", 72)
-    assert here.rates.weight_decay.at(0) == 0.3 and here.rates.decoupled is not None
+    assert (here.schedules.lr.peak, here.schedules.lr.style, here.schedules.lr.decay) == (0.02, "cosine", 72)
+    assert here.schedules.weight_decay.at(0) == 0.3 and here.schedules.decoupled is not None
     # as there, the count of samples begins anew with all that were consumed
     assert (here.state.consumed_samples, here.state.skipped_samples) == (16, 0)
     there = resumed(saved, *flags[:-2], "--use-checkpoint-opt-param-scheduler")
-    assert there.rates == resumed(saved).rates and there.state.skipped_samples == 8
+    assert there.schedules == resumed(saved).schedules and there.state.skipped_samples == 8
 
 
 def test_a_rate_of_embedding_and_head_in_the_checkpoint_is_not_dropped(tmp_path: Path) -> None:
@@ -95,18 +95,18 @@ def test_a_rate_of_embedding_and_head_in_the_checkpoint_is_not_dropped(tmp_path:
     with pytest.raises(SetupError, match=said):
         resumed(tmp_path, "--use-checkpoint-opt-param-scheduler")
     there = resumed(tmp_path, "--use-checkpoint-opt-param-scheduler", "--decoupled-lr", "0.5")
-    assert there.rates.decoupled is not None and there.rates.decoupled.peak == 0.03
-    assert resumed(tmp_path, "--override-opt-param-scheduler").rates.decoupled is None
+    assert there.schedules.decoupled is not None and there.schedules.decoupled.peak == 0.03
+    assert resumed(tmp_path, "--override-opt-param-scheduler").schedules.decoupled is None
 
 
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
 def test_where_the_optimizer_is_not_loaded_its_rates_are_free(saved: Path, flag: str) -> None:
-    assert resumed(saved, flag, "--lr", "0.5").rates.lr.peak == 0.5
+    assert resumed(saved, flag, "--lr", "0.5").schedules.lr.peak == 0.5
 
 
 def test_a_checkpoint_that_tells_no_rates_goes_on(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of before 2026-11-22: their state has no rates."""
-    real = manifests.load
+    real = manifests.load_manifest
 
     def older(folder: Path) -> manifests.Manifest:
         found = real(folder)
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_tells_no_rates_goes_on(saved: Path, monkeypatch: pyte
 
     monkeypatch.setattr(manifests, "load", older)
     run, _, notes = started("--load", str(saved), "--lr", "0.5")
-    assert run.rates.lr.peak == 0.5 and "has no learning rate" in notes[0]
+    assert run.schedules.lr.peak == 0.5 and "has no learning rate" in notes[0]
 
 
 def test_the_first_update_of_a_run_without_warm_up_is_at_the_peak() -> None:
@@ -129,12 +129,12 @@ def test_skip_train_evaluates_what_it_loads(tmp_path: Path) -> None:
     """Without optimizer state, rates and a learning rate; nothing is saved."""
     save_to, flags = tmp_path / "saved", [*SMALL, "--train-iters", "3", "--eval-iters", "2"]
     config = config_from([*flags, "--save", str(save_to)])
-    assert pretrain(config, Ranks()) is Exit.DONE
+    assert pretrain(config, RankInfo()) is ExitCode.DONE
     made = sorted(save_to.glob("iter_*"))
     trained = [row for row in rows(save_to / "metrics.jsonl") if any("valid" in name or "test" in name for name in row)]
     words = [word for i, word in enumerate(flags) if "--lr" not in flags[max(i - 1, 0) : i + 1]]
     words += ["--load", str(save_to), "--save", str(save_to), "--run-dir", str(tmp_path / "logs"), "--skip-train"]
-    assert pretrain(config_from(words), Ranks()) is Exit.DONE
+    assert pretrain(config_from(words), RankInfo()) is ExitCode.DONE
     assert sorted(save_to.glob("iter_*")) == made
     told = rows(tmp_path / "logs/metrics.jsonl")
     assert told and told == trained
@@ -142,11 +142,11 @@ def test_skip_train_evaluates_what_it_loads(tmp_path: Path) -> None:
 
 def test_evaluations_have_a_batch_of_their_own(tmp_path: Path) -> None:
     run, _ = built("--eval-iters", "2")
-    whole = evaluate(run, run.valid[0].data, 2)  # 2 x 8 samples
+    whole = evaluate(run, run.valid_loaders[0].data, 2)  # 2 x 8 samples
     run, config = built("--eval-iters", "4", "--eval-global-batch-size", "4", "--eval-micro-batch-size", "1")
     shapes, real = [], run.pipeline.evaluate
     run.pipeline.evaluate = lambda batches: (shapes.extend(b.tokens_SB.shape for b in batches), real(batches))[1]  # type: ignore[method-assign]
-    assert evaluate(run, run.valid[0].data, 4) == pytest.approx(whole, rel=1e-6)
+    assert evaluate(run, run.valid_loaders[0].data, 4) == pytest.approx(whole, rel=1e-6)
     assert shapes == [(16, 1)] * 16 and run.batch_sizes.final == 8
     run.last_step = 0
     train(run, config, tmp_path)
@@ -160,20 +160,20 @@ def test_a_step_schedule_trains_and_resumes_with_its_sizes() -> None:
     sizes = [train_step(run).batch_size for _ in range(run.last_step)]
     assert sizes == [4, 4, 8, 8]  # 128 tokens are 8 samples; the last batch goes beyond the 20
     assert run.batch_sizes.at(8) == 8 and run.state.consumed_samples == 24
-    assert run.rates.lr.decay == 20 and run.eval_batch_size == 2
+    assert run.schedules.lr.decay == 20 and run.eval_batch_size == 2
 
 
 def test_no_evaluation() -> None:
     for count in ("0", "-1"):
         run, _ = built("--eval-iters", count)
-        assert not run.valid and not run.test
+        assert not run.valid_loaders and not run.test_loaders
 
 
 def _bf16_ranks(extra: str) -> tuple[list[float], dict[str, bytes]]:
     run = run_from([*SMALL, "--train-iters", "6", "--bf16", *extra.split()])
     losses = [train_step(run).loss for _ in range(3)]
-    run.buffer.wait_gather()
-    return losses, {"weights": torch.cat(run.buffer.weights.flats).view(torch.uint8).numpy().tobytes()}
+    run.buffer.wait_param_sync()
+    return losses, {"weights": torch.cat(run.buffer.weights.tensors).view(torch.uint8).numpy().tobytes()}
 
 
 @pytest.mark.parametrize("zero", ["", "--no-use-distributed-optimizer"])

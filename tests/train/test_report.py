@@ -18,12 +18,13 @@ from test_step import build
 from train_cases import SMALL, config_from
 from whole_runs import pretrain
 
-from megalite.parallel.clock import NOTHING, Clock
-from megalite.plan.advice import CAUSES, COMPUTING, limit_of, too_few_cores
-from megalite.plan.arrangement import Arrangement, arrange
-from megalite.train.step import train_step
-from megalite.train.tell.report import advise, make, read_past, summary, useful_seconds
-from megalite.train.tell.timers import COMPUTE, PHASES, Phases
+from megalite.parallel import phase_timer
+from megalite.parallel.phase_timer import NULL_CONTEXT
+from megalite.planning.bottleneck import BOTTLENECKS, COMPUTE_CAUSES, main_bottleneck, oversubscription_note
+from megalite.planning.run_plan import RunPlan, make_run_plan
+from megalite.training.logging.run_report import advise, build_report, productive_seconds, read_history, summary
+from megalite.training.logging.timers import COMPUTE, PHASES, PhaseTimer
+from megalite.training.train_step import train_step
 from tools.bench.breakdown import LOST
 
 PLANNED = "20.0% as planned with 4 micro-batches over 2 stages"
@@ -33,26 +34,28 @@ WORK = dict(**SIZES, background_saves=False, flops=6e9, planned_bubble=PLANNED, 
 
 # ---- the clock
 def test_a_moment_belongs_to_the_innermost_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = phase_timer.PhaseTimer()
     with clock.span("forward"):
         pass
-    assert clock.span("forward") is NOTHING and clock.read() == {}  # nothing is noted unless a step is timed
+    assert (
+        clock.span("forward") is NULL_CONTEXT and clock.phase_seconds() == {}
+    )  # nothing is noted unless a step is timed
     moments = iter((0.0, 1.0, 3.0, 7.0, 15.0, 31.0))
-    monkeypatch.setattr("megalite.parallel.clock.mark", lambda device: next(moments))
-    clock.begin(torch.device("cpu"))
+    monkeypatch.setattr("megalite.parallel.phase_timer.mark", lambda device: next(moments))
+    clock.start_step(torch.device("cpu"))
     with clock.span("backward", "B0.3"), clock.span("communication"):
         pass
-    clock.end()
-    assert clock.read() == {"other": 1.0 + 16.0, "backward": 2.0 + 8.0, "communication": 4.0}
-    assert clock.read() == {}
+    clock.end_step()
+    assert clock.phase_seconds() == {"other": 1.0 + 16.0, "backward": 2.0 + 8.0, "communication": 4.0}
+    assert clock.phase_seconds() == {}
 
 
 # ---- phases of steps
 def phases_of(flags: str, spoil: str, late_s: float) -> dict[str, float]:
     """Of six steps on this rank, where something is late by `late_s` in each step."""
     run = build(flags)
-    phases = Phases(run.mesh, time.perf_counter())
-    phases.ready()
+    phases = PhaseTimer(run.mesh, time.perf_counter())
+    phases.end_startup()
     last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
 
     def late(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +82,7 @@ def phases_of(flags: str, spoil: str, late_s: float) -> dict[str, float]:
             time.sleep(6 * late_s)
     seconds = phases.seconds()
     assert sum(seconds.values()) == pytest.approx(phases.wall_s, rel=0.02, abs=0.05)
-    phases.over_ranks()
+    phases.average_over_ranks()
     return seconds
 
 
@@ -102,9 +105,9 @@ def test_a_late_rank_is_waited_for(flags: str) -> None:
 
 def test_steps_that_are_not_timed_have_the_shares_of_the_last_that_was() -> None:
     run = build("")
-    phases, begun = Phases(run.mesh, time.perf_counter()), []
-    real = run.mesh.clock.begin
-    run.mesh.clock.begin = lambda device: (begun.append(phases._steps), real(device))  # type: ignore[assignment, func-returns-value]
+    phases, begun = PhaseTimer(run.mesh, time.perf_counter()), []
+    real = run.mesh.clock.start_step
+    run.mesh.clock.start_step = lambda device: (begun.append(phases._steps), real(device))  # type: ignore[assignment, func-returns-value]
     for step in range(1, 33):
         phases.before_step()
         if run.mesh.clock.timed:
@@ -130,16 +133,16 @@ def row(step: int, each: float, steps: int, skipped: int = 0) -> dict[str, Any]:
 
 def test_a_step_counts_once(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    assert useful_seconds(metrics) == 0.0
+    assert productive_seconds(metrics) == 0.0
     rows(metrics, row(1, 3.0, 1), row(10, 2.0, 9), {"step": 10, "val/valid/loss": 1.0}, row(20, 2.0, 10, skipped=1))
     with open(metrics, "a") as file:
         file.write('{"step": 30, "per')  # torn
-    assert useful_seconds(metrics) == 3 + 18 + 18
+    assert productive_seconds(metrics) == 3 + 18 + 18
     # killed after the checkpoint of step 14: the row of step 20 is dropped, 11 to 14 are in none
     rows(metrics, row(1, 3.0, 1), row(10, 2.0, 9), row(15, 5.0, 1), row(20, 1.0, 5))
-    assert useful_seconds(metrics) == 3 + 18 + (4 * 2.0 + 5) + 5
+    assert productive_seconds(metrics) == 3 + 18 + (4 * 2.0 + 5) + 5
     rows(metrics, row(1, 1.0, 1), row(10, 1.0, 9), row(5, 1.0, 4), row(10, 2.0, 5))  # a rollback to step 1
-    assert useful_seconds(metrics) == 1 + 4 + 10
+    assert productive_seconds(metrics) == 1 + 4 + 10
 
 
 def life(at: float, event: str, step: int, **facts: Any) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def life(at: float, event: str, step: int, **facts: Any) -> dict[str, Any]:
 
 def test_time_that_a_crash_costs_is_lost_and_time_in_a_queue_is_not(tmp_path: Path) -> None:
     events, metrics = tmp_path / "events.jsonl", tmp_path / "metrics.jsonl"
-    assert read_past(tmp_path, 0.0) is None
+    assert read_history(tmp_path, 0.0) is None
     rows(metrics, row(100, 0.5, 100))
     rows(
         events,
@@ -162,17 +165,17 @@ def test_time_that_a_crash_costs_is_lost_and_time_in_a_queue_is_not(tmp_path: Pa
         life(9030, "started", 60, tokens=9),
         life(9040, "ended", 100, outcome="done"),
     )
-    past = read_past(tmp_path, 1e9)
+    past = read_history(tmp_path, 1e9)
     assert past == dict(wall_s=20 + 40 + 30 + 10, processes=4, tokens=0, useful_s=50, goodput=pytest.approx(0.5))
     rows(events, life(500, "started", 0))  # killed, or still running
-    past = read_past(tmp_path, 600.0)
+    past = read_history(tmp_path, 600.0)
     assert past is not None and past["wall_s"] == 100.0
 
 
 def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     rows(tmp_path / "events.jsonl", life(560, "ended", 50, outcome="requeue"))
-    assert read_past(tmp_path, 600.0) is None
+    assert read_history(tmp_path, 600.0) is None
     rows(tmp_path / "events.jsonl", {"event": "started", "at": {}}, life(3, "ended", 1))
     shown = programs.python("tools/report.py", str(tmp_path))
     assert shown.returncode == 3 and "give a run directory" in shown.stderr and "Traceback" not in shown.stderr
@@ -181,11 +184,11 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
 ADVICE = tables.read("train/cases")["advice"]
 
 
-def planned(*words: str, world: int = 4) -> Arrangement:
+def planned(*words: str, world: int = 4) -> RunPlan:
     small = (
         SMALL if "--mock-data" in words else [word for word in SMALL if word != "--mock-data"] + ["--data-path", "x"]
     )
-    return arrange(
+    return make_run_plan(
         config_from([*small, *(word for word in words if word != "--mock-data"), "--train-iters", "9"]), world, 93
     )
 
@@ -240,29 +243,29 @@ def test_the_bottleneck_is_named_with_advice(bottleneck: str) -> None:
     plan = planned("--pp", "2", "--bf16")
     named, advice = advise(percent, WORK, plan, 4)
     assert named == bottleneck and words in advice
-    made = make(percent, WORK | {"unlike": "the run ended as hang"}, None, plan, 4)
+    made = build_report(percent, WORK | {"unlike": "the run ended as hang"}, None, plan, 4)
     assert made["bottleneck"] is None and summary(made)["bottleneck"] == "not told: the run ended as hang"
 
 
 def test_every_share_that_a_program_has_is_known_and_the_worst_for_its_kind_is_named() -> None:
     planned = {"compute", "bubble", "tp", "cp", "pp", "dp", "optimizer", "fixed costs"}  # StepTime.parts, and its fixed
     for names in (planned, LOST, {*PHASES} - {*COMPUTE, "profiler"}):
-        assert {*names} <= {*CAUSES}
-        for name in {*names} - {*COMPUTING}:
+        assert {*names} <= {*BOTTLENECKS}
+        for name in {*names} - {*COMPUTE_CAUSES}:
             others = dict.fromkeys({*names} - {name}, 0.04)
-            assert limit_of(others | {name: 0.6}) == name
-    assert limit_of({"recompute": 0.3, "kernels": 0.2, "tp": 0.1}) == "recompute"  # nothing is worth a word
+            assert main_bottleneck(others | {name: 0.6}) == name
+    assert main_bottleneck({"recompute": 0.3, "kernels": 0.2, "tp": 0.1}) == "recompute"  # nothing is worth a word
 
 
 def test_ranks_that_share_cores_wait_for_these() -> None:
-    assert too_few_cores(2, 1, 2) == too_few_cores(1, 2, 2) == ""
-    assert too_few_cores(4, 1, 2).startswith("4 ranks of 1 thread share 2 cores")
-    assert too_few_cores(2, 2, 2).startswith("2 ranks of 2 threads share 2 cores")
+    assert oversubscription_note(2, 1, 2) == oversubscription_note(1, 2, 2) == ""
+    assert oversubscription_note(4, 1, 2).startswith("4 ranks of 1 thread share 2 cores")
+    assert oversubscription_note(2, 2, 2).startswith("2 ranks of 2 threads share 2 cores")
 
 
 def test_a_price_gives_a_cost() -> None:
     plan = planned("--pp", "2")
-    made = make({"forward": 30.0, "other": 10.0}, WORK | {"price_per_gpu_hour": 2.0}, None, plan, 4)
+    made = build_report({"forward": 30.0, "other": 10.0}, WORK | {"price_per_gpu_hour": 2.0}, None, plan, 4)
     assert made["percent"] == {"forward": 75.0, "other": 25.0} and made["tokens_per_s"] == 20.0
     run = made["run"]
     assert run["gpu_hours"] == pytest.approx(4 * 40 / 3600) and run["cost"] == pytest.approx(8 * 40 / 3600)
@@ -271,7 +274,7 @@ def test_a_price_gives_a_cost() -> None:
     assert told["time went to"] == "forward 75.0 %, other 25.0 %; of the process's 00:00:40"
     assert "per million" in told["cost"]
     assert told["goodput"].startswith("0.0 % of 00:00:40 in 1 process: steps that count, with their waits, ")
-    assert "cost" not in summary(make({"forward": 30.0}, WORK, None, plan, 4))
+    assert "cost" not in summary(build_report({"forward": 30.0}, WORK, None, plan, 4))
 
 
 # ---- names in a profile
@@ -286,7 +289,7 @@ def test_a_profile_names_actions_and_collectives_with_their_axis(tmp_path: Path)
     events = json.loads(gzip.decompress((tmp_path / "trace/rank-000.json.gz").read_bytes()))["traceEvents"]
     names = {e["name"] for e in events if e.get("cat") == "user_annotation"}
     assert {"F0.0", "SF0.0", "RB0.0", "wait for RB0.0", "B0.0"} <= names  # of the pipeline
-    assert {"all-gather dp", "reduce-scatter dp", "all-reduce ends", "all-reduce world"} <= names
+    assert {"all-gather dp", "reduce-scatter dp", "all-reduce tied_embedding", "all-reduce world"} <= names
     assert {"wait for data", "gradient norm", "optimizer"} <= names
 
 
@@ -311,7 +314,7 @@ def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
     assert report["bottleneck"] is None and report["advice"] == "8 steps; it takes 10 to tell"
     assert (report["steps"], report["tokens"], run["processes"], run["tokens"]) == (8, 8 * 8 * 16, 2, 0)
     assert run["wall_s"] > report["wall_s"] + 0.5 and 0 < run["goodput"] < 1
-    assert run["useful_s"] == pytest.approx(useful_seconds(folder / "metrics.jsonl"))
+    assert run["useful_s"] == pytest.approx(productive_seconds(folder / "metrics.jsonl"))
     assert run["cost"] == pytest.approx(2 * run["wall_s"] / 3600 * 3.5)
     for line in ("time went to", "goodput", "bottleneck", "cost", "report "):
         assert f"\n{line}" in second.stdout

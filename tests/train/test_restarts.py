@@ -16,11 +16,11 @@ from whole_runs import losses, pretrain, rank_pids, rows, running, shown, status
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.options import Config
-from megalite.launch.local_ranks import End, start_local
-from megalite.launch.ranks import Ranks
-from megalite.train.life import restarts
-from megalite.train.life.restarts import Restarts, locked_run
-from megalite.train.tell.run_dir import Exit
+from megalite.launch.local_launcher import LaunchResult, launch_local
+from megalite.launch.rank_info import RankInfo
+from megalite.training.job import restarts
+from megalite.training.job.restarts import RestartPolicy, lock_run_dir
+from megalite.training.logging.run_dir import ExitCode
 
 BASE = [*SMALL, "--device", "cpu", "--hidden-dropout", "0.1"]
 
@@ -32,7 +32,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_r
     with running(*BASE, *flags.split(), "--save", tmp_path / "a", until="step    51/") as process:
         before = (folder / "metrics.jsonl").read_bytes()
         second = pretrain(*BASE, "--run-dir", folder, "--save", tmp_path / "b", "--train-iters", "2")
-        assert second.returncode == Exit.PREFLIGHT and not (tmp_path / "b").exists()
+        assert second.returncode == ExitCode.PREFLIGHT and not (tmp_path / "b").exists()
         who = rf"run_dir='{folder}' is in use by process {process.pid} on \S+ since 20\S+: stop that run, or give "
         assert re.search(rf"^pretrain_gpt.py: {who}another --run-dir\n\Z", second.stderr, re.M), second.stderr
         assert (folder / "metrics.jsonl").read_bytes().startswith(before)
@@ -41,7 +41,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_r
         shown(process, "/100000  loss")
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=100)
-    assert process.returncode == Exit.REQUEUE, err
+    assert process.returncode == ExitCode.REQUEUE, err
     assert "rank 1 ended by signal SIGKILL: all ranks are started again (1 of 1 within an hour)" in err
     assert "Traceback" not in err
     status = status_of(folder)
@@ -66,7 +66,7 @@ def test_a_crash_says_which_rank_where_it_was_missed_and_how_to_resume(tmp_path:
     if victim == 1:  # the other one misses it, and says of which group, and in what
         [lost] = [line for line in done.stderr.splitlines() if "lost another rank" in line]
         who = r"rank 0 \(pp 0\), step 6: lost another rank \([\w ]+\): rank 1 of \w+ has ended \(process \d+\); "
-        call = r"(message \d+ \(receive from rank 1\)|all-reduce \d+) over (pp|pp_back|ends|world)"
+        call = r"(message \d+ \(receive from rank 1\)|all-reduce \d+) over (pp|pp_grad|tied_embedding|world)"
         where = rf"in [\w-]+, \S+:\d+ \w+: {call}"
         assert re.fullmatch(who + where, lost), lost
         assert re.search(rf"^to resume +{again}$", done.stdout, re.M), done.stdout
@@ -99,7 +99,7 @@ def test_a_run_that_is_killed_at_every_place_is_the_same_run(tmp_path: Path) -> 
     assert [row["count"] for row in rows(killed / "events.jsonl") if row["event"] == "restart"] == [1, 2, 3]
 
 
-def _rank(ranks: Ranks, config: Config) -> int:
+def _rank(ranks: RankInfo, config: Config) -> int:
     from train_cases import pretrain
 
     return int(pretrain(config, ranks))
@@ -108,11 +108,11 @@ def _rank(ranks: Ranks, config: Config) -> int:
 def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) -> None:
     words = f"--save {tmp_path} --load {tmp_path} --lr-decay-iters 2 --device cpu --max-restarts 3 --train-iters"
     two, four = (config_from([*SMALL, *words.split(), *more]) for more in (["4", "--exit-interval", "2"], ["4"]))
-    assert start_local(1, _rank, (two,), timeout_s=100) == Exit.REQUEUE
+    assert launch_local(1, _rank, (two,), timeout_s=100) == ExitCode.REQUEUE
     for file in (tmp_path / "iter_0000002").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-8] + b"\xff" * 8)
     for nproc in (1, 2):
-        assert start_local(nproc, _rank, (four,), timeout_s=100, ended=Restarts(four)) == Exit.PREFLIGHT
+        assert launch_local(nproc, _rank, (four,), timeout_s=100, on_exit=RestartPolicy(four)) == ExitCode.PREFLIGHT
         status = status_of(tmp_path)
         assert status["outcome"] == "preflight" and "no checkpoint in it is valid" in status["reason"]
     said = [line for file in (tmp_path / "ranks").iterdir() for line in file.read_text().splitlines()]
@@ -120,11 +120,11 @@ def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) ->
     assert not {"restart", "gave-up"} & {row["event"] for row in rows(tmp_path / "events.jsonl")}
 
 
-def policy(folder: Path, most: int) -> Restarts:
-    return Restarts(config_of("--save", folder, *f"--max-restarts {most} --nproc 2".split()))
+def policy(folder: Path, most: int) -> RestartPolicy:
+    return RestartPolicy(config_of("--save", folder, *f"--max-restarts {most} --nproc 2".split()))
 
 
-KILLED = End(137, "rank 1 ended by signal SIGKILL", ())
+KILLED = LaunchResult(137, "rank 1 ended by signal SIGKILL", ())
 
 
 def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,17 +132,17 @@ def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(restarts.time, "time", lambda: now[0])
     complete(tmp_path, 3)  # of another run: nothing to continue from
     ask = policy(tmp_path, 2)
-    assert ask(End(137, "", [signal.SIGTERM])) is None  # it was told to stop
+    assert ask(LaunchResult(137, "", [signal.SIGTERM])) is None  # it was told to stop
     assert ask(KILLED) is False
     complete(tmp_path, 5)
-    assert ask(End(70, "hangs", ())) is True and ask(KILLED) is None  # the third within an hour
+    assert ask(LaunchResult(70, "hangs", ())) is True and ask(KILLED) is None  # the third within an hour
     now[0] += 3601
     assert ask(KILLED) is True  # an hour later, with the fruitless one counted
     events = rows(tmp_path / "events.jsonl")
     assert [row["event"] for row in events] == ["restart", "restart", "gave-up", "restart"]
     assert "as many as --max-restarts allows" in events[2]["why"]
     assert policy(tmp_path, 0)(KILLED) is None
-    assert all(policy(tmp_path, 9)(End(code, "", ())) is None for code in (0, 2, 3, 16, 17, 75, 130))
+    assert all(policy(tmp_path, 9)(LaunchResult(code, "", ())) is None for code in (0, 2, 3, 16, 17, 75, 130))
 
 
 def test_a_store_that_does_not_answer_is_no_reason_to_begin_afresh(tmp_path: Path, monkeypatch) -> None:
@@ -169,7 +169,7 @@ def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypa
     monkeypatch.setattr(restarts.time, "time", lambda: clock[0])
     monkeypatch.setattr(restarts.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(restarts.time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
-    full = End(Exit.PREFLIGHT, "rank 0: no room", asked)
+    full = LaunchResult(ExitCode.PREFLIGHT, "rank 0: no room", asked)
     ask, waits = policy(tmp_path, 9), list[float]()
     assert ask(full) is None  # of the first start: the same command would end the same way
     assert ask(KILLED) is False
@@ -188,18 +188,18 @@ def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
     config = config_of("--run-dir", tmp_path / "r")
     (tmp_path / "r").mkdir()
     (tmp_path / "r/.run.lock").write_text("process 1 on elsewhere since long ago\n")
-    with locked_run(config) as held:
+    with lock_run_dir(config) as held:
         assert held
-        with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* since 20"), locked_run(config):
+        with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* since 20"), lock_run_dir(config):
             raise AssertionError
-    with locked_run(config) as again:
+    with lock_run_dir(config) as again:
         assert again
     assert (tmp_path / "r").is_dir()
 
 
 @pytest.mark.parametrize("outcome,more", [("usage", "ranks"), ("crash", "ranks"), ("usage", "x")])
 def test_a_directory_that_was_made_for_a_refused_run_goes_with_it(tmp_path: Path, outcome: str, more: str) -> None:
-    with locked_run(config_of("--run-dir", tmp_path / "r")):
+    with lock_run_dir(config_of("--run-dir", tmp_path / "r")):
         (tmp_path / "r" / more).mkdir()
         (tmp_path / "r/status.json").write_text(json.dumps({"outcome": outcome}))
     assert (tmp_path / "r").exists() != ((outcome, more) == ("usage", "ranks"))
@@ -207,13 +207,13 @@ def test_a_directory_that_was_made_for_a_refused_run_goes_with_it(tmp_path: Path
 
 def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    with locked_run(config_of("--run-dir", tmp_path / "file/r")) as held:
+    with lock_run_dir(config_of("--run-dir", tmp_path / "file/r")) as held:
         assert not held
     assert "file/r: Not a directory; nothing keeps a second run from writing there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("then", [Path.touch, lambda run: None], ids=["a file", "nothing"])
 def test_a_run_directory_that_is_lost_is_no_failure_of_the_launcher(tmp_path: Path, then: Callable) -> None:
-    with locked_run(config_of("--run-dir", tmp_path / "run")):
+    with lock_run_dir(config_of("--run-dir", tmp_path / "run")):
         shutil.rmtree(tmp_path / "run")
         then(tmp_path / "run")

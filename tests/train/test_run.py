@@ -18,9 +18,9 @@ from token_files import write
 from train_cases import SMALL, TP2_PP2
 from whole_runs import ROOT, alive, children, losses, pretrain, running, status_of
 
-from megalite.checkpoint.storage.file_system import Lock
+from megalite.checkpoint.storage.local_storage import DirectoryLock
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.launch.local_ranks import _sweep
+from megalite.launch.local_launcher import _remove_stale_scratch
 
 LAYOUTS = {"one process": [], "tp2 pp2": TP2_PP2, "tp2 pp2 split": [*TP2_PP2, "--split-backward"]}
 
@@ -63,7 +63,7 @@ BUSY_RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", rarely([*BUSY_RUNS], ["train"], str, guards=("megalite/launch/ranks.py",)))
+@pytest.mark.parametrize("name", rarely([*BUSY_RUNS], ["train"], str, guards=("megalite/launch/rank_info.py",)))
 def test_torchrun_starts_it_too(tmp_path: Path, name: str) -> None:
     (tmp_path / "busy.py").write_text(BUSY)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -76,15 +76,15 @@ def test_torchrun_starts_it_too(tmp_path: Path, name: str) -> None:
 
 
 def test_every_program_for_launchers_ends_its_ranks_alike() -> None:
-    files = (*ROOT.glob("tools/**/*.py"), *ROOT.glob("megalite/train/life/*.py"))
+    files = (*ROOT.glob("tools/**/*.py"), *ROOT.glob("megalite/training/job/*.py"))
     texts = {path.name: path.read_text() for path in files}
     having = lambda part: {name for name, text in texts.items() if part in text}  # noqa: E731
     starts = having("read_environment(")  # on_ranks of collectives.py is what two programs start by
     programs = starts - {"collectives.py"} | {name for name in having("on_ranks(") if name != "collectives.py"}
     leaving = {"command.py", "check_cluster.py", "benchmark_comm.py", "generate.py"}
-    assert programs == having("leave(lambda: ") == leaving
+    assert programs == having("exit_process(lambda: ") == leaving
     assert starts == {"command.py", "generate.py", "collectives.py"}
-    assert "as_program(main)" in (ROOT / "pretrain_gpt.py").read_text()
+    assert "run_main(main)" in (ROOT / "pretrain_gpt.py").read_text()
 
 
 def test_ids_beyond_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
@@ -104,20 +104,20 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_directory_is_free(tmp_p
         below = children(process.pid)
         ranks = [*below, *(rank for server in below for rank in children(server))]
         with pytest.raises(CheckpointError, match="is in use by process"):
-            Lock(tmp_path)
+            DirectoryLock(tmp_path)
         process.kill()  # the launcher alone: nobody is left to tell the others
         begin = time.monotonic()
         assert len(ranks) >= 2
         while any(alive(pid) for pid in ranks):
             assert time.monotonic() - begin < 60
             time.sleep(0.02)
-        Lock(tmp_path).close()
+        DirectoryLock(tmp_path).close()
     left = [*short.iterdir()]
     assert len(left) == 2 and all(path.name.startswith("megalite-ranks-") for path in left)
     assert len([*short.glob("*/pymp-*/listener-*")]) == 1
     for path in left:
         os.utime(path, (0, 0))
-        _sweep(path)
+        _remove_stale_scratch(path)
     short.rmdir()
 
 

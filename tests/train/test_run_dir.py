@@ -13,23 +13,23 @@ from train_cases import SMALL, config_from
 from whole_runs import pretrain, status_of
 
 from megalite.config.options import Config
-from megalite.train.life.restarts import locked_run
-from megalite.train.tell.run_dir import (
-    AppendedFile,
-    Exit,
-    keep_rows_until,
-    leave_status,
-    outcome_of,
+from megalite.training.job.restarts import lock_run_dir
+from megalite.training.logging.run_dir import (
+    AppendOnlyFile,
+    ExitCode,
+    current_outcome,
+    finalize_status,
     read_status,
-    settle_status,
+    truncate_metrics_after,
     write_atomically,
+    write_status,
 )
 
 
 def test_exit_codes_and_outcomes_are_the_documented_ones() -> None:
     documented = {"done": 0, "crash": 1, "usage": 2, "preflight": 3, "bad-result": 17, "requeue": 75}
     documented |= {"rerun": 16, "hang": 70, "interrupted": 130}
-    assert {e.outcome: int(e) for e in Exit} == documented
+    assert {e.outcome: int(e) for e in ExitCode} == documented
 
 
 def config_of(*flags: str | Path) -> Config:
@@ -50,14 +50,14 @@ def rows_until(folder: Path, step: int) -> None:
 def test_status(tmp_path: Path) -> None:
     run, save = tmp_path / "run", tmp_path / "save"
     run.mkdir()
-    leave_status(run, "running", config_of())
+    write_status(run, "running", config_of())
     assert (read_status(run)["checkpoint"], read_status(run)["checkpoint_step"]) == (None, None)
     config = config_of("--save", save)
-    leave_status(run, "running", config)
+    write_status(run, "running", config)
     assert read_status(run)["checkpoint"] is None  # nothing is saved there
     complete(save, 3)
     (save / "iter_0000005").mkdir()  # which is not complete
-    leave_status(run, "bad-result", config, 'loss "nan"', step=7, tokens=56)
+    write_status(run, "bad-result", config, 'loss "nan"', step=7, tokens=56)
     status = read_status(run)
     times = [datetime.datetime.fromisoformat(status.pop(name)) for name in ("started", "time")]
     assert times[0] <= times[1] and all(one.tzinfo is not None for one in times)
@@ -70,8 +70,8 @@ def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
     config = config_of("--save", tmp_path / "save")
 
     def settled(outcome: str, reason: str, code: int, cause: str, since: float = 0.0) -> tuple[str, str]:
-        leave_status(tmp_path, outcome, config, reason, step=3)
-        settle_status(tmp_path, config, (code, cause), since)
+        write_status(tmp_path, outcome, config, reason, step=3)
+        finalize_status(tmp_path, config, (code, cause), since)
         status = read_status(tmp_path)
         assert status["step"] == 3 and status["pid"] == os.getpid()
         return status["outcome"], status["reason"]
@@ -91,16 +91,16 @@ def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
     assert settled("running", "", 137, killed, time.time() + 60) == ("running", "")  # of another run
     rows_until(tmp_path, 8)
     complete(tmp_path / "save", 6)
-    leave_status(tmp_path, "running", config, step=1)
-    settle_status(tmp_path, config, (137, killed), 0.0)
+    write_status(tmp_path, "running", config, step=1)
+    finalize_status(tmp_path, config, (137, killed), 0.0)
     status = read_status(tmp_path)
     assert (status["step"], status["tokens"], status["checkpoint_step"]) == (8, 64, 6)
     for text in ("{", "[1]", ""):  # of a rank 0 that could not write
         (tmp_path / "status.json").write_text(text)
-        settle_status(tmp_path, config, (137, killed), 0.0)
+        finalize_status(tmp_path, config, (137, killed), 0.0)
         status = read_status(tmp_path)
         assert (status["outcome"], status["step"], status["reason"]) == ("crash", 8, killed)
-    settle_status(tmp_path / "none", config, (1, killed), 0.0)
+    finalize_status(tmp_path / "none", config, (1, killed), 0.0)
     assert not (tmp_path / "none").exists()
 
 
@@ -112,29 +112,29 @@ def test_who_is_refused_leaves_the_status_of_another_run(tmp_path: Path) -> None
         before = json.dumps({"outcome": outcome, "step": 5, "pid": 1})
         (tmp_path / "status.json").write_text(before)
         os.utime(tmp_path / "status.json", (1, 1))
-        leave_status(tmp_path, "usage", config, "no")
+        write_status(tmp_path, "usage", config, "no")
         assert ((tmp_path / "status.json").read_text() == before) == stays
         assert read_status(tmp_path)["step"] == 5
         (tmp_path / "status.json").write_text(before)
         os.utime(tmp_path / "status.json", (1, 1))
-        settle_status(tmp_path, config, (137, "rank 0 ended by signal SIGKILL"), 2.0)  # before it said a word
+        finalize_status(tmp_path, config, (137, "rank 0 ended by signal SIGKILL"), 2.0)  # before it said a word
         assert ((tmp_path / "status.json").read_text() == before) == (config is other)
     (tmp_path / "status.json").write_text(before)
-    leave_status(tmp_path, "running", other)
-    leave_status(tmp_path, "crash", other, "but once it runs the folder is its own", step=2)
+    write_status(tmp_path, "running", other)
+    write_status(tmp_path, "crash", other, "but once it runs the folder is its own", step=2)
     assert (read_status(tmp_path)["outcome"], read_status(tmp_path)["step"]) == ("crash", 2)
 
 
 def test_a_restart_that_is_refused_is_no_crash(tmp_path: Path) -> None:
     """Nothing was saved yet, so its rank 0 takes what is there for another run's; the launcher knows better."""
-    config, refused = config_of("--save", tmp_path), (int(Exit.PREFLIGHT), "rank 0: no room")
-    leave_status(tmp_path, "running", config)
-    leave_status(tmp_path, "crash", config, "rank 1 was killed", step=2)
+    config, refused = config_of("--save", tmp_path), (int(ExitCode.PREFLIGHT), "rank 0: no room")
+    write_status(tmp_path, "running", config)
+    write_status(tmp_path, "crash", config, "rank 1 was killed", step=2)
     os.utime(tmp_path / "status.json", (1, 1))
     rows_until(tmp_path, 2)
-    settle_status(tmp_path, config, refused, 2.0)  # of a first start
+    finalize_status(tmp_path, config, refused, 2.0)  # of a first start
     assert read_status(tmp_path)["outcome"] == "crash"
-    settle_status(tmp_path, config, refused, 2.0, resumes=True)
+    finalize_status(tmp_path, config, refused, 2.0, resumes=True)
     told = [read_status(tmp_path)[name] for name in ("outcome", "step", "reason")]
     assert told == ["preflight", 2, "rank 0: no room"]
 
@@ -143,27 +143,27 @@ def test_who_ends_before_it_has_loaded_tells_the_steps_that_are_there(tmp_path: 
     """It has begun, as it continues what is there, and its own step is still 0."""
     own = config_of("--save", tmp_path, "--load", tmp_path)
     rows_until(tmp_path, 5)
-    leave_status(tmp_path, "running", own)
-    leave_status(tmp_path, "preflight", own, "no checkpoint is valid")
+    write_status(tmp_path, "running", own)
+    write_status(tmp_path, "preflight", own, "no checkpoint is valid")
     status = read_status(tmp_path)
     assert (status["outcome"], status["step"], status["tokens"]) == ("preflight", 5, 40)
 
 
 def test_a_status_takes_the_place_of_the_one_before_where_there_is_no_room(tmp_path: Path, capsys) -> None:
     """As on a full disk: no new file can be made beside it."""
-    leave_status(tmp_path, "running", config_of(), step=1)
+    write_status(tmp_path, "running", config_of(), step=1)
     (tmp_path / f".status.json.{os.getpid()}").mkdir()
-    leave_status(tmp_path, "crash", config_of(), "ü" * 5000, step=7)
+    write_status(tmp_path, "crash", config_of(), "ü" * 5000, step=7)
     status = read_status(tmp_path)
     assert (status["outcome"], status["step"]) == ("crash", 7) and status["reason"].endswith("ü...")
     assert (tmp_path / "status.json").stat().st_size <= 1024 and capsys.readouterr().err == ""
-    leave_status(tmp_path, "done", config_of(), "", step=9)  # shorter than what was there
+    write_status(tmp_path, "done", config_of(), "", step=9)  # shorter than what was there
     assert read_status(tmp_path)["outcome"] == "done"
     (tmp_path / "other").write_text("keep")
     (tmp_path / "status.json").unlink()
     (tmp_path / "status.json").symlink_to(tmp_path / "other")
-    leave_status(tmp_path, "running", config_of())
-    leave_status(tmp_path, "done", config_of("--load", "a", "--save", "a"), "")
+    write_status(tmp_path, "running", config_of())
+    write_status(tmp_path, "done", config_of("--load", "a", "--save", "a"), "")
     assert (tmp_path / "other").read_text() == "keep"
     assert f"{tmp_path / 'status.json'}: " in capsys.readouterr().err
 
@@ -171,20 +171,20 @@ def test_a_status_takes_the_place_of_the_one_before_where_there_is_no_room(tmp_p
 def test_running_is_said_of_those_who_run(tmp_path: Path) -> None:
     """The lock says it; without one the process, on its own machine."""
     config = config_of("--run-dir", tmp_path)
-    with locked_run(config):
-        leave_status(tmp_path, "running", config)
+    with lock_run_dir(config):
+        write_status(tmp_path, "running", config)
         dead = read_status(tmp_path) | {"pid": 2**22 + 1}  # a rank that is started again
-        assert outcome_of(tmp_path, read_status(tmp_path)) == outcome_of(tmp_path, dead) == "running"
-    assert outcome_of(tmp_path, read_status(tmp_path)) == "killed"
-    assert outcome_of(tmp_path, dead | {"host": "elsewhere"}) == "killed"
-    assert outcome_of(tmp_path, dead | {"outcome": "done"}) == "done"
+        assert current_outcome(tmp_path, read_status(tmp_path)) == current_outcome(tmp_path, dead) == "running"
+    assert current_outcome(tmp_path, read_status(tmp_path)) == "killed"
+    assert current_outcome(tmp_path, dead | {"host": "elsewhere"}) == "killed"
+    assert current_outcome(tmp_path, dead | {"outcome": "done"}) == "done"
     (tmp_path / ".run.lock").unlink()
-    assert outcome_of(tmp_path, read_status(tmp_path)) == "running" and outcome_of(tmp_path, dead) == "killed"
-    assert outcome_of(tmp_path, dead | {"host": "elsewhere"}) == "running"
+    assert current_outcome(tmp_path, read_status(tmp_path)) == "running" and current_outcome(tmp_path, dead) == "killed"
+    assert current_outcome(tmp_path, dead | {"host": "elsewhere"}) == "running"
 
 
 def test_lines_go_on_where_their_file_was_deleted(tmp_path: Path) -> None:
-    file = AppendedFile(tmp_path / "run" / "metrics.jsonl")
+    file = AppendOnlyFile(tmp_path / "run" / "metrics.jsonl")
     file.write("1")
     file.path.unlink()
     file.path.parent.rmdir()
@@ -212,13 +212,13 @@ def test_rows_beyond_the_resumed_step_and_torn_rows_are_dropped(tmp_path: Path) 
     bad = ['{"step": 3}', "", "3", '{"tokens": 5}', '{"step": "2"}', '{"step": 1, "train/lo']
     torn = b'{"step": 2, "note": "\xff\x00'
     path.write_bytes("\n".join([good[0], bad[0], *good[1:], *bad[1:]]).encode() + b"\n" + torn)
-    keep_rows_until(path, 2)
+    truncate_metrics_after(path, 2)
     assert path.read_text(encoding="utf-8").split("\n") == [*good, ""]
-    keep_rows_until(path, 2, validated=False)  # the resumed run validates at this step (again)
+    truncate_metrics_after(path, 2, validated=False)  # the resumed run validates at this step (again)
     assert path.read_text(encoding="utf-8").split("\n") == [*good[:2], ""]
-    keep_rows_until(path, 0)
+    truncate_metrics_after(path, 0)
     assert path.read_text() == ""
-    keep_rows_until(tmp_path / "none.jsonl", 2)
+    truncate_metrics_after(tmp_path / "none.jsonl", 2)
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 

@@ -15,7 +15,7 @@ from cover import rarely
 from train_cases import SMALL, TP2_PP2, signalled
 from whole_runs import ROOT, children, losses, pretrain, rows, running, status_of
 
-GUARDS = ("megalite/train/life/stop.py", "megalite/launch/local_ranks.py", "pretrain_gpt.py")
+GUARDS = ("megalite/training/job/stop_signals.py", "megalite/launch/local_launcher.py", "pretrain_gpt.py")
 RARELY = pytest.mark.everything(guards=GUARDS)
 LONG = [*SMALL, "--train-iters", "100000"]
 
@@ -125,7 +125,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 LOST_FIRST = """
 import signal, sys
 import pretrain_gpt
-from megalite.train.life import run
+from megalite.training.job import job as run
 
 def lost(error):
     run.lost_another = lambda error: False

@@ -10,8 +10,8 @@ from train_cases import config_from
 
 from megalite.config.options import Config
 from megalite.data.errors import DataError
-from megalite.train.sources import Sources, open_sources
-from tools.preprocess.token_run import preprocess
+from megalite.training.datasets import DatasetBundle, build_datasets
+from tools.preprocess.tokenize_run import preprocess
 from tools.preprocess.workers import Job
 
 SECRET = "ftp://me:hunter2@host/x"
@@ -32,11 +32,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def read(folder: Path, *flags: str) -> tuple[Config, Sources]:
+def read(folder: Path, *flags: str) -> tuple[Config, DatasetBundle]:
     files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
     data = ["--data-path", str(folder / "mine_text_document")]
     config = config_from([*GPT, *files, *data, *flags])
-    return config, open_sources(config.data, 16, 1, 2)
+    return config, build_datasets(config.data, 16, 1, 2)
 
 
 def test_the_line_of_megatrons_gpt3_script_opens_its_data(folder: Path) -> None:
@@ -97,5 +97,5 @@ def test_paths_in_a_file_are_held_to_what_those_of_flags_are(tmp_path: Path, pat
     for flag, file in (("--data-args-path", plain), ("--per-split-data-args-path", per_split)):
         config = config_from([*GPT, flag, str(file), "--vocab-size", "300"])
         with pytest.raises(DataError, match=rf"{file.name}: a path in it {says}") as error:
-            open_sources(config.data, 16, 1, 1)
+            build_datasets(config.data, 16, 1, 1)
         assert "hunter2" not in str(error.value)

@@ -11,10 +11,10 @@ from ranks import run_ranks
 from torch import Tensor
 from train_cases import kept, run_from, same
 
-from megalite.config import faults
-from megalite.data.samples.batches import Batches, MicroBatch
-from megalite.train.state import Run, StepResult
-from megalite.train.step import train_step
+from megalite.common import fault_injection as faults
+from megalite.data.datasets.batches import Batches, MicroBatch
+from megalite.training.state import Run, StepResult
+from megalite.training.train_step import train_step
 
 BATCH, LR, WARM_UP = 4, 0.01, 8
 SMALL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
@@ -58,7 +58,7 @@ def test_steps_that_overflow_leave_everything_until_the_scale_fits() -> None:
         assert run.state.skipped_steps == skipped and run.state.consumed_samples == skipped * BATCH
         assert result.lr == 0.0  # that of the first update, which is still to come
     assert 2 <= skipped <= 20
-    assert result.lr == LR / WARM_UP and run.optimizer.updates == 1 and math.isfinite(result.grad_norm)
+    assert result.lr == LR / WARM_UP and run.optimizer.num_updates == 1 and math.isfinite(result.grad_norm)
     assert run.state.skipped_samples == skipped * BATCH and run.state.consumed_samples == (skipped + 1) * BATCH
 
     twin = build(f"--fp16 --loss-scale {run.loss_scaler.scale}")  # from the start with the scale that fits
@@ -107,19 +107,19 @@ def test_the_scale_doubles_after_clean_steps_and_no_result_shows_it() -> None:
 def _one_rank_overflows(flags: str) -> list[Any]:
     """The last rank's own gradients become infinite in step 2 of 3."""
     run, told = build(flags), []
-    finish = run.buffer.finish
+    finish = run.buffer.finish_grad_sync
 
     def spoil() -> None:
         finish()
         if run.state.step == 1 and run.mesh.world.is_last:
-            run.buffer.first_gradient()[0] = math.inf
+            run.buffer.first_bucket_grad()[0] = math.inf
 
-    run.buffer.finish = spoil  # type: ignore[method-assign]
+    run.buffer.finish_grad_sync = spoil  # type: ignore[method-assign]
     for step in range(3):
-        run.buffer.wait_gather()
+        run.buffer.wait_param_sync()
         before = kept(run)
         result = train_step(run, want_stop=step == 2 and run.mesh.world.is_last)
-        run.buffer.wait_gather()
+        run.buffer.wait_param_sync()
         told.append((result.loss, result.lr, result.skipped, result.stop, same(kept(run), before)))
     return told
 
@@ -139,8 +139,8 @@ Told = tuple[bool, bool, float, int]  # skipped, nothing changed, the next rate,
 
 def bad(rank: int | None, kind: str) -> None:
     """From here on, also where a step is computed again."""
-    asked = {} if rank is None else {faults.VARIABLE: f"step.after_reduce:{rank}:*:{kind}"}
-    faults.fault.__init__(asked)  # type: ignore[misc]
+    asked = {} if rank is None else {faults.FAULT_VARIABLE: f"step.after_reduce:{rank}:*:{kind}"}
+    faults.inject_fault.__init__(asked)  # type: ignore[misc]
 
 
 def _each_rank_in_turn(flags: str) -> list[Told]:
@@ -150,10 +150,10 @@ def _each_rank_in_turn(flags: str) -> list[Told]:
     run = build(f"{flags} --no-check-for-nan-in-loss-and-grad")
     for step in range(1, world + 3):
         bad(step - 2 if 1 < step < world + 2 else None, kinds[step % 2])
-        run.buffer.wait_gather()
+        run.buffer.wait_param_sync()
         before = kept(run)
         result = train_step(run)
-        run.buffer.wait_gather()
+        run.buffer.wait_param_sync()
         told.append((result.skipped, same(kept(run), before), result.lr, run.state.consumed_samples))
     return told
 
@@ -187,7 +187,7 @@ def _hidden(flags: str, hides: set[int]) -> tuple[list[Any], bool]:
     """Four steps in which those samples have no label: what each said; whether empty ones, and no others, left all as it
     was."""
     run = build(flags)
-    run.data.batches.__class__, run.data.batches.hides = Masked, hides  # type: ignore[attr-defined]
+    run.train_loader.batches.__class__, run.train_loader.batches.hides = Masked, hides  # type: ignore[attr-defined]
     told: list[Any] = []
     unchanged = True
     for _ in range(4):

@@ -17,7 +17,7 @@ from train_cases import SMALL
 from whole_runs import ROOT, alive, children, losses, shown, status_of
 
 STEPS = 40
-GUARDS = ("megalite/launch/ranks.py", "megalite/train/life/restarts.py")
+GUARDS = ("megalite/launch/rank_info.py", "megalite/training/job/restarts.py")
 RARELY = pytest.mark.everything(guards=GUARDS)
 
 
@@ -90,7 +90,7 @@ def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeyp
     monkeypatch.setenv("MEGALITE_FAULT", "step.after_forward_backward:1:3:raise")
     with torchrun(tmp_path) as process:
         out = process.communicate(timeout=200)[0]
-    assert process.returncode == 1 and out.count("megalite.config.faults.InjectedFault: asked for") == 1, out
+    assert process.returncode == 1 and out.count("megalite.common.fault_injection.InjectedFault: asked for") == 1, out
     _, _, table = out.partition("Root Cause")
     assert "rank      : 1" in table and "traceback : InjectedFault: asked for by MEGALITE_FAULT" in table
     status = status_of(tmp_path)

@@ -16,18 +16,18 @@ from torch import Tensor
 from train_cases import SMALL, config_from, pretrain, run_from
 
 from megalite.config import cli
-from megalite.config.options import Config, OperationsConfig, log_steps, resolved_style
-from megalite.launch.ranks import Ranks
+from megalite.config.options import Config, OperationsConfig, effective_log_interval, effective_log_style
+from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
 from megalite.parallel.comm import all_reduce_
-from megalite.parallel.mesh import PLANNED, Axis, Mesh
-from megalite.pipeline.runtime import Timed
-from megalite.train.replicas import check_replicas, disagreement
-from megalite.train.state import BadResult
-from megalite.train.step import parameter_norm, train_step
-from megalite.train.tell.metrics import ProgressLog
-from megalite.train.tell.run_dir import Exit
-from megalite.train.tell.timers import OF_STEP, PHASES, Profiler, Timers
+from megalite.parallel.mesh import ABSTRACT, Axis, Mesh
+from megalite.pipeline.runtime import TimedAction
+from megalite.training.logging.metrics_logger import ProgressLog
+from megalite.training.logging.run_dir import ExitCode
+from megalite.training.logging.timers import OF_STEP, PHASES, Profiler, Timers
+from megalite.training.replica_check import check_replicas, replica_checksums
+from megalite.training.state import InvalidResultError
+from megalite.training.train_step import parameter_norm, train_step
 
 CASES = tables.read("train/cases")
 
@@ -44,26 +44,26 @@ STYLES |= {"": "megalite", "--use-mcore-models --log-style megalite": "megalite"
 @pytest.mark.parametrize("flags", STYLES)
 def test_the_style_follows_the_command_line(flags: str) -> None:
     """Options that only Megatron-LM has make it Megatron-LM's."""
-    assert resolved_style(read(*flags.split())) == STYLES[flags]
-    assert resolved_style(Config(), megatron_spelling=True) == "megatron"
+    assert effective_log_style(read(*flags.split())) == STYLES[flags]
+    assert effective_log_style(Config(), megatron_spelling=True) == "megatron"
 
 
 def test_the_log_interval_suits_the_length_of_the_run() -> None:
     config = config_from([*SMALL[:-2], "--train-iters", "9"])
     assert config.log.log_interval is None
-    assert [log_steps(config, n) for n in (1, 99, 100, 2500, 10**6)] == [1, 1, 2, 50, 100]
-    assert log_steps(read(), 10**6) == 1  # which is given
-    assert log_steps(Config(log=config.log.__class__(log_style="megatron")), 20) == 100
+    assert [effective_log_interval(config, n) for n in (1, 99, 100, 2500, 10**6)] == [1, 1, 2, 50, 100]
+    assert effective_log_interval(read(), 10**6) == 1  # which is given
+    assert effective_log_interval(Config(log=config.log.__class__(log_style="megatron")), 20) == 100
 
 
 # ---- protections that are asked for and not there
 def test_every_protection_that_is_not_done_is_named() -> None:
     asked = ["--error-injection-rate 7", "--gpu-sniff-test-interval 5", "--inprocess-restart", "--enable-ft-package"]
     for words in [*asked, "--log-energy", "--run-workload-inspector-server", "--otel-enabled"]:
-        found = cli.read_all([*SMALL, "--train-iters", "6", *words.split()], PRESETS)
+        found = cli.parse_config([*SMALL, "--train-iters", "6", *words.split()], PRESETS)
         flag, [line] = words.split()[0], found.warnings
         assert line.startswith(f"{flag}: ") and not any(flag in note for note in found.notes)
-    assert cli.read_all([*SMALL, "--train-iters", "6", "--error-injection-rate", "0"], PRESETS).warnings == []
+    assert cli.parse_config([*SMALL, "--train-iters", "6", "--error-injection-rate", "0"], PRESETS).warnings == []
 
 
 # ---- norms and counts
@@ -96,7 +96,7 @@ def test_norm_and_zeros_are_those_of_the_model() -> None:
     real = run.optimizer.step
 
     def look(**options: Any) -> None:  # when the gradients are complete and not used up
-        counts.append(sum(int((sink._grad == 0).sum()) for sink in run.buffer.sinks.values()))
+        counts.append(sum(int((sink._main_grad == 0).sum()) for sink in run.buffer.main_grads.values()))
         real(**options)
 
     run.optimizer.step = look  # type: ignore[method-assign]
@@ -110,10 +110,10 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
     """Shapes of the small all-reduces that a run of four steps makes while it trains, logging at 1, 2 and 4; the last
     is the report's."""
     os.environ["MEGALITE_SHARED_MEMORY"] = "off"
-    from megalite.train.life import run as module
+    from megalite.training.job import job as module
 
     shapes: list[tuple[int, ...]] = []
-    real, steps = dist.all_reduce, module.Training.steps
+    real, steps = dist.all_reduce, module.Trainer.steps
 
     def all_reduce(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.numel() < 40:
@@ -124,12 +124,12 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
         dist.all_reduce = all_reduce
         return steps(*args, **kwargs)
 
-    module.Training.steps = spied  # type: ignore[method-assign]
+    module.Trainer.steps = spied  # type: ignore[method-assign]
     words = [*SMALL, "--train-iters", "4", "--eval-iters", "0", "--log-interval", "2", "--log-style", "megalite"]
     config = config_from([*words, *flags.split()])
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    ranks = RankInfo(dist.get_rank(), dist.get_world_size())
     module.process_group = lambda *_, **__: nullcontext(torch.device("cpu"))  # type: ignore[assignment]  # it is there
-    assert pretrain(config, ranks) == Exit.DONE
+    assert pretrain(config, ranks) == ExitCode.DONE
     assert shapes.pop() == (len(PHASES),)
     return shapes
 
@@ -146,16 +146,27 @@ def test_timers_add_up_and_begin_anew() -> None:
     for _ in range(2):
         with timers("forward-backward", 1), timers("batch-generator", 2):
             pass
-    timers.add([Timed("F0.0", 0.0, 1.5), Timed("RECV_F1.0", 1.5, 9.0), Timed("B0.0", 9.0, 9.5), Timed("F0.1", 10, 11)])
-    seen = timers.take(timers.of_step, steps=2)
+    timers.add_spans(
+        [
+            TimedAction("F0.0", 0.0, 1.5),
+            TimedAction("RECV_F1.0", 1.5, 9.0),
+            TimedAction("B0.0", 9.0, 9.5),
+            TimedAction("F0.1", 10, 11),
+        ]
+    )
+    seen = timers.reduce_and_reset(timers.step_names, steps=2)
     assert seen["forward-compute"] == [1.25] and seen["backward-compute"] == [0.25] and seen["optimizer"] == [0.0]
     assert 0 < seen["batch-generator"][0] <= seen["forward-backward"][0] < 1
-    assert set(timers.take(timers.of_step)["forward-backward"]) == {0.0}
+    assert set(timers.reduce_and_reset(timers.step_names)["forward-backward"]) == {0.0}
     low = Timers(0)
     with low("forward-backward", 1), low("evaluate", 0):
         pass
-    assert low.of_step == () and low.take(("evaluate",))["evaluate"][0] > 0 and not low.take(OF_STEP)["optimizer"][0]
-    assert Timers().take(("evaluate",)) == {}
+    assert (
+        low.step_names == ()
+        and low.reduce_and_reset(("evaluate",))["evaluate"][0] > 0
+        and not low.reduce_and_reset(OF_STEP)["optimizer"][0]
+    )
+    assert Timers().reduce_and_reset(("evaluate",)) == {}
 
 
 # ---- copies of weights
@@ -166,21 +177,21 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
     assert check_replicas(run, 1, action) is None
     weights = run.buffer.weights
     slots = {run.buffer.layout.entries[s.entry].spec.name: s for b in run.buffer.layout.buckets for s in b.slots}
-    good = torch.cat([weights.kept(slot)[1] for slot in slots.values()])
+    good = torch.cat([weights.resident_slice(slot)[1] for slot in slots.values()])
     if name == "state":
-        run.optimizer.updates += dist.get_rank() == where
+        run.optimizer.num_updates += dist.get_rank() == where
     elif dist.get_rank() == where:
-        biases = {f"{router.name}.bias": router.bias for router in run.balance.routers}
-        turned = biases[name] if name in biases else weights.kept(slots[name])[1]
+        biases = {f"{router.name}.bias": router.bias for router in run.expert_balancer.routers}
+        turned = biases[name] if name in biases else weights.resident_slice(slots[name])[1]
         turned[:1].view(torch.uint8)[:1].bitwise_xor_(1)
     try:
         told = check_replicas(run, 2, action) or ""
         assert action == "warn" or (
-            torch.equal(torch.cat([weights.kept(slot)[1] for slot in slots.values()]), good)
+            torch.equal(torch.cat([weights.resident_slice(slot)[1] for slot in slots.values()]), good)
             and check_replicas(run, 2) is None
         )
         return told
-    except BadResult as error:
+    except InvalidResultError as error:
         return f"stopped: {error}"
 
 
@@ -197,22 +208,22 @@ def flipped_between(flags: str, action: str, where: int | None, part: str = "cop
     """Three steps, none of which is a check's; after the first a bit of rank `where` is turned, in its copy of what the
     first rank owns or in its main weights. What was told, and the main weights afterwards."""
     run = build(f"{flags} --check-weight-hash-across-dp-replicas-interval 100 --check-replicas-action {action}")
-    assert train_step(run).copies is None
-    run.buffer.wait_gather()
+    assert train_step(run).replica_mismatch is None
+    run.buffer.wait_param_sync()
     if run.mesh.world.rank == where:
         first = run.buffer.layout.buckets[0]
-        owned = first.shard(run.mesh.data.size, 0)
+        owned = first.shard_range(run.mesh.dp_cp.size, 0)
         weights = run.buffer.weights
-        copy = weights.whole(first)[: owned.stop] if weights.stays(first) else weights.held(first)
+        copy = weights.full(first)[: owned.stop] if weights.is_resident(first) else weights.shard(first)
         flat = copy if part == "copy" else run.optimizer.main[0]
         at = int(flat.abs().argmax())
         flat[at : at + 1].view(torch.uint8)[-1:].bitwise_xor_(1)  # of its exponent
     before = torch.cat(run.optimizer.main)
     try:
-        told = [train_step(run).copies or "" for _ in range(2)]
+        told = [train_step(run).replica_mismatch or "" for _ in range(2)]
         assert action == "warn" or not told[1]
         return told[0], torch.cat(run.optimizer.main)
-    except BadResult as error:
+    except InvalidResultError as error:
         assert torch.equal(torch.cat(run.optimizer.main), before)  # nothing was updated
         return f"stopped: {error}", before
 
@@ -240,22 +251,22 @@ def test_sums_see_every_bit_of_every_copy() -> None:
 def unseen(flags: str) -> bool:
     """Whether `disagreement` is zero as it is, and never with a bit of a weight turned on any rank."""
     run = build(flags)
-    biases = [bias.data for bias in run.balance.pieces()]
-    weights = [flat.view(torch.uint8) for flat in (*run.buffer.weights.flats, *biases)]
-    seen = [bool(all_reduce_(disagreement(run), run.mesh.world).any())]
+    biases = [bias.data for bias in run.expert_balancer.state_shards()]
+    weights = [flat.view(torch.uint8) for flat in (*run.buffer.weights.tensors, *biases)]
+    seen = [bool(all_reduce_(replica_checksums(run), run.mesh.world).any())]
     for turn in range(40):
         flat = weights[turn % len(weights)]
         place = (turn * 7919 * 8) % (8 * flat.numel())
         mine = turn % dist.get_world_size() == dist.get_rank()
         flat[place // 8] ^= mine << (turn % 8)
-        seen.append(bool(all_reduce_(disagreement(run), run.mesh.world).any()))
+        seen.append(bool(all_reduce_(replica_checksums(run), run.mesh.world).any()))
         flat[place // 8] ^= mine << (turn % 8)
     return seen == [False] + [True] * 40
 
 
 # ---- the collector and profilers
 def test_profiles_that_a_cpu_does_not_have_are_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    Profiler(OperationsConfig(profile=True, record_memory_history=True), Mesh.alone(), tmp_path).before(11)
+    Profiler(OperationsConfig(profile=True, record_memory_history=True), Mesh.single_process(), tmp_path).before(11)
     err = capsys.readouterr().err
     assert "WARNING: profile does nothing on a CPU; add --use-pytorch-profiler" in err
     assert "WARNING: record_memory_history needs CUDA; nothing is recorded" in err
@@ -266,7 +277,7 @@ def test_profiles_that_a_cpu_does_not_have_are_warned_of(capsys: pytest.CaptureF
 def test_memory_history_and_nsys_on_a_card(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot.pickle"
     options = OperationsConfig(profile=True, record_memory_history=True, memory_snapshot_path=str(snapshot))
-    mesh = Mesh(world=Axis("world", 4, 3, PLANNED), device=torch.device("cuda"))
+    mesh = Mesh(world=Axis("world", 4, 3, ABSTRACT), device=torch.device("cuda"))
     profiler = Profiler(options, mesh, tmp_path)
     profiler.before(11)
     torch.zeros(1000, device="cuda")
@@ -279,17 +290,17 @@ def test_memory_history_and_nsys_on_a_card(tmp_path: Path) -> None:
 def test_progress_goes_on_over_jobs(tmp_path: Path) -> None:
     first = ProgressLog(tmp_path, 4, 6e9, 0)
     first.starting()
-    first.saving(10, 1_000_000_000, background=False)
+    first.log_save(10, 1_000_000_000, background=False)
     other = ProgressLog(tmp_path, 2, 6e9, 1_000_000_000)  # on fewer devices
     other.starting()
     other._begin -= 100.0
     text = other.path.read_text().splitlines()
     stamp = text[2][:19]
     other.path.write_text("\n".join([*text, "torn by a cra"]) + "\n")
-    other.saving(20, 2_000_000_000, background=True)
-    other.saving(30, 3_000_000_000, background=True)
-    other.saved_all()
-    other.saved_all()
+    other.log_save(20, 2_000_000_000, background=True)
+    other.log_save(30, 3_000_000_000, background=True)
+    other.log_saves_done()
+    other.log_saves_done()
     rows = [line.split("\t") for line in other.path.read_text().splitlines() if "torn" not in line]
     twice = ["Saving async checkpoint", "Saved async checkpoint"] * 2
     assert [row[3] for row in rows] == ["Starting job", "Saved checkpoint", "Starting job", *twice]
@@ -304,14 +315,14 @@ def test_progress_goes_on_over_jobs(tmp_path: Path) -> None:
 
 # ---- a whole run
 def test_a_long_evaluation_says_how_far_it_is(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalite.train.tell import metrics
+    from megalite.training.logging import metrics_logger as metrics
 
     flags = ("--run-dir", str(tmp_path), "--eval-iters", "3", "--train-iters", "1")
-    assert pretrain(read(*flags), Ranks()) == Exit.DONE
+    assert pretrain(read(*flags), RankInfo()) == ExitCode.DONE
     assert "evaluating" not in capsys.readouterr().out  # a short one
     monkeypatch.setattr(metrics, "FIRST_PROGRESS_S", -1.0)
     monkeypatch.setattr(metrics, "PROGRESS_S", -1.0)
-    assert pretrain(read(*flags), Ranks()) == Exit.DONE
+    assert pretrain(read(*flags), RankInfo()) == ExitCode.DONE
     shown = capsys.readouterr().out
     assert shown.count("step     1  evaluating: 1 of 3 batches") == shown.count("evaluating: 2 of 3 batches") == 2
     assert "3 of 3" not in shown
@@ -323,6 +334,6 @@ def test_the_last_step_is_logged(tmp_path: Path) -> None:
         ("stop", "--log-interval 4 --exit-interval 5", [1, 4, 5]),
         ("long", "--log-interval 100", [1, 6]),
     ):
-        pretrain(read(*flags.split(), "--run-dir", str(tmp_path / name)), Ranks())
+        pretrain(read(*flags.split(), "--run-dir", str(tmp_path / name)), RankInfo())
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert [r["step"] for r in rows if "train/loss" in r] == steps

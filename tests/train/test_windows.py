@@ -9,9 +9,9 @@ from torch import Tensor
 from train_cases import BORDERS, run_from
 
 from megalite.kernels.attention import attention, attention_reference
-from megalite.kernels.dispatch import chosen
+from megalite.kernels.dispatch import kernel_option
 from megalite.nn.attention import Attention
-from megalite.train.step import train_step
+from megalite.training.train_step import train_step
 
 S, STEPS = 16, 2
 COMMON = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
@@ -93,7 +93,7 @@ def test_no_path_without_dropout_makes_a_square_of_the_length() -> None:
 
     length = 2048
     for name in ("", "torch", "flash", "blocked"):
-        chosen.cache_clear()
+        kernel_option.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MEGALITE_ATTENTION", name)
             for dtype in (torch.float32, torch.bfloat16):
@@ -101,4 +101,4 @@ def test_no_path_without_dropout_makes_a_square_of_the_length() -> None:
                 with Largest() as mode:
                     attention(*leaves, scale=0.25, window=64).sum().backward()
                 assert mode.elements < length**2 / 8
-        chosen.cache_clear()
+        kernel_option.cache_clear()

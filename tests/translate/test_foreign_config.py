@@ -14,9 +14,9 @@ from documents import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.common.optional_packages import PIP_EXTRAS
 from megalite.config.foreign_config import MAX_BYTES, MAX_DEPTH, MAX_VALUES, read_mapping
 from megalite.config.options import ConfigError
-from megalite.config.packages import EXTRAS
 
 DOUBLED = "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 28))
 MERGED = "".join(f"a{i}: &a{i}\n  <<: [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 28))
@@ -128,5 +128,5 @@ def read_or_refused(
 
 def test_each_extra_that_an_error_names_has_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    for package, extra in EXTRAS.items():
+    for package, extra in PIP_EXTRAS.items():
         assert any(re.match(rf"{package}\b", requirement) for requirement in extras[extra]), (package, extra)

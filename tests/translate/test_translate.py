@@ -13,15 +13,15 @@ import documents
 import pytest
 from train_cases import config_from, pretrain
 
-from megalite.config.field import spellings
+from megalite.common.optional_packages import MissingPackageError
 from megalite.config.foreign_config import read_mapping
 from megalite.config.megatron_flags import known_flags
+from megalite.config.option import flags_of
 from megalite.config.options import ConfigError
-from megalite.config.packages import MissingPackage
 from megalite.config.translate import FORMATS, judge, translate
-from megalite.config.translate_keys import ASKS_NOTHING, TABLES, File, Key, table_of
-from megalite.config.translate_rules import ALWAYS, FIELDS, NONE, Sayings, Translation, typed
-from megalite.launch.ranks import Ranks
+from megalite.config.translate_keys import NOOP_VERDICT, TABLES, File, SourceKey, load_format
+from megalite.config.translate_rules import BUILT_IN, FIELDS, NO_EQUIVALENT, Sayings, Translation, typed
+from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
 from tools.translate import main
 
@@ -63,7 +63,7 @@ def test_a_file_becomes_one_that_plans_a_run(name: str, tmp_path: Path, capsys, 
     data = replace(config.data, tokenizer_type=None, tokenizer_model=None, vocab_file=None, merge_file=None)
     monkeypatch.chdir(tmp_path)
     plan = replace(config, data=data, train=replace(config.train, dry_run=True))
-    assert pretrain(plan, Ranks(world=ranks, local_world=ranks)) == 0
+    assert pretrain(plan, RankInfo(world_size=ranks, local_world_size=ranks)) == 0
     names = [key.name for key in File("bridge", read_mapping(str(HERE / name))).iterate(defaults=False)]
     assert len(names) > 9 and all(re.search(rf"^#   (.*, )?{re.escape(key)} = ", text, re.M) for key in names)
 
@@ -89,7 +89,7 @@ def test_an_example_becomes_the_file_shown_and_plans_a_run(name: str, tmp_path: 
     assert {section: written[section] for section in shown} == shown
     Path("run.toml").write_text(text)
     config = config_from(example["train"].split())
-    assert pretrain(config, Ranks(world=config.parallel.nproc, local_world=8)) == 0
+    assert pretrain(config, RankInfo(world_size=config.parallel.nproc, local_world_size=8)) == 0
 
 
 @pytest.mark.parametrize("title", SECTIONS)
@@ -107,14 +107,16 @@ def test_every_key_on_the_page_has_a_row(title: str) -> None:
 
 def test_every_key_of_the_others_has_a_row() -> None:
     listed = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))
-    keys = [(name, Key(k, at, k, "x")) for name, of in listed.items() for at, ks in of.items() for k in ks.split()]
+    keys = [
+        (name, SourceKey(k, at, k, "x")) for name, of in listed.items() for at, ks in of.items() for k in ks.split()
+    ]
     assert len(keys) > 1400 and [key for name, key in keys if File(name, {}).row(key) is None] == []
-    assert File("deepspeed", {}).row(Key("staeg", "zero_optimization", "staeg", 2)) is None
+    assert File("deepspeed", {}).row(SourceKey("staeg", "zero_optimization", "staeg", 2)) is None
 
 
 def test_rows_are_of_options_and_flags_that_there_are() -> None:
-    flags = {flag for f in FIELDS.values() for flag, _ in spellings(f)} | known_flags().keys() | {"--preset"}
-    sections = [of for name in FORMATS for at, of in table_of(name).items() if at not in TABLES]
+    flags = {flag for f in FIELDS.values() for flag, _ in flags_of(f)} | known_flags().keys() | {"--preset"}
+    sections = [of for name in FORMATS for at, of in load_format(name).items() if at not in TABLES]
     rows = [row for of in sections for row in of.values()]
     for row in [text for one in rows for text in (one.values() if isinstance(one, dict) else [one])]:
         assert re.fullmatch(r"[+>~] .+|[=!]\S* .+", row), row
@@ -128,7 +130,7 @@ LISTED: dict[str, dict[str, str]] = tomllib.loads((HERE / "keys.toml").read_text
 
 def rows_of(name: str) -> set[tuple[str, str]]:
     """(section, key) of each row of a table, and of each key that is answered as Megatron-LM's flag."""
-    table = table_of(name)
+    table = load_format(name)
     rows = {(at, key) for at, rows in table.items() if at not in TABLES for key in rows}
     return rows | {(at, key) for at, keys in LISTED.get(name, {}).items() for key in keys.split()}
 
@@ -141,9 +143,9 @@ def test_what_is_asked_for_is_never_always_so_because_a_flag_says_it(name: str) 
         row = file.table.get(at, {}).get(key, {})
         values = [True, "on", 7] + [value for value in (row if isinstance(row, dict) else {}) if value != "*"]
         for value in values:
-            verdict = judge(file, Key(f"{at}.{key}", at, key, value), Translation(name, Sayings()), [])
+            verdict = judge(file, SourceKey(f"{at}.{key}", at, key, value), Translation(name, Sayings()), [])
             names_a_flag = re.search(r"(?<![\w-])--[a-z]", verdict.text)
-            assert verdict.kind != ALWAYS or not names_a_flag, (name, at, key, value, verdict.text)
+            assert verdict.kind != BUILT_IN or not names_a_flag, (name, at, key, value, verdict.text)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -157,8 +159,8 @@ def test_a_value_that_a_table_does_not_list_never_asks_for_nothing(name: str) ->
     for at, key, row in tables:
         asks = any(one[0] != "=" for one in row.values())
         for value in [one for one in ("auto", "???", "${x.y}", "maybe") if one not in row] if asks else []:
-            verdict = judge(file, Key(f"{at}.{key}", at, key, value), Translation(name, Sayings()), [])
-            assert verdict.kind == NONE or (value == "maybe" and verdict.text != ASKS_NOTHING[2:]), (
+            verdict = judge(file, SourceKey(f"{at}.{key}", at, key, value), Translation(name, Sayings()), [])
+            assert verdict.kind == NO_EQUIVALENT or (value == "maybe" and verdict.text != NOOP_VERDICT[2:]), (
                 at,
                 key,
                 value,
@@ -166,7 +168,8 @@ def test_a_value_that_a_table_does_not_list_never_asks_for_nothing(name: str) ->
             )
         for value in [one for one in (1, "yes", "ON") if str(one).lower() not in row] if "true" in row else []:
             as_true, as_is = (
-                judge(file, Key(f"{at}.{key}", at, key, one), Translation(name, Sayings()), []) for one in (True, value)
+                judge(file, SourceKey(f"{at}.{key}", at, key, one), Translation(name, Sayings()), [])
+                for one in (True, value)
             )
             assert (as_is.kind, as_is.text, as_is.gives) == (as_true.kind, as_true.text, as_true.gives), (
                 at,
@@ -342,6 +345,6 @@ def test_what_is_typed_wrong_or_secret(tmp_path: Path, monkeypatch: pytest.Monke
     assert 'steps_per_print = "${x}": it is computed from other values; write its value' in text
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(
-        MissingPackage, match=r"needs the package pyyaml; pip install pyyaml \(or megalite\[translate\]\)"
+        MissingPackageError, match=r"needs the package pyyaml; pip install pyyaml \(or megalite\[translate\]\)"
     ):
         translate(str(HERE / "fsdp.yaml"), 8, PRESETS)

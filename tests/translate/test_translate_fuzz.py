@@ -10,20 +10,20 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megalite.config.config_file import parse_config_text
 from megalite.config.foreign_config import MAX_VALUES
 from megalite.config.options import ConfigError, build
-from megalite.config.toml import parse_toml
 from megalite.config.translate import FORMATS, translate
-from megalite.config.translate_keys import TABLES, table_of
+from megalite.config.translate_keys import TABLES, load_format
 from megalite.models.families import PRESETS
 
 HERE = Path(__file__).parent
 LISTED: dict[str, dict[str, str]] = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))
 PLACES = {
     name: sorted(
-        {(at, key) for at, rows in table_of(name).items() if at not in TABLES for key in rows if key != "*"}
+        {(at, key) for at, rows in load_format(name).items() if at not in TABLES for key in rows if key != "*"}
         | {(at, key) for at, keys in LISTED.get(name, {}).items() for key in keys.split()}
-        | {tuple(old.rpartition(".")[::2]) for old in table_of(name)["renamed"]}
+        | {tuple(old.rpartition(".")[::2]) for old in load_format(name)["renamed"]}
     )
     for name in FORMATS
 }
@@ -100,7 +100,7 @@ NAMES = st.sampled_from(
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
     """Values that rows of the trainer list, too."""
-    rows = [row for at, rows in table_of(name).items() if at not in TABLES for row in rows.values()]
+    rows = [row for at, rows in load_format(name).items() if at not in TABLES for row in rows.values()]
     listed = {value for row in rows if isinstance(row, dict) for value in row}
     return VALUES | st.sampled_from(sorted(listed))
 
@@ -134,7 +134,7 @@ def check(tree: Any, gpus: int | None, path: Path) -> None:
         return
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert "SECRET" not in text and all(len(line) < 10_000 for line in comments)
-    values = parse_toml(text, "run.toml")
+    values = parse_config_text(text, "run.toml")
     values.pop("preset", None)
     build(values)
 

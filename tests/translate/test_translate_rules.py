@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from megalite.config.options import ConfigError, build, completed
+from megalite.config.options import ConfigError, apply_megatron_defaults, build
 from megalite.config.translate import translate
 from megalite.models.families import PRESETS
-from megalite.train.setup import rates
+from megalite.training.setup import build_schedules
 
 Tree = dict[str, Any]
 
@@ -43,9 +43,9 @@ def shard_of(values: Tree, world: int) -> tuple[int, int]:
     """(ranks that share out the weights, sets of them) of a translation."""
     parallel = build(values | {"num_layers": 8}).parallel
     sharing = world // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    assert parallel.shared_out in (0, 3)
+    assert parallel.effective_zero_stage in (0, 3)
     copies = parallel.num_distributed_optimizer_instances
-    return (sharing // copies, copies) if parallel.shared_out == 3 else (1, sharing)
+    return (sharing // copies, copies) if parallel.effective_zero_stage == 3 else (1, sharing)
 
 
 DEGREES = [
@@ -211,11 +211,11 @@ def test_megatron_bridge_s_distributed_optimizer(translated: Any) -> None:
         "num_distributed_optimizer_instances": 2,
     }
     values, _, _ = translated({"ddp": ddp, "train": {"micro_batch_size": 1}})
-    assert build(values).parallel.shared_out == 2 and values["num_distributed_optimizer_instances"] == 2
+    assert build(values).parallel.effective_zero_stage == 2 and values["num_distributed_optimizer_instances"] == 2
     values, _, _ = translated({"dist": {"use_megatron_fsdp": True}, "train": {"micro_batch_size": 1}})
-    assert build(values).parallel.shared_out == 0, "its default strategy shards nothing"
+    assert build(values).parallel.effective_zero_stage == 0, "its default strategy shards nothing"
     values, _, _ = translated({"dist": {"use_torch_fsdp2": True}, "ddp": {"use_distributed_optimizer": False}})
-    assert build(values).parallel.shared_out == 3
+    assert build(values).parallel.effective_zero_stage == 3
 
 
 DISAGREE: dict[str, tuple[Tree, int | None, str]] = {
@@ -405,7 +405,7 @@ def rates_of(values: Tree, length: int) -> list[float]:
     """The rate of each update of a run of `length` steps, of one sample each."""
     given = {"train_iters": length, "micro_batch_size": 1} | values
     config = build(given | {"global_batch_size": 1})
-    schedule = rates(cast(Any, SimpleNamespace(config=config, batch_size=1))).lr
+    schedule = build_schedules(cast(Any, SimpleNamespace(config=config, batch_size=1))).lr
     return [schedule.at(step) for step in range(length)]
 
 
@@ -530,11 +530,11 @@ def test_a_default_of_another_trainer_is_what_its_absence_asks_for(
     base = case["base"]
     explicit = {key: value for key, value in case.items() if key != "base"}
     gpus = None if name in ("accelerate", "nanotron", "nemo") else 8
-    expected = build(completed(translated(base, gpus)[0]))
+    expected = build(apply_megatron_defaults(translated(base, gpus)[0]))
     leaves = list(leaves_of(explicit))
     assert len(leaves) > 1
     for tree in [*leaves, explicit]:
-        assert build(completed(translated(merged(base, tree), gpus)[0])) == expected, tree
+        assert build(apply_megatron_defaults(translated(merged(base, tree), gpus)[0])) == expected, tree
 
 
 def leaves_of(tree: Tree) -> Iterator[Tree]:

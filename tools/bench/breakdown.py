@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalite.plan import advice
-from megalite.plan.advice import with_options
-from megalite.plan.arrangement import Arrangement
-from megalite.plan.kinds import Kind, layers_bill, model_flops
+from megalite.planning import bottleneck as advice
+from megalite.planning.bottleneck import with_options
+from megalite.planning.layer_kinds import LayerKind, flops_per_token, layers_cost
+from megalite.planning.run_plan import RunPlan
 
 GIB = 2**30
 AXES = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size"}  # that communicate within every layer
@@ -41,7 +41,7 @@ def shares(run: Measured) -> dict[str, float]:
     return sums
 
 
-def lost(of: Mapping[str, float], mfu: float, made: Arrangement) -> dict[str, float] | None:
+def lost(of: Mapping[str, float], mfu: float, made: RunPlan) -> dict[str, float] | None:
     """The share of the peak that each cause in LOST takes. None where forward and backward have more FLOPs than the
     peak allows, because the peak was measured while the machine was busy."""
     computing, idle = of["forward"] + of["backward"], of["idle"]
@@ -58,32 +58,32 @@ def lost(of: Mapping[str, float], mfu: float, made: Arrangement) -> dict[str, fl
     return None if losses["kernels"] < 0 else losses
 
 
-def again_flops(made: Arrangement) -> float:
+def again_flops(made: RunPlan) -> float:
     """The recomputed FLOPs as a multiple of the model's."""
-    plain = replace(made.layers.setting, again=())
+    plain = replace(made.stage_costs.setting, recompute_modules=())
 
-    def again(kind: Kind, whole: bool) -> list[float]:
-        return [layers_bill((kind,), made.layers.setting, whole).flops[1] - layers_bill((kind,), plain).flops[1]]
+    def again(kind: LayerKind, whole: bool) -> list[float]:
+        return [layers_cost((kind,), made.stage_costs.setting, whole).flops[1] - layers_cost((kind,), plain).flops[1]]
 
-    sums = made.layers.sums(again)
-    twice = sum(float(sums.of(layers.start, layers.stop)[0]) for layers in made.stages)
-    return twice * made.tp / (model_flops(made.config.model, made.padded_vocab) * made.tokens)
+    sums = made.stage_costs.prefix_sums(again)
+    twice = sum(float(sums.between(layers.start, layers.stop)[0]) for layers in made.layer_ranges)
+    return twice * made.tp / (flops_per_token(made.config.model, made.padded_vocab) * made.tokens_per_microbatch)
 
 
-def least_traffic(made: Arrangement) -> float:
+def least_traffic(made: RunPlan) -> float:
     """Bytes that a rank at least reads and writes in a step, mean over the pipeline: weights and gradients for each
     micro-batch (read by forward and backward; read and written), what a forward keeps (written and read), and once
     what the optimizer holds."""
-    kept = sum(held for held, _ in made.held)
+    kept = sum(held for held, _ in made.memory_of_stages)
 
     def mean(name: str) -> float:
-        return statistics.mean(getattr(holding, name) for holding in made.holdings)
+        return statistics.mean(getattr(holding, name) for holding in made.model_states)
 
     each = 2 * mean("weights") + 2 * mean("gradients") + 2 * kept / made.pp
-    return made.microbatches * each + 2 * mean("optimizer") + mean("gradients") + mean("weights")
+    return made.num_microbatches * each + 2 * mean("optimizer") + mean("gradients") + mean("weights")
 
 
-def bound(of: Mapping[str, float], run: Measured, mfu: float | None, made: Arrangement) -> dict[str, Any]:
+def bound(of: Mapping[str, float], run: Measured, mfu: float | None, made: RunPlan) -> dict[str, Any]:
     """`by`: compute, memory, network or data; `shares` of a step, of compute and memory the least; `evidence`."""
     network = sum(of.get(axis, 0.0) for axis in WAITS)
     network += max(0.0, of["idle"] - made.bubble) if made.pp > 1 else 0.0
@@ -119,7 +119,7 @@ def efficiency(of: Mapping[str, float], run: Measured, price_per_hour: float | N
 
 
 def break_down(
-    run: Measured, made: Arrangement, peak_tflops: float | None, price_per_hour: float | None = None
+    run: Measured, made: RunPlan, peak_tflops: float | None, price_per_hour: float | None = None
 ) -> dict[str, Any]:
     """All of it, with one sentence of advice, as JSON has it."""
     of, mfu = shares(run), None
@@ -131,20 +131,20 @@ def break_down(
     return told | {"advice": advise(gone or lost(of, 0.0, made) or {}, run, made)}
 
 
-def advise(lost: Mapping[str, float], run: Measured, plan: Arrangement) -> str:
+def advise(lost: Mapping[str, float], run: Measured, plan: RunPlan) -> str:
     """`lost`: shares of a step, by breakdown.LOST. Empty where nothing is lost."""
     if not lost:
         return ""
-    if run.get("cores") and (shared := advice.too_few_cores(run["devices"], run["threads"], run["cores"])):
+    if run.get("cores") and (shared := advice.oversubscription_note(run["devices"], run["threads"], run["cores"])):
         return f"none: {shared}"
-    limit = advice.limit_of(lost)
+    limit = advice.main_bottleneck(lost)
     remedy = advice.remedy(limit, plan, run.get("per_node", run["devices"]))  # figures of before have none
-    return advice.sentence(limit, lost[limit], remedy, figures_of(limit, lost[limit], run, plan))
+    return advice.describe_bottleneck(limit, lost[limit], remedy, figures_of(limit, lost[limit], run, plan))
 
 
-def figures_of(limit: str, share: float, run: Measured, plan: Arrangement) -> str:
+def figures_of(limit: str, share: float, run: Measured, plan: RunPlan) -> str:
     if limit == "bubble":
-        return advice.about_the_bubble(plan)
+        return advice.describe_bubble(plan)
     if limit in ("dp", "optimizer"):
         return f"{share / (2 - share):.1%} with twice the micro-batches, --global-batch-size {2 * plan.batch_size}"
     if limit in AXES:
@@ -152,7 +152,7 @@ def figures_of(limit: str, share: float, run: Measured, plan: Arrangement) -> st
         half = with_options(plan, **{f"parallel__{AXES[limit]}": size // 2}) if size > 1 else None
         return "" if half is None else f"with {limit} {size // 2} and dp {half.dp} {room(half, run)}"
     if limit == "pp":
-        return f"stages have {', '.join(map(str, plan.counts))} layers, and the planned bubble is {plan.bubble:.1%}"
+        return f"stages have {', '.join(map(str, plan.layers_per_stage))} layers, and the planned bubble is {plan.bubble:.1%}"
     if limit == "ranks":
         return slowest(run)
     if limit in ("data", "other"):
@@ -175,9 +175,9 @@ def slowest(run: Measured) -> str:
     return f"rank {rank} computes {busy[rank] / statistics.mean(busy) - 1:.1%} longer than the mean of them"
 
 
-def room(plan: Arrangement, run: Measured) -> str:
+def room(plan: RunPlan, run: Measured) -> str:
     """A sentence on how much of its device's memory the fullest rank is planned to hold."""
-    most = max(held.state + kept for held, kept in zip(plan.holdings, plan.activations, strict=True))
+    most = max(held.total + kept for held, kept in zip(plan.model_states, plan.activation_bytes, strict=True))
     limit = run["memory_there"] / (run["devices"] if run["device"] == "CPU" else 1)
     fits = "" if most < limit else ", which does not fit"
     size = f"{most / GIB:.2f} GiB" if most > GIB / 10 else f"{most / 2**20:.3g} MiB"

@@ -34,15 +34,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.run import loader
-from megalite.checkpoint.run.saver import Saver
-from megalite.launch.local_ranks import start_local
-from megalite.launch.ranks import Ranks, process_group
+from megalite.checkpoint.manager import loader
+from megalite.checkpoint.manager.saver import CheckpointSaver
+from megalite.launch.local_launcher import launch_local
+from megalite.launch.rank_info import RankInfo, process_group
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import build_mesh
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Box, TensorShard
 from tools.bench.data import peak_bytes
-from tools.program import parser_of, positive
+from tools.cli_common import parser_of, positive
 
 _CHUNK = 1 << 22  # bytes per raw write and read
 
@@ -50,22 +50,24 @@ _CHUNK = 1 << 22  # bytes per raw write and read
 class Bench:
     """`mib` of state over all ranks, and what is timed with it; methods are collective."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, folder: Path, mib: int):
+    def __init__(self, ranks: RankInfo, device: torch.device, folder: Path, mib: int):
         self.mesh = build_mesh(tp=1, pp=1, device=device, timeout=datetime.timedelta(minutes=10))
-        rows = (mib << 20) // 4 // (1 << 18) // ranks.world
+        rows = (mib << 20) // 4 // (1 << 18) // ranks.world_size
         height = rows // min(8, rows)
         torch.manual_seed(ranks.rank)
-        self.pieces: list[Piece] = []
+        self.pieces: list[TensorShard] = []
         for n in range(min(8, rows)):
             box = Box((height * ranks.rank, 0), (height * (ranks.rank + 1), 1 << 18))
             values = torch.randn(box.numel)
-            self.pieces.append(Piece(f"model/{n}", (height * ranks.world, 1 << 18), box, range(box.numel), values))
+            self.pieces.append(
+                TensorShard(f"model/{n}", (height * ranks.world_size, 1 << 18), box, range(box.numel), values)
+            )
         self.bytes = sum(p.data.numel() * 4 for p in self.pieces)
         self.folder, self.raw = folder, folder / "raw" / f"{ranks.rank}"
         self._left = torch.randn(512, 512)
         self._number = self._enough_products()
         self.raw.parent.mkdir(parents=True, exist_ok=True)
-        self.saver = Saver(folder / "saved", self.mesh, self.bytes)
+        self.saver = CheckpointSaver(folder / "saved", self.mesh, self.bytes)
 
     def _enough_products(self) -> int:
         """For 0.1 s, or four times a copy of the state."""
@@ -153,20 +155,20 @@ class Bench:
 
     def load(self) -> dict[str, float]:
         def load() -> None:
-            wanted = loader.Wanted(self.pieces, exact=True)
-            assert loader.load(self.folder / "saved", self.mesh, lambda *_: wanted) is not None
+            wanted = loader.LoadPlan(self.pieces, exact_dtype=True)
+            assert loader.load_newest(self.folder / "saved", self.mesh, lambda *_: wanted) is not None
 
         self._clear()
         return {"load_s": self._seconds(load)}
 
 
-def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> None:
+def measure(ranks: RankInfo, directory: str, mib: int, rounds: int, out: str) -> None:
     """`mib` of state over all ranks; rank 0 writes the rounds' seconds and bytes to the JSON file `out`."""
     with process_group(ranks, device="cpu", startup_timeout=datetime.timedelta(minutes=10)) as device:
         bench = Bench(ranks, device, Path(directory), mib)
         table: list[dict[str, float]] = []
         for step in range(1, rounds + 2):
-            row = {"bytes": float(bench.bytes * ranks.world), "rank_bytes": float(bench.bytes)}
+            row = {"bytes": float(bench.bytes * ranks.world_size), "rank_bytes": float(bench.bytes)}
             pairs = [(bench.write, partial(bench.save, step)), (bench.step, partial(bench.step_beside, step))]
             for raw, ours in (*pairs, (bench.read, bench.load)):
                 for do in (raw, ours) if step % 2 else (ours, raw):
@@ -224,7 +226,7 @@ def main(argv: list[str]) -> int:
         for world in a.ranks:
             place, out = a.dir / f"{world}", a.dir / f"{world}.json"
             arguments = (str(place), a.mib, a.rounds, str(out))
-            code = start_local(world, measure, arguments) if world > 1 else measure(Ranks(), *arguments)
+            code = launch_local(world, measure, arguments) if world > 1 else measure(RankInfo(), *arguments)
             if code:
                 return 3
             rounds = json.loads(out.read_text(encoding="utf-8"))

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.console import complain
-from megalite.launch.local_ranks import start_local
-from megalite.launch.ranks import LaunchError, Ranks, other_number, prepare_cuda, read_environment
-from tools.bench.contender import time_steps
+from megalite.config.console import print_err
+from megalite.launch.local_launcher import launch_local
+from megalite.launch.rank_info import LaunchError, RankInfo, other_number, read_environment, set_cuda_environment
+from tools.bench.systems import time_steps
 
 FACTORS: dict[str, Callable[[int], float]] = {"all_reduce": lambda n: 2 * (n - 1) / n}
 FACTORS |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), lambda n: (n - 1) / n)
@@ -67,7 +67,7 @@ def call_of(kind: str, axis: Any, size: int, device: Any) -> Callable[[], Any]:
     import torch.distributed as dist
 
     from megalite.parallel import comm
-    from megalite.parallel.self_test import pass_on
+    from megalite.parallel.self_test import ring_shift
 
     part = torch.zeros(max(1, size // 4 // axis.size), device=device)
     whole = torch.zeros(len(part) * axis.size, device=device)
@@ -78,7 +78,7 @@ def call_of(kind: str, axis: Any, size: int, device: Any) -> Callable[[], Any]:
         "reduce_scatter": lambda: comm.start_reduce_scatter_into(part, whole, axis).wait(),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=axis.group),
         "broadcast": lambda: comm.broadcast_(whole, axis),
-        "message": lambda: pass_on(axis, whole, 1),
+        "message": lambda: ring_shift(axis, whole, 1),
     }[kind]
 
 
@@ -100,7 +100,7 @@ def everywhere(value: float, mesh: Any) -> list[float]:
 
 def axes_of(mesh: Any) -> list[Any]:
     """Those of a layout that have several ranks, each set of ranks once; the world only where no axis is it."""
-    names, axes = ("tp", "cp", "dp", "pp", "data", "world"), []
+    names, axes = ("tp", "cp", "dp", "pp", "dp_cp", "world"), []
     for axis in map(mesh.axis, names):
         if axis.size > 1 and all(axis.ranks != other.ranks for other in axes):
             axes.append(axis)
@@ -126,7 +126,7 @@ def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 def on_ranks(
     program: str,
-    work: Callable[[Ranks, Namespace], int],
+    work: Callable[[RankInfo, Namespace], int],
     args: Namespace,
     tp: int,
     problem: Callable[[int, Namespace], str] = lambda world, args: "",
@@ -137,18 +137,18 @@ def on_ranks(
     try:
         ranks = read_environment()
     except LaunchError as error:
-        complain(f"{program}: {error}")
+        print_err(f"{program}: {error}")
         return 3
-    text = other_number(ranks, args.nproc) or problem(nproc if ranks is None else ranks.world, args)
+    text = other_number(ranks, args.nproc) or problem(nproc if ranks is None else ranks.world_size, args)
     if text:
-        complain(f"{program}: {text}")
+        print_err(f"{program}: {text}")
         return 2
     if args.device != "cpu":
-        prepare_cuda(tp, Path("."))
+        set_cuda_environment(tp, Path("."))
     if ranks is None and nproc > 1:
-        return start_local(nproc, _one_rank, (work, args))
-    return work(ranks or Ranks(), args)
+        return launch_local(nproc, _one_rank, (work, args))
+    return work(ranks or RankInfo(), args)
 
 
-def _one_rank(ranks: Ranks, work: Callable[[Ranks, Namespace], int], args: Namespace) -> int:
+def _one_rank(ranks: RankInfo, work: Callable[[RankInfo, Namespace], int], args: Namespace) -> int:
     return work(ranks, args)

@@ -28,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.files import indexed
-from megalite.data.files.indexed import IndexedDataset
-from megalite.data.samples.batches import Batches
-from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.data.samples.permutation import permute
+from megalite.data.datasets.batches import Batches
+from megalite.data.datasets.gpt_dataset import GPTDataset
+from megalite.data.datasets.permutation import permute
+from megalite.data.files import indexed_dataset as indexed
+from megalite.data.files.indexed_dataset import IndexedDataset
 from megalite.launch.children import safe_start
+from tools.cli_common import number, parser_of, refusing, run_program
 from tools.preprocess.indexed_writer import IndexedWriter
-from tools.program import number, parser_of, refusing, run_program
 
 MEAN = 760  # tokens per document: 38 G tokens in 50 M documents
 SEQ_LENGTH = 2048
@@ -89,8 +89,8 @@ def plan_epoch(prefix: str) -> tuple[float, int, int]:
     """Seconds, bytes and tokens, from nothing to the first place of a training sample: open, shuffle, prefix sums."""
     before, begin = peak_bytes(), time.perf_counter()
     data = IndexedDataset(prefix)
-    dataset = GptDataset(data, range(len(data)), SEQ_LENGTH, 1)
-    dataset.where(0, 0)
+    dataset = GPTDataset(data, range(len(data)), SEQ_LENGTH, 1)
+    dataset.locate(0, 0)
     return time.perf_counter() - begin, peak_bytes() - before, dataset.num_tokens
 
 
@@ -109,7 +109,7 @@ def open_pair(prefix: str) -> tuple[float, float]:
 def read_batches(prefix: str, whole: bool, size: int) -> float:
     """Tokens per second, the files being in memory; every call asks for other samples."""
     data = IndexedDataset(prefix)
-    dataset = GptDataset(data, range(len(data)), SEQ_LENGTH, 1)
+    dataset = GPTDataset(data, range(len(data)), SEQ_LENGTH, 1)
     batches, times = Batches(dataset, size, 0, 1, 1 << 16), []
     for a in range(0, data.num_tokens, 1 << 20):  # from disk into memory
         data.tokens[a : a + (1 << 20)].max(initial=0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench import gpu_report_goals, gpu_report_tests
-from tools.program import read_json
+from tools.cli_common import read_json
 
 TOOLS = Path(__file__).resolve().parent.parent
 TABLE = gpu_report_goals.TABLE

@@ -19,9 +19,9 @@ import torch
 
 from megalite.config import cli
 from megalite.models.families import PRESETS
-from megalite.plan.arrangement import arrange
-from megalite.plan.memory import memory as memory_of
-from tools.program import write_json
+from megalite.planning.memory import rank_memory as memory_of
+from megalite.planning.run_plan import make_run_plan
+from tools.cli_common import write_json
 
 DATA = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style constant"
 BF16_MOMENTS = ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
@@ -106,7 +106,7 @@ def choose(flags: list[str], memory: float) -> dict[str, Any]:
     for count, moments in tried:
         sizes = ["--num-layers", str(count), *moments]
         config, _ = cli.read([*DATA.split(), *flags, *sizes], PRESETS)
-        (held,) = memory_of(arrange(config, 1, vocab))
+        (held,) = memory_of(make_run_plan(config, 1, vocab))
         if held.peak <= memory:
             break
     sizes_of = {"layers": count, "of_layers": layers, "moments": "bf16" if moments else "fp32"}

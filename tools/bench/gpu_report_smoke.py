@@ -20,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from tools.bench import limited
+from tools.bench import timeout as limited
 from tools.bench.gpu_report_goals import TABLE
-from tools.program import parser_of, write_json
+from tools.cli_common import parser_of, write_json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS, LEAST_TOKENS = 6, 4

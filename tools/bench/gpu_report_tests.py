@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megalite.train.tell.run_dir import json_rows
-from tools.program import parser_of
+from megalite.training.logging.run_dir import read_jsonl
+from tools.cli_common import parser_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -52,7 +52,7 @@ class Share:
 
     def __init__(self, part: int, jobs: int, file: Path):
         self.part, self.jobs, self.file = part, jobs, file
-        self.done = {row["test"] for _, row in json_rows(file)}
+        self.done = {row["test"] for _, row in read_jsonl(file)}
         self.broken = False
 
     def write(self, **row: Any) -> None:
@@ -89,7 +89,7 @@ def read(folder: Path) -> dict[str, Any]:
     """Counts of the outcomes of all shares, and the failures with their last lines."""
     ends: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.glob("share*.jsonl")):
-        for _, row in json_rows(file):
+        for _, row in read_jsonl(file):
             if row["outcome"] != "began" or row["test"] not in ends:
                 ends[row["test"]] = row
     if not ends:

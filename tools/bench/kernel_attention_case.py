@@ -64,9 +64,9 @@ def work(formula: str, matmuls: int, sized: int) -> Work:
 def tiles(s: Sizes, half: str) -> Swept:
     """Backward has two kernels, whose tiles are tried one after the other."""
     head = s.normal(1, 1, 1, s.head_size)
-    key, tables = flash_attention.unit(head, head), {"": flash_attention.FORWARD}
+    key, tables = flash_attention.tile_key(head, head), {"": flash_attention.FORWARD_TILES}
     if half == "backward":
-        tables = {"q_": flash_attention.BACKWARD_Q, "kv_": flash_attention.BACKWARD_KV}
+        tables = {"q_": flash_attention.BACKWARD_Q_TILES, "kv_": flash_attention.BACKWARD_KV_TILES}
     for prefix, table in tables.items():
         yield from entries(table, key, {prefix + name: values for name, values in TILE.items()})
 

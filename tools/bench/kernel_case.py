@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.dispatch import TileSizes
+from megalite.kernels.dispatch import TileConfig
 
 Fn = Callable[..., Any]
 Tile = dict[str, int]
@@ -179,13 +179,15 @@ def own_first(own: Any, others: Iterable[Any]) -> list[Any]:
     return [own, *(one for one in others if one != own)]
 
 
-def blocks(place: dict[str, Any], name: str, own: TileSizes, columns: int, walks: bool, put: Fn | None = None) -> Swept:
+def blocks(
+    place: dict[str, Any], name: str, own: TileConfig, columns: int, walks: bool, put: Fn | None = None
+) -> Swept:
     """Rows, columns (where a row may be cut), warps and, where a program `walks` over tiles, programs and stages (not
     2, which ask for a tile after all work on the one before). A thread has 4 to 128 elements. `put`: what stands in the
     place, where it is not the tile itself."""
     sizes = ((1, 2, 4), [own.columns]) if own.columns >= columns else ((own.rows,), [512, 1024, 2048, 4096])
     walk = ((1, 2, 3, 4, 6, 8), (1, 3)) if walks else ((own.programs,), (own.stages,))
-    tried = (TileSizes(*tile) for tile in itertools.product(*sizes, (2, 4, 8, 16, 32), *walk))
+    tried = (TileConfig(*tile) for tile in itertools.product(*sizes, (2, 4, 8, 16, 32), *walk))
     for tile in own_first(own, (t for t in tried if 4 <= t.rows * t.columns / (32 * t.warps) <= 128)):
         yield asdict(tile), place, {name: put(tile) if put else tile}
 

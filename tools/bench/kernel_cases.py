@@ -130,7 +130,7 @@ def rope_cases() -> list[Case]:
         """Backward is the same pass with the other sign."""
 
         def ours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            return rope.rotate(x, cos, sin, sign, rope.BLOCK)
+            return rope.rotate_triton(x, cos, sin, sign, rope.BLOCK)
 
         peers = {"liger": liger("LigerRopeFunction")} if half == "forward" else {}
         plain = functools.partial(rope.rotate_reference, sign=sign)
@@ -151,7 +151,7 @@ def dropout_cases() -> list[Case]:
         def ours(x: Tensor, a: Tensor) -> Tensor:
             """Backward is the same pass over the gradient, and adds nothing."""
             ids, added = torch.zeros(1, dtype=torch.int64, device=x.device), a if half == "forward" else None
-            return dropout.drop(x, added, P, KEY, ids, 0, dropout.BLOCK)
+            return dropout.dropout_triton(x, added, P, KEY, ids, 0, dropout.BLOCK)
 
         plain: Fn = lambda x, a: F.dropout(x, P) + a  # noqa: E731
         return Case("dropout_add", half, streams(factor), inputs, ours, plain, tiles, direct="ours")

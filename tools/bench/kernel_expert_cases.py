@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from megalite.kernels import gated_matmul as gated
 from megalite.kernels import grouped_matmul as grouped
 from megalite.kernels.activations.swiglu import ACTIVATION
-from megalite.kernels.dispatch import unit_of
-from megalite.kernels.weight_grad import accumulate_outer_
+from megalite.kernels.dispatch import matmul_unit
+from megalite.kernels.weight_grad import accumulate_weight_grad_
 from tools.bench.kernel_case import Case, Fn, Make, Sizes, Swept, Work, entries
 
 TILE = {"rows": (64, 128, 256), "columns": (64, 128, 256), "depth": (32, 64), "warps": (4, 8), "stages": (3, 4, 5)}
@@ -34,13 +34,13 @@ def inputs(s: Sizes) -> list[Tensor]:
 
 
 def backward(x: Tensor, w: Tensor, dy: Tensor, grad: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    grouped.grouped_weight_grad_(grad, dy, x, offsets, begin=False)
+    grouped.grouped_weight_grad_(grad, dy, x, offsets, overwrite=False)
     return grouped.grouped_matmul(dy, w.mT, offsets), grad
 
 
 def plain_backward(x: Tensor, w: Tensor, dy: Tensor, grad: Tensor, offsets: Tensor) -> tuple[Tensor, Any]:
     if len(w) == 1:
-        return dy @ w[0], accumulate_outer_(grad[0], dy, x, begin=False)
+        return dy @ w[0], accumulate_weight_grad_(grad[0], dy, x, overwrite=False)
     return F.grouped_mm(dy, w, offs=offsets[1:]), grad.add_(F.grouped_mm(dy.mT, x, offs=offsets[1:]))
 
 
@@ -60,13 +60,13 @@ def gated_inputs(s: Sizes, up: bool) -> list[Tensor]:
 def plain_up(x: Tensor, w: Tensor, offsets: Tensor, rows: Tensor, p: Tensor) -> Any:
     if len(w) == 1:
         return ACTIVATION.forward(x @ w[0].mT)
-    return gated.up_apart(x, w, offsets, rows, p, ACTIVATION, matmul=plain_matmul)
+    return gated.up_unfused(x, w, offsets, rows, p, ACTIVATION, matmul=plain_matmul)
 
 
 def plain_down(dy: Tensor, w: Tensor, offsets: Tensor, rows: Tensor, u: Tensor, p: Tensor) -> Any:
     if len(w) == 1:
         return ACTIVATION.backward(u, dy @ w[0])
-    return gated.down_apart(dy, w, offsets, rows, u, p, ACTIVATION, matmul=plain_matmul)
+    return gated.down_unfused(dy, w, offsets, rows, u, p, ACTIVATION, matmul=plain_matmul)
 
 
 def work(formula: str, matmuls: int, moved: Any, halved: bool = False) -> Work:
@@ -79,7 +79,7 @@ def work(formula: str, matmuls: int, moved: Any, halved: bool = False) -> Work:
 
 def expert_cases() -> list[Case]:
     def case(op: str, half: str, amount: Work, make: Make, ours: Fn, plain: Fn, table: dict[str, Any]) -> Case:
-        tiles: Callable[[Sizes], Swept] = lambda s: entries(table, unit_of(s.normal(1)), TILE)  # noqa: E731
+        tiles: Callable[[Sizes], Swept] = lambda s: entries(table, matmul_unit(s.normal(1)), TILE)  # noqa: E731
         how: dict[str, Any] = dict(direct="all", axis="expert_count", compiles=False)
         return Case(op, half, amount, make, ours, plain, tiles, **how)
 
@@ -96,6 +96,6 @@ def expert_cases() -> list[Case]:
     return [
         case("grouped_matmul", "forward", first, inputs, forward, plain_forward, grouped.FORWARD),
         case("grouped_matmul", "backward", second, inputs, backward, plain_backward, grouped.WEIGHT_GRAD),
-        case("gated_matmul", "forward", third, partial(gated_inputs, up=True), up, plain_up, gated.UP),
-        case("gated_matmul", "backward", fourth, partial(gated_inputs, up=False), down, plain_down, gated.DOWN),
+        case("gated_matmul", "forward", third, partial(gated_inputs, up=True), up, plain_up, gated.UP_TILES),
+        case("gated_matmul", "backward", fourth, partial(gated_inputs, up=False), down, plain_down, gated.DOWN_TILES),
     ]

@@ -74,8 +74,8 @@ def ours_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     """As the trainer calls it: the weight's gradient is added to its buffer, which is not part of what this takes."""
     if not hasattr(weight_VD, "sink"):
         weight_VD.sink = Sink(weight_VD)  # type: ignore[attr-defined]
-    x_SBD, labels_SB, tp = x_ND[:, None], labels_N[:, None], Mesh.alone().tp
-    return loss.linear_cross_entropy(x_SBD, weight_VD, labels_SB, None, tp, weight_VD.shape[0], promised=1.0)
+    x_SBD, labels_SB, tp = x_ND[:, None], labels_N[:, None], Mesh.single_process().tp
+    return loss.linear_cross_entropy(x_SBD, weight_VD, labels_SB, None, tp, weight_VD.shape[0], loss_grad=1.0)
 
 
 def tiles(s: Sizes) -> Swept:
@@ -134,7 +134,7 @@ def for_adamw(s: Sizes, moments: torch.dtype) -> list[Tensor]:
 
 
 def ours_adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor) -> Tensor:
-    adamw.adamw_(w, g, m, v, **HYPER, copy=copy)
+    adamw.adamw_(w, g, m, v, **HYPER, model_param=copy)
     return copy
 
 

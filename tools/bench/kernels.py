@@ -27,13 +27,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from megalite.common.optional_packages import MissingPackageError
 from megalite.config.environment import safe_path
-from megalite.config.packages import MissingPackage
-from megalite.kernels.dispatch import KernelError, installed, runs_triton
+from megalite.kernels.dispatch import KernelError, runs_triton, triton_installed
 from tools.bench.kernel_bench import Bench, Row, best_of
 from tools.bench.kernel_case import Case, Sizes, absent
 from tools.bench.kernel_cases import CASES
-from tools.program import parser_of, write_json
+from tools.cli_common import parser_of, write_json
 
 PEERS = ("megalite", "torch", "compile", "liger", "triton", "cudnn", "flash")
 # flag and field of Sizes: values on a card, and on a CPU
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
     problems += [f"--{name} {v} is below 1" for name, v in numbers.items() if v is not None and v < 1]
     problems += [f"--hidden-sizes {d} is not a multiple of 128" for d in args.hidden_size or [] if d % 128]
     cpu = args.device == "cpu" and not args.list
-    if cpu and installed():
+    if cpu and triton_installed():
         os.environ.setdefault("TRITON_INTERPRET", "1")
         os.environ.setdefault("MEGALITE_KERNELS", "triton")
     if not problems and not args.list:
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace, device: torch.device, cases: list[tuple[Case, 
         print(f"{package} is not installed: no figures of it")
     head = {"date": datetime.date.today().isoformat(), "device": card, "torch": torch.__version__}
     head |= {"interpreted": device.type == "cpu" and runs_triton("cpu")}
-    if installed():
+    if triton_installed():
         import triton
 
         head |= {"triton": triton.__version__}
@@ -166,7 +166,7 @@ def missing(device: str) -> list[str]:
         if runs_triton(device) or device == "cpu":
             return []
         return ["the dispatcher takes torch; install triton, unset MEGALITE_KERNELS"]
-    except (KernelError, MissingPackage) as error:
+    except (KernelError, MissingPackageError) as error:
         return [str(error)]
 
 

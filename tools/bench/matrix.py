@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
+from megalite.common.optional_packages import MissingPackageError
 from megalite.config import cli
-from megalite.config.console import Bar, complain
+from megalite.config.console import ProgressBar, print_err
 from megalite.config.options import ConfigError
-from megalite.config.packages import MissingPackage
-from megalite.launch.local_ranks import cores
+from megalite.launch.local_launcher import cpu_count
 from megalite.models.families import PRESETS
-from tools.bench import contender, tables
-from tools.bench.turns import REFUSED, Row, Table, combinations_of
-from tools.pictures import bench
-from tools.pictures.canvas import save
+from tools.bench import format_results as tables
+from tools.bench import systems as contender
+from tools.bench.results import REFUSED, Row, Table, combinations_of
+from tools.plots import bench
+from tools.plots.style import save
 
 
 def batch_flags(options: argparse.Namespace, flags: list[str], nproc: int) -> list[str]:
@@ -38,7 +39,7 @@ def rows_of(options: argparse.Namespace, flags: list[str]) -> list[Row]:
     """Every contender under every combination. Raises ConfigError where a list, or all of them, cannot be read."""
     threads = {}
     if len(options.nproc) > 1 and "OMP_NUM_THREADS" not in os.environ:
-        threads = {"OMP_NUM_THREADS": str(max(1, cores() // max(options.nproc)))}
+        threads = {"OMP_NUM_THREADS": str(max(1, cpu_count() // max(options.nproc)))}
     rows, reasons = [], {}
     for values, words, nproc in combinations_of(options.sweep, options.nproc):
         line, asked = [*flags, *words], argparse.Namespace(**{**vars(options), "nproc": nproc})
@@ -62,13 +63,13 @@ def measure_all(table: Table, options: argparse.Namespace) -> None:
     """In turns, so that what changes on the machine changes for all rows."""
     todo = [(turn, row) for turn in range(options.repeats) for row in table.rows]
     done, total = 0, sum(row.wants(turn) for turn, row in todo)
-    with Bar("benchmark", total, "runs") as bar:
+    with ProgressBar("benchmark", total, "runs") as bar:
         for turn, row in todo:
             if not row.wants(turn):
                 continue
             text = f"{turn + 1} of {options.repeats}: {row.label}, {row.contender}"
             if bar.live:
-                bar.at(done, text)
+                bar.update(done, text)
             else:
                 print(text, file=sys.stderr, flush=True)
             given = argparse.Namespace(**{**vars(options), "nproc": row.nproc})
@@ -100,8 +101,8 @@ def finish(table: Table, options: argparse.Namespace, complete: bool) -> None:
     try:
         for picture in bench.pictures(measured):
             save(picture, options.out / f"{picture.name}.png")
-    except MissingPackage as error:
-        complain(f"benchmark.py: no pictures: {error}")
+    except MissingPackageError as error:
+        print_err(f"benchmark.py: no pictures: {error}")
 
 
 def run(options: argparse.Namespace, flags: list[str], program: str) -> int:
@@ -128,7 +129,7 @@ def run(options: argparse.Namespace, flags: list[str], program: str) -> int:
     except KeyboardInterrupt:
         interrupted = True
         resumed = "" if options.out is None else "; the same command resumes it"
-        complain(f"{program}: interrupted{resumed}")
+        print_err(f"{program}: interrupted{resumed}")
     finish(table, options, not interrupted)
     any_measured = any(row.runs and row.contender.startswith("megalite") for row in table.rows)
     return 130 if interrupted else 0 if any_measured else 1

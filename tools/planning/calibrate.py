@@ -1,4 +1,4 @@
-"""How fast this machine runs a model's parts: a profile for megalite/plan/cost.py, in half a minute.
+"""How fast this machine runs a model's parts: a profile for megalite/planning/stage_time.py, in half a minute.
 
 As many local ranks as will share the machine measure at once, so that memory and caches are shared as in a run:
 
@@ -24,26 +24,26 @@ import numpy as np
 import torch
 
 from megalite.config.options import Config
-from megalite.data.samples.batches import MicroBatch
+from megalite.data.datasets.batches import MicroBatch
 from megalite.kernels.attention import attention
-from megalite.kernels.dispatch import choose
-from megalite.launch.local_ranks import start_local
-from megalite.launch.ranks import Ranks, process_group
+from megalite.kernels.dispatch import set_kernel_options
+from megalite.launch.local_launcher import launch_local
+from megalite.launch.rank_info import RankInfo, process_group
 from megalite.models.gpt import Stage
-from megalite.nn.later import Later
-from megalite.nn.parameter import Maker
-from megalite.optim.buffer import ParamBuffer
-from megalite.optim.zero1 import Zero1
+from megalite.nn.parameter import ParamFactory
+from megalite.nn.wgrad_store import WeightGradStore
+from megalite.optim.buffer import ParamAndGradBuffer
+from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.parallel.mesh import Axis, Mesh, build_mesh
 from megalite.parallel.streams import synchronize
-from megalite.plan.arrangement import Arrangement
-from megalite.plan.cluster import DEVICES, Link, Profile, cluster, default_profile
-from megalite.plan.cost import shape_of
-from megalite.plan.kinds import kinds_of, layers_bill
-from megalite.train.batch import host_batch, on_device
-from megalite.train.life.preflight import choose_device
-from megalite.train.setup import update_rules
-from megalite.train.tell.device_memory import keep_freed_memory
+from megalite.planning.cluster import DEVICES, DeviceProfile, Link, default_profile, make_cluster
+from megalite.planning.layer_kinds import layer_kinds, layers_cost
+from megalite.planning.run_plan import RunPlan
+from megalite.planning.stage_time import calibration_key
+from megalite.training.batch import to_device, to_host_batch
+from megalite.training.job.preflight import choose_device
+from megalite.training.logging.device_memory import keep_freed_heap
+from megalite.training.setup import build_update_rules
 from tools.bench import collectives
 
 LAYERS = 2  # of the stage that is measured, of a model that has them
@@ -55,11 +55,11 @@ class CalibrationError(RuntimeError):
     """A rank could not measure."""
 
 
-def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 20.0) -> Profile:
+def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 20.0) -> DeviceProfile:
     """Measure this device for models of this configuration's shape without tp. Raises CalibrationError."""
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         task = {"config": config, "vocab_size": vocab_size, "seconds": seconds, "folder": folder}
-        if code := start_local(ranks, measure, (task,)):
+        if code := launch_local(ranks, measure, (task,)):
             raise CalibrationError(f"a rank ended with exit code {code}; what it said is above")
         results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
     mean = lambda key: statistics.fmean(one[key] for one in results)  # noqa: E731
@@ -82,11 +82,11 @@ def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 
     )
 
 
-def measure(ranks: Ranks, task: dict[str, Any]) -> None:
+def measure(ranks: RankInfo, task: dict[str, Any]) -> None:
     """One rank's part: writes what it found into the task's folder."""
     wanted = choose_device(task["config"].parallel.device)
     if wanted == "cpu":
-        keep_freed_memory()  # as pretrain() does
+        keep_freed_heap()  # as pretrain() does
     with process_group(ranks, device=wanted, startup_timeout=datetime.timedelta(minutes=5)) as device:
         found = _Bench(task, ranks, device).run()
     (Path(task["folder"]) / f"rank{ranks.rank:05d}.json").write_text(json.dumps(found))
@@ -95,12 +95,12 @@ def measure(ranks: Ranks, task: dict[str, Any]) -> None:
 class _Bench:
     """All ranks go through the same sections, each of which ends at one time by the clock: so they stay together."""
 
-    def __init__(self, task: dict[str, Any], ranks: Ranks, device: torch.device):
+    def __init__(self, task: dict[str, Any], ranks: RankInfo, device: torch.device):
         config = task["config"]
         sizes = dict.fromkeys(("tensor", "pipeline", "expert"), 1)
         alone = dataclasses.replace(config.parallel, **{f"{name}_model_parallel_size": n for name, n in sizes.items()})
-        self.made: Arrangement = Arrangement(dataclasses.replace(config, parallel=alone), 1, task["vocab_size"])
-        self.mesh = dataclasses.replace(Mesh.alone(), device=device)
+        self.made: RunPlan = RunPlan(dataclasses.replace(config, parallel=alone), 1, task["vocab_size"])
+        self.mesh = dataclasses.replace(Mesh.single_process(), device=device)
         self.ranks, self.device, self.layers = ranks, device, min(LAYERS, config.model.num_layers)
         self.section_s, self.until = task["seconds"] / 9, 0.0
 
@@ -122,7 +122,7 @@ class _Bench:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return {
             **{"blocks": blocks, "message": message, "collective": collective, "device": name, "kind": self.kind},
-            **{"shape": shape_of(self.made), **self.shares(blocks)},
+            **{"shape": calibration_key(self.made), **self.shares(blocks)},
         }
 
     def now(self) -> float:
@@ -150,16 +150,16 @@ class _Bench:
     def build(self) -> tuple[list[Stage], Any, Any]:
         """Three stages: embedding, layers, head; their buffer and optimizer."""
         config = self.made.config
-        choose(config.parallel.kernels, config.parallel.attention_kernel)
-        make = Maker(self.mesh, self.made.dtype, config.train.seed)
+        set_kernel_options(config.parallel.kernels, config.parallel.attention_kernel)
+        make = ParamFactory(self.mesh, self.made.dtype, config.train.seed)
         layers = [range(0), range(self.layers), range(self.layers, self.layers)]
-        one_kind, stages = dataclasses.replace(kinds_of(config.model)[0], num_layers=self.layers), []
+        one_kind, stages = dataclasses.replace(layer_kinds(config.model)[0], num_layers=self.layers), []
         for number, model in enumerate((config.model, one_kind, config.model)):
             apart = dataclasses.replace(model, untie_embeddings_and_output_weights=True)  # tied weights need two ends
             made = dataclasses.replace(self.made, config=dataclasses.replace(config, model=apart))
             stages.append(made.build_stage(make, layers, number))
-        buffer = ParamBuffer(stages, self.mesh)
-        return stages, buffer, Zero1(buffer, *update_rules(config))
+        buffer = ParamAndGradBuffer(stages, self.mesh)
+        return stages, buffer, DistributedOptimizer(buffer, *build_update_rules(config))
 
     def stage(self, stage: Stage, number: int, split: bool) -> list[float]:
         """Seconds of F, B and W (0 where backward is not split)."""
@@ -167,21 +167,21 @@ class _Bench:
         S, B, D = made.config.model.seq_length, made.config.train.micro_batch_size, made.config.model.hidden_size
         drawn = np.random.default_rng(0).integers(0, made.vocab_size, (B, S + 1))
         micro = MicroBatch(drawn, np.arange(B, dtype=np.int64), None, None)
-        host = host_batch(micro, pin=False, positions=False, documents=False, cp=self.mesh.cp, windows=())
-        batch = on_device(host, self.device, step=1)
+        host = to_host_batch(micro, pin=False, positions=False, documents=False, cp=self.mesh.cp, windows=())
+        batch = to_device(host, self.device, step=1)
         x_SBD = torch.randn(S, B, D, device=self.device).to(made.dtype)
-        weight = 1.0 / made.tokens
+        weight = 1.0 / made.tokens_per_microbatch
 
         def once() -> tuple[float, float, float]:
             x = None if number == 0 else x_SBD.detach().requires_grad_()
-            later = Later() if split else None
+            later = WeightGradStore() if split else None
             start = self.now()
-            y = stage(x, dataclasses.replace(batch, loss_weight=weight, later=later))
+            y = stage(x, dataclasses.replace(batch, loss_grad=weight, wgrad_store=later))
             forward = self.now()
             torch.autograd.backward(y, torch.full_like(y, weight) if number == 2 else x_SBD)
             backward = self.now()
             if later is not None:
-                later.run()
+                later.compute_all()
             return forward - start, backward - forward, self.now() - backward if split else 0.0
 
         return self.medians(once)
@@ -189,14 +189,14 @@ class _Bench:
     def shares(self, blocks: dict[str, tuple[float, float, float]]) -> dict[str, float]:
         """The shares of the device's peaks that a matmul, attention and a copy reach."""
         made, m, name = self.made, self.made.config.model, self.kind
-        device = cluster(name, self.ranks.world).device if name == "cpu" else DEVICES[name][0]
-        peak, tokens = device.peak_tflops(made.dtype) * 1e12, made.tokens
+        device = make_cluster(name, self.ranks.world_size).device if name == "cpu" else DEVICES[name][0]
+        peak, tokens = device.peak_tflops(made.dtype) * 1e12, made.tokens_per_microbatch
         draw = lambda *shape: torch.randn(*shape, device=self.device).to(made.dtype)  # noqa: E731
         a_ND, w_FD = draw(tokens, m.hidden_size), draw(m.ffn_size, m.hidden_size)
         matmul = self.median(lambda: a_ND @ w_FD.T)
         S, B, K = m.seq_length, made.config.train.micro_batch_size, m.head_size
         q = draw(S, B, m.num_attention_heads, K).requires_grad_()
-        k, v = (draw(S, B, m.groups, K).requires_grad_() for _ in range(2))
+        k, v = (draw(S, B, m.num_kv_groups, K).requires_grad_() for _ in range(2))
 
         def attend() -> tuple[float, float]:
             start = self.now()
@@ -206,15 +206,15 @@ class _Bench:
             return middle - start, self.now() - middle
 
         forward, backward = self.medians(attend)
-        kind = dataclasses.replace(kinds_of(m)[0], window_size=None)
-        alone = layers_bill((kind,), dataclasses.replace(made.layers.setting, tp=1, split=False, again=()))
-        scores = sum(event.figures[0] for event in alone.of("F") if event.what == "scores")
+        kind = dataclasses.replace(layer_kinds(m)[0], window_size=None)
+        alone = layers_cost((kind,), dataclasses.replace(made.stage_costs.setting, tp=1, split=False, recompute_modules=()))
+        scores = sum(event.values[0] for event in alone.of_phase("F") if event.kind == "scores")
         source = torch.empty(1 << 26, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         copied = self.median(lambda: target.copy_(source))
         return {
             "matmul": 2.0 * tokens * m.hidden_size * m.ffn_size / matmul / peak,
-            "head": sum(made.layers.head.flops) * made.tp / blocks["head"][0] / peak,
+            "head": sum(made.stage_costs.head.flops) * made.tp / blocks["head"][0] / peak,
             "attention_forward": scores / forward / peak,
             "attention_backward": 2.5 * scores / backward / peak,
             "memory": 2 * source.nbytes / copied / device.memory_bytes_per_s,
@@ -232,10 +232,10 @@ class _Bench:
 
     def links(self) -> tuple[list[float] | None, list[float] | None]:
         """(latency, bytes per second) of messages and of all-gathers; None: there is one rank."""
-        world, device = self.ranks.world, self.device
+        world, device = self.ranks.world_size, self.device
         if world == 1:
             return None, None
-        large = self.made.tokens * self.made.config.model.hidden_size * self.made.dtype.itemsize
+        large = self.made.tokens_per_microbatch * self.made.config.model.hidden_size * self.made.dtype.itemsize
 
         def link(kind: str, axis: Axis, large: int, turns: int) -> list[float]:
             """By a small and a large one. `turns`: messages that follow each other in a call."""
@@ -245,4 +245,4 @@ class _Bench:
             return [latency / turns, rate]
 
         message = link("message", build_mesh(device=device, pp=world).pp, large, 2)
-        return message, link("all_gather", build_mesh(device=device).data, 4 * large, 1)
+        return message, link("all_gather", build_mesh(device=device).dp_cp, 4 * large, 1)

@@ -9,27 +9,31 @@ from typing import Any
 import torch
 
 from megalite.config import cli
-from megalite.config.console import Bar, complain
+from megalite.config.config_file import dump_config
+from megalite.config.console import ProgressBar, print_err
 from megalite.config.options import ConfigError
 from megalite.config.text_file import TextFileError
-from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS
-from megalite.plan import links
-from megalite.plan.arrangement import Arrangement
-from megalite.plan.cluster import Profile, read_profile
-from megalite.plan.kinds import model_flops
-from megalite.plan.memory import memory as memory_of
-from megalite.train.tell.figures import columns
-from megalite.train.tell.overview import stage_rows
-from tools.pictures.canvas import save
-from tools.pictures.plan import picture
-from tools.planning import advice, ask, published, rules, show
+from megalite.planning import comm_time as links
+from megalite.planning.cluster import DeviceProfile, read_profile
+from megalite.planning.layer_kinds import flops_per_token
+from megalite.planning.memory import rank_memory as memory_of
+from megalite.planning.run_plan import RunPlan
+from megalite.training.logging.log_format import aligned_table
+from megalite.training.logging.plan_summary import stage_rows
+from tools.cli_common import unwritable, write_json
+from tools.planning import format_plan as show
+from tools.planning import published_runs as published
+from tools.planning import recommend as advice
+from tools.planning import token_budget as rules
+from tools.planning import wizard as ask
 from tools.planning.calibrate import CalibrationError
 from tools.planning.calibrate import calibrate as measure
-from tools.planning.request import Request, problems_of, read, with_options
-from tools.planning.rules import Budget, chinchilla, quantity
+from tools.planning.plan_request import Request, problems_of, read, with_options
 from tools.planning.search import MOST, Found, Layout, applied, arranged, layout_of, search
-from tools.program import unwritable, write_json
+from tools.planning.token_budget import Budget, chinchilla, quantity
+from tools.plots.plan import picture
+from tools.plots.style import save
 
 
 def run(command: str, args: argparse.Namespace, words: list[str]) -> int:
@@ -38,7 +42,7 @@ def run(command: str, args: argparse.Namespace, words: list[str]) -> int:
             "published": table}[command](args, words)  # fmt: skip
 
 
-def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile | None]:
+def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, DeviceProfile | None]:
     problems: list[str] = []
     profile = None
     try:
@@ -76,10 +80,10 @@ def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | N
         raise ConfigError(problems)
     m, t = request.config.model, request.config.train
     one = arranged(layout_of(request.config) if request.is_layout else Layout(), request)
-    flops = model_flops(m, one.padded_vocab)
-    named = 0 if "train_iters" in request.left_out else one.samples
-    tokens = sizes["tokens"] or (t.train_samples or named) * m.seq_length or chinchilla(one.active)
-    return Budget(one.active, tokens, flops), sizes["data_tokens"]
+    flops = flops_per_token(m, one.padded_vocab)
+    named = 0 if "train_iters" in request.left_out else one.total_samples
+    tokens = sizes["tokens"] or (t.train_samples or named) * m.seq_length or chinchilla(one.num_active_parameters)
+    return Budget(one.num_active_parameters, tokens, flops), sizes["data_tokens"]
 
 
 def plan(args: argparse.Namespace, words: list[str]) -> int:
@@ -92,10 +96,10 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
         unset = "global_batch_size is not set, and layouts of one batch are compared; give --global-batch-size"
         raise ConfigError([unset])
     budget, data_tokens = _budget(args, request)
-    with contextlib.ExitStack() as at_last, Bar("layouts", MOST, "simulated") as bar:
+    with contextlib.ExitStack() as at_last, ProgressBar("layouts", MOST, "simulated") as bar:
         gc.disable()  # it goes through a search's millions of live objects again and again and frees 12 MB of 456
         at_last.callback(gc.enable)
-        tell = lambda done, best: bar.at(done, f"best {best:.3f} s")  # noqa: E731
+        tell = lambda done, best: bar.update(done, f"best {best:.3f} s")  # noqa: E731
         found = search(request, profile, wanted=top, usable=share, tell=tell)
         stays = request.is_layout or "optimizer_cpu_offload" in request.fixed or request.cluster.device.name == "cpu"
         if not (found.plans or stays):
@@ -105,7 +109,7 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
                 print("Nothing fits without --optimizer-cpu-offload; with it:\n")
     if not found.plans:
         reasons = "\n".join([*show.refusals(found), *advice.needs(request, found)])
-        complain(f"plan.py: none of {found.candidates:,} layouts can be built and fits; refused:\n{reasons}")
+        print_err(f"plan.py: none of {found.candidates:,} layouts can be built and fits; refused:\n{reasons}")
         return 2
     best = found.choices()[0].best
     _tell(request, found, budget, data_tokens, args)
@@ -113,7 +117,7 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
         _section("why this one", [*ask.conclusion(args, found, budget, request.cluster.device)])
         if args.toml is not None:
             flags = show.command_words(request, best.layout, _steps(budget, best.made))
-            args.toml.write_text(to_toml(cli.read(flags, PRESETS)[0]), "utf-8")
+            args.toml.write_text(dump_config(cli.read(flags, PRESETS)[0]), "utf-8")
             print(f"\n{args.toml}: give it with --config, and the data with --data-path")
     if args.json is not None or args.out is not None:
         _write(args, request, found, budget)
@@ -130,30 +134,30 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
     best = shown[0].best
     batch = best.made.batch_sizes.final * request.config.model.seq_length
     dtype = str(best.made.dtype).removeprefix("torch.")
-    nodes = f"{c.nodes:,} node{'s' if c.nodes > 1 else ''} of {c.per_node}"
+    nodes = f"{c.num_nodes:,} node{'s' if c.num_nodes > 1 else ''} of {c.devices_per_node}"
     print(f"{c.world:,} x {c.device.name} ({nodes}), {dtype}, batch of {batch:,} tokens")
     _section("the usual questions", advice.path(request, found))
     print("\n".join(["", show.ranking(shown), *show.counts(found, len(shown))]))
     _section("refused", show.refusals(found))
     fits = f": {'fits' if best.peak <= found.limit else 'does not fit'} into {found.limit / 2**30:.1f} GiB"
     print(f"\n{'as given' if request.is_layout else 'the best'}: {best.layout}{fits}")
-    print(columns(show.memory_rows(best.memory, best.made)))
+    print(aligned_table(show.memory_rows(best.memory, best.made)))
     if best.made.dp > 1:
-        print(columns(stage_rows(best.made)))
-    _section("", [*advice.bound(best, c.per_node)])
+        print(aligned_table(stage_rows(best.made)))
+    _section("", [*advice.bound(best, c.devices_per_node)])
     _section("warnings", advice.warnings(request, best, found.limit, budget, data_tokens))
     price, speed = args.price_per_gpu_hour, best.time.tokens_per_s
     _section("the whole run", show.budget_lines(budget, best.made, speed, c, price, data_tokens, predicted=True))
     if c.world > 1:
-        words = [line for text in links.in_words(c) for line in show.wrapped(text)]
-        _section("links", [*columns(links.table(c)[: 1 + min(c.nodes, 2)]).splitlines(), *words])
+        words = [line for text in links.explain(c) for line in show.wrapped(text)]
+        _section("links", [*aligned_table(links.link_table(c)[: 1 + min(c.num_nodes, 2)]).splitlines(), *words])
     _section("NCCL", advice.nccl(request))
     print(f"\n{show.command(request, best.layout, _steps(budget, best.made))}")
     if "lr" in request.left_out or "--mock-data" in request.words:
         print("(--lr and the data are placeholders where you gave none)")
 
 
-def _steps(budget: Budget, made: Arrangement) -> int:
+def _steps(budget: Budget, made: RunPlan) -> int:
     return budget.steps(made.batch_sizes, made.config.model.seq_length)
 
 
@@ -168,8 +172,12 @@ def _section(title: str, lines: list[str]) -> None:
 def _write(args: argparse.Namespace, request: Request, found: Found, budget: Budget) -> None:
     c, shown = request.cluster, found.choices()[: args.top]
     best, plans = shown[0].best, [show.as_json(one.best) | {"fastest": show.as_json(one.fastest)} for one in shown]
-    data: dict[str, Any] = {"cluster": {"device": c.device.name, "nodes": c.nodes, "per_node": c.per_node}}
-    data |= {"device_memory": c.device.memory_bytes, "usable_memory": found.limit, "parameters": best.made.parameters}
+    data: dict[str, Any] = {"cluster": {"device": c.device.name, "nodes": c.num_nodes, "per_node": c.devices_per_node}}
+    data |= {
+        "device_memory": c.device.memory_bytes,
+        "usable_memory": found.limit,
+        "parameters": best.made.num_parameters,
+    }
     data |= {"active_parameters": budget.active, "tokens": budget.tokens, "plans": plans}
     data |= {"refused": [[count, found.examples[kind]] for kind, count in found.refused.most_common()]}
     data |= {"command": show.command_words(request, best.layout, _steps(budget, best.made))}
@@ -189,10 +197,10 @@ def memory(args: argparse.Namespace, words: list[str]) -> int:
         raise ConfigError(problems)
     arrangement = arranged(layout, request)
     held = memory_of(arrangement)
-    print(f"{layout}, dp {arrangement.dp}, {arrangement.microbatches} micro-batches")
-    print(columns(show.memory_rows(held, arrangement)))
+    print(f"{layout}, dp {arrangement.dp}, {arrangement.num_microbatches} micro-batches")
+    print(aligned_table(show.memory_rows(held, arrangement)))
     if arrangement.dp > 1:
-        print(columns(stage_rows(arrangement)))
+        print(aligned_table(stage_rows(arrangement)))
     limit = request.cluster.device.memory_bytes
     print(f"a {request.cluster.device.name} has {limit / 2**30:.1f} GiB, less what CUDA and NCCL take")
     return 0 if max(one.peak for one in held) <= limit else 1
@@ -204,10 +212,10 @@ def sizes(args: argparse.Namespace, _: list[str]) -> int:
     except ValueError:
         raise ConfigError([f"parameters={args.parameters} is not a size; write it as 7B"]) from None
     print(f"GB of state on each of {args.dp} devices, {number:,} parameters, AdamW:")
-    print(columns(rules.zero_rows(number, args.dp)))
+    print(aligned_table(rules.zero_rows(number, args.dp)))
     for dtype in (torch.float32, torch.bfloat16):
         print(f"\nGB of state on one device, {str(dtype).removeprefix('torch.')}:")
-        print(columns(rules.size_rows(dtype)))
+        print(aligned_table(rules.size_rows(dtype)))
     return 0
 
 
@@ -235,7 +243,7 @@ def calibrate(args: argparse.Namespace, words: list[str]) -> int:
 
 def table(_: argparse.Namespace, __: list[str]) -> int:
     head, *rows = published.table()
-    print(columns([(head[0], *head[2:5]), *((row[0], *row[2:5]) for row in rows)]))
+    print(aligned_table([(head[0], *head[2:5]), *((row[0], *row[2:5]) for row in rows)]))
     print("\nsources: " + "; ".join(dict.fromkeys(row[1] for row in rows)))
     for row in rows:
         if row[5]:

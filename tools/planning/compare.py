@@ -3,7 +3,7 @@
 python tools/plan.py compare RUN                          by the defaults of its device
 python tools/plan.py compare RUN --profile profile.json   by what tools/plan.py calibrate has measured there
 
-Predicted: memory as a start prints it (megalite/plan/arrangement.py), times by megalite/plan/step_time.py, of the
+Predicted: memory as a start prints it (megalite/planning/run_plan.py), times by megalite/planning/step_time.py, of the
 run's own options and ranks. Measured: a step is the median of metrics.jsonl, its first line left out; the parts of a
 step are means over ranks and all steps of the last process (report.json); waits in the pipeline are of the one step
 that --profile-pipeline has timed (timeline.json); memory is what heartbeats, or the log lines of rank 0, have seen: on
@@ -16,20 +16,20 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from megalite.config.options import ConfigError, build, completed
-from megalite.config.toml import read_toml
+from megalite.config.config_file import read_config_file
+from megalite.config.options import ConfigError, apply_megatron_defaults, build
 from megalite.data.errors import DataError
 from megalite.parallel.mesh import rank_grid
-from megalite.plan.arrangement import Arrangement, arrange
-from megalite.plan.cluster import DEVICES, Cluster, Profile, cluster, read_cluster, read_profile
-from megalite.plan.step_time import step_time
-from megalite.train.sources import open_tokenizer, true_vocab_size
-from megalite.train.tell.figures import columns
-from megalite.train.tell.timers import COMPUTE
-from tools.pictures.page import DAMAGE
-from tools.pictures.pipeline import read_timeline
-from tools.pictures.run import Run, RunError, listed, number, read_run, table
-from tools.program import parser_of, unwritable
+from megalite.planning.cluster import DEVICES, Cluster, DeviceProfile, make_cluster, read_cluster, read_profile
+from megalite.planning.run_plan import RunPlan, make_run_plan
+from megalite.planning.step_time import predict_step
+from megalite.training.datasets import open_tokenizer, true_vocab_size
+from megalite.training.logging.log_format import aligned_table
+from megalite.training.logging.timers import COMPUTE
+from tools.cli_common import parser_of, unwritable
+from tools.plots.html_report import DAMAGE
+from tools.plots.pipeline import read_timeline
+from tools.plots.run_data import Run, RunError, listed, number, read_run, table
 
 NOT_TOLD, NOT_PREDICTED = "the run did not tell", "not predicted"
 MOST_RANKS = 16  # pipeline ranks that have a row each
@@ -51,7 +51,7 @@ class Row(NamedTuple):
         return None if self.predicted is None or not self.measured else self.predicted / self.measured
 
 
-def compare(run_dir: Path, cluster: Cluster | None = None, profile: Profile | None = None) -> list[Row]:
+def compare(run_dir: Path, cluster: Cluster | None = None, profile: DeviceProfile | None = None) -> list[Row]:
     """`cluster`, `profile`: in place of the table's by the run's device. Raises ConfigError."""
     try:
         run = read_run(run_dir, run_dir.name)
@@ -65,21 +65,21 @@ def compare(run_dir: Path, cluster: Cluster | None = None, profile: Profile | No
     ]
 
 
-def arrangement_of(run: Run) -> Arrangement:
+def arrangement_of(run: Run) -> RunPlan:
     """As the run had it. Raises ConfigError."""
     path = run.folder / "run_config.toml"
     if not path.is_file():
         raise ConfigError([f"{path} is not there: the run's options are not known; give the directory of a run"])
     try:
-        config = build(completed(read_toml(str(path))))
-        return arrange(config, run.devices, true_vocab_size(config.data, open_tokenizer(config.data)))
+        config = build(apply_megatron_defaults(read_config_file(str(path))))
+        return make_run_plan(config, run.devices, true_vocab_size(config.data, open_tokenizer(config.data)))
     except DataError as error:
         raise ConfigError([f"{path}: the tokenizer cannot be opened ({error}); compare where its files are"]) from None
     except ValueError as error:
         raise ConfigError([f"{path}: {error}"]) from None
 
 
-def cluster_of(run: Run, made: Arrangement) -> Cluster:
+def cluster_of(run: Run, made: RunPlan) -> Cluster:
     """The cluster of the table with the device and hosts that the run recorded. Raises ConfigError."""
     device, hosts = run.about.get("device"), len(listed(run.about.get("hosts"))) or 1
     card = str(table(run.about.get("machine")).get("card", ""))
@@ -87,11 +87,11 @@ def cluster_of(run: Run, made: Arrangement) -> Cluster:
     known = known if device in ("cuda", "cpu") else []
     if not known:
         raise ConfigError([f"device={device!r} ({card or 'no card told'}) is not in the table; give --cluster FILE"])
-    return cluster(known[0], made.world, made.world // hosts if made.world % hosts == 0 else None)
+    return make_cluster(known[0], made.world, made.world // hosts if made.world % hosts == 0 else None)
 
 
-def _times(run: Run, made: Arrangement, cluster: Cluster, profile: Profile | None) -> list[Row]:
-    predicted = step_time(made, cluster, profile)
+def _times(run: Run, made: RunPlan, cluster: Cluster, profile: DeviceProfile | None) -> list[Row]:
+    predicted = predict_step(made, cluster, profile)
     steps = number(run.report.get("steps"))
     seconds = {phase: number(value) for phase, value in table(run.report.get("seconds")).items()} if steps else {}
 
@@ -120,7 +120,7 @@ def _times(run: Run, made: Arrangement, cluster: Cluster, profile: Profile | Non
     return [pairs[0]._replace(note=source), *pairs[1:]]
 
 
-def _waits(run: Run, made: Arrangement) -> list[Row]:
+def _waits(run: Run, made: RunPlan) -> list[Row]:
     """The pipeline's waits as FLOPs and the schedule predict them, and as they were timed."""
     if made.pp == 1:
         return []
@@ -135,16 +135,16 @@ def _waits(run: Run, made: Arrangement) -> list[Row]:
     return [Row("bubble of the pipeline", "share", made.bubble, measured, note)]
 
 
-def _memory(run: Run, made: Arrangement) -> list[Row]:
-    dp_outermost = made.sizes.get("dp_outermost", False)
+def _memory(run: Run, made: RunPlan) -> list[Row]:
+    dp_outermost = made.mesh_sizes.get("dp_outermost", False)
     grid = rank_grid(made.world, made.tp, made.pp, made.cp, dp_outermost=dp_outermost).tolist()
     peaks = run.peaks_gib if len(run.peaks_gib) == made.world else []
     of_first = [gib for _, _, gib in run.curve("mem/max_allocated_gib")]  # of rank 0
-    worst, rows = made.worst, []
-    held = made.holdings[worst]
+    worst, rows = made.fullest_rank, []
+    held = made.model_states[worst]
     where = f" of pipeline rank {worst}" if made.pp > 1 else ""
     parts = {"weights": held.weights, "gradients": held.gradients, "optimizer": held.optimizer}
-    for name, size in {**parts, "activations": made.activations[worst]}.items():
+    for name, size in {**parts, "activations": made.activation_bytes[worst]}.items():
         rows.append(Row(f"{name}{where}", "bytes", size, None))
     chosen = range(made.pp) if made.pp <= MOST_RANKS else [worst]
     for position in chosen:
@@ -153,7 +153,7 @@ def _memory(run: Run, made: Arrangement) -> list[Row]:
             told = [peaks[rank] for rank in ranks]
         else:
             told = of_first if 0 in ranks else []
-        size = made.holdings[position].state + made.activations[position]
+        size = made.model_states[position].total + made.activation_bytes[position]
         name = f"peak of pipeline rank {position}" if made.pp > 1 else "peak"
         note = "measured is the whole process, with Python and libraries" if run.about.get("device") == "cpu" else ""
         measured = max(told) * 2**30 if told else None
@@ -181,7 +181,7 @@ def text(rows: list[Row]) -> str:
     notes: dict[str, list[str]] = {}
     for row in rows:
         notes.setdefault(row.note, []).append(row.part.strip())
-    return "\n".join([columns(table), *(f"{', '.join(parts)}: {note}" for note, parts in notes.items() if note)])
+    return "\n".join([aligned_table(table), *(f"{', '.join(parts)}: {note}" for note, parts in notes.items() if note)])
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -20,17 +20,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megalite.config.options import Config
+from megalite.config.pipeline_layout import explicit_stage_layers
 from megalite.config.problems import divisors
-from megalite.config.stage_layers import given_stages
-from megalite.plan.arrangement import Arrangement
-from megalite.plan.cluster import Profile, default_profile
-from megalite.plan.cost import Costs
-from megalite.plan.holding import ModuleBytes
-from megalite.plan.memory import RankMemory, memory
-from megalite.plan.step_time import StepTime, step_time
-from tools.planning.bounds import least_exchange, least_memory, least_time
-from tools.planning.published import TOLERANCE
-from tools.planning.request import SHARING, Request, problems_of, with_options
+from megalite.planning.cluster import DeviceProfile, default_profile
+from megalite.planning.memory import RankMemory, rank_memory
+from megalite.planning.model_state import ModuleStateBytes
+from megalite.planning.run_plan import RunPlan
+from megalite.planning.stage_time import TimeModel
+from megalite.planning.step_time import StepTime, predict_step
+from tools.planning.lower_bounds import least_exchange, least_memory, least_time
+from tools.planning.plan_request import SHARING, Request, problems_of, with_options
+from tools.planning.published_runs import TOLERANCE
 
 MICRO_BATCHES = (1, 2, 4, 8)
 FEW_CHUNKS, MOST_CHUNKS = 8, 16
@@ -47,7 +47,7 @@ ROOM = 0.05  # of the memory that is planned with: with less left free, a layout
 USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what lies in pieces take the rest
 
 
-States = dict[tuple[int, int, int, int], ModuleBytes]  # by tp, dp x cp, ep and ZeRO stage
+States = dict[tuple[int, int, int, int], ModuleStateBytes]  # by tp, dp x cp, ep and ZeRO stage
 
 
 class Layout(NamedTuple):
@@ -115,9 +115,9 @@ def layout_of(config: Config) -> Layout:
     """The layout that a configuration names."""
     p, t = config.parallel, config.train
     pp = p.pipeline_model_parallel_size
-    given = given_stages(config.model.num_layers, p)
+    given = explicit_stage_layers(config.model.num_layers, p)
     vpp = len(given) // pp if given is not None else p.num_virtual_stages_per_pipeline_rank or 1
-    how = (t.recompute_granularity or "none", p.split_backward, p.shared_out)
+    how = (t.recompute_granularity or "none", p.split_backward, p.effective_zero_stage)
     ends = p.account_for_embedding_in_pipeline_split and p.account_for_loss_in_pipeline_split
     more = p.context_parallel_size, p.expert_model_parallel_size
     return Layout(p.tensor_model_parallel_size, pp, vpp, t.micro_batch_size, *how, ends, *more)
@@ -127,7 +127,7 @@ class Planned(NamedTuple):
     """`made`: with the stages that a run would have."""
 
     layout: Layout
-    made: Arrangement
+    made: RunPlan
     memory: list[RankMemory]
     time: StepTime
 
@@ -237,7 +237,7 @@ def grid(request: Request) -> Iterator[Layout]:
     pick = lambda name, values, one: (one,) if name in request.fixed else values  # noqa: E731
     batches = pick("micro_batch_size", MICRO_BATCHES, fixed.micro_batch)
     contexts = pick("context_parallel_size", CONTEXTS if m.seq_length >= LONG else (1,), fixed.cp)
-    for tp, cp in itertools.product(divisors(c.per_node), contexts):
+    for tp, cp in itertools.product(divisors(c.devices_per_node), contexts):
         for pp in divisors(c.world // (tp * cp)) if c.world % (tp * cp) == 0 else ():
             if pp > 2 * m.num_layers:  # one size too many tells the reason
                 break
@@ -267,13 +267,13 @@ def variants(layout: Layout, request: Request) -> Iterator[Layout]:
         yield layout._replace(recompute=kind, split=split)
 
 
-def arranged(layout: Layout, request: Request) -> Arrangement:
-    return Arrangement(applied(layout, request.config), request.cluster.world, request.vocab_size)
+def arranged(layout: Layout, request: Request) -> RunPlan:
+    return RunPlan(applied(layout, request.config), request.cluster.world, request.vocab_size)
 
 
 def search(
     request: Request,
-    profile: Profile | None = None,
+    profile: DeviceProfile | None = None,
     *,
     wanted: int = 10,
     usable: float = USABLE,
@@ -341,7 +341,7 @@ def search(
     return found
 
 
-def _bounded(request: Request, profile: Profile | None, found: Found) -> list[Bound]:
+def _bounded(request: Request, profile: DeviceProfile | None, found: Found) -> list[Bound]:
     """Of what can be built and may fit, the fastest first."""
     used = profile or default_profile(request.cluster.device.name)
     bounds, states = list[Bound](), States()
@@ -357,13 +357,13 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[Bo
             if size > found.limit and not request.is_layout:
                 found.over(size, one)
                 continue
-            bounds.append(Bound(least_time(arrangement, Costs(arrangement, request.cluster, used)), size, one))
+            bounds.append(Bound(least_time(arrangement, TimeModel(arrangement, request.cluster, used)), size, one))
     return sorted(bounds, key=lambda one: one.seconds)
 
 
-def _state_of(arrangement: Arrangement, layout: Layout, known: States) -> ModuleBytes:
+def _state_of(arrangement: RunPlan, layout: Layout, known: States) -> ModuleStateBytes:
     key = (layout.tp, arrangement.dp * arrangement.cp, layout.ep, layout.zero)
-    known[key] = known.get(key) or arrangement.module_bytes
+    known[key] = known.get(key) or arrangement.module_state_bytes
     return known[key]
 
 
@@ -371,13 +371,13 @@ def proposes_stages(request: Request) -> bool:
     return not request.is_layout and request.fixed.isdisjoint(SHARING)
 
 
-def _shared_out(request: Request, profile: Profile | None, found: Found) -> list[Bound]:
+def _shared_out(request: Request, profile: DeviceProfile | None, found: Found) -> list[Bound]:
     """As `_bounded`, at ZeRO stages 2 and 3: of what is too large at stage 1 and may be faster than all that fits.
     Stage 3 moves more, so what may fit at stage 2 is not asked about at 3 before it is counted. The plain ones alone:
     backward is not split, and at stage 3 weights are whole for a layer, unless the command line says so."""
     used = profile or default_profile(request.cluster.device.name)
     best = found.plans[0].time.seconds if found.plans else float("inf")
-    parameters, moves, states = arranged(Layout(), request).of_homes, dict[Layout, float](), States()
+    parameters, moves, states = arranged(Layout(), request).params_by_view, dict[Layout, float](), States()
     bounds: list[Bound] = []
     for layout in found.large[:]:
         if layout.pp * layout.tp == request.cluster.world or layout.split and "split_backward" not in request.fixed:
@@ -386,8 +386,12 @@ def _shared_out(request: Request, profile: Profile | None, found: Found) -> list
             if moves.get(alike := one._replace(recompute=""), 0.0) >= best:
                 break
             arrangement = arranged(one, request)
-            costs = Costs(arrangement, request.cluster, used)
-            if one.zero == 3 and arrangement.sharing.by_chunk and request.config.parallel.zero_hold == "auto":
+            costs = TimeModel(arrangement, request.cluster, used)
+            if (
+                one.zero == 3
+                and arrangement.sharding_policy.unshard_by_chunk
+                and request.config.parallel.zero_hold == "auto"
+            ):
                 break
             if alike not in moves:
                 moves[alike] = least_exchange(arrangement, costs, parameters)
@@ -403,7 +407,7 @@ def _shared_out(request: Request, profile: Profile | None, found: Found) -> list
     return sorted(bounds, key=lambda one: one.seconds)
 
 
-def _estimate(layout: Layout, request: Request, profile: Profile | None, found: Found) -> None:
+def _estimate(layout: Layout, request: Request, profile: DeviceProfile | None, found: Found) -> None:
     if problems := problems_of(applied(layout, request.config), request.cluster.world):
         found.refuse(problems)
         return
@@ -419,11 +423,13 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
     found.plans.sort(key=lambda one: (one.time.seconds, one.peak))
 
 
-def planned(layout: Layout, request: Request, profile: Profile | None, limit: float = float("inf")) -> Planned | int:
+def planned(
+    layout: Layout, request: Request, profile: DeviceProfile | None, limit: float = float("inf")
+) -> Planned | int:
     """One layout, with the stages that a run would have; bytes of its fullest rank where these are above the limit."""
     arrangement = arranged(layout, request)
-    held = memory(arrangement)
+    held = rank_memory(arrangement)
     peak = max(one.peak for one in held)
     if peak > limit:
         return peak
-    return Planned(layout, arrangement, held, step_time(arrangement, request.cluster, profile))
+    return Planned(layout, arrangement, held, predict_step(arrangement, request.cluster, profile))

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
+from megalite.data.tokenizers.huggingface_tokenizer import EDGE_CASE_TEXTS
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.data.tokenizers.tokenizer_json import NASTY
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class FastTokenizer(Tokenizer):
 
     def _encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """By gigatoken; texts that write out a special token which is ordinary text go to the reference."""
-        words = self.reference.literal
+        words = self.reference.literal_special_tokens
         rows = [i for i, text in enumerate(texts) if any(word in text for word in words)] if words else []
         skip = set(rows)
         rest = ["" if i in skip else text for i, text in enumerate(texts)]
@@ -106,7 +106,7 @@ def accelerate(tokenizer: Tokenizer, texts: Sequence[str] = ()) -> Tokenizer:
         return tokenizer
     try:
         fast = FastTokenizer(tokenizer, engine)
-        for text in (*NASTY, *texts):
+        for text in (*EDGE_CASE_TEXTS, *texts):
             if fast._encode([text])[0].tolist() != tokenizer.encode(text):
                 other = "gigatoken makes other ids than %s from the text %s; the reference tokenizer is used"
                 log.warning(other, tokenizer.name, _quote(text))

@@ -1,4 +1,4 @@
-"""Writes a `.bin/.idx` pair (megalite/data/files/indexed.py), resumable at any point; a visible index always has its
+"""Writes a `.bin/.idx` pair (megalite/data/files/indexed_dataset.py), resumable at any point; a visible index always has its
 own data beside it."""
 
 import contextlib
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.checkpoint.storage import file_system
-from megalite.config.own_file import opener
+from megalite.checkpoint.storage import local_storage as file_system
+from megalite.common.safe_open import open_nofollow
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import CHUNK, CODES, HEADER, MAGIC, VERSION
+from megalite.data.files.indexed_dataset import CHUNK, CODES, HEADER, MAGIC, VERSION
 from tools.preprocess.journal import open_locked, sync
 
 
@@ -48,7 +48,7 @@ class IndexedWriter:
         self._file = open_locked(self._at)
         try:
             # stays open until finish()
-            self._lengths = open(self._lengths_partial, "ab", opener=opener)  # noqa: SIM115
+            self._lengths = open(self._lengths_partial, "ab", opener=open_nofollow)  # noqa: SIM115
             sizes = ((self._file, self.num_tokens * self.dtype.itemsize), (self._lengths, 4 * self.num_documents))
             for file, size in sizes:
                 if os.fstat(file.fileno()).st_size < size:
@@ -97,11 +97,11 @@ class IndexedWriter:
         self.sync()
         index, sidecar = Path(self.prefix + ".idx"), Path(self.prefix + ".json")
         index_partial, sidecar_partial = (Path(f"{path}.partial") for path in (index, sidecar))
-        with open(index_partial, "wb", opener=opener) as file:
+        with open(index_partial, "wb", opener=open_nofollow) as file:
             self._write_index(file)
             sync(file)
         if info is not None:
-            with open(sidecar_partial, "w", encoding="utf-8", opener=opener) as file:
+            with open(sidecar_partial, "w", encoding="utf-8", opener=open_nofollow) as file:
                 json.dump(info, file, indent=2, sort_keys=True)
                 file.write("\n")
                 sync(file)
@@ -112,7 +112,9 @@ class IndexedWriter:
         if info is not None:
             os.replace(sidecar_partial, sidecar)
         os.replace(index_partial, index)
-        file_system.to_disk(index.parent)  # the names survive a loss of power, before what could make them again goes
+        file_system.fsync_path(
+            index.parent
+        )  # the names survive a loss of power, before what could make them again goes
         self._lengths_partial.unlink()
         self.keep()  # the lock is held up to here
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from megalite.checkpoint.storage import file_system
-from megalite.config.own_file import opener
+from megalite.checkpoint.storage import local_storage as file_system
+from megalite.common.safe_open import open_nofollow
 from megalite.data.errors import DataError
 from tools.preprocess.text_input import Position
 
@@ -57,7 +57,7 @@ class Journal:
             self._file.truncate(whole)  # a cut line must not stand between whole ones
             if not self.last:
                 self._write(header)
-                file_system.to_disk(path.parent)
+                file_system.fsync_path(path.parent)
         except BaseException:
             self._file.close()
             raise
@@ -111,7 +111,7 @@ def _progress(path: Path, entry: dict[str, Any]) -> Tally:
 def open_locked(path: Path) -> BinaryIO:
     """The file, to append to (nothing is cut yet), held by this process alone until it is closed."""
     while True:
-        file = open(path, "ab", opener=opener)  # noqa: SIM115
+        file = open(path, "ab", opener=open_nofollow)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

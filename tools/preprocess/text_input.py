@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from megalite.config.packages import needs
+from megalite.common.optional_packages import missing_package_message
 from megalite.data.errors import DataError
 
 BLOCK_BYTES = 1 << 19
@@ -78,7 +78,7 @@ def _optional(package: str, name: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise DataError(needs(name, package.partition(".")[0])) from error
+        raise DataError(missing_package_message(name, package.partition(".")[0])) from error
 
 
 def read_blocks(

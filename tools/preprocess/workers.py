@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.environment import set_defaults
+from megalite.config.environment import set_env_defaults
 from megalite.config.exits import message_of
-from megalite.config.plugins import Texts, load, texts
+from megalite.config.plugins import PluginSources, load_plugins, plugin_sources
 from megalite.data.errors import DataError
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.launch.children import safe_start
 from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate, surround
 from tools.preprocess.indexed_writer import token_dtype
-from tools.preprocess.records import BadLine, parse_block
+from tools.preprocess.parse_records import BadLine, parse_block
 from tools.preprocess.text_input import TextBlock
 
 AHEAD = 3
@@ -47,7 +47,7 @@ class Job:
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     fast: bool = False  # by gigatoken, where it makes the same ids; `preprocess` decides it once, for all workers
-    plugins: Texts = field(default_factory=texts)
+    plugins: PluginSources = field(default_factory=plugin_sources)
 
 
 @dataclass
@@ -91,7 +91,7 @@ def _encode(texts: list[str], tokenizer: Tokenizer, append_eod: bool) -> tuple[N
     dtype = token_dtype(tokenizer.vocab_size)
     if not texts:
         return np.empty(0, dtype), np.empty(0, np.int32)
-    ids, lengths = tokenizer.encode_flat(texts)
+    ids, lengths = tokenizer.encode_concatenated(texts)
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
         outside = f"made ids from {ids.min()} to {ids.max()}, outside its vocabulary of {tokenizer.vocab_size}"
         raise DataError(f"{tokenizer.name} {outside}: its files do not belong together")
@@ -102,7 +102,7 @@ def _encode(texts: list[str], tokenizer: Tokenizer, append_eod: bool) -> tuple[N
 
 
 def load_tokenizer(job: Job) -> Tokenizer:
-    load([*job.plugins], job.plugins)
+    load_plugins([*job.plugins], job.plugins)
     tokenizer = build_tokenizer(**job.tokenizer)
     if not job.fast:
         return tokenizer
@@ -139,7 +139,7 @@ def _unpack(message: bytes) -> Result:
 def _work(pipe: Connection, job: Job) -> None:
     """A worker: blocks in, packed results out, until the pipe closes. An error is a message too."""
     # one process per core is the parallelism: threads of the library below it would only get in each other's way
-    set_defaults(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+    set_env_defaults(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     tokenizer = None
     while True:
         try:

@@ -25,16 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalite.checkpoint.format import tensor_file
-from megalite.checkpoint.format.tensor_file import Row, Stamp
-from megalite.checkpoint.storage.location import CheckpointError, Location, folder_of
-from megalite.checkpoint.storage.protocol import TRACKER, storage_of
-from megalite.config.console import complain
-from megalite.config.faults import fault
+from megalite.checkpoint.format import safetensors_file as tensor_file
+from megalite.checkpoint.format.safetensors_file import FileChecksum, WriteItem
+from megalite.checkpoint.storage.location import CheckpointError, Location, checkpoint_dir
+from megalite.checkpoint.storage.storage import TRACKER, storage_of
+from megalite.common.fault_injection import inject_fault
+from megalite.config.console import print_err
 from megalite.parallel.spec import Box
 
 FORMAT = 2
-OF_MODEL = ("model/", "state/")  # begins of names: parameters, and state of the model that is none
+MODEL_PREFIXES = ("model/", "state/")  # begins of names: parameters, and state of the model that is none
 _FILE = re.compile(r"rank-\d{5}\.safetensors")
 _LARGEST = 1 << 30  # bytes of JSON
 _DTYPES = {str(dtype)[6:] for dtype in tensor_file.NAMES}
@@ -42,7 +42,7 @@ _MOST = 1 << 56  # steps, samples, tokens
 _MOST_DIMS = 6  # of a tensor; a box of n dims has 2^n corners
 
 
-class Stored(NamedTuple):
+class StoredBox(NamedTuple):
     """One box of one tensor: `key` in the safetensors file `file`."""
 
     file: str
@@ -50,21 +50,21 @@ class Stored(NamedTuple):
     box: Box
 
 
-class Whole(NamedTuple):
+class TensorMetadata(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[Stored, ...]
+    boxes: tuple[StoredBox, ...]
 
 
 class Manifest(NamedTuple):
     """`state`: the run's numbers beside tensors, plain JSON."""
 
-    tensors: dict[str, Whole]
-    files: dict[str, Stamp]
+    tensors: dict[str, TensorMetadata]
+    files: dict[str, FileChecksum]
     state: dict[str, Any]
 
 
-def load(folder: Location) -> Manifest:
+def load_manifest(folder: Location) -> Manifest:
     """Read and check the manifest of a committed checkpoint, whose sha256 is in COMPLETE."""
     path = folder / "manifest.json"
 
@@ -73,7 +73,7 @@ def load(folder: Location) -> Manifest:
 
     try:
         storage = storage_of(folder)
-        sizes = storage.entries(folder)
+        sizes = storage.list_files(folder)
         for name in ("manifest.json", "COMPLETE"):
             if name not in sizes:
                 raise refuse(f"cannot be read ({name} is missing, or not a regular file)")
@@ -89,7 +89,7 @@ def load(folder: Location) -> Manifest:
         data = json.loads(text)
         if data["format"] != FORMAT:
             raise refuse(f"format {data['format']!r} is not {FORMAT}")
-        stamp = lambda size, name, block, of: Stamp(int(size), str(name), int(block), tuple(map(str, of)))  # noqa: E731
+        stamp = lambda size, name, block, of: FileChecksum(int(size), str(name), int(block), tuple(map(str, of)))  # noqa: E731
         files = {str(name): stamp(*entry) for name, entry in data["files"].items()}
         tensors = {str(name): _whole(str(name), entry, files) for name, entry in data["tensors"].items()}
         state = _state(dict(data["state"]))
@@ -98,10 +98,10 @@ def load(folder: Location) -> Manifest:
     return Manifest(tensors, files, state)
 
 
-def check_sizes(folder: Location, manifest: Manifest) -> None:
+def check_file_sizes(folder: Location, manifest: Manifest) -> None:
     """Raises CheckpointError that names the first file that is missing or has another size."""
     try:
-        sizes = storage_of(folder).entries(folder)
+        sizes = storage_of(folder).list_files(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read ({error})") from None
     for name, stamp in manifest.files.items():
@@ -111,38 +111,38 @@ def check_sizes(folder: Location, manifest: Manifest) -> None:
             raise CheckpointError(f"{folder / name}: {sizes[name]} bytes, not {stamp.size}")
 
 
-Check = Callable[[Location, Manifest], object]
+ManifestCheck = Callable[[Location, Manifest], object]
 
 
-def load_whole(folder: Location, check: Check = check_sizes) -> Manifest:
+def load_complete_manifest(folder: Location, check: ManifestCheck = check_file_sizes) -> Manifest:
     """The manifest of a checkpoint that has all its files; contents are not hashed. Raises CheckpointError."""
-    manifest = load(folder)
+    manifest = load_manifest(folder)
     check(folder, manifest)
     return manifest
 
 
-def newest(place: Location, check: Check = check_sizes) -> tuple[Location, Manifest]:
+def find_newest(place: Location, check: ManifestCheck = check_file_sizes) -> tuple[Location, Manifest]:
     """The checkpoint `place`, or the newest in it with a valid manifest that passes `check`, and its manifest. Skipped
     ones are named on stderr. Raises CheckpointError, as `check` does."""
     storage = storage_of(place)
-    if "manifest.json" in storage.entries(place):
-        return place, load_whole(place, check)
+    if "manifest.json" in storage.list_files(place):
+        return place, load_complete_manifest(place, check)
     reasons = []
-    for folder in (folder_of(place, step) for step in reversed(storage.steps_in(place))):
+    for folder in (checkpoint_dir(place, step) for step in reversed(storage.steps_in(place))):
         try:
-            return folder, load_whole(folder, check)
+            return folder, load_complete_manifest(folder, check)
         except CheckpointError as error:
             reasons.append(str(error))
-            complain(f"skipping {folder}: {error}")
+            print_err(f"skipping {folder}: {error}")
     hint = "give a --save directory, or one checkpoint in it"
     raise CheckpointError(f"{place} holds no checkpoint that can be read; {hint}. {' '.join(reasons)}".strip())
 
 
-def _whole(name: str, entry: dict[str, Any], files: dict[str, Stamp]) -> Whole:
+def _whole(name: str, entry: dict[str, Any], files: dict[str, FileChecksum]) -> TensorMetadata:
     shape = tuple(int(n) for n in entry["shape"])
     if len(shape) > _MOST_DIMS:
         raise ValueError(f"{name} has {len(shape)} dims")
-    parts, covered = [], 0
+    boxes, covered = [], 0
     for file, key, start, stop in entry["parts"]:
         box = Box(tuple(int(n) for n in start), tuple(int(n) for n in stop))
         if not _FILE.fullmatch(file) or file not in files:
@@ -151,14 +151,14 @@ def _whole(name: str, entry: dict[str, Any], files: dict[str, Stamp]) -> Whole:
         if not inner or any(not 0 <= a < b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True)):
             raise ValueError(f"{name} has a box outside {shape}")
         covered += box.numel
-        parts.append(Stored(str(file), str(key), box))
+        boxes.append(StoredBox(str(file), str(key), box))
     if covered != math.prod(shape):
         raise ValueError(f"{name}: its boxes hold {covered} of {math.prod(shape)} elements")
-    if len(parts) > 1 and not cover(shape, [part.box for part in parts]):
+    if len(boxes) > 1 and not covers_exactly_once(shape, [part.box for part in boxes]):
         raise ValueError(f"{name}: two of its boxes hold the same elements")
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{name} has the unknown dtype {str(entry['dtype'])[:40]!r}")
-    return Whole(shape, entry["dtype"], tuple(parts))
+    return TensorMetadata(shape, entry["dtype"], tuple(boxes))
 
 
 def _state(state: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _state(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+def covers_exactly_once(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Whether the boxes hold every element of a tensor exactly once, in time n log n. OverflowError from 2^63 elements.
     The differences along every dim of a function that is 1 inside a box are its corners, half of them positive. They
     can be summed up again, so boxes add up to the whole if their corners do."""
@@ -190,26 +190,28 @@ def cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     return np.array_equal(plus, minus)
 
 
-def abandon(part: Location) -> None:
+def discard_quietly(part: Location) -> None:
     """Delete the remains of a failed save, if possible: the error that made it fail matters more."""
     with contextlib.suppress(OSError):
         storage_of(part).discard(part)
 
 
-def list_of(rank: int) -> str:
+def rank_index_name(rank: int) -> str:
     """Name of a rank's list of what it has written, which exists once all of that is on disk."""
     return f"rank-{rank:05d}.json"
 
 
-def write_rank(part: Location, rank: int, rows: Sequence[Row], data: Iterable[Tensor]) -> None:
+def write_rank_file(part: Location, rank: int, rows: Sequence[WriteItem], data: Iterable[Tensor]) -> None:
     """Write this rank's file, then its list, a part of the manifest. `rows` and `data` in the order of `plan`."""
     name, tensors = f"rank-{rank:05d}.safetensors", dict[str, dict[str, Any]]()
-    stamp = tensor_file.write(part / name, rows, data)
+    stamp = tensor_file.write_safetensors(part / name, rows, data)
     for row in rows:
-        whole = tensors.setdefault(row.name, {"shape": row.whole, "dtype": str(row.dtype)[6:], "parts": []})
+        whole = tensors.setdefault(row.algorithm, {"shape": row.full_shape, "dtype": str(row.dtype)[6:], "parts": []})
         whole["parts"].append([name, row.key, row.box.start, row.box.stop])
-    listing = {"files": {name: [stamp.size, stamp.name, stamp.block, stamp.digests]}, "tensors": tensors}
-    storage_of(part).put(part / list_of(rank), json.dumps(listing), sync=False)  # swept after a power cut
+    listing = {"files": {name: [stamp.size, stamp.algorithm, stamp.block_size, stamp.digests]}, "tensors": tensors}
+    storage_of(part).write_text(
+        part / rank_index_name(rank), json.dumps(listing), sync=False
+    )  # swept after a power cut
 
 
 def commit(part: Location, final: Location, state: dict[str, Any], step: int, world: int) -> None:
@@ -217,28 +219,28 @@ def commit(part: Location, final: Location, state: dict[str, Any], step: int, wo
     storage = storage_of(part)
     files, tensors = dict[str, list[Any]](), dict[str, dict[str, Any]]()
     for rank in range(world):
-        listing = json.loads(storage.read(part / list_of(rank)))
+        listing = json.loads(storage.read(part / rank_index_name(rank)))
         files |= listing["files"]
         for name, whole in listing["tensors"].items():
             tensors.setdefault(name, {**whole, "parts": []})["parts"] += whole["parts"]
-        storage.delete(part / list_of(rank))
-    sizes = storage.entries(part)
+        storage.delete(part / rank_index_name(rank))
+    sizes = storage.list_files(part)
     for name, (size, *_) in files.items():
         if sizes.get(name) != size:
             raise CheckpointError(f"{part / name}: {size} bytes were written, {sizes.get(name, 0)} are there")
     text = json.dumps({"format": FORMAT, "state": state, "files": files, "tensors": tensors})
-    storage.put(part / "manifest.json", text, sync=False)
-    storage.put(part / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n", sync=False)
-    fault("ckpt.before_commit", 0, step)
+    storage.write_text(part / "manifest.json", text, sync=False)
+    storage.write_text(part / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n", sync=False)
+    inject_fault("ckpt.before_commit", 0, step)
     storage.publish(part, final)
-    fault("ckpt.after_commit", 0, step)
-    name_newest(final.parent, step)
+    inject_fault("ckpt.after_commit", 0, step)
+    write_tracker(final.parent, step)
 
 
-def name_newest(directory: Location, step: int) -> None:
+def write_tracker(directory: Location, step: int) -> None:
     """Write the tracker file, for other programs. The checkpoint exists without it, so a failure only warns."""
     try:
-        storage_of(directory).put(directory / TRACKER, f"{step}\n", sync=False)
+        storage_of(directory).write_text(directory / TRACKER, f"{step}\n", sync=False)
     except OSError as error:
         reason = f"{error.strerror or error}; it does not name step {step}, whose checkpoint is complete"
-        complain(f"WARNING: {directory / TRACKER}: {reason}")
+        print_err(f"WARNING: {directory / TRACKER}: {reason}")

@@ -4,14 +4,14 @@ do nothing. A module for each group of options; all are pure functions of the co
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from megalite.config.field import facts_of, flag_of
-from megalite.config.options import Config, left_to_checkpoint, options
+from megalite.config.option import flag_name, option_spec
+from megalite.config.options import Config, iter_options, left_to_checkpoint
 from megalite.config.problems import Problem, value_of
 from megalite.config.validation import checkpoint, data, effects, experts, launch, model, optimizer, parallel, training
 from megalite.config.validation.world import world_problems
 
 
-def check(
+def find_problems(
     config: Config, world_size: int | None = None, *, complete: bool = False, unclear: Iterable[str] = ()
 ) -> list[Problem]:
     """Return every contradiction.
@@ -58,10 +58,10 @@ def check(
     ]
     if world_size is not None:
         problems += world_problems(config, world_size)
-    return [*out_of_range.values(), *(problem for problem in problems if not problem.concerns(unclear))]
+    return [*out_of_range.values(), *(problem for problem in problems if not problem.mentions(unclear))]
 
 
-def without_effect(config: Config, *, complete: bool = False) -> list[Problem]:
+def find_ineffective(config: Config, *, complete: bool = False) -> list[Problem]:
     """Return the notes about options that do nothing, or less than expected.
 
     Args:
@@ -81,14 +81,14 @@ def without_effect(config: Config, *, complete: bool = False) -> list[Problem]:
         *effects.log_notes(config),
         *effects.window_notes(config),
     ]
-    return [note for note in notes if not note.concerns(unclear)]
+    return [note for note in notes if not note.mentions(unclear)]
 
 
 def _with_stand_ins(config: Config, unclear: Collection[str]) -> Config:
     """Return `config` with valid values for the unclear options, so that all others can be checked."""
-    for section, f in options():
+    for section, f in iter_options():
         if f.name in unclear:
-            stand_in = facts_of(f).stand_in
+            stand_in = option_spec(f).placeholder
             value = f.default if stand_in is None else stand_in
             config = replace(config, **{section: replace(getattr(config, section), **{f.name: value})})
     return config
@@ -96,13 +96,13 @@ def _with_stand_ins(config: Config, unclear: Collection[str]) -> Config:
 
 def _range_problems(config: Config) -> Iterator[tuple[str, Problem]]:
     """Yield (option, problem) for every value that is missing or out of the option's own range."""
-    for section, f in options():
-        value, facts = value_of(config, f.name), facts_of(f)
+    for section, f in iter_options():
+        value, facts = value_of(config, f.name), option_spec(f)
         if value == 0 and facts.required:
             if f.name not in left_to_checkpoint(config):
                 or_preset = " or a --preset" if section == "model" else ""
-                yield f.name, Problem(f"{f.name}=0 is not set; give {flag_of(f.name)}{or_preset}", [f.name])
-        elif reason := facts.problem(value):
+                yield f.name, Problem(f"{f.name}=0 is not set; give {flag_name(f.name)}{or_preset}", [f.name])
+        elif reason := facts.range_error(value):
             yield f.name, Problem(f"{f.name}={value or 0} {reason}", [f.name])
     if config.optim.lr is None and not config.train.skip_train:
         yield "lr", Problem("lr is not set; give --lr", ["lr"])

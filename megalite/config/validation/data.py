@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from megalite.config.option_parsers import parse_split
 from megalite.config.options import Config
-from megalite.config.pattern import read_split
 from megalite.config.problems import Problem, exclusive, options_set, requires, shown
 from megalite.config.run_options import SENTENCEPIECE
 
@@ -121,6 +121,6 @@ def split_problems(config: Config) -> Iterator[Problem]:
     split = config.data.split
     if split is not None:
         try:
-            read_split(split)
+            parse_split(split)
         except ValueError as error:
             yield Problem(f"split={split!r} {error}", options=("split",))

@@ -3,7 +3,7 @@ them; a run prints them as notes."""
 
 from collections.abc import Iterator
 
-from megalite.config.field import flag_of
+from megalite.config.option import flag_name
 from megalite.config.options import Config
 from megalite.config.problems import Problem, is_set, no_effect, options_set, requires, shown
 from megalite.config.run_options import SENTENCEPIECE
@@ -96,14 +96,14 @@ def _expert_tensor_parallel_notes(config: Config) -> Iterator[Problem]:
 def _balancing_notes(config: Config) -> Iterator[Problem]:
     model = config.model
     kinds = model.moe_router_load_balancing_type
-    if "global_aux_loss" in model.balancing:
+    if "global_aux_loss" in model.aux_loss_coeffs:
         yield Problem(
             f"{shown(config, 'moe_router_load_balancing_type')}: it depends on how dp and accumulation share out a "
             "batch, as in Megatron-LM; seq_aux_loss and --moe-router-enable-expert-bias do not",
             options=("moe_router_load_balancing_type", "moe_router_enable_expert_bias", "num_experts"),
         )
     has_loss = any(kind.endswith("aux_loss") for kind in kinds)
-    if has_loss and is_set(config, "moe_router_load_balancing_type") and not model.balancing:
+    if has_loss and is_set(config, "moe_router_load_balancing_type") and not model.aux_loss_coeffs:
         yield Problem(
             f"{shown(config, 'moe_router_load_balancing_type')} has no effect with "
             f"{shown(config, 'moe_aux_loss_coeff')}; give one, as 0.01",
@@ -118,7 +118,7 @@ def _balancing_notes(config: Config) -> Iterator[Problem]:
 
 def parallel_notes(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
-    pp, stage = parallel.pipeline_model_parallel_size, parallel.shared_out
+    pp, stage = parallel.pipeline_model_parallel_size, parallel.effective_zero_stage
     if parallel.split_backward and pp == 1:
         yield Problem(
             f"split_backward has no effect with pipeline_model_parallel_size={pp}: there is no bubble to fill",
@@ -224,7 +224,7 @@ def _tokenizer_notes(config: Config) -> Iterator[Problem]:
         ineffective += ["vocab_file", "merge_file"]
     for name in options_set(config, *ineffective):
         yield Problem(
-            f"{shown(config, name)} has no effect with {flag_of('tokenizer_type')} {kind}",
+            f"{shown(config, name)} has no effect with {flag_name('tokenizer_type')} {kind}",
             options=(name, "tokenizer_type"),
         )
 

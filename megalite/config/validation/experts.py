@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.field import flag_of
+from megalite.config.option import flag_name
 from megalite.config.options import Config
 from megalite.config.problems import (
     Problem,
@@ -94,7 +94,7 @@ def _balancing_problems(config: Config) -> Iterator[Problem]:
         for name in options_set(config, "moe_aux_loss_coeff", "moe_router_enable_expert_bias", "moe_router_num_groups"):
             yield Problem(
                 f"moe_router_load_balancing_type={comma_separated(kinds)} balances choices itself; drop "
-                f"{flag_of(name)}",
+                f"{flag_name(name)}",
                 options=("moe_router_load_balancing_type", name, "num_experts"),
             )
     if len(coefficients) != len(kinds):

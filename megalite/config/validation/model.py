@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.field import flag_of
+from megalite.config.option import flag_name
 from megalite.config.options import Config
 from megalite.config.problems import (
     Problem,
@@ -26,7 +26,7 @@ LIST_VALUES = {
 def position_problems(config: Config) -> Iterator[Problem]:
     model = config.model
     kind = model.position_embedding_type
-    if model.positions < model.seq_length:
+    if model.max_positions < model.seq_length:
         yield Problem(
             f"max_position_embeddings={model.max_position_embeddings} is below seq_length={model.seq_length}; "
             "make it at least that",
@@ -69,7 +69,7 @@ def window_length_problems(config: Config) -> Iterator[Problem]:
 
 def attention_problems(config: Config) -> Iterator[Problem]:
     model = config.model
-    heads, groups = model.num_attention_heads, model.groups
+    heads, groups = model.num_attention_heads, model.num_kv_groups
     tp = config.parallel.tensor_model_parallel_size
     if model.qk_layernorm_over_heads and not (model.qk_layernorm and model.normalization == "RMSNorm"):
         yield Problem(
@@ -152,9 +152,9 @@ def _pattern_problems(config: Config) -> Iterator[Problem]:
         model.window_attn_skip_freq is not None and model.window_size is not None and model.window_size[0] != -1
     )
     for name, per_layer, needs_a_layer, condition, cause in (
-        ("no_rope_freq", "rotary", False, "with rotary positions", "position_embedding_type"),
-        ("moe_layer_freq", "experts", bool(model.num_experts), "with experts", "num_experts"),
-        ("window_attn_skip_freq", "windows", has_window, "with the window", "window_size"),
+        ("no_rope_freq", "rope_layers", False, "with rotary positions", "position_embedding_type"),
+        ("moe_layer_freq", "moe_layers", bool(model.num_experts), "with experts", "num_experts"),
+        ("window_attn_skip_freq", "layer_windows", has_window, "with the window", "window_size"),
     ):
         try:
             layers = getattr(model, per_layer)
@@ -163,7 +163,7 @@ def _pattern_problems(config: Config) -> Iterator[Problem]:
             continue
         if needs_a_layer and not any(layers):
             yield Problem(
-                f"{shown(config, name)} leaves no layer {condition}; drop {flag_of(cause)}",
+                f"{shown(config, name)} leaves no layer {condition}; drop {flag_name(cause)}",
                 options=(name, "num_layers", cause),
             )
 

@@ -101,7 +101,7 @@ def optimizer_problems(config: Config) -> Iterator[Problem]:
 
 def _optimizer_offload_problems(config: Config) -> Iterator[Problem]:
     optim, parallel = config.optim, config.parallel
-    if optim.optimizer_cpu_offload and optim.sees_whole_tensors:
+    if optim.optimizer_cpu_offload and optim.needs_full_tensors:
         yield Problem(
             f"optimizer_cpu_offload with optimizer={optim.optimizer}: whole tensors are not updated there; use adam or "
             "sgd",
@@ -112,8 +112,8 @@ def _optimizer_offload_problems(config: Config) -> Iterator[Problem]:
             "optimizer_impl=apex updates on a card, and optimizer_cpu_offload on the host; use auto",
             options=("optimizer_impl", "optimizer_cpu_offload"),
         )
-    is_sharded_once = parallel.shared_out == 3 and parallel.outer_dp_sharding_strategy != "optim"
-    if parallel.param_cpu_offload and not (is_sharded_once and optim.offloaded == 1):
+    is_sharded_once = parallel.effective_zero_stage == 3 and parallel.outer_dp_sharding_strategy != "optim"
+    if parallel.param_cpu_offload and not (is_sharded_once and optim.offload_fraction == 1):
         yield Problem(
             "param_cpu_offload needs --zero-stage 3, shared out once, and --optimizer-cpu-offload of all",
             options=(

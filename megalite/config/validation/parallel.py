@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from megalite.config.options import Config
+from megalite.config.pipeline_layout import STAGE_OPTIONS, explicit_stage_layers
 from megalite.config.problems import Problem, nearest_multiples, options_set, requires, shown
-from megalite.config.stage_layers import GIVEN, given_stages
 
 
 def micro_batch_group_problems(config: Config) -> Iterator[Problem]:
@@ -75,7 +75,7 @@ def pipeline_problems(config: Config) -> Iterator[Problem]:
 
 def sharding_problems(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
-    stage = parallel.shared_out
+    stage = parallel.effective_zero_stage
     graphs = config.train.cuda_graph_impl
     if not parallel.use_distributed_optimizer and stage:
         yield Problem(
@@ -115,9 +115,9 @@ def layout_problems(config: Config) -> Iterator[Problem]:
     model, parallel = config.model, config.parallel
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank or 1
     try:
-        stages = given_stages(model.num_layers, parallel)
+        stages = explicit_stage_layers(model.num_layers, parallel)
     except ValueError as error:
-        yield Problem(str(error), options=GIVEN)
+        yield Problem(str(error), options=STAGE_OPTIONS)
         return
     if stages is None and pp * chunks > model.num_layers:
         yield Problem(

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from megalite.config.option_parsers import parse_batch_schedule
 from megalite.config.options import Config
-from megalite.config.pattern import read_batch_schedule
 from megalite.config.problems import Problem, comma_separated, exclusive, is_above, requires, shown
-from megalite.config.registry import KINDS
+from megalite.config.registry import REGISTRIES
 
 DROP_GRAPHS = "(or drop --cuda-graph-impl)"
 
@@ -48,7 +48,7 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     train, parallel, model = config.train, config.parallel, config.model
     graphs = f"cuda_graph_impl={train.cuda_graph_impl}"
     has_graphs = train.cuda_graph_impl != "none"
-    layer_metric = next((name for name, subject in KINDS["metric"].added.items() if subject == "layer"), None)
+    layer_metric = next((name for name, subject in REGISTRIES["metric"].added.items() if subject == "layer"), None)
     if has_graphs and parallel.device == "cpu":
         yield Problem(f"{graphs} needs a CUDA device {DROP_GRAPHS}", options=("cuda_graph_impl", "device"))
     if has_graphs:
@@ -96,7 +96,7 @@ def batch_size_problems(config: Config) -> Iterator[Problem]:
         )
     if schedule is not None:
         try:
-            last = read_batch_schedule(schedule, seq_length)[-1][1]
+            last = parse_batch_schedule(schedule, seq_length)[-1][1]
         except ValueError as error:
             yield Problem(
                 f"step_batch_size_schedule={schedule!r} {error}", options=("step_batch_size_schedule", "seq_length")

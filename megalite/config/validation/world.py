@@ -3,8 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
+from megalite.config.option_parsers import parse_batch_schedule
 from megalite.config.options import Config
-from megalite.config.pattern import read_batch_schedule
 from megalite.config.problems import Problem, comma_separated, divisors, join_or, nearest_multiples
 
 MAX_MICRO_BATCHES = 100_000  # of one rank and step
@@ -85,7 +85,7 @@ def _sharding_problems(config: Config, dp: int) -> Iterator[Problem]:
             f"parallel {dp} = {unit}; change one",
             options=("eval_global_batch_size", "eval_micro_batch_size"),
         )
-    if parallel.shared_out and dp * cp % instances:
+    if parallel.effective_zero_stage and dp * cp % instances:
         by_cp = f" x cp {cp}" if cp > 1 else ""
         yield Problem(
             f"num_distributed_optimizer_instances={instances} does not divide data parallel {dp}{by_cp}: use "
@@ -109,7 +109,7 @@ def _expert_problems(config: Config, world_size: int) -> Iterator[Problem]:
         )
         return
     replicas = per_stage // per_replica
-    if parallel.shared_out and replicas % instances:
+    if parallel.effective_zero_stage and replicas % instances:
         yield Problem(
             f"num_distributed_optimizer_instances={instances} does not divide the {replicas} ranks that hold the same "
             f"experts: use {join_or(divisors(replicas))}",
@@ -130,7 +130,7 @@ def _batch_size_problems(config: Config, dp: int) -> Iterator[Problem]:
                 options=(name, "micro_batch_size"),
             )
         if size % unit:
-            ranks = _ranks_for(size, dp, config)
+            ranks = _nearest_world_sizes(size, dp, config)
             or_ranks = f", or start {ranks} ranks" if ranks else ""
             yield Problem(
                 f"{name}{part}={size} is not a multiple of micro_batch_size {micro_batch_size} x data parallel {dp} = "
@@ -154,7 +154,7 @@ def _batch_sizes(config: Config) -> list[tuple[str, str, int]]:
         sizes.append(("global_batch_size", "", train.global_batch_size))
     if train.step_batch_size_schedule is not None:
         with contextlib.suppress(ValueError):  # batch_size_problems reports it
-            steps = read_batch_schedule(train.step_batch_size_schedule, config.model.seq_length)
+            steps = parse_batch_schedule(train.step_batch_size_schedule, config.model.seq_length)
             sizes += [("step_batch_size_schedule", " size", size) for _, size in steps]
     if train.rampup_batch_size is not None and len(train.rampup_batch_size) == 3:
         first, increment, _ = train.rampup_batch_size
@@ -162,7 +162,7 @@ def _batch_sizes(config: Config) -> list[tuple[str, str, int]]:
     return sizes
 
 
-def _ranks_for(size: int, dp: int, config: Config) -> str:
+def _nearest_world_sizes(size: int, dp: int, config: Config) -> str:
     """Return the nearest numbers of ranks, below and above, that divide a batch of `size`; "" if there are none."""
     parallel, micro_batch_size = config.parallel, config.train.micro_batch_size
     if parallel.data_parallel_size is not None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megalite.config.options import DataConfig
 
-MOST = 5  # files that a message names
-TOKENS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file")
+MAX_NAMED = 5  # files that a message names
+DATA_PATH_OPTIONS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+TOKENIZER_PATH_OPTIONS = ("tokenizer_model", "vocab_file", "merge_file")
 # the files that a built-in tokenizer reads, if not all three; others have no effect (config/validation/effects.py)
 READ_BY = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
@@ -21,32 +21,32 @@ READ_BY = {
 }
 
 
-def rehearsed(data: DataConfig) -> DataConfig:
+def without_data_files(data: DataConfig) -> DataConfig:
     """Options that stand for the data of another machine's rank: no tokens, and a vocabulary of the given size."""
-    data = replace(data, mock_data=True, **dict.fromkeys((*TOKENS, "dataset")))
-    if data.vocab_size is not None and absent(data):
-        data = replace(data, tokenizer_type="NullTokenizer", **dict.fromkeys(TOKENIZER))
+    data = replace(data, mock_data=True, **dict.fromkeys((*DATA_PATH_OPTIONS, "dataset")))
+    if data.vocab_size is not None and missing_file_errors(data):
+        data = replace(data, tokenizer_type="NullTokenizer", **dict.fromkeys(TOKENIZER_PATH_OPTIONS))
     return data
 
 
-def absent(data: DataConfig, elsewhere: bool = False) -> list[str]:
+def missing_file_errors(data: DataConfig, elsewhere: bool = False) -> list[str]:
     """A line for each token file and tokenizer file of the options that does not exist; URLs are not looked at.
     `elsewhere`: the options are those of another machine's rank (`rehearsed`)."""
     lines, size = [], " or --vocab-size" * elsewhere
-    for name in TOKENS:
+    for name in DATA_PATH_OPTIONS:
         for word in getattr(data, name) or ():
             _, named, rest = word.partition("=")  # NAME=PREFIX, or NAME= before a prefix
             prefix = rest if named and not _is_pair(word) else word
             if prefix and "://" not in prefix and not is_number(prefix) and not _is_pair(prefix):
-                lines.append(missing(prefix))
-    for name in READ_BY.get(data.tokenizer_type or "", TOKENIZER):
+                lines.append(missing_prefix_error(prefix))
+    for name in READ_BY.get(data.tokenizer_type or "", TOKENIZER_PATH_OPTIONS):
         path = getattr(data, name)
         if path is not None and "://" not in path and not Path(path).exists():
             lines.append(f"{name}={path!r}: {os.strerror(errno.ENOENT)}; give a file here{size}, nothing is downloaded")
     return list(dict.fromkeys(lines))
 
 
-def missing(prefix: str) -> str:
+def missing_prefix_error(prefix: str) -> str:
     """The reason why `prefix` cannot be opened, a file of it being missing, and what to give instead."""
     reason = os.strerror(errno.ENOENT)
     stem = prefix.removesuffix(".bin").removesuffix(".idx")
@@ -65,7 +65,7 @@ def missing(prefix: str) -> str:
     if not folder.is_dir():
         return f"{prefix}.idx: {reason}; the directory {folder} does not exist; give the prefix of a .bin/.idx pair"
     begun, others = _pairs(folder, Path(stem).name), _pairs(folder, "")
-    near = difflib.get_close_matches(Path(stem).name, [Path(other).name for other in others], n=MOST)
+    near = difflib.get_close_matches(Path(stem).name, [Path(other).name for other in others], n=MAX_NAMED)
     if begun or near:
         return f"{prefix}.idx: {reason}; did you mean {_list(begun or [str(folder / name) for name in near])}?"
     hint = f"{folder} holds {_list(others)}" if others else "tools/preprocess_data.py makes such files"
@@ -94,4 +94,6 @@ def _pairs(folder: Path, begin: str) -> list[str]:
 
 
 def _list(prefixes: list[str]) -> str:
-    return ", ".join(prefixes[:MOST]) + (f" and {len(prefixes) - MOST} more" if len(prefixes) > MOST else "")
+    return ", ".join(prefixes[:MAX_NAMED]) + (
+        f" and {len(prefixes) - MAX_NAMED} more" if len(prefixes) > MAX_NAMED else ""
+    )

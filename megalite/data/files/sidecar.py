@@ -13,20 +13,20 @@ from megalite.config.text_file import read_small_bytes
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
-LIMIT_BYTES = 16 << 20  # far above any list of sources
+MAX_BYTES = 16 << 20  # far above any list of sources
 
 
-def read_info(prefix: str | Path) -> dict[str, Any] | None:
+def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     """The contents of prefix.json, None when it does not exist."""
     path = f"{prefix}.json"
     try:
         if "://" in path:
-            from megalite.data.files.remote import UrlFile
+            from megalite.data.files.remote_files import UrlFile
 
             source = UrlFile(path)
-            text = source.fetch(0, min(source.size, LIMIT_BYTES + 1)) if source.size else b""
+            text = source.fetch(0, min(source.size, MAX_BYTES + 1)) if source.size else b""
         else:
-            text = read_small_bytes(path, LIMIT_BYTES)
+            text = read_small_bytes(path, MAX_BYTES)
     except (FileNotFoundError, DataError) as error:
         if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
             return None
@@ -34,7 +34,7 @@ def read_info(prefix: str | Path) -> dict[str, Any] | None:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; write the data again, or remove this file") from error
     with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
-        info: Any = json.loads(text) if len(text) <= LIMIT_BYTES else None
+        info: Any = json.loads(text) if len(text) <= MAX_BYTES else None
         if type(info["tokenizer"]["fingerprint"]) is str and type(info["tokenizer"]["vocab_size"]) is int:
             return info
     raise DataError(f"{path}: damaged; write the data again with tools/preprocess_data.py, or remove this file")
@@ -42,7 +42,7 @@ def read_info(prefix: str | Path) -> dict[str, Any] | None:
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     """Refuse data that another tokenizer made. NullTokenizer, which stands for any, must be large enough."""
-    info = read_info(prefix)
+    info = read_sidecar(prefix)
     if info is None:
         return
     made_by = info["tokenizer"]

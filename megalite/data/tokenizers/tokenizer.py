@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.text_file import read_small_bytes
-from megalite.data.errors import DataError, library
+from megalite.data.errors import DataError, wrap_library_errors
 
 EOD_BYTE = 256
 MAX_TOKENIZER_BYTES = 1 << 28
@@ -30,8 +30,10 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int
     is_null = False
-    unknown: int | None = None  # the id that stands for special tokens that the tokenizer lacks, if there is one
-    literal: tuple[str, ...] = ()  # special tokens that are ordinary text when written out; gigatoken differs in this
+    unk_id: int | None = None  # the id that stands for special tokens that the tokenizer lacks, if there is one
+    literal_special_tokens: tuple[
+        str, ...
+    ] = ()  # special tokens that are ordinary text when written out; gigatoken differs in this
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -39,11 +41,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def encode_concatenated(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """The ids of `encode_batch` end to end [tokens], in some integer dtype, and how many each text has [texts];
         without a Python object for each id where the library can do so."""
         documents = self.encode_batch(texts)
-        lengths = lengths_of(documents)
+        lengths = count_ids(documents)
         return np.fromiter(chain.from_iterable(documents), np.int32, int(lengths.sum())), lengths
 
     @abstractmethod
@@ -62,7 +64,7 @@ class Tokenizer(ABC):
         """The same model as the package gigatoken reads it, None where it cannot. Raises whatever the package does."""
         return None
 
-    def identify(self, name: str, kind: str, *contents: bytes) -> None:
+    def set_identity(self, name: str, kind: str, *contents: bytes) -> None:
         """Set name and fingerprint. `kind` and `contents`: all that the ids of a text depend on, beside eod."""
         digest = hashlib.sha256()
         for part in (kind.encode(), *contents, str(self.eod).encode()):
@@ -75,7 +77,7 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int):
         self.vocab_size, self.eod = vocab_size, vocab_size - 1
-        self.identify(f"NullTokenizer({vocab_size})", "null")
+        self.set_identity(f"NullTokenizer({vocab_size})", "null")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._ids(text) for text in texts]
@@ -98,14 +100,14 @@ class NullTokenizer(Tokenizer):
 class ByteTokenizer(Tokenizer):
     def __init__(self) -> None:
         self.vocab_size, self.eod = EOD_BYTE + 1, EOD_BYTE
-        self.identify("ByteTokenizer", "bytes")
+        self.set_identity("ByteTokenizer", "bytes")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode("utf-8")) for text in texts]
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def encode_concatenated(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         raw = [text.encode("utf-8") for text in texts]
-        return np.frombuffer(b"".join(raw), np.uint8), lengths_of(raw)
+        return np.frombuffer(b"".join(raw), np.uint8), count_ids(raw)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The end of a document has no text; bytes that are not UTF-8 become U+FFFD."""
@@ -118,23 +120,23 @@ class SentencePieceTokenizer(Tokenizer):
 
         self.content = content = read(path)
         other = "; it may be a HuggingFaceTokenizer" if content.lstrip().startswith(b"{") else ""
-        with library(f"tokenizer_model={path} is not a SentencePiece model{other}"):
+        with wrap_library_errors(f"tokenizer_model={path} is not a SentencePiece model{other}"):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
             special = [i for i in range(len(self._model)) if self._model.is_control(i) or self._model.is_unknown(i)]
-            self.literal = tuple(self._model.id_to_piece(i) for i in special)
+            self.literal_special_tokens = tuple(self._model.id_to_piece(i) for i in special)
         self.vocab_size, self.eod = int(self._model.get_piece_size()), int(self._model.eos_id())
         if self.eod < 0:
             raise DataError(f"tokenizer_model={path} has no end-of-sentence piece; train it with an eos_id")
-        self.identify(str(path), "sentencepiece", content)
+        self.set_identity(str(path), "sentencepiece", content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._model.encode(list(texts), num_threads=1)
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def encode_concatenated(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         if not texts or not hasattr(self._model, "encode_as_numpy"):  # since sentencepiece 0.2.2
-            return super().encode_flat(texts)
+            return super().encode_concatenated(texts)
         documents = self._model.encode(list(texts), num_threads=1, return_type="numpy")
-        return np.concatenate(documents), lengths_of(documents)
+        return np.concatenate(documents), count_ids(documents)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
@@ -148,7 +150,7 @@ class SentencePieceTokenizer(Tokenizer):
         piece = int(self._model.piece_to_id(token))
         return piece if self._model.id_to_piece(piece) == token else None
 
-    def begin_end_unknown(self) -> list[str | None]:
+    def bos_eos_unk_pieces(self) -> list[str | None]:
         ids = (int(self._model.bos_id()), self.eod, int(self._model.unk_id()))
         return [self._model.id_to_piece(i) if i >= 0 else None for i in ids]
 
@@ -166,5 +168,5 @@ def read(path: Path) -> bytes:
         raise DataError(f"{path}: {error.strerror}; give the tokenizer's file") from error
 
 
-def lengths_of(items: Sequence[Any]) -> NDArray[np.int64]:
+def count_ids(items: Sequence[Any]) -> NDArray[np.int64]:
     return np.fromiter(map(len, items), np.int64, len(items))

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.activation import Activation
-from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, fit, kernel, use_triton
+from megalite.kernels.dispatch import TileConfig, as_2d, ceil_div, fit_tile, kernel, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 # Up to 2048 columns of a row per program, or several narrow rows: 16 elements per thread, which is two 16-byte loads of
 # bf16 from each half.
-FORWARD = TileSizes(1, 2048, 4)
-BACKWARD = TileSizes(1, 1024, 4)  # three inputs and three results are held at once
+FORWARD_TILE = TileConfig(1, 2048, 4)
+BACKWARD_TILE = TileConfig(1, 1024, 4)  # three inputs and three results are held at once
 LIMIT, ALPHA = 7.0, 1.702  # clamped
 PLAIN, CLAMPED = (0.0, 1.0), (LIMIT, ALPHA)  # as kernels take them; 0: there is no limit
 
@@ -41,10 +41,10 @@ def swiglu_forward_reference(u: Tensor, clamped: bool = False) -> Tensor:
 def swiglu_backward_reference(u: Tensor, da: Tensor, clamped: bool = False) -> tuple[Tensor, Tensor]:
     gate, up = u.chunk(2, -1)
     if clamped:
-        g, more = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
+        g, up_plus_1 = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
         s = torch.sigmoid(ALPHA * g)
-        dgate = da * more * s * (1 + ALPHA * g * (1 - s)) * (gate <= LIMIT)
-        return g * s * more, torch.cat((dgate, da * g * s * (up.abs() <= LIMIT)), -1)
+        dgate = da * up_plus_1 * s * (1 + ALPHA * g * (1 - s)) * (gate <= LIMIT)
+        return g * s * up_plus_1, torch.cat((dgate, da * g * s * (up.abs() <= LIMIT)), -1)
     if torch.compiler.is_compiling():  # it cannot write into halves, and makes one pass of this
         s = torch.sigmoid(gate)
         silu = gate * s
@@ -58,7 +58,7 @@ def swiglu_backward_reference(u: Tensor, da: Tensor, clamped: bool = False) -> t
 
 
 @kernel
-def activated(g, u, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+def swiglu_tile(g, u, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     """a"""
     if LIMIT > 0:
         g, u = tl.minimum(g, LIMIT), tl.minimum(tl.maximum(u, -LIMIT), LIMIT) + 1.0
@@ -66,7 +66,7 @@ def activated(g, u, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 
 
 @kernel
-def gradients(g, u, da, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+def swiglu_grad_tile(g, u, da, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     """a, dg, du"""
     da_gate = da
     if LIMIT > 0:
@@ -81,13 +81,13 @@ def gradients(g, u, da, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 def _forward(
     U, A, rows, columns, stride, LIMIT: tl.constexpr, ALPHA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
+    compute_dtype = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (at < columns)
-    g = tl.load(U + row * stride + at, mask=inside, other=0.0).to(wide)
-    u = tl.load(U + row * stride + columns + at, mask=inside, other=0.0).to(wide)
-    tl.store(A + row * columns + at, activated(g, u, LIMIT, ALPHA).to(A.dtype.element_ty), mask=inside)
+    g = tl.load(U + row * stride + at, mask=inside, other=0.0).to(compute_dtype)
+    u = tl.load(U + row * stride + columns + at, mask=inside, other=0.0).to(compute_dtype)
+    tl.store(A + row * columns + at, swiglu_tile(g, u, LIMIT, ALPHA).to(A.dtype.element_ty), mask=inside)
 
 
 @kernel
@@ -95,48 +95,50 @@ def _backward(
     U, DA, A, DU, rows, columns, stride_u, stride_da,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
+    compute_dtype = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (at < columns)
-    g = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(wide)
-    u = tl.load(U + row * stride_u + columns + at, mask=inside, other=0.0).to(wide)
-    da = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(wide)
-    a, dg, du = gradients(g, u, da, LIMIT, ALPHA)
+    g = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(compute_dtype)
+    u = tl.load(U + row * stride_u + columns + at, mask=inside, other=0.0).to(compute_dtype)
+    da = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(compute_dtype)
+    a, dg, du = swiglu_grad_tile(g, u, da, LIMIT, ALPHA)
     tl.store(A + row * columns + at, a.to(A.dtype.element_ty), mask=inside)
     to = DU + row * 2 * columns + at
     tl.store(to, dg.to(DU.dtype.element_ty), mask=inside)
     tl.store(to + columns, du.to(DU.dtype.element_ty), mask=inside)
 
 
-def forward(u: Tensor, block: TileSizes = FORWARD, *, clamped: bool = False) -> Tensor:
+def forward(u: Tensor, tile: TileConfig = FORWARD_TILE, *, clamped: bool = False) -> Tensor:
     """[..., 2F] = [gate | up] -> [..., F]."""
     if not use_triton(u):
         return swiglu_forward_reference(u, clamped)
-    u_N2F = as_rows(u)
+    u_N2F = as_2d(u)
     rows, columns = u_N2F.shape[0], u.shape[-1] // 2
-    block = fit(block, columns)
+    tile = fit_tile(tile, columns)
     a = torch.empty((*u.shape[:-1], columns), dtype=u.dtype, device=u.device)
-    grid = (ceil_div(rows, block.rows), ceil_div(columns, block.columns))
-    facts = (rows, columns, u_N2F.stride(0), *(CLAMPED if clamped else PLAIN), block.rows, block.columns)
-    _forward[grid](u_N2F, a, *facts, num_warps=block.warps)
+    grid = (ceil_div(rows, tile.rows), ceil_div(columns, tile.columns))
+    launch_args = (rows, columns, u_N2F.stride(0), *(CLAMPED if clamped else PLAIN), tile.rows, tile.columns)
+    _forward[grid](u_N2F, a, *launch_args, num_warps=tile.warps)
     return a
 
 
-def backward(u: Tensor, da: Tensor, block: TileSizes = BACKWARD, *, clamped: bool = False) -> tuple[Tensor, Tensor]:
+def backward(
+    u: Tensor, da: Tensor, tile: TileConfig = BACKWARD_TILE, *, clamped: bool = False
+) -> tuple[Tensor, Tensor]:
     """a [..., F] again, and the gradient du [..., 2F]."""
     if not use_triton(u):
         return swiglu_backward_reference(u, da, clamped)
-    u_N2F, da_NF = as_rows(u), as_rows(da)
+    u_N2F, da_NF = as_2d(u), as_2d(da)
     rows, columns = da_NF.shape
-    block = fit(block, columns)
+    tile = fit_tile(tile, columns)
     a = torch.empty(da.shape, dtype=u.dtype, device=u.device)
     du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    grid = (ceil_div(rows, block.rows), ceil_div(columns, block.columns))
+    grid = (ceil_div(rows, tile.rows), ceil_div(columns, tile.columns))
     strides = (u_N2F.stride(0), da_NF.stride(0))
-    facts = (rows, columns, *strides, *(CLAMPED if clamped else PLAIN), block.rows, block.columns)
-    _backward[grid](u_N2F, da_NF, a, du, *facts, num_warps=block.warps)
+    launch_args = (rows, columns, *strides, *(CLAMPED if clamped else PLAIN), tile.rows, tile.columns)
+    _backward[grid](u_N2F, da_NF, a, du, *launch_args, num_warps=tile.warps)
     return a, du
 
 
-ACTIVATION = Activation(forward, backward, width=2, swiglu=PLAIN)
+ACTIVATION = Activation(forward, backward, width=2, swiglu_constants=PLAIN)

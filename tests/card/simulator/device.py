@@ -26,11 +26,13 @@ from card.simulator.memory import Memory, Side
 from card.simulator.state import caller
 from card.simulator.tape import Dispatch
 from card.simulator.trace import Fact, HostAccess, HostRead, HostWait, Launch, Mark, Mixed, Span, Stream
-from megalite.checkpoint.run.saver import Saver
-from megalite.optim.flat_storage import listening
-from megalite.pipeline.graphed import GraphedPipeline
+from megalite.checkpoint.manager.saver import CheckpointSaver
+from megalite.optim.flat_buffers import observe_allocations
+from megalite.pipeline.cuda_graph import CudaGraphPipeline
 from megalite.pipeline.runtime import Pipeline
-from megalite.train import loop, setup, step
+from megalite.training import setup
+from megalite.training import train_step as step
+from megalite.training import trainer as loop
 
 
 class Card:
@@ -287,7 +289,7 @@ def simulated(index: int = 0, cards: int = 8) -> Iterator[Card]:
         stack.enter_context(tensors.noted(card))
         stack.enter_context(mock.patch.object(threading.Thread, "run", _in_threads(card)))
         stack.enter_context(_Operations(card))
-        stack.enter_context(listening(card.memory))
+        stack.enter_context(observe_allocations(card.memory))
         yield card
 
 
@@ -296,14 +298,14 @@ MARKS = (
     (Pipeline, "_forward", "forward"),
     (Pipeline, "_backward", "backward"),
     (Pipeline, "step", "forward-backward"),
-    (GraphedPipeline, "step", "forward-backward"),
+    (CudaGraphPipeline, "step", "forward-backward"),
     (step, "train_step", "step"),
-    (step, "_agree", "agree"),
+    (step, "_reduce_step_sums", "agree"),
     (step, "_update", "update"),
     (loop, "evaluation_sums", "evaluation"),
-    (loop.Training, "_log", "log"),
+    (loop.Trainer, "_log", "log"),
     (loop, "check_replicas", "replica check"),
-    (Saver, "save", "save"),
+    (CheckpointSaver, "save", "save"),
     (setup, "build_run", "build"),
 )
 

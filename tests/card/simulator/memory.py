@@ -18,7 +18,7 @@ Side = Literal["card", "pinned", "host", "nobody"]
 @dataclass
 class Block:
     """One allocation. `watch`: of its storage, called when the last reference in Python or C++ is gone. `there`: it has
-    its memory, which may have been given back meanwhile (optim/flat_storage.py)."""
+    its memory, which may have been given back meanwhile (optim/flat_buffers.py)."""
 
     number: int
     side: Side

@@ -53,7 +53,7 @@ class Tape(Dispatch):
                 storage.copy_(before)
         self._before.clear()
 
-    def record(self, work: Callable[[], None]) -> None:
+    def capture(self, work: Callable[[], None]) -> None:
         try:
             with self:
                 work()

@@ -13,7 +13,7 @@ import torch
 from card.simulator import cuda, graphs, streams
 from card.simulator.state import Machine, Unlisted
 from card.simulator.trace import HostWait
-from megalite.parallel.clock import Clock
+from megalite.parallel.phase_timer import PhaseTimer
 
 CLASSES = (streams.Stream, streams.Event, graphs.CUDAGraph, graphs.graph)
 OWN = {"Stream": {"number"}, "Event": {"number", "recorded", "enable_timing"}, "CUDAGraph": {"operations"}}
@@ -145,16 +145,16 @@ def test_other_threads_may_wait_unless_the_capture_is_global(card: Machine, mode
 def test_the_clock_asks_a_card_for_times_without_waiting_for_it() -> None:
     trace: list[Any] = []
     with cuda.installed(trace):
-        clock, card = Clock(), torch.device("cuda", 0)
+        clock, card = PhaseTimer(), torch.device("cuda", 0)
         for waits in (False, True):
-            clock.begin(card)
+            clock.start_step(card)
             with clock.span("forward"):
                 time.sleep(0.01)
-            clock.end()
+            clock.end_step()
             if waits:
                 torch.cuda.synchronize()
             else:
-                assert clock.read() == {}  # it is not there yet: nobody waits
-        spent = clock.read()
+                assert clock.phase_seconds() == {}  # it is not there yet: nobody waits
+        spent = clock.phase_seconds()
     assert set(spent) == {"other", "forward"} and spent["forward"] >= 0.01
     assert sum(isinstance(fact, HostWait) for fact in trace) == 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from card.simulator import nccl
-from megalite.parallel.comm import all_gather_flat, reduce_scatter_flat
+from megalite.parallel.comm import all_gather_into_tensor, reduce_scatter_tensor
 
 HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/NCCLUtils.hpp"
 KINDS = {"Char": "int8", "Byte": "uint8", "Float": "float32", "Double": "float64", "Int": "int32", "Long": "int64"}
@@ -38,9 +38,9 @@ def _refused() -> None:
         ("BXOR", lambda: dist.all_reduce(long, op.BXOR)),
         ("AVG", lambda: dist.all_reduce(torch.tensor([True]), op.AVG)),
         ("contiguous", lambda: dist.all_reduce(strided)),
-        ("world_size", lambda: all_gather_flat(out, torch.zeros(2))),
-        ("same type", lambda: all_gather_flat(out, torch.zeros(2, dtype=torch.float64))),
-        ("world size", lambda: reduce_scatter_flat(torch.zeros(2), out)),
+        ("world_size", lambda: all_gather_into_tensor(out, torch.zeros(2))),
+        ("same type", lambda: all_gather_into_tensor(out, torch.zeros(2, dtype=torch.float64))),
+        ("world size", lambda: reduce_scatter_tensor(torch.zeros(2), out)),
         ("tag=3", lambda: dist.isend(out, 1 - dist.get_rank(), tag=3)),
         ("recvAnysource", lambda: dist.irecv(out)),
         ("No backend type", lambda: dist.gather(out, [out, out] if dist.get_rank() == 0 else None)),

@@ -1,0 +1,122 @@
+"""Options of Megatron-LM that are small languages: a bit for each layer, the parts of a split, sizes of batches.
+
+    "4"                every 4th layer is 0, the others 1
+    "[1,1,0]*4+[1]"    a list; + joins lists, * repeats one, parentheses group
+    "0:768 250B:1536"  768 samples per step, and 1536 from 250 billion tokens on
+
+Megatron-LM evaluates the lists as Python; here they are parsed, and nothing is evaluated.
+"""
+
+import ast
+import math
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+MAX_LAYERS_IN_PATTERN = 100_000  # layers: a text of 20 characters could ask for more than fits into memory
+
+
+def parse_layer_pattern(text: str, layers: int) -> tuple[bool, ...]:
+    """A bit for each of `layers` layers. Raises ValueError: what is wrong, and what to give instead."""
+    try:
+        period = int(text)
+    except ValueError:
+        pass
+    else:
+        if period < 1:
+            raise ValueError("is below 1; give how many layers apart, or a list")
+        return tuple((layer + 1) % period != 0 for layer in range(layers))
+    try:
+        bits = _list(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError("is neither a number nor a list of 0 and 1; give one, as 4 or [1,1,1,0]*8") from None
+    if len(bits) != layers:
+        raise ValueError(f"has {len(bits)} numbers for {layers} layers; give one for each")
+    return tuple(bits)
+
+
+def parse_split(text: str) -> list[float]:
+    """Three numbers >= 0; those that are not given are 0. Quotes are ignored: Megatron-LM's scripts pass '99,1,0' with
+    them. Raises ValueError as `read_pattern` does.
+
+    >>> read_split("'99,1,0'"), read_split("3, 1")
+    ([99.0, 1.0, 0.0], [3.0, 1.0, 0.0])
+    """
+    try:
+        parts = [float(part) for part in re.split(r"[,/\s'\"]+", text) if part]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < sum(parts) < float("inf"):
+        raise ValueError("is not up to three numbers >= 0, comma-separated; use for example 969,30,1")
+    return parts + [0.0] * (3 - len(parts))
+
+
+def format_layer_pattern(bits: Sequence[bool], periods: bool = True) -> str:
+    """The shortest text that `read_pattern` reads as these bits; without `periods` a list.
+
+    >>> write_pattern([True, True, False] * 4), write_pattern([False] * 28 + [True] * 2)
+    ('3', '[0]*28+[1,1]')
+    """
+    for period in range(1, len(bits) + 1) if periods else ():
+        if tuple(bits) == parse_layer_pattern(str(period), len(bits)):
+            return str(period)
+    for period in range(1, len(bits) // 2 + 1):
+        if len(bits) % period == 0 and list(bits) == list(bits[:period]) * (len(bits) // period):
+            return f"[{','.join(str(int(bit)) for bit in bits[:period])}]*{len(bits) // period}"
+    parts: list[str] = []
+    for bit, run in groupby(bits):
+        count = len(list(run))
+        parts.append(f"[{int(bit)}]*{count}" if count > 2 else f"[{','.join(str(int(bit)) * count)}]")
+    return "+".join(parts)
+
+
+SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_batch_schedule(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
+    """(samples, global batch size) of each step, from "TOKENS:SIZE TOKENS:SIZE ...". Raises ValueError: what is wrong,
+    and what to give instead."""
+    steps = []
+    for entry in text.replace(",", " ").split():
+        try:
+            tokens, size = map(_count, entry.split(":"))
+        except ValueError:
+            raise ValueError(f"has {entry!r}; write TOKENS:SIZE, as 0:768 250B:1536") from None
+        steps.append((tokens // seq_length, size))
+    steps.sort(key=lambda step: step[0])
+    if not steps or steps[0][0] != 0:
+        raise ValueError("does not begin at 0 tokens; write 0:SIZE first")
+    begins = [begin for begin, _ in steps]
+    if len(set(begins)) < len(begins):
+        raise ValueError(f"has two sizes within one sample of {seq_length} tokens; remove one")
+    if min(size for _, size in steps) < 1:
+        raise ValueError("has a batch without samples; give sizes of 1 or more")
+    return tuple(steps)
+
+
+def _count(text: str) -> int:
+    """A number >= 0, with or without one of SUFFIXES. Raises ValueError."""
+    unit = SUFFIXES.get(text[-1:].upper(), 1)
+    number = float(text[:-1] if unit > 1 else text) * unit
+    if not 0 <= number < math.inf:
+        raise ValueError
+    return int(number)
+
+
+def _list(node: ast.expr) -> list[bool]:
+    if isinstance(node, ast.List):
+        return [bool(_number(item, most=1)) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _list(node.left) + _list(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        repeated, times = (node.right, node.left) if isinstance(node.left, ast.Constant) else (node.left, node.right)
+        bits, count = _list(repeated), _number(times)
+        if len(bits) * count <= MAX_LAYERS_IN_PATTERN:
+            return bits * count
+    raise ValueError
+
+
+def _number(node: ast.expr, most: int = MAX_LAYERS_IN_PATTERN) -> int:
+    if not isinstance(node, ast.Constant) or type(node.value) is not int or not 0 <= node.value <= most:
+        raise ValueError
+    return node.value
