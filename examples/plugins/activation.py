@@ -3,7 +3,7 @@
 megalite train --plugin examples/plugins/activation.py --activation mish --preset tiny --vocab-size 300 --mock-data \
   --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/mish
 
-It prices itself: a plan runs a layer with it on the meta device, and counts what happens.
+Its cost needs no formula: a plan runs a layer with it on the meta device and counts the operations.
 """
 
 import torch
@@ -15,11 +15,12 @@ from megalite.kernels.activation import Activation
 
 
 def forward(u: Tensor) -> Tensor:
+    """Return mish(u)."""
     return F.mish(u)
 
 
 def backward(u: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
-    """The activation once more, and the gradient of its input."""
+    """Return the activation again, and the gradient of its input."""
     t = torch.tanh(F.softplus(u))
     return u * t, da * (t + u * torch.sigmoid(u) * (1 - t * t))
 

@@ -1,10 +1,10 @@
-"""A dataset: sums to learn, "17+25=42;" again and again, made when they are asked for.
+"""A dataset of sums to learn, such as "17+25=42;", generated when they are read.
 
 megalite train --plugin examples/plugins/dataset.py --dataset sums --tokenizer-type ByteTokenizer --preset tiny \
   --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/sums
 
-A dataset is samples by number: len, and [i], which gives seq_length + 1 token ids, always the same ones. So a run that
-resumes sees what it would have seen, dp ranks share the samples, and the ledger counts epochs.
+A dataset has a length, and [i] returns the seq_length + 1 token ids of sample i, the same ones at every call. Resuming,
+sharding over dp and counting epochs need nothing else.
 """
 
 import random
@@ -23,9 +23,9 @@ class Sums:
         return SAMPLES[self.split]
 
     def __getitem__(self, i: int) -> list[int]:
-        draw, ids = random.Random(f"{self.split} {i}"), list[int]()
+        rng, ids = random.Random(f"{self.split} {i}"), list[int]()
         while len(ids) < self.length:
-            a, b = draw.randrange(100), draw.randrange(100)
+            a, b = rng.randrange(100), rng.randrange(100)
             ids += self.tokenizer.encode(f"{a}+{b}={a + b};")
         return ids[: self.length]
 

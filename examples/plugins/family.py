@@ -1,13 +1,13 @@
-"""A model family: the names that a house of its own gives to the tensors of a Llama, and the keys of its config.json.
+"""A model family: a Llama with other tensor names and other keys in config.json.
 
 megalite train --preset tiny --vocab-size 300 --mock-data \
   --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/llama
-megalite convert --plugin examples/plugins/family.py --load runs/llama --to-hf models/house --family house
-megalite train --plugin examples/plugins/family.py --pretrained-checkpoint models/house --use-checkpoint-args \
+megalite convert --plugin examples/plugins/family.py --load runs/llama --to-hf models/acme --family acme
+megalite train --plugin examples/plugins/family.py --pretrained-checkpoint models/acme --use-checkpoint-args \
   --vocab-size 300 --mock-data --lr 1e-4 \
-  --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/house
+  --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/acme
 
-It is read in both directions. The name is the model_type; what is not said here is as in Llama.
+A family is used in both directions. Its name is the model_type. All fields that are not set here are those of Llama.
 """
 
 from dataclasses import replace
@@ -30,12 +30,12 @@ output.weight = head | embedding.word
 """
 LLAMA: ModelFamily = FAMILIES.get("llama")
 
-house = replace(
+acme = replace(
     LLAMA,
-    name="house",
-    architecture="HouseForCausalLM",
+    name="acme",
+    architecture="AcmeForCausalLM",
     rules=rules(NAMES, "blocks.{n}."),
     prefix="",
     keys={**LLAMA.keys, "hidden_size": "width", "num_layers": "depth"},
 )
-megalite.register("family", "house", house)
+megalite.register("family", "acme", acme)

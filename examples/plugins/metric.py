@@ -1,4 +1,4 @@
-"""A metric of each layer: how much of an activation's output is as good as nothing.
+"""A metric of each layer: the fraction of an activation's outputs that are almost zero.
 
 megalite train --plugin examples/plugins/metric.py --activation watched_gelu \
   --preset tiny --vocab-size 300 --mock-data \
@@ -19,6 +19,7 @@ megalite.register("metric", "quiet", "layer")
 
 
 def forward(u: Tensor) -> Tensor:
+    """Return gelu(u), and log the fraction of its elements below 0.01."""
     a = GELU.forward(u)
     megalite.log("quiet", (a.abs() < 0.01).float())  # each element counts 1
     return a

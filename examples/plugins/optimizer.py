@@ -4,8 +4,8 @@ megalite train --plugin examples/plugins/optimizer.py --optimizer lion --adam-be
   --preset tiny --vocab-size 300 --mock-data \
   --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/lion
 
-A rule sees what a rank owns of a bucket as flat tensors, element by element; so every ZeRO stage shares it out, with
-its state in the checkpoint. What it keeps stands in `state_dtypes`, which the planner counts.
+A rule updates flat tensors, the shard of a bucket that a rank owns, so it must be elementwise. Sharding by every ZeRO
+stage and checkpoints need nothing else. `state_dtypes` names the state tensors, which the planner counts.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Lion:
     betas: tuple[float, float]
 
     @classmethod
-    def from_config(cls, o: OptimConfig) -> "Lion":
-        return cls((o.adam_beta1, o.adam_beta2))
+    def from_config(cls, config: OptimConfig) -> "Lion":
+        return cls((config.adam_beta1, config.adam_beta2))
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype | None]:
@@ -32,11 +32,11 @@ class Lion:
 
     @torch.no_grad()
     def update_(self, update: ParamUpdate) -> None:
-        (b1, b2), moment, grad = self.betas, update.state["exp_avg"], update.grad.mul_(update.scale)
-        step = moment.lerp(grad, 1 - b1).sign_().add_(update.param, alpha=update.weight_decay)
-        moment.lerp_(grad, 1 - b2)
+        beta1, beta2 = self.betas
+        exp_avg = update.state["exp_avg"]
+        grad = update.grad.mul_(update.scale)
+        step = exp_avg.lerp(grad, 1 - beta1).sign_().add_(update.param, alpha=update.weight_decay)
+        exp_avg.lerp_(grad, 1 - beta2)
         update.param.add_(step, alpha=-update.lr)
-        if (
-            update.model_param is not None
-        ):  # the weights that compute, where the main ones are apart: they would stay as they are
+        if update.model_param is not None:  # the weights in the model's dtype are separate tensors
             update.model_param.copy_(update.param)

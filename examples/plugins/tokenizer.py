@@ -1,4 +1,4 @@
-"""A tokenizer: a character is an id, for those of an alphabet; others become "?".
+"""A tokenizer with one id for each character of an alphabet; other characters become "?".
 
 megalite data corpus --out data
 megalite preprocess --plugin examples/plugins/tokenizer.py --tokenizer-type Characters --append-eod \
@@ -7,8 +7,8 @@ megalite train --plugin examples/plugins/tokenizer.py --tokenizer-type Character
   --data-path data/characters_text_document \
   --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/characters
 
-`asked` has the options of a tokenizer, of which this one takes none. `identify` gets all that ids depend on, so that
-data and checkpoints of another alphabet are refused.
+`options` has the tokenizer options of the command line; this tokenizer uses none. `set_identity` gets everything that
+the ids depend on, so that data and checkpoints of another alphabet are refused.
 """
 
 import string
@@ -35,5 +35,5 @@ class Characters(Tokenizer):
 
 
 @megalite.register("tokenizer_type", "Characters")
-def characters(asked: TokenizerOptions) -> Characters:
+def characters(options: TokenizerOptions) -> Characters:
     return Characters()
